@@ -1,0 +1,38 @@
+"""The one exception that means "the input is at fault", and how a command line reports it."""
+
+import sys
+from collections.abc import Callable
+
+
+class InputError(ValueError):
+    """Bad input: a file, an option or a combination of them that cannot be served.
+
+    The message is a single line that names the file or the option and says what would help.
+    Command lines print it and end with exit status 2.
+    """
+
+
+class UnsupportedModelError(InputError):
+    """A model configuration that this package refuses, by the name of the offending setting."""
+
+
+def run_command(command: Callable[[], int | None]) -> int:
+    """Run a command line's body; turn bad input and interrupts into an exit status.
+
+    Returns 0 on success, 2 after bad input (one line on stderr) and 130 after Ctrl-C. A broken
+    stdout pipe (`... | head`) ends quietly with 141, as it does for other Unix programs.
+    """
+    try:
+        return command() or 0
+    except InputError as error:
+        message = " ".join(str(error).split())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+    except OSError as error:
+        message = f"{error.filename or 'system'}: {error.strerror or error}"
+    print(f"error: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,183 @@
+"""What every model family has in common: its configuration, and the interface of its modules.
+
+A family is one file with two Flax NNX modules, `Layer` and `Embedding`, which are *definitions*:
+at run time their parameters are plain nested dicts (see `Blueprint`), because dispatching a jitted
+function costs 20 us with a dict and about 900 us with `nnx.jit` on a module.
+
+Letters in shapes, here and in every einsum of the package: b batch, s sequence, h query heads,
+k KV heads, g query heads per KV head, d head size, r partial columns, n selected rows, t capacity,
+e hidden size, f MLP width, v vocabulary.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.models.rope import Rope
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture of a decoder, read from a Hugging Face `config.json`.
+
+    Attributes:
+        family: "opt" or "llama"; the file of this package that defines the modules.
+        max_positions: longest sequence, in tokens, that the model has positions for.
+        rope: rotary embedding, or None for learned positions.
+        attention_bias, mlp_bias: whether the projections carry biases.
+        eos_ids: tokens that end a generation; may be empty.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+    activation: str
+    tie_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    rope: Rope | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head (1 for multi-head attention)."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        """Factor on the attention scores; `Layer.query` has it applied."""
+        return self.head_dim**-0.5
+
+
+class Layer(Protocol):
+    """One decoder layer, in the pieces between which the KV cache is read and speculation starts.
+
+        x = x + attention_output(attention(query(a), key_value(a)))    a = attention_input(x)
+        x = x + mlp(x)
+    """
+
+    def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        """The pre-attention norm: what layer l's speculation for layer l+1 starts from."""
+        ...
+
+    def query(
+        self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
+    ) -> Float[Array, "*b h d"]:
+        """Queries as they enter the dot product: after bias, rotation and the 1/sqrt(d) scale."""
+        ...
+
+    def key_value(
+        self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
+    ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
+        """Keys (after rotation) and values."""
+        ...
+
+    def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
+        """The output projection."""
+        ...
+
+    def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        """What the MLP adds to the residual, its norm included."""
+        ...
+
+
+class Embedding(Protocol):
+    """Both ends of the model: tokens to hidden states, hidden states to logits."""
+
+    def embed(
+        self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]
+    ) -> Float[Array, "*b e"]: ...
+
+    def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
+        """The final norm and the output projection; float32."""
+        ...
+
+
+class Blueprint(NamedTuple):
+    """A family's modules with the parameters taken out.
+
+    `layer(params)` and `embedding(params)` put plain dicts of arrays back into a module. Inside
+    jit this costs nothing at run time, and one compilation serves every layer.
+    """
+
+    config: ModelConfig
+    layer_graph: Any
+    layer_shapes: Params
+    embedding_graph: Any
+    embedding_shapes: Params
+
+    def layer(self, params: Params) -> Layer:
+        return nnx.merge(self.layer_graph, params)
+
+    def embedding(self, params: Params) -> Embedding:
+        return nnx.merge(self.embedding_graph, params)
+
+
+@functools.cache
+def blueprint(config: ModelConfig, dtype: Any) -> Blueprint:
+    """Build a family's modules abstractly: shapes and dtypes, no memory.
+
+    Args:
+        config: the architecture.
+        dtype: dtype of parameters and activations (norms, softmax and logits compute in float32).
+    """
+    from infinigen_jax.models import family
+
+    module = family(config.family)
+    dtype = jnp.dtype(dtype)
+
+    def split(make):
+        graph, state = nnx.split(nnx.eval_shape(lambda: make(config, dtype, nnx.Rngs(0))))
+        return graph, nnx.to_pure_dict(state)
+
+    return Blueprint(config, *split(module.Layer), *split(module.Embedding))
+
+
+def linear(inputs: int, outputs: int, bias: bool, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
+    """A dense projection whose kernel is `[inputs, outputs]`, parameters in `dtype`."""
+    return nnx.Linear(inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
+
+
+def random_params(config: ModelConfig, dtype: Any, seed: int = 0) -> Params:
+    """Random parameters of a family, for tests and benchmarks: normal, 1/sqrt(fan in).
+
+    Returns:
+        `{"embedding": {...}, "layers": [{...}, ...]}` with the shapes of `blueprint`.
+    """
+    plan = blueprint(config, dtype)
+    key = jax.random.key(seed)
+
+    def fill(path: Any, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> Array:
+        name = path[-1].key
+        if name == "scale":
+            return jnp.ones(leaf.shape, leaf.dtype)
+        if name == "bias":
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        deviation = 0.02 if name == "embedding" else leaf.shape[0] ** -0.5
+        return (jax.random.normal(key, leaf.shape, jnp.float32) * deviation).astype(leaf.dtype)
+
+    def tree(shapes: Params, key: jax.Array) -> Params:
+        leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+        keys = jax.random.split(key, len(leaves))
+        filled = [fill(path, leaf, keys[i]) for i, (path, leaf) in enumerate(leaves)]
+        return jax.tree_util.tree_unflatten(structure, filled)
+
+    keys = jax.random.split(key, config.num_layers + 1)
+    layers = [tree(plan.layer_shapes, keys[i]) for i in range(config.num_layers)]
+    return {"embedding": tree(plan.embedding_shapes, keys[-1]), "layers": layers}

@@ -1,0 +1,62 @@
+"""Reading Hugging Face's `config.json`: what all families share, and what all of them refuse."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from infinigen_jax.errors import UnsupportedModelError
+
+
+def refuse_unless(condition: Any, setting: str) -> None:
+    """Raise UnsupportedModelError naming `setting` unless `condition` holds."""
+    if not condition:
+        raise UnsupportedModelError(f"config.json: {setting} is not supported")
+
+
+def refuse_foreign_features(hf: Mapping[str, Any]) -> None:
+    """Refuse features that no family here implements, whatever the family says of itself."""
+    refuse_unless(not hf.get("quantization_config"), "quantised weights (quantization_config)")
+    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
+        refuse_unless(not hf.get(name), f"mixture of experts ({name}={hf.get(name)})")
+    window = hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
+    refuse_unless(not window, f"sliding-window attention (sliding_window={window})")
+
+
+def common_settings(hf: Mapping[str, Any], *, layers: str, mlp: str) -> dict[str, Any]:
+    """The sizes and special tokens, as keyword arguments of ModelConfig.
+
+    Args:
+        hf: the parsed config.json.
+        layers, mlp: this family's names for the number of layers and the MLP width.
+    """
+    refuse_foreign_features(hf)
+    heads = _positive(hf, "num_attention_heads")
+    hidden = _positive(hf, "hidden_size")
+    kv_heads = _positive(hf, "num_key_value_heads", default=heads)
+    refuse_unless(heads % kv_heads == 0, f"{heads} query heads over {kv_heads} KV heads")
+    head_dim = _positive(hf, "head_dim", default=hidden // heads)
+    refuse_unless(head_dim % 2 == 0, f"an odd head size ({head_dim})")
+    eos = hf.get("eos_token_id")
+    return {
+        "vocab_size": _positive(hf, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": _positive(hf, mlp),
+        "num_layers": _positive(hf, layers),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_positions": _positive(hf, "max_position_embeddings"),
+        "bos_id": hf.get("bos_token_id"),
+        "eos_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        "pad_id": hf.get("pad_token_id"),
+    }
+
+
+def _positive(hf: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = hf.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        shown = "missing" if value is None else repr(value)
+        raise UnsupportedModelError(
+            f"config.json: {name} is {shown}; it must be a positive whole number"
+        )
+    return value

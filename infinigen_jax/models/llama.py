@@ -1,0 +1,109 @@
+"""LLaMA 1, 2 and 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.models.base import ModelConfig, linear
+from infinigen_jax.models.hf import common_settings, refuse_unless
+from infinigen_jax.models.rope import rope_from_hf, rotate
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translate a `config.json` of model_type "llama"; refuse by name what is not implemented."""
+    settings = common_settings(hf, layers="num_hidden_layers", mlp="intermediate_size")
+    activation = hf.get("hidden_act", "silu")
+    refuse_unless(activation in ACTIVATIONS, f"hidden_act {activation!r}")
+    return ModelConfig(
+        family="llama",
+        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        activation=activation,
+        attention_bias=bool(hf.get("attention_bias", False)),
+        mlp_bias=bool(hf.get("mlp_bias", False)),
+        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        rope=rope_from_hf(hf),
+        **settings,
+    )
+
+
+class Layer(nnx.Module):
+    """See `models.base.Layer`."""
+
+    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
+        c = config
+        query_width, kv_width = c.num_heads * c.head_dim, 2 * c.num_kv_heads * c.head_dim
+        norm = {"epsilon": c.norm_eps, "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        self.attention_norm = nnx.RMSNorm(c.hidden_size, **norm)
+        self.q = linear(c.hidden_size, query_width, c.attention_bias, dtype, rngs)
+        self.kv = linear(c.hidden_size, kv_width, c.attention_bias, dtype, rngs)
+        self.o = linear(query_width, c.hidden_size, c.attention_bias, dtype, rngs)
+        self.mlp_norm = nnx.RMSNorm(c.hidden_size, **norm)
+        self.gate_up = linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, dtype, rngs)
+        self.down = linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype, rngs)
+        self.config = config
+
+    def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        return self.attention_norm(x)
+
+    def query(
+        self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
+    ) -> Float[Array, "*b h d"]:
+        c = self.config
+        assert c.rope is not None
+        q = self.q(a).reshape(*a.shape[:-1], c.num_heads, c.head_dim)
+        return rotate(q, positions, c.rope) * jnp.asarray(c.scale, q.dtype)
+
+    def key_value(
+        self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
+    ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
+        c = self.config
+        assert c.rope is not None
+        kv = self.kv(a).reshape(*a.shape[:-1], 2 * c.num_kv_heads, c.head_dim)
+        key, value = jnp.split(kv, 2, axis=-2)
+        return rotate(key, positions, c.rope), value
+
+    def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
+        return self.o(o.reshape(*o.shape[:-2], -1))
+
+    def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        gate, up = jnp.split(self.gate_up(self.mlp_norm(x)), 2, axis=-1)
+        return self.down(ACTIVATIONS[self.config.activation](gate) * up)
+
+
+class Embedding(nnx.Module):
+    """See `models.base.Embedding`."""
+
+    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
+        c = config
+        self.tokens = nnx.Embed(
+            c.vocab_size, c.hidden_size, dtype=dtype, param_dtype=dtype, rngs=rngs
+        )
+        self.norm = nnx.RMSNorm(
+            c.hidden_size, epsilon=c.norm_eps, dtype=dtype, param_dtype=dtype, rngs=rngs
+        )
+        if not c.tie_embeddings:
+            self.head = linear(c.hidden_size, c.vocab_size, False, dtype, rngs)
+        self.config = config
+
+    def embed(
+        self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]
+    ) -> Float[Array, "*b e"]:
+        return self.tokens(tokens)
+
+    def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
+        x = self.norm(x)
+        y = self.tokens.attend(x) if self.config.tie_embeddings else self.head(x)
+        return y.astype(jnp.float32)

@@ -1,0 +1,107 @@
+"""OPT, the pre-norm sizes: LayerNorm, learned positions, multi-head attention with biases, ReLU.
+
+opt-350m alone of the published sizes normalises after each block and projects its embeddings; it
+is refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.models.base import ModelConfig, linear
+from infinigen_jax.models.hf import common_settings, refuse_unless
+from infinigen_jax.models.llama import ACTIVATIONS
+
+POSITION_OFFSET = 2  # rows 0 and 1 of OPT's position table are not positions
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translate a `config.json` of model_type "opt"; refuse by name what is not implemented."""
+    settings = common_settings(hf, layers="num_hidden_layers", mlp="ffn_dim")
+    refuse_unless(hf.get("do_layer_norm_before", True), "do_layer_norm_before=false (opt-350m)")
+    projected = hf.get("word_embed_proj_dim", settings["hidden_size"])
+    refuse_unless(projected == settings["hidden_size"], f"word_embed_proj_dim {projected}")
+    refuse_unless(not hf.get("_remove_final_layer_norm", False), "_remove_final_layer_norm=true")
+    affine = hf.get("layer_norm_elementwise_affine", True)
+    refuse_unless(affine, "layer_norm_elementwise_affine=false")
+    activation = hf.get("activation_function", "relu")
+    refuse_unless(activation in ACTIVATIONS, f"activation_function {activation!r}")
+    kv_heads = settings["num_kv_heads"]
+    refuse_unless(kv_heads == settings["num_heads"], "grouped KV heads in an OPT model")
+    return ModelConfig(
+        family="opt",
+        norm_eps=1e-5,
+        activation=activation,
+        attention_bias=bool(hf.get("enable_bias", True)),
+        mlp_bias=bool(hf.get("enable_bias", True)),
+        tie_embeddings=bool(hf.get("tie_word_embeddings", True)),
+        **settings,
+    )
+
+
+class Layer(nnx.Module):
+    """See `models.base.Layer`."""
+
+    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
+        c = config
+        width = c.num_heads * c.head_dim
+        norm = {"epsilon": c.norm_eps, "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        self.attention_norm = nnx.LayerNorm(c.hidden_size, **norm)
+        self.q = linear(c.hidden_size, width, c.attention_bias, dtype, rngs)
+        self.kv = linear(c.hidden_size, 2 * width, c.attention_bias, dtype, rngs)
+        self.o = linear(width, c.hidden_size, c.attention_bias, dtype, rngs)
+        self.mlp_norm = nnx.LayerNorm(c.hidden_size, **norm)
+        self.up = linear(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype, rngs)
+        self.down = linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype, rngs)
+        self.config = config
+
+    def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        return self.attention_norm(x)
+
+    def query(
+        self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
+    ) -> Float[Array, "*b h d"]:
+        c = self.config
+        q = self.q(a) * jnp.asarray(c.scale, a.dtype)
+        return q.reshape(*a.shape[:-1], c.num_heads, c.head_dim)
+
+    def key_value(
+        self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
+    ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
+        c = self.config
+        kv = self.kv(a).reshape(*a.shape[:-1], 2 * c.num_kv_heads, c.head_dim)
+        key, value = jnp.split(kv, 2, axis=-2)
+        return key, value
+
+    def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
+        return self.o(o.reshape(*o.shape[:-2], -1))
+
+    def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        return self.down(ACTIVATIONS[self.config.activation](self.up(self.mlp_norm(x))))
+
+
+class Embedding(nnx.Module):
+    """See `models.base.Embedding`."""
+
+    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
+        c = config
+        kind = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        self.tokens = nnx.Embed(c.vocab_size, c.hidden_size, **kind)
+        self.positions = nnx.Embed(c.max_positions + POSITION_OFFSET, c.hidden_size, **kind)
+        self.norm = nnx.LayerNorm(c.hidden_size, epsilon=c.norm_eps, **kind)
+        if not c.tie_embeddings:
+            self.head = linear(c.hidden_size, c.vocab_size, False, dtype, rngs)
+        self.config = config
+
+    def embed(
+        self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]
+    ) -> Float[Array, "*b e"]:
+        return self.tokens(tokens) + self.positions(positions + POSITION_OFFSET)
+
+    def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
+        x = self.norm(x)
+        y = self.tokens.attend(x) if self.config.tie_embeddings else self.head(x)
+        return y.astype(jnp.float32)
