@@ -1,0 +1,147 @@
+"""How much memory there is: of the host, of a device, and of JAX's pool of pinned host memory."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import jax
+
+from infinigen_jax.errors import InputError
+
+PINNED_POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+PINNED_POOL_DEFAULT_GB = 64
+
+
+@runtime_checkable
+class Device(Protocol):
+    """The part of a jax.Device that is needed here."""
+
+    @property
+    def platform(self) -> str: ...
+
+    def memory_stats(self) -> dict[str, int] | None: ...
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Host memory that can be allocated without swapping, in bytes.
+
+    On Linux the kernel's own estimate (MemAvailable), or what the control groups of this process
+    leave if that is less, as in a container. Elsewhere the size of the physical memory.
+
+    Args:
+        root: where /proc and /sys are found.
+    """
+    available = _meminfo_available(root / "proc/meminfo")
+    if available is None:
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(0, min([available, *_control_group_rooms(root)]))
+
+
+def available_device_bytes(device: Device) -> int | None:
+    """Memory of a device that JAX can still allocate, in bytes; None if the backend does not tell.
+
+    For a CPU device it is the host's memory.
+    """
+    if device.platform == "cpu":
+        return available_host_bytes()
+    statistics = device.memory_stats()
+    if not statistics or "bytes_limit" not in statistics:
+        return None
+    return max(0, statistics["bytes_limit"] - statistics.get("bytes_in_use", 0))
+
+
+def pinned_pool_limit_bytes(device: Device | None = None) -> int | None:
+    """Limit of the pool from which JAX takes pinned host memory, in bytes; None: there is no pool.
+
+    XLA reads the environment variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB when it starts; without it
+    the pool of a GPU ends at 64 GiB, however much memory the host has.
+
+    Args:
+        device: whose pool; the default is JAX's first device.
+
+    Raises:
+        InputError: if the variable is not a positive whole number.
+    """
+    platform = (device or jax.devices()[0]).platform
+    if platform == "cpu":
+        return None
+    text = os.environ.get(PINNED_POOL_VARIABLE) or str(PINNED_POOL_DEFAULT_GB)
+    try:
+        limit = int(text)
+    except ValueError:
+        limit = 0
+    if limit <= 0:
+        raise InputError(f"{PINNED_POOL_VARIABLE}={text}: set it to a positive number of gigabytes")
+    return limit << 30
+
+
+def format_bytes(count: int) -> str:
+    """A byte count for people: `1536` is "1.5 KiB"."""
+    if abs(count) < 1024:
+        return f"{count} B"
+    value = float(count)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if abs(value) < 1023.95:  # above, it would be rounded to 1024.0
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} PiB"
+
+
+def _meminfo_available(meminfo: Path) -> int | None:
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def _control_group_rooms(root: Path) -> Iterator[int]:
+    """Bytes left below the limit of each control group that this process is in.
+
+    Limits hold for a group and all groups inside it, hence the walk up to the mount. It also finds
+    the limit in a container, where the path may be the host's and only the mount itself exists.
+    """
+    try:
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for membership in memberships:
+        number, controllers, path = membership.split(":", 2)
+        if number == "0" and not controllers:  # version 2
+            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+            reclaimable = "inactive_file"
+        elif "memory" in controllers.split(","):  # version 1
+            mount = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            reclaimable = "total_inactive_file"
+        else:
+            continue
+        group = mount / path.lstrip("/")
+        for directory in (group, *group.parents):
+            limit, used = (_read_number(directory / name) for name in names)
+            if limit is not None and used is not None:
+                yield limit - used + _read_statistic(directory / "memory.stat", reclaimable)
+            if directory == mount:
+                break
+
+
+def _read_number(file: Path) -> int | None:
+    """The number in a file; None without the file, and for the word "max"."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _read_statistic(file: Path, name: str) -> int:
+    """A line `name number` of a file; 0 where it is missing."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)

@@ -1,0 +1,100 @@
+"""Text from tokens as they come, without decoding everything again for each token."""
+
+from typing import Any
+
+REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are not, or not yet, a character
+
+
+class TextStream:
+    """Turns a sequence of token ids into text, piece by piece, with a transformers tokenizer.
+
+    The pieces, put together, are exactly `tokenizer.decode(all_ids, skip_special_tokens=True)`
+    (without the "clean up" of spaces, which alters text and which transformers no longer does for
+    these tokenizers). The cost is linear in the number of tokens.
+
+    What a token means can depend on its neighbours, in three ways:
+
+        before it   a decoder may strip the space in front of the very first word: tokens are
+                    always decoded behind one of those before them, the context;
+        behind it   a token may end within a character; it decodes to U+FFFD then, so text that
+                    ends in U+FFFD is held back until the next token shows what it is;
+        behind it   tokens like <0xE2>, one byte each, are decoded as a run: a single wrong byte
+                    makes U+FFFD of the whole run. They wait for the first token that is none.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._anchor_memo: dict[int, bool] = {}
+        self._restart()
+
+    def push(self, token_ids: list[int]) -> str:
+        """Take the next tokens; return the text that is certain by now and was not yet returned."""
+        before = self._ready
+        for token in token_ids:
+            self._pending.append(token)
+            if self._is_anchor(token):
+                self._ready = len(self._pending)
+        if self._ready == before:
+            return ""
+        text = self._decode(self._context, self._pending[: self._ready])
+        piece = text.removesuffix(REPLACEMENT)[self._shown :]
+        self._shown += len(piece)
+        self._settle(text)
+        return piece
+
+    def finish(self) -> str:
+        """The rest of the text, whatever it is. The next `push` begins a new text."""
+        piece = self._decode(self._context, self._pending)[self._shown :]
+        self._restart()
+        return piece
+
+    def _restart(self) -> None:
+        self._context: list[int] = []  # the token before the pending ones; its text is returned
+        self._pending: list[int] = []
+        self._ready = 0  # this many of the pending tokens can be decoded
+        self._shown = 0  # this many characters of their text are returned
+
+    def _settle(self, text: str) -> None:
+        """Make settled tokens the context; `text` is that of the ready tokens."""
+        if not text.endswith(REPLACEMENT):
+            self._cut(self._ready, len(text))
+            return
+        # Text that goes on as U+FFFD never ends in a whole character, but only the last of them
+        # is open. A character has at most four bytes, so one of the last four cuts is clean. With
+        # a cut inside a character, the two parts have one U+FFFD too many.
+        ready = self._pending[: self._ready]
+        for cut in range(len(ready) - 1, max(0, len(ready) - 5), -1):
+            if not self._is_anchor(ready[cut - 1]):
+                continue
+            head = self._decode(self._context, ready[:cut])
+            tail = self._decode(ready[cut - 1 : cut], ready[cut:])
+            if tail and head + tail == text:
+                self._cut(cut, len(head))
+                return
+
+    def _cut(self, count: int, characters: int) -> None:
+        self._context = self._pending[count - 1 : count]
+        self._pending = self._pending[count:]
+        self._ready -= count
+        self._shown -= characters
+
+    def _decode(self, context: list[int], tokens: list[int]) -> str:
+        """The text of `tokens` behind `context`."""
+        return self._raw(context + tokens)[len(self._raw(context)) :]
+
+    def _raw(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def _is_anchor(self, token: int) -> bool:
+        """Whether the token has text, and is not one byte of a run.
+
+        Twice the token, because a lone space in front may be stripped.
+        """
+        known = self._anchor_memo.get(token)
+        if known is None:
+            name = self._tokenizer.convert_ids_to_tokens(token)
+            byte = len(name) == 6 and name.startswith("<0x") and name.endswith(">")
+            known = self._anchor_memo[token] = not byte and self._raw([token, token]) != ""
+        return known

@@ -1,0 +1,122 @@
+"""Memory limits, read from made-up /proc and /sys trees."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.memory_limits import (
+    PINNED_POOL_VARIABLE,
+    available_device_bytes,
+    available_host_bytes,
+    format_bytes,
+    pinned_pool_limit_bytes,
+)
+
+GIB = 1 << 30
+
+
+def make_tree(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def meminfo(gibibytes):
+    return f"MemTotal: 99999999 kB\nMemAvailable:   {gibibytes * 2**20} kB\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    platform: str
+    statistics: dict[str, int] | None = None
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self.statistics
+
+
+def test_host_without_limits(tmp_path):
+    assert available_host_bytes(make_tree(tmp_path, {"proc/meminfo": meminfo(8)})) == 8 * GIB
+
+
+def test_host_without_proc_reports_physical_memory(tmp_path):
+    assert available_host_bytes(tmp_path) > 1 << 20
+
+
+def test_host_in_nested_groups_of_version_2(tmp_path):
+    """The outer group leaves 3 GiB, of which a file cache of 1 GiB counts as free."""
+    group = "sys/fs/cgroup/service"
+    files = {
+        "proc/meminfo": meminfo(64),
+        "proc/self/cgroup": "0::/service/worker\n",
+        f"{group}/worker/memory.max": "max\n",
+        f"{group}/worker/memory.current": "5\n",
+        f"{group}/memory.max": f"{10 * GIB}\n",
+        f"{group}/memory.current": f"{8 * GIB}\n",
+        f"{group}/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+    }
+    assert available_host_bytes(make_tree(tmp_path, files)) == 3 * GIB
+
+
+def test_host_in_a_container_of_version_1(tmp_path):
+    """The group's path is the outer host's; only the mount exists."""
+    files = {
+        "proc/meminfo": meminfo(64),
+        "proc/self/cgroup": "5:cpu:/x\n4:memory,hugetlb:/docker/abc\n0::/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{5 * GIB}",
+        "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {2 * GIB}\n",
+    }
+    assert available_host_bytes(make_tree(tmp_path, files)) == GIB
+
+
+def test_host_over_its_limit_has_nothing_left(tmp_path):
+    files = {
+        "proc/meminfo": meminfo(64),
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": "10",
+        "sys/fs/cgroup/memory.current": "20",
+    }
+    assert available_host_bytes(make_tree(tmp_path, files)) == 0
+
+
+def test_device():
+    full = {"bytes_limit": 10, "bytes_in_use": 4}
+    assert available_device_bytes(FakeDevice("gpu", full)) == 6
+    assert available_device_bytes(FakeDevice("gpu", None)) is None
+    assert available_device_bytes(FakeDevice("gpu", {"bytes_in_use": 4})) is None
+    assert (available_device_bytes(jax.devices("cpu")[0]) or 0) > 1 << 20
+
+
+def test_pinned_pool(monkeypatch):
+    monkeypatch.delenv(PINNED_POOL_VARIABLE, raising=False)
+    assert pinned_pool_limit_bytes(jax.devices("cpu")[0]) is None
+    assert pinned_pool_limit_bytes(FakeDevice("gpu")) == 64 * GIB
+    monkeypatch.setenv(PINNED_POOL_VARIABLE, "200")
+    assert pinned_pool_limit_bytes(FakeDevice("gpu")) == 200 * GIB
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-1", "1.5"])
+def test_pinned_pool_refuses_nonsense(monkeypatch, value):
+    monkeypatch.setenv(PINNED_POOL_VARIABLE, value)
+    with pytest.raises(InputError, match=PINNED_POOL_VARIABLE):
+        pinned_pool_limit_bytes(FakeDevice("gpu"))
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (64 * GIB, "64.0 GiB"),
+        (-3 * GIB, "-3.0 GiB"),
+        (3 << 50, "3.0 PiB"),
+    ],
+)
+def test_format_bytes(count, text):
+    assert format_bytes(count) == text

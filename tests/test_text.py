@@ -1,0 +1,150 @@
+"""Streaming text against decoding everything at once, for both kinds of tokenizer."""
+
+import functools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinigen_jax.text import REPLACEMENT, TextStream
+
+WORDS = ["a", " word", "é", "€", " 日本", "😀", "  ", "\n", ".", " '", "n't"]
+BYTES = ["<0xE2>", "<0x82>", "<0xAC>", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "<0x41>"]
+
+
+@functools.cache
+def byte_level():
+    """As GPT-2, OPT and LLaMA 3: each byte a token, some merges, two special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(WORDS * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@functools.cache
+def byte_fallback():
+    """As LLaMA 1 and 2: words with a mark for the space, bytes as tokens for the rest."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<s>", "</s>", *BYTES, "▁", "▁the", "cat", "▁▁", ".", "é", "日", REPLACEMENT]
+    model = models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def cut_up(tokens, sizes):
+    """Split a list into pieces of the given sizes, in turns."""
+    pieces, start, turn = [], 0, 0
+    while start < len(tokens):
+        pieces.append(tokens[start : start + sizes[turn % len(sizes)]])
+        start += sizes[turn % len(sizes)]
+        turn += 1
+    return pieces
+
+
+def stream(tokenizer, pieces):
+    """What each push returned, and what finish did."""
+    text = TextStream(tokenizer)
+    return [text.push(piece) for piece in pieces], text.finish()
+
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@given(st.data())
+def test_pieces_make_up_the_whole_text(make, data):
+    tokenizer = make()
+    # Mostly the tokens that make the difficult cases, which a uniform choice would rarely meet.
+    difficult = tokenizer.convert_tokens_to_ids(BYTES) if make is byte_fallback else []
+    if make is byte_level:
+        difficult = tokenizer.encode("€😀日", add_special_tokens=False)
+    token = st.integers(0, len(tokenizer) - 1) | st.sampled_from(difficult)
+    tokens = data.draw(st.lists(token, max_size=60))
+    pieces, rest = stream(tokenizer, cut_up(tokens, data.draw(SIZES)))
+    assert "".join(pieces) + rest == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@given(st.text(max_size=40))
+def test_valid_text_never_shows_half_a_character(text):
+    tokenizer = byte_level()
+    tokens = tokenizer.encode(text.replace(REPLACEMENT, ""), add_special_tokens=False)
+    pieces, rest = stream(tokenizer, [[token] for token in tokens])
+    assert REPLACEMENT not in "".join(pieces) + rest
+    assert rest == ""  # nothing is left for the end: each character came when it was complete
+
+
+def test_text_comes_at_once_where_nothing_is_open():
+    tokenizer = byte_level()
+    tokens = tokenizer.encode("a word. a word", add_special_tokens=False)
+    pieces, rest = stream(tokenizer, [[token] for token in tokens])
+    assert all(pieces) and rest == ""
+
+
+def test_an_unfinished_character_comes_at_the_end():
+    tokenizer = byte_level()
+    tokens = tokenizer.encode("aф", add_special_tokens=False)[:-1]
+    pieces, rest = stream(tokenizer, [tokens])
+    assert (pieces, rest) == (["a"], REPLACEMENT)
+
+
+def test_special_tokens_are_silent_and_finish_starts_anew():
+    tokenizer = byte_level()
+    text = TextStream(tokenizer)
+    word = tokenizer.encode(" word", add_special_tokens=False)
+    end, *_ = tokenizer.encode("</s>", add_special_tokens=False)
+    for _ in range(2):
+        assert text.push([end, *word, end]) == " word"
+        assert text.push([end]) == ""
+        assert text.finish() == ""
+
+
+class Counting:
+    """A tokenizer that counts the tokens it is asked to decode."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.decoded = tokenizer, 0
+
+    def decode(self, token_ids, **options):
+        self.decoded += len(token_ids)
+        return self.tokenizer.decode(token_ids, **options)
+
+    def convert_ids_to_tokens(self, ids):
+        return self.tokenizer.convert_ids_to_tokens(ids)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("kind", ["text", "broken", "special"])
+def test_cost_is_linear(make, kind):
+    tokenizer = Counting(make())
+    names = {
+        byte_level: {"text": "a", "broken": "ð", "special": "</s>"},
+        byte_fallback: {"text": "cat", "broken": "<0xF0>", "special": "</s>"},
+    }
+    token = tokenizer.tokenizer.convert_tokens_to_ids(names[make][kind])
+    count = 1000
+    pieces, rest = stream(tokenizer, [[token]] * count)
+    expected = tokenizer.tokenizer.decode([token] * count, skip_special_tokens=True)
+    assert "".join(pieces) + rest == expected
+    assert tokenizer.decoded < 20 * count
