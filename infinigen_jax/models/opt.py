@@ -42,13 +42,27 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def layer_norm_settings(config: ModelConfig, dtype: Any, rngs: nnx.Rngs) -> dict[str, Any]:
+    """Keyword arguments of every LayerNorm here.
+
+    The variance is E[(x - mean)^2]: Flax's default, E[x^2] - mean^2, cancels on OPT's outliers.
+    """
+    return {
+        "epsilon": config.norm_eps,
+        "dtype": dtype,
+        "param_dtype": dtype,
+        "use_fast_variance": False,
+        "rngs": rngs,
+    }
+
+
 class Layer(nnx.Module):
     """See `models.base.Layer`."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         c = config
         width = c.num_heads * c.head_dim
-        norm = {"epsilon": c.norm_eps, "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        norm = layer_norm_settings(config, dtype, rngs)
         self.attention_norm = nnx.LayerNorm(c.hidden_size, **norm)
         self.q = linear(c.hidden_size, width, c.attention_bias, dtype, rngs)
         self.kv = linear(c.hidden_size, 2 * width, c.attention_bias, dtype, rngs)
@@ -61,9 +75,7 @@ class Layer(nnx.Module):
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         return self.attention_norm(x)
 
-    def query(
-        self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
-    ) -> Float[Array, "*b h d"]:
+    def query(self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]) -> Float[Array, "*b h d"]:
         c = self.config
         q = self.q(a) * jnp.asarray(c.scale, a.dtype)
         return q.reshape(*a.shape[:-1], c.num_heads, c.head_dim)
@@ -91,14 +103,12 @@ class Embedding(nnx.Module):
         kind = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         self.tokens = nnx.Embed(c.vocab_size, c.hidden_size, **kind)
         self.positions = nnx.Embed(c.max_positions + POSITION_OFFSET, c.hidden_size, **kind)
-        self.norm = nnx.LayerNorm(c.hidden_size, epsilon=c.norm_eps, **kind)
+        self.norm = nnx.LayerNorm(c.hidden_size, **layer_norm_settings(config, dtype, rngs))
         if not c.tie_embeddings:
             self.head = linear(c.hidden_size, c.vocab_size, False, dtype, rngs)
         self.config = config
 
-    def embed(
-        self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]
-    ) -> Float[Array, "*b e"]:
+    def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
         return self.tokens(tokens) + self.positions(positions + POSITION_OFFSET)
 
     def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:

@@ -50,7 +50,9 @@ def rotate(
     x: Float[Array, "*b heads d"], positions: Int[Array, "*b"], rope: Rope
 ) -> Float[Array, "*b heads d"]:
     """Rotate each pair (i, i + d/2) of every head by position times frequency; float32 inside."""
-    angles = positions[..., None, None].astype(jnp.float32) * rope.frequencies(x.shape[-1])
+    turns = positions[..., None, None].astype(jnp.float32)
+    frequencies = jnp.asarray(rope.frequencies(x.shape[-1]))
+    angles = turns * frequencies.reshape((1,) * (turns.ndim - 1) + (-1,))
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

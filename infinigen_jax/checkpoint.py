@@ -1,0 +1,248 @@
+"""Loading a model: reading a converted folder onto the device, all of it checked.
+
+A Hugging Face folder that was never converted is converted into the user's cache first.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from infinigen_jax.convert.mapping import TRANSFORMS, expected, match, read_tree
+from infinigen_jax.convert.reader import checked_folder, open_tensors, read_config
+from infinigen_jax.errors import InputError
+from infinigen_jax.manifest import (
+    AGAIN,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    SKEW_FILE,
+    Manifest,
+    read_manifest,
+    verify_files,
+)
+from infinigen_jax.models import ModelConfig, Params, blueprint
+from infinigen_jax.safetensors_io import SafetensorsFile
+from infinigen_jax.tokenization import load_tokenizer
+
+logger = logging.getLogger("infinigen_jax")
+
+DTYPES = ("float32", "bfloat16", "float16")
+EMBEDDED = ("tiny-llama", "tiny-opt")
+
+
+class Basis(NamedTuple):
+    """Change of basis of a layer, per KV head: speculated q @ query, and k @ key.
+
+    With skew "svd" both are the same orthogonal matrix; in any case query @ key.T = I.
+    """
+
+    query: Float[Array, "k d d"]
+    key: Float[Array, "k d d"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A model ready to run.
+
+    Attributes:
+        params: {"embedding": {...}, "layers": [{...}, ...]}, arrays on the device in `dtype`.
+        bases: one per layer, to be applied to rotated queries and keys; None where the leading
+            columns of the keys already are the partial keys (absorbed) or nothing was skewed.
+        skew: "svd", "balanced" or "none".
+        key_mean: [L, k, d] float32, mean calibration key of each KV head in the coordinates of
+            the cached keys; None with skew "none".
+        path: the converted folder; None for a model made by `from_params`.
+    """
+
+    config: ModelConfig
+    params: Params
+    dtype: jnp.dtype
+    bases: tuple[Basis | None, ...]
+    skew: str = "none"
+    key_mean: np.ndarray | None = None
+    path: Path | None = None
+    given_tokenizer: Any = None
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, loaded when first asked for; None for a model made by `from_params`.
+
+        Raises:
+            InputError: naming the folder when its tokenizer is missing or damaged.
+        """
+        if self.given_tokenizer is not None or self.path is None:
+            return self.given_tokenizer
+        return load_tokenizer(self.path)
+
+    @classmethod
+    def from_params(
+        cls,
+        config: ModelConfig,
+        params: Params,
+        dtype: Any,
+        *,
+        bases: Sequence[Basis | None] | None = None,
+        skew: str = "none",
+        tokenizer: Any = None,
+    ) -> "Model":
+        """A model from parameters in memory, for tests and benchmarks with random weights."""
+        chosen = tuple(bases) if bases is not None else (None,) * config.num_layers
+        if len(chosen) != config.num_layers:
+            raise ValueError(f"{len(chosen)} bases for {config.num_layers} layers")
+        dtype = jnp.dtype(dtype)
+        return cls(config, params, dtype, chosen, skew=skew, given_tokenizer=tokenizer)
+
+
+def load(
+    path: str | Path,
+    dtype: Any = None,
+    *,
+    verify: bool = True,
+    notify: Callable[[str], None] = logger.warning,
+) -> Model:
+    """Load a model folder, converted or straight from Hugging Face.
+
+    Args:
+        path: the folder.
+        dtype: "float32", "bfloat16" or "float16", of weights and activations; by default float32
+            on the CPU and bfloat16 elsewhere.
+        verify: compare the SHA-256 of every file with the one recorded at conversion.
+        notify: called with a line of text when the folder has to be converted first.
+
+    Raises:
+        InputError: naming the file or setting that is at fault, and the remedy.
+    """
+    folder = checked_folder(path)
+    chosen = _checked_dtype(dtype)
+    if not (folder / MANIFEST_FILE).exists():
+        return _load_through_cache(folder, chosen, verify, notify)
+    return _load_converted(folder, chosen, verify)
+
+
+def embedded(name: str = "tiny-llama") -> Path:
+    """Folder of a small model inside the package, "tiny-llama" or "tiny-opt", converted."""
+    if name not in EMBEDDED:
+        raise InputError(f"no embedded model {name!r}; there are {' and '.join(EMBEDDED)}")
+    return Path(__file__).parent / "embedded" / name
+
+
+def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool) -> Model:
+    manifest = read_manifest(folder)
+    if verify:
+        verify_files(folder, manifest)
+    _, config = read_config(folder)
+    bases, key_mean = _read_skew(folder, manifest, config)
+    plan = blueprint(config, dtype)
+    sources = match(open_tensors(folder), plan, folder)
+    slots = expected(plan)
+
+    def join(parts: list[np.ndarray], transform: str) -> Array:
+        # One tensor at a time, transposed and cast on the device: the host holds no second copy.
+        # Never alias the mapped file, which someone may overwrite while the model is in use.
+        return _joined([jax.device_put(p, may_alias=False) for p in parts], transform, dtype)
+
+    params = {
+        "embedding": read_tree(slots.embedding, sources, join),
+        "layers": [read_tree(layer, sources, join) for layer in slots.layers],
+    }
+    return Model(config, params, dtype, bases, manifest.skew, key_mean, folder)
+
+
+@functools.partial(jax.jit, static_argnames=("transform", "dtype"))
+def _joined(parts: list[Array], transform: str, dtype: jnp.dtype) -> Array:
+    return jnp.concatenate([TRANSFORMS[transform](p).astype(dtype) for p in parts], axis=-1)
+
+
+def _read_skew(
+    folder: Path, manifest: Manifest, config: ModelConfig
+) -> tuple[tuple[Basis | None, ...], np.ndarray | None]:
+    """Bases and mean keys of a converted folder, their shapes and orthogonality checked."""
+    path = folder / SKEW_FILE
+    file = SafetensorsFile(path)
+    square = (config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)
+    shapes = {"query_basis": square, "key_basis": square}
+    if manifest.skew != "none":
+        shapes |= {"eigenvalues": square[:-1], "key_mean": square[:-1]}
+    for name, shape in shapes.items():
+        found = file.tensors.get(name)
+        if found is None or found.shape != shape or found.dtype != np.float32:
+            shown = "missing" if found is None else f"{found.dtype} {found.shape}"
+            raise InputError(f"{path}: {name} is {shown} instead of float32 {shape}; {AGAIN}")
+    query, key = file.read("query_basis"), file.read("key_basis")
+    _check_inverse(path, query, key, orthogonal=manifest.skew != "balanced")
+    if manifest.skew == "none":
+        return (None,) * config.num_layers, None
+    key_mean = np.array(file.read("key_mean"))
+    if manifest.absorbed:
+        return (None,) * config.num_layers, key_mean
+    pairs = zip(query, key, strict=True)
+    return tuple(Basis(jnp.array(q), jnp.array(k)) for q, k in pairs), key_mean
+
+
+def _check_inverse(path: Path, query: np.ndarray, key: np.ndarray, orthogonal: bool) -> None:
+    """query @ key.T must be the identity, and both equal where the method is orthogonal."""
+    identity = np.eye(query.shape[-1])
+    for layer, (q, k) in enumerate(zip(query, key, strict=True)):
+        q, k = q.astype(np.float64), k.astype(np.float64)
+        # float32 rounding of the factors is amplified by their norms (1 for orthogonal ones).
+        bound = 1e-6 * np.linalg.norm(q, axis=(1, 2)) * np.linalg.norm(k, axis=(1, 2)) + 1e-5
+        error = np.abs(q @ k.swapaxes(1, 2) - identity).max(axis=(1, 2))
+        fits = np.all(error <= bound) and (not orthogonal or np.array_equal(q, k))
+        if not fits:  # also true for NaN
+            what = "orthogonal" if orthogonal else "a pair of inverse matrices"
+            raise InputError(f"{path}: the basis of layer {layer} is not {what}; {AGAIN}")
+
+
+def _checked_dtype(dtype: Any) -> jnp.dtype:
+    if dtype is None:
+        return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    try:
+        chosen = jnp.dtype(dtype)
+    except TypeError:
+        chosen = None
+    if chosen is None or chosen.name not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
+    return chosen
+
+
+def _load_through_cache(
+    folder: Path, dtype: jnp.dtype, verify: bool, notify: Callable[[str], None]
+) -> Model:
+    from infinigen_jax.convert import convert
+
+    read_config(folder)  # refuse a foreign model before announcing anything
+    destination = _cache_folder(folder)
+    if destination.exists():
+        try:
+            return _load_converted(destination, dtype, verify)
+        except InputError as error:
+            notify(f"the cached conversion is unusable and is made again ({error})")
+    else:
+        notify(f"{folder} is not converted yet: converting it into {destination}")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    convert(folder, destination, force=True)
+    return _load_converted(destination, dtype, verify)
+
+
+def _cache_folder(folder: Path) -> Path:
+    """Where the conversion of a source folder is kept: a name that changes with the source."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    base = Path(root) if root and os.path.isabs(root) else Path.home() / ".cache"
+    files = [
+        (f.name, f.stat().st_size, f.stat().st_mtime_ns)
+        for f in sorted(folder.iterdir())
+        if f.is_file()
+    ]
+    settings = {"format": FORMAT_VERSION, "skew": "svd", "folder": str(folder.resolve())}
+    key = hashlib.sha256(json.dumps([files, settings]).encode()).hexdigest()[:32]
+    return base / "infinigen_jax" / key

@@ -1,0 +1,50 @@
+"""Conversion of Hugging Face folders: read, map, calibrate, skew, write, one layer at a time."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+__all__ = ["convert"]
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    calibration: str | Path | Sequence[int] | None = None,
+    dtype: str | None = None,
+    skew: str = "svd",
+    force: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Convert a Hugging Face model folder; skew it on the way (section 4.2 of the paper).
+
+    The destination is a Hugging Face folder too, plus `infinigen.safetensors` (the bases) and
+    `infinigen.json` (where everything came from). It appears whole or not at all.
+
+    Args:
+        source: folder with config.json, safetensors or pytorch_model.bin, and a tokenizer.
+        destination: folder to create.
+        calibration: UTF-8 text file, or token ids; the text in this package by default. At most
+            2048 tokens are used.
+        dtype: "float32", "bfloat16" or "float16" for the weights; as stored by default.
+        skew: "svd" (the paper's), "balanced", or "none".
+        force: replace an earlier conversion at the destination, once the new one is complete.
+        progress: called with the number of layers done and their total.
+
+    Returns:
+        The destination.
+
+    Raises:
+        InputError: naming the file or the setting that is at fault, and the remedy.
+    """
+    from infinigen_jax.convert.pipeline import run
+
+    return run(
+        source,
+        destination,
+        calibration=calibration,
+        dtype=dtype,
+        skew=skew,
+        force=force,
+        progress=progress,
+    )

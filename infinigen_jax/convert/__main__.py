@@ -1,0 +1,70 @@
+"""Command line: python -m infinigen_jax.convert SOURCE DESTINATION [options]."""
+
+import argparse
+import sys
+
+from infinigen_jax.errors import run_command
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options; choices are spelled out so that --help needs no heavy import."""
+    parser = argparse.ArgumentParser(
+        prog="python -m infinigen_jax.convert",
+        description="Convert a Hugging Face model folder (LLaMA or OPT) for InfiniGen.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="Hugging Face model folder")
+    parser.add_argument("destination", metavar="DESTINATION", help="folder to create")
+    parser.add_argument(
+        "--calibration",
+        metavar="F",
+        help="UTF-8 text for calibration (default: a text in the package; 2048 tokens are used)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the written weights (default: as stored)",
+    )
+    parser.add_argument(
+        "--skew",
+        choices=("svd", "balanced", "none"),
+        default="svd",
+        help="basis of queries and keys: svd is the paper's (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace an earlier conversion at DESTINATION"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    return run_command(lambda: _convert(arguments))
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from infinigen_jax.convert import convert
+
+    bar = tqdm(desc="converting", unit="layer", file=sys.stderr, leave=False)
+
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    with bar:
+        folder = convert(
+            arguments.source,
+            arguments.destination,
+            calibration=arguments.calibration,
+            dtype=arguments.dtype,
+            skew=arguments.skew,
+            force=arguments.force,
+            progress=progress,
+        )
+    print(f"wrote {folder} (skew {arguments.skew})", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

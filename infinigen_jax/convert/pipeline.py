@@ -1,0 +1,251 @@
+"""The conversion itself: every layer is read, run, skewed, written and dropped before the next."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from infinigen_jax.convert.calibrate import (
+    DEFAULT_TEXT,
+    DEFAULT_TOKENS,
+    CalibrationTokens,
+    Calibrator,
+    read_text,
+    windows,
+)
+from infinigen_jax.convert.mapping import TRANSFORMS, Slot, expected, match, read_tree
+from infinigen_jax.convert.reader import (
+    SAFETENSORS,
+    TensorSource,
+    checked_folder,
+    open_tensors,
+    read_config,
+)
+from infinigen_jax.convert.write import (
+    check_destination,
+    check_space,
+    copy_file,
+    staged,
+    write_text,
+)
+from infinigen_jax.errors import InputError
+from infinigen_jax.manifest import (
+    MANIFEST_FILE,
+    SKEW_FILE,
+    SKEWS,
+    Manifest,
+    file_record,
+)
+from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.safetensors_io import DTYPES, SafetensorsWriter, tensor_bytes
+from infinigen_jax.skew import Moments, absorb, balanced_basis, svd_basis
+
+WEIGHT_DTYPES = {
+    name: DTYPES[kind]
+    for name, kind in (("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16"))
+}
+COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+# Fields of config.json that would carry a path of the machine that wrote it.
+PATHS = ("_name_or_path", "name_or_path")
+
+
+def run(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    calibration: str | Path | Sequence[int] | None,
+    dtype: str | None,
+    skew: str,
+    force: bool,
+    progress: Callable[[int, int], None] | None,
+) -> Path:
+    """See `infinigen_jax.convert.convert`."""
+    if skew not in SKEWS:
+        raise InputError(f"skew {skew!r} is unknown; use one of {', '.join(SKEWS)}")
+    folder = checked_folder(source)
+    hf, config = read_config(folder)
+    target = check_destination(folder, Path(destination), force)
+    sources = match(open_tensors(folder), blueprint(config, jnp.float32), folder)
+    stored = _weight_dtype(dtype, sources)
+    copied = sorted({f for pattern in COPIED for f in folder.glob(pattern) if f.is_file()})
+    check_space(target, _needed(config, sources, stored, copied))
+    tokens = _tokens(calibration, folder, config) if skew != "none" else None
+    with staged(target) as out:
+        job = _Job(config, sources, stored, skew, tokens)
+        weights = job.write_weights(out, progress or (lambda done, total: None))
+        files = {SAFETENSORS: weights, SKEW_FILE: job.write_skew(out)}
+        write_text(out / "config.json", json.dumps(_config(hf, stored), indent=2) + "\n")
+        for file in copied:
+            copy_file(file, out / file.name)
+        for name in ("config.json", *(file.name for file in copied)):
+            files[name] = file_record(out / name)
+        read = sorted({tensor.file for tensor in sources.values()})
+        manifest = Manifest(
+            family=config.family,
+            skew=skew,
+            absorbed=job.absorbs,
+            dtype=stored.name,
+            calibration=tokens and {"text_sha256": tokens.sha256, "tokens": tokens.count},
+            sources={file.name: file_record(file) for file in [folder / "config.json", *read]},
+            files=files,
+        )
+        write_text(out / MANIFEST_FILE, manifest.to_json())
+    return target
+
+
+class _Job:
+    """State of one conversion: what has been learned of the layers that are done."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sources: Mapping[str, TensorSource],
+        dtype: np.dtype,
+        skew: str,
+        tokens: CalibrationTokens | None,
+    ):
+        self.config, self.sources, self.dtype, self.skew = config, sources, dtype, skew
+        self.tokens = tokens
+        self.slots = expected(blueprint(config, jnp.float32))
+        # Rotation does not commute with the basis, and only an orthogonal one leaves a valid
+        # checkpoint whose attention anyone can compute.
+        self.absorbs = skew == "svd" and config.rope is None
+        self.statistics: dict[str, list[np.ndarray]] = {}
+
+    def write_weights(self, out: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
+        """Stream all weights into `model.safetensors`; its record for the manifest."""
+        layout = {slot.name: (self.dtype, slot.shape) for slot in self.slots.flat()}
+        with SafetensorsWriter(out / SAFETENSORS, layout, {"format": "pt"}) as writer:
+            for name, tensor in self._cast(self.slots.embedding, None):
+                writer.add(name, tensor)
+            calibrator = self._calibrator()
+            for done, slots in enumerate(self.slots.layers):
+                basis = self._calibrate(calibrator, slots)
+                for name, tensor in self._cast(slots, basis):
+                    writer.add(name, tensor)
+                progress(done + 1, self.config.num_layers)
+            return {"sha256": writer.close(), "size": writer.size}
+
+    def write_skew(self, out: Path) -> dict[str, Any]:
+        """Write `infinigen.safetensors`; its record for the manifest."""
+        c = self.config
+        if not self.statistics:
+            eye = np.eye(c.head_dim, dtype=np.float32)
+            bases = np.broadcast_to(eye, (c.num_layers, c.num_kv_heads, *eye.shape))
+            arrays = {"query_basis": bases, "key_basis": bases}
+        else:
+            arrays = {n: np.stack(v).astype(np.float32) for n, v in self.statistics.items()}
+        layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+        with SafetensorsWriter(out / SKEW_FILE, layout) as writer:
+            for name, array in arrays.items():
+                writer.add(name, array)
+            return {"sha256": writer.close(), "size": writer.size}
+
+    def _calibrator(self) -> Calibrator | None:
+        if self.tokens is None:
+            return None
+        params = read_tree(self.slots.embedding, self.sources, _joined)
+        return Calibrator(self.config, self.tokens, params)
+
+    def _calibrate(self, calibrator: Calibrator | None, slots: list[Slot]) -> np.ndarray | None:
+        """Run a layer, keep its statistics; returns the basis that its weights shall absorb."""
+        if calibrator is None:
+            return None
+        seen = calibrator.layer(read_tree(slots, self.sources, _joined))
+        query, key, eigenvalues = self._factors(seen)
+        mean = seen.key_mean
+        if self.absorbs:
+            mean = np.einsum("kd,kdc->kc", mean, key)
+        found = {
+            "query_basis": query,
+            "key_basis": key,
+            "eigenvalues": eigenvalues,
+            "key_mean": mean,
+        }
+        for name, value in found.items():
+            self.statistics.setdefault(name, []).append(value)
+        return query if self.absorbs else None
+
+    def _factors(self, seen: Moments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        basis, eigenvalues = svd_basis(seen)
+        if self.skew == "svd":
+            return basis, basis, eigenvalues
+        query, key, _ = balanced_basis(seen)
+        return query, key, eigenvalues
+
+    def _cast(
+        self, slots: list[Slot], basis: np.ndarray | None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Tensors as they will be written; queries and keys with the basis folded in."""
+        for slot in slots:
+            tensor = self.sources[slot.name].read()
+            row = slot.row
+            if basis is not None and (row.path[0] == "q" or (row.path[0], row.part) == ("kv", 0)):
+                turn = TRANSFORMS[row.transform]
+                tensor = turn(absorb(turn(tensor), basis))
+            yield slot.name, tensor.astype(self.dtype)
+
+
+def _joined(parts: list[np.ndarray], transform: str) -> Any:
+    """A float32 parameter on the device, from its parts in the file's layout."""
+    turned = [TRANSFORMS[transform](jnp.asarray(part.astype(np.float32))) for part in parts]
+    return jnp.concatenate(turned, axis=-1)
+
+
+def _tokens(
+    calibration: str | Path | Sequence[int] | None, folder: Path, config: ModelConfig
+) -> CalibrationTokens:
+    if calibration is None or isinstance(calibration, str | Path):
+        path = DEFAULT_TEXT if calibration is None else Path(calibration).expanduser()
+        return read_text(path, folder, config, DEFAULT_TOKENS)
+    ids = np.asarray(calibration, np.int32)
+    return windows(ids, config, DEFAULT_TOKENS, "calibration", ids.tobytes())
+
+
+def _weight_dtype(dtype: str | None, sources: Mapping[str, TensorSource]) -> np.dtype:
+    """The dtype asked for, or the one that most of the stored elements have."""
+    if dtype is not None:
+        if dtype not in WEIGHT_DTYPES:
+            raise InputError(f"dtype {dtype!r} is unknown; use one of {', '.join(WEIGHT_DTYPES)}")
+        return WEIGHT_DTYPES[dtype]
+    sizes: dict[np.dtype, int] = {}
+    for tensor in sources.values():
+        count = tensor_bytes(np.uint8, tensor.shape)
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + count
+    most = max(sizes, key=lambda kind: sizes[kind])
+    return most if most in WEIGHT_DTYPES.values() else WEIGHT_DTYPES["float32"]
+
+
+def _needed(
+    config: ModelConfig,
+    sources: Mapping[str, TensorSource],
+    dtype: np.dtype,
+    copied: Sequence[Path],
+) -> int:
+    """Bytes that the destination will have, a little for headers included."""
+    weights = sum(tensor_bytes(dtype, tensor.shape) for tensor in sources.values())
+    heads, size = config.num_layers * config.num_kv_heads, config.head_dim
+    bases = 4 * heads * (2 * size * size + 2 * size)
+    return weights + bases + sum(file.stat().st_size for file in copied) + 200 * len(sources)
+
+
+def _config(hf: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
+    """config.json of the converted folder: the source's, with the dtype, without paths."""
+    config = {name: value for name, value in hf.items() if name not in PATHS}
+    if "torch_dtype" in config:  # the name before transformers 5, still read by older programs
+        config["torch_dtype"] = dtype.name
+    return config | {"dtype": dtype.name}

@@ -1,0 +1,102 @@
+"""The two files that a converted folder has beyond Hugging Face's: what they hold, how to check.
+
+    infinigen.json          format version, skewing method, calibration, SHA-256 of every file
+    infinigen.safetensors   query_basis, key_basis  [L, k, d, d] float32
+                            eigenvalues, key_mean   [L, k, d]    float32 (absent with skew none)
+
+`eigenvalues` are those of the calibration queries' Gram matrix, descending. `key_mean` is in the
+coordinates of the keys that the converted weights produce.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from infinigen_jax.convert.reader import read_json
+from infinigen_jax.errors import InputError
+
+FORMAT_VERSION = 1
+MANIFEST_FILE = "infinigen.json"
+SKEW_FILE = "infinigen.safetensors"
+SKEWS = ("svd", "balanced", "none")
+AGAIN = "convert the model again"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Contents of `infinigen.json`.
+
+    Attributes:
+        skew: "svd", "balanced" or "none".
+        absorbed: whether the basis is already in the weights, so that the leading columns of the
+            keys are the partial keys (OPT with "svd").
+        dtype: name of the dtype of the weights.
+        calibration: {"text_sha256": ..., "tokens": ...}, or None with skew "none".
+        sources, files: {"name": {"sha256": ..., "size": ...}} of what was read and written.
+    """
+
+    family: str
+    skew: str
+    absorbed: bool
+    dtype: str
+    calibration: dict[str, Any] | None
+    sources: dict[str, dict[str, Any]]
+    files: dict[str, dict[str, Any]]
+
+    def to_json(self) -> str:
+        value = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        return json.dumps(value, indent=2) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Parse and check `infinigen.json`.
+
+    Raises:
+        InputError: when it is missing, damaged or of another format version.
+    """
+    path = folder / MANIFEST_FILE
+    value = read_json(path, AGAIN)
+    version = value.pop("format_version", None)
+    if version != FORMAT_VERSION:
+        raise InputError(
+            f"{path}: format version {version}, but this program reads {FORMAT_VERSION}; {AGAIN}"
+        )
+    fields = {field.name for field in dataclasses.fields(Manifest)}
+    try:
+        manifest = Manifest(**{name: value[name] for name in fields})
+        sizes = [(str(f["sha256"]), int(f["size"])) for f in manifest.files.values()]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise InputError(f"{path}: damaged, fields are missing; {AGAIN}") from None
+    if manifest.skew not in SKEWS or not sizes:
+        raise InputError(f"{path}: damaged, skew {manifest.skew!r} is unknown; {AGAIN}")
+    return manifest
+
+
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Compare size and SHA-256 of every file with the manifest.
+
+    Raises:
+        InputError: naming the first file that is missing or differs.
+    """
+    for name, record in manifest.files.items():
+        path = folder / name
+        if Path(name).name != name or not path.is_file():
+            raise InputError(f"{path}: missing; {AGAIN}")
+        size = path.stat().st_size
+        if size != record["size"]:
+            raise InputError(f"{path}: {size} bytes instead of {record['size']}; {AGAIN}")
+        if file_sha256(path) != record["sha256"]:
+            raise InputError(f"{path}: damaged, its SHA-256 is not the recorded one; {AGAIN}")
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """{"sha256": ..., "size": ...} of a file."""
+    return {"sha256": file_sha256(path), "size": path.stat().st_size}
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,59 @@
+"""A whole causal pass in plain JAX: the reference for parity, and the calibration's attention."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.models.base import Blueprint, Params
+
+
+def forward(
+    blueprint: Blueprint, params: Params, tokens: Int[Array, "b s"]
+) -> Float[Array, "b s v"]:
+    """Logits of every position, without a cache. Positions count from 0; no padding.
+
+    Returns:
+        float32 logits.
+    """
+    embedding = blueprint.embedding(params["embedding"])
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    x = embedding.embed(tokens, positions)
+    for layer_params in params["layers"]:
+        layer = blueprint.layer(layer_params)
+        a = layer.attention_input(x)
+        keys, values = layer.key_value(a, positions)
+        o = jax.vmap(causal_attention)(layer.query(a, positions), keys, values)
+        x = x + layer.attention_output(o)
+        x = x + layer.mlp(x)
+    return embedding.logits(x)
+
+
+def causal_attention(
+    queries: Float[Array, "s h d"],
+    keys: Float[Array, "s k d"],
+    values: Float[Array, "s k d"],
+    block: int = 256,
+) -> Float[Array, "s h d"]:
+    """Causal attention of one sequence, `block` queries at a time, so scores stay small.
+
+    Args:
+        queries: scaled queries; query head h reads KV head h // (h / k).
+        block: queries per step; the temporary is [h, block, s] float32.
+    """
+    length, heads, size = queries.shape
+    kv_heads = keys.shape[1]
+    blocks = -(-length // block) if length > block else 1
+    block = min(block, length)
+    padded = jnp.pad(queries, ((0, blocks * block - length), (0, 0), (0, 0)))
+    grouped = padded.reshape(blocks, block, kv_heads, heads // kv_heads, size)
+    positions = jnp.arange(blocks * block).reshape(blocks, block)
+
+    def attend(queries_and_positions: tuple[Array, Array]) -> Array:
+        q, position = queries_and_positions
+        scores = jnp.einsum("skgd,tkd->kgst", q, keys, preferred_element_type=jnp.float32)
+        visible = jnp.arange(length)[None, None, None, :] <= position[None, None, :, None]
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("kgst,tkd->skgd", weights.astype(values.dtype), values)
+
+    attended = jax.lax.map(attend, (grouped, positions))
+    return attended.reshape(blocks * block, heads, size)[:length]

@@ -1,0 +1,172 @@
+"""Skewing (section 4.2 of the InfiniGen paper): a basis in which few columns hold the scores.
+
+For an orthogonal A, (q A) . (k A) = q . k. With A = V of the SVD Q = U S V^T of the calibration
+queries, Q A has orthogonal columns of descending energy s^2, so the leading r columns are the
+best choice of r for the queries and "partial" is a prefix slice. V is found as the eigenvectors
+of Q^T Q, which is accumulated over the text: memory does not grow with its length.
+
+One basis per KV head, from the stacked queries of its group: the keys are shared by the group,
+so a basis per query head would break the identity. Everything here is a pure function of arrays,
+in NumPy float64: it runs once per model, offline.
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from infinigen_jax.errors import InputError
+
+Matrix = np.ndarray | jax.Array  # what the functions take; they return np.ndarray
+
+QUERY_RIDGE = 1e-4  # of the mean eigenvalue, before the inverse roots of the balanced basis
+KEY_RIDGE = 1e-5
+
+
+class Moments(NamedTuple):
+    """Sums over calibration tokens, per KV head, of the vectors that enter the dot product.
+
+    Attributes:
+        tokens: number of real tokens summed over.
+        group: query heads per KV head.
+        query_gram: [k, d, d], sum over tokens and the group's heads of q^T q.
+        key_gram: [k, d, d], sum of k^T k.
+        key_sum: [k, d].
+    """
+
+    tokens: int
+    group: int
+    query_gram: np.ndarray
+    key_gram: np.ndarray
+    key_sum: np.ndarray
+
+    @property
+    def key_mean(self) -> np.ndarray:
+        """[k, d]"""
+        return self.key_sum / self.tokens
+
+    @property
+    def key_covariance(self) -> np.ndarray:
+        """[k, d, d]"""
+        mean = self.key_mean
+        return self.key_gram / self.tokens - mean[:, :, None] * mean[:, None, :]
+
+    def __add__(self, other: "Moments") -> "Moments":  # type: ignore[override]
+        if self.group != other.group:
+            raise ValueError("moments of models with different group sizes")
+        return Moments(
+            self.tokens + other.tokens,
+            self.group,
+            self.query_gram + other.query_gram,
+            self.key_gram + other.key_gram,
+            self.key_sum + other.key_sum,
+        )
+
+
+def moments(queries: Float[Matrix, "t h d"], keys: Float[Matrix, "t k d"]) -> Moments:
+    """Moments of a piece of text; add the pieces.
+
+    Args:
+        queries, keys: of every token, exactly as they enter the dot product: after bias, rotation
+            and scale. Leave padding out.
+    """
+    q, k = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
+    return Moments(
+        tokens=q.shape[0],
+        group=grouped.shape[2],
+        query_gram=np.einsum("tkgd,tkge->kde", grouped, grouped, optimize=True),
+        key_gram=np.einsum("tkd,tke->kde", k, k, optimize=True),
+        key_sum=k.sum(axis=0),
+    )
+
+
+def svd_basis(
+    statistics: Moments,
+) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d"]]:
+    """The paper's basis (section 4.2): right singular vectors of the stacked queries.
+
+    Returns:
+        A [k, d, d], orthogonal even where the queries span fewer than d dimensions, columns by
+        descending energy; and the energies s^2 [k, d].
+
+    Raises:
+        InputError: with fewer tokens than the head size, when the basis would be arbitrary.
+    """
+    _check_enough(statistics)
+    energies, basis = np.linalg.eigh(statistics.query_gram)
+    energies, basis = energies[:, ::-1], basis[:, :, ::-1]
+    return _fix_signs(basis), np.maximum(energies, 0.0)
+
+
+def balanced_basis(
+    statistics: Moments,
+) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d d"], Float[np.ndarray, "k d"]]:
+    """Factors that weigh queries and keys alike: the best rank-r scores for every r.
+
+    With S = E[q^T q] and Sigma = Cov(k), both with a small ridge, U D V^T = S^(1/2) Sigma^(1/2):
+
+        B = S^(-1/2) U D^(1/2)      C = Sigma^(-1/2) V D^(1/2)      B C^T = I
+
+    (q B) . ((k - mean) C) over the first r columns is the rank-r score of least expected squared
+    error, by Eckart-Young, for queries and keys drawn independently. The dropped constant
+    q . mean is the same for all keys of a query. Not in the paper.
+
+    Returns:
+        B and C, each [k, d, d], and D [k, d], descending: the variance of column i of both.
+
+    Raises:
+        InputError: with fewer tokens than the head size.
+    """
+    _check_enough(statistics)
+    queries = statistics.query_gram / (statistics.tokens * statistics.group)
+    query_root, query_inverse = _roots(queries, QUERY_RIDGE)
+    key_root, key_inverse = _roots(statistics.key_covariance, KEY_RIDGE)
+    u, spread, vt = np.linalg.svd(query_root @ key_root)
+    v, scale = vt.swapaxes(1, 2), np.sqrt(spread)[:, None, :]
+    return query_inverse @ u * scale, key_inverse @ v * scale, spread
+
+
+def absorb(
+    weight: Float[Matrix, "*e width"], basis: Float[Matrix, "k d d"]
+) -> Float[np.ndarray, "*e width"]:
+    """Fold a basis into a projection: W' = W A and b' = b A (section 4.2), head by head.
+
+    For models with nothing between projection and dot product (no rotary embedding).
+
+    Args:
+        weight: kernel [inputs, heads * d] or bias [heads * d], for queries or keys; heads is a
+            multiple of k, consecutive heads sharing a KV head.
+        basis: orthogonal, per KV head.
+    """
+    w, a = np.asarray(weight, np.float64), np.asarray(basis, np.float64)
+    kv_heads, size, _ = a.shape
+    heads = w.reshape(*w.shape[:-1], kv_heads, -1, size)
+    return np.einsum("...kgd,kdc->...kgc", heads, a, optimize=True).reshape(w.shape)
+
+
+def _roots(matrix: np.ndarray, ridge: float) -> tuple[np.ndarray, np.ndarray]:
+    """Square root and inverse square root of a batch of covariances plus a ridge."""
+    values, vectors = np.linalg.eigh(matrix)
+    mean = values.mean(axis=-1, keepdims=True)
+    # A head whose vectors are all zero has no scale of its own; any positive one serves.
+    floor = ridge * np.where(mean > 0, mean, 1.0)
+    root = np.sqrt(np.maximum(values, 0.0) + floor)
+    transposed = vectors.swapaxes(1, 2)
+    return (vectors * root[:, None, :]) @ transposed, (vectors / root[:, None, :]) @ transposed
+
+
+def _fix_signs(basis: np.ndarray) -> np.ndarray:
+    """Make the largest entry of each column positive, so that a conversion is reproducible."""
+    largest = np.take_along_axis(basis, np.abs(basis).argmax(axis=1, keepdims=True), axis=1)
+    return basis * np.where(largest < 0, -1.0, 1.0)
+
+
+def _check_enough(statistics: Moments) -> None:
+    size = statistics.query_gram.shape[-1]
+    if statistics.tokens < size:
+        raise InputError(
+            f"the calibration text has {statistics.tokens} tokens, but a head size of {size} needs "
+            f"at least {size}: give a longer text"
+        )
