@@ -1,0 +1,63 @@
+# Every target sets up what it needs; with unchanged pyproject.toml, only once.
+#
+#   make generate                      text from the small model inside the package
+#   make generate ARGS='--model DIR --prompt "Once upon a time"'
+#   make test | lint | format | bench | compile-gpu
+#
+# PYTHON=/path/to/python chooses the interpreter (3.11 or newer) on the first run.
+
+VENV := .venv
+COMPILER_VENV := .venv-gpu-compile
+RUN := $(VENV)/bin/python -m
+ARGS ?= --prompt "Once upon a time"
+
+.PHONY: help generate test lint format bench compile-gpu clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+
+generate: $(VENV)/.base
+	@$(RUN) infinigen_jax.generate $(ARGS)
+
+test: $(VENV)/.test
+	@$(RUN) pytest -q
+
+lint: $(VENV)/.dev
+	@$(RUN) ruff check
+	@$(RUN) ruff format --check
+	@$(RUN) pyright --pythonpath $(VENV)/bin/python
+
+format: $(VENV)/.dev
+	@$(RUN) ruff check --fix
+	@$(RUN) ruff format
+
+bench: $(VENV)/.bench
+	@$(RUN) benchmarks.decode $(BENCH_ARGS)
+
+# Compiles the decode step for a GPU, on any machine, and checks the outcome for copies.
+compile-gpu: $(COMPILER_VENV)/.compiler
+	@JAX_PLATFORMS=cpu $(COMPILER_VENV)/bin/python -m pytest -q tests/gpu
+
+clean:
+	rm -rf $(VENV) $(COMPILER_VENV) build dist *.egg-info
+
+# Stamps of what is installed. The later ones contain the earlier ones.
+$(VENV)/.base: pyproject.toml tools/setup
+	@tools/setup $(VENV)
+	@touch $@
+
+$(VENV)/.test: pyproject.toml tools/setup
+	@tools/setup $(VENV) test
+	@touch $(VENV)/.base $@
+
+$(VENV)/.dev: pyproject.toml tools/setup
+	@tools/setup $(VENV) dev
+	@touch $(VENV)/.base $(VENV)/.test $@
+
+$(VENV)/.bench: pyproject.toml tools/setup
+	@tools/setup $(VENV) bench
+	@touch $(VENV)/.base $@
+
+$(COMPILER_VENV)/.compiler: pyproject.toml tools/setup
+	@tools/setup --gpu-compiler $(COMPILER_VENV) check
+	@touch $@
