@@ -87,7 +87,7 @@ class SafetensorsFile:
             raise self._damaged(self._kind() or "its header is longer than the file: truncated")
         try:
             header = json.loads(bytes(self._map[8 : 8 + length]).decode("utf-8"))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self._damaged("its header is not JSON") from None
         if not isinstance(header, dict):
             raise self._damaged("its header is not a JSON object")
@@ -104,7 +104,7 @@ class SafetensorsFile:
             raise self._damaged(f"the header entry of {name} is malformed") from None
         if not whole:
             raise self._damaged(f"the header entry of {name} holds a number that is no size")
-        if dtype_name not in DTYPES:
+        if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
             raise InputError(f"{self.path}: {name} is stored as {dtype_name}, which is not read")
         dtype = DTYPES[dtype_name]
         if end - begin != math.prod(shape) * dtype.itemsize:

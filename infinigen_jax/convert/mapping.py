@@ -159,7 +159,9 @@ def match(
         elif stem in slots:
             found[stem] = tensor
         elif not _is_harmless(name, stem, tensors, blueprint.config.tie_embeddings):
-            unexpected.append(f"{name} {tensor.shape}")
+            tied = stem == "lm_head.weight" and blueprint.config.tie_embeddings
+            why = " which differs from the embeddings it is tied to" if tied else ""
+            unexpected.append(f"{name} {tensor.shape}{why}")
     for stem, slot in slots.items():
         if stem in found and found[stem].shape != slot.shape:
             problems.append(f"{found[stem].name} {found[stem].shape} instead of {slot.shape}")

@@ -53,7 +53,7 @@ def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
         raise InputError(f"{path}: missing; {remedy}") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: not a JSON object; {remedy}")
@@ -77,6 +77,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         config = config_from_hf(hf if eos is None else hf | {"eos_token_id": eos})
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{folder}/{error}") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{folder}/config.json: a setting has a wrong kind ({error})") from None
     return hf, config
 
 

@@ -66,13 +66,17 @@ class TorchFile:
         self.path = path
         self._map = map_file(path)
         try:
-            self._archive = zipfile.ZipFile(path)
-            pickles = [n for n in self._archive.namelist() if n.endswith("data.pkl")]
-            self._top = pickles[0].removesuffix("data.pkl")
-            data = self._archive.read(pickles[0])
-        except (zipfile.BadZipFile, IndexError, OSError, RuntimeError) as error:
+            with zipfile.ZipFile(path) as archive:
+                self._entries = {entry.filename: entry for entry in archive.infolist()}
+                pickled = next(name for name in self._entries if name.endswith("data.pkl"))
+                self._top = pickled.removesuffix("data.pkl")
+                data = archive.read(pickled)
+                order = f"{self._top}byteorder"
+                big_endian = order in self._entries and archive.read(order) != b"little"
+        except Exception as error:  # zipfile raises many kinds for damaged archives
             raise self._unreadable(error) from None
-        self._check_byte_order()
+        if big_endian:
+            raise InputError(f"{path}: written on a big-endian machine, which is not read")
         self.tensors = self._unpickle(data)
 
     def read(self, name: str) -> np.ndarray:
@@ -83,8 +87,8 @@ class TorchFile:
             (n - 1) * stride for n, stride in zip(tensor.shape, tensor.strides, strict=True)
         )
         empty = math.prod(tensor.shape) == 0
-        signs = min((tensor.offset, *tensor.strides, *tensor.shape))
-        if signs < 0 or (not empty and last >= flat.size):
+        smallest = min((tensor.offset, *tensor.strides, *tensor.shape))
+        if smallest < 0 or tensor.offset > flat.size or (not empty and last >= flat.size):
             raise InputError(f"{self.path}: {name} reaches outside its storage; get the file again")
         itemsize = flat.dtype.itemsize
         view = np.lib.stride_tricks.as_strided(
@@ -96,24 +100,19 @@ class TorchFile:
         return view
 
     def _storage(self, storage: Storage, name: str) -> np.ndarray:
-        try:
-            entry = self._archive.getinfo(f"{self._top}data/{storage.key}")
-        except KeyError:
-            raise InputError(f"{self.path}: the data of {name} is missing; get it again") from None
-        if entry.compress_type != zipfile.ZIP_STORED:
-            return np.frombuffer(self._archive.read(entry), storage.dtype, count=storage.count)
+        entry = self._entries.get(f"{self._top}data/{storage.key}")
+        if entry is None:
+            raise InputError(f"{self.path}: the data of {name} is missing; get it again")
         # A local header is 30 bytes plus a name and an extra field, whose length (torch pads it
         # to align the data) can differ from the one in the central directory.
         header = self._map[entry.header_offset : entry.header_offset + 30]
-        begin = entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
-        if storage.count * storage.dtype.itemsize > min(entry.file_size, len(self._map) - begin):
+        begin = entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:30].ljust(4)))
+        size = storage.count * storage.dtype.itemsize
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise InputError(f"{self.path}: {name} is compressed; save the model again with torch")
+        if size > min(entry.file_size, len(self._map) - begin):
             raise InputError(f"{self.path}: the data of {name} is truncated; get the file again")
         return np.frombuffer(self._map, storage.dtype, count=storage.count, offset=begin)
-
-    def _check_byte_order(self) -> None:
-        name = f"{self._top}byteorder"
-        if name in self._archive.namelist() and self._archive.read(name) != b"little":
-            raise InputError(f"{self.path}: written on a big-endian machine, which is not read")
 
     def _unpickle(self, data: bytes) -> dict[str, TorchTensor]:
         try:
@@ -170,7 +169,9 @@ class _Unpickler(pickle.Unpickler):
         kind, dtype, key, _, count = reference
         if kind != "storage" or not isinstance(dtype, np.dtype):
             raise _Refused("refused, because it refers to something other than a tensor storage")
-        return Storage(dtype, str(key), int(count))
+        if not isinstance(count, int) or count < 0:
+            raise _Refused(f"damaged, a storage of {count!r} elements; get the file again")
+        return Storage(dtype, str(key), count)
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any) -> TorchTensor:

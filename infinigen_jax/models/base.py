@@ -11,7 +11,7 @@ e hidden size, f MLP width, v vocabulary.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,7 @@ class ModelConfig:
         return self.head_dim**-0.5
 
 
+@runtime_checkable
 class Layer(Protocol):
     """One decoder layer, in the pieces between which the KV cache is read and speculation starts.
 
@@ -97,6 +98,7 @@ class Layer(Protocol):
         ...
 
 
+@runtime_checkable
 class Embedding(Protocol):
     """Both ends of the model: tokens to hidden states, hidden states to logits."""
 

@@ -1,0 +1,155 @@
+"""Attention: causal over a prompt, and of one token over cached rows. Softmax in float32.
+
+Queries come grouped, [b, k, g, d]: the g query heads that read KV head k, already scaled.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+MASKED = -1e30  # finite, so that a block without a valid row makes no NaN
+
+
+class Part(NamedTuple):
+    """Cached tokens in one place: keys, values [b, k, n, d], and which of the n count [b, k|1, n]."""
+
+    keys: Float[Array, "b k n d"]
+    values: Float[Array, "b k n d"]
+    valid: Bool[Array, "b kv n"]
+
+
+def split_rows(rows: Float[Array, "b k n w"], valid: Bool[Array, "b kv n"]) -> Part:
+    """View rows that hold key and value side by side as a Part."""
+    keys, values = jnp.split(rows, 2, axis=-1)
+    return Part(keys, values, valid)
+
+
+def attend(q: Float[Array, "b k g d"], *parts: Part) -> Float[Array, "b k g d"]:
+    """Attention of one token over the union of several parts, as if they were one cache."""
+    scores = [_scores(q, part) for part in parts]
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    output = jnp.zeros(q.shape, jnp.float32)
+    start = 0
+    for part in parts:
+        stop = start + part.keys.shape[2]
+        output += _weighted_sum(weights[..., start:stop], part.values)
+        start = stop
+    return output.astype(q.dtype)
+
+
+class Softmax(NamedTuple):
+    """A softmax-weighted sum in progress (the online form): peak, sum of weights, sum of rows."""
+
+    peak: Float[Array, "b k g"]
+    total: Float[Array, "b k g"]
+    weighted: Float[Array, "b k g d"]
+
+
+def start_softmax(q: Float[Array, "b k g d"]) -> Softmax:
+    """Nothing attended yet."""
+    shape = q.shape[:-1]
+    zeros = jnp.zeros(q.shape, jnp.float32)
+    return Softmax(jnp.full(shape, MASKED, jnp.float32), zeros[..., 0], zeros)
+
+
+def extend_softmax(state: Softmax, q: Float[Array, "b k g d"], part: Part) -> Softmax:
+    """Attend to further rows."""
+    scores = _scores(q, part)
+    peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
+    kept = jnp.exp(state.peak - peak)
+    weights = jnp.where(part.valid[:, :, None], jnp.exp(scores - peak[..., None]), 0.0)
+    total = state.total * kept + jnp.sum(weights, axis=-1)
+    weighted = state.weighted * kept[..., None] + _weighted_sum(weights, part.values)
+    return Softmax(peak, total, weighted)
+
+
+def finish_softmax(state: Softmax, q: Float[Array, "b k g d"]) -> Float[Array, "b k g d"]:
+    """The attention output over everything attended so far."""
+    return (state.weighted / state.total[..., None]).astype(q.dtype)
+
+
+def _scores(q: Float[Array, "b k g d"], part: Part) -> Float[Array, "b k g n"]:
+    scores = jnp.einsum("bkgd,bknd->bkgn", q, part.keys, preferred_element_type=jnp.float32)
+    return jnp.where(part.valid[:, :, None], scores, MASKED)
+
+
+def _weighted_sum(
+    weights: Float[Array, "b k g n"], values: Float[Array, "b k n d"]
+) -> Float[Array, "b k g d"]:
+    """Sum of value rows; weights are float32 and take the values' dtype for the product."""
+    weights = weights.astype(values.dtype)
+    b, k, g, n = weights.shape
+    if n >= 4096 and n % 8 == 0:
+        # A long single dot product runs at half the memory bandwidth on the CPU; eight side by
+        # side run at all of it.
+        weights = weights.reshape(b, k, g, 8, n // 8)
+        values = values.reshape(b, k, 8, n // 8, values.shape[-1])
+        sums = jnp.einsum("bkgcn,bkcnd->bkcgd", weights, values, preferred_element_type=jnp.float32)
+        return jnp.sum(sums, axis=2)
+    return jnp.einsum("bkgn,bknd->bkgd", weights, values, preferred_element_type=jnp.float32)
+
+
+def causal_attention(
+    q: Float[Array, "b s h d"],
+    keys: Float[Array, "b s k d"],
+    values: Float[Array, "b s k d"],
+    block: int = 512,
+) -> Float[Array, "b s h d"]:
+    """Causal attention over prompts padded on the right; query heads are grouped by KV head.
+
+    Memory beyond the operands is one block of scores [b, h, block, block]: the lower triangle of
+    block pairs is visited in one scan, with the softmax kept online. A padded position only ever
+    reaches outputs of padded positions.
+    """
+    b, s, h, d = q.shape
+    k = keys.shape[2]
+    block = min(block, s)
+    padded = -(-s // block) * block
+
+    def blocks(x: Array, heads: int) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, padded - s), (0, 0), (0, 0)))
+        return x.reshape(b, padded // block, block, heads, d).swapaxes(0, 1)
+
+    queries = blocks(q, h).reshape(-1, b, block, k, h // k, d)
+    keys, values = blocks(keys, k), blocks(values, k)
+    count = padded // block
+    pairs = jnp.array([(i, j) for i in range(count) for j in range(i + 1)], jnp.int32)
+    offset = lax.broadcasted_iota(jnp.int32, (block, block), 1) - lax.broadcasted_iota(
+        jnp.int32, (block, block), 0
+    )
+
+    def visit(carry: tuple[Softmax, Array], pair: Int[Array, " 2"]) -> tuple[tuple, None]:
+        state, output = carry
+        i, j = pair[0], pair[1]
+        first = j == 0
+        state = jax.tree.map(lambda x, fresh: jnp.where(first, fresh, x), state, empty)
+        scores = jnp.einsum(
+            "bqkgd,bnkd->bkgqn", queries[i], keys[j], preferred_element_type=jnp.float32
+        )
+        scores = jnp.where(offset <= (i - j) * block, scores, MASKED)
+        peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
+        kept = jnp.exp(state.peak - peak)
+        weights = jnp.exp(scores - peak[..., None])
+        added = jnp.einsum(
+            "bkgqn,bnkd->bkgqd",
+            weights.astype(values.dtype),
+            values[j],
+            preferred_element_type=jnp.float32,
+        )
+        total = state.total * kept + jnp.sum(weights, axis=-1)
+        weighted = state.weighted * kept[..., None] + added
+        result = (weighted / total[..., None]).astype(q.dtype)
+        # Written for every j; what stays is the last one, j = i, which has seen every key.
+        output = lax.dynamic_update_index_in_dim(output, result, i, 0)
+        return (Softmax(peak, total, weighted), output), None
+
+    shape = (b, k, h // k, block)
+    zeros = jnp.zeros((*shape, d), jnp.float32)
+    empty = Softmax(jnp.full(shape, MASKED, jnp.float32), zeros[..., 0], zeros)
+    output = jnp.zeros((count, *shape, d), q.dtype)
+    (_, output), _ = lax.scan(visit, (empty, output), pairs)
+    output = output.transpose(1, 0, 4, 2, 3, 5).reshape(b, padded, h, d)
+    return output[:, :s]

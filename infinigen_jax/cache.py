@@ -1,0 +1,139 @@
+"""Where the KV cache lives: the host array, and what stays on the device.
+
+A layer's rows are kept in one of two forms.
+
+`DenseLayer`: all of them on the device (the first layers, whose attention is broad).
+`Resident`: all of them in the host array, slot = position, and on the device only the attention
+sinks and a ring of the most recent tokens, the current one included:
+
+    slot      0 .. sinks-1 | sinks .. sinks+window-1
+    position  0 .. sinks-1 | the last `window` positions p >= sinks, at (p - sinks) mod window
+
+New rows enter the ring before attention reads it. Every `window` steps the whole ring is flushed
+to the host in one in-place update (`engine`): from then on its rows may be fetched, which is just
+in time, because position p becomes eligible when the ring forgets it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from infinigen_jax.attention import Part, split_rows
+
+
+class Slots(NamedTuple):
+    """The geometry of the resident rows; static."""
+
+    sinks: int
+    window: int
+
+    @property
+    def size(self) -> int:
+        return self.sinks + self.window
+
+    def of(self, positions: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """Slot of a position, if it is resident."""
+        ring = self.sinks + (positions - self.sinks) % self.window
+        return jnp.where(positions < self.sinks, positions, ring)
+
+    def positions(self, current: Int[Array, " b"]) -> Int[Array, "b n"]:
+        """Position in each slot when `current` is the newest; -1 where a slot is still empty."""
+        slot = jnp.arange(self.size, dtype=jnp.int32)[None]
+        newest = current[:, None]
+        ring = newest - (newest - slot) % self.window  # the sinks cancel: slot counts them too
+        position = jnp.where(slot < self.sinks, slot, ring)
+        lowest = jnp.where(slot < self.sinks, 0, self.sinks)
+        return jnp.where((position >= lowest) & (position <= newest), position, -1)
+
+    def eligible(self, current: Int[Array, " b"], capacity: int) -> Bool[Array, "b t"]:
+        """Positions that only the host has: neither sinks nor in the ring."""
+        position = jnp.arange(capacity, dtype=jnp.int32)[None]
+        return (position >= self.sinks) & (position <= current[:, None] - self.window)
+
+
+class DenseLayer(NamedTuple):
+    """A layer's cache, wholly on the device."""
+
+    keys: Float[Array, "b k t d"]
+    values: Float[Array, "b k t d"]
+
+    @classmethod
+    def from_prompt(
+        cls, keys: Float[Array, "b s k d"], values: Float[Array, "b s k d"], capacity: int
+    ) -> "DenseLayer":
+        """Room for `capacity` tokens, the prompt's written in front."""
+
+        def place(x: Array) -> Array:
+            x = x.swapaxes(1, 2)
+            return jnp.pad(x, ((0, 0), (0, 0), (0, capacity - x.shape[2]), (0, 0)))
+
+        return cls(place(keys), place(values))
+
+    def write(
+        self, key: Float[Array, "b k d"], value: Float[Array, "b k d"], position: Int[Array, " b"]
+    ) -> "DenseLayer":
+        """The current token's row, in place where donated."""
+        return DenseLayer(_put(self.keys, key, position), _put(self.values, value, position))
+
+    def part(self, position: Int[Array, " b"]) -> Part:
+        """Everything up to the current token."""
+        capacity = self.keys.shape[2]
+        valid = jnp.arange(capacity, dtype=jnp.int32)[None] <= position[:, None]
+        return Part(self.keys, self.values, valid[:, None])
+
+
+class Resident(NamedTuple):
+    """What stays on the device of a layer whose cache is on the host."""
+
+    rows: Float[Array, "b k n w"]
+
+    @classmethod
+    def from_prompt(
+        cls, rows: Float[Array, "b k s w"], lengths: Int[Array, " b"], slots: Slots
+    ) -> "Resident":
+        """The sinks and last tokens of prompts of these lengths."""
+        positions = jnp.maximum(slots.positions(lengths - 1), 0)
+        return cls(jnp.take_along_axis(rows, positions[:, None, :, None], axis=2))
+
+    def write(
+        self, row: Float[Array, "b k w"], position: Int[Array, " b"], slots: Slots
+    ) -> "Resident":
+        """The current token's row, in place where donated."""
+        return Resident(_put(self.rows, row, slots.of(position)))
+
+    def part(self, position: Int[Array, " b"], slots: Slots) -> Part:
+        """Sinks and recent tokens, the current one included."""
+        return split_rows(self.rows, (slots.positions(position) >= 0)[:, None])
+
+    def since(self, start: Int[Array, " b"], slots: Slots) -> Float[Array, "b k n w"]:
+        """The `window` rows from position `start` on, in order of position."""
+        positions = start[:, None] + jnp.arange(slots.window, dtype=jnp.int32)[None]
+        return jnp.take_along_axis(self.rows, slots.of(positions)[:, None, :, None], axis=2)
+
+
+class Cache(NamedTuple):
+    """Everything a generation in progress has cached.
+
+    Attributes:
+        host: rows of the layers kept on the host; None if there are none.
+        states: what the policy keeps on the device for each of them (an index).
+        local: one DenseLayer or Resident per layer.
+        lengths: tokens cached per sequence.
+    """
+
+    host: Float[Array, "l b k t w"] | None
+    states: tuple[Any, ...]
+    local: tuple[DenseLayer | Resident, ...]
+    lengths: Int[Array, " b"]
+
+
+def _put(
+    cache: Float[Array, "b k t w"], row: Float[Array, "b k w"], slot: Int[Array, " b"]
+) -> Float[Array, "b k t w"]:
+    """cache[i, j, slot[i]] = row[i, j] as one scatter with the batch axes leading."""
+    batch = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
+    head = jnp.arange(cache.shape[1], dtype=jnp.int32)[None]
+    return cache.at[batch, head, slot[:, None]].set(
+        row.astype(cache.dtype), mode="promise_in_bounds", unique_indices=True
+    )

@@ -1,0 +1,154 @@
+"""Pinned host memory in JAX: allocating it, reading rows from it, writing rows into it.
+
+A memory kind is part of an array's type, and XLA turns a careless operation on a host array into a
+copy of the whole array or into arithmetic over PCIe. The functions here are the ones that do
+neither (tests/gpu reads the compiled program), and every access to host memory goes through them.
+They run inside `jax.shard_map`, because automatic partitioning of host gathers does not compile;
+on the ordinary mesh of one device that costs nothing.
+
+The host cache is one array [l, b, k, t, w]: layers kept on the host, sequences, KV heads, slots,
+and a row of width w = 2d that holds a token's key and value side by side.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+HOST = "pinned_host"
+CACHE_SPEC = PartitionSpec(None, "data", "model", None, None)
+ROWS_SPEC = PartitionSpec("data", "model")
+
+
+@functools.cache
+def default_mesh() -> Mesh:
+    """The mesh of one device: sequences on axis "data", KV heads on axis "model"."""
+    return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+
+
+def to_host(x: Array) -> Array:
+    """Move to pinned host memory (inside jit)."""
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+def to_device(x: Array) -> Array:
+    """Move to device memory (inside jit)."""
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def allocate_host(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Array:
+    """An uninitialised host cache [l, b, k, t, w], each device of the mesh its own shard.
+
+    Nothing of its size is ever made in device memory. What it contains is arbitrary: readers mask.
+    """
+    sharding = jax.NamedSharding(mesh, CACHE_SPEC, memory_kind=HOST)
+    local = sharding.shard_shape(shape)
+    make = jax.shard_map(
+        lambda: to_host(lax.empty(local, dtype)), mesh=mesh, in_specs=(), out_specs=CACHE_SPEC
+    )
+    return jax.jit(make)()
+
+
+def gather_rows(
+    cache: Float[Array, "l b k t w"],
+    layer: Int[Array, ""],
+    slots: Int[Array, "b k n"],
+    mesh: Mesh,
+) -> Float[Array, "b k n w"]:
+    """Rows of one layer, by slot, moved to device memory. Slots must be within [0, t).
+
+    On a GPU: one kernel reads the rows over PCIe into a pinned staging buffer, an asynchronous
+    copy brings them to the device. Put an `optimization_barrier` between the result and its use,
+    behind the work that the copy is to overlap with.
+    """
+
+    def local(cache: Array, layer: Array, slots: Array) -> Array:
+        sequence = lax.broadcasted_iota(jnp.int32, slots.shape, 0)
+        head = lax.broadcasted_iota(jnp.int32, slots.shape, 1)
+        indices = jnp.stack([jnp.broadcast_to(layer, slots.shape), sequence, head, slots], axis=-1)
+        dimensions = lax.GatherDimensionNumbers(
+            offset_dims=(3,), collapsed_slice_dims=(0, 1, 2, 3), start_index_map=(0, 1, 2, 3)
+        )
+        one_row = (1, 1, 1, 1, cache.shape[-1])
+        return to_device(
+            lax.gather(cache, to_host(indices), dimensions, one_row, mode="promise_in_bounds")
+        )
+
+    return _sharded(local, mesh, (CACHE_SPEC, PartitionSpec(), ROWS_SPEC), ROWS_SPEC)(
+        cache, layer, slots
+    )
+
+
+def read_block(
+    cache: Float[Array, "l b k t w"],
+    layer: Int[Array, ""],
+    start: Int[Array, ""],
+    size: int,
+    mesh: Mesh,
+) -> Float[Array, "b k n w"]:
+    """`size` consecutive slots of one layer, from `start`, moved to device memory."""
+
+    def local(cache: Array, layer: Array, start: Array) -> Array:
+        _, b, k, _, w = cache.shape
+        zero = jnp.int32(0)
+        block = lax.dynamic_slice(cache, (layer, zero, zero, start, zero), (1, b, k, size, w))
+        return to_device(block.reshape(b, k, size, w))
+
+    return _sharded(local, mesh, (CACHE_SPEC, PartitionSpec(), PartitionSpec()), ROWS_SPEC)(
+        cache, layer, start
+    )
+
+
+def write_layer(
+    cache: Float[Array, "l b k t w"],
+    layer: Int[Array, ""],
+    rows: Float[Array, "b k n w"],
+    mesh: Mesh,
+) -> Float[Array, "l b k t w"]:
+    """Write a layer's first n slots (a prompt's rows). In place where the cache is donated."""
+
+    def local(cache: Array, layer: Array, rows: Array) -> Array:
+        zero = jnp.int32(0)
+        return lax.dynamic_update_slice(cache, to_host(rows[None]), (layer, zero, zero, zero, zero))
+
+    return _sharded(local, mesh, (CACHE_SPEC, PartitionSpec(), ROWS_SPEC), CACHE_SPEC)(
+        cache, layer, rows
+    )
+
+
+def append_rows(
+    cache: Float[Array, "l b k t w"],
+    rows: Float[Array, "l b k n w"],
+    positions: Int[Array, " b"],
+    mesh: Mesh,
+) -> Float[Array, "l b k t w"]:
+    """Write n rows of every layer at each sequence's own position. In place where donated.
+
+    A position beyond t - n would be clamped and overwrite older rows: capacity is the caller's to
+    check, outside jit.
+    """
+
+    def local(cache: Array, rows: Array, positions: Array) -> Array:
+        zero = jnp.int32(0)
+        for sequence in range(cache.shape[1]):
+            one = to_host(lax.slice_in_dim(rows, sequence, sequence + 1, axis=1))
+            at = (zero, jnp.int32(sequence), zero, positions[sequence], zero)
+            cache = lax.dynamic_update_slice(cache, one, at)
+        return cache
+
+    specs = (CACHE_SPEC, CACHE_SPEC, PartitionSpec("data"))
+    return _sharded(local, mesh, specs, CACHE_SPEC)(cache, rows, positions)
+
+
+def _sharded(
+    function: Callable[..., Array], mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Array]:
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )

@@ -1,0 +1,85 @@
+"""How much memory a generation takes, reckoned before anything is allocated."""
+
+import dataclasses
+
+import jax
+
+from infinigen_jax.decode import Decoder
+from infinigen_jax.errors import InputError
+from infinigen_jax.memory_limits import (
+    available_device_bytes,
+    available_host_bytes,
+    format_bytes,
+    pinned_pool_limit_bytes,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one generation, beside the model's weights.
+
+    Attributes:
+        host_cache: rows of the layers on the host.
+        dense_cache: rows of the layers kept on the device.
+        index: the policy's state.
+        resident: sinks and recent windows.
+        workspace: the larger of a prompt layer's temporaries and two fetch buffers.
+    """
+
+    host_cache: int
+    dense_cache: int
+    index: int
+    resident: int
+    workspace: int
+
+    @property
+    def device(self) -> int:
+        """Bytes of device memory."""
+        return self.dense_cache + self.index + self.resident + self.workspace
+
+
+def plan_memory(decoder: Decoder, batch: int, prompt: int, capacity: int) -> MemoryPlan:
+    """Reckon the memory for `batch` prompts padded to `prompt`, in a cache of `capacity` tokens."""
+    config, policy, item = decoder.config, decoder.policy, decoder.dtype.itemsize
+    row = batch * config.num_kv_heads * 2 * config.head_dim * item
+    state = jax.eval_shape(lambda: policy.init(config, batch, capacity))
+    index = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    width = 3 * config.hidden_size + 2 * config.num_heads * config.head_dim
+    width += 3 * config.intermediate_size + 4 * config.num_kv_heads * config.head_dim
+    fetch = 2 * row * (0 if policy.streams else policy.request_size(capacity))
+    return MemoryPlan(
+        host_cache=decoder.host_layers * capacity * row,
+        dense_cache=decoder.dense_layers * capacity * row,
+        index=decoder.host_layers * index,
+        resident=decoder.host_layers * decoder.slots.size * row,
+        workspace=max(batch * prompt * width * item, fetch),
+    )
+
+
+def check_memory(plan: MemoryPlan, device: jax.Device) -> None:
+    """Refuse, with the numbers and the remedy, what would not fit.
+
+    Raises:
+        InputError: if host or device memory is too small.
+    """
+    remedy = "lower the prompt length, --max-new-tokens or the number of prompts"
+    host = available_host_bytes()
+    needed = plan.host_cache + (plan.device if device.platform == "cpu" else 0)
+    if needed > host:
+        raise InputError(
+            f"this generation needs {format_bytes(needed)} of host memory (KV cache "
+            f"{format_bytes(plan.host_cache)}), and {format_bytes(host)} are available: {remedy}"
+        )
+    pool = pinned_pool_limit_bytes(device)
+    if pool is not None and plan.host_cache > pool:
+        gigabytes = -(-plan.host_cache // 2**30) + 2
+        raise InputError(
+            f"the KV cache needs {format_bytes(plan.host_cache)} of pinned memory, and JAX may "
+            f"take {format_bytes(pool)}: set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={gigabytes}"
+        )
+    room = None if device.platform == "cpu" else available_device_bytes(device)
+    if room is not None and plan.device > room:
+        raise InputError(
+            f"this generation needs {format_bytes(plan.device)} of device memory, and "
+            f"{format_bytes(room)} are free: {remedy}, --dense-layers or --partial-ratio"
+        )

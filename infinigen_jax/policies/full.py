@@ -1,0 +1,56 @@
+"""The full cache: every row crosses to the device for every token, as FlexGen does. Exact."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.models.base import Layer, ModelConfig, Params
+from infinigen_jax.selection import Request
+
+if TYPE_CHECKING:
+    from infinigen_jax.checkpoint import Model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Full:
+    """Attend to everything. Host layers stream through the device block by block."""
+
+    name: ClassVar[str] = "full"
+    sinks: ClassVar[int] = 0
+    window: ClassVar[int] = 1
+    streams: ClassVar[bool] = True
+
+    def request_size(self, capacity: int) -> int:
+        return capacity
+
+    def prepare(self, model: "Model", layer: int) -> Params:
+        return {}
+
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> tuple[()]:
+        return ()
+
+    def observe_prefill(
+        self, weights: Params, state: Any, keys: Float[Array, "b k s d"]
+    ) -> tuple[()]:
+        return ()
+
+    def select(
+        self,
+        config: ModelConfig,
+        layer: Layer,
+        weights: Params,
+        state: Any,
+        a: Float[Array, "b e"],
+        positions: Int[Array, " b"],
+    ) -> Request:
+        raise TypeError("the full policy streams every row and selects none")
+
+    def append(
+        self,
+        weights: Params,
+        state: Any,
+        keys: Float[Array, "b k n d"],
+        positions: Int[Array, " b"],
+    ) -> tuple[()]:
+        return ()

@@ -1,0 +1,139 @@
+"""Reading the prompt, one layer at a time: each layer's rows go to where the layer is cached.
+
+Prompts of a batch are padded on the right, to one length s:
+
+    position   0 1 2 3 4 5 ...       a row's own positions, from 0
+    row 0      a b c d e f           lengths 6, 4: what lies in the padding reaches only outputs of
+    row 1      g h i j . .           the padding, and its cache slots are overwritten or masked
+
+Of a layer on the host the device keeps the policy's state, the sinks and the recent window; its
+other rows exist there only while the layer runs.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.attention import causal_attention
+from infinigen_jax.cache import Cache, DenseLayer, Resident
+from infinigen_jax.decode import Decoder, Weights
+from infinigen_jax.memory import allocate_host, write_layer
+from infinigen_jax.models import Params
+from infinigen_jax.models.base import Layer
+from infinigen_jax.sampling import Sampling
+
+
+class PrefillSteps(NamedTuple):
+    """The compiled functions of a prefill."""
+
+    embed: Any
+    dense_layer: Any
+    host_layer: Any
+    draw: Any
+
+
+def prefill(
+    decoder: Decoder,
+    weights: Weights,
+    prompts: Int[Array, "b s"],
+    lengths: Int[Array, " b"],
+    capacity: int,
+    sampling: Sampling,
+    seed: Int[Array, ""],
+) -> tuple[Cache, Int[Array, " b"]]:
+    """Process the prompts and draw the first token of each.
+
+    Args:
+        prompts: token numbers, padded on the right.
+        lengths: of the prompts, at least 1.
+        capacity: tokens per sequence that the cache has room for; at least s.
+
+    Returns:
+        The cache, and the drawn tokens (which are not in the cache yet).
+    """
+    run = prefill_steps(decoder)
+    batch = prompts.shape[0]
+    config = decoder.config
+    host = None
+    if decoder.host_layers:
+        shape = (decoder.host_layers, batch, config.num_kv_heads, capacity, 2 * config.head_dim)
+        host = allocate_host(shape, decoder.dtype, decoder.mesh)
+    x = run.embed(weights.params["embedding"], prompts)
+    local: list[DenseLayer | Resident] = []
+    states: list[Any] = []
+    for i, params in enumerate(weights.params["layers"]):
+        number = i - decoder.dense_layers
+        if number < 0:
+            x, layer = run.dense_layer(params, x, capacity=capacity)
+        else:
+            x, layer, state, host = run.host_layer(
+                params, weights.policy[number], x, lengths, host, jnp.int32(number)
+            )
+            states.append(state)
+        local.append(layer)
+    tokens = run.draw(weights.params["embedding"], x, lengths, seed, sampling)
+    return Cache(host, tuple(states), tuple(local), lengths), tokens
+
+
+@functools.lru_cache(maxsize=64)
+def prefill_steps(decoder: Decoder) -> PrefillSteps:
+    """Jit a decoder's prefill functions."""
+
+    def embed(params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s e"]:
+        return decoder.blueprint.embedding(params).embed(tokens, _positions(tokens))
+
+    def dense_layer(params: Params, x: Float[Array, "b s e"], capacity: int) -> tuple:
+        x, keys, values = prompt_layer(decoder.blueprint.layer(params), x)
+        return x, DenseLayer.from_prompt(keys, values, capacity)
+
+    def host_layer(
+        params: Params,
+        policy_weights: Params,
+        x: Float[Array, "b s e"],
+        lengths: Int[Array, " b"],
+        host: Float[Array, "l b k t w"],
+        number: Int[Array, ""],
+    ) -> tuple:
+        x, keys, values = prompt_layer(decoder.blueprint.layer(params), x)
+        rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
+        resident = Resident.from_prompt(rows, lengths, decoder.slots)
+        policy, config = decoder.policy, decoder.config
+        state = policy.init(config, x.shape[0], host.shape[3])
+        state = policy.observe_prefill(policy_weights, state, keys.swapaxes(1, 2))
+        return x, resident, state, write_layer(host, number, rows, decoder.mesh)
+
+    def draw(
+        params: Params,
+        x: Float[Array, "b s e"],
+        lengths: Int[Array, " b"],
+        seed: Int[Array, ""],
+        sampling: Sampling,
+    ) -> Int[Array, " b"]:
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        return decoder.draw(params, last, seed, jnp.int32(0), sampling)
+
+    return PrefillSteps(
+        embed=jax.jit(embed),
+        dense_layer=jax.jit(dense_layer, static_argnames="capacity", donate_argnums=1),
+        host_layer=jax.jit(host_layer, donate_argnums=(2, 4)),
+        draw=jax.jit(draw, static_argnames="sampling"),
+    )
+
+
+def prompt_layer(
+    layer: Layer, x: Float[Array, "b s e"]
+) -> tuple[Float[Array, "b s e"], Float[Array, "b s k d"], Float[Array, "b s k d"]]:
+    """One layer over whole prompts: its output, keys and values."""
+    positions = _positions(x[..., 0])
+    a = layer.attention_input(x)
+    keys, values = layer.key_value(a, positions)
+    o = causal_attention(layer.query(a, positions), keys, values)
+    x = x + layer.attention_output(o)
+    return x + layer.mlp(x), keys, values
+
+
+def _positions(tokens: Array) -> Int[Array, "b s"]:
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)

@@ -1,0 +1,230 @@
+"""From speculated scores to the slots that are fetched (InfiniGen, section 4.3).
+
+All of it is per sequence and KV head, with static shapes: at most n slots, of which the first
+`count` are meant. Nothing is read back by the host.
+"""
+
+from fractions import Fraction
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+WORD = 32  # bits of the words that a selection mask is packed into
+
+
+class Request(NamedTuple):
+    """Which rows a layer wants.
+
+    Attributes:
+        slots: host cache slots, all within the cache; those at `count` and beyond are padding.
+        count: how many of the slots are meant, per sequence and KV head.
+    """
+
+    slots: Int[Array, "b k n"]
+    count: Int[Array, "b k"]
+
+    @property
+    def valid(self) -> Bool[Array, "b k n"]:
+        """Which of the slots are meant."""
+        place = lax.broadcasted_iota(jnp.int32, self.slots.shape, 2)
+        return place < self.count[..., None]
+
+
+def budget_fraction(budget: float) -> Fraction:
+    """A budget as a fraction of small integers, so that `floor(budget * n)` is exact in int32."""
+    return Fraction(budget).limit_denominator(1000)
+
+
+def budget_rows(budget: float, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
+    """floor(budget * tokens), exact for up to two million tokens."""
+    share = budget_fraction(budget)
+    return tokens * share.numerator // share.denominator
+
+
+def group_margin(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
+    """How far a token is below the best one, for the query head of the group that wants it most.
+
+    Always <= 0; -inf for tokens whose scores are all -inf. A token is worth fetching if any head
+    of the group would fetch it, so that the bound e^-alpha on what is skipped holds for each.
+    """
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    return jnp.max(scores - jnp.where(peak == -jnp.inf, 0.0, peak), axis=2)
+
+
+def group_rank(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
+    """Order of preference among tokens: the sum over the group of the softmax of the scores.
+
+    For a group of one this is the order of the scores themselves. -inf where all scores are.
+    """
+    if scores.shape[2] == 1:
+        return scores[:, :, 0]
+    log_total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    log_total = jnp.where(log_total == -jnp.inf, 0.0, log_total)
+    rank = jnp.sum(jnp.exp(scores - log_total), axis=2)
+    return jnp.where(jnp.max(scores, axis=2) == -jnp.inf, -jnp.inf, rank)
+
+
+def combine_counts(
+    counts: Int[Array, "b k"], cap: Int[Array, "#b #k"], mode: str
+) -> Int[Array, "b k"]:
+    """Rows to fetch from the numbers of tokens that pass the threshold.
+
+    "head": each KV head its own count. "mean": the mean over all heads and sequences, rounded
+    down, for all (the paper's released code; couples the sequences of a batch).
+    """
+    if mode == "mean":
+        mean = jnp.sum(counts) // counts.size
+        counts = jnp.full(counts.shape, mean, counts.dtype)
+    return jnp.minimum(counts, cap)
+
+
+def select(
+    scores: Float[Array, "b k g t"],
+    eligible: Bool[Array, "b t"],
+    alpha: float,
+    cap: Int[Array, " b"],
+    size: int,
+    mode: str = "head",
+) -> Request:
+    """Choose the rows to fetch.
+
+    Args:
+        scores: speculated attention logits, float32, in units of the true logits.
+        eligible: tokens that may be fetched (cached on the host, not resident on the device).
+        alpha: a token passes if its score is above the best score minus alpha (strictly), for any
+            query head of the group; `inf` lets every token pass.
+        cap: most rows per KV head, for each sequence.
+        size: static length n of the request, at least the largest cap.
+        mode: see `combine_counts`.
+    """
+    scores = jnp.where(eligible[:, None, None], scores, -jnp.inf)
+    passing = group_margin(scores) > -alpha
+    counts = jnp.sum(passing, axis=-1, dtype=jnp.int32)
+    count = combine_counts(counts, cap[:, None], mode)
+    rank = group_rank(scores)
+    if mode == "head":
+        rank = jnp.where(passing, rank, -jnp.inf)
+    else:  # the mean may be above a head's own count: the rest comes in order of rank
+        count = jnp.minimum(count, jnp.sum(eligible, axis=-1, dtype=jnp.int32)[:, None])
+    return Request(top_slots(rank, count, size), count)
+
+
+def top_slots(
+    rank: Float[Array, "b k t"], count: Int[Array, "b k"], size: int
+) -> Int[Array, "b k n"]:
+    """Slots of the `count` largest ranks of each KV head, in the first places of n = `size`.
+
+    Equal ranks are taken in order of slot. On the CPU, a threshold search and a compaction, linear
+    in t, which return the slots ascending (a gather of ascending rows is faster); elsewhere
+    `lax.top_k`, by falling rank. The padding behind them is slot 0, which is never unwritten
+    memory.
+    """
+    slots = lax.platform_dependent(
+        rank,
+        count,
+        cpu=lambda rank, count: compact(top_mask(rank, count), size),
+        default=lambda rank, count: lax.top_k(rank, size)[1],
+    )
+    place = lax.broadcasted_iota(jnp.int32, slots.shape, 2)
+    return jnp.where(place < count[..., None], slots, 0)
+
+
+def top_mask(rank: Float[Array, "b k t"], count: Int[Array, "b k"]) -> Bool[Array, "b k t"]:
+    """Mark the `count` largest entries of each row, equal ones in order of position. No NaN.
+
+    Searches the threshold by counting: each pass reads the row once. The search is over the bit
+    patterns of float32, so it ends exactly, and stops early once a threshold separates `count`
+    entries, which random data reaches in about 15 passes.
+    """
+    low = jnp.full(count.shape, _key(jnp.float32(-jnp.inf)), jnp.int32)
+    high = _key(jnp.max(rank, axis=-1)) + 1
+    # Invariant: at least `count` entries are >= low, fewer than `count` are >= high.
+    high = jnp.where(count > 0, high, high + 1)
+    ones = jnp.ones(rank.shape[-1], jnp.float32)
+
+    def entries(marked: Bool[Array, "b k t"]) -> Int[Array, "b k"]:
+        # As a dot product: several times faster on the CPU than an integer sum. Exact to 2^24.
+        return jnp.einsum("bkt,t->bk", marked.astype(jnp.float32), ones).astype(jnp.int32)
+
+    def searching(state: tuple) -> Bool[Array, ""]:
+        low, high, found = state
+        return jnp.any((found != count) & (high - low > 1))
+
+    def halve(state: tuple) -> tuple:
+        low, high, found = state
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        at_least = entries(rank >= _value(middle)[..., None])
+        enough = at_least >= count
+        settled = found == count
+        low_found = jnp.where(enough, at_least, found)
+        return (
+            jnp.where(settled, low, jnp.where(enough, middle, low)),
+            jnp.where(settled, high, jnp.where(enough, high, middle)),
+            jnp.where(settled, found, low_found),
+        )
+
+    everything = jnp.full(count.shape, rank.shape[-1], jnp.int32)
+    low, high, found = lax.while_loop(searching, halve, (low, high, everything))
+    threshold = _value(low)[..., None]
+    mask = rank >= threshold
+    return lax.cond(
+        jnp.any(found > count),
+        lambda: _drop_ties(mask, rank == threshold, found - count),
+        lambda: mask,
+    )
+
+
+def _drop_ties(
+    mask: Bool[Array, "b k t"], tied: Bool[Array, "b k t"], surplus: Int[Array, "b k"]
+) -> Bool[Array, "b k t"]:
+    """Unmark the last `surplus` of the tied entries."""
+    order = jnp.cumsum(tied.astype(jnp.int32), axis=-1)
+    keep = order <= order[..., -1:] - surplus[..., None]
+    return mask & (~tied | keep)
+
+
+def _key(x: Float[Array, "*b"]) -> Int[Array, "*b"]:
+    """Order-preserving map from float32 to int32."""
+    bits = lax.bitcast_convert_type(x + 0.0, jnp.int32)  # + 0.0: -0.0 and 0.0 are equal
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def _value(key: Int[Array, "*b"]) -> Float[Array, "*b"]:
+    """Inverse of `_key`."""
+    bits = jnp.where(key < 0, key ^ jnp.int32(0x7FFFFFFF), key)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def compact(mask: Bool[Array, "b k t"], size: int) -> Int[Array, "b k n"]:
+    """Positions of the marked entries, ascending, in the first places of n = `size`.
+
+    Marks are packed into 32-bit words; the i-th mark is found by a binary search over the words'
+    running counts, then by halving inside its word.
+    """
+    b, k, t = mask.shape
+    words = -(-t // WORD)
+    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, words * WORD - t)))
+    weights = jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)
+    marks = jnp.where(mask.reshape(b * k, words, WORD), weights[None, None], jnp.uint32(0))
+    packed = jnp.sum(marks, axis=-1, dtype=jnp.uint32)
+    ends = jnp.cumsum(lax.population_count(packed).astype(jnp.int32), axis=-1)
+    slots = jax.vmap(lambda p, e: _nth_marks(p, e, size))(packed, ends)
+    return jnp.minimum(slots, t - 1).reshape(b, k, size)
+
+
+def _nth_marks(packed: Array, ends: Array, size: int) -> Int[Array, " n"]:
+    index = jnp.arange(size, dtype=jnp.int32)
+    word = jnp.searchsorted(ends, index, side="right", method="scan_unrolled").astype(jnp.int32)
+    word = jnp.minimum(word, len(ends) - 1)
+    before = jnp.where(word > 0, ends[jnp.maximum(word - 1, 0)], 0)
+    rest, bits, position = index - before, packed[word], word * WORD
+    for half in (16, 8, 4, 2, 1):
+        lower = lax.population_count(bits & jnp.uint32((1 << half) - 1)).astype(jnp.int32)
+        upper = rest >= lower
+        rest = jnp.where(upper, rest - lower, rest)
+        position = jnp.where(upper, position + half, position)
+        bits = jnp.where(upper, bits >> half, bits)
+    return position

@@ -1,0 +1,104 @@
+"""Guessing, from layer l's attention input, what layer l+1 will attend to (InfiniGen, section 4.2).
+
+    a         layer l's normalised input, the stand-in for layer l+1's
+    q^        layer l+1's query of it, in layer l+1's skewed basis, the first r columns
+    k^        the index: layer l+1's cached keys in the same basis, the first r columns
+    q^ . k^   the speculated attention logits
+
+The basis orders its columns by energy, so "the columns that matter" are always the leading ones.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.models.base import Layer, ModelConfig, Params
+
+if TYPE_CHECKING:
+    from infinigen_jax.checkpoint import Model
+
+
+def partial_columns(head_dim: int, ratio: float) -> int:
+    """r = floor(d * ratio), at least 1 (exact at ratios such as 0.3, where d * ratio rounds)."""
+    return max(1, int(head_dim * ratio + 1e-9))
+
+
+def speculation_weights(model: "Model", layer: int, columns: int) -> Params:
+    """What is needed, beside the model's own weights, to speculate a layer.
+
+    Without rotary positions nothing stands between the projection and the dot product, so the
+    basis folds into a query projection of r columns: {"kernel" [e, h*r], "bias" [h*r]}, and
+    {"key" [k, d, r]} if the cached keys are not in the basis already. With rotary positions the
+    basis comes after the rotation: {"query" [k, d, r], "key" [k, d, r]}; nothing at all where the
+    keys' own leading columns are used.
+    """
+    config, basis = model.config, model.bases[layer]
+    weights = {}
+    if basis is not None:
+        weights["key"] = basis.key[..., :columns]
+    if config.rope is None:
+        return weights | _partial_projection(config, model.params["layers"][layer]["q"], basis,
+                                             columns)
+    return weights | ({} if basis is None else {"query": basis.query[..., :columns]})
+
+
+def _partial_projection(config: ModelConfig, q: Params, basis: Any, columns: int) -> Params:
+    """The query projection, scale included, restricted to r columns of the basis."""
+
+    def restrict(x: Array) -> Array:
+        heads = x.reshape(*x.shape[:-1], config.num_kv_heads, config.group_size, config.head_dim)
+        heads = heads.astype(jnp.float32) * config.scale
+        if basis is None:
+            heads = heads[..., :columns]
+        else:
+            heads = jnp.einsum("...kgd,kdr->...kgr", heads, basis.query[..., :columns])
+        return heads.reshape(*x.shape[:-1], -1).astype(x.dtype)
+
+    return {name: restrict(x) for name, x in q.items()}
+
+
+def speculate_query(
+    config: ModelConfig,
+    layer: Layer,
+    weights: Params,
+    a: Float[Array, "b e"],
+    positions: Int[Array, " b"],
+    columns: int,
+) -> Float[Array, "b k g r"]:
+    """The partial query of the next layer.
+
+    Args:
+        layer: the next layer's module.
+        weights: the next layer's `speculation_weights`.
+        a: this layer's attention input.
+        positions: of the current tokens.
+    """
+    if "kernel" in weights:
+        q = a @ weights["kernel"]
+        q = q + weights["bias"][None] if "bias" in weights else q
+        return q.reshape(a.shape[0], config.num_kv_heads, config.group_size, columns)
+    q = layer.query(a, positions)
+    q = q.reshape(a.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
+    if "query" not in weights:
+        return q[..., :columns]
+    return jnp.einsum("bkgd,kdr->bkgr", q.astype(jnp.float32), weights["query"])
+
+
+def partial_keys(
+    weights: Params, keys: Float[Array, "b k n d"], columns: int, dtype: Any
+) -> Float[Array, "b k n r"]:
+    """The index entries of cached keys."""
+    if "key" not in weights:
+        return keys[..., :columns].astype(dtype)
+    skewed = jnp.einsum("bknd,kdr->bknr", keys.astype(jnp.float32), weights["key"])
+    return skewed.astype(dtype)
+
+
+def speculate_scores(
+    query: Float[Array, "b k g r"], index: Float[Array, "b k t r"]
+) -> Float[Array, "b k g t"]:
+    """Speculated attention logits of every slot; float32 accumulation."""
+    return jnp.einsum(
+        "bkgr,bktr->bkgt", query.astype(index.dtype), index, preferred_element_type=jnp.float32
+    )
