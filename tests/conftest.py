@@ -1,0 +1,49 @@
+"""Strict numerics, checked shapes, and small Hugging Face models made on the spot."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxtyping
+import numpy as np
+import pytest
+
+# Before anything imports the package: its annotations are checked on every call.
+jaxtyping.install_import_hook("infinigen_jax", "beartype.beartype")
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Callable[..., Any]:
+    """`tiny(family, **config)` saves a tiny random model under tmp_path/<family>."""
+    from tiny import make_tiny
+
+    return lambda family, **settings: make_tiny(tmp_path / family, family, **settings)
+
+
+@pytest.fixture
+def tiny_with_tokenizer(tmp_path: Path) -> Callable[..., Any]:
+    """Like `tiny`, with a vocabulary of 1024 and the embedded models' tokenizer."""
+
+    def make(family: str, **settings: Any) -> Any:
+        from tiny import make_tiny
+
+        from infinigen_jax import checkpoint
+
+        made = make_tiny(tmp_path / family, family, **({"vocab_size": 1024} | settings))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(checkpoint.embedded() / name, made.folder / name)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def tokens() -> np.ndarray:
+    """Two sequences of 21 token ids below 96: [2, 21] int32."""
+    return np.random.default_rng(7).integers(3, 96, (2, 21)).astype(np.int32)

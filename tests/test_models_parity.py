@@ -1,0 +1,140 @@
+"""Logits against transformers' own models in float32, and what is refused by name."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import logits_of
+
+from infinigen_jax import checkpoint
+from infinigen_jax.convert import convert
+from infinigen_jax.errors import UnsupportedModelError
+from infinigen_jax.models import blueprint, config_from_hf, random_params
+from infinigen_jax.models.forward import causal_attention
+
+# Two orders of the same float32 sums over at most 64 terms and 3 layers, logits up to about 10.
+TOLERANCE = 1e-4
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+MODELS = {
+    "mha": ("llama", {}),
+    "gqa": ("llama", {"num_key_value_heads": 2}),
+    "mqa": ("llama", {"num_key_value_heads": 1}),
+    "three heads": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "six over three": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "attention bias": ("llama", {"attention_bias": True, "num_key_value_heads": 2}),
+    "mlp bias": ("llama", {"mlp_bias": True}),
+    "wide heads": ("llama", {"head_dim": 20}),
+    "gelu": ("llama", {"hidden_act": "gelu"}),
+    "rope theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "rope linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "rope llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "opt": ("opt", {}),
+    "opt three heads": ("opt", {"num_attention_heads": 3}),
+    "opt untied": ("opt", {"tie_word_embeddings": False}),
+    "opt without biases": ("opt", {"enable_bias": False}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_those_of_transformers(name, tiny, tokens, tmp_path):
+    family, settings = MODELS[name]
+    reference = tiny(family, **settings)
+    convert(reference.folder, tmp_path / "out", skew="none")
+    model = checkpoint.load(tmp_path / "out", "float32")
+    logits = logits_of(model, tokens)
+    np.testing.assert_allclose(logits, reference.logits(tokens), atol=TOLERANCE, rtol=0)
+
+
+def test_opt_norms_keep_their_precision_under_outliers():
+    """Hidden states with a large common offset: E[x^2] - mean^2 would lose three digits."""
+    config = config_from_hf(OPT)
+    layer = blueprint(config, jnp.float32).layer(random_params(config, jnp.float32)["layers"][0])
+    x = (30 + 0.15 * np.random.default_rng(0).normal(size=(5, 48))).astype(np.float32)
+    exact = x.astype(np.float64)
+    exact -= exact.mean(axis=-1, keepdims=True)
+    exact /= np.sqrt(exact.var(axis=-1, keepdims=True) + 1e-5)
+    # float32 represents 30 +- 0.15 in steps of 1e-5 of the spread.
+    np.testing.assert_allclose(layer.attention_input(jnp.asarray(x)), exact, atol=1e-4)
+
+
+def test_causal_attention_does_not_depend_on_the_block():
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(13, 4, 8)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(13, 2, 8)), jnp.float32) for _ in range(2))
+    whole = causal_attention(q, k, v)
+    for block in (1, 4, 12):
+        np.testing.assert_allclose(causal_attention(q, k, v, block=block), whole, atol=1e-6)
+
+
+def test_forward_is_causal():
+    config = config_from_hf(LLAMA)
+    model = checkpoint.Model.from_params(config, random_params(config, jnp.float32), jnp.float32)
+    one = np.random.default_rng(1).integers(0, 96, (1, 12)).astype(np.int32)
+    other = one.copy()
+    other[:, 8:] = 5
+    first, second = (logits_of(model, tokens) for tokens in (one, other))
+    np.testing.assert_array_equal(first[:, :8], second[:, :8])
+    assert np.abs(first - second)[:, 9:].max() > 1e-3
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "ffn_dim": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+REFUSED = {
+    "post-norm": (OPT | {"do_layer_norm_before": False}, "do_layer_norm_before"),
+    "projected": (OPT | {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
+    "no final norm": (OPT | {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
+    "rope type": (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+    "rope without factor": (LLAMA | {"rope_scaling": {"type": "linear"}}, "factor"),
+    "experts": (LLAMA | {"num_local_experts": 8}, "num_local_experts"),
+    "quantised": (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
+    "sliding window": (LLAMA | {"sliding_window": 4096}, "sliding_window"),
+    "family": (LLAMA | {"model_type": "mistral"}, "'mistral'"),
+    "no family": ({}, "model_type"),
+    "activation": (LLAMA | {"hidden_act": "mish"}, "'mish'"),
+    "size missing": (LLAMA | {"hidden_size": None}, "hidden_size"),
+    "size not a number": (LLAMA | {"vocab_size": "many"}, "vocab_size"),
+    "uneven groups": (LLAMA | {"num_key_value_heads": 3}, "3 KV heads"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_models_are_refused_before_weights_are_read(name, tmp_path):
+    config, setting = REFUSED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for attempt in (lambda: convert(tmp_path, tmp_path / "out"), lambda: checkpoint.load(tmp_path)):
+        with pytest.raises(UnsupportedModelError) as caught:
+            attempt()
+        assert setting in str(caught.value)
+        assert str(tmp_path / "config.json") in str(caught.value)
+    assert not (tmp_path / "out").exists()
