@@ -10,7 +10,7 @@ keeps that state, one per layer on the host, and calls, in this order:
     append(...)                  when the recent window is flushed: the keys of its rows
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
 
 
+@runtime_checkable
 class Policy(Protocol):
     """See the module's docstring.
 

@@ -7,7 +7,7 @@
 `start` and `wait` are traced into the step; nothing here talks to Python at run time.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
@@ -16,6 +16,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.transfer.xla import XlaTransfer
 
 
+@runtime_checkable
 class Transfer(Protocol):
     """See the module's docstring."""
 

@@ -1,0 +1,378 @@
+"""Skewing: oracles 1 to 8 of the algorithm's reference, and what makes the balanced basis best.
+
+Entries of a basis are never compared (signs and degenerate subspaces are free), invariants are.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import logits_of
+
+from infinigen_jax import checkpoint
+from infinigen_jax.convert import convert
+from infinigen_jax.errors import InputError
+from infinigen_jax.models.base import ModelConfig, blueprint, random_params
+from infinigen_jax.models.rope import Rope, rotate
+from infinigen_jax.skew import absorb, balanced_basis, moments, svd_basis
+
+
+def decaying(rng: np.random.Generator, tokens: int, heads: int, size: int) -> np.ndarray:
+    """Vectors [tokens, heads, size] whose energy falls off along a random direction, off centre."""
+    turn = np.linalg.qr(rng.normal(size=(size, size)))[0]
+    spread = 0.7 ** np.arange(size)
+    return rng.normal(size=(tokens, heads, size)) * spread @ turn + rng.normal(size=size) * 0.3
+
+
+shapes = st.tuples(
+    st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 4, 6, 8])
+)
+
+
+# 1, 2: folding a basis into weights and biases.
+
+
+@given(shapes)
+def test_absorbing_turns_every_head_and_keeps_all_scores(shape):
+    seed, kv_heads, group, d = shape
+    rng = np.random.default_rng(seed)
+    q, k = decaying(rng, 3 * d, kv_heads * group, d), decaying(rng, 3 * d, kv_heads, d)
+    basis, _ = svd_basis(moments(q, k))
+    x = rng.normal(size=(5, 7))
+    wq, bq = rng.normal(size=(7, kv_heads * group * d)), rng.normal(size=kv_heads * group * d)
+    wk, bk = rng.normal(size=(7, kv_heads * d)), rng.normal(size=kv_heads * d)
+    skewed_q = (x @ absorb(wq, basis) + absorb(bq, basis)).reshape(5, kv_heads, group, d)
+    skewed_k = (x @ absorb(wk, basis) + absorb(bk, basis)).reshape(5, kv_heads, d)
+    plain_q = (x @ wq + bq).reshape(5, kv_heads, group, d)
+    plain_k = (x @ wk + bk).reshape(5, kv_heads, d)
+    np.testing.assert_allclose(skewed_q, np.einsum("skgd,kdc->skgc", plain_q, basis), atol=1e-10)
+    np.testing.assert_allclose(
+        np.einsum("skgd,tkd->kgst", skewed_q, skewed_k),
+        np.einsum("skgd,tkd->kgst", plain_q, plain_k),
+        atol=1e-9,
+    )
+
+
+@given(shapes)
+def test_basis_is_orthogonal_and_keeps_scores(shape):
+    seed, kv_heads, group, d = shape
+    rng = np.random.default_rng(seed)
+    q, k = decaying(rng, 3 * d, kv_heads * group, d), decaying(rng, 3 * d, kv_heads, d)
+    basis, _ = svd_basis(moments(q, k))
+    identity = np.broadcast_to(np.eye(d), basis.shape)
+    np.testing.assert_allclose(basis.swapaxes(1, 2) @ basis, identity, atol=1e-12)
+
+
+# 3: the spectrum.
+
+
+@given(shapes)
+def test_skewed_queries_are_uncorrelated_with_descending_energy(shape):
+    seed, kv_heads, group, d = shape
+    rng = np.random.default_rng(seed)
+    q, k = decaying(rng, 4 * d, kv_heads * group, d), decaying(rng, 4 * d, kv_heads, d)
+    basis, energies = svd_basis(moments(q, k))
+    skewed = np.einsum("tkgd,kdc->tkgc", q.reshape(4 * d, kv_heads, group, d), basis)
+    gram = np.einsum("tkgc,tkge->kce", skewed, skewed)
+    diagonal = np.einsum("kcc->kc", gram)
+    scale = energies[:, :1]
+    assert np.all(np.diff(energies, axis=-1) <= 0)
+    np.testing.assert_allclose(diagonal, energies, atol=1e-10 * scale.max())
+    off = np.abs(gram - diagonal[:, :, None] * np.eye(d))
+    assert np.all(off <= 1e-10 * scale[:, :, None])
+    # The singular values of the stacked queries themselves: the Gram route loses nothing.
+    for head in range(kv_heads):
+        stacked = q.reshape(4 * d, kv_heads, group, d)[:, head].reshape(-1, d)
+        singular = np.linalg.svd(stacked, compute_uv=False)
+        np.testing.assert_allclose(energies[head], singular**2, atol=1e-10 * energies[head, 0])
+
+
+def test_leading_columns_are_the_best_partial_query():
+    """No r columns, of this or of any other orthogonal basis, hold more of the queries."""
+    rng = np.random.default_rng(3)
+    q, k = decaying(rng, 64, 1, 8), decaying(rng, 64, 1, 8)
+    basis, energies = svd_basis(moments(q, k))
+    by_size = np.argsort(-np.square(q[:, 0] @ basis[0]).sum(axis=0))
+    np.testing.assert_array_equal(by_size, np.arange(8))
+    for r in range(1, 9):
+        other = np.linalg.qr(rng.normal(size=(8, 8)))[0][:, :r]
+        assert np.square(q[:, 0] @ other).sum() <= energies[0, :r].sum() * (1 + 1e-12)
+
+
+def test_moments_of_pieces_add_up():
+    rng = np.random.default_rng(0)
+    q, k = decaying(rng, 30, 4, 6), decaying(rng, 30, 2, 6)
+    whole, parts = moments(q, k), moments(q[:11], k[:11]) + moments(q[11:], k[11:])
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    centred = k - k.mean(axis=0)
+    covariance = np.einsum("tkd,tke->kde", centred, centred) / 30
+    np.testing.assert_allclose(whole.key_covariance, covariance, atol=1e-12)
+    with pytest.raises(ValueError, match="group sizes"):
+        whole + moments(q[:, :2], k)
+
+
+# 4: too little text, and text that spans too little.
+
+
+@pytest.mark.parametrize("method", [svd_basis, balanced_basis])
+def test_fewer_tokens_than_dimensions_raise(method):
+    rng = np.random.default_rng(0)
+    method(moments(rng.normal(size=(8, 2, 8)), rng.normal(size=(8, 1, 8))))
+    with pytest.raises(InputError, match="7 tokens"):
+        method(moments(rng.normal(size=(7, 2, 8)), rng.normal(size=(7, 1, 8))))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_rank_deficient_queries_still_give_a_complete_basis(rank):
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(20, 1, rank)) @ rng.normal(size=(rank, 8))
+    k = rng.normal(size=(20, 1, 8))
+    basis, energies = svd_basis(moments(q, k))
+    np.testing.assert_allclose(basis[0].T @ basis[0], np.eye(8), atol=1e-12)
+    assert np.all(energies[0, rank:] <= 1e-10 * max(energies[0, 0], 1.0))
+    query, key, _ = balanced_basis(moments(q, k))
+    np.testing.assert_allclose(query[0] @ key[0].T, np.eye(8), atol=1e-8)
+
+
+# 5: rotation.
+
+
+def test_a_basis_after_rotation_keeps_scores_and_their_relative_positions():
+    rng = np.random.default_rng(0)
+    rope = Rope()
+    basis = jnp.asarray(np.linalg.qr(rng.normal(size=(8, 8)))[0], jnp.float32)
+    q, k = (jnp.asarray(rng.normal(size=(10, 2, 8)), jnp.float32) for _ in range(2))
+
+    def scores(shift: int, turn: jnp.ndarray) -> np.ndarray:
+        positions = jnp.arange(10) + shift
+        a, b = rotate(q, positions, rope) @ turn, rotate(k, positions, rope) @ turn
+        return np.einsum("shd,thd->hst", a, b)
+
+    plain = scores(0, jnp.eye(8))
+    np.testing.assert_allclose(scores(0, basis), plain, atol=1e-5)
+    # Angles near 1000 are rounded to 6e-5 of a turn in float32.
+    np.testing.assert_allclose(scores(1000, basis), plain, atol=1e-3)
+    # Before the rotation the basis would change the scores: they do not commute.
+    wrong = np.einsum(
+        "shd,thd->hst",
+        rotate(q @ basis, jnp.arange(10), rope),
+        rotate(k @ basis, jnp.arange(10), rope),
+    )
+    assert np.abs(wrong - plain).max() > 0.1
+
+
+# 6: groups.
+
+
+def test_one_basis_per_kv_head_keeps_scores_and_one_per_query_head_does_not():
+    rng = np.random.default_rng(0)
+    q, k = decaying(rng, 40, 4, 6), decaying(rng, 40, 2, 6)
+    plain = np.einsum("skgd,tkd->kgst", q.reshape(40, 2, 2, 6), k)
+    basis, _ = svd_basis(moments(q, k))
+    grouped = np.einsum("skgd,kdc->skgc", q.reshape(40, 2, 2, 6), basis)
+    shared = np.einsum("tkd,kdc->tkc", k, basis)
+    np.testing.assert_allclose(np.einsum("skgc,tkc->kgst", grouped, shared), plain, atol=1e-9)
+    alone, _ = svd_basis(moments(q, np.repeat(k, 2, axis=1)))
+    split = np.einsum("skgd,kgdc->skgc", q.reshape(40, 2, 2, 6), alone.reshape(2, 2, 6, 6))
+    assert np.abs(np.einsum("skgc,tkc->kgst", split, shared) - plain).max() > 0.1
+
+
+CASE_QUERIES = np.array([[1.0, 1.0], [2.0, 2.0], [1.0, -1.0]])
+CASE_KEY = np.array([3.0, 1.0])
+
+
+def test_queries_split_over_a_group_give_the_same_basis():
+    padded = np.concatenate([CASE_QUERIES, np.zeros((1, 2))]).reshape(2, 2, 2)
+    keys = np.zeros((2, 1, 2))
+    basis, energies = svd_basis(moments(padded, keys))
+    np.testing.assert_allclose(energies[0], [10, 2])
+    np.testing.assert_allclose(np.abs(basis[0]), np.full((2, 2), 0.5**0.5))
+
+
+# 7: the worked case.
+
+
+def test_worked_case():
+    basis, energies = svd_basis(moments(CASE_QUERIES[:, None], np.zeros((3, 1, 2))))
+    np.testing.assert_allclose(energies[0], [10, 2])
+    np.testing.assert_allclose(np.abs(basis[0, :, 0] @ [1, 1]), 2**0.5)
+    np.testing.assert_allclose(np.abs(basis[0, :, 1] @ [1, -1]), 2**0.5)
+    q, k = CASE_QUERIES @ basis[0], CASE_KEY @ basis[0]
+    np.testing.assert_allclose(q @ k, [4, 8, 2])
+    np.testing.assert_allclose(q[:, :1] @ k[:1], [4, 8, 0], atol=1e-12)
+
+
+# The balanced basis.
+
+
+@given(shapes)
+def test_balanced_factors_are_inverse_and_equally_spread(shape):
+    seed, kv_heads, group, d = shape
+    rng = np.random.default_rng(seed)
+    q, k = decaying(rng, 6 * d, kv_heads * group, d), decaying(rng, 6 * d, kv_heads, d)
+    seen = moments(q, k)
+    query, key, spread = balanced_basis(seen)
+    identity = np.broadcast_to(np.eye(d), query.shape)
+    np.testing.assert_allclose(query @ key.swapaxes(1, 2), identity, atol=1e-8)
+    assert np.all(np.diff(spread, axis=-1) <= 0)
+    # Second moment of h B and covariance of k C are both diag(D), up to the ridges.
+    queries = query.swapaxes(1, 2) @ seen.query_gram @ query / (seen.tokens * group)
+    keys = key.swapaxes(1, 2) @ seen.key_covariance @ key
+    bound = 0.02 * spread[:, :1]
+    assert np.all(np.abs(np.einsum("kcc->kc", queries) - spread) <= bound)
+    assert np.all(np.abs(np.einsum("kcc->kc", keys) - spread) <= bound)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_balanced_partial_scores_are_never_worse_than_an_orthogonal_skew(seed):
+    """E (q.(k - mu) - partial score)^2 over independent q, k: Eckart-Young."""
+    rng = np.random.default_rng(seed)
+    d = 8
+    q, k = decaying(rng, 64, 1, d), decaying(rng, 64, 1, d)
+    seen = moments(q, k)
+    s, sigma = seen.query_gram[0] / 64, seen.key_covariance[0]
+
+    def error(product: np.ndarray) -> float:
+        left = np.eye(d) - product
+        return float(np.trace(left.T @ s @ left @ sigma))
+
+    query, key, _ = balanced_basis(seen)
+    orthogonal, _ = svd_basis(seen)
+    total = float(np.trace(s @ sigma))
+    for r in range(1, d + 1):
+        balanced = error(query[0, :, :r] @ key[0, :, :r].T)
+        skewed = error(orthogonal[0, :, :r] @ orthogonal[0, :, :r].T)
+        # The ridges move the optimum by about their own size.
+        assert balanced <= skewed + 1e-3 * total
+
+
+def test_balanced_residual_is_the_dropped_spectrum():
+    rng = np.random.default_rng(5)
+    q, k = decaying(rng, 200, 2, 6), decaying(rng, 200, 1, 6)
+    seen = moments(q, k)
+    query, key, spread = balanced_basis(seen)
+    s, sigma = seen.query_gram[0] / 400, seen.key_covariance[0]
+    for r in range(7):
+        left = np.eye(6) - query[0, :, :r] @ key[0, :, :r].T
+        residual = np.trace(left.T @ s @ left @ sigma)
+        expected = np.trace(s @ sigma) - np.square(spread[0, :r]).sum()
+        np.testing.assert_allclose(residual, expected, atol=2e-3 * np.trace(s @ sigma))
+
+
+def test_balanced_equals_svd_for_white_keys():
+    rng = np.random.default_rng(6)
+    q, k = decaying(rng, 100, 1, 4), rng.normal(size=(100, 1, 4))
+    seen = moments(q, k)
+    white = seen._replace(key_gram=np.eye(4)[None] * seen.tokens, key_sum=np.zeros((1, 4)))
+    query, key, _ = balanced_basis(white)
+    orthogonal, _ = svd_basis(white)
+    for factor in (query[0], key[0]):
+        directions = factor / np.linalg.norm(factor, axis=0)
+        np.testing.assert_allclose(np.abs(orthogonal[0].T @ directions), np.eye(4), atol=1e-6)
+
+
+# On models: what calibration sees is what the bases diagonalise.
+
+
+def test_opt_absorbed_bases_leave_logits_and_diagonalise_queries(tiny, tokens, tmp_path):
+    reference = tiny("opt", hidden_size=64, word_embed_proj_dim=64)
+    ids = [int(i) for i in np.random.default_rng(1).integers(3, 96, 150)]
+    convert(reference.folder, tmp_path / "out", calibration=ids)
+    model = checkpoint.load(tmp_path / "out", "float32")
+    assert model.bases == (None, None) and model.skew == "svd"
+    np.testing.assert_allclose(logits_of(model, tokens), reference.logits(tokens), atol=1e-4)
+    first = blueprint(model.config, jnp.float32)
+    positions = jnp.arange(50)
+    x = first.embedding(model.params["embedding"]).embed(jnp.asarray(ids[:50]), positions)
+    grams = []
+    for start in (0, 50, 100):  # the three windows that 150 tokens make of 64 positions
+        part = jnp.asarray(ids[start : start + 50])
+        x = first.embedding(model.params["embedding"]).embed(part, positions)
+        layer = first.layer(model.params["layers"][0])
+        q = np.asarray(layer.query(layer.attention_input(x), positions), np.float64)
+        grams.append(np.einsum("thd,the->hde", q, q))
+    gram = sum(grams)
+    diagonal = np.einsum("hdd->hd", gram)
+    off = np.abs(gram - diagonal[:, :, None] * np.eye(16))
+    assert off.max() <= 1e-5 * diagonal.max()
+    assert np.all(np.diff(diagonal, axis=-1) <= 1e-5 * diagonal.max())
+
+
+@pytest.mark.parametrize("skew", ["svd", "balanced"])
+def test_llama_bases_keep_scores(skew, tiny, tokens, tmp_path):
+    reference = tiny("llama", num_key_value_heads=2)
+    ids = [int(i) for i in np.random.default_rng(1).integers(3, 96, 150)]
+    convert(reference.folder, tmp_path / "out", calibration=ids, skew=skew)
+    model = checkpoint.load(tmp_path / "out", "float32")
+    rng = np.random.default_rng(0)
+    for basis in model.bases:
+        assert basis is not None and basis.query.shape == (2, 12, 12)
+        q, k = rng.normal(size=(2, 9, 12)), rng.normal(size=(2, 9, 12))
+        turned = (q @ np.asarray(basis.query)) @ (k @ np.asarray(basis.key)).swapaxes(1, 2)
+        np.testing.assert_allclose(turned, q @ k.swapaxes(1, 2), atol=1e-3)
+    assert model.key_mean is not None and model.key_mean.shape == (2, 2, 12)
+
+
+def test_padding_of_the_last_window_is_not_counted():
+    """Windows of unequal length give the moments of the real tokens alone."""
+    from infinigen_jax.convert.calibrate import Calibrator, windows
+
+    config = dataclasses.replace(GQA, max_positions=20)
+    params = random_params(config, jnp.float32)
+    ids = np.random.default_rng(2).integers(3, 96, 57).astype(np.int32)
+    cut = windows(ids, config, 2048, "text", b"")
+    assert cut.ids.shape == (3, 19) and cut.count == 57
+    ids = ids[:56]
+    cut = windows(ids, config, 2048, "text", b"")
+    assert cut.ids.shape == (3, 19) and cut.count == 56
+    seen = Calibrator(config, cut, params["embedding"]).layer(params["layers"][0])
+    plan = blueprint(config, jnp.float32)
+    layer = plan.layer(params["layers"][0])
+    pieces = []
+    for start in (0, 19, 38):
+        part = jnp.asarray(ids[start : start + 19])
+        positions = jnp.arange(len(part))
+        a = layer.attention_input(plan.embedding(params["embedding"]).embed(part, positions))
+        pieces.append(moments(layer.query(a, positions), layer.key_value(a, positions)[0]))
+    expected = pieces[0] + pieces[1] + pieces[2]
+    assert seen.tokens == expected.tokens == 56
+    np.testing.assert_allclose(seen.query_gram, expected.query_gram, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(seen.key_gram, expected.key_gram, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(seen.key_sum, expected.key_sum, rtol=1e-4, atol=1e-4)
+
+
+def test_windows_start_with_the_beginning_of_sequence_token_and_respect_the_limit():
+    from infinigen_jax.convert.calibrate import windows
+
+    config = dataclasses.replace(GQA, max_positions=20, bos_id=0)
+    ids = np.concatenate([[0], np.arange(3, 90)]).astype(np.int32)
+    cut = windows(ids, config, 60, "text", b"")
+    assert cut.count <= 60 and cut.ids.shape[1] <= 20
+    assert np.all(cut.ids[:, 0] == 0) and not np.any(cut.ids[:, 1:][cut.valid[:, 1:]] == 0)
+    with pytest.raises(InputError, match="11 tokens"):
+        windows(ids[:11], config, 60, "text", b"")
+    with pytest.raises(InputError, match="vocabulary"):
+        windows(np.full(30, 96, np.int32), config, 60, "text", b"")
+
+
+GQA = ModelConfig(
+    family="llama",
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=56,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=12,
+    max_positions=64,
+    norm_eps=1e-6,
+    activation="silu",
+    tie_embeddings=True,
+    attention_bias=False,
+    mlp_bias=False,
+    rope=Rope(),
+)
