@@ -36,7 +36,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     name = hf.get("model_type")
     if name not in FAMILIES:
         raise UnsupportedModelError(
-            f"config.json: model_type {name!r} is not supported "
-            f"(supported: {', '.join(FAMILIES)})"
+            f"config.json: model_type {name!r} is not supported (supported: {', '.join(FAMILIES)})"
         )
     return family(name).config_from_hf(hf)

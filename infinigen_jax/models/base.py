@@ -69,17 +69,15 @@ class ModelConfig:
 class Layer(Protocol):
     """One decoder layer, in the pieces between which the KV cache is read and speculation starts.
 
-        x = x + attention_output(attention(query(a), key_value(a)))    a = attention_input(x)
-        x = x + mlp(x)
+    x = x + attention_output(attention(query(a), key_value(a)))    a = attention_input(x)
+    x = x + mlp(x)
     """
 
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         """The pre-attention norm: what layer l's speculation for layer l+1 starts from."""
         ...
 
-    def query(
-        self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
-    ) -> Float[Array, "*b h d"]:
+    def query(self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]) -> Float[Array, "*b h d"]:
         """Queries as they enter the dot product: after bias, rotation and the 1/sqrt(d) scale."""
         ...
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import ModelConfig, linear
 from infinigen_jax.models.hf import common_settings, refuse_unless
+from infinigen_jax.models.norms import RMSNorm
 from infinigen_jax.models.rope import rope_from_hf, rotate
 
 ACTIVATIONS = {
@@ -45,12 +46,11 @@ class Layer(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         c = config
         query_width, kv_width = c.num_heads * c.head_dim, 2 * c.num_kv_heads * c.head_dim
-        norm = {"epsilon": c.norm_eps, "dtype": dtype, "param_dtype": dtype, "rngs": rngs}
-        self.attention_norm = nnx.RMSNorm(c.hidden_size, **norm)
+        self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype)
         self.q = linear(c.hidden_size, query_width, c.attention_bias, dtype, rngs)
         self.kv = linear(c.hidden_size, kv_width, c.attention_bias, dtype, rngs)
         self.o = linear(query_width, c.hidden_size, c.attention_bias, dtype, rngs)
-        self.mlp_norm = nnx.RMSNorm(c.hidden_size, **norm)
+        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype)
         self.gate_up = linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, dtype, rngs)
         self.down = linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype, rngs)
         self.config = config
@@ -58,9 +58,7 @@ class Layer(nnx.Module):
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         return self.attention_norm(x)
 
-    def query(
-        self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
-    ) -> Float[Array, "*b h d"]:
+    def query(self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]) -> Float[Array, "*b h d"]:
         c = self.config
         assert c.rope is not None
         q = self.q(a).reshape(*a.shape[:-1], c.num_heads, c.head_dim)
@@ -91,16 +89,12 @@ class Embedding(nnx.Module):
         self.tokens = nnx.Embed(
             c.vocab_size, c.hidden_size, dtype=dtype, param_dtype=dtype, rngs=rngs
         )
-        self.norm = nnx.RMSNorm(
-            c.hidden_size, epsilon=c.norm_eps, dtype=dtype, param_dtype=dtype, rngs=rngs
-        )
+        self.norm = RMSNorm(c.hidden_size, c.norm_eps, dtype)
         if not c.tie_embeddings:
             self.head = linear(c.hidden_size, c.vocab_size, False, dtype, rngs)
         self.config = config
 
-    def embed(
-        self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]
-    ) -> Float[Array, "*b e"]:
+    def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
         return self.tokens(tokens)
 
     def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:

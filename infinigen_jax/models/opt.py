@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.models.base import ModelConfig, linear
 from infinigen_jax.models.hf import common_settings, refuse_unless
 from infinigen_jax.models.llama import ACTIVATIONS
+from infinigen_jax.models.norms import LayerNorm
 
 POSITION_OFFSET = 2  # rows 0 and 1 of OPT's position table are not positions
 
@@ -42,32 +43,17 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def layer_norm_settings(config: ModelConfig, dtype: Any, rngs: nnx.Rngs) -> dict[str, Any]:
-    """Keyword arguments of every LayerNorm here.
-
-    The variance is E[(x - mean)^2]: Flax's default, E[x^2] - mean^2, cancels on OPT's outliers.
-    """
-    return {
-        "epsilon": config.norm_eps,
-        "dtype": dtype,
-        "param_dtype": dtype,
-        "use_fast_variance": False,
-        "rngs": rngs,
-    }
-
-
 class Layer(nnx.Module):
     """See `models.base.Layer`."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         c = config
         width = c.num_heads * c.head_dim
-        norm = layer_norm_settings(config, dtype, rngs)
-        self.attention_norm = nnx.LayerNorm(c.hidden_size, **norm)
+        self.attention_norm = LayerNorm(c.hidden_size, c.norm_eps, dtype)
         self.q = linear(c.hidden_size, width, c.attention_bias, dtype, rngs)
         self.kv = linear(c.hidden_size, 2 * width, c.attention_bias, dtype, rngs)
         self.o = linear(width, c.hidden_size, c.attention_bias, dtype, rngs)
-        self.mlp_norm = nnx.LayerNorm(c.hidden_size, **norm)
+        self.mlp_norm = LayerNorm(c.hidden_size, c.norm_eps, dtype)
         self.up = linear(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype, rngs)
         self.down = linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype, rngs)
         self.config = config
@@ -103,7 +89,7 @@ class Embedding(nnx.Module):
         kind = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         self.tokens = nnx.Embed(c.vocab_size, c.hidden_size, **kind)
         self.positions = nnx.Embed(c.max_positions + POSITION_OFFSET, c.hidden_size, **kind)
-        self.norm = nnx.LayerNorm(c.hidden_size, **layer_norm_settings(config, dtype, rngs))
+        self.norm = LayerNorm(c.hidden_size, c.norm_eps, dtype)
         if not c.tie_embeddings:
             self.head = linear(c.hidden_size, c.vocab_size, False, dtype, rngs)
         self.config = config
