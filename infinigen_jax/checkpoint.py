@@ -3,13 +3,15 @@
 A Hugging Face folder that was never converted is converted into the user's cache first.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,7 +126,8 @@ def load(
     """
     folder = checked_folder(path)
     chosen = _checked_dtype(dtype)
-    if not (folder / MANIFEST_FILE).exists():
+    # A folder with one of the two files was converted, and is damaged if the other is missing.
+    if not any((folder / name).exists() for name in (MANIFEST_FILE, SKEW_FILE)):
         return _load_through_cache(folder, chosen, verify, notify)
     return _load_converted(folder, chosen, verify)
 
@@ -222,22 +225,38 @@ def _load_through_cache(
 
     read_config(folder)  # refuse a foreign model before announcing anything
     destination = _cache_folder(folder)
-    if destination.exists():
-        try:
-            return _load_converted(destination, dtype, verify)
-        except InputError as error:
-            notify(f"the cached conversion is unusable and is made again ({error})")
-    else:
-        notify(f"{folder} is not converted yet: converting it into {destination}")
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    convert(folder, destination, force=True)
-    return _load_converted(destination, dtype, verify)
+    with _cache_lock(destination):
+        if destination.exists():
+            try:
+                return _load_converted(destination, dtype, verify)
+            except InputError as error:
+                notify(f"the cached conversion is unusable and is made again ({error})")
+        else:
+            notify(f"{folder} is not converted yet: converting it into {destination}")
+        convert(folder, destination, force=True)
+        return _load_converted(destination, dtype, verify)
+
+
+@contextlib.contextmanager
+def _cache_lock(destination: Path) -> Iterator[None]:
+    """Let one process convert a source while others that want it too wait for the result."""
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(destination.with_suffix(".lock"), "w")
+    except OSError as error:
+        raise InputError(
+            f"{destination.parent}: cannot be written ({error.strerror}); set XDG_CACHE_HOME, or "
+            "convert the model with `python -m infinigen_jax.convert`"
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _cache_folder(folder: Path) -> Path:
     """Where the conversion of a source folder is kept: a name that changes with the source."""
     root = os.environ.get("XDG_CACHE_HOME")
-    base = Path(root) if root and os.path.isabs(root) else Path.home() / ".cache"
+    base = Path(root) if root and os.path.isabs(root) else Path("~/.cache").expanduser()
     files = [
         (f.name, f.stat().st_size, f.stat().st_mtime_ns)
         for f in sorted(folder.iterdir())

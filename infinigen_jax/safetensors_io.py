@@ -175,8 +175,12 @@ class SafetensorsWriter:
             position = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # keeps the data aligned for readers that map it
-        self._file = open(path, "wb")  # noqa: SIM115 (closed by close())
-        self._write(struct.pack("<Q", len(text)) + text)
+        self._file = open(path, "wb")  # closed by close()
+        try:
+            self._write(struct.pack("<Q", len(text)) + text)
+        except BaseException:
+            self._file.close()
+            raise
 
     def add(self, name: str, tensor: np.ndarray) -> None:
         """Append the next tensor; its name, dtype and shape must be the ones announced."""

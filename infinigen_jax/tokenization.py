@@ -22,6 +22,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise many kinds, even bare ones
+        reason = " ".join(str(error).split())
         raise InputError(
-            f"{folder}: the tokenizer cannot be read ({error}); copy the model's files again"
+            f"{folder}: the tokenizer cannot be read ({reason}); copy the model's files again"
         ) from None

@@ -112,7 +112,7 @@ def test_moments_of_pieces_add_up():
     covariance = np.einsum("tkd,tke->kde", centred, centred) / 30
     np.testing.assert_allclose(whole.key_covariance, covariance, atol=1e-12)
     with pytest.raises(ValueError, match="group sizes"):
-        whole + moments(q[:, :2], k)
+        _ = whole + moments(q[:, :2], k)
 
 
 # 4: too little text, and text that spans too little.

@@ -1,6 +1,7 @@
-"""Small random Hugging Face models, and logits of ours to compare with theirs."""
+"""Small random Hugging Face models, and what several tests do with them."""
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from infinigen_jax.checkpoint import Model
 from infinigen_jax.models import blueprint
 from infinigen_jax.models.forward import forward
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 48,
     "num_hidden_layers": 2,
@@ -22,6 +23,20 @@ COMMON = {
     "eos_token_id": 2,
     "pad_token_id": 1,
 }
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = [int(i) for i in np.random.default_rng(1).integers(3, 96, 40)]  # for calibration
 
 
 class TinyModel:
@@ -42,15 +57,16 @@ def make_tiny(folder: Path, family: str, seed: int = 0, **settings: Any) -> Tiny
     import torch
     import transformers
 
+    sizes: dict[str, Any]
+    kind: Any
     if family == "llama":
-        config = transformers.LlamaConfig(**(COMMON | {"intermediate_size": 56} | settings))
-        kind = transformers.LlamaForCausalLM
+        sizes = {"intermediate_size": 56}
+        config, kind = transformers.LlamaConfig, transformers.LlamaForCausalLM
     else:
         sizes = {"ffn_dim": 56, "word_embed_proj_dim": COMMON["hidden_size"]}
-        config = transformers.OPTConfig(**(COMMON | sizes | settings))
-        kind = transformers.OPTForCausalLM
+        config, kind = transformers.OPTConfig, transformers.OPTForCausalLM
     torch.manual_seed(seed)
-    model = kind(config).eval()
+    model = kind(config(**(COMMON | sizes | settings))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             norm = "norm" in name and name.endswith("weight")
@@ -63,3 +79,27 @@ def logits_of(model: Model, tokens: np.ndarray) -> np.ndarray:
     """Logits [b, s, v] of a loaded model, without cache or skewing."""
     run = jax.jit(functools.partial(forward, blueprint(model.config, model.dtype)))
     return np.asarray(run(model.params, jnp.asarray(tokens)))
+
+
+def only(folder: Path, *names: str) -> list[str]:
+    """What is in a folder beside `names`, hidden files included."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in names)
+
+
+def as_torch(folder: Path, shards: int = 1) -> None:
+    """Turn a folder's model.safetensors into pytorch_model.bin."""
+    import torch
+    from safetensors.numpy import load_file
+
+    tensors = {k: torch.tensor(v) for k, v in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").unlink()
+    if shards == 1:
+        torch.save(tensors, folder / "pytorch_model.bin")
+        return
+    names, weight_map = sorted(tensors), {}
+    for i in range(shards):
+        file = f"pytorch_model-{i + 1:05}-of-{shards:05}.bin"
+        torch.save({n: tensors[n] for n in names[i::shards]}, folder / file)
+        weight_map |= {n: file for n in names[i::shards]}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))

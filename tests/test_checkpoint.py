@@ -1,0 +1,177 @@
+"""Loading: embedded models, damaged conversions, and the cache for unconverted folders."""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from tiny import ROOT, TEXT, logits_of
+
+from infinigen_jax import checkpoint
+from infinigen_jax.convert import convert
+from infinigen_jax.errors import InputError
+from infinigen_jax.safetensors_io import SafetensorsWriter
+
+
+@pytest.mark.parametrize("name", checkpoint.EMBEDDED)
+def test_embedded_models(name):
+    folder = checkpoint.embedded(name)
+    model = checkpoint.load(folder)
+    assert model.skew == "svd" and model.config.head_dim == 32
+    ids = np.asarray([model.tokenizer("It was a dark and stormy night.")["input_ids"]], np.int32)
+    logits = logits_of(model, ids)
+    loss = -np.mean(
+        [jax.nn.log_softmax(logits[0, i])[ids[0, i + 1]] for i in range(ids.shape[1] - 1)]
+    )
+    assert loss < 5.5  # a guess among 1024 tokens costs 6.9
+    text = "".join(f.read_text() for f in folder.glob("*.json"))
+    assert not [word for word in ("/home", "/root", "/tmp", "/work") if word in text]
+    with pytest.raises(InputError, match="no embedded model"):
+        checkpoint.embedded("gpt")
+
+
+@pytest.mark.parametrize("name", checkpoint.EMBEDDED)
+def test_embedded_models_have_the_weights_of_their_sources(name, tokens):
+    source = ROOT.parent / "shared" / "checkpoints" / name
+    if not source.is_dir():
+        pytest.skip(f"{source} is not on this machine")
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = reference(torch.tensor(tokens)).logits.numpy()
+    ours = logits_of(checkpoint.load(checkpoint.embedded(name)), tokens)
+    # bfloat16 weights: eight bits, errors of six layers added up.
+    assert np.abs(ours - logits).mean() < 0.02 * np.abs(logits).mean()
+
+
+# Damage in a converted folder.
+
+
+def resign(folder: Path, name: str) -> None:
+    """Record a changed file's hash, as if the converter had written it so."""
+    from infinigen_jax.manifest import file_record
+
+    manifest = json.loads((folder / "infinigen.json").read_text())
+    manifest["files"][name] = file_record(folder / name)
+    (folder / "infinigen.json").write_text(json.dumps(manifest))
+
+
+def test_every_damaged_file_of_a_conversion_is_named(tiny, tmp_path):
+    out = convert(tiny("llama").folder, tmp_path / "out", calibration=TEXT)
+    for name in ("model.safetensors", "infinigen.safetensors", "config.json"):
+        whole = (out / name).read_bytes()
+        flipped = bytearray(whole)
+        flipped[-3] ^= 1
+        for data in (bytes(flipped), whole[:-1], None):
+            if data is None:
+                (out / name).unlink()
+            else:
+                (out / name).write_bytes(data)
+            with pytest.raises(InputError, match="convert the model again") as caught:
+                checkpoint.load(out)
+            assert str(out / name) in str(caught.value)
+        (out / name).write_bytes(whole)
+    checkpoint.load(out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 2}, "format version 2"),
+        ({"skew": "other"}, "'other' is unknown"),
+        ({"files": {}}, "damaged"),
+        ({"files": None}, "damaged"),
+        ({"files": {"../x": {"sha256": "", "size": 1}}}, "missing"),
+    ],
+)
+def test_damaged_manifest(change, message, tiny, tmp_path):
+    out = convert(tiny("llama").folder, tmp_path / "out", calibration=TEXT)
+    file = out / "infinigen.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(InputError, match=message):
+        checkpoint.load(out)
+    file.write_text("{")
+    with pytest.raises(InputError, match="not valid JSON"):
+        checkpoint.load(out)
+
+
+@pytest.mark.parametrize("skew", ["svd", "balanced"])
+def test_damaged_bases(skew, tiny, tmp_path):
+    out = convert(tiny("llama").folder, tmp_path / "out", calibration=TEXT, skew=skew)
+    path = out / "infinigen.safetensors"
+    whole = load_file(path)
+
+    def refused(arrays: dict[str, np.ndarray], message: str) -> None:
+        layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+        with SafetensorsWriter(path, layout) as writer:
+            for name, array in arrays.items():
+                writer.add(name, array)
+            writer.close()
+        resign(out, path.name)
+        with pytest.raises(InputError, match=message) as caught:
+            checkpoint.load(out)
+        assert str(path) in str(caught.value)
+
+    skewed = np.array(whole["query_basis"])
+    skewed[1, 2, 0] *= 1.5
+    refused(whole | {"query_basis": skewed}, "layer 1 is not")
+    refused(whole | {"query_basis": np.full_like(skewed, np.nan)}, "layer 0 is not")
+    refused({k: v for k, v in whole.items() if k != "key_basis"}, "key_basis is missing")
+    refused(whole | {"key_mean": whole["key_mean"][:, :1]}, "key_mean is float32")
+
+
+def test_a_conversion_without_tokenizer_says_so_when_asked(tiny, tmp_path):
+    model = checkpoint.load(convert(tiny("opt").folder, tmp_path / "out", skew="none"))
+    with pytest.raises(InputError, match="no tokenizer"):
+        _ = model.tokenizer
+    (tmp_path / "out" / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match="cannot be read"):
+        _ = model.tokenizer
+
+
+def test_load_refuses_unknown_dtypes():
+    for dtype in ("int8", "nonsense"):
+        with pytest.raises(InputError, match=dtype):
+            checkpoint.load(checkpoint.embedded(), dtype)
+
+
+# Unconverted folders.
+
+
+def test_unconverted_folders_go_through_the_cache(
+    tiny_with_tokenizer, tokens, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = tiny_with_tokenizer("llama")
+    said: list[str] = []
+    model = checkpoint.load(made.folder, notify=said.append)
+    assert len(said) == 1 and "not converted" in said[0] and model.skew == "svd"
+    np.testing.assert_allclose(logits_of(model, tokens), made.logits(tokens), atol=1e-4)
+    assert checkpoint.load(made.folder, notify=said.append).path == model.path
+    assert len(said) == 1
+    assert model.path is not None
+    (model.path / "model.safetensors").write_bytes(b"damaged")
+    again = checkpoint.load(made.folder, notify=said.append)
+    assert again.path == model.path and "again" in said[1]
+    os.utime(made.folder / "config.json", ns=(1, 1))
+    assert checkpoint.load(made.folder, notify=said.append).path != model.path
+    assert str(tmp_path / "cache") in str(model.path)
+
+
+def test_a_cache_that_cannot_be_written(tiny, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(InputError, match="XDG_CACHE_HOME"):
+        checkpoint.load(tiny("llama").folder)
+
+
+def test_a_conversion_that_lost_its_manifest_is_not_taken_for_a_source(tiny, tmp_path):
+    out = convert(tiny("opt").folder, tmp_path / "out", calibration=TEXT)
+    (out / "infinigen.json").unlink()
+    with pytest.raises(InputError, match="infinigen.json: missing"):
+        checkpoint.load(out)

@@ -1,0 +1,331 @@
+"""Reading checkpoints: every format, and a clear refusal of every kind of damage."""
+
+import collections
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from tiny import LLAMA, as_torch, only
+
+from infinigen_jax import checkpoint
+from infinigen_jax.convert import convert
+from infinigen_jax.convert.mapping import expected, match, write_tree
+from infinigen_jax.convert.reader import open_tensors
+from infinigen_jax.errors import InputError
+from infinigen_jax.models import blueprint, config_from_hf
+from infinigen_jax.safetensors_io import SafetensorsWriter
+
+# Formats in.
+
+
+FORMATS = {
+    "safetensors": lambda made: None,
+    "sharded": lambda made: (
+        (made.folder / "model.safetensors").unlink(),
+        made.model.save_pretrained(made.folder, max_shard_size="60KB"),
+    ),
+    "torch": lambda made: as_torch(made.folder),
+    "sharded torch": lambda made: as_torch(made.folder, 3),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_gives_the_same_weights(form, family, tiny, tmp_path):
+    made = tiny(family)
+    FORMATS[form](made)
+    assert ("sharded" in form) == bool(list(made.folder.glob("*.index.json")))
+    convert(made.folder, tmp_path / "out", skew="none")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name, parameter in made.model.named_parameters():
+        np.testing.assert_array_equal(written[name], parameter.detach().numpy())
+
+
+@pytest.mark.parametrize("prefix", ["", "decoder.", "model.decoder."])
+def test_prefixes_and_harmless_tensors(prefix, tiny, tmp_path):
+    made = tiny("opt")
+    tensors = {k: torch.tensor(v) for k, v in load_file(made.folder / "model.safetensors").items()}
+    renamed = {prefix + k.removeprefix("model.decoder."): v for k, v in tensors.items()}
+    embeddings = tensors["model.decoder.embed_tokens.weight"]
+    renamed |= {"lm_head.weight": embeddings, "decoder.version": torch.ones(1)}
+    (made.folder / "model.safetensors").unlink()
+    parameters = {k: torch.nn.Parameter(v) for k, v in renamed.items()}
+    torch.save(collections.OrderedDict(parameters), made.folder / "pytorch_model.bin")
+    convert(made.folder, tmp_path / "out", skew="none")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+
+
+def test_torch_views_and_half_precision(tiny, tmp_path):
+    made = tiny("llama", num_hidden_layers=1)
+    state = {k: v.to(torch.bfloat16) for k, v in made.model.state_dict().items()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    state[name] = torch.cat([state[name], state[name]]).T.contiguous().T[56:]
+    assert not state[name].is_contiguous() and state[name].storage_offset() > 0
+    (made.folder / "model.safetensors").unlink()
+    torch.save(state, made.folder / "pytorch_model.bin")
+    convert(made.folder, tmp_path / "out", skew="none")
+    tensors = open_tensors(tmp_path / "out")
+    for key, value in state.items():
+        read = np.asarray(tensors[key].read())
+        assert read.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(read.astype(np.float32), value.float().numpy())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_mapping_is_its_own_inverse(family, tiny, tmp_path):
+    made = tiny(family, tie_word_embeddings=False)
+    convert(made.folder, tmp_path / "out", skew="none")
+    model = checkpoint.load(tmp_path / "out", "float32")
+    slots = expected(blueprint(model.config, jnp.float32))
+    params = [model.params["embedding"], *model.params["layers"]]
+    written = {}
+    for group, tree in zip([slots.embedding, *slots.layers], params, strict=True):
+        written |= dict(write_tree(group, tree))
+    state = made.model.state_dict()
+    assert written.keys() == state.keys()
+    for name, tensor in written.items():
+        np.testing.assert_array_equal(tensor, state[name].numpy())
+
+
+# Damage in the source.
+
+
+def edit_header(path: Path, edit) -> None:
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    text = json.dumps(edit(header)).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def moved(header: dict, by: int) -> dict:
+    offsets = {n: h["data_offsets"] for n, h in header.items() if n != "__metadata__"}
+    name = max(offsets, key=lambda name: offsets[name][0])
+    begin, end = header[name]["data_offsets"]
+    header[name]["data_offsets"] = [begin + by, end + by]
+    return header
+
+
+DAMAGE = {
+    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-5]), "truncated"),
+    "empty": (lambda p: p.write_bytes(b""), "truncated"),
+    "longer": (lambda p: p.write_bytes(p.read_bytes() + b"x"), "after its last tensor"),
+    "header cut": (lambda p: p.write_bytes(p.read_bytes()[:100]), "truncated"),
+    "header too large": (lambda p: p.write_bytes(b"\xff" * 8 + b"{}"), "longer than the file"),
+    "not json": (lambda p: p.write_bytes((9).to_bytes(8, "little") + b"{not json"), "not JSON"),
+    "deep json": (lambda p: p.write_bytes((90000).to_bytes(8, "little") + b"[" * 90000), "JSON"),
+    "overlap": (lambda p: edit_header(p, lambda h: moved(h, -4)), "overlaps"),
+    "outside": (lambda p: edit_header(p, lambda h: moved(h, 10**9)), "hole"),
+    "lfs pointer": (lambda p: p.write_bytes(b"version https://git-lfs.github.com"), "git lfs"),
+    "zip": (lambda p: p.write_bytes(b"PK\x03\x04" + b"a" * 50), "zip"),
+    "folder": (lambda p: (p.unlink(), p.mkdir()), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_safetensors(kind, tiny, tmp_path):
+    damage, message = DAMAGE[kind]
+    made = tiny("llama", num_hidden_layers=1)
+    damage(made.folder / "model.safetensors")
+    with pytest.raises(InputError, match=message) as caught:
+        convert(made.folder, tmp_path / "out", skew="none")
+    assert str(made.folder / "model.safetensors") in str(caught.value)
+    assert only(tmp_path) == ["llama"]
+
+
+def test_safetensors_with_any_byte_of_the_header_changed(tmp_path):
+    """Whatever a damaged header says, the answer is InputError or tensors inside the file."""
+    from infinigen_jax.safetensors_io import SafetensorsFile
+
+    path = tmp_path / "a.safetensors"
+    layout = {"a": (np.dtype(np.float32), (2, 3)), "b": (np.dtype(np.int8), (4,))}
+    with SafetensorsWriter(path, layout) as writer:
+        writer.add("a", np.ones((2, 3), np.float32))
+        writer.add("b", np.ones(4, np.int8))
+        writer.close()
+    whole = path.read_bytes()
+    rng, refused = np.random.default_rng(0), 0
+    for position in range(8 + int.from_bytes(whole[:8], "little")):
+        damaged = bytearray(whole)
+        damaged[position] ^= int(rng.integers(1, 256))
+        path.write_bytes(damaged)
+        try:
+            file = SafetensorsFile(path)
+            for name in file.tensors:
+                assert file.read(name).nbytes <= len(whole)
+        except InputError:
+            refused += 1
+    assert refused > 50
+
+
+def test_index_problems(tiny, tmp_path):
+    made = tiny("llama")
+    FORMATS["sharded"](made)
+    index = made.folder / "model.safetensors.index.json"
+    good = json.loads(index.read_text())
+    shards = sorted(set(good["weight_map"].values()))
+    assert len(shards) > 1
+
+    def refused(message: str) -> None:
+        with pytest.raises(InputError, match=message) as caught:
+            convert(made.folder, tmp_path / "out", skew="none")
+        assert str(made.folder) in str(caught.value)
+
+    name = next(iter(good["weight_map"]))
+    for value, message in (
+        ({"weight_map": good["weight_map"] | {name: "../x"}}, "not a file name"),
+        ({"weight_map": good["weight_map"] | {name: "absent.safetensors"}}, "absent.safetensors"),
+        ({"weight_map": good["weight_map"] | {"extra": shards[0]}}, "extra is not in"),
+        ({}, "weight_map"),
+    ):
+        index.write_text(json.dumps(value))
+        refused(message)
+    index.write_text("{")
+    refused("not valid JSON")
+    index.unlink()
+    refused("index")
+    index.write_text(json.dumps(good))
+    (made.folder / shards[1]).unlink()
+    refused(shards[1])
+    shutil.copyfile(made.folder / shards[0], made.folder / shards[1])
+    refused("is in")
+
+
+def test_wrong_sources(tmp_path):
+    def refused(source: Path, message: str) -> None:
+        with pytest.raises(InputError, match=message) as caught:
+            convert(source, tmp_path / "out")
+        assert str(source) in str(caught.value)
+
+    refused(tmp_path / "absent", "no such folder")
+    (tmp_path / "file").write_text("x")
+    refused(tmp_path / "file", "give the folder")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    refused(folder, "config.json: missing")
+    (folder / "config.json").write_text("{")
+    refused(folder, "not valid JSON")
+    (folder / "config.json").write_text("[]")
+    refused(folder, "not a JSON object")
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"rms_norm_eps": "tiny"}))
+    refused(folder, "wrong kind")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    refused(folder, "no weights")
+    (folder / "model.gguf").write_text("x")
+    refused(folder, "model.gguf is of another kind")
+
+
+def test_all_mismatches_are_in_one_error(tiny, tmp_path):
+    made = tiny("llama", num_hidden_layers=1)
+    tensors = {k: torch.tensor(v) for k, v in load_file(made.folder / "model.safetensors").items()}
+    del tensors["model.layers.0.self_attn.q_proj.weight"], tensors["model.norm.weight"]
+    tensors["model.layers.7.self_attn.q_proj.weight"] = torch.ones(2)
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(3, 5)
+    tensors["embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.0.mlp.down_proj.weight"] = torch.ones(48, 56).to(torch.int8)
+    (made.folder / "model.safetensors").unlink()
+    torch.save(tensors, made.folder / "pytorch_model.bin")
+    with pytest.raises(InputError) as caught:
+        convert(made.folder, tmp_path / "out", skew="none")
+    message = str(caught.value)
+    for part in (
+        "missing: ",
+        "model.layers.0.self_attn.q_proj.weight (48, 48)",
+        "model.norm.weight (48,)",
+        "unexpected: model.layers.7.self_attn.q_proj.weight (2,)",
+        "model.layers.0.mlp.up_proj.weight (3, 5) instead of (56, 48)",
+        "doubled: model.embed_tokens.weight and embed_tokens.weight",
+        "model.layers.0.mlp.down_proj.weight as int8",
+    ):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_a_tied_head_must_equal_the_embeddings(tiny, tmp_path):
+    made = tiny("opt", num_hidden_layers=1)
+    tensors = {k: torch.tensor(v) for k, v in load_file(made.folder / "model.safetensors").items()}
+    tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"] + 1
+    (made.folder / "model.safetensors").unlink()
+    torch.save(tensors, made.folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match="differs from the embeddings"):
+        convert(made.folder, tmp_path / "out", skew="none")
+
+
+def test_mapping_lists_only_the_first_of_many():
+    config = config_from_hf(LLAMA | {"num_hidden_layers": 40})
+    with pytest.raises(InputError, match="and 343 more"):
+        match({}, blueprint(config, jnp.float32), "folder")
+
+
+# Torch files.
+
+
+class Malicious:
+    def __init__(self, target: Path):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_malicious_pickle_is_refused_and_not_run(tiny, tmp_path):
+    made = tiny("llama", num_hidden_layers=1)
+    (made.folder / "model.safetensors").unlink()
+    file, trap = made.folder / "pytorch_model.bin", tmp_path / "trap"
+    torch.save({"model.norm.weight": Malicious(trap)}, file)
+    with pytest.raises(InputError, match="mkdir") as caught:
+        convert(made.folder, tmp_path / "out", skew="none")
+    assert str(file) in str(caught.value) and not trap.exists()
+
+
+def test_damaged_torch_files(tiny, tmp_path):
+    made = tiny("llama", num_hidden_layers=1)
+    as_torch(made.folder)
+    file = made.folder / "pytorch_model.bin"
+    whole = file.read_bytes()
+
+    def refused(data: bytes, message: str) -> None:
+        file.write_bytes(data)
+        with pytest.raises(InputError, match=message) as caught:
+            convert(made.folder, tmp_path / "out", skew="none")
+        assert str(file) in str(caught.value)
+
+    refused(whole[: len(whole) // 2], "truncated")
+    refused(b"", "truncated")
+    refused(b"\x80\x02" + b"x" * 99, "before 1.6")
+    refused(b"version https://git-lfs.github.com", "git lfs")
+    torch.save({"a": torch.ones(2), "step": 3}, file)
+    refused(file.read_bytes(), "'step' is not a tensor")
+    torch.save([torch.ones(2)], file)
+    refused(file.read_bytes(), "no dictionary")
+    torch.save({"a": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
+    refused(file.read_bytes(), "before 1.6")
+
+
+def test_torch_files_with_any_byte_of_the_pickle_changed(tmp_path):
+    from infinigen_jax.convert.torch_file import TorchFile
+
+    path = tmp_path / "a.bin"
+    torch.save({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}, path)
+    whole = path.read_bytes()
+    start = whole.index(b"\x80\x02")
+    rng, refused = np.random.default_rng(0), 0
+    for position in range(start, start + 400):
+        damaged = bytearray(whole)
+        damaged[position] ^= int(rng.integers(1, 256))
+        path.write_bytes(damaged)
+        try:
+            file = TorchFile(path)
+            for name in file.tensors:
+                assert file.read(name).nbytes <= len(whole)
+        except InputError:
+            refused += 1
+    assert refused > 50
