@@ -260,9 +260,9 @@ def test_command_line_errors_are_one_line_and_status_two(tiny, tmp_path, capsys)
     def fails(*arguments: str | Path) -> str:
         assert main([str(a) for a in arguments]) == 2
         captured = capsys.readouterr()
-        lines = [line for line in captured.err.split("\n") if "error:" in line]
-        assert captured.out == "" and len(lines) == 1 and "Traceback" not in captured.err
-        return lines[0]
+        assert captured.out == "" and captured.err.count("\n") == 1
+        assert captured.err.startswith("error: ") and captured.err.endswith("\n")
+        return captured.err
 
     assert "no such folder" in fails(tmp_path / "absent", tmp_path / "out")
     assert "no tokenizer" in fails(made.folder, tmp_path / "out")

@@ -47,7 +47,10 @@ def _convert(arguments: argparse.Namespace) -> None:
 
     from infinigen_jax.convert import convert
 
-    bar = tqdm(desc="converting", unit="layer", file=sys.stderr, leave=False)
+    # disable=None: a bar on terminals only, so that a log gets the one line that matters.
+    bar = tqdm(
+        desc="converting", unit="layer", file=sys.stderr, leave=False, disable=None, delay=0.1
+    )
 
     def progress(done: int, total: int) -> None:
         bar.total = total
