@@ -1,18 +1,30 @@
 """JAX text generation with the KV cache in host memory (InfiniGen, OSDI 2024).
 
-    import infinigen_jax as ig
+import infinigen_jax as ig
 
-    model = ig.load("path")  # a converted folder, or one from Hugging Face
-    engine = ig.Engine(model, policy=ig.InfiniGen(budget=0.1))
-    for step in engine.stream(["Once upon a time"], max_new_tokens=64):
-        print(step.texts[0], end="", flush=True)
+model = ig.load("path")  # a converted folder, or one from Hugging Face
+engine = ig.Engine(model, policy=ig.InfiniGen(budget=0.1))
+for step in engine.stream(["Once upon a time"], max_new_tokens=64):
+    print(step.texts[0], end="", flush=True)
 """
 
-from infinigen_jax.checkpoint import Basis, Model, embedded, load
-from infinigen_jax.engine import Engine, Generation, Run, Stats, Step
-from infinigen_jax.errors import InputError, UnsupportedModelError
-from infinigen_jax.policies import Full, InfiniGen
-from infinigen_jax.sampling import Sampling
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinigen_jax.checkpoint import Basis, Model, embedded, load
+    from infinigen_jax.engine import Engine, Generation, Run, Stats, Step
+    from infinigen_jax.errors import InputError, UnsupportedModelError
+    from infinigen_jax.policies import Full, InfiniGen
+    from infinigen_jax.sampling import Sampling
+
+_HOMES = {
+    "checkpoint": ("Basis", "Model", "embedded", "load"),
+    "engine": ("Engine", "Generation", "Run", "Stats", "Step"),
+    "errors": ("InputError", "UnsupportedModelError"),
+    "policies": ("Full", "InfiniGen"),
+    "sampling": ("Sampling",),
+}
 
 __all__ = [
     "Basis",
@@ -30,3 +42,11 @@ __all__ = [
     "embedded",
     "load",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: a command line reports a bad option before JAX is loaded."""
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"infinigen_jax.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ MASKED = -1e30  # finite, so that a block without a valid row makes no NaN
 
 
 class Part(NamedTuple):
-    """Cached tokens in one place: keys, values [b, k, n, d], and which of the n count [b, k|1, n]."""
+    """Cached tokens in one place. `valid` tells which of them count, of each KV head or of all."""
 
     keys: Float[Array, "b k n d"]
     values: Float[Array, "b k n d"]

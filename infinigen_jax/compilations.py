@@ -10,7 +10,7 @@ _count = 0
 
 @functools.cache
 def _listen() -> None:
-    def heard(event: str, duration: float, **_: object) -> None:
+    def heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
         global _count
         _count += event == _EVENT
 

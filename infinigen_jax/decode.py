@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from infinigen_jax.attention import (
     attend,
@@ -29,7 +29,7 @@ from infinigen_jax.attention import (
     start_softmax,
 )
 from infinigen_jax.cache import Cache, DenseLayer, Resident, Slots
-from infinigen_jax.memory import append_rows, read_block
+from infinigen_jax.memory import Placement, append_rows, read_block
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.policies import Policy
 from infinigen_jax.sampling import Sampling, row_keys, sample
@@ -57,7 +57,7 @@ class Fetched(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from layer to layer: hidden states, rows for the next layer, rows fetched so far."""
+    """What goes from layer to layer; `count` is the rows fetched so far, all heads together."""
 
     x: Float[Array, "b e"]
     fetched: Fetched | None
@@ -208,9 +208,7 @@ class Decoder:
         params = weights.params["layers"][self.dense_layers + number]
         return Following(params, weights.policy[number], cache.states[number], at)
 
-    def embed(
-        self, params: Params, tokens: Int[Array, " b"], positions: Int[Array, " b"]
-    ) -> Carry:
+    def embed(self, params: Params, tokens: Int[Array, " b"], positions: Int[Array, " b"]) -> Carry:
         """The carry into the first layer."""
         x = self.blueprint.embedding(params).embed(tokens, positions)
         return Carry(x, None, jnp.zeros(tokens.shape, jnp.int32))
@@ -229,7 +227,7 @@ class Decoder:
         self,
         params: Params,
         x: Float[Array, "b e"],
-        seed: Int[Array, ""],
+        seed: UInt[Array, ""],
         step: Int[Array, ""],
         sampling: Sampling,
     ) -> Int[Array, " b"]:
@@ -246,10 +244,9 @@ class Decoder:
         Rows of the `window` tokens before `cache.lengths`. Harmless at any time: rows that the
         host has already are written again, and what lies beyond a sequence's end is never read.
         """
+        assert cache.host is not None
         start = jnp.maximum(cache.lengths - self.policy.window, 0)
         host_locals = [local for local in cache.local if isinstance(local, Resident)]
-        if cache.host is None:
-            return cache
         rows = jnp.stack([local.since(start, self.slots) for local in host_locals])
         host = append_rows(cache.host, rows, start, self.mesh)
         d = self.config.head_dim
@@ -261,12 +258,17 @@ class Decoder:
 
 
 class Steps(NamedTuple):
-    """The compiled functions of a Decoder. Arguments that end in a new version are donated."""
+    """The compiled functions of a Decoder; the cache arrays that they replace are donated.
+
+    `layer` and `fetching_layer` are `decode_layer` without and with rows requested for the next
+    layer. Rows that were fetched are not donated: nothing that comes out has their shape twice.
+    """
 
     fused: Any
     embed: Any
     first: Any
     layer: Any
+    fetching_layer: Any
     draw: Any
     flush: Any
 
@@ -293,7 +295,7 @@ def steps(decoder: Decoder) -> Steps:
         following = [
             decoder.following(weights, cache, i, number[i]) for i in range(decoder.host_layers)
         ]
-        if dense == 0 and following[0] is not None:
+        if dense == 0 and host is not None and following[0] is not None:
             carry = decoder.request_first(carry, following[0], host, positions)
         updated = []
         for i, params in enumerate(weights.params["layers"]):
@@ -312,22 +314,40 @@ def steps(decoder: Decoder) -> Steps:
         drawn = decoder.draw(weights.params["embedding"], carry.x, seed, step, sampling)
         return tuple(updated), positions + 1, drawn, step + 1, carry.count
 
-    def draw(params: Params, x: Array, seed: Array, step: Array, positions: Array, sampling: Any):
+    def draw(
+        params: Params, x: Array, seed: Array, step: Array, positions: Array, sampling: Sampling
+    ) -> tuple:
         return decoder.draw(params, x, seed, step, sampling), step + 1, positions + 1
 
-    return Steps(
-        fused=jax.jit(fused, static_argnames="sampling", donate_argnums=3),
-        embed=jax.jit(decoder.embed),
-        first=jax.jit(decoder.request_first, donate_argnums=0),
-        layer=jax.jit(decoder.decode_layer, donate_argnums=(1, 2)),
-        draw=jax.jit(draw, static_argnames="sampling"),
-        flush=jax.jit(_flush(decoder), donate_argnums=(2, 3)),
-    )
-
-
-def _flush(decoder: Decoder):
-    def flush(policy: Any, local: Any, host: Array | None, states: Any, lengths: Array) -> tuple:
+    def flush(policy: Any, local: Any, host: Array, states: Any, lengths: Array) -> tuple:
         cache = decoder.flush(policy, Cache(host, states, local, lengths))
         return cache.host, cache.states
 
-    return flush
+    at: Any = Placement(decoder.mesh)
+    fetched = Fetched(Request(at.rows, at.rows), at.rows)
+    carry = Carry(at.batch, fetched, at.batch)
+    bare = Carry(at.batch, None, at.batch)
+
+    def layer(fetches: bool):
+        def run(*arguments: Any) -> tuple:
+            return decoder.decode_layer(*arguments)
+
+        out = (carry if fetches else bare, at.rows)
+        return jax.jit(run, donate_argnums=2, out_shardings=out)
+
+    return Steps(
+        fused=jax.jit(
+            fused,
+            static_argnames="sampling",
+            donate_argnums=3,
+            out_shardings=(at.rows, at.batch, at.batch, at.whole, at.batch),
+        ),
+        embed=jax.jit(decoder.embed, out_shardings=bare),
+        first=jax.jit(decoder.request_first, out_shardings=carry),
+        layer=layer(fetches=False),
+        fetching_layer=layer(fetches=True),
+        draw=jax.jit(
+            draw, static_argnames="sampling", out_shardings=(at.batch, at.whole, at.batch)
+        ),
+        flush=jax.jit(flush, donate_argnums=(2, 3), out_shardings=(at.host, at.rows)),
+    )

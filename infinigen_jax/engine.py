@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -24,8 +23,8 @@ from infinigen_jax.checkpoint import Model
 from infinigen_jax.compilations import compilations
 from infinigen_jax.decode import SCHEDULES, STREAM_BLOCK, Decoder, Weights, steps
 from infinigen_jax.errors import InputError
-from infinigen_jax.memory import default_mesh
-from infinigen_jax.planning import MemoryPlan, check_memory, plan_memory
+from infinigen_jax.memory import Placement, default_mesh
+from infinigen_jax.planning import check_memory, plan_memory
 from infinigen_jax.policies import InfiniGen, Policy
 from infinigen_jax.prefill import prefill
 from infinigen_jax.sampling import Sampling
@@ -119,16 +118,17 @@ class Engine:
             raise InputError(f"--dense-layers {dense_layers}: it must be 0 or more")
         if schedule not in SCHEDULES:
             raise InputError(f"--schedule {schedule}: use {' or '.join(SCHEDULES)}")
-        policy = InfiniGen() if policy is None else policy
+        chosen: Policy = InfiniGen() if policy is None else policy
         dense_layers = min(dense_layers, model.config.num_layers)
         self.model = model
         self.schedule = schedule
         self.mesh = mesh or default_mesh()
         self.decoder = Decoder(
-            model.config, model.dtype, policy, make_transfer(transfer), dense_layers, self.mesh
+            model.config, model.dtype, chosen, make_transfer(transfer), dense_layers, self.mesh
         )
         host_layers = range(dense_layers, model.config.num_layers)
-        self.weights = Weights(model.params, tuple(policy.prepare(model, i) for i in host_layers))
+        prepared = tuple(chosen.prepare(model, i) for i in host_layers)
+        self.weights = jax.device_put(Weights(model.params, prepared), Placement(self.mesh).whole)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token numbers of a prompt.
@@ -239,11 +239,14 @@ class Run:
         compilations()
 
         # The seed is an argument, not part of the compiled program.
-        self._seed = jnp.uint32(sampling.seed)
+        at = Placement(engine.mesh)
+        self._seed = jax.device_put(np.uint32(sampling.seed), at.whole)
         self._sampling = dataclasses.replace(sampling, seed=0)
         self._steps = steps(self.decoder)
-        self._numbers = [jnp.int32(i) for i in range(self.decoder.host_layers)]
-        self._step = jnp.int32(1)
+        self._numbers = [
+            jax.device_put(np.int32(i), at.whole) for i in range(self.decoder.host_layers)
+        ]
+        self._step = jax.device_put(np.int32(1), at.whole)
         self._since_flush = 0
         self._counts: list[jax.Array] = []
 
@@ -253,8 +256,8 @@ class Run:
         self.cache, self.drawn = prefill(
             self.decoder,
             engine.weights,
-            jnp.asarray(tokens),
-            jnp.asarray(self.prompt_lengths),
+            jax.device_put(tokens, at.batch),
+            jax.device_put(self.prompt_lengths, at.batch),
             self.capacity,
             self._sampling,
             self._seed,
@@ -309,13 +312,14 @@ class Run:
         updated = []
         for i, params in enumerate(weights.params["layers"]):
             own = i - decoder.dense_layers
-            carry, local = run.layer(
+            ahead = following(own + 1)
+            carry, local = (run.layer if ahead is None else run.fetching_layer)(
                 params,
                 carry,
                 cache.local[i],
                 cache.host,
                 numbers[own] if own >= 0 else None,
-                following(own + 1),
+                ahead,
                 positions,
             )
             updated.append(local)

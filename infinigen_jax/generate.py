@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from infinigen_jax.errors import InputError, run_command
 
 if TYPE_CHECKING:
-    from infinigen_jax.engine import Engine, Run
+    from infinigen_jax.engine import Run
     from infinigen_jax.policies import Policy
 
 DEFAULT_PROMPT = "It was a dark and stormy night, and the old man"
@@ -174,7 +174,9 @@ def checked_output(name: str | None) -> Path | None:
     path = Path(name)
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"--stats-json {path}: cannot be written; give a file in a folder of yours")
+        raise InputError(
+            f"--stats-json {path}: cannot be written; give a file in a folder of yours"
+        )
     return path
 
 

@@ -12,13 +12,13 @@ and a row of width w = 2d that holds a token's key and value side by side.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 HOST = "pinned_host"
@@ -30,6 +30,36 @@ ROWS_SPEC = PartitionSpec("data", "model")
 def default_mesh() -> Mesh:
     """The mesh of one device: sequences on axis "data", KV heads on axis "model"."""
     return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+
+
+class Placement(NamedTuple):
+    """Where the arrays of a generation live on a mesh.
+
+    Stated at every jit boundary: shardings that XLA chooses would differ between the first step
+    and the next, and compile the step twice.
+    """
+
+    mesh: Mesh
+
+    @property
+    def whole(self) -> NamedSharding:
+        """Replicated: weights, scalars."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def batch(self) -> NamedSharding:
+        """[b, ...]: hidden states, lengths, tokens."""
+        return NamedSharding(self.mesh, PartitionSpec("data"))
+
+    @property
+    def rows(self) -> NamedSharding:
+        """[b, k, ...]: cached rows on the device, policy state."""
+        return NamedSharding(self.mesh, ROWS_SPEC)
+
+    @property
+    def host(self) -> NamedSharding:
+        """The host cache."""
+        return NamedSharding(self.mesh, CACHE_SPEC, memory_kind=HOST)
 
 
 def to_host(x: Array) -> Array:
@@ -47,12 +77,12 @@ def allocate_host(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Array:
 
     Nothing of its size is ever made in device memory. What it contains is arbitrary: readers mask.
     """
-    sharding = jax.NamedSharding(mesh, CACHE_SPEC, memory_kind=HOST)
+    sharding = Placement(mesh).host
     local = sharding.shard_shape(shape)
     make = jax.shard_map(
         lambda: to_host(lax.empty(local, dtype)), mesh=mesh, in_specs=(), out_specs=CACHE_SPEC
     )
-    return jax.jit(make)()
+    return jax.jit(make, out_shardings=sharding)()
 
 
 def gather_rows(

@@ -7,6 +7,7 @@ import jax
 from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory_limits import (
+    Device,
     available_device_bytes,
     available_host_bytes,
     format_bytes,
@@ -56,7 +57,7 @@ def plan_memory(decoder: Decoder, batch: int, prompt: int, capacity: int) -> Mem
     )
 
 
-def check_memory(plan: MemoryPlan, device: jax.Device) -> None:
+def check_memory(plan: MemoryPlan, device: Device) -> None:
     """Refuse, with the numbers and the remedy, what would not fit.
 
     Raises:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from infinigen_jax.attention import causal_attention
 from infinigen_jax.cache import Cache, DenseLayer, Resident
 from infinigen_jax.decode import Decoder, Weights
-from infinigen_jax.memory import allocate_host, write_layer
+from infinigen_jax.memory import Placement, allocate_host, write_layer
 from infinigen_jax.models import Params
 from infinigen_jax.models.base import Layer
 from infinigen_jax.sampling import Sampling
@@ -42,7 +42,7 @@ def prefill(
     lengths: Int[Array, " b"],
     capacity: int,
     sampling: Sampling,
-    seed: Int[Array, ""],
+    seed: UInt[Array, ""],
 ) -> tuple[Cache, Int[Array, " b"]]:
     """Process the prompts and draw the first token of each.
 
@@ -109,17 +109,25 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         params: Params,
         x: Float[Array, "b s e"],
         lengths: Int[Array, " b"],
-        seed: Int[Array, ""],
+        seed: UInt[Array, ""],
         sampling: Sampling,
     ) -> Int[Array, " b"]:
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
         return decoder.draw(params, last, seed, jnp.int32(0), sampling)
 
+    at = Placement(decoder.mesh)
     return PrefillSteps(
-        embed=jax.jit(embed),
-        dense_layer=jax.jit(dense_layer, static_argnames="capacity", donate_argnums=1),
-        host_layer=jax.jit(host_layer, donate_argnums=(2, 4)),
-        draw=jax.jit(draw, static_argnames="sampling"),
+        embed=jax.jit(embed, out_shardings=at.batch),
+        dense_layer=jax.jit(
+            dense_layer,
+            static_argnames="capacity",
+            donate_argnums=1,
+            out_shardings=(at.batch, at.rows),
+        ),
+        host_layer=jax.jit(
+            host_layer, donate_argnums=(2, 4), out_shardings=(at.batch, at.rows, at.rows, at.host)
+        ),
+        draw=jax.jit(draw, static_argnames="sampling", out_shardings=at.batch),
     )
 
 

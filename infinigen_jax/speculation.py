@@ -38,8 +38,9 @@ def speculation_weights(model: "Model", layer: int, columns: int) -> Params:
     if basis is not None:
         weights["key"] = basis.key[..., :columns]
     if config.rope is None:
-        return weights | _partial_projection(config, model.params["layers"][layer]["q"], basis,
-                                             columns)
+        return weights | _partial_projection(
+            config, model.params["layers"][layer]["q"], basis, columns
+        )
     return weights | ({} if basis is None else {"query": basis.query[..., :columns]})
 
 

@@ -10,7 +10,7 @@ keeps that state, one per layer on the host, and calls, in this order:
     append(...)                  when the recent window is flushed: the keys of its rows
 """
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
@@ -33,14 +33,13 @@ class Policy(Protocol):
             and without state.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
+    streams: ClassVar[bool]
+
     @property
     def sinks(self) -> int: ...
     @property
     def window(self) -> int: ...
-    @property
-    def streams(self) -> bool: ...
 
     def request_size(self, capacity: int) -> int:
         """Static number of rows fetched per (sequence, KV head, layer) at this capacity."""

@@ -14,12 +14,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Full:
-    """Attend to everything. Host layers stream through the device block by block."""
+    """Attend to everything. Host layers stream through the device block by block.
+
+    With a larger window, that many recent tokens are not streamed, and new rows go to the host in
+    blocks of its size.
+    """
 
     name: ClassVar[str] = "full"
-    sinks: ClassVar[int] = 0
-    window: ClassVar[int] = 1
     streams: ClassVar[bool] = True
+
+    sinks: int = 0
+    window: int = 1
 
     def request_size(self, capacity: int) -> int:
         return capacity

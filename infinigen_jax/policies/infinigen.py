@@ -82,9 +82,7 @@ class InfiniGen:
         columns = partial_columns(model.config.head_dim, self.partial_ratio)
         return speculation_weights(model, layer, columns)
 
-    def init(
-        self, config: ModelConfig, batch: int, capacity: int
-    ) -> Float[Array, "b k t r"]:
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k t r"]:
         columns = partial_columns(config.head_dim, self.partial_ratio)
         return jnp.zeros((batch, config.num_kv_heads, capacity, columns), self.index_dtype)
 

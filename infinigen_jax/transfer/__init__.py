@@ -7,7 +7,7 @@
 `start` and `wait` are traced into the step; nothing here talks to Python at run time.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
@@ -20,8 +20,7 @@ from infinigen_jax.transfer.xla import XlaTransfer
 class Transfer(Protocol):
     """See the module's docstring."""
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
 
     def start(
         self,
