@@ -165,6 +165,8 @@ class Decoder:
         request = self.policy.select(
             self.config, layer, following.weights, following.state, a, positions
         )
+        # Without this, XLA computes the slots anew for every element of the rows it gathers.
+        request = lax.optimization_barrier(request)
         with jax.named_scope("fetch"):
             ticket = self.transfer.start(host, following.number, request.slots, self.mesh)
         return Fetched(request, ticket)

@@ -88,18 +88,17 @@ def speculate_query(
 
 def partial_keys(
     weights: Params, keys: Float[Array, "b k n d"], columns: int, dtype: Any
-) -> Float[Array, "b k n r"]:
+) -> Float[Array, "b k r n"]:
     """The index entries of cached keys."""
     if "key" not in weights:
-        return keys[..., :columns].astype(dtype)
-    skewed = jnp.einsum("bknd,kdr->bknr", keys.astype(jnp.float32), weights["key"])
+        return keys[..., :columns].swapaxes(2, 3).astype(dtype)
+    skewed = jnp.einsum("bknd,kdr->bkrn", keys.astype(jnp.float32), weights["key"])
     return skewed.astype(dtype)
 
 
 def speculate_scores(
-    query: Float[Array, "b k g r"], index: Float[Array, "b k t r"]
+    query: Float[Array, "b k g r"], index: Float[Array, "b k r t"]
 ) -> Float[Array, "b k g t"]:
     """Speculated attention logits of every slot; float32 accumulation."""
-    return jnp.einsum(
-        "bkgr,bktr->bkgt", query.astype(index.dtype), index, preferred_element_type=jnp.float32
-    )
+    query = query.astype(index.dtype)
+    return jnp.einsum("bkgr,bkrt->bkgt", query, index, preferred_element_type=jnp.float32)

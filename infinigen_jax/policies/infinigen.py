@@ -40,7 +40,8 @@ class InfiniGen:
         budget: most rows fetched, as a share of the tokens cached, in (0, 1] (the paper: 0.2).
         sinks: first tokens kept on the device.
         window: recent tokens kept on the device, the current one included.
-        index_dtype: of the index, "bfloat16" or "float32".
+        index_dtype: of the index, "bfloat16", "float32" or "auto": bfloat16, but float32 on the
+            CPU, where XLA would convert the whole index to float32 for every token.
         count: "head", each KV head its own number of rows, or "mean", one number for all heads
             and sequences of the batch, as in the paper's code.
     """
@@ -53,7 +54,7 @@ class InfiniGen:
     budget: float = 0.1
     sinks: int = 4
     window: int = 32
-    index_dtype: str = "bfloat16"
+    index_dtype: str = "auto"
     count: str = "head"
 
     def __post_init__(self):
@@ -69,8 +70,8 @@ class InfiniGen:
             raise InputError(f"--alpha {self.alpha}: it must be 0 or more")
         if self.sinks < 0 or self.window < 1:
             raise InputError("sinks must be 0 or more, and the window 1 or more")
-        if self.index_dtype not in ("bfloat16", "float32"):
-            raise InputError(f"index dtype {self.index_dtype!r}: use bfloat16 or float32")
+        if self.index_dtype not in ("auto", "bfloat16", "float32"):
+            raise InputError(f"index dtype {self.index_dtype!r}: use auto, bfloat16 or float32")
         if self.count not in ("head", "mean"):
             raise InputError(f"count {self.count!r}: use head or mean")
 
@@ -82,14 +83,17 @@ class InfiniGen:
         columns = partial_columns(model.config.head_dim, self.partial_ratio)
         return speculation_weights(model, layer, columns)
 
-    def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k t r"]:
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k r t"]:
         columns = partial_columns(config.head_dim, self.partial_ratio)
-        return jnp.zeros((batch, config.num_kv_heads, capacity, columns), self.index_dtype)
+        dtype = self.index_dtype
+        if dtype == "auto":
+            dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        return jnp.zeros((batch, config.num_kv_heads, columns, capacity), dtype)
 
     def observe_prefill(
-        self, weights: Params, state: Float[Array, "b k t r"], keys: Float[Array, "b k s d"]
-    ) -> Float[Array, "b k t r"]:
-        new = partial_keys(weights, keys, state.shape[-1], state.dtype)
+        self, weights: Params, state: Float[Array, "b k r t"], keys: Float[Array, "b k s d"]
+    ) -> Float[Array, "b k r t"]:
+        new = partial_keys(weights, keys, state.shape[2], state.dtype)
         return jax.lax.dynamic_update_slice(state, new, (0, 0, 0, 0))
 
     def select(
@@ -97,14 +101,14 @@ class InfiniGen:
         config: ModelConfig,
         layer: Layer,
         weights: Params,
-        state: Float[Array, "b k t r"],
+        state: Float[Array, "b k r t"],
         a: Float[Array, "b e"],
         positions: Int[Array, " b"],
     ) -> Request:
         with jax.named_scope("speculate"):
-            query = speculate_query(config, layer, weights, a, positions, state.shape[-1])
+            query = speculate_query(config, layer, weights, a, positions, state.shape[2])
             scores = speculate_scores(query, state)
-        capacity = state.shape[2]
+        capacity = state.shape[3]
         eligible = Slots(self.sinks, self.window).eligible(positions, capacity)
         cap = budget_rows(self.budget, positions)
         size = self.request_size(capacity)
@@ -114,13 +118,13 @@ class InfiniGen:
     def append(
         self,
         weights: Params,
-        state: Float[Array, "b k t r"],
+        state: Float[Array, "b k r t"],
         keys: Float[Array, "b k n d"],
         positions: Int[Array, " b"],
-    ) -> Float[Array, "b k t r"]:
-        new = partial_keys(weights, keys, state.shape[-1], state.dtype)
+    ) -> Float[Array, "b k r t"]:
+        new = partial_keys(weights, keys, state.shape[2], state.dtype)
         zero = jnp.int32(0)
         for sequence in range(state.shape[0]):
-            at = (jnp.int32(sequence), zero, positions[sequence], zero)
+            at = (jnp.int32(sequence), zero, zero, positions[sequence])
             state = jax.lax.dynamic_update_slice(state, new[sequence : sequence + 1], at)
         return state
