@@ -227,6 +227,7 @@ class Instruction:
     results: tuple[Buffer, ...]
     inlines: str | None  # the computation that is part of this kernel: a fusion's, a reduction's
     target: str | None  # custom_call_target
+    op_name: str  # where it comes from: "jit(step)/layer2/mlp/dot_general", by jax.named_scope
     text: str
 
     @property
@@ -384,6 +385,7 @@ def _instruction(computation, name, rest):
     if opcode.startswith(("call", "async")):
         called = None  # a computation with a schedule of its own
     target = re.search(r'custom_call_target="([^"]*)"', attributes)
+    op_name = re.search(r'metadata=\{[^}]*op_name="([^"]*)"', attributes)
     attributes = re.sub(r", metadata=\{[^}]*\}", "", attributes)
     return Instruction(
         computation=computation,
@@ -393,6 +395,7 @@ def _instruction(computation, name, rest):
         results=tuple(map(_buffer, _ARRAY.findall(_own_results(opcode, result_type)))),
         inlines=called and called.group(1),
         target=target and target.group(1),
+        op_name=op_name.group(1) if op_name else "",
         text=f"{name} = {result_type} {opcode}({inside}){attributes}",
     )
 

@@ -1,0 +1,230 @@
+"""The package's own compiled functions, compiled for a GPU from shapes alone.
+
+A LLaMA-shaped model of half-precision weights: large enough that its buffers differ in size and
+compile as those of a large model do, small enough to take a minute.
+"""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from compile_for_gpu import Program, compile_for_gpu
+
+from infinigen_jax.cache import Cache, DenseLayer, Resident
+from infinigen_jax.checkpoint import Basis, Model
+from infinigen_jax.decode import Carry, Decoder, Fetched, Following, Weights, steps
+from infinigen_jax.memory import Placement, default_mesh
+from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.models.rope import Rope
+from infinigen_jax.policies import InfiniGen
+from infinigen_jax.prefill import prefill_steps
+from infinigen_jax.sampling import Sampling
+from infinigen_jax.selection import Request
+from infinigen_jax.transfer import Transfer, XlaTransfer
+
+LAYERS, DENSE, BATCH, CAPACITY, PROMPT = 6, 2, 2, 8192, 256
+DTYPE = jnp.dtype(jnp.bfloat16)
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=8192,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_layers=LAYERS,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    max_positions=CAPACITY,
+    norm_eps=1e-5,
+    activation="silu",
+    tie_embeddings=False,
+    attention_bias=False,
+    mlp_bias=False,
+    rope=Rope(),
+)
+POLICY = InfiniGen(budget=0.05)
+
+ROW = 2 * CONFIG.head_dim * DTYPE.itemsize  # bytes of a cached token, of one KV head
+HEADS = BATCH * CONFIG.num_kv_heads
+LAYER_BYTES = HEADS * CAPACITY * ROW
+HOST_BYTES = (LAYERS - DENSE) * LAYER_BYTES
+FETCHED = POLICY.request_size(CAPACITY)
+FETCHED_BYTES = HEADS * FETCHED * ROW
+FLUSHED_BYTES = (LAYERS - DENSE) * HEADS * POLICY.window * ROW
+# The smallest matrices of a layer: to the queries, to keys and values, and the output projection.
+WEIGHT_BYTES = CONFIG.hidden_size * CONFIG.num_heads * CONFIG.head_dim * DTYPE.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class UntiedTransfer(XlaTransfer):
+    """What the package does not do: hand the rows over without a barrier behind the layer."""
+
+    name: ClassVar[str] = "untied"
+
+    def wait(self, ticket: Any, x: Any) -> tuple[Any, Any]:
+        return x, ticket
+
+
+@functools.cache
+def decoder(transfer: Transfer | None = None) -> Decoder:
+    return Decoder(CONFIG, DTYPE, POLICY, transfer or XlaTransfer(), DENSE, default_mesh())
+
+
+def _shaped(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    """The stand-in for an array."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _placed(tree: Any, sharding: Any) -> Any:
+    return jax.tree.map(lambda leaf: _shaped(leaf.shape, leaf.dtype, sharding), tree)
+
+
+@functools.cache
+def weights() -> Weights:
+    """Shapes of everything constant."""
+    plan = blueprint(CONFIG, DTYPE)
+    params = {
+        "embedding": plan.embedding_shapes,
+        "layers": [plan.layer_shapes for _ in range(LAYERS)],
+    }
+    square = _shaped((CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.head_dim), jnp.float32, None)
+
+    def prepare(params: Any, basis: Basis) -> Any:
+        model = Model.from_params(CONFIG, params, DTYPE, bases=[basis] * LAYERS, skew="svd")
+        return tuple(POLICY.prepare(model, i) for i in range(DENSE, LAYERS))
+
+    policy = jax.eval_shape(prepare, params, Basis(square, square))
+    return _placed(Weights(params, policy), Placement(default_mesh()).whole)
+
+
+def _cache() -> Cache:
+    at = Placement(default_mesh())
+    b, k, d = BATCH, CONFIG.num_kv_heads, CONFIG.head_dim
+    host = _shaped((LAYERS - DENSE, b, k, CAPACITY, 2 * d), DTYPE, at.host)
+    state = _placed(jax.eval_shape(lambda: POLICY.init(CONFIG, b, CAPACITY)), at.rows)
+    dense = _shaped((b, k, CAPACITY, d), DTYPE, at.rows)
+    resident = Resident(_shaped((b, k, decoder().slots.size, 2 * d), DTYPE, at.rows))
+    local = (DenseLayer(dense, dense),) * DENSE + (resident,) * (LAYERS - DENSE)
+    lengths = _shaped((b,), jnp.int32, at.batch)
+    return Cache(host, (state,) * (LAYERS - DENSE), local, lengths)
+
+
+def _scalar(dtype: Any = jnp.int32) -> Any:
+    return _shaped((), dtype, Placement(default_mesh()).whole)
+
+
+@functools.cache
+def fused(transfer: Transfer | None = None) -> Program:
+    """The whole step, greedy."""
+    cache = _cache()
+    return compile_for_gpu(
+        steps(decoder(transfer)).fused,
+        weights(),
+        cache.host,
+        cache.states,
+        cache.local,
+        cache.lengths,
+        cache.lengths,
+        _scalar(jnp.uint32),
+        _scalar(),
+        Sampling(),
+    )
+
+
+def _carry() -> Carry:
+    """Into a layer on the host, its rows fetched."""
+    at = Placement(default_mesh())
+    b, k = BATCH, CONFIG.num_kv_heads
+    request = Request(
+        _shaped((b, k, FETCHED), jnp.int32, at.rows), _shaped((b, k), jnp.int32, at.rows)
+    )
+    rows = _shaped((b, k, FETCHED, 2 * CONFIG.head_dim), DTYPE, at.rows)
+    x = _shaped((b, CONFIG.hidden_size), DTYPE, at.batch)
+    return Carry(x, Fetched(request, rows), _shaped((b,), jnp.int32, at.batch))
+
+
+@functools.cache
+def scanned() -> Program:
+    """What the package does not do: the layers on the host as a scan over stacked weights."""
+    cache, constant = _cache(), weights()
+
+    def stacked(trees: Any) -> Any:
+        return _placed(
+            jax.eval_shape(lambda *t: jax.tree.map(lambda *x: jnp.stack(x), *t), *trees),
+            Placement(default_mesh()).whole,
+        )
+
+    def step(layers: Any, policy: Any, states: Any, local: Any, host: Any, carry: Any, at: Any):
+        numbers = jnp.arange(LAYERS - DENSE, dtype=jnp.int32)
+
+        def body(carry: Carry, inputs: Any) -> tuple:
+            number, params, resident = inputs
+            ahead = jnp.minimum(number + 1, LAYERS - DENSE - 1)
+            following = jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, ahead, 0, keepdims=False),
+                Following(layers, policy, states, numbers),
+            )
+            return decoder().decode_layer(params, carry, resident, host, number, following, at)
+
+        return jax.lax.scan(body, carry, (numbers, layers, local))
+
+    return compile_for_gpu(
+        jax.jit(step),
+        stacked(constant.params["layers"][DENSE:]),
+        stacked(constant.policy),
+        stacked(cache.states),
+        stacked(cache.local[DENSE:]),
+        cache.host,
+        _carry(),
+        cache.lengths,
+    )
+
+
+@functools.cache
+def fetching_layer() -> Program:
+    """One layer on the host that fetches for the next one, as the layerwise schedule runs it."""
+    cache, constant = _cache(), weights()
+    following = Following(
+        constant.params["layers"][-1], constant.policy[-1], cache.states[-1], _scalar()
+    )
+    return compile_for_gpu(
+        steps(decoder()).fetching_layer,
+        constant.params["layers"][DENSE],
+        _carry(),
+        cache.local[-1],
+        cache.host,
+        _scalar(),
+        following,
+        cache.lengths,
+    )
+
+
+@functools.cache
+def flush() -> Program:
+    """The update of the host cache, once every `window` steps."""
+    cache = _cache()
+    return compile_for_gpu(
+        steps(decoder()).flush,
+        weights().policy,
+        cache.local,
+        cache.host,
+        cache.states,
+        cache.lengths,
+    )
+
+
+@functools.cache
+def prompt_layer() -> Program:
+    """One layer on the host over a prompt."""
+    at = Placement(default_mesh())
+    cache, constant = _cache(), weights()
+    return compile_for_gpu(
+        prefill_steps(decoder()).host_layer,
+        constant.params["layers"][DENSE],
+        constant.policy[0],
+        _shaped((BATCH, PROMPT, CONFIG.hidden_size), DTYPE, at.batch),
+        cache.lengths,
+        cache.host,
+        _scalar(),
+    )

@@ -1,0 +1,120 @@
+"""What XLA makes of the package's own functions: a decode step, a flush and a prompt's layer.
+
+The claims of docs/gpu.md, each a test, with the two alternatives that were rejected. To look at a
+schedule: `python tests/gpu/show_schedule.py`.
+"""
+
+import pytest
+import step_programs as sp
+from compile_for_gpu import (
+    AsyncPair,
+    Instruction,
+    Program,
+    assert_no_copy_larger_than,
+    assert_updated_in_place,
+    async_pairs,
+    copies,
+    host_copies,
+    large_results,
+    schedule,
+)
+
+FETCHING = range(sp.DENSE - 1, sp.LAYERS - 1)  # layers of the fused step that fetch for the next
+
+
+def transfers(program: Program) -> list[AsyncPair]:
+    """Copies of fetched rows to the device, with what is launched meanwhile."""
+    return [pair for pair in async_pairs(program) if pair.start.nbytes == sp.FETCHED_BYTES]
+
+
+def of(work: tuple[Instruction, ...] | list[Instruction], scope: str) -> set[str]:
+    """Names of the launches that stem from a named scope."""
+    return {i.name for i in work if f"/{scope}/" in i.op_name}
+
+
+def products(work: tuple[Instruction, ...] | list[Instruction]) -> list[Instruction]:
+    return [i for i in work if i.op_name.endswith("dot_general")]
+
+
+def everything(program: Program) -> list[Instruction]:
+    return [i for body in schedule(program).values() for i in body]
+
+
+def assert_work_overlaps(program: Program, pair: AsyncPair, layer: str) -> None:
+    """Scores, weighted sums, output projection and the whole MLP run while rows are moved.
+
+    Not the projection to q, k and v: it is one product with the speculated query.
+    """
+    launched = everything(program)
+    mlp = of(launched, f"{layer}mlp")
+    assert mlp and mlp <= of(pair.between, f"{layer}mlp")
+    attention = [i for i in products(launched) if f"/{layer}attention/" in i.op_name]
+    beside = [i for i in products(pair.between) if f"/{layer}attention/" in i.op_name]
+    assert len(beside) >= 3 and beside == attention
+    last = max(i for i, each in enumerate(pair.between) if each.name in mlp)
+    assert last >= len(pair.between) - 2, "the copy is awaited behind the MLP"
+
+
+def test_fused_step_overlaps_every_transfer():
+    program = sp.fused()
+    pairs = transfers(program)
+    assert len(pairs) == len(FETCHING)
+    for number, pair in zip(FETCHING, pairs, strict=True):
+        assert_work_overlaps(program, pair, f"layer{number}/")
+        assert not of(pair.between, f"layer{number + 1}/attention")
+
+
+def test_fused_step_copies_rows_and_nothing_else():
+    program = sp.fused()
+    rows = [copy.nbytes for copy in host_copies(program, 1024)]
+    assert rows == [sp.FETCHED_BYTES] * len(FETCHING)
+    assert copies(program, 1024) == host_copies(program, 1024)
+    assert not large_results(program, sp.WEIGHT_BYTES)  # nor a matrix or a layer's cache made anew
+    assert program.memory["temp"] < sp.LAYER_BYTES
+    assert program.memory["host_temp"] == sp.FETCHED_BYTES  # one staging buffer serves all layers
+
+
+def test_fused_step_updates_the_device_cache_in_place():
+    dense = sp.DENSE * sp.LAYER_BYTES
+    resident = (sp.LAYERS - sp.DENSE) * sp.HEADS * sp.decoder().slots.size * sp.ROW
+    assert sp.fused().memory["alias"] == dense + resident
+
+
+def test_layer_overlaps_its_transfer_and_copies_nothing_else():
+    program = sp.fetching_layer()
+    (pair,) = transfers(program)
+    assert_work_overlaps(program, pair, "")
+    assert [copy.nbytes for copy in copies(program, 1024)] == [sp.FETCHED_BYTES]
+    assert not large_results(program, sp.WEIGHT_BYTES)
+    assert program.memory["alias"] == sp.HEADS * sp.decoder().slots.size * sp.ROW
+
+
+def test_flush_is_in_place():
+    program = sp.flush()
+    assert_updated_in_place(program, sp.HOST_BYTES)
+    assert program.memory["host_temp"] == 0
+    assert_no_copy_larger_than(program, sp.FLUSHED_BYTES)
+    assert not large_results(program, sp.FLUSHED_BYTES + 1)
+
+
+def test_prompt_layer_writes_the_host_cache_in_place():
+    program = sp.prompt_layer()
+    assert_updated_in_place(program, sp.HOST_BYTES)
+    assert program.memory["host_temp"] == 0
+    assert_no_copy_larger_than(program, sp.PROMPT * sp.HEADS * sp.ROW)
+    assert not large_results(program, sp.LAYER_BYTES)
+
+
+def test_without_a_barrier_the_transfer_is_awaited_at_once():
+    """Why `Transfer.wait` ties the rows to the end of the layer."""
+    pairs = transfers(sp.fused(sp.UntiedTransfer()))
+    assert len(pairs) == len(FETCHING)
+    assert max(len(pair.between) for pair in pairs) < 8
+
+
+@pytest.mark.parametrize("matrix", ["q", "kv", "o", "gate_up", "down"])
+def test_a_scan_over_stacked_weights_copies_them(matrix):
+    """Why the layers are unrolled."""
+    kernel = sp.weights().params["layers"][0][matrix]["kernel"]
+    made = {i.nbytes for i in large_results(sp.scanned(), sp.WEIGHT_BYTES)}
+    assert kernel.size * kernel.dtype.itemsize in made
