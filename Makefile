@@ -9,7 +9,7 @@
 VENV := .venv
 COMPILER_VENV := .venv-gpu-compile
 RUN := $(VENV)/bin/python -m
-ARGS ?= --prompt "Once upon a time"
+ARGS ?= --prompt "Once upon a time" --max-new-tokens 200 --temperature 0.7 --top-p 0.9 --seed 1
 
 .PHONY: help generate test lint format bench compile-gpu clean
 

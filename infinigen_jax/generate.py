@@ -55,6 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     arguments = build_parser().parse_args(argv)
+    # The tokenizer's library otherwise remarks on stderr that there is no torch to run models.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     return run_command(lambda: generate(arguments))
 
 

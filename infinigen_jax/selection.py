@@ -135,10 +135,10 @@ def top_slots(
 def top_mask(rank: Float[Array, "b k t"], count: Int[Array, "b k"]) -> Bool[Array, "b k t"]:
     """Mark the `count` largest entries of each row, equal ones in order of position. No NaN.
 
-    Searches the threshold by counting; each pass reads the row once. Thresholds are order-preserving
-    integers, so the search ends exactly; it stops early once a threshold separates `count` entries.
-    Every other guess is interpolated, as if the logarithm of the count fell linearly with the
-    threshold, which real scores come close to; the others halve the interval, as a safeguard.
+    Searches the threshold by counting; each pass reads the row once. Thresholds are handled as
+    order-preserving integers, so the search ends exactly; it stops early once a threshold separates
+    `count` entries. Every other guess is interpolated, as if the logarithm of the count fell
+    linearly with the threshold, which real scores come close to; the others halve the interval.
     """
     ones = jnp.ones(rank.shape[-1], jnp.float32)
 
