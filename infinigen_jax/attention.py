@@ -14,17 +14,21 @@ MASKED = -1e30  # finite, so that a block without a valid row makes no NaN
 
 
 class Part(NamedTuple):
-    """Cached tokens in one place. `valid` tells which of them count, of each KV head or of all."""
+    """Cached tokens in one place. `valid` tells which of them count, of each KV head or of all.
 
-    keys: Float[Array, "b k n d"]
-    values: Float[Array, "b k n d"]
+    Keys and values are apart [b, k, n, d], or both are the same packed rows [b, k, n, 2d], key and
+    value side by side: used whole, with a query that is zero where the value lies, they need not
+    be taken apart, which would copy them.
+    """
+
+    keys: Float[Array, "b k n w"]
+    values: Float[Array, "b k n w"]
     valid: Bool[Array, "b kv n"]
 
 
-def split_rows(rows: Float[Array, "b k n w"], valid: Bool[Array, "b kv n"]) -> Part:
-    """View rows that hold key and value side by side as a Part."""
-    keys, values = jnp.split(rows, 2, axis=-1)
-    return Part(keys, values, valid)
+def packed(rows: Float[Array, "b k n w"], valid: Bool[Array, "b kv n"]) -> Part:
+    """A Part of packed rows."""
+    return Part(rows, rows, valid)
 
 
 def attend(q: Float[Array, "b k g d"], *parts: Part) -> Float[Array, "b k g d"]:
@@ -35,7 +39,7 @@ def attend(q: Float[Array, "b k g d"], *parts: Part) -> Float[Array, "b k g d"]:
     start = 0
     for part in parts:
         stop = start + part.keys.shape[2]
-        output += _weighted_sum(weights[..., start:stop], part.values)
+        output += _weighted_sum(weights[..., start:stop], part.values, q.shape[-1])
         start = stop
     return output.astype(q.dtype)
 
@@ -62,7 +66,7 @@ def extend_softmax(state: Softmax, q: Float[Array, "b k g d"], part: Part) -> So
     kept = jnp.exp(state.peak - peak)
     weights = jnp.where(part.valid[:, :, None], jnp.exp(scores - peak[..., None]), 0.0)
     total = state.total * kept + jnp.sum(weights, axis=-1)
-    weighted = state.weighted * kept[..., None] + _weighted_sum(weights, part.values)
+    weighted = state.weighted * kept[..., None] + _weighted_sum(weights, part.values, q.shape[-1])
     return Softmax(peak, total, weighted)
 
 
@@ -72,14 +76,16 @@ def finish_softmax(state: Softmax, q: Float[Array, "b k g d"]) -> Float[Array, "
 
 
 def _scores(q: Float[Array, "b k g d"], part: Part) -> Float[Array, "b k g n"]:
+    width = part.keys.shape[-1] - q.shape[-1]
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, width)))
     scores = jnp.einsum("bkgd,bknd->bkgn", q, part.keys, preferred_element_type=jnp.float32)
     return jnp.where(part.valid[:, :, None], scores, MASKED)
 
 
 def _weighted_sum(
-    weights: Float[Array, "b k g n"], values: Float[Array, "b k n d"]
+    weights: Float[Array, "b k g n"], values: Float[Array, "b k n w"], d: int
 ) -> Float[Array, "b k g d"]:
-    """Sum of value rows; weights are float32 and take the values' dtype for the product."""
+    """Sum of the values, the last d columns; weights take the values' dtype for the product."""
     weights = weights.astype(values.dtype)
     b, k, g, n = weights.shape
     if n >= 4096 and n % 8 == 0:
@@ -88,8 +94,9 @@ def _weighted_sum(
         weights = weights.reshape(b, k, g, 8, n // 8)
         values = values.reshape(b, k, 8, n // 8, values.shape[-1])
         sums = jnp.einsum("bkgcn,bkcnd->bkcgd", weights, values, preferred_element_type=jnp.float32)
-        return jnp.sum(sums, axis=2)
-    return jnp.einsum("bkgn,bknd->bkgd", weights, values, preferred_element_type=jnp.float32)
+        return jnp.sum(sums, axis=2)[..., -d:]
+    sums = jnp.einsum("bkgn,bknd->bkgd", weights, values, preferred_element_type=jnp.float32)
+    return sums[..., -d:]
 
 
 def causal_attention(

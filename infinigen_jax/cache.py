@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.attention import Part, split_rows
+from infinigen_jax.attention import Part, packed
 
 
 class Slots(NamedTuple):
@@ -104,7 +104,7 @@ class Resident(NamedTuple):
 
     def part(self, position: Int[Array, " b"], slots: Slots) -> Part:
         """Sinks and recent tokens, the current one included."""
-        return split_rows(self.rows, (slots.positions(position) >= 0)[:, None])
+        return packed(self.rows, (slots.positions(position) >= 0)[:, None])
 
     def since(self, start: Int[Array, " b"], slots: Slots) -> Float[Array, "b k n w"]:
         """The `window` rows from position `start` on, in order of position."""

@@ -25,7 +25,7 @@ from infinigen_jax.attention import (
     attend,
     extend_softmax,
     finish_softmax,
-    split_rows,
+    packed,
     start_softmax,
 )
 from infinigen_jax.cache import Cache, DenseLayer, Resident, Slots
@@ -165,8 +165,6 @@ class Decoder:
         request = self.policy.select(
             self.config, layer, following.weights, following.state, a, positions
         )
-        # Without this, XLA computes the slots anew for every element of the rows it gathers.
-        request = lax.optimization_barrier(request)
         with jax.named_scope("fetch"):
             ticket = self.transfer.start(host, following.number, request.slots, self.mesh)
         return Fetched(request, ticket)
@@ -183,7 +181,7 @@ class Decoder:
         """Attention over what is resident and what was fetched, or over everything, streamed."""
         resident = local.part(positions, self.slots)
         if fetched is not None:
-            return attend(q, resident, split_rows(fetched.rows, fetched.request.valid))
+            return attend(q, resident, packed(fetched.rows, fetched.request.valid))
         assert self.policy.streams and host is not None and number is not None
         capacity = host.shape[3]
         block = min(capacity, STREAM_BLOCK)
@@ -194,10 +192,9 @@ class Decoder:
 
         def visit(i: Array, state: Any) -> Any:
             valid = lax.dynamic_slice_in_dim(eligible, i * block, block, axis=1)[:, None]
-            part = split_rows(read(i), valid)
             # Slots that were never written may hold NaN, which a weight of 0 does not silence.
-            values = jnp.where(valid[..., None], part.values, 0)
-            return extend_softmax(state, q, part._replace(values=values))
+            rows = jnp.where(valid[..., None], read(i), 0)
+            return extend_softmax(state, q, packed(rows, valid))
 
         state = extend_softmax(start_softmax(q), q, resident)
         state = lax.fori_loop(jnp.int32(0), jnp.int32(capacity // block), visit, state)

@@ -251,11 +251,20 @@ def _nth_marks(packed: Array, ends: Array, size: int) -> Int[Array, " n"]:
     word = jnp.searchsorted(ends, index, side="right", method="scan_unrolled").astype(jnp.int32)
     word = jnp.minimum(word, len(ends) - 1)
     before = jnp.where(word > 0, ends[jnp.maximum(word - 1, 0)], 0)
-    rest, bits, position = index - before, packed[word], word * WORD
-    for half in (16, 8, 4, 2, 1):
-        lower = lax.population_count(bits & jnp.uint32((1 << half) - 1)).astype(jnp.int32)
+
+    def halve(step: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        rest, bits, position = state
+        half = jnp.int32(WORD // 2) >> step
+        shift = half.astype(jnp.uint32)
+        lower = lax.population_count(bits & ((jnp.uint32(1) << shift) - 1)).astype(jnp.int32)
         upper = rest >= lower
-        rest = jnp.where(upper, rest - lower, rest)
-        position = jnp.where(upper, position + half, position)
-        bits = jnp.where(upper, bits >> half, bits)
-    return position
+        return (
+            jnp.where(upper, rest - lower, rest),
+            jnp.where(upper, bits >> shift, bits),
+            jnp.where(upper, position + half, position),
+        )
+
+    # A loop, not five copies: XLA would fuse those into whatever uses the positions, and the row
+    # gather would compute them again for every element of a row.
+    state = (index - before, packed[word], word * WORD)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(5), halve, state)[2]
