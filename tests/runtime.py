@@ -1,0 +1,70 @@
+"""Small random models in memory, and what the tests of the decode runtime do with them."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infinigen_jax.checkpoint import Basis, Model
+from infinigen_jax.models import config_from_hf, random_params
+
+HF: dict[str, dict[str, Any]] = {
+    "gqa": {"model_type": "llama", "num_key_value_heads": 2},
+    "mha": {"model_type": "llama"},
+    "mqa": {"model_type": "llama", "num_key_value_heads": 1},
+    "opt": {"model_type": "opt", "ffn_dim": 24},
+}
+COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+
+def random_basis(kv_heads: int, d: int, seed: int) -> Basis:
+    """Another orthogonal matrix for each KV head."""
+    normal = np.random.default_rng(seed).normal(size=(kv_heads, d, d))
+    matrix = jnp.asarray(np.linalg.qr(normal)[0], jnp.float32)
+    return Basis(matrix, matrix)
+
+
+@functools.cache
+def random_model(name: str, dtype: str = "float32", with_basis: bool | None = None) -> Model:
+    """A model of HF by name, the same object every time, so that compilations are shared.
+
+    Weights are larger than usual, and norms and biases random: queries and keys are then large
+    enough for attention to choose among tokens, and for layers to differ.
+
+    Args:
+        with_basis: as after conversion by default (RoPE models have one; OPT's is absorbed).
+    """
+    config = config_from_hf(COMMON | HF[name])
+    params = random_params(config, dtype)
+    rng = np.random.default_rng(5)
+
+    def enlarge(path: Any, leaf: jax.Array) -> jax.Array:
+        name = path[-1].key
+        if name in ("scale", "bias"):
+            noise = jnp.asarray(rng.normal(scale=0.2, size=leaf.shape), leaf.dtype)
+            return leaf + noise
+        factor = {"q": 2.0, "kv": 2.0}.get(getattr(path[-2], "key", ""), 1.0)
+        return leaf * jnp.asarray(50.0 if name == "embedding" else factor, leaf.dtype)
+
+    params = jax.tree_util.tree_map_with_path(enlarge, params)
+    bases = None
+    if config.rope is not None if with_basis is None else with_basis:
+        bases = [
+            random_basis(config.num_kv_heads, config.head_dim, i) for i in range(config.num_layers)
+        ]
+    return Model.from_params(config, params, dtype, bases=bases)
+
+
+def without_eos(model: Model) -> Model:
+    """The same weights, with no token that ends a generation."""
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, eos_ids=()))

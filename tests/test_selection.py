@@ -1,0 +1,329 @@
+"""From scores to slots: the counting rule, the ranking of a group, and the exact top-k."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jax import lax
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.policies import InfiniGen
+from infinigen_jax.selection import (
+    Request,
+    budget_fraction,
+    budget_rows,
+    combine_counts,
+    compact,
+    group_margin,
+    group_rank,
+    select,
+    top_mask,
+    top_slots,
+)
+from infinigen_jax.speculation import partial_columns
+
+INF = float("inf")
+
+# Compiled, as the engine runs them; hence few different shapes below.
+compiled_select = jax.jit(select, static_argnames=("alpha", "size", "mode"))
+compiled_top = jax.jit(top_slots, static_argnames="size")
+compiled_compact = jax.jit(compact, static_argnames="size")
+
+
+def run_select(scores, alpha, cap=None, size=None, eligible=None, mode="head") -> Request:
+    """`select` of scores [b, k, g, t], given as nested lists or an array."""
+    scores = jnp.asarray(scores, jnp.float32)
+    b, _, _, t = scores.shape
+    eligible = jnp.ones((b, t), bool) if eligible is None else jnp.asarray(eligible)
+    cap = jnp.broadcast_to(jnp.asarray(t if cap is None else cap, jnp.int32), (b,))
+    return compiled_select(
+        scores, eligible, alpha=alpha, cap=cap, size=t if size is None else size, mode=mode
+    )
+
+
+def chosen(request: Request) -> list[list[set[int]]]:
+    """The slots that are meant, as sets [b][k]; checks that each is there once."""
+    slots, counts = np.asarray(request.slots), np.asarray(request.count)
+    sets = [
+        [set(slots[i, j, : counts[i, j]].tolist()) for j in range(slots.shape[1])]
+        for i in range(slots.shape[0])
+    ]
+    for i, row in enumerate(sets):
+        assert [len(s) for s in row] == counts[i].tolist()
+    return sets
+
+
+# The literal cases of the algorithm's reference.
+
+
+def test_partial_columns():
+    cases = {(128, 0.2): 25, (128, 0.3): 38, (64, 0.2): 12, (10, 0.3): 3, (8, 0.01): 1, (64, 1): 64}
+    for (d, ratio), columns in cases.items():
+        assert partial_columns(d, float(ratio)) == columns
+
+
+def test_alpha_zero_takes_nothing():
+    request = run_select([[[[3.0, 3.0, 1.0]]]], 0.0)
+    assert request.count.tolist() == [[0]] and request.slots.tolist() == [[[0, 0, 0]]]
+
+
+def test_the_threshold_is_strict():
+    request = run_select([[[[3.0, 1.0, -1.0, -2.5]]]], 4.0)
+    assert request.count.tolist() == [[2]] and chosen(request) == [[{0, 1}]]
+    assert run_select([[[[3.0, 1.0, -0.999, -2.5]]]], 4.0).count.tolist() == [[3]]
+
+
+def test_counts_per_head_and_their_mean():
+    scores = [[[[0.0, -9, -9, -9]], [[0.0, -1, -9, -9]], [[0.0, -1, -2, -3]]]]
+    for mode, cap, counts in (
+        ("head", 4, [1, 2, 4]),
+        ("mean", 4, [2, 2, 2]),
+        ("head", 3, [1, 2, 3]),
+        ("mean", 3, [2, 2, 2]),
+        ("mean", 1, [1, 1, 1]),
+    ):
+        request = run_select(scores, 4.0, cap, mode=mode)
+        assert request.count.tolist() == [counts]
+        chosen(request)
+    # The first head gets a second token although only one passes: the next one in rank (tie: the
+    # lower slot).
+    assert chosen(run_select(scores, 4.0, mode="mean")) == [[{0, 1}] * 3]
+
+
+def test_the_mean_is_over_the_batch_and_never_above_what_is_eligible():
+    counts = jnp.array([[1, 2], [4, 8]], jnp.int32)
+    cap = jnp.array([[9], [2]], jnp.int32)
+    assert combine_counts(counts, cap, "mean").tolist() == [[3, 3], [2, 2]]
+    assert combine_counts(counts, cap, "head").tolist() == [[1, 2], [2, 2]]
+    eligible = [[True] * 6, [True] + [False] * 5]
+    request = run_select(np.zeros((2, 1, 1, 6)), INF, 6, eligible=eligible, mode="mean")
+    assert request.count.tolist() == [[3], [1]]
+    assert chosen(request)[1] == [{0}]
+
+
+def test_a_group_takes_what_any_of_its_heads_would_take():
+    first, second = [3.0, 1.0, -1.0, -2.5], [0.0, -5.0, 2.0, 1.5]
+    margin = group_margin(jnp.array([[[first, second]]]))
+    np.testing.assert_array_equal(margin, [[[0.0, -2.0, 0.0, -0.5]]])
+    request = run_select([[[first, second]]], 4.0)
+    assert request.count.tolist() == [[4]]
+    assert run_select([[[first]]], 4.0).count.tolist() == [[2]]
+    assert run_select([[[second]]], 4.0).count.tolist() == [[3]]
+
+
+def test_a_group_ranks_by_the_sum_of_its_softmaxes():
+    # Head 0 is sure of token 0; head 1 wavers between 1 and 2; token 3 is second for both.
+    scores = np.array([[[[5.0, 0.0, 0.0, 4.0], [0.0, 1.0, 1.1, 0.9]]]], np.float32)
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    rank = group_rank(jnp.asarray(scores))
+    np.testing.assert_allclose(rank, weights.sum(2), rtol=1e-5)
+    assert chosen(run_select(scores, INF, 2)) == [[set(np.argsort(-weights.sum(2)[0, 0])[:2])]]
+    masked = jnp.where(jnp.arange(4)[None, None, None] < 2, jnp.asarray(scores), -jnp.inf)
+    assert np.isneginf(group_rank(masked)[0, 0, 2:]).all()
+    assert np.isneginf(group_rank(jnp.full((1, 1, 2, 3), -jnp.inf))).all()
+    assert np.isneginf(group_margin(jnp.full((1, 1, 2, 3), -jnp.inf))).all()
+    single = jnp.asarray(scores[:, :, :1])
+    np.testing.assert_array_equal(group_rank(single), single[:, :, 0])
+
+
+# Properties of `select`.
+
+finite = st.floats(-30, 30, width=32, allow_subnormal=False)
+
+
+@st.composite
+def score_arrays(draw):
+    """Scores [b, k, g, t], with ties, and the eligible tokens [b, t]."""
+    b, k, g, t = draw(st.sampled_from([(2, 2, 1, 33), (2, 1, 3, 33), (1, 2, 2, 1)]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    scores = rng.normal(scale=draw(st.sampled_from([0.1, 3.0, 10.0])), size=(b, k, g, t))
+    if draw(st.booleans()):
+        scores = np.round(scores)
+    eligible = rng.random((b, t)) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    return scores.astype(np.float32), eligible
+
+
+@given(score_arrays(), st.sampled_from([0.5, 4.0, INF]), st.sampled_from([0, 1, 3, 33]))
+def test_select_against_plain_python(case, alpha, cap):
+    scores, eligible = case
+    b, k, _, t = scores.shape
+    cap = min(cap, t)
+    request = run_select(scores, alpha, cap, t, eligible)
+    sets = chosen(request)
+    for i in range(b):
+        for j in range(k):
+            allowed = np.flatnonzero(eligible[i])
+            if not len(allowed):
+                assert sets[i][j] == set()
+                continue
+            own = scores[i, j][:, allowed]
+            passing = (own - own.max(1, keepdims=True)).max(0) > -alpha
+            assert len(sets[i][j]) == min(passing.sum(), cap)
+            assert sets[i][j] <= set(allowed[passing].tolist())
+            if scores.shape[2] == 1:
+                worst = min((scores[i, j, 0, s] for s in sets[i][j]), default=INF)
+                skipped = set(allowed[passing].tolist()) - sets[i][j]
+                assert all(scores[i, j, 0, s] <= worst for s in skipped)
+
+
+@given(score_arrays())
+def test_more_alpha_or_cap_only_adds_tokens(case):
+    scores, eligible = case
+    t = scores.shape[-1]
+    grids = [
+        [run_select(scores, a, t, t, eligible) for a in (0.0, 0.5, 4.0, INF)],
+        [run_select(scores, 4.0, cap, t, eligible) for cap in range(0, t + 1, max(1, t // 4))],
+    ]
+    for requests in grids:
+        for less, more in zip(requests, requests[1:], strict=False):
+            assert np.all(less.count <= more.count)
+            for a, b in zip(chosen(less), chosen(more), strict=True):
+                assert all(x <= y for x, y in zip(a, b, strict=True))
+    assert (np.asarray(grids[0][-1].count) == eligible.sum(-1, keepdims=True)).all()
+
+
+def test_a_longer_request_changes_only_its_padding():
+    """Static length with a mask = dynamic top-k, for any length that is enough."""
+    scores = np.random.default_rng(0).normal(scale=4, size=(2, 3, 2, 40)).astype(np.float32)
+    reference = run_select(scores, 3.0, 7, 7)
+    for size in (8, 25, 40):
+        longer = run_select(scores, 3.0, 7, size)
+        np.testing.assert_array_equal(longer.count, reference.count)
+        np.testing.assert_array_equal(longer.slots[..., :7], reference.slots)
+        assert not np.asarray(longer.slots)[~np.asarray(longer.valid)].any()
+
+
+def test_rows_do_not_depend_on_their_neighbours():
+    scores = np.random.default_rng(1).normal(scale=3, size=(3, 2, 2, 33)).astype(np.float32)
+    eligible = np.random.default_rng(2).random((3, 33)) < 0.7
+    together = run_select(scores, 2.0, [3, 5, 9], 9, eligible)
+    for i, cap in enumerate([3, 5, 9]):
+        alone = run_select(scores[i : i + 1], 2.0, cap, 9, eligible[i : i + 1])
+        np.testing.assert_array_equal(together.slots[i], alone.slots[0])
+        np.testing.assert_array_equal(together.count[i], alone.count[0])
+
+
+def test_valid_marks_the_first_count_places():
+    request = Request(jnp.zeros((1, 2, 3), jnp.int32), jnp.array([[0, 2]], jnp.int32))
+    assert request.valid.tolist() == [[[False] * 3, [True, True, False]]]
+
+
+# The exact top-k.
+
+
+def numpy_top(rank: np.ndarray, count: int) -> list[int]:
+    """Ascending slots of the largest ranks, equal ones in order of slot."""
+    return sorted(np.argsort(-rank, kind="stable")[:count].tolist())
+
+
+def check_top(rank: np.ndarray, count: np.ndarray, size: int) -> None:
+    got = np.asarray(compiled_top(jnp.asarray(rank), jnp.asarray(count, jnp.int32), size=size))
+    # + 0.0: of equal zeros lax.top_k would put -0.0 behind 0.0.
+    by_rank = np.asarray(lax.top_k(jnp.asarray(rank) + 0.0, size)[1])
+    for place in np.ndindex(*count.shape):
+        n = count[place]
+        assert got[place][:n].tolist() == numpy_top(rank[place], n)
+        assert got[place][:n].tolist() == sorted(by_rank[place][:n].tolist())
+        assert not got[place][n:].any()
+
+
+# Values that have collided with the search over bit patterns in other implementations.
+AWKWARD = [0.0, -0.0, 1.0, -1.0, INF, -INF, 3.4e38, -3.4e38, 1.2e-38, -1.2e-38, 0.5]
+
+
+@given(st.data(), st.sampled_from([1, 31, 32, 70]))
+def test_top_slots_against_numpy(data, t):
+    values = st.one_of(st.sampled_from(AWKWARD), finite, st.integers(0, 3).map(float))
+    rows = [data.draw(st.lists(values, min_size=t, max_size=t)) for _ in range(2)]
+    counts = [data.draw(st.one_of(st.sampled_from([0, t]), st.integers(0, t))) for _ in range(2)]
+    check_top(np.array([rows], np.float32), np.array([counts]), t)
+
+
+@given(st.sampled_from([1, 31, 64, 100]), st.integers(0, 2**32 - 1))
+@example(64, 0)
+def test_compact_lists_the_marked_positions(t, seed):
+    rng = np.random.default_rng(seed)
+    mask = rng.random((2, 2, t)) < rng.choice([0.0, 0.1, 0.9, 1.0], size=(2, 2, 1))
+    got = np.asarray(compiled_compact(jnp.asarray(mask), size=t))
+    for place in np.ndindex(2, 2):
+        marked = np.flatnonzero(mask[place])
+        assert got[place][: len(marked)].tolist() == marked.tolist()
+    assert ((0 <= got) & (got < t)).all()
+
+
+def test_compact_into_fewer_places_than_there_are_marks():
+    assert compact(jnp.ones((1, 1, 40), bool), 3).tolist() == [[[0, 1, 2]]]
+
+
+def test_top_slots_of_large_arrays():
+    rng = np.random.default_rng(3)
+    rank = rng.normal(size=(2, 3, 5000)).astype(np.float32)
+    rank[0, 1, ::2] = -INF  # as of tokens that are not eligible
+    rank[1, 2] = 0.25  # all equal
+    check_top(rank, np.array([[17, 2000, 0], [5000, 1, 1234]]), 5000)
+
+
+def test_top_mask_marks_exactly_count():
+    rank = jnp.asarray(np.random.default_rng(4).integers(0, 3, (1, 2, 65)), jnp.float32)
+    for n in (0, 1, 30, 64, 65):
+        mask = top_mask(rank, jnp.full((1, 2), n, jnp.int32))
+        assert np.asarray(mask).sum(-1).tolist() == [[n, n]]
+
+
+def test_selection_keeps_the_host_out():
+    """One compiled program, whose results are arrays: nothing of it can wait for the host."""
+    program = jax.jit(lambda s, e, c: select(s, e, 4.0, c, 8)).lower(
+        jnp.zeros((1, 2, 2, 64)), jnp.ones((1, 64), bool), jnp.ones(1, jnp.int32)
+    )
+    assert "callback" not in program.as_text()
+
+
+# The budget.
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(0, 2_000_000))
+def test_budget_rows_is_the_exact_floor(numerator, denominator, tokens):
+    numerator = min(numerator, denominator)
+    budget = numerator / denominator
+    assert int(budget_rows(budget, jnp.int32(tokens))) == tokens * numerator // denominator
+
+
+def test_budget_rows_where_floats_round_down():
+    assert int(0.29 * 100) == 28
+    assert int(budget_rows(0.29, jnp.int32(100))) == 29
+    assert budget_rows(1.0, jnp.array([0, 7], jnp.int32)).tolist() == [0, 7]
+    assert budget_fraction(0.1) * 10 == 1
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.2, 0.3, 0.007, 1 / 3, 0.999, 1.0])
+def test_requests_hold_the_largest_cap(budget):
+    policy = InfiniGen(budget=budget)
+    for capacity in (128, 256, 1024, 5120):
+        assert policy.request_size(capacity) >= int(budget_rows(budget, jnp.int32(capacity)))
+        assert 1 <= policy.request_size(capacity) <= capacity
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"budget": 0.0}, "--budget"),
+        ({"budget": -0.1}, "--budget"),
+        ({"budget": 1.01}, "--budget"),
+        ({"budget": float("nan")}, "--budget"),
+        ({"budget": 1e-6}, "--budget"),
+        ({"alpha": -1.0}, "--alpha"),
+        ({"alpha": float("nan")}, "--alpha"),
+        ({"partial_ratio": 0.0}, "--partial-ratio"),
+        ({"partial_ratio": 1.5}, "--partial-ratio"),
+        ({"partial_ratio": float("nan")}, "--partial-ratio"),
+        ({"window": 0}, "window"),
+        ({"sinks": -1}, "sinks"),
+        ({"index_dtype": "int3"}, "index dtype"),
+        ({"count": "median"}, "count"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings, named):
+    with pytest.raises(InputError, match=named):
+        InfiniGen(**settings)
