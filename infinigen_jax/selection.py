@@ -57,14 +57,14 @@ def group_margin(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
 def group_rank(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
     """Order of preference among tokens: the sum over the group of the softmax of the scores.
 
-    For a group of one this is the order of the scores themselves. -inf where all scores are.
+    Given as its logarithm (the search of `top_mask` is quicker on those); for a group of one, as
+    the scores themselves, which have the same order. -inf where all scores are.
     """
     if scores.shape[2] == 1:
         return scores[:, :, 0]
     log_total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     log_total = jnp.where(log_total == -jnp.inf, 0.0, log_total)
-    rank = jnp.sum(jnp.exp(scores - log_total), axis=2)
-    return jnp.where(jnp.max(scores, axis=2) == -jnp.inf, -jnp.inf, rank)
+    return jax.nn.logsumexp(scores - log_total, axis=2)
 
 
 def combine_counts(
@@ -137,8 +137,8 @@ def top_mask(rank: Float[Array, "b k t"], count: Int[Array, "b k"]) -> Bool[Arra
 
     Searches the threshold by counting; each pass reads the row once. Thresholds are handled as
     order-preserving integers, so the search ends exactly; it stops early once a threshold separates
-    `count` entries. Every other guess is interpolated, as if the logarithm of the count fell
-    linearly with the threshold, which real scores come close to; the others halve the interval.
+    `count` entries. Two guesses of three are interpolated, the third halves the interval: about 9
+    passes for normally distributed scores, where halving alone takes 19.
     """
     ones = jnp.ones(rank.shape[-1], jnp.float32)
 
@@ -161,7 +161,8 @@ def top_mask(rank: Float[Array, "b k t"], count: Int[Array, "b k"]) -> Bool[Arra
         return jnp.any((state.found != count) & (state.low < state.high - 1))
 
     def step(state: _Search) -> _Search:
-        middle = jnp.where(state.passes % 2 == 0, _interpolated(state, count), _halfway(state))
+        guess = _interpolated(state, count, rank.shape[-1])
+        middle = jnp.where(state.passes % 3 < 2, guess, _halfway(state))
         middle = jnp.clip(middle, state.low + 1, jnp.maximum(state.high - 1, state.low + 1))
         at_least = entries(rank >= _value(middle)[..., None])
         open_ = (state.found != count) & (state.low < state.high - 1)
@@ -198,13 +199,17 @@ def _halfway(state: _Search) -> Int[Array, "b k"]:
     return (state.low >> 1) + (state.high >> 1) + (state.low & state.high & 1)
 
 
-def _interpolated(state: _Search, count: Int[Array, "b k"]) -> Int[Array, "b k"]:
-    """Where the count would be met if its logarithm were linear in between."""
-    logs = [jnp.log(jnp.maximum(n.astype(jnp.float32), 0.5)) for n in (state.found, count)]
-    span = logs[0] - jnp.log(jnp.maximum(state.over.astype(jnp.float32), 0.5))
-    share = (logs[0] - logs[1]) / jnp.maximum(span, 1e-6)
+def _interpolated(state: _Search, count: Int[Array, "b k"], length: int) -> Int[Array, "b k"]:
+    """Where the count would be met if the scores' upper tail were a normal distribution's."""
+
+    def deviations(entries: Int[Array, "b k"]) -> Float[Array, "b k"]:
+        share = jnp.maximum(entries.astype(jnp.float32), 0.5) / (2.0 * length)
+        return jnp.sqrt(-jnp.log(jnp.minimum(share, 1.0)))
+
+    start = deviations(state.found)
+    span = jnp.maximum(deviations(state.over) - start, 1e-6)
     low, high = _value(state.low), _value(state.high)
-    guess = low + (high - low) * share
+    guess = low + (high - low) * ((deviations(count) - start) / span)
     return jnp.where(jnp.isfinite(guess), _key(guess), _halfway(state))
 
 
