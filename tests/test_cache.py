@@ -1,0 +1,225 @@
+"""Where cached rows are: the ring of recent tokens, and the array in host memory."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinigen_jax.cache import DenseLayer, Resident, Slots
+from infinigen_jax.memory import (
+    allocate_host,
+    append_rows,
+    default_mesh,
+    gather_rows,
+    read_block,
+    write_layer,
+)
+
+SHAPE = (3, 2, 2, 40, 6)  # layers, sequences, KV heads, slots, row
+MESH = default_mesh()
+
+
+class Ring:
+    """What `Slots` is meant to be: tokens written one after the other, in plain Python."""
+
+    def __init__(self, sinks: int, window: int):
+        self.sinks, self.window = sinks, window
+        self.slots = [-1] * (sinks + window)
+        self.next = sinks
+        self.position = -1
+
+    def write(self) -> None:
+        self.position += 1
+        if self.position < self.sinks:
+            self.slots[self.position] = self.position
+            return
+        self.slots[self.next] = self.position
+        self.next = self.next + 1 if self.next + 1 < len(self.slots) else self.sinks
+
+
+geometry = st.tuples(st.integers(0, 5), st.integers(1, 9))
+
+
+@settings(max_examples=40)
+@given(geometry, st.integers(0, 40))
+def test_slots_against_a_ring_in_python(sizes, current):
+    slots, ring = Slots(*sizes), Ring(*sizes)
+    for _ in range(current + 1):
+        ring.write()
+    assert slots.size == sum(sizes)
+    now = jnp.array([current], jnp.int32)
+    assert slots.positions(now).tolist() == [ring.slots]
+    for position in ring.slots:
+        if position >= 0:
+            assert ring.slots[int(slots.of(jnp.int32(position)))] == position
+
+
+@settings(max_examples=40)
+@given(geometry, st.lists(st.integers(0, 40), min_size=1, max_size=3))
+def test_a_position_is_either_resident_or_eligible(sizes, current):
+    slots, capacity = Slots(*sizes), 48
+    now = jnp.array(current, jnp.int32)
+    resident, eligible = np.asarray(slots.positions(now)), np.asarray(slots.eligible(now, capacity))
+    for i, newest in enumerate(current):
+        on_device = [p for p in resident[i].tolist() if p >= 0]
+        on_host = np.flatnonzero(eligible[i]).tolist()
+        assert sorted(on_device + on_host) == list(range(newest + 1))
+
+
+@pytest.mark.parametrize("sinks, window", [(0, 1), (2, 3), (4, 8)])
+def test_resident_rows_follow_the_tokens(sinks, window):
+    """Prompts of several lengths, then tokens: each slot holds the row of its position."""
+    slots, lengths, longest = Slots(sinks, window), np.array([1, 5, 12], np.int32), 12
+    rows = np.arange(1, 41, dtype=np.float32)  # the row of position p is p + 1 everywhere
+    prompt = jnp.asarray(np.broadcast_to(rows[:longest, None], (3, 2, longest, 4)))
+    resident = Resident.from_prompt(prompt, jnp.asarray(lengths), slots)
+
+    def check(current: np.ndarray) -> None:
+        part = resident.part(jnp.asarray(current), slots)
+        positions = np.asarray(slots.positions(jnp.asarray(current)))
+        np.testing.assert_array_equal(part.valid[:, 0], positions >= 0)
+        for i, j in np.argwhere(positions >= 0):
+            assert (np.asarray(part.keys)[i, :, j] == rows[positions[i, j]]).all()
+            assert (np.asarray(part.values)[i, :, j] == rows[positions[i, j]]).all()
+
+    check(lengths - 1)
+    for step in range(2 * window + sinks):
+        now = lengths + step
+        row = jnp.broadcast_to(jnp.asarray(rows[now])[:, None, None], (3, 2, 4))
+        resident = resident.write(row, jnp.asarray(now), slots)
+        check(now)
+    start = jnp.asarray(now - window + 1)
+    since = resident.since(start, slots)
+    expected = rows[np.asarray(start)[:, None] + np.arange(window)]
+    np.testing.assert_array_equal(since[:, 1, :, 2], expected)
+
+
+def test_dense_layers_hold_everything():
+    keys, values = (jnp.asarray(np.random.default_rng(i).normal(size=(2, 5, 3, 4))) for i in (0, 1))
+    keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
+    layer = DenseLayer.from_prompt(keys, values, 8)
+    at = jnp.array([5, 2], jnp.int32)
+    layer = layer.write(jnp.ones((2, 3, 4)), jnp.full((2, 3, 4), 2.0), at)
+    part = layer.part(at)
+    assert part.valid[:, 0].tolist() == [[True] * 6 + [False] * 2, [True] * 3 + [False] * 5]
+    np.testing.assert_array_equal(part.keys[0, :, :5], keys[0].swapaxes(0, 1))
+    np.testing.assert_array_equal(part.values[1, :, :2], values[1, :2].swapaxes(0, 1))
+    assert (part.keys[0, :, 5] == 1).all() and (part.values[1, :, 2] == 2).all()
+
+
+# The host array.
+
+
+def filled(seed: int = 0, shape: tuple = SHAPE) -> tuple[jax.Array, np.ndarray]:
+    """A host cache written layer by layer, and the same in NumPy."""
+    expected = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    write = jax.jit(functools.partial(write_layer, mesh=MESH), donate_argnums=0)
+    cache = allocate_host(shape, jnp.float32, MESH)
+    for layer in range(shape[0]):
+        cache = write(cache, jnp.int32(layer), jnp.asarray(expected[layer]))
+    return cache, expected
+
+
+def copied(cache: jax.Array) -> np.ndarray:
+    """Contents, without holding a view: a view would forbid updates in place."""
+    return np.array(jax.device_put(cache, jax.memory.Space.Device))
+
+
+def test_the_cache_is_in_pinned_host_memory():
+    cache = allocate_host(SHAPE, jnp.bfloat16, MESH)
+    assert cache.sharding.memory_kind == "pinned_host"
+    assert cache.shape == SHAPE and cache.dtype == jnp.bfloat16
+    written, expected = filled()
+    assert written.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(copied(written), expected)
+
+
+def test_writing_fewer_rows_leaves_the_others():
+    cache, expected = filled()
+    write = jax.jit(functools.partial(write_layer, mesh=MESH), donate_argnums=0)
+    rows = np.full((2, 2, 7, 6), 5.0, np.float32)
+    cache = write(cache, jnp.int32(1), jnp.asarray(rows))
+    expected[1, :, :, :7] = rows
+    np.testing.assert_array_equal(copied(cache), expected)
+
+
+def test_gathered_rows():
+    cache, expected = filled()
+    slots = np.random.default_rng(1).integers(0, SHAPE[3], (2, 2, 9)).astype(np.int32)
+    slots[0, 0, :2], slots[1, 1, -2:] = 0, SHAPE[3] - 1
+    gather = jax.jit(functools.partial(gather_rows, mesh=MESH))
+    for layer in range(SHAPE[0]):
+        rows = gather(cache, jnp.int32(layer), jnp.asarray(slots))
+        assert rows.sharding.memory_kind == "device"
+        reference = np.take_along_axis(expected[layer], slots[..., None], axis=2)
+        np.testing.assert_array_equal(rows, reference)
+
+
+def test_blocks():
+    cache, expected = filled()
+    read = jax.jit(functools.partial(read_block, mesh=MESH), static_argnames="size")
+    for layer, start, size in ((0, 0, 40), (1, 8, 8), (2, 39, 1)):
+        rows = read(cache, jnp.int32(layer), jnp.int32(start), size=size)
+        assert rows.sharding.memory_kind == "device"
+        np.testing.assert_array_equal(rows, expected[layer][:, :, start : start + size])
+
+
+append = jax.jit(functools.partial(append_rows, mesh=MESH), donate_argnums=0)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.tuples(st.integers(0, 35), st.integers(0, 35)), max_size=4))
+def test_appended_rows(positions):
+    cache, expected = filled()
+    rng = np.random.default_rng(2)
+    for at in positions:
+        rows = rng.normal(size=(3, 2, 2, 5, 6)).astype(np.float32)
+        cache = append(cache, jnp.asarray(rows), jnp.array(at, jnp.int32))
+        for i, start in enumerate(at):
+            expected[:, i, :, start : start + 5] = rows[:, i]
+    np.testing.assert_array_equal(copied(cache), expected)
+
+
+def test_updates_are_in_place():
+    cache, _ = filled()
+    rows, at = jnp.ones((3, 2, 2, 5, 6)), jnp.array([1, 7], jnp.int32)
+    append(*(filled()[0], rows, at))  # compiled before
+    write = jax.jit(functools.partial(write_layer, mesh=MESH), donate_argnums=0)
+    address = cache.unsafe_buffer_pointer()
+    cache = append(cache, rows, at)
+    assert cache.unsafe_buffer_pointer() == address
+    cache = write(cache, jnp.int32(2), jnp.ones((2, 2, 9, 6)))
+    assert cache.unsafe_buffer_pointer() == address
+    assert cache.sharding.memory_kind == "pinned_host"
+
+
+def copies(hlo: str) -> list[int]:
+    """Elements of each array that a compiled program copies."""
+    shapes = re.findall(r"= \w+\[([\d,]*)\][^ ]* copy(?:-start)?\(", hlo)
+    return [int(np.prod([int(n) for n in shape.split(",") if n] or [1])) for shape in shapes]
+
+
+def test_the_programs_hold_no_copy_of_a_layer():
+    shape = (3, 2, 2, 4096, 16)
+    cache = allocate_host(shape, jnp.float32, MESH)
+    layer, at = jnp.int32(1), jnp.array([1, 7], jnp.int32)
+    donated = {
+        append_rows: (jnp.ones((3, 2, 2, 5, 16)), at),
+        write_layer: (layer, jnp.ones((2, 2, 9, 16))),
+    }
+    read = {
+        gather_rows: (layer, jnp.zeros((2, 2, 9), jnp.int32)),
+        functools.partial(read_block, size=64): (layer, jnp.int32(3)),
+    }
+    for functions, donate in ((donated, (0,)), (read, ())):
+        for function, arguments in functions.items():
+            run = jax.jit(functools.partial(function, mesh=MESH), donate_argnums=donate)
+            hlo = run.lower(cache, *arguments).compile().as_text()
+            assert max(copies(hlo), default=0) < np.prod(shape[1:]), function
+            if donate:
+                assert "input_output_alias" in hlo
