@@ -32,7 +32,8 @@ from infinigen_jax.manifest import (
     read_manifest,
     verify_files,
 )
-from infinigen_jax.models import ModelConfig, Params, blueprint
+from infinigen_jax.memory_limits import available_device_bytes, format_bytes
+from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.safetensors_io import SafetensorsFile
 from infinigen_jax.tokenization import load_tokenizer
 
@@ -146,6 +147,7 @@ def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool) -> Model:
     _, config = read_config(folder)
     bases, key_mean = _read_skew(folder, manifest, config)
     plan = blueprint(config, dtype)
+    _check_room(folder, plan)
     sources = match(open_tensors(folder), plan, folder)
     slots = expected(plan)
 
@@ -159,6 +161,19 @@ def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool) -> Model:
         "layers": [read_tree(layer, sources, join) for layer in slots.layers],
     }
     return Model(config, params, dtype, bases, manifest.skew, key_mean, folder)
+
+
+def _check_room(folder: Path, plan: Blueprint) -> None:
+    """Refuse a model whose weights do not fit, before any is read."""
+    layers = [plan.layer_shapes] * plan.config.num_layers
+    leaves = jax.tree.leaves([plan.embedding_shapes, layers])
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    room = available_device_bytes(jax.devices()[0])
+    if room is not None and needed > room:
+        raise InputError(
+            f"{folder}: the weights need {format_bytes(needed)}, and {format_bytes(room)} are "
+            "available; use a smaller model or --dtype bfloat16"
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("transform", "dtype"))
