@@ -18,9 +18,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 
 from benchmarks import machine, shapes
-from benchmarks.physics import Traffic, offloaded_traffic, resident_traffic
+from benchmarks.physics import offloaded_traffic, resident_traffic
 from benchmarks.systems import MARGIN, Ours, System
 from infinigen_jax.checkpoint import DTYPES, Model
 from infinigen_jax.engine import Engine
@@ -61,6 +62,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=0.05, help="of infinigen (default 0.05)")
     parser.add_argument("--alpha", type=float, default=4.0, help="of infinigen (default 4)")
     parser.add_argument("--systems", nargs="+", choices=OURS + THEIRS, default=OURS + THEIRS)
+    parser.add_argument(
+        "--torch-threads", type=int, default=0, help="default: one, or all cores, if that is faster"
+    )
     parser.add_argument("--json", type=Path, help="result file (default: in benchmarks/results)")
     parser.add_argument("--plot", type=Path, help="also draw the figures into this file")
     return parser
@@ -89,7 +93,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     total = (options.rounds + 1) * (options.tokens + MARGIN) + 1
     settings = shape.settings(max(options.contexts) + total + 1)
     model = shapes.peaked_model(shape, settings["max_position_embeddings"], options.dtype)
-    note(f"{shape.name}: {sum(x.size for x in leaves(model)):,} parameters, {options.dtype}")
+    note(
+        f"{shape.name}: {sum(x.size for x in jax.tree.leaves(model.params)):,} parameters, {options.dtype}"
+    )
     other, difference = None, None
     if set(options.systems) & set(THEIRS):
         from benchmarks.systems import logits_difference, torch_model
@@ -97,7 +103,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         other = torch_model(model, settings)
         difference = logits_difference(model, other, shapes.prompt(model.config, 64))
         note(f"logits differ from transformers' by {difference:.1e} of the largest")
-    memory, link = machine.memory_read_bandwidth(), machine.host_to_device_bandwidth()
+    bandwidths = machine.memory_read_bandwidth(), machine.host_to_device_bandwidth()
     described = machine.describe()
     return {
         "benchmark": "decode",
@@ -110,10 +116,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "model": settings,
         "score_deviation": shapes.SCORE_DEVIATION,
         "logits_relative_difference": difference,
-        "memory_read_bytes_per_second": memory,
-        "host_to_device_bytes_per_second": link,
+        "memory_read_bytes_per_second": bandwidths[0],
+        "host_to_device_bytes_per_second": bandwidths[1],
         "contexts": [
-            measure_context(options, model, other, context, total, memory, link)
+            measure_context(options, model, other, context, total, bandwidths)
             for context in options.contexts
         ],
     }
@@ -125,8 +131,7 @@ def measure_context(
     other: Any,
     context: int,
     total: int,
-    memory: float,
-    link: float | None,
+    bandwidths: tuple[float, float | None],
 ) -> dict[str, Any]:
     """All systems at one length of prompt, taking turns."""
     prompts = [shapes.prompt(model.config, context, seed) for seed in range(options.batch)]
@@ -140,7 +145,7 @@ def measure_context(
         from benchmarks.systems import start_transformers
 
         note(f"{context} tokens: transformers reads the prompt")
-        systems |= start_transformers(other, prompts, total, wanted)
+        systems |= start_transformers(other, prompts, total, wanted, options.torch_threads)
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     for number in range(options.rounds + 1):
         order = list(systems)
@@ -151,12 +156,19 @@ def measure_context(
     reference = systems.get("transformers") or systems[next(iter(systems))]
     return {
         "context": context,
+        "torch_threads": torch_threads(),
         "systems": {
-            name: report(name, system, seconds[name], reference, options, model, middle)
-            | floors(name, system, options, model, middle, memory, link)
+            name: times(system, seconds[name], reference, options)
+            | floor(system, options.batch, model, middle, bandwidths)
             for name, system in systems.items()
         },
     }
+
+
+def torch_threads() -> int | None:
+    """What transformers ran with, if it did."""
+    torch = sys.modules.get("torch")
+    return torch.get_num_threads() if torch else None
 
 
 def policy(name: str, options: argparse.Namespace) -> Policy:
@@ -166,16 +178,10 @@ def policy(name: str, options: argparse.Namespace) -> Policy:
     return InfiniGen(budget=options.budget, alpha=options.alpha)
 
 
-def report(
-    name: str,
-    system: System,
-    seconds: list[float],
-    reference: System,
-    options: argparse.Namespace,
-    model: Model,
-    context: int,
+def times(
+    system: System, seconds: list[float], reference: System, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Times of a system; the first round is kept apart."""
+    """What a system took; the first round, which compiles, is kept apart."""
     middle = statistics.median(seconds[1:])
     pairs = zip(system.drawn, reference.drawn, strict=False)
     equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(system.drawn))
@@ -199,32 +205,28 @@ def report(
     return entry
 
 
-def floors(
-    name: str,
-    system: System,
-    options: argparse.Namespace,
-    model: Model,
-    context: int,
-    memory: float,
-    link: float | None,
+def floor(
+    system: System, batch: int, model: Model, context: int, bandwidths: tuple[float, float | None]
 ) -> dict[str, Any]:
     """The bytes a step has to move, and its least time."""
-    traffic: Traffic = resident_traffic(model, options.batch, context)
     if isinstance(system, Ours):
         fraction = system.run.stats().fetched_fraction
         traffic = offloaded_traffic(model, system, context, fraction)
+    else:
+        traffic = resident_traffic(model, batch, context)
     return {
         "bytes_per_step": dataclasses.asdict(traffic),
-        "floor_milliseconds": traffic.floor_ms(memory, link),
+        "floor_milliseconds": traffic.floor_ms(*bandwidths),
     }
 
 
 def table(result: dict[str, Any]) -> str:
     """The result for reading: a line for each context and system."""
+    settings, described = result["settings"], result["machine"]
+    bandwidth = result["memory_read_bytes_per_second"] / 1e9
     lines = [
-        f"{result['settings']['shape']}, batch {result['settings']['batch']}, "
-        f"{result['settings']['dtype']}, {result['machine']['cpu']}, {result['machine']['device']}, "
-        f"memory read at {result['memory_read_bytes_per_second'] / 1e9:.1f} GB/s",
+        f"{settings['shape']}, batch {settings['batch']}, {settings['dtype']}; {described['cpu']}, "
+        f"{described['cores']} cores, {described['device']}; memory read at {bandwidth:.1f} GB/s",
         f"{'context':>8}  {'system':<20} {'tok/s':>8} {'ms/step':>8} {'floor':>8} {'fetched':>8}"
         f" {'vs transformers':>16}",
     ]
@@ -247,12 +249,6 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(result, indent=1) + "\n")
     os.replace(partial, path)
-
-
-def leaves(model: Model) -> list[Any]:
-    import jax
-
-    return jax.tree.leaves(model.params)
 
 
 def note(text: str) -> None:

@@ -99,7 +99,6 @@ def torch_model(model: Model, settings: dict[str, Any]) -> Any:
     import torch
     import transformers
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     settings = dict(settings)
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     config._attn_implementation = "sdpa"
@@ -139,30 +138,49 @@ def logits_difference(model: Model, other: Any, prompt: list[int]) -> float:
 
 
 def start_transformers(
-    other: Any, prompts: list[list[int]], new_tokens: int, names: list[str]
+    other: Any, prompts: list[list[int]], new_tokens: int, names: list[str], threads: int
 ) -> dict[str, Transformers]:
     """Read the prompts once; the static cache is filled from the dynamic one.
 
     Args:
+        prompts: of equal lengths.
         names: of the systems wanted, "transformers" and "transformers-static".
+        threads: of torch; 0 for what decodes faster here, one thread or one on each core.
     """
     import torch
     import transformers
 
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(cores)
     ids = torch.tensor(prompts, device=other.device)
     with torch.inference_mode():
         cache = transformers.DynamicCache(config=other.config)
         output = other(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         first = output.logits[:, -1:].argmax(dim=-1)
+        torch.set_num_threads(threads or _faster_threads(other, cache, first, cores))
         systems = {}
         if "transformers-static" in names:
             static = transformers.StaticCache(other.config, ids.shape[1] + new_tokens + 1)
             for i, layer in enumerate(cache.layers):
-                static.update(layer.keys, layer.values, i)
+                filled: Any = layer
+                static.update(filled.keys, filled.values, i)
             systems["transformers-static"] = Transformers(other, static, first)
         if "transformers" in names:
             systems["transformers"] = Transformers(other, cache, first)
     return systems
+
+
+def _faster_threads(other: Any, cache: Any, first: Any, cores: int, steps: int = 6) -> int:
+    """With small matrices a second thread can cost more than it does."""
+    import torch
+
+    length, seconds = cache.get_seq_length(), {}
+    for threads in (cores, 1):
+        torch.set_num_threads(threads)
+        trial = Transformers(other, cache, first)
+        seconds[threads] = min(trial.round(1) for _ in range(steps))
+        cache.crop(length - cache.get_seq_length())
+    return min(seconds, key=lambda threads: seconds[threads])
 
 
 def _tensor(array: np.ndarray) -> Any:

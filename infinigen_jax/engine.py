@@ -55,8 +55,8 @@ class Stats:
     Attributes:
         prompt_tokens, new_tokens: totals over the batch.
         prefill_seconds: from the call to the first token.
-        warmup_seconds: the first decode step, which may compile.
-        decode_seconds, decode_tokens_per_second: the steps behind it, whole batch.
+        decode_seconds, decode_tokens_per_second: whole batch, without the first decode step, which
+            may compile (unless it is the only one).
         fetched_fraction: rows fetched over rows cached, mean over steps, host layers, KV heads and
             sequences. Padding that a transfer moves beside them is not counted here...
         host_to_device_bytes_per_token: ...but it is here: all bytes of rows that were moved.
@@ -67,7 +67,6 @@ class Stats:
     prompt_tokens: int
     new_tokens: int
     prefill_seconds: float
-    warmup_seconds: float
     decode_seconds: float
     decode_tokens_per_second: float
     fetched_fraction: float
@@ -397,7 +396,6 @@ class Run:
             prompt_tokens=int(self.prompt_lengths.sum()),
             new_tokens=sum(map(len, self.new_tokens)),
             prefill_seconds=self.prefill_seconds,
-            warmup_seconds=sum(self._times[:2]),
             decode_seconds=seconds,
             decode_tokens_per_second=timed / seconds if seconds else 0.0,
             fetched_fraction=self._fetched_fraction(steps_of),
