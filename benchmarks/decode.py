@@ -24,6 +24,7 @@ from benchmarks import machine, shapes
 from benchmarks.physics import offloaded_traffic, resident_traffic
 from benchmarks.systems import MARGIN, Ours, System
 from infinigen_jax.checkpoint import DTYPES, Model
+from infinigen_jax.compilations import compilations
 from infinigen_jax.engine import Engine
 from infinigen_jax.policies import Full, InfiniGen, Policy
 
@@ -93,9 +94,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     total = (options.rounds + 1) * (options.tokens + MARGIN) + 1
     settings = shape.settings(max(options.contexts) + total + 1)
     model = shapes.peaked_model(shape, settings["max_position_embeddings"], options.dtype)
-    note(
-        f"{shape.name}: {sum(x.size for x in jax.tree.leaves(model.params)):,} parameters, {options.dtype}"
-    )
+    size = sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    note(f"{shape.name}: {size:,} parameters, {options.dtype}")
     other, difference = None, None
     if set(options.systems) & set(THEIRS):
         from benchmarks.systems import logits_difference, torch_model
@@ -147,7 +147,9 @@ def measure_context(
         note(f"{context} tokens: transformers reads the prompt")
         systems |= start_transformers(other, prompts, total, wanted, options.torch_threads)
     seconds: dict[str, list[float]] = {name: [] for name in systems}
+    compiled = 0
     for number in range(options.rounds + 1):
+        compiled = compilations() if number == 1 else compiled
         order = list(systems)
         for name in order[number % len(order) :] + order[: number % len(order)]:
             seconds[name].append(systems[name].round(options.tokens))
@@ -157,6 +159,7 @@ def measure_context(
     return {
         "context": context,
         "torch_threads": torch_threads(),
+        "compilations_after_warmup_round": compilations() - compiled,
         "systems": {
             name: times(system, seconds[name], reference, options)
             | floor(system, options.batch, model, middle, bandwidths)
@@ -200,7 +203,6 @@ def times(
             "fetched_fraction": stats.fetched_fraction,
             "host_to_device_bytes_per_token": stats.host_to_device_bytes_per_token,
             "prefill_seconds": stats.prefill_seconds,
-            "compilations_after_warmup": stats.compilations_after_warmup,
         }
     return entry
 

@@ -19,6 +19,7 @@ from infinigen_jax.models import ModelConfig, Params, config_from_hf, random_par
 from infinigen_jax.skew import svd_basis
 
 SCORE_DEVIATION = 4.0  # of attention logits over tokens; 1 with plain random weights
+DECAY = 7.0  # the first column of a head has e^7 times the energy of the last
 CALIBRATION = (8, 128)  # windows, tokens of each
 
 
@@ -104,10 +105,10 @@ def peaked_model(shape: Shape, positions: int, dtype: str, seed: int = 0) -> Mod
         elif name != "kernel":
             return leaf
         elif module == "q":
-            factor = jnp.tile(profile, config.num_heads)
+            factor = jnp.tile(profile, config.num_heads)[None]
         elif module == "kv":
             keys = jnp.tile(profile, config.num_kv_heads)
-            factor = jnp.concatenate([keys, jnp.ones_like(keys)])
+            factor = jnp.concatenate([keys, jnp.ones_like(keys)])[None]
         else:
             factor = jnp.asarray(damping if module in ("o", "down") else 1.0)
         return leaf * factor.astype(leaf.dtype)
@@ -126,7 +127,7 @@ def _profile(config: ModelConfig) -> jax.Array:
     """Factor of each of a head's d columns, for queries and for keys."""
     d = config.head_dim
     place = jnp.arange(d) % (d // 2) * 2 if config.rope is not None else jnp.arange(d)
-    energy = 0.9 ** place.astype(jnp.float32)
+    energy = jnp.exp(-DECAY / d * place.astype(jnp.float32))
     # The product of a query and a key has the variance sum(energy^2) / d, energy being the square.
     return jnp.sqrt(energy * SCORE_DEVIATION * jnp.sqrt(d / jnp.sum(energy**2)))
 
