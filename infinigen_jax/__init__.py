@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Basis, Model, embedded, load
-    from infinigen_jax.engine import Engine, Generation, Run, Stats, Step
+    from infinigen_jax.engine import Engine, Generation, Step
     from infinigen_jax.errors import InputError, UnsupportedModelError
     from infinigen_jax.policies import Full, InfiniGen
+    from infinigen_jax.run import Run, Stats
     from infinigen_jax.sampling import Sampling
 
 _HOMES = {
     "checkpoint": ("Basis", "Model", "embedded", "load"),
-    "engine": ("Engine", "Generation", "Run", "Stats", "Step"),
+    "engine": ("Engine", "Generation", "Step"),
     "errors": ("InputError", "UnsupportedModelError"),
+    "run": ("Run", "Stats"),
     "policies": ("Full", "InfiniGen"),
     "sampling": ("Sampling",),
 }

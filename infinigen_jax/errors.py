@@ -1,7 +1,9 @@
 """The one exception that means "the input is at fault", and how a command line reports it."""
 
+import argparse
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 
 class InputError(ValueError):
@@ -14,6 +16,13 @@ class InputError(ValueError):
 
 class UnsupportedModelError(InputError):
     """A model configuration that this package refuses, by the name of the offending setting."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line on stderr, as all errors of a command line are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {' '.join(message.split())}; see --help\n")
 
 
 def run_command(command: Callable[[], int | None]) -> int:

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infinigen_jax.errors import InputError, run_command
+from infinigen_jax.errors import InputError, Parser, run_command
 
 if TYPE_CHECKING:
-    from infinigen_jax.engine import Run
     from infinigen_jax.policies import Policy
+    from infinigen_jax.run import Run
 
 DEFAULT_PROMPT = "It was a dark and stormy night, and the old man"
 POLICY_OPTIONS = ("alpha", "partial_ratio", "budget")
@@ -25,7 +25,7 @@ POLICY_OPTIONS = ("alpha", "partial_ratio", "budget")
 
 def build_parser() -> argparse.ArgumentParser:
     """The options; part of them is a contract with other programs (README, "Command line")."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m infinigen_jax.generate",
         description="Generate text with the KV cache in host memory.",
     )
@@ -185,9 +185,13 @@ def checked_output(name: str | None) -> Path | None:
 def write_stats(run: "Run", path: Path) -> None:
     """Write the stats whole or not at all."""
     record = {"tokens": run.new_tokens, "texts": run.texts} | dataclasses.asdict(run.stats())
+    text = json.dumps(record, indent=2) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        if path.exists() and not path.is_file():  # /dev/stdout, a pipe: never to be replaced
+            path.write_text(text, encoding="utf-8")
+            return
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         raise InputError(f"--stats-json {path}: {error.strerror}; nothing was written") from None

@@ -77,12 +77,18 @@ def allocate_host(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Array:
 
     Nothing of its size is ever made in device memory. What it contains is arbitrary: readers mask.
     """
+    return _allocation(shape, jnp.dtype(dtype), mesh)()
+
+
+@functools.lru_cache(maxsize=64)
+def _allocation(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Any:
+    """Compiled once for each shape, not once for each generation."""
     sharding = Placement(mesh).host
     local = sharding.shard_shape(shape)
     make = jax.shard_map(
         lambda: to_host(lax.empty(local, dtype)), mesh=mesh, in_specs=(), out_specs=CACHE_SPEC
     )
-    return jax.jit(make, out_shardings=sharding)()
+    return jax.jit(make, out_shardings=sharding)
 
 
 def gather_rows(

@@ -3,12 +3,12 @@
 import argparse
 import sys
 
-from infinigen_jax.errors import run_command
+from infinigen_jax.errors import Parser, run_command
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The options; choices are spelled out so that --help needs no heavy import."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m infinigen_jax.convert",
         description="Convert a Hugging Face model folder (LLaMA or OPT) for InfiniGen.",
     )

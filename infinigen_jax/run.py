@@ -1,0 +1,296 @@
+"""A generation in progress: a batch of prompts with its cache, stepped token by token.
+
+Python's part of a token is to dispatch the next step and then to read the previous step's tokens,
+the one synchronisation of a token; which rows are fetched never passes through here.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from infinigen_jax.cache import Cache
+from infinigen_jax.compilations import compilations
+from infinigen_jax.decode import STREAM_BLOCK, steps
+from infinigen_jax.memory import Placement
+from infinigen_jax.planning import check_memory, plan_memory
+from infinigen_jax.prefill import prefill
+from infinigen_jax.sampling import Sampling
+from infinigen_jax.text import TextStream
+
+if TYPE_CHECKING:
+    from infinigen_jax.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What a generation took.
+
+    Attributes:
+        prompt_tokens, new_tokens: totals over the batch.
+        prefill_seconds: from the call to the first token.
+        decode_seconds, decode_tokens_per_second: whole batch, without the first decode step, which
+            may compile (unless it is the only one).
+        fetched_fraction: rows fetched over rows cached, mean over steps, host layers, KV heads and
+            sequences. Padding that a transfer moves beside them is not counted here...
+        host_to_device_bytes_per_token: ...but it is here: all bytes of rows that were moved.
+        host_cache_bytes, device_index_bytes: size of the host cache and of the policy's state.
+        compilations_after_warmup: XLA compilations behind the first decode step; 0 is expected.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    decode_tokens_per_second: float
+    fetched_fraction: float
+    host_to_device_bytes_per_token: float
+    host_cache_bytes: int
+    device_index_bytes: int
+    compilations_after_warmup: int
+    policy: str
+    schedule: str
+    transfer: str
+
+
+class Run:
+    """One generation in progress; made by `Engine.start`.
+
+    Attributes:
+        cache: what is cached now; replaced by every step (its old arrays are donated).
+        plan: the memory it takes.
+        new_tokens: tokens drawn so far and read back, per prompt.
+        texts: their text.
+    """
+
+    cache: Cache
+
+    def __init__(
+        self, engine: "Engine", prompts: list[list[int]], max_new_tokens: int, sampling: Sampling
+    ):
+        self._clock = time.perf_counter()
+        self.engine = engine
+        self.decoder = engine.decoder
+        self.max_new_tokens = max_new_tokens
+        self.prompt_lengths = np.array([len(p) for p in prompts], np.int32)
+        longest = int(self.prompt_lengths.max())
+        config = engine.model.config
+        # A flush writes a whole window.
+        self.capacity = round_up_capacity(max(longest + max_new_tokens, self.decoder.policy.window))
+        padded = min(round_up_prompt(longest), self.capacity, config.max_positions)
+        self.plan = plan_memory(self.decoder, len(prompts), padded, self.capacity)
+        check_memory(self.plan, engine.mesh.devices.flat[0])
+        compilations()
+
+        # The seed is an argument, not part of the compiled program.
+        at = Placement(engine.mesh)
+        self._seed = jax.device_put(np.uint32(sampling.seed), at.whole)
+        self._sampling = dataclasses.replace(sampling, seed=0)
+        self._steps = steps(self.decoder)
+        self._numbers = [
+            jax.device_put(np.int32(i), at.whole) for i in range(self.decoder.host_layers)
+        ]
+        self._step = jax.device_put(np.int32(1), at.whole)
+        self._since_flush = 0
+        self._counts: list[jax.Array] = []
+
+        tokens = np.zeros((len(prompts), padded), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        self.cache, self.drawn = prefill(
+            self.decoder,
+            engine.weights,
+            jax.device_put(tokens, at.batch),
+            jax.device_put(self.prompt_lengths, at.batch),
+            self.capacity,
+            self._sampling,
+            self._seed,
+        )
+        self.drawn.block_until_ready()
+        self.prefill_seconds = self._lap()
+        self._flush()  # compiles it; before the first step it only repeats what prefill wrote
+        self._times: list[float] = []
+        self._compiled = None
+        self.new_tokens: list[list[int]] = [[] for _ in prompts]
+        self.texts = [""] * len(prompts)
+        self._streams: list[TextStream] | None = None
+
+    def advance(self) -> None:
+        """Dispatch one decode step: `drawn` becomes the next tokens. Does not wait."""
+        if self._since_flush == self.decoder.policy.window:
+            self._flush()
+        self._since_flush += 1
+        with jax.transfer_guard("disallow"):
+            if self.engine.schedule == "fused":
+                self._advance_fused()
+            else:
+                self._advance_layerwise()
+
+    def _advance_fused(self) -> None:
+        cache = self.cache
+        local, lengths, self.drawn, self._step, count = self._steps.fused(
+            self.engine.weights,
+            cache.host,
+            cache.states,
+            cache.local,
+            cache.lengths,
+            self.drawn,
+            self._seed,
+            self._step,
+            sampling=self._sampling,
+        )
+        self.cache = cache._replace(local=local, lengths=lengths)
+        self._counts.append(count)
+
+    def _advance_layerwise(self) -> None:
+        cache, run, decoder = self.cache, self._steps, self.decoder
+        weights, numbers, positions = self.engine.weights, self._numbers, cache.lengths
+        carry = run.embed(weights.params["embedding"], self.drawn, positions)
+
+        def following(number: int) -> Any:
+            inside = 0 <= number < decoder.host_layers
+            return decoder.following(weights, cache, number, numbers[number]) if inside else None
+
+        if decoder.dense_layers == 0 and (first := following(0)) is not None:
+            carry = run.first(carry, first, cache.host, positions)
+        updated = []
+        for i, params in enumerate(weights.params["layers"]):
+            own = i - decoder.dense_layers
+            ahead = following(own + 1)
+            carry, local = (run.layer if ahead is None else run.fetching_layer)(
+                params,
+                carry,
+                cache.local[i],
+                cache.host,
+                numbers[own] if own >= 0 else None,
+                ahead,
+                positions,
+            )
+            updated.append(local)
+        self.drawn, self._step, lengths = run.draw(
+            weights.params["embedding"],
+            carry.x,
+            self._seed,
+            self._step,
+            positions,
+            sampling=self._sampling,
+        )
+        self.cache = cache._replace(local=tuple(updated), lengths=lengths)
+        self._counts.append(carry.count)
+
+    def _flush(self) -> None:
+        if self.cache.host is not None:
+            cache = self.cache
+            host, states = self._steps.flush(
+                self.engine.weights.policy, cache.local, cache.host, cache.states, cache.lengths
+            )
+            self.cache = cache._replace(host=host, states=states)
+        self._since_flush = 0
+
+    def tokens(self, *, ignore_eos: bool = False) -> Iterator[list[int | None]]:
+        """Yield the drawn tokens, step by step; None for sequences that have ended."""
+        eos = set() if ignore_eos else set(self.engine.model.config.eos_ids)
+        ended = [False] * len(self.new_tokens)
+        for number in range(self.max_new_tokens):
+            drawn = self.drawn
+            if number + 1 < self.max_new_tokens:
+                self.advance()  # the device has its next step before the host reads this one's
+            values: list[int | None] = [int(token) for token in np.asarray(drawn)]
+            self._times.append(self._lap())
+            if number == 1:
+                self._compiled = compilations()
+            for i, token in enumerate(values):
+                if ended[i]:
+                    values[i] = None
+                    continue
+                assert token is not None
+                self.new_tokens[i].append(token)
+                ended[i] = token in eos
+            yield values
+            if all(ended):
+                return
+
+    def push_text(self, tokens: list[int | None]) -> list[str]:
+        """Text that one step's tokens complete, per sequence."""
+        tokenizer = self.engine.model.tokenizer
+        if tokenizer is None:
+            return [""] * len(tokens)
+        if self._streams is None:
+            self._streams = [TextStream(tokenizer) for _ in tokens]
+        pairs = zip(self._streams, tokens, strict=True)
+        # What an ended sequence held back is its text before anything is printed behind it.
+        return self._add_text([s.finish() if t is None else s.push([t]) for s, t in pairs])
+
+    def finish_text(self) -> list[str]:
+        """Text that was held back because a character was incomplete, per sequence."""
+        return self._add_text([stream.finish() for stream in self._streams or []])
+
+    def _add_text(self, pieces: list[str]) -> list[str]:
+        for i, piece in enumerate(pieces):
+            self.texts[i] += piece
+        return pieces
+
+    def stats(self) -> Stats:
+        """What the generation took, up to now."""
+        decoder, plan = self.decoder, self.plan
+        steps_of = np.array([len(tokens) - 1 for tokens in self.new_tokens])  # decode steps
+        later = slice(2, None) if len(self._times) > 2 else slice(1, None)
+        timed = sum(len(range(*later.indices(len(tokens)))) for tokens in self.new_tokens)
+        seconds = sum(self._times[later], 0.0)
+        moved = len(self._times[1:]) * self._bytes_per_step()
+        return Stats(
+            prompt_tokens=int(self.prompt_lengths.sum()),
+            new_tokens=sum(map(len, self.new_tokens)),
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=seconds,
+            decode_tokens_per_second=timed / seconds if seconds else 0.0,
+            fetched_fraction=self._fetched_fraction(steps_of),
+            host_to_device_bytes_per_token=moved / max(1, int(steps_of.sum())),
+            host_cache_bytes=plan.host_cache,
+            device_index_bytes=plan.index,
+            compilations_after_warmup=0
+            if self._compiled is None
+            else compilations() - self._compiled,
+            policy=decoder.policy.name,
+            schedule=self.engine.schedule,
+            transfer=decoder.transfer.name,
+        )
+
+    def _bytes_per_step(self) -> int:
+        """Bytes of rows that one step moves to the device, padding included."""
+        decoder = self.decoder
+        rows = decoder.policy.request_size(self.capacity)
+        width = 2 * decoder.config.head_dim * decoder.dtype.itemsize
+        heads = decoder.config.num_kv_heads * decoder.host_layers
+        return len(self.new_tokens) * heads * rows * width
+
+    def _fetched_fraction(self, steps_of: np.ndarray) -> float:
+        """Mean over the steps that made a token that was kept."""
+        if not self.decoder.host_layers or not steps_of.sum():
+            return 0.0
+        number = steps_of.max()
+        counts = np.stack([np.asarray(count) for count in self._counts[:number]])  # [steps, b]
+        step = np.arange(number)[:, None]
+        cached = (self.prompt_lengths + step) * self.decoder.host_layers
+        fraction = counts / (cached * self.decoder.config.num_kv_heads)
+        return float(fraction[step < steps_of].mean())
+
+    def _lap(self) -> float:
+        now = time.perf_counter()
+        elapsed, self._clock = now - self._clock, now
+        return elapsed
+
+
+def round_up_capacity(tokens: int) -> int:
+    """Capacities come in a few sizes, so that few programs are compiled; multiples of a block."""
+    unit = 128 if tokens <= STREAM_BLOCK else STREAM_BLOCK
+    return -(-tokens // unit) * unit
+
+
+def round_up_prompt(tokens: int) -> int:
+    """Padded prompt lengths: multiples of 64 up to 512, then of 512."""
+    unit = 64 if tokens <= 512 else 512
+    return -(-tokens // unit) * unit
