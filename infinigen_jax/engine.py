@@ -96,6 +96,8 @@ class Engine:
         if isinstance(prompt, str):
             if not prompt:
                 raise InputError("--prompt: the prompt is empty; give at least one character")
+            if any("\ud800" <= c <= "\udfff" for c in prompt):
+                raise InputError("--prompt: not UTF-8 text; convert it first")
             if self.model.tokenizer is None:
                 raise InputError("this model has no tokenizer; give prompts as token numbers")
             prompt = self.model.tokenizer.encode(prompt)

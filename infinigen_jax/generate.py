@@ -80,7 +80,9 @@ def generate(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     policy = make_policy(arguments)
-    model = load(arguments.model or embedded(), arguments.dtype, notify=say)
+    model = load(
+        embedded() if arguments.model is None else arguments.model, arguments.dtype, notify=say
+    )
     engine = Engine(
         model,
         policy=policy,

@@ -1,0 +1,348 @@
+"""The generate command line: what it prints and writes, and how it refuses bad input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import ROOT, only
+from transformers import AutoTokenizer
+
+from infinigen_jax import generate, planning
+from infinigen_jax.checkpoint import embedded
+from infinigen_jax.convert.__main__ import main as convert_main
+
+KEYS = {
+    "tokens": list,
+    "texts": list,
+    "prompt_tokens": int,
+    "new_tokens": int,
+    "prefill_seconds": float,
+    "decode_seconds": float,
+    "decode_tokens_per_second": float,
+    "fetched_fraction": float,
+    "host_to_device_bytes_per_token": float,
+    "host_cache_bytes": int,
+    "device_index_bytes": int,
+    "compilations_after_warmup": int,
+    "policy": str,
+    "schedule": str,
+    "transfer": str,
+}
+SHORT = ("--prompt", "The king said", "--max-new-tokens", "4")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def run(capsys):
+    """`run(*arguments)` gives exit status, stdout and stderr of the command in this process."""
+
+    def call(*arguments: str | Path, main=generate.main) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = main([str(a) for a in arguments])
+        except SystemExit as caught:  # argparse ends like this
+            status = caught.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def refused(run, tmp_path):
+    """`refused(*arguments)` checks how the command fails, and returns its one line."""
+    stats = tmp_path / "never.json"
+
+    def call(*arguments: str | Path) -> str:
+        if "--stats-json" not in arguments:
+            arguments = (*arguments, "--stats-json", stats)
+        status, out, err = run(*arguments)
+        assert status == 2 and out == ""
+        assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+        assert "Traceback" not in err and not stats.exists()
+        assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+        return err
+
+    return call
+
+
+def command(*arguments: str, **settings) -> subprocess.Popen:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "infinigen_jax.generate", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment | settings.pop("env", {}),
+        text=True,
+        **settings,
+    )
+
+
+def copy_of_model(folder: Path, name: str = "tiny-llama") -> Path:
+    return Path(shutil.copytree(embedded(name), folder))
+
+
+def source_of_model(folder: Path) -> Path:
+    """A model folder as from Hugging Face, never converted."""
+    copy_of_model(folder)
+    for name in ("infinigen.json", "infinigen.safetensors"):
+        (folder / name).unlink()
+    return folder
+
+
+# What it prints and writes.
+
+
+@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+def test_text_on_stdout_and_stats_in_a_file(schedule, run, tmp_path):
+    stats = tmp_path / "stats.json"
+    status, out, err = run(*SHORT, "--schedule", schedule, "--stats-json", stats)
+    record = json.loads(stats.read_text())
+    assert status == 0 and out == record["texts"][0] + "\n" and "tokens/s" in err
+    assert set(KEYS) <= set(record)
+    for name, kind in KEYS.items():
+        assert type(record[name]) is kind, name
+    assert [len(tokens) for tokens in record["tokens"]] == [4] and record["new_tokens"] == 4
+    tokenizer = AutoTokenizer.from_pretrained(str(embedded()))
+    assert record["texts"] == [tokenizer.decode(record["tokens"][0], skip_special_tokens=True)]
+    assert record["prompt_tokens"] == len(tokenizer.encode("The king said"))
+    assert record["policy"] == "infinigen" and record["schedule"] == schedule
+    assert record["transfer"] in ("xla", "cuda") and record["compilations_after_warmup"] == 0
+    assert 0 <= record["fetched_fraction"] <= 0.1 and record["host_cache_bytes"] > 0
+    assert min(record["prefill_seconds"], record["decode_seconds"]) > 0
+    assert only(tmp_path) == ["stats.json"]
+
+
+def test_several_prompts_come_in_order(run, tmp_path):
+    stats, file = tmp_path / "stats.json", tmp_path / "prompt"
+    file.write_text("A third\nprompt, of two lines.\n")
+    arguments = ("--prompt", "One", "--prompt", "It was a", "--prompt-file", file)
+    arguments = (*arguments, "--max-new-tokens", "6", "--quiet", "--policy", "full")
+    status, out, err = run(*arguments, "--stats-json", stats)
+    record = json.loads(stats.read_text())
+    assert status == 0 and err == "" and len(record["texts"]) == 3
+    assert out == "".join(text + "\n" for text in record["texts"])
+    assert record["fetched_fraction"] == 1.0 and record["policy"] == "full"
+
+
+def test_seeds_temperatures_and_types(run):
+    arguments = (*SHORT, "--temperature", "1.5", "--top-k", "50", "--top-p", "0.9", "--quiet")
+    texts = [run(*arguments, "--seed", seed) for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2] and texts[0][0] == 0 and texts[0][2] == ""
+    status, out, _ = run(*SHORT, "--dtype", "bfloat16", "--alpha", "inf", "--budget", "1")
+    assert status == 0 and out
+
+
+def test_a_folder_that_was_never_converted(run, tmp_path):
+    source = source_of_model(tmp_path / "source")
+    before = only(source)
+    status, out, err = run("--model", source, *SHORT)
+    assert status == 0 and "not converted yet" in err and only(source) == before
+    assert run("--model", source, *SHORT, "--quiet") == (0, out, "")
+
+
+def test_help(run):
+    status, out, err = run("--help")
+    assert status == 0 and "--stats-json" in out and err == ""
+
+
+def test_stats_to_what_is_not_a_file(run, tmp_path):
+    """A device or a pipe is written to; replacing it by a file would destroy it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert run(*SHORT, "--quiet", "--stats-json", pipe)[0] == 0
+    assert set(KEYS) <= set(json.loads(os.read(reader, 1 << 20)))
+    os.close(reader)
+    assert pipe.is_fifo() and only(tmp_path) == ["pipe"]
+
+
+def test_a_full_disk(run, tmp_path):
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("there is no /dev/full")
+    link = tmp_path / "full"
+    link.symlink_to("/dev/full")
+    status, _, err = run(*SHORT, "--quiet", "--stats-json", link)
+    assert status == 2 and "No space left" in err and err.count("\n") == 1
+    assert link.is_symlink() and only(tmp_path) == ["full"]
+
+
+def test_stats_that_cannot_be_written_are_not_half_written(run, tmp_path, monkeypatch):
+    def full(self, *arguments, **keywords):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    status, _, err = run(*SHORT, "--quiet", "--stats-json", tmp_path / "stats.json")
+    assert status == 2 and "No space left" in err and only(tmp_path) == []
+
+
+# Processes.
+
+
+def test_the_command_alone():
+    process = command(*SHORT, "--quiet")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0 and err == "" and out.endswith("\n") and len(out) > 1
+
+
+def test_an_option_error_is_quick_and_one_line():
+    process = command("--prompt-file", "/nonexistent/prompt")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 2 and out == "" and err.count("\n") == 1
+    assert "/nonexistent/prompt" in err
+
+
+def test_interrupted_in_the_middle(tmp_path):
+    stats = tmp_path / "stats.json"
+    arguments = ("--prompt", "The", "--ignore-eos", "--max-new-tokens", "1000")
+    process = command(*arguments, "--stats-json", str(stats), "--schedule", "layerwise")
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert only(tmp_path) == []
+
+
+def test_a_reader_that_goes_away():
+    process = command("--prompt", "The", "--ignore-eos", "--max-new-tokens", "500")
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(1)
+    process.stdout.close()
+    with process.stderr:
+        err = process.stderr.read()
+    assert process.wait(100) == 141 and "Traceback" not in err and "Exception" not in err
+
+
+# What is refused.
+
+
+def test_folders_that_are_no_models(refused, tmp_path):
+    assert "no such folder" in refused("--model", tmp_path / "absent")
+    file = tmp_path / "file"
+    file.write_text("x")
+    assert "is a file" in refused("--model", file)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "config.json" in refused("--model", empty)
+    refused("--model", "")
+
+
+def test_models_without_tokenizer(refused, tmp_path):
+    model = copy_of_model(tmp_path / "model")
+    manifest = json.loads((model / "infinigen.json").read_text())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+        manifest["files"].pop(name, None)
+    (model / "infinigen.json").write_text(json.dumps(manifest))
+    assert "has no tokenizer" in refused("--model", model)
+
+
+def test_damaged_models(refused, tmp_path):
+    def damaged(name: str, change) -> str:
+        model = copy_of_model(tmp_path / f"model-{len(list(tmp_path.iterdir()))}")
+        content = bytearray((model / name).read_bytes())
+        (model / name).write_bytes(change(content))
+        return refused("--model", model)
+
+    def flip(content: bytearray) -> bytearray:
+        content[len(content) // 2] ^= 1
+        return content
+
+    assert "model.safetensors" in damaged("model.safetensors", flip)
+    assert "infinigen.safetensors" in damaged("infinigen.safetensors", flip)
+    version = (b'"format_version": 1', b'"format_version": 9')
+    assert "format version 9" in damaged("infinigen.json", lambda c: c.replace(*version))
+    assert "infinigen.json" in damaged("infinigen.json", lambda c: c[:20])
+
+
+def test_weights_that_are_not_the_configuration_s(refused, tmp_path):
+    source = source_of_model(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"intermediate_size": 99}))
+    refused("--model", source, "--quiet")
+
+
+def test_prompts(refused, tmp_path):
+    assert "--prompt" in refused("--prompt", "")
+    assert "/absent" in refused("--prompt-file", tmp_path / "absent")
+    assert "--prompt-file" in refused("--prompt-file", tmp_path)
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\x80\xff\x00")
+    assert "not UTF-8" in refused("--prompt-file", binary)
+    binary.write_bytes(b"")
+    refused("--prompt-file", binary)
+    # What the shell passes when an argument is not UTF-8.
+    refused("--prompt", os.fsdecode(b"caf\xe9"))
+
+
+def test_prompts_longer_than_the_model(refused):
+    assert "1024 positions" in refused("--prompt", "word " * 2000)
+    assert "1024 positions" in refused("--prompt", "word", "--max-new-tokens", "1024")
+
+
+@pytest.mark.parametrize(
+    "option, values",
+    {
+        "--max-new-tokens": ["0", "-1", "1.5", "many"],
+        "--dense-layers": ["-1", "two"],
+        "--top-k": ["-1", "x"],
+        "--temperature": ["-1", "nan", "inf", "hot"],
+        "--top-p": ["0", "-0.5", "1.5", "nan"],
+        "--alpha": ["-1", "nan"],
+        "--partial-ratio": ["0", "-1", "1.1", "nan"],
+        "--budget": ["0", "-1", "1.1", "nan", "0.00001"],
+        "--seed": ["-1", "4294967296"],
+        "--policy": ["best", ""],
+        "--schedule": ["eager", ""],
+        "--transfer": ["pigeon", ""],
+    }.items(),
+)
+def test_values_out_of_range(option, values, refused):
+    for value in values:
+        assert option in refused(option, value, *([] if option == "--max-new-tokens" else SHORT))
+
+
+def test_dtypes_that_do_not_exist(refused):
+    for name in ("float8", "int32", "string"):
+        assert "dtype" in refused("--dtype", name)
+
+
+def test_policy_options_are_checked_for_the_full_cache_too(refused):
+    assert "--budget" in refused("--policy", "full", "--budget", "0")
+
+
+def test_stats_files_that_cannot_be(refused, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("x")
+    for path in (tmp_path / "absent" / "stats.json", file / "stats.json", tmp_path, ""):
+        assert "--stats-json" in refused("--stats-json", path)
+    assert file.read_text() == "x"
+
+
+def test_more_memory_than_there_is(refused, monkeypatch):
+    monkeypatch.setattr(planning, "available_host_bytes", lambda: 3 << 10)
+    message = refused(*SHORT)
+    assert "3.0 KiB" in message and "--max-new-tokens" in message
+
+
+def test_unknown_options_are_one_line(run):
+    for main, arguments in (
+        (generate.main, ["--no-such-option"]),
+        (generate.main, ["--max-new-tokens"]),
+        (generate.main, ["stray\nargument"]),
+        (convert_main, []),
+        (convert_main, ["a", "b", "--skew", "odd"]),
+    ):
+        status, out, err = run(*arguments, main=main)
+        assert status == 2 and out == "" and err.count("\n") == 1 and err.startswith("error: ")
