@@ -4,8 +4,8 @@
 
 One random model, the same weights and prompts in every system (their logits are compared first).
 All systems of a context are alive at once and take turns, round by round, so that whatever else the
-machine does reaches all alike; a figure is the median over the rounds. Prompts are read before, and
-the first round, which compiles, is left out.
+machine does reaches all alike; a figure is the median over the rounds. Not timed: reading the
+prompts, and the rounds that warm up, in which programs are compiled.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import jax
 
 from benchmarks import machine, shapes
 from benchmarks.physics import offloaded_traffic, resident_traffic
-from benchmarks.systems import MARGIN, Ours, System
+from benchmarks.systems import MARGIN, WARMUP_ROUNDS, Ours, System, Transformers
 from infinigen_jax.checkpoint import DTYPES, Model
 from infinigen_jax.compilations import compilations
 from infinigen_jax.engine import Engine
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that the result file holds."""
     shape = shapes.SHAPES[options.shape]
-    total = (options.rounds + 1) * (options.tokens + MARGIN) + 1
+    total = (options.rounds + WARMUP_ROUNDS) * (options.tokens + MARGIN) + 1
     settings = shape.settings(max(options.contexts) + total + 1)
     model = shapes.peaked_model(shape, settings["max_position_embeddings"], options.dtype)
     size = sum(leaf.size for leaf in jax.tree.leaves(model.params))
@@ -147,9 +147,10 @@ def measure_context(
         note(f"{context} tokens: transformers reads the prompt")
         systems |= start_transformers(other, prompts, total, wanted, options.torch_threads)
     seconds: dict[str, list[float]] = {name: [] for name in systems}
-    compiled = 0
-    for number in range(options.rounds + 1):
-        compiled = compilations() if number == 1 else compiled
+    for system in systems.values():
+        system.warm_up(options.tokens)
+    compiled = compilations()
+    for number in range(options.rounds):
         order = list(systems)
         for name in order[number % len(order) :] + order[: number % len(order)]:
             seconds[name].append(systems[name].round(options.tokens))
@@ -158,20 +159,13 @@ def measure_context(
     reference = systems.get("transformers") or systems[next(iter(systems))]
     return {
         "context": context,
-        "torch_threads": torch_threads(),
-        "compilations_after_warmup_round": compilations() - compiled,
+        "compilations_after_warmup": compilations() - compiled,
         "systems": {
             name: times(system, seconds[name], reference, options)
             | floor(system, options.batch, model, middle, bandwidths)
             for name, system in systems.items()
         },
     }
-
-
-def torch_threads() -> int | None:
-    """What transformers ran with, if it did."""
-    torch = sys.modules.get("torch")
-    return torch.get_num_threads() if torch else None
 
 
 def policy(name: str, options: argparse.Namespace) -> Policy:
@@ -184,19 +178,20 @@ def policy(name: str, options: argparse.Namespace) -> Policy:
 def times(
     system: System, seconds: list[float], reference: System, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """What a system took; the first round, which compiles, is kept apart."""
-    middle = statistics.median(seconds[1:])
+    """What a system took."""
+    middle = statistics.median(seconds)
     pairs = zip(system.drawn, reference.drawn, strict=False)
     equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(system.drawn))
     entry = {
         "tokens_per_second": options.batch * options.tokens / middle,
         "milliseconds_per_step": 1e3 * middle / options.tokens,
-        "round_seconds": seconds[1:],
-        "warmup_round_seconds": seconds[0],
+        "round_seconds": seconds,
         "first_tokens_equal_to_reference": equal,
         "fetched_fraction": 1.0,
         "host_to_device_bytes_per_token": 0.0,
     }
+    if isinstance(system, Transformers):
+        entry["threads"] = system.threads
     if isinstance(system, Ours):
         stats = system.run.stats()
         entry |= {

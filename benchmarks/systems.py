@@ -18,6 +18,7 @@ from infinigen_jax.engine import Engine
 from infinigen_jax.models import blueprint
 from infinigen_jax.models.forward import forward
 
+WARMUP_ROUNDS = 3
 MARGIN = 1  # tokens of a round that are drawn and not timed
 LOGITS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of their largest
 
@@ -26,6 +27,10 @@ class System(Protocol):
     """A generation in progress; `drawn` are its tokens of the first sequence so far."""
 
     drawn: list[int]
+
+    def warm_up(self, tokens: int) -> None:
+        """WARMUP_ROUNDS rounds that do not count: compile, and settle what is to be settled."""
+        ...
 
     def round(self, tokens: int) -> float:
         """Decode MARGIN + `tokens` tokens of every sequence; seconds for the latter."""
@@ -39,6 +44,10 @@ class Ours:
         self.run = engine.start(prompts, new_tokens + 1)
         self.drawn: list[int] = []
         self._tokens = self.run.tokens(ignore_eos=True)
+
+    def warm_up(self, tokens: int) -> None:
+        for _ in range(WARMUP_ROUNDS):
+            self.round(tokens)
 
     def round(self, tokens: int) -> float:
         # The engine dispatches a step ahead. The step that waited since the last round is read
@@ -66,15 +75,27 @@ class Transformers:
         model: from `torch_model`.
         cache: of prompts that were read.
         first: [b, 1], the tokens drawn from them.
+        threads: of torch; 0 for whichever decodes faster, one on each core or a single one: with
+            small matrices a second thread can cost more than it does.
     """
 
-    def __init__(self, model: Any, cache: Any, first: Any):
+    def __init__(self, model: Any, cache: Any, first: Any, threads: int):
         self.model, self.cache, self.next = model, cache, first
+        self.threads = threads
         self.drawn: list[int] = []
+
+    def warm_up(self, tokens: int) -> None:
+        # As many rounds as WARMUP_ROUNDS says: the first one meets cold memory.
+        cores, seconds, chosen = len(os.sched_getaffinity(0)), {}, self.threads
+        for threads in (cores, cores, 1):
+            self.threads = chosen or threads
+            seconds[threads] = self.round(tokens)
+        self.threads = chosen or min(seconds, key=lambda threads: seconds[threads])
 
     def round(self, tokens: int) -> float:
         import torch
 
+        torch.set_num_threads(self.threads)
         with torch.inference_mode():
             for _ in range(MARGIN):
                 self._step()
@@ -145,42 +166,27 @@ def start_transformers(
     Args:
         prompts: of equal lengths.
         names: of the systems wanted, "transformers" and "transformers-static".
-        threads: of torch; 0 for what decodes faster here, one thread or one on each core.
+        threads: see `Transformers`.
     """
     import torch
     import transformers
 
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(cores)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     ids = torch.tensor(prompts, device=other.device)
     with torch.inference_mode():
         cache = transformers.DynamicCache(config=other.config)
         output = other(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         first = output.logits[:, -1:].argmax(dim=-1)
-        torch.set_num_threads(threads or _faster_threads(other, cache, first, cores))
         systems = {}
         if "transformers-static" in names:
             static = transformers.StaticCache(other.config, ids.shape[1] + new_tokens + 1)
             for i, layer in enumerate(cache.layers):
                 filled: Any = layer
                 static.update(filled.keys, filled.values, i)
-            systems["transformers-static"] = Transformers(other, static, first)
+            systems["transformers-static"] = Transformers(other, static, first, threads)
         if "transformers" in names:
-            systems["transformers"] = Transformers(other, cache, first)
+            systems["transformers"] = Transformers(other, cache, first, threads)
     return systems
-
-
-def _faster_threads(other: Any, cache: Any, first: Any, cores: int, steps: int = 6) -> int:
-    """With small matrices a second thread can cost more than it does."""
-    import torch
-
-    length, seconds = cache.get_seq_length(), {}
-    for threads in (cores, 1):
-        torch.set_num_threads(threads)
-        trial = Transformers(other, cache, first)
-        seconds[threads] = min(trial.round(1) for _ in range(steps))
-        cache.crop(length - cache.get_seq_length())
-    return min(seconds, key=lambda threads: seconds[threads])
 
 
 def _tensor(array: np.ndarray) -> Any:
