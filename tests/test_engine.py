@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -408,11 +409,12 @@ def test_the_layerwise_step_and_the_flush_copy_no_cache():
 
 def test_settings_and_prompts_out_of_range():
     model = random_model("gqa")
-    for settings, named in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"dense_layers": -1}, "--dense-layers"),
         ({"schedule": "eager"}, "--schedule"),
         ({"transfer": "pigeon"}, "--transfer"),
-    ):
+    ]
+    for settings, named in wrong:
         with pytest.raises(InputError, match=named):
             Engine(model, **settings)
     made = engine("gqa")

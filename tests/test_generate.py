@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import ROOT, only
@@ -45,7 +46,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 def run(capsys):
     """`run(*arguments)` gives exit status, stdout and stderr of the command in this process."""
 
-    def call(*arguments: str | Path, main=generate.main) -> tuple[int, str, str]:
+    def call(*arguments: str | Path, main=generate.main) -> tuple[Any, str, str]:
         capsys.readouterr()
         try:
             status = main([str(a) for a in arguments])

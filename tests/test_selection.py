@@ -223,7 +223,7 @@ def check_top(rank: np.ndarray, count: np.ndarray, size: int) -> None:
     # + 0.0: of equal zeros lax.top_k would put -0.0 behind 0.0.
     by_rank = np.asarray(lax.top_k(jnp.asarray(rank) + 0.0, size)[1])
     for place in np.ndindex(*count.shape):
-        n = count[place]
+        n = int(count[place])
         assert got[place][:n].tolist() == numpy_top(rank[place], n)
         assert got[place][:n].tolist() == sorted(by_rank[place][:n].tolist())
         assert not got[place][n:].any()
