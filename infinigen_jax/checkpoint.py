@@ -229,7 +229,7 @@ def _checked_dtype(dtype: Any) -> jnp.dtype:
     except TypeError:
         chosen = None
     if chosen is None or chosen.name not in DTYPES:
-        raise InputError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
+        raise InputError(f"--dtype {dtype}: not supported; use one of {', '.join(DTYPES)}")
     return chosen
 
 

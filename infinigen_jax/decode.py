@@ -149,8 +149,9 @@ class Decoder:
                 x, rows = self.transfer.wait(fetched.rows, x)
             count = count + jnp.sum(fetched.request.count, axis=-1)
             fetched = Fetched(fetched.request, rows)
-        elif self.policy.streams and isinstance(local, Resident):
-            count = count + positions * config.num_kv_heads
+        elif self.policy.streams and host is not None and isinstance(local, Resident):
+            streamed = jnp.sum(self.slots.eligible(positions, host.shape[3]), axis=-1)
+            count = count + streamed.astype(jnp.int32) * config.num_kv_heads
         return Carry(x, fetched, count), local
 
     def request(

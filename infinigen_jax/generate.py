@@ -104,11 +104,16 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     if arguments.prompt_file is not None:
         path = Path(arguments.prompt_file)
         try:
-            prompts.append(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise InputError(f"--prompt-file {path}: not UTF-8 text; convert it first") from None
         except OSError as error:
             raise InputError(f"--prompt-file {path}: {error.strerror}; give a text file") from None
+        if not text:
+            raise InputError(
+                f"--prompt-file {path}: the file is empty; give some text"
+            )
+        prompts.append(text)
     return prompts or [DEFAULT_PROMPT]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from infinigen_jax.cache import Cache
 from infinigen_jax.compilations import compilations
 from infinigen_jax.decode import STREAM_BLOCK, steps
+from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement
 from infinigen_jax.planning import check_memory, plan_memory
 from infinigen_jax.prefill import prefill
@@ -215,10 +216,15 @@ class Run:
 
     def push_text(self, tokens: list[int | None]) -> list[str]:
         """Text that one step's tokens complete, per sequence."""
-        tokenizer = self.engine.model.tokenizer
-        if tokenizer is None:
-            return [""] * len(tokens)
         if self._streams is None:
+            try:
+                tokenizer = self.engine.model.tokenizer
+            except InputError:
+                # Missing or damaged; a prompt of text would have been refused with this error,
+                # for one of token numbers it is not needed.
+                tokenizer = None
+            if tokenizer is None:
+                return [""] * len(tokens)
             self._streams = [TextStream(tokenizer) for _ in tokens]
         pairs = zip(self._streams, tokens, strict=True)
         # What an ended sequence held back is its text before anything is printed behind it.

@@ -122,6 +122,7 @@ def top_slots(
     `lax.top_k`, by falling rank. The padding behind them is slot 0, which is never unwritten
     memory.
     """
+    rank = jnp.where(rank == 0, jnp.float32(0.0), rank)  # `lax.top_k` puts -0.0 behind 0.0
     slots = lax.platform_dependent(
         rank,
         count,

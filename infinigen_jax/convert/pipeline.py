@@ -220,7 +220,7 @@ def _weight_dtype(dtype: str | None, sources: Mapping[str, TensorSource]) -> np.
     """The dtype asked for, or the one that most of the stored elements have."""
     if dtype is not None:
         if dtype not in WEIGHT_DTYPES:
-            raise InputError(f"dtype {dtype!r} is unknown; use one of {', '.join(WEIGHT_DTYPES)}")
+            raise InputError(f"--dtype {dtype}: unknown; use one of {', '.join(WEIGHT_DTYPES)}")
         return WEIGHT_DTYPES[dtype]
     sizes: dict[np.dtype, int] = {}
     for tensor in sources.values():
