@@ -110,9 +110,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
         except OSError as error:
             raise InputError(f"--prompt-file {path}: {error.strerror}; give a text file") from None
         if not text:
-            raise InputError(
-                f"--prompt-file {path}: the file is empty; give some text"
-            )
+            raise InputError(f"--prompt-file {path}: the file is empty; give some text")
         prompts.append(text)
     return prompts or [DEFAULT_PROMPT]
 
