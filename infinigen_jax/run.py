@@ -197,7 +197,8 @@ class Run:
         ended = [False] * len(self.new_tokens)
         for number in range(self.max_new_tokens):
             drawn = self.drawn
-            if number + 1 < self.max_new_tokens:
+            more = number + 1 < self.max_new_tokens
+            if number and more:
                 self.advance()  # the device has its next step before the host reads this one's
             values: list[int | None] = [int(token) for token in np.asarray(drawn)]
             self._times.append(self._lap())
@@ -213,6 +214,8 @@ class Run:
             yield values
             if all(ended):
                 return
+            if not number and more:
+                self.advance()  # only now: the first token need not wait for the step's compilation
 
     def push_text(self, tokens: list[int | None]) -> list[str]:
         """Text that one step's tokens complete, per sequence."""
