@@ -188,8 +188,8 @@ def dense_causal(q, keys, values) -> np.ndarray:
     rows = []
     for i in range(s):
         valid = np.broadcast_to(np.arange(s) <= i, (b, k, s))
-        kv = (np.asarray(x).swapaxes(1, 2) for x in (keys, values))
-        rows.append(dense(grouped[:, i], *kv, valid).reshape(b, h, d))
+        heads = [np.asarray(x).swapaxes(1, 2) for x in (keys, values)]
+        rows.append(dense(grouped[:, i], heads[0], heads[1], valid).reshape(b, h, d))
     return np.stack(rows, 1)
 
 
