@@ -118,7 +118,7 @@ def test_a_group_ranks_by_the_sum_of_its_softmaxes():
     scores = np.array([[[[5.0, 0.0, 0.0, 4.0], [0.0, 1.0, 1.1, 0.9]]]], np.float32)
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     rank = group_rank(jnp.asarray(scores))
-    np.testing.assert_allclose(rank, weights.sum(2), rtol=1e-5)
+    np.testing.assert_allclose(np.exp(rank), weights.sum(2), rtol=1e-5)
     assert chosen(run_select(scores, INF, 2)) == [[set(np.argsort(-weights.sum(2)[0, 0])[:2])]]
     masked = jnp.where(jnp.arange(4)[None, None, None] < 2, jnp.asarray(scores), -jnp.inf)
     assert np.isneginf(group_rank(masked)[0, 0, 2:]).all()
