@@ -10,8 +10,8 @@ sinks and a ring of the most recent tokens, the current one included:
     position  0 .. sinks-1 | the last `window` positions p >= sinks, at (p - sinks) mod window
 
 New rows enter the ring before attention reads it. Every `window` steps the whole ring is flushed
-to the host in one in-place update (`engine`): from then on its rows may be fetched, which is just
-in time, because position p becomes eligible when the ring forgets it.
+to the host in one in-place update (`Decoder.flush`): from then on its rows may be fetched, which is
+just in time, because position p becomes eligible when the ring forgets it.
 """
 
 from typing import Any, NamedTuple

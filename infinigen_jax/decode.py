@@ -234,7 +234,9 @@ class Decoder:
         """Next tokens from the last layer's output."""
         with jax.named_scope("sample"):
             logits = self.blueprint.embedding(params).logits(x)
-            rows = jnp.arange(x.shape[0], dtype=jnp.int32)
+            # The same stream of random numbers for every row: a prompt continues the same way in
+            # any place of any batch. (Equal prompts therefore continue equally.)
+            rows = jnp.zeros(x.shape[0], jnp.int32)
             keys = None if sampling.greedy else row_keys(seed, rows, step)
             return sample(logits, sampling, keys)
 

@@ -38,6 +38,12 @@ def run_command(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except MemoryError:
+        message = "out of memory: use a shorter prompt, fewer prompts or a smaller model"
+    except RuntimeError as error:  # XLA's own error type is one
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        message = "out of memory: use a shorter prompt, fewer prompts or a smaller model"
     except BrokenPipeError:
         sys.stderr.close()
         return 141

@@ -6,6 +6,7 @@ prompts, one prompt's text follows the other's, in order.
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     # The tokenizer's library otherwise remarks on stderr that there is no torch to run models.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # text that the terminal's encoding lacks
     return run_command(lambda: generate(arguments))
 
 

@@ -47,13 +47,16 @@ def plan_memory(decoder: Decoder, batch: int, prompt: int, capacity: int) -> Mem
     index = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     width = 3 * config.hidden_size + 2 * config.num_heads * config.head_dim
     width += 3 * config.intermediate_size + 4 * config.num_kv_heads * config.head_dim
+    block = min(512, prompt)
+    # Temporaries of blockwise attention (scores, weights and a copy), and the logits, in float32.
+    extra = 4 * batch * (3 * config.num_heads * block * block + config.vocab_size)
     fetch = 2 * row * (0 if policy.streams else policy.request_size(capacity))
     return MemoryPlan(
         host_cache=decoder.host_layers * capacity * row,
         dense_cache=decoder.dense_layers * capacity * row,
         index=decoder.host_layers * index,
         resident=decoder.host_layers * decoder.slots.size * row,
-        workspace=max(batch * prompt * width * item, fetch),
+        workspace=max(batch * prompt * width * item + extra, fetch),
     )
 
 

@@ -120,7 +120,13 @@ class Run:
         self._streams: list[TextStream] | None = None
 
     def advance(self) -> None:
-        """Dispatch one decode step: `drawn` becomes the next tokens. Does not wait."""
+        """Dispatch one decode step: `drawn` becomes the next tokens. Does not wait.
+
+        Raises:
+            InputError: when the cache is full.
+        """
+        if len(self._counts) >= self.capacity - int(self.prompt_lengths.max()):
+            raise InputError(f"the cache of {self.capacity} tokens is full; start a longer run")
         if self._since_flush == self.decoder.policy.window:
             self._flush()
         self._since_flush += 1
@@ -202,8 +208,6 @@ class Run:
                 self.advance()  # the device has its next step before the host reads this one's
             values: list[int | None] = [int(token) for token in np.asarray(drawn)]
             self._times.append(self._lap())
-            if number == 1:
-                self._compiled = compilations()
             for i, token in enumerate(values):
                 if ended[i]:
                     values[i] = None
@@ -216,6 +220,7 @@ class Run:
                 return
             if not number and more:
                 self.advance()  # only now: the first token need not wait for the step's compilation
+                self._compiled = compilations()
 
     def push_text(self, tokens: list[int | None]) -> list[str]:
         """Text that one step's tokens complete, per sequence."""
@@ -245,7 +250,7 @@ class Run:
     def stats(self) -> Stats:
         """What the generation took, up to now."""
         decoder, plan = self.decoder, self.plan
-        steps_of = np.array([len(tokens) - 1 for tokens in self.new_tokens])  # decode steps
+        steps_of = np.array([max(0, len(tokens) - 1) for tokens in self.new_tokens])  # decode steps
         later = slice(2, None) if len(self._times) > 2 else slice(1, None)
         timed = sum(len(range(*later.indices(len(tokens)))) for tokens in self.new_tokens)
         seconds = sum(self._times[later], 0.0)

@@ -1,7 +1,7 @@
 """Choosing the next token from the logits: greedy, temperature, top-k, top-p.
 
-A row's draw depends on the seed, the row's number and the step, and on nothing else: the same
-prompt continues the same way alone and in a batch.
+A row's draw depends on the seed, the number it is given and the step, and on nothing else. The
+engine gives every row the same one: a prompt continues the same way alone and in a batch.
 """
 
 import dataclasses
