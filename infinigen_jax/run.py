@@ -112,7 +112,6 @@ class Run:
         )
         self.drawn.block_until_ready()
         self.prefill_seconds = self._lap()
-        self._flush()  # compiles it; before the first step it only repeats what prefill wrote
         self._times: list[float] = []
         self._compiled = None
         self.new_tokens: list[list[int]] = [[] for _ in prompts]
@@ -127,7 +126,9 @@ class Run:
         """
         if len(self._counts) >= self.capacity - int(self.prompt_lengths.max()):
             raise InputError(f"the cache of {self.capacity} tokens is full; start a longer run")
-        if self._since_flush == self.decoder.policy.window:
+        # Before the first step a flush only repeats what prefill wrote; it is compiled there, so
+        # that neither the first token nor a later step waits for it.
+        if not self._counts or self._since_flush == self.decoder.policy.window:
             self._flush()
         self._since_flush += 1
         with jax.transfer_guard("disallow"):
