@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Basis, Model, embedded, load
     from infinigen_jax.engine import Engine, Generation, Step
     from infinigen_jax.errors import InputError, UnsupportedModelError
-    from infinigen_jax.policies import Full, InfiniGen
+    from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
     from infinigen_jax.run import Run, Stats
     from infinigen_jax.sampling import Sampling
 
@@ -24,7 +24,7 @@ _HOMES = {
     "engine": ("Engine", "Generation", "Step"),
     "errors": ("InputError", "UnsupportedModelError"),
     "run": ("Run", "Stats"),
-    "policies": ("Full", "InfiniGen"),
+    "policies": ("Full", "InfiniGen", "InfiniGenPaper"),
     "sampling": ("Sampling",),
 }
 
@@ -34,6 +34,7 @@ __all__ = [
     "Full",
     "Generation",
     "InfiniGen",
+    "InfiniGenPaper",
     "InputError",
     "Model",
     "Run",

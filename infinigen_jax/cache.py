@@ -17,9 +17,10 @@ just in time, because position p becomes eligible when the ring forgets it.
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.attention import Part, packed
+from infinigen_jax.reuse import HotSet
 
 
 class Slots(NamedTuple):
@@ -112,20 +113,37 @@ class Resident(NamedTuple):
         return jnp.take_along_axis(self.rows, slots.of(positions)[:, None, :, None], axis=2)
 
 
+class HostLayer(NamedTuple):
+    """Where and how the host keeps a layer's rows.
+
+    Attributes:
+        number: among the layers on the host.
+        scales: what it takes to decode the rows, see `rows.RowFormat`.
+    """
+
+    number: Int[Array, ""]
+    scales: Any
+
+
 class Cache(NamedTuple):
     """Everything a generation in progress has cached.
 
     Attributes:
-        host: rows of the layers kept on the host; None if there are none.
+        host: rows of the layers kept on the host, as `rows.RowFormat` stores them; None if there
+            are none.
         states: what the policy keeps on the device for each of them (an index).
         local: one DenseLayer or Resident per layer.
         lengths: tokens cached per sequence.
+        scales: of the stored rows, for each layer on the host.
+        hot: the hot set of each layer on the host; None where it has none.
     """
 
-    host: Float[Array, "l b k t w"] | None
+    host: Shaped[Array, "l b k t w"] | None
     states: tuple[Any, ...]
     local: tuple[DenseLayer | Resident, ...]
     lengths: Int[Array, " b"]
+    scales: tuple[Any, ...] = ()
+    hot: tuple[HotSet | None, ...] = ()
 
 
 def _put(

@@ -1,42 +1,40 @@
-"""One decode step: the layer that both schedules share, and the schedules.
+"""One decode step: the layer that both schedules share.
 
     decode_layer:   norm -> speculate layer l+1 -> start its transfer
                          -> attend (sinks, window, fetched rows) -> MLP -> await the transfer
-
-`fused` unrolls all layers into one compiled step, `layerwise` dispatches one compiled call a layer
-(one compilation serves all layers of a kind). They trace the same function and give equal results.
-Unrolled, not scanned: a scan over stacked weights copies every weight once a token (docs/gpu.md).
 
 The host cache and the policy's state are read-only inside a step; new rows go to the ring of
 resident rows, and from there to the host in `flush`, one donated update every `window` steps.
 """
 
 import dataclasses
-import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, Int, Shaped, UInt
 
 from infinigen_jax.attention import (
+    Part,
     attend,
     extend_softmax,
     finish_softmax,
     packed,
     start_softmax,
 )
-from infinigen_jax.cache import Cache, DenseLayer, Resident, Slots
-from infinigen_jax.memory import Placement, append_rows, read_block
+from infinigen_jax.cache import Cache, DenseLayer, HostLayer, Resident, Slots
+from infinigen_jax.memory import append_rows, read_block
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.policies import Policy
+from infinigen_jax.reuse import HotSet, plan
+from infinigen_jax.rows import RowFormat, row_format
 from infinigen_jax.sampling import Sampling, row_keys, sample
 from infinigen_jax.selection import Request
 from infinigen_jax.transfer import Transfer
 
-SCHEDULES = ("fused", "layerwise")
 STREAM_BLOCK = 1024  # tokens of a streamed block
 
 
@@ -50,18 +48,49 @@ class Following(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Rows that were requested for a layer, on the device or (a ticket) on their way."""
+    """Rows that were requested for a layer, as the host stores them."""
 
     request: Request
-    rows: Any
+    rows: Shaped[Array, "b k n w"]
+
+
+class Counts(NamedTuple):
+    """Rows of a step so far, all layers and KV heads together.
+
+    Attributes:
+        selected: that attention wanted from the host cache.
+        moved: of these, those that had to come from the host; the hot set had the others.
+    """
+
+    selected: Int[Array, " b"]
+    moved: Int[Array, " b"]
+
+    def add(self, request: Request, moved: Int[Array, "b k"]) -> "Counts":
+        return Counts(
+            self.selected + jnp.sum(request.count, axis=-1), self.moved + jnp.sum(moved, axis=-1)
+        )
 
 
 class Carry(NamedTuple):
-    """What goes from layer to layer; `count` is the rows fetched so far, all heads together."""
+    """What goes from layer to layer; `fetched` is the next layer's."""
 
     x: Float[Array, "b e"]
     fetched: Fetched | None
-    count: Int[Array, " b"]
+    counts: Counts
+
+
+class Started(NamedTuple):
+    """A transfer under way.
+
+    Attributes:
+        moved: rows that really cross, per sequence and KV head.
+        hot: the hot set with its directory as it will be, its rows as they were.
+    """
+
+    request: Request
+    ticket: Any
+    moved: Int[Array, "b k"]
+    hot: HotSet | None
 
 
 class Weights(NamedTuple):
@@ -78,6 +107,9 @@ class Decoder:
     Attributes:
         dense_layers: leading layers whose cache stays on the device.
         mesh: axes "data" (sequences) and "model" (KV heads).
+        rows: format of the host's rows, see `row_format`.
+        hot_set: entries of the hot set, in multiples of a request; 0 for none, else at least 1.
+        eviction: see `reuse.plan`.
     """
 
     config: ModelConfig
@@ -86,6 +118,9 @@ class Decoder:
     transfer: Transfer
     dense_layers: int
     mesh: Mesh
+    rows: str = "auto"
+    hot_set: float = 0.0
+    eviction: str = "lru"
 
     @property
     def blueprint(self) -> Blueprint:
@@ -100,36 +135,59 @@ class Decoder:
         """How many layers have their cache on the host."""
         return self.config.num_layers - self.dense_layers
 
+    @property
+    def row_format(self) -> RowFormat:
+        """How the host stores a token's row."""
+        return row_format(self.rows, self.dtype, self.config.head_dim)
+
+    def streams(self, number: int) -> bool:
+        """Whether this host layer is attended whole, block by block."""
+        return self.policy.streams(self.dense_layers + number)
+
+    def hot_entries(self, capacity: int) -> int:
+        """Entries of a layer's hot set, per sequence and KV head."""
+        return min(capacity, math.ceil(self.hot_set * self.policy.request_size(capacity)))
+
+    def empty_hot_set(self, batch: int, capacity: int) -> HotSet | None:
+        """A hot set for one layer, if there are to be any."""
+        size, stored = self.hot_entries(capacity), self.row_format
+        if not size:
+            return None
+        heads = self.config.num_kv_heads
+        return HotSet.empty(batch, heads, size, stored.width, capacity, stored.storage)
+
     def decode_layer(
         self,
         params: Params,
         carry: Carry,
         local: DenseLayer | Resident,
-        host: Float[Array, "l b k t w"] | None,
-        number: Int[Array, ""] | None,
+        hot: HotSet | None,
+        host: Shaped[Array, "l b k t w"] | None,
+        own: HostLayer | None,
         following: Following | None,
         positions: Int[Array, " b"],
-    ) -> tuple[Carry, DenseLayer | Resident]:
+    ) -> tuple[Carry, DenseLayer | Resident, HotSet | None]:
         """One layer of a step.
 
         Args:
             params: of this layer.
             carry: from the layer before; its `fetched` is this layer's.
             local: this layer's rows on the device.
+            hot: the next layer's hot set, if it has one.
             host: the host cache, read-only.
-            number: of this layer among those on the host; None for a dense layer.
+            own: which of the host's layers this one is; None for a dense layer.
             following: the next layer, if rows are to be fetched for it.
             positions: of the current tokens.
         """
         config = self.config
         layer = self.blueprint.layer(params)
-        x = carry.x
+        x, counts = carry.x, carry.counts
         a = layer.attention_input(x)
-        fetched = None
+        started = None
         if following is not None:
             assert host is not None
             next_layer = self.blueprint.layer(following.params)
-            fetched = self.request(next_layer, following, a, host, positions)
+            started = self.start(next_layer, following, a, hot, host, positions)
         with jax.named_scope("attention"):
             q = layer.query(a, positions)
             q = q.reshape(q.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
@@ -138,72 +196,101 @@ class Decoder:
                 local = local.write(key, value, positions)
                 o = attend(q, local.part(positions))
             else:
+                assert host is not None and own is not None
                 local = local.write(jnp.concatenate([key, value], axis=-1), positions, self.slots)
-                o = self.attend_host_layer(q, carry.fetched, local, host, number, positions)
+                resident = local.part(positions, self.slots)
+                if carry.fetched is not None:
+                    o = attend(q, resident, self.fetched_part(carry.fetched, own))
+                else:
+                    o = self.attend_streamed(q, resident, host, own, positions)
+                    counts = self.count_streamed(counts, host.shape[3], positions)
             x = x + layer.attention_output(o.reshape(o.shape[0], config.num_heads, -1))
         with jax.named_scope("mlp"):
             x = x + layer.mlp(x)
-        count = carry.count
-        if fetched is not None:
-            with jax.named_scope("wait"):
-                x, rows = self.transfer.wait(fetched.rows, x)
-            count = count + jnp.sum(fetched.request.count, axis=-1)
-            fetched = Fetched(fetched.request, rows)
-        elif self.policy.streams and host is not None and isinstance(local, Resident):
-            streamed = jnp.sum(self.slots.eligible(positions, host.shape[3]), axis=-1)
-            count = count + streamed.astype(jnp.int32) * config.num_kv_heads
-        return Carry(x, fetched, count), local
+        fetched = None
+        if started is not None:
+            x, fetched, hot, counts = self.wait(started, x, counts)
+        return Carry(x, fetched, counts), local, hot
 
-    def request(
+    def start(
         self,
         layer: Any,
         following: Following,
         a: Float[Array, "b e"],
-        host: Float[Array, "l b k t w"],
+        hot: HotSet | None,
+        host: Shaped[Array, "l b k t w"],
         positions: Int[Array, " b"],
-    ) -> Fetched:
+    ) -> Started:
         """Select rows for a layer from the attention input before it, and start their transfer."""
         request = self.policy.select(
             self.config, layer, following.weights, following.state, a, positions
         )
+        moved, planned = request.count, None
+        if hot is not None:
+            with jax.named_scope("reuse"):
+                hot, planned = plan(hot, request, positions, self.eviction)
+                moved = jnp.sum(planned.miss, axis=-1, dtype=jnp.int32)
+        request = request._replace(rank=None)
         with jax.named_scope("fetch"):
-            ticket = self.transfer.start(host, following.number, request.slots, self.mesh)
-        return Fetched(request, ticket)
+            ticket = self.transfer.start(
+                host,
+                following.number,
+                request,
+                None if hot is None else hot.rows,
+                planned,
+                self.mesh,
+            )
+        return Started(request, ticket, moved, hot)
 
-    def attend_host_layer(
+    def wait(
+        self, started: Started, x: Float[Array, "b e"], counts: Counts
+    ) -> tuple[Float[Array, "b e"], Fetched, HotSet | None, Counts]:
+        """Await the rows that were started, behind the work on x."""
+        with jax.named_scope("wait"):
+            x, rows, hot_rows = self.transfer.wait(started.ticket, x)
+        hot = None
+        if started.hot is not None:
+            assert hot_rows is not None
+            hot = started.hot._replace(rows=hot_rows)
+        return x, Fetched(started.request, rows), hot, counts.add(started.request, started.moved)
+
+    def fetched_part(self, fetched: Fetched, own: HostLayer) -> Part:
+        """Rows that were fetched, for attention."""
+        return packed(self.row_format.decode(own.scales, fetched.rows), fetched.request.valid)
+
+    def attend_streamed(
         self,
         q: Float[Array, "b k g d"],
-        fetched: Fetched | None,
-        local: Resident,
-        host: Float[Array, "l b k t w"] | None,
-        number: Int[Array, ""] | None,
+        resident: Part,
+        host: Shaped[Array, "l b k t w"],
+        own: HostLayer,
         positions: Int[Array, " b"],
     ) -> Float[Array, "b k g d"]:
-        """Attention over what is resident and what was fetched, or over everything, streamed."""
-        resident = local.part(positions, self.slots)
-        if fetched is not None:
-            return attend(q, resident, packed(fetched.rows, fetched.request.valid))
-        assert self.policy.streams and host is not None and number is not None
+        """Attention over what is resident and all that is on the host, block by block."""
         capacity = host.shape[3]
         block = min(capacity, STREAM_BLOCK)
         eligible = self.slots.eligible(positions, capacity)
 
-        def read(i: Array) -> Array:
-            return read_block(host, number, i * block, block, self.mesh)
-
         def visit(i: Array, state: Any) -> Any:
             valid = lax.dynamic_slice_in_dim(eligible, i * block, block, axis=1)[:, None]
+            rows = read_block(host, own.number, i * block, block, self.mesh)
             # Slots that were never written may hold NaN, which a weight of 0 does not silence.
-            rows = jnp.where(valid[..., None], read(i), 0)
+            rows = jnp.where(valid[..., None], self.row_format.decode(own.scales, rows), 0)
             return extend_softmax(state, q, packed(rows, valid))
 
         state = extend_softmax(start_softmax(q), q, resident)
         state = lax.fori_loop(jnp.int32(0), jnp.int32(capacity // block), visit, state)
         return finish_softmax(state, q)
 
+    def count_streamed(self, counts: Counts, capacity: int, positions: Int[Array, " b"]) -> Counts:
+        """With all rows of one layer that are on the host only."""
+        rows = jnp.sum(self.slots.eligible(positions, capacity), axis=-1, dtype=jnp.int32)
+        rows = rows * self.config.num_kv_heads
+        return Counts(counts.selected + rows, counts.moved + rows)
+
     def following(self, weights: Weights, cache: Cache, number: int, at: Any) -> Following | None:
         """The host layer of this number, for the layer before it to speculate."""
-        if self.policy.streams or not 0 <= number < self.host_layers:
+        if not 0 <= number < self.host_layers or self.streams(number):
             return None
         params = weights.params["layers"][self.dense_layers + number]
         return Following(params, weights.policy[number], cache.states[number], at)
@@ -211,17 +298,23 @@ class Decoder:
     def embed(self, params: Params, tokens: Int[Array, " b"], positions: Int[Array, " b"]) -> Carry:
         """The carry into the first layer."""
         x = self.blueprint.embedding(params).embed(tokens, positions)
-        return Carry(x, None, jnp.zeros(tokens.shape, jnp.int32))
+        none = jnp.zeros(tokens.shape, jnp.int32)
+        return Carry(x, None, Counts(none, none))
 
     def request_first(
-        self, carry: Carry, following: Following, host: Array, positions: Int[Array, " b"]
-    ) -> Carry:
+        self,
+        carry: Carry,
+        following: Following,
+        hot: HotSet | None,
+        host: Array,
+        positions: Int[Array, " b"],
+    ) -> tuple[Carry, HotSet | None]:
         """Fetch for layer 0 when it is on the host: from its own input, with nothing to overlap."""
         layer = self.blueprint.layer(following.params)
-        fetched = self.request(layer, following, layer.attention_input(carry.x), host, positions)
-        x, rows = self.transfer.wait(fetched.rows, carry.x)
-        count = carry.count + jnp.sum(fetched.request.count, axis=-1)
-        return Carry(x, Fetched(fetched.request, rows), count)
+        a = layer.attention_input(carry.x)
+        started = self.start(layer, following, a, hot, host, positions)
+        x, fetched, hot, counts = self.wait(started, carry.x, carry.counts)
+        return Carry(x, fetched, counts), hot
 
     def draw(
         self,
@@ -249,107 +342,15 @@ class Decoder:
         assert cache.host is not None
         start = jnp.maximum(cache.lengths - self.policy.window, 0)
         host_locals = [local for local in cache.local if isinstance(local, Resident)]
-        rows = jnp.stack([local.since(start, self.slots) for local in host_locals])
-        host = append_rows(cache.host, rows, start, self.mesh)
+        rows = [local.since(start, self.slots) for local in host_locals]
+        pairs = zip(cache.scales, rows, strict=True)
+        stored = jnp.stack([self.row_format.encode(scales, rows) for scales, rows in pairs])
+        host = append_rows(cache.host, stored, start, self.mesh)
         d = self.config.head_dim
         states = tuple(
-            self.policy.append(policy[i], cache.states[i], rows[i, ..., :d], start)
-            for i in range(self.host_layers)
+            state
+            if self.streams(i)
+            else self.policy.append(policy[i], state, rows[i][..., :d], start)
+            for i, state in enumerate(cache.states)
         )
         return cache._replace(host=host, states=states)
-
-
-class Steps(NamedTuple):
-    """The compiled functions of a Decoder; the cache arrays that they replace are donated.
-
-    `layer` and `fetching_layer` are `decode_layer` without and with rows requested for the next
-    layer. Rows that were fetched are not donated: nothing that comes out has their shape twice.
-    """
-
-    fused: Any
-    embed: Any
-    first: Any
-    layer: Any
-    fetching_layer: Any
-    draw: Any
-    flush: Any
-
-
-@functools.lru_cache(maxsize=64)
-def steps(decoder: Decoder) -> Steps:
-    """Jit a decoder's functions; engines with equal settings share the compilations."""
-
-    def fused(
-        weights: Weights,
-        host: Array | None,
-        states: tuple[Any, ...],
-        local: tuple[DenseLayer | Resident, ...],
-        positions: Array,
-        tokens: Array,
-        seed: Array,
-        step: Array,
-        sampling: Sampling,
-    ) -> tuple:
-        cache = Cache(host, states, local, positions)
-        carry = decoder.embed(weights.params["embedding"], tokens, positions)
-        dense = decoder.dense_layers
-        number = [jnp.int32(i) for i in range(decoder.host_layers)]
-        following = [
-            decoder.following(weights, cache, i, number[i]) for i in range(decoder.host_layers)
-        ]
-        if dense == 0 and host is not None and following[0] is not None:
-            carry = decoder.request_first(carry, following[0], host, positions)
-        updated = []
-        for i, params in enumerate(weights.params["layers"]):
-            own = i - dense
-            with jax.named_scope(f"layer{i}"):
-                carry, new = decoder.decode_layer(
-                    params,
-                    carry,
-                    local[i],
-                    host,
-                    number[own] if own >= 0 else None,
-                    following[own + 1] if 0 <= own + 1 < decoder.host_layers else None,
-                    positions,
-                )
-            updated.append(new)
-        drawn = decoder.draw(weights.params["embedding"], carry.x, seed, step, sampling)
-        return tuple(updated), positions + 1, drawn, step + 1, carry.count
-
-    def draw(
-        params: Params, x: Array, seed: Array, step: Array, positions: Array, sampling: Sampling
-    ) -> tuple:
-        return decoder.draw(params, x, seed, step, sampling), step + 1, positions + 1
-
-    def flush(policy: Any, local: Any, host: Array, states: Any, lengths: Array) -> tuple:
-        cache = decoder.flush(policy, Cache(host, states, local, lengths))
-        return cache.host, cache.states
-
-    at: Any = Placement(decoder.mesh)
-    fetched = Fetched(Request(at.rows, at.rows), at.rows)
-    carry = Carry(at.batch, fetched, at.batch)
-    bare = Carry(at.batch, None, at.batch)
-
-    def layer(fetches: bool):
-        def run(*arguments: Any) -> tuple:
-            return decoder.decode_layer(*arguments)
-
-        out = (carry if fetches else bare, at.rows)
-        return jax.jit(run, donate_argnums=2, out_shardings=out)
-
-    return Steps(
-        fused=jax.jit(
-            fused,
-            static_argnames="sampling",
-            donate_argnums=3,
-            out_shardings=(at.rows, at.batch, at.batch, at.whole, at.batch),
-        ),
-        embed=jax.jit(decoder.embed, out_shardings=bare),
-        first=jax.jit(decoder.request_first, out_shardings=carry),
-        layer=layer(fetches=False),
-        fetching_layer=layer(fetches=True),
-        draw=jax.jit(
-            draw, static_argnames="sampling", out_shardings=(at.batch, at.whole, at.batch)
-        ),
-        flush=jax.jit(flush, donate_argnums=(2, 3), out_shardings=(at.host, at.rows)),
-    )

@@ -12,15 +12,19 @@ import jax
 from jax.sharding import Mesh
 
 from infinigen_jax.checkpoint import Model
-from infinigen_jax.decode import SCHEDULES, Decoder, Weights
+from infinigen_jax.decode import Decoder, Weights
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement, default_mesh
 from infinigen_jax.policies import InfiniGen, Policy
+from infinigen_jax.reuse import EVICTIONS
+from infinigen_jax.rows import row_format
 from infinigen_jax.run import Run, Stats
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.steps import SCHEDULES
 from infinigen_jax.transfer import make_transfer
 
 Prompt = str | Sequence[int]
+HOT_SET = 2.0  # by default, in multiples of a request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +56,15 @@ class Engine:
     Args:
         model: from `load`.
         policy: which cached rows are fetched; `InfiniGen()` by default.
-        dense_layers: leading layers whose cache stays on the device in full (the paper: 2).
+        dense_layers: leading layers whose cache stays on the device in full; by default what the
+            policy says, in general 2.
         schedule: "fused" or "layerwise"; equal results.
-        transfer: "auto" or "xla".
+        transfer: "auto", "xla" or "cuda".
+        rows: how the host stores a token's row: "auto" in the model's dtype, "int8" or "int4".
+        hot_set: rows kept on the device after they were fetched, in multiples of the budget's: 0
+            for none, else at least 1. By default 2 with the `cuda` transfer, and none with `xla`,
+            where looking rows up costs more than moving them.
+        eviction: which of them give way, "lru" or "score", see `reuse.plan`.
         mesh: axes "data" and "model"; one device by default.
 
     Raises:
@@ -66,22 +76,43 @@ class Engine:
         model: Model,
         *,
         policy: Policy | None = None,
-        dense_layers: int = 2,
+        dense_layers: int | None = None,
         schedule: str = "fused",
         transfer: str = "auto",
+        rows: str = "auto",
+        hot_set: float | None = None,
+        eviction: str = "lru",
         mesh: Mesh | None = None,
     ):
+        chosen: Policy = InfiniGen() if policy is None else policy
+        if dense_layers is None:
+            dense_layers = chosen.dense_layers
         if dense_layers < 0:
             raise InputError(f"--dense-layers {dense_layers}: it must be 0 or more")
         if schedule not in SCHEDULES:
             raise InputError(f"--schedule {schedule}: use {' or '.join(SCHEDULES)}")
-        chosen: Policy = InfiniGen() if policy is None else policy
+        if hot_set is not None and not (hot_set == 0 or 1 <= hot_set < float("inf")):
+            raise InputError(f"--hot-set {hot_set}: it must be 0, or 1 or more")
+        if eviction not in EVICTIONS:
+            raise InputError(f"eviction {eviction!r}: use {' or '.join(EVICTIONS)}")
+        row_format(rows, model.dtype, model.config.head_dim)
         dense_layers = min(dense_layers, model.config.num_layers)
         self.model = model
         self.schedule = schedule
         self.mesh = mesh or default_mesh()
+        mover = make_transfer(transfer)
+        if hot_set is None:
+            hot_set = HOT_SET if mover.masks and chosen.reuses else 0.0
         self.decoder = Decoder(
-            model.config, model.dtype, chosen, make_transfer(transfer), dense_layers, self.mesh
+            model.config,
+            model.dtype,
+            chosen,
+            mover,
+            dense_layers,
+            self.mesh,
+            rows,
+            float(hot_set),
+            eviction,
         )
         host_layers = range(dense_layers, model.config.num_layers)
         prepared = tuple(chosen.prepare(model, i) for i in host_layers)

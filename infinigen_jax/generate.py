@@ -35,14 +35,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", metavar="TEXT", help="may be given several times")
     add("--prompt-file", metavar="F", help="a file whose whole text is one more prompt")
     add("--max-new-tokens", type=int, default=64, metavar="N")
-    add("--policy", default="infinigen", help="full or infinigen (default)")
+    add("--policy", default="infinigen", help="full, infinigen (default) or infinigen-paper")
     add("--alpha", type=float, help="fetch what is within A of the best score (default 4)")
     add("--partial-ratio", type=float, metavar="R", help="columns in the index (default 0.25)")
     add("--budget", type=float, metavar="F", help="most rows fetched, of those cached (0.1)")
-    add("--dense-layers", type=int, default=2, metavar="N", help="layers on the device (2)")
+    add("--dense-layers", type=int, metavar="N", help="layers on the device (default 2)")
     add("--schedule", default="fused", help="fused (default) or layerwise")
-    add("--transfer", default="auto", help="auto (default) or xla")
-    add("--dtype", help="float32 or bfloat16 (default: float32 on the CPU, else bfloat16)")
+    add("--transfer", default="auto", help="auto (default), xla or cuda")
+    add("--rows", default="auto", help="rows on the host: auto (exact, default), int8 or int4")
+    add("--hot-set", type=float, metavar="M", help="rows kept after use, times the budget; 0: none")
+    add("--dtype", help="float32, bfloat16 or float16 (default: float32 on the CPU, else bfloat16)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--top-k", type=int, default=0, metavar="K")
     add("--top-p", type=float, default=1.0, metavar="P")
@@ -92,6 +94,8 @@ def generate(arguments: argparse.Namespace) -> None:
         dense_layers=arguments.dense_layers,
         schedule=arguments.schedule,
         transfer=arguments.transfer,
+        rows=arguments.rows,
+        hot_set=arguments.hot_set,
     )
     encoded = [engine.encode(prompt) for prompt in prompts]
     run = engine.start(encoded, arguments.max_new_tokens, sampling)

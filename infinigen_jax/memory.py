@@ -7,7 +7,7 @@ They run inside `jax.shard_map`, because automatic partitioning of host gathers 
 on the ordinary mesh of one device that costs nothing.
 
 The host cache is one array [l, b, k, t, w]: layers kept on the host, sequences, KV heads, slots,
-and a row of width w = 2d that holds a token's key and value side by side.
+and a row of width w that holds a token's key and value side by side (w = 2d, or packed bytes).
 """
 
 import functools
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
 HOST = "pinned_host"
 CACHE_SPEC = PartitionSpec(None, "data", "model", None, None)
@@ -92,11 +92,11 @@ def _allocation(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Any:
 
 
 def gather_rows(
-    cache: Float[Array, "l b k t w"],
+    cache: Shaped[Array, "l b k t w"],
     layer: Int[Array, ""],
     slots: Int[Array, "b k n"],
     mesh: Mesh,
-) -> Float[Array, "b k n w"]:
+) -> Shaped[Array, "b k n w"]:
     """Rows of one layer, by slot, moved to device memory. Slots must be within [0, t).
 
     On a GPU: one kernel reads the rows over PCIe into a pinned staging buffer, an asynchronous
@@ -122,12 +122,12 @@ def gather_rows(
 
 
 def read_block(
-    cache: Float[Array, "l b k t w"],
+    cache: Shaped[Array, "l b k t w"],
     layer: Int[Array, ""],
     start: Int[Array, ""],
     size: int,
     mesh: Mesh,
-) -> Float[Array, "b k n w"]:
+) -> Shaped[Array, "b k n w"]:
     """`size` consecutive slots of one layer, from `start`, moved to device memory."""
 
     def local(cache: Array, layer: Array, start: Array) -> Array:
@@ -142,11 +142,11 @@ def read_block(
 
 
 def write_layer(
-    cache: Float[Array, "l b k t w"],
+    cache: Shaped[Array, "l b k t w"],
     layer: Int[Array, ""],
-    rows: Float[Array, "b k n w"],
+    rows: Shaped[Array, "b k n w"],
     mesh: Mesh,
-) -> Float[Array, "l b k t w"]:
+) -> Shaped[Array, "l b k t w"]:
     """Write a layer's first n slots (a prompt's rows). In place where the cache is donated."""
 
     def local(cache: Array, layer: Array, rows: Array) -> Array:
@@ -159,11 +159,11 @@ def write_layer(
 
 
 def append_rows(
-    cache: Float[Array, "l b k t w"],
-    rows: Float[Array, "l b k n w"],
+    cache: Shaped[Array, "l b k t w"],
+    rows: Shaped[Array, "l b k n w"],
     positions: Int[Array, " b"],
     mesh: Mesh,
-) -> Float[Array, "l b k t w"]:
+) -> Shaped[Array, "l b k t w"]:
     """Write n rows of every layer at each sequence's own position. In place where donated.
 
     A position beyond t - n would be clamped and overwrite older rows: capacity is the caller's to

@@ -1,6 +1,8 @@
 """How much memory a generation takes, reckoned before anything is allocated."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -24,6 +26,7 @@ class MemoryPlan:
         dense_cache: rows of the layers kept on the device.
         index: the policy's state.
         resident: sinks and recent windows.
+        hot: hot sets with their directories.
         workspace: the larger of a prompt layer's temporaries and two fetch buffers.
     """
 
@@ -31,33 +34,44 @@ class MemoryPlan:
     dense_cache: int
     index: int
     resident: int
+    hot: int
     workspace: int
 
     @property
     def device(self) -> int:
         """Bytes of device memory."""
-        return self.dense_cache + self.index + self.resident + self.workspace
+        return self.dense_cache + self.index + self.resident + self.hot + self.workspace
 
 
 def plan_memory(decoder: Decoder, batch: int, prompt: int, capacity: int) -> MemoryPlan:
     """Reckon the memory for `batch` prompts padded to `prompt`, in a cache of `capacity` tokens."""
     config, policy, item = decoder.config, decoder.policy, decoder.dtype.itemsize
     row = batch * config.num_kv_heads * 2 * config.head_dim * item
-    state = jax.eval_shape(lambda: policy.init(config, batch, capacity))
-    index = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    stored_row = batch * config.num_kv_heads * decoder.row_format.width
+    stored_row *= decoder.row_format.storage.itemsize
+    selecting = sum(not decoder.streams(number) for number in range(decoder.host_layers))
+    index = selecting * _bytes(lambda: policy.init(config, batch, capacity)) if selecting else 0
+    hot = selecting * _bytes(lambda: decoder.empty_hot_set(batch, capacity)) if selecting else 0
     width = 3 * config.hidden_size + 2 * config.num_heads * config.head_dim
     width += 3 * config.intermediate_size + 4 * config.num_kv_heads * config.head_dim
     block = min(512, prompt)
     # Temporaries of blockwise attention (scores, weights and a copy), and the logits, in float32.
     extra = 4 * batch * (3 * config.num_heads * block * block + config.vocab_size)
-    fetch = 2 * row * (0 if policy.streams else policy.request_size(capacity))
+    fetch = 2 * row * (policy.request_size(capacity) if selecting else 0)
     return MemoryPlan(
-        host_cache=decoder.host_layers * capacity * row,
+        host_cache=decoder.host_layers * capacity * stored_row,
         dense_cache=decoder.dense_layers * capacity * row,
-        index=decoder.host_layers * index,
+        index=index,
         resident=decoder.host_layers * decoder.slots.size * row,
+        hot=hot,
         workspace=max(batch * prompt * width * item + extra, fetch),
     )
+
+
+def _bytes(make: Callable[[], Any]) -> int:
+    """Of the arrays that a function would make."""
+    leaves = jax.tree.leaves(jax.eval_shape(make))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def check_memory(plan: MemoryPlan, device: Device) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, Int, Shaped, UInt
 
 from infinigen_jax.attention import causal_attention
 from infinigen_jax.cache import Cache, DenseLayer, Resident
@@ -32,6 +32,8 @@ class PrefillSteps(NamedTuple):
     embed: Any
     dense_layer: Any
     host_layer: Any
+    streamed_layer: Any
+    hot_set: Any
     draw: Any
 
 
@@ -59,23 +61,31 @@ def prefill(
     config = decoder.config
     host = None
     if decoder.host_layers:
-        shape = (decoder.host_layers, batch, config.num_kv_heads, capacity, 2 * config.head_dim)
-        host = allocate_host(shape, decoder.dtype, decoder.mesh)
+        stored = decoder.row_format
+        shape = (decoder.host_layers, batch, config.num_kv_heads, capacity, stored.width)
+        host = allocate_host(shape, stored.storage, decoder.mesh)
     x = run.embed(weights.params["embedding"], prompts)
     local: list[DenseLayer | Resident] = []
     states: list[Any] = []
+    scales: list[Any] = []
     for i, params in enumerate(weights.params["layers"]):
         number = i - decoder.dense_layers
         if number < 0:
             x, layer = run.dense_layer(params, x, capacity=capacity)
         else:
-            x, layer, state, host = run.host_layer(
+            run_layer = run.streamed_layer if decoder.streams(number) else run.host_layer
+            x, layer, state, fitted, host = run_layer(
                 params, weights.policy[number], x, lengths, host, jnp.int32(number)
             )
             states.append(state)
+            scales.append(fitted)
         local.append(layer)
     tokens = run.draw(weights.params["embedding"], x, lengths, seed, sampling)
-    return Cache(host, tuple(states), tuple(local), lengths), tokens
+    hot = tuple(
+        None if decoder.streams(number) else run.hot_set(batch, capacity)
+        for number in range(decoder.host_layers)
+    )
+    return Cache(host, tuple(states), tuple(local), lengths, tuple(scales), hot), tokens
 
 
 @functools.lru_cache(maxsize=64)
@@ -94,16 +104,21 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         policy_weights: Params,
         x: Float[Array, "b s e"],
         lengths: Int[Array, " b"],
-        host: Float[Array, "l b k t w"],
+        host: Shaped[Array, "l b k t w"],
         number: Int[Array, ""],
+        streams: bool,
     ) -> tuple:
         x, keys, values = prompt_layer(decoder.blueprint.layer(params), x)
         rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
         resident = Resident.from_prompt(rows, lengths, decoder.slots)
-        policy, config = decoder.policy, decoder.config
-        state = policy.init(config, x.shape[0], host.shape[3])
-        state = policy.observe_prefill(policy_weights, state, keys.swapaxes(1, 2))
-        return x, resident, state, write_layer(host, number, rows, decoder.mesh)
+        policy, config, stored = decoder.policy, decoder.config, decoder.row_format
+        state: Any = ()
+        if not streams:
+            state = policy.init(config, x.shape[0], host.shape[3])
+            state = policy.observe_prefill(policy_weights, state, keys.swapaxes(1, 2))
+        scales = stored.fit(rows, lengths)
+        host = write_layer(host, number, stored.encode(scales, rows), decoder.mesh)
+        return x, resident, state, scales, host
 
     def draw(
         params: Params,
@@ -116,6 +131,14 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         return decoder.draw(params, last, seed, jnp.int32(0), sampling)
 
     at = Placement(decoder.mesh)
+
+    def on_host(streams: bool) -> Any:
+        return jax.jit(
+            functools.partial(host_layer, streams=streams),
+            donate_argnums=(2, 4),
+            out_shardings=(at.batch, at.rows, at.rows, at.rows, at.host),
+        )
+
     return PrefillSteps(
         embed=jax.jit(embed, out_shardings=at.batch),
         dense_layer=jax.jit(
@@ -124,9 +147,9 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
             donate_argnums=1,
             out_shardings=(at.batch, at.rows),
         ),
-        host_layer=jax.jit(
-            host_layer, donate_argnums=(2, 4), out_shardings=(at.batch, at.rows, at.rows, at.host)
-        ),
+        host_layer=on_host(streams=False),
+        streamed_layer=on_host(streams=True),
+        hot_set=jax.jit(decoder.empty_hot_set, static_argnums=(0, 1), out_shardings=at.rows),
         draw=jax.jit(draw, static_argnames="sampling", out_shardings=at.batch),
     )
 

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from infinigen_jax.cache import Cache
+from infinigen_jax.cache import Cache, HostLayer
 from infinigen_jax.compilations import compilations
-from infinigen_jax.decode import STREAM_BLOCK, steps
+from infinigen_jax.decode import STREAM_BLOCK, Counts
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement
 from infinigen_jax.planning import check_memory, plan_memory
 from infinigen_jax.prefill import prefill
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.steps import steps
 from infinigen_jax.text import TextStream
 
 if TYPE_CHECKING:
@@ -35,10 +36,14 @@ class Stats:
         prefill_seconds: from the call to the first token.
         decode_seconds, decode_tokens_per_second: whole batch, without the first decode step, which
             may compile (unless it is the only one).
-        fetched_fraction: rows fetched over rows cached, mean over steps, host layers, KV heads and
-            sequences. Padding that a transfer moves beside them is not counted here...
+        selected_fraction: rows selected over rows cached, mean over steps, host layers, KV heads
+            and sequences.
+        fetched_fraction: likewise of the rows that had to be fetched: those selected that the hot
+            set did not have. Padding that a transfer moves beside them is not counted here...
         host_to_device_bytes_per_token: ...but it is here: all bytes of rows that were moved.
-        host_cache_bytes, device_index_bytes: size of the host cache and of the policy's state.
+        hot_set_hit_rate: share of the rows selected that the hot set had; 0 without one.
+        host_cache_bytes, device_index_bytes, hot_set_bytes: size of the host cache, of the policy's
+            state and of the hot sets.
         compilations_after_warmup: XLA compilations behind the first decode step; 0 is expected.
     """
 
@@ -47,14 +52,18 @@ class Stats:
     prefill_seconds: float
     decode_seconds: float
     decode_tokens_per_second: float
+    selected_fraction: float
     fetched_fraction: float
+    hot_set_hit_rate: float
     host_to_device_bytes_per_token: float
     host_cache_bytes: int
     device_index_bytes: int
+    hot_set_bytes: int
     compilations_after_warmup: int
     policy: str
     schedule: str
     transfer: str
+    rows: str
 
 
 class Run:
@@ -96,7 +105,7 @@ class Run:
         ]
         self._step = jax.device_put(np.int32(1), at.whole)
         self._since_flush = 0
-        self._counts: list[jax.Array] = []
+        self._counts: list[Counts] = []
 
         tokens = np.zeros((len(prompts), padded), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
@@ -139,19 +148,21 @@ class Run:
 
     def _advance_fused(self) -> None:
         cache = self.cache
-        local, lengths, self.drawn, self._step, count = self._steps.fused(
+        local, hot, lengths, self.drawn, self._step, counts = self._steps.fused(
             self.engine.weights,
             cache.host,
             cache.states,
+            cache.scales,
             cache.local,
+            cache.hot,
             cache.lengths,
             self.drawn,
             self._seed,
             self._step,
             sampling=self._sampling,
         )
-        self.cache = cache._replace(local=local, lengths=lengths)
-        self._counts.append(count)
+        self.cache = cache._replace(local=local, hot=hot, lengths=lengths)
+        self._counts.append(counts)
 
     def _advance_layerwise(self) -> None:
         cache, run, decoder = self.cache, self._steps, self.decoder
@@ -162,22 +173,25 @@ class Run:
             inside = 0 <= number < decoder.host_layers
             return decoder.following(weights, cache, number, numbers[number]) if inside else None
 
+        hot, updated = list(cache.hot), []
         if decoder.dense_layers == 0 and (first := following(0)) is not None:
-            carry = run.first(carry, first, cache.host, positions)
-        updated = []
+            carry, hot[0] = run.first(carry, first, hot[0], cache.host, positions)
         for i, params in enumerate(weights.params["layers"]):
             own = i - decoder.dense_layers
             ahead = following(own + 1)
-            carry, local = (run.layer if ahead is None else run.fetching_layer)(
+            carry, local, new_hot = (run.layer if ahead is None else run.fetching_layer)(
                 params,
                 carry,
                 cache.local[i],
+                None if ahead is None else hot[own + 1],
                 cache.host,
-                numbers[own] if own >= 0 else None,
+                HostLayer(numbers[own], cache.scales[own]) if own >= 0 else None,
                 ahead,
                 positions,
             )
             updated.append(local)
+            if ahead is not None:
+                hot[own + 1] = new_hot
         self.drawn, self._step, lengths = run.draw(
             weights.params["embedding"],
             carry.x,
@@ -186,14 +200,19 @@ class Run:
             positions,
             sampling=self._sampling,
         )
-        self.cache = cache._replace(local=tuple(updated), lengths=lengths)
-        self._counts.append(carry.count)
+        self.cache = cache._replace(local=tuple(updated), hot=tuple(hot), lengths=lengths)
+        self._counts.append(carry.counts)
 
     def _flush(self) -> None:
         if self.cache.host is not None:
             cache = self.cache
             host, states = self._steps.flush(
-                self.engine.weights.policy, cache.local, cache.host, cache.states, cache.lengths
+                self.engine.weights.policy,
+                cache.local,
+                cache.host,
+                cache.states,
+                cache.scales,
+                cache.lengths,
             )
             self.cache = cache._replace(host=host, states=states)
         self._since_flush = 0
@@ -255,42 +274,62 @@ class Run:
         later = slice(2, None) if len(self._times) > 2 else slice(1, None)
         timed = sum(len(range(*later.indices(len(tokens)))) for tokens in self.new_tokens)
         seconds = sum(self._times[later], 0.0)
-        moved = len(self._times[1:]) * self._bytes_per_step()
+        rows = self._rows_per_step(steps_of)
+        selected, fetched = (self._fraction(counts, steps_of) for counts in rows)
         return Stats(
             prompt_tokens=int(self.prompt_lengths.sum()),
             new_tokens=sum(map(len, self.new_tokens)),
             prefill_seconds=self.prefill_seconds,
             decode_seconds=seconds,
             decode_tokens_per_second=timed / seconds if seconds else 0.0,
-            fetched_fraction=self._fetched_fraction(steps_of),
-            host_to_device_bytes_per_token=moved / max(1, int(steps_of.sum())),
+            selected_fraction=selected,
+            fetched_fraction=fetched,
+            hot_set_hit_rate=1 - float(rows.moved.sum()) / max(1, int(rows.selected.sum())),
+            host_to_device_bytes_per_token=self._bytes_moved(rows) / max(1, int(steps_of.sum())),
             host_cache_bytes=plan.host_cache,
             device_index_bytes=plan.index,
+            hot_set_bytes=plan.hot,
             compilations_after_warmup=0
             if self._compiled is None
             else compilations() - self._compiled,
             policy=decoder.policy.name,
             schedule=self.engine.schedule,
             transfer=decoder.transfer.name,
+            rows=decoder.row_format.name,
         )
 
-    def _bytes_per_step(self) -> int:
-        """Bytes of rows that one step moves to the device, padding included."""
-        decoder = self.decoder
-        rows = decoder.policy.request_size(self.capacity)
-        width = 2 * decoder.config.head_dim * decoder.dtype.itemsize
-        heads = decoder.config.num_kv_heads * decoder.host_layers
-        return len(self.new_tokens) * heads * rows * width
+    def _rows_per_step(self, steps_of: np.ndarray) -> Counts:
+        """Counts as numpy [steps, b] of the steps that made a token that was kept."""
+        number = int(steps_of.max(initial=0))
+        kept = np.arange(number)[:, None] < steps_of
 
-    def _fetched_fraction(self, steps_of: np.ndarray) -> float:
-        """Mean over the steps that made a token that was kept."""
-        if not self.decoder.host_layers or not steps_of.sum():
+        def stack(field: str) -> Any:
+            rows = [np.asarray(getattr(counts, field)) for counts in self._counts[:number]]
+            return np.where(kept, np.stack(rows), 0) if rows else np.zeros((0, len(steps_of)))
+
+        return Counts(stack("selected"), stack("moved"))
+
+    def _bytes_moved(self, rows: Counts) -> int:
+        """Bytes of rows that were moved to the device, padding included."""
+        decoder = self.decoder
+        width = decoder.row_format.width * decoder.row_format.storage.itemsize
+        if decoder.transfer.masks or decoder.hot_set:
+            return int(rows.moved.sum()) * width
+        selecting = [not decoder.streams(number) for number in range(decoder.host_layers)]
+        requested = sum(selecting) * decoder.policy.request_size(self.capacity)
+        # Streamed layers are read to the end of the cache.
+        requested += (len(selecting) - sum(selecting)) * self.capacity
+        heads = len(self.new_tokens) * decoder.config.num_kv_heads
+        return len(self._times[1:]) * heads * requested * width
+
+    def _fraction(self, counts: np.ndarray, steps_of: np.ndarray) -> float:
+        """Of the rows cached: mean over the steps that made a token that was kept."""
+        decoder = self.decoder
+        if not decoder.host_layers or not steps_of.sum():
             return 0.0
-        number = steps_of.max()
-        counts = np.stack([np.asarray(count) for count in self._counts[:number]])  # [steps, b]
-        step = np.arange(number)[:, None]
-        cached = (self.prompt_lengths + step) * self.decoder.host_layers
-        fraction = counts / (cached * self.decoder.config.num_kv_heads)
+        step = np.arange(len(counts))[:, None]
+        cached = (self.prompt_lengths + step) * decoder.host_layers
+        fraction = counts / (cached * decoder.config.num_kv_heads)
         return float(fraction[step < steps_of].mean())
 
     def _lap(self) -> float:

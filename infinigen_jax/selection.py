@@ -21,10 +21,13 @@ class Request(NamedTuple):
     Attributes:
         slots: host cache slots, all within the cache; those at `count` and beyond are padding.
         count: how many of the slots are meant, per sequence and KV head.
+        rank: order of preference among all slots, for whoever has to choose rows to give up; None
+            where it is not known or not wanted any more.
     """
 
     slots: Int[Array, "b k n"]
     count: Int[Array, "b k"]
+    rank: Float[Array, "b k t"] | None = None
 
     @property
     def valid(self) -> Bool[Array, "b k n"]:
@@ -105,11 +108,12 @@ def select(
     counts = jnp.sum(passing, axis=-1, dtype=jnp.int32)
     count = combine_counts(counts, cap[:, None], mode)
     rank = group_rank(scores)
+    chosen = rank
     if mode == "head":
-        rank = jnp.where(passing, rank, -jnp.inf)
+        chosen = jnp.where(passing, rank, -jnp.inf)
     else:  # the mean may be above a head's own count: the rest comes in order of rank
         count = jnp.minimum(count, jnp.sum(eligible, axis=-1, dtype=jnp.int32)[:, None])
-    return Request(top_slots(rank, count, size), count)
+    return Request(top_slots(chosen, count, size), count, rank)
 
 
 def top_slots(

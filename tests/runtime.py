@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from infinigen_jax.checkpoint import Basis, Model
+from infinigen_jax.engine import Engine
 from infinigen_jax.models import config_from_hf, random_params
+from infinigen_jax.policies import InfiniGen, Policy
+from infinigen_jax.run import Run
 
 HF: dict[str, dict[str, Any]] = {
     "gqa": {"model_type": "llama", "num_key_value_heads": 2},
@@ -68,3 +71,47 @@ def random_model(name: str, dtype: str = "float32", with_basis: bool | None = No
 def without_eos(model: Model) -> Model:
     """The same weights, with no token that ends a generation."""
     return dataclasses.replace(model, config=dataclasses.replace(model.config, eos_ids=()))
+
+
+# A small window and few sinks, so that most rows are on the host and flushes are frequent.
+SPARSE = InfiniGen(budget=0.2, window=4, sinks=2, partial_ratio=0.5)
+ALL = InfiniGen(alpha=float("inf"), budget=1.0, window=4, sinks=2)
+
+RAGGED = [
+    [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 5, 21)
+]  # one shorter than window and sinks together
+NEW = 14  # several windows
+
+
+@functools.cache
+def engine(
+    name: str,
+    policy: Policy = SPARSE,
+    dense_layers: int | None = None,
+    schedule: str = "fused",
+    **settings,
+) -> Engine:
+    """The same engine every time, so that its compilations are shared."""
+    return Engine(
+        random_model(name),
+        policy=policy,
+        dense_layers=dense_layers,
+        schedule=schedule,
+        **settings,
+    )
+
+
+def tokens_of(engine: Engine, prompts=RAGGED, new: int = NEW, **settings) -> list[list[int]]:
+    return engine.generate(prompts, max_new_tokens=new, **settings).tokens
+
+
+def counts_of(run: Run) -> np.ndarray:
+    """Rows selected by each step, for each sequence."""
+    return np.stack([np.asarray(counts.selected) for counts in run._counts])
+
+
+def finished(engine: Engine, prompts=RAGGED, new: int = NEW) -> Run:
+    run = engine.start(prompts, new)
+    for _ in run.tokens(ignore_eos=True):
+        pass
+    return run

@@ -1,58 +1,33 @@
 """The engine: schedules, policies and batches agree with each other and with transformers."""
 
 import dataclasses
-import functools
-import re
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import HF, random_model, without_eos
+from runtime import (
+    ALL,
+    HF,
+    NEW,
+    RAGGED,
+    SPARSE,
+    counts_of,
+    engine,
+    finished,
+    random_model,
+    tokens_of,
+    without_eos,
+)
 from tiny import ROOT, make_tiny
 
 from infinigen_jax import planning
-from infinigen_jax.cache import DenseLayer
 from infinigen_jax.checkpoint import embedded, load
-from infinigen_jax.compilations import compilations
 from infinigen_jax.convert import convert
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.policies import Full, InfiniGen
-from infinigen_jax.run import Run
+from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
 from infinigen_jax.sampling import Sampling
-
-# A small window and few sinks, so that most rows are on the host and flushes are frequent.
-SPARSE = InfiniGen(budget=0.2, window=4, sinks=2, partial_ratio=0.5)
-ALL = InfiniGen(alpha=float("inf"), budget=1.0, window=4, sinks=2)
-
-RAGGED = [
-    [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 5, 21)
-]  # one shorter than window and sinks together
-NEW = 14  # several windows
-
-
-@functools.cache
-def engine(name: str, policy=SPARSE, dense_layers: int = 2, schedule: str = "fused") -> Engine:
-    return Engine(random_model(name), policy=policy, dense_layers=dense_layers, schedule=schedule)
-
-
-def tokens_of(engine: Engine, prompts=RAGGED, new: int = NEW, **settings) -> list[list[int]]:
-    return engine.generate(prompts, max_new_tokens=new, **settings).tokens
-
-
-def counts_of(run: Run) -> np.ndarray:
-    """Rows fetched by each step and sequence."""
-    return np.stack([np.asarray(count) for count in run._counts])
-
-
-def finished(engine: Engine, prompts=RAGGED, new: int = NEW) -> Run:
-    run = engine.start(prompts, new)
-    for _ in run.tokens(ignore_eos=True):
-        pass
-    return run
-
 
 # Everything fetched is the full cache; the full cache is transformers.
 
@@ -225,6 +200,28 @@ def test_bfloat16(schedule):
     assert all(0 <= token < 96 for tokens in run.new_tokens for token in tokens)
 
 
+@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+def test_the_papers_settings_stream_the_first_two_layers(schedule):
+    everything = InfiniGenPaper(alpha=float("inf"), budget=1.0)
+    run = finished(engine("gqa", everything, schedule=schedule), RAGGED[:1])
+    assert run.decoder.dense_layers == 0 and run.cache.states[:2] == ((), ())
+    assert run.new_tokens == finished(engine("gqa", Full(), 0), RAGGED[:1]).new_tokens
+    assert run.stats().fetched_fraction == 1.0  # of a window of one token, which the ring holds
+    some = finished(engine("gqa", InfiniGenPaper(alpha=1.0), schedule=schedule))
+    tokens = some.prompt_lengths + np.arange(NEW - 1)[:, None]
+    streamed = counts_of(some) - 2 * 2 * tokens
+    assert (streamed >= 0).all() and (streamed <= 2 * 2 * 0.2 * tokens).all() and streamed.any()
+
+
+@pytest.mark.parametrize("policy", [SPARSE, Full()], ids=["infinigen", "full"])
+def test_packed_rows_change_little_and_take_less(policy):
+    exact = finished(engine("gqa", policy))
+    packed = finished(engine("gqa", policy, rows="int8"))
+    assert packed.stats().host_cache_bytes <= exact.stats().host_cache_bytes / 2
+    pairs = zip(packed.new_tokens, exact.new_tokens, strict=True)
+    assert all(mine[:2] == other[:2] for mine, other in pairs)
+
+
 def test_dense_layers_beyond_the_model_are_all_layers():
     assert engine("gqa", SPARSE, 99).decoder.dense_layers == 4
 
@@ -272,136 +269,6 @@ def test_sampling_repeats_with_its_seed():
     assert drawn[0] == drawn[1] != drawn[2]
     layerwise = engine("gqa", schedule="layerwise")
     assert tokens_of(layerwise, sampling=Sampling(temperature=1.0, top_k=20, seed=3)) == drawn[0]
-
-
-# Accounts.
-
-
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-def test_bytes_and_fractions(schedule):
-    full = finished(engine("gqa", Full(), 2, schedule)).stats()
-    assert full.fetched_fraction == 1.0
-    run = finished(engine("gqa", SPARSE, 2, schedule))
-    stats = run.stats()
-    assert 0 < stats.fetched_fraction <= SPARSE.budget
-    layers, heads, d, capacity = 2, 2, 8, run.capacity
-    assert capacity == 128
-    row = 2 * d * 4
-    assert stats.host_cache_bytes == layers * 3 * heads * capacity * row
-    assert run.cache.host is not None and run.cache.host.nbytes == stats.host_cache_bytes
-    assert stats.host_to_device_bytes_per_token == layers * heads * 25 * row  # 25 = 0.2 * 128
-    assert full.host_to_device_bytes_per_token == layers * heads * capacity * row
-    assert stats.device_index_bytes == sum(x.nbytes for x in jax.tree.leaves(run.cache.states))
-    assert stats.device_index_bytes == layers * 3 * heads * capacity * 4 * 4  # half the columns
-    assert (stats.prompt_tokens, stats.new_tokens) == (sum(map(len, RAGGED)), 3 * NEW)
-    assert (stats.policy, stats.schedule, stats.transfer) == ("infinigen", schedule, "xla")
-
-
-def test_the_plan_is_what_is_allocated():
-    run = finished(engine("gqa", SPARSE, 1))
-    local = run.cache.local
-    dense = sum(x.nbytes for x in jax.tree.leaves([p for p in local if isinstance(p, DenseLayer)]))
-    ring = [p for p in local if not isinstance(p, DenseLayer)]
-    assert run.plan.dense_cache == dense
-    assert run.plan.resident == sum(x.nbytes for x in jax.tree.leaves(ring))
-
-
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-@pytest.mark.parametrize("policy", [SPARSE, Full()], ids=["infinigen", "full"])
-def test_memory_kinds_and_buffers(policy, schedule):
-    run = engine("gqa", policy, 1, schedule).start(RAGGED, NEW)
-    assert run.cache.host is not None
-    address = run.cache.host.unsafe_buffer_pointer()
-    for _ in range(NEW - 1):
-        run.advance()
-        assert run.cache.host.sharding.memory_kind == "pinned_host"
-        rest = (run.cache.states, run.cache.local, run.cache.lengths)
-        assert {x.sharding.memory_kind for x in jax.tree.leaves(rest)} == {"device"}
-    assert run.cache.host.unsafe_buffer_pointer() == address
-    assert run.cache.lengths.tolist() == [len(p) + NEW - 1 for p in RAGGED]
-
-
-# What a step must not do.
-
-
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-@pytest.mark.parametrize("policy", [SPARSE, Full()], ids=["infinigen", "full"])
-def test_no_compilation_after_warm_up(policy, schedule):
-    made = engine("gqa", policy, 2, schedule)
-    first = finished(made)
-    assert first.stats().compilations_after_warmup == 0
-    before = compilations()
-    again = finished(made)
-    assert compilations() == before
-    assert again.new_tokens == first.new_tokens
-    finished(made, [prompt[:-1] for prompt in RAGGED], NEW + 2)  # same padded lengths
-    assert compilations() == before
-
-
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-def test_a_step_neither_reads_nor_sends_anything(schedule, monkeypatch):
-    run = engine("gqa", SPARSE, 2, schedule).start(RAGGED, NEW)
-    run.advance()
-
-    def refuse(*arguments, **keywords):
-        raise AssertionError("a step reads an array's value")
-
-    # On the CPU the guard does not see reads, which are views there.
-    array = type(run.drawn)
-    for name in ("__array__", "__int__", "__float__", "__bool__", "__index__", "item", "tolist"):
-        monkeypatch.setattr(array, name, refuse)
-    monkeypatch.setattr(array, "block_until_ready", refuse)
-    with jax.transfer_guard("disallow"):
-        for _ in range(2 * SPARSE.window):
-            run.advance()
-
-
-def copies(hlo: str) -> list[int]:
-    """Elements of each array that a compiled program copies."""
-    shapes = re.findall(r"= \w+\[([\d,]*)\][^ ]* copy(?:-start)?\(", hlo)
-    return [int(np.prod([int(n) for n in shape.split(",") if n] or [1])) for shape in shapes]
-
-
-def compiled_fused(run: Run) -> str:
-    cache, made = run.cache, run.engine
-    arguments = (cache.host, cache.states, cache.local, cache.lengths, run.drawn)
-    lowered = run._steps.fused.lower(
-        made.weights, *arguments, run._seed, run._step, sampling=run._sampling
-    )
-    return lowered.compile().as_text()
-
-
-@pytest.mark.parametrize("policy", [SPARSE, Full()], ids=["infinigen", "full"])
-def test_the_fused_step_copies_neither_cache_nor_weights(policy):
-    run = engine("gqa", policy).start(RAGGED, NEW)
-    assert run.cache.host is not None
-    largest = max(x.size for x in jax.tree.leaves(run.engine.model.params["layers"][0]))
-    hlo = compiled_fused(run)
-    assert max(copies(hlo), default=0) < min(run.cache.host[0].size, largest)
-    assert "callback" not in hlo
-
-
-def test_the_layerwise_step_and_the_flush_copy_no_cache():
-    run = engine("gqa", SPARSE, 2, "layerwise").start(RAGGED, NEW)
-    cache, weights, at = run.cache, run.engine.weights, run._numbers
-    assert cache.host is not None
-    layers = weights.params["layers"]
-    carry = run._steps.embed(weights.params["embedding"], run.drawn, cache.lengths)
-    ahead = [run.decoder.following(weights, cache, i, at[i]) for i in range(2)]
-    arguments = (layers[1], carry, cache.local[1], cache.host, None, ahead[0], cache.lengths)
-    dense = run._steps.fetching_layer.lower(*arguments).compile().as_text()
-    carry, _ = run._steps.fetching_layer(*arguments)
-    sparse = (layers[2], carry, cache.local[2], cache.host, at[0], ahead[1], cache.lengths)
-    flush = (weights.policy, cache.local, cache.host, cache.states, cache.lengths)
-    programs = {
-        "dense": dense,
-        "sparse": run._steps.fetching_layer.lower(*sparse).compile().as_text(),
-    }
-    for name, hlo in programs.items():
-        assert max(copies(hlo), default=0) < cache.host[0].size, name
-    local = run.engine.start(RAGGED, NEW).cache.local  # what was donated above is gone
-    flushed = run._steps.flush.lower(flush[0], local, *flush[2:]).compile().as_text()
-    assert max(copies(flushed), default=0) < cache.host[0].size
 
 
 # What is refused.

@@ -25,14 +25,18 @@ KEYS = {
     "prefill_seconds": float,
     "decode_seconds": float,
     "decode_tokens_per_second": float,
+    "selected_fraction": float,
     "fetched_fraction": float,
+    "hot_set_hit_rate": float,
     "host_to_device_bytes_per_token": float,
     "host_cache_bytes": int,
     "device_index_bytes": int,
+    "hot_set_bytes": int,
     "compilations_after_warmup": int,
     "policy": str,
     "schedule": str,
     "transfer": str,
+    "rows": str,
 }
 SHORT = ("--prompt", "The king said", "--max-new-tokens", "4")
 

@@ -3,7 +3,8 @@
 from infinigen_jax.policies.base import Policy
 from infinigen_jax.policies.full import Full
 from infinigen_jax.policies.infinigen import InfiniGen
+from infinigen_jax.policies.infinigen_paper import InfiniGenPaper
 
-POLICIES = {"full": Full, "infinigen": InfiniGen}
+POLICIES = {kind.name: kind for kind in (Full, InfiniGen, InfiniGenPaper)}
 
-__all__ = ["POLICIES", "Full", "InfiniGen", "Policy"]
+__all__ = ["POLICIES", "Full", "InfiniGen", "InfiniGenPaper", "Policy"]

@@ -28,18 +28,27 @@ class Policy(Protocol):
     Attributes:
         name: as on the command line.
         sinks: first tokens that stay on the device.
+        dense_layers: leading layers that stay on the device in full, unless the engine is told.
+        reuses: whether rows that were fetched are kept on the device, unless the engine is told.
         window: most recent tokens that stay on the device, the current one included; at least 1.
-        streams: every row is wanted: host layers are attended block by block, without selection
-            and without state.
     """
 
     name: ClassVar[str]
-    streams: ClassVar[bool]
+    dense_layers: ClassVar[int]
+    reuses: ClassVar[bool]
 
     @property
     def sinks(self) -> int: ...
     @property
     def window(self) -> int: ...
+
+    def streams(self, layer: int) -> bool:
+        """Whether this layer, if it is on the host, is attended whole, block by block.
+
+        Nothing is selected for such a layer, and it has no state. Layers count from the model's
+        first.
+        """
+        ...
 
     def request_size(self, capacity: int) -> int:
         """Static number of rows fetched per (sequence, KV head, layer) at this capacity."""

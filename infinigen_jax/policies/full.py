@@ -21,10 +21,14 @@ class Full:
     """
 
     name: ClassVar[str] = "full"
-    streams: ClassVar[bool] = True
+    dense_layers: ClassVar[int] = 2
+    reuses: ClassVar[bool] = True
 
     sinks: int = 0
     window: int = 1
+
+    def streams(self, layer: int) -> bool:
+        return True
 
     def request_size(self, capacity: int) -> int:
         return capacity

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax.cache import Slots
 from infinigen_jax.errors import InputError
+from infinigen_jax.index import INDEX_DTYPES, IndexFormat
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.selection import Request, budget_fraction, budget_rows, select
 from infinigen_jax.speculation import (
     partial_columns,
     partial_keys,
     speculate_query,
-    speculate_scores,
     speculation_weights,
 )
 
@@ -40,14 +40,18 @@ class InfiniGen:
         budget: most rows fetched, as a share of the tokens cached, in (0, 1] (the paper: 0.2).
         sinks: first tokens kept on the device.
         window: recent tokens kept on the device, the current one included.
-        index_dtype: of the index, "bfloat16", "float32" or "auto": bfloat16, but float32 on the
-            CPU, where XLA would convert the whole index to float32 for every token.
+        index_dtype: of the index: "float32", "bfloat16", "int8", "int4" or "auto" (bfloat16, but
+            float32 on the CPU). In int4 all columns (a partial ratio of 1) take hardly more memory
+            than the default quarter in bfloat16.
         count: "head", each KV head its own number of rows, or "mean", one number for all heads
             and sequences of the batch, as in the paper's code.
+        streamed_layers: leading layers of the model that are not speculated for: those of them
+            that are on the host are streamed whole, as the paper does with layers 0 and 1.
     """
 
     name: ClassVar[str] = "infinigen"
-    streams: ClassVar[bool] = False
+    dense_layers: ClassVar[int] = 2
+    reuses: ClassVar[bool] = True
 
     alpha: float = 4.0
     partial_ratio: float = 0.25
@@ -56,6 +60,7 @@ class InfiniGen:
     window: int = 32
     index_dtype: str = "auto"
     count: str = "head"
+    streamed_layers: int = 0
 
     def __post_init__(self):
         if not 0 < self.budget <= 1:
@@ -70,44 +75,49 @@ class InfiniGen:
             raise InputError(f"--alpha {self.alpha}: it must be 0 or more")
         if self.sinks < 0 or self.window < 1:
             raise InputError("sinks must be 0 or more, and the window 1 or more")
-        if self.index_dtype not in ("auto", "bfloat16", "float32"):
-            raise InputError(f"index dtype {self.index_dtype!r}: use auto, bfloat16 or float32")
+        if self.index_dtype not in INDEX_DTYPES:
+            names = f"{', '.join(INDEX_DTYPES[:-1])} or {INDEX_DTYPES[-1]}"
+            raise InputError(f"index dtype {self.index_dtype!r}: use {names}")
+        if self.streamed_layers < 0:
+            raise InputError(f"streamed layers {self.streamed_layers}: it must be 0 or more")
         if self.count not in ("head", "mean"):
             raise InputError(f"count {self.count!r}: use head or mean")
+
+    def streams(self, layer: int) -> bool:
+        return layer < self.streamed_layers
 
     def request_size(self, capacity: int) -> int:
         share = budget_fraction(self.budget)
         return max(1, capacity * share.numerator // share.denominator)
 
-    def prepare(self, model: "Model", layer: int) -> Params:
-        columns = partial_columns(model.config.head_dim, self.partial_ratio)
-        return speculation_weights(model, layer, columns)
+    def index_format(self, head_dim: int) -> IndexFormat:
+        return IndexFormat(self.index_dtype, partial_columns(head_dim, self.partial_ratio))
 
-    def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k r t"]:
-        columns = partial_columns(config.head_dim, self.partial_ratio)
-        dtype = self.index_dtype
-        if dtype == "auto":
-            dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-        return jnp.zeros((batch, config.num_kv_heads, columns, capacity), dtype)
+    def prepare(self, model: "Model", layer: int) -> Params:
+        index = self.index_format(model.config.head_dim)
+        return speculation_weights(model, layer, index.columns, centred=index.quantised)
+
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k e t"]:
+        return self.index_format(config.head_dim).empty(batch, config.num_kv_heads, capacity)
 
     def observe_prefill(
-        self, weights: Params, state: Float[Array, "b k r t"], keys: Float[Array, "b k s d"]
-    ) -> Float[Array, "b k r t"]:
-        new = partial_keys(weights, keys, state.shape[2], state.dtype)
-        return jax.lax.dynamic_update_slice(state, new, (0, 0, 0, 0))
+        self, weights: Params, state: Shaped[Array, "b k e t"], keys: Float[Array, "b k s d"]
+    ) -> Shaped[Array, "b k e t"]:
+        return jax.lax.dynamic_update_slice(state, self._entries(weights, keys), (0, 0, 0, 0))
 
     def select(
         self,
         config: ModelConfig,
         layer: Layer,
         weights: Params,
-        state: Float[Array, "b k r t"],
+        state: Shaped[Array, "b k e t"],
         a: Float[Array, "b e"],
         positions: Int[Array, " b"],
     ) -> Request:
+        index = self.index_format(config.head_dim)
         with jax.named_scope("speculate"):
-            query = speculate_query(config, layer, weights, a, positions, state.shape[2])
-            scores = speculate_scores(query, state)
+            query = speculate_query(config, layer, weights, a, positions, index.columns)
+            scores = index.scores(query, state)
         capacity = state.shape[3]
         eligible = Slots(self.sinks, self.window).eligible(positions, capacity)
         cap = budget_rows(self.budget, positions)
@@ -118,13 +128,17 @@ class InfiniGen:
     def append(
         self,
         weights: Params,
-        state: Float[Array, "b k r t"],
+        state: Shaped[Array, "b k e t"],
         keys: Float[Array, "b k n d"],
         positions: Int[Array, " b"],
-    ) -> Float[Array, "b k r t"]:
-        new = partial_keys(weights, keys, state.shape[2], state.dtype)
+    ) -> Shaped[Array, "b k e t"]:
+        new = self._entries(weights, keys)
         zero = jnp.int32(0)
         for sequence in range(state.shape[0]):
             at = (jnp.int32(sequence), zero, zero, positions[sequence])
             state = jax.lax.dynamic_update_slice(state, new[sequence : sequence + 1], at)
         return state
+
+    def _entries(self, weights: Params, keys: Float[Array, "b k n d"]) -> Shaped[Array, "b k e n"]:
+        index = self.index_format(keys.shape[3])
+        return index.encode(partial_keys(weights, keys, index.columns))

@@ -3,31 +3,86 @@
 import dataclasses
 from typing import ClassVar
 
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.memory import gather_rows
+from infinigen_jax.reuse import Plan, look_up, put
+from infinigen_jax.selection import Request, compact
+
+CHUNK = 64  # missing rows, per KV head, that are moved at once into a hot set
 
 
 @dataclasses.dataclass(frozen=True)
 class XlaTransfer:
-    """The reference transfer. Every row of the request moves, its padding included."""
+    """The reference transfer.
+
+    Without a hot set every row of the request moves, its padding included. With one, missing rows
+    move in chunks, as many as there are. On a GPU that loop asks the device how many: there a hot
+    set belongs to the `cuda` transfer.
+    """
 
     name: ClassVar[str] = "xla"
+    masks: ClassVar[bool] = False
 
     def start(
         self,
-        host: Float[Array, "l b k t w"],
+        host: Shaped[Array, "l b k t w"],
         layer: Int[Array, ""],
-        slots: Int[Array, "b k n"],
+        request: Request,
+        hot_rows: Shaped[Array, "b k h w"] | None,
+        plan: Plan | None,
         mesh: Mesh,
-    ) -> Float[Array, "b k n w"]:
-        return gather_rows(host, layer, slots, mesh)
+    ) -> tuple[Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
+        if hot_rows is None:
+            return gather_rows(host, layer, request.slots, mesh), None
+        assert plan is not None
+        hot_rows = move_missing(host, layer, request.slots, hot_rows, plan, mesh)
+        rows = jnp.take_along_axis(
+            hot_rows, plan.entry[..., None], axis=2, mode="promise_in_bounds"
+        )
+        return rows, hot_rows
 
     def wait(
-        self, ticket: Float[Array, "b k n w"], x: Float[Array, "b e"]
-    ) -> tuple[Float[Array, "b e"], Float[Array, "b k n w"]]:
+        self,
+        ticket: tuple[Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None],
+        x: Float[Array, "b e"],
+    ) -> tuple[Float[Array, "b e"], Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
         # Ties the end of the copy to the end of the layer: without it, XLA awaits the copy early.
-        x, rows = lax.optimization_barrier((x, ticket))
-        return x, rows
+        x, (rows, hot_rows) = lax.optimization_barrier((x, ticket))
+        return x, rows, hot_rows
+
+
+def move_missing(
+    host: Shaped[Array, "l b k t w"],
+    layer: Int[Array, ""],
+    slots: Int[Array, "b k n"],
+    hot_rows: Shaped[Array, "b k h w"],
+    plan: Plan,
+    mesh: Mesh,
+) -> Shaped[Array, "b k h w"]:
+    """Fill the entries of the missing rows from the host, in place where donated."""
+    h, n = hot_rows.shape[2], slots.shape[2]
+    chunk = min(CHUNK, n)
+    size = -(-n // chunk) * chunk
+    counts = jnp.sum(plan.miss, axis=-1, dtype=jnp.int32)
+    place = compact(_padded(plan.miss, size), size)  # which of the request's rows, in order
+    place = jnp.minimum(place, n - 1)
+    missing = lax.broadcasted_iota(jnp.int32, place.shape, 2) < counts[..., None]
+    slots = jnp.where(missing, look_up(slots, place), 0)
+    entries = jnp.where(missing, look_up(plan.entry, place), h)
+
+    def move(i: Array, hot_rows: Array) -> Array:
+        def cut(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=2)
+
+        return put(hot_rows, cut(entries), gather_rows(host, layer, cut(slots), mesh))
+
+    chunks = (jnp.max(counts) + (chunk - 1)) // chunk
+    return lax.fori_loop(jnp.int32(0), chunks, move, hot_rows)
+
+
+def _padded(mask: Bool[Array, "b k n"], size: int) -> Bool[Array, "b k m"]:
+    return jnp.pad(mask, ((0, 0), (0, 0), (0, size - mask.shape[2])))

@@ -1,0 +1,27 @@
+"""InfiniGen with the settings of the paper (OSDI 2024, sections 4 and 5) and of its released code.
+
+Layers 0 and 1 are streamed whole from the host, no token stays on the device for being recent or
+first, a row is moved again each time it is wanted, and all heads and sequences fetch the same
+number of rows. These are settings of `InfiniGen`; only their defaults differ here.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from infinigen_jax.policies.infinigen import InfiniGen
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InfiniGenPaper(InfiniGen):
+    """See the module's docstring. The paper's alpha is 4 for OPT and 5 for LLaMA."""
+
+    name: ClassVar[str] = "infinigen-paper"
+    dense_layers: ClassVar[int] = 0
+    reuses: ClassVar[bool] = False
+
+    partial_ratio: float = 0.3
+    budget: float = 0.2
+    sinks: int = 0
+    window: int = 1
+    count: str = "mean"
+    streamed_layers: int = 2

@@ -1,0 +1,138 @@
+"""The hot set: fetched rows stay on the device, so that a step moves only rows it does not have.
+
+What a token attends to is mostly what the token before it attended to. Per layer, sequence and KV
+head, h entries hold the rows fetched last:
+
+    place    [t]  entry of each host slot, -1 if its row is not on the device
+    slots    [h]  its inverse: the host slot in each entry, -1 while it is empty
+    used     [h]  position of the token that last wanted the entry
+
+`plan` looks a request up and gives the rows that are missing the entries of the least wanted ones.
+A transfer then moves the missing rows into their entries and hands out all rows in the request's
+order: attention reads the same bits in the same order as without a hot set. All of it is static
+shapes on the device; the host is not asked.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from infinigen_jax.selection import Request, top_slots
+
+EVICTIONS = ("lru", "score")
+
+
+class HotSet(NamedTuple):
+    """Rows of one layer that are on the device, as the host stores them, and their directory."""
+
+    rows: Float[Array, "b k h w"]
+    slots: Int[Array, "b k h"]
+    used: Int[Array, "b k h"]
+    place: Int[Array, "b k t"]
+
+    @classmethod
+    def empty(
+        cls, batch: int, heads: int, size: int, width: int, capacity: int, dtype: Any
+    ) -> "HotSet":
+        """With `size` entries of `width` elements, for a host cache of `capacity` slots."""
+        nothing = jnp.full((batch, heads, size), -1, jnp.int32)
+        place = jnp.full((batch, heads, capacity), -1, place_dtype(size))
+        return cls(jnp.zeros((batch, heads, size, width), dtype), nothing, nothing, place)
+
+
+class Plan(NamedTuple):
+    """Where the rows of a request come from.
+
+    Attributes:
+        entry: the hot entry that has the row, or that is to get it; 0 for padding.
+        miss: the row has to be moved from the host; False for padding.
+    """
+
+    entry: Int[Array, "b k n"]
+    miss: Bool[Array, "b k n"]
+
+
+def place_dtype(size: int) -> Any:
+    """Narrowest integer type for entry numbers: `place` is as long as the context."""
+    return jnp.int16 if size <= 2**15 else jnp.int32
+
+
+def plan(
+    hot: HotSet,
+    request: Request,
+    positions: Int[Array, " b"],
+    eviction: str = "lru",
+) -> tuple[HotSet, Plan]:
+    """Look a request up, and make room for what is missing.
+
+    Args:
+        hot: with h at least the request's n, so that everything missing finds an entry.
+        request: distinct slots; with its `rank` for eviction "score".
+        positions: of the current tokens; they grow from step to step.
+        eviction: entries give way in order of least recent use ("lru") or of lowest speculated
+            rank at this step ("score").
+
+    Returns:
+        The hot set with its directory as it is after the transfer, its rows as they were, and the
+        plan that the transfer carries out.
+    """
+    n, h = request.slots.shape[2], hot.slots.shape[2]
+    capacity = hot.place.shape[2]
+    if n > h:
+        raise ValueError(f"a hot set of {h} entries is smaller than a request of {n} rows")
+    valid = request.valid
+    found = look_up(hot.place, request.slots).astype(jnp.int32)
+    hit = valid & (found >= 0)
+    miss = valid & (found < 0)
+    now = jnp.broadcast_to(positions[:, None, None], hit.shape)
+    used = put(hot.used, jnp.where(hit, found, h), now)
+    # At most n - hits rows are missing and h - hits entries are not wanted now: no hit gives way.
+    victims = top_slots(
+        -_keep(hot._replace(used=used), request, positions, eviction),
+        jnp.sum(miss, axis=-1, dtype=jnp.int32),
+        n,
+    )
+    turn = jnp.cumsum(miss, axis=-1, dtype=jnp.int32) - 1
+    entry = jnp.where(miss, look_up(victims, jnp.maximum(turn, 0)), jnp.maximum(found, 0))
+    entry = jnp.where(valid, entry, 0)
+
+    target = jnp.where(miss, entry, h)
+    evicted = jnp.where(miss, look_up(hot.slots, entry), -1)
+    gone = jnp.full(miss.shape, -1, hot.place.dtype)
+    place = put(hot.place, jnp.where(evicted >= 0, evicted, capacity), gone)
+    place = put(place, jnp.where(miss, request.slots, capacity), entry.astype(hot.place.dtype))
+    slots = put(hot.slots, target, request.slots)
+    used = put(used, target, now)
+    return HotSet(hot.rows, slots, used, place), Plan(entry, miss)
+
+
+def _keep(
+    hot: HotSet, request: Request, positions: Int[Array, " b"], eviction: str
+) -> Float[Array, "b k h"]:
+    """How much each entry is worth keeping; empty entries least, those wanted now most."""
+    if eviction == "lru":
+        # Exact: positions are below 2^24.
+        return hot.used.astype(jnp.float32)
+    if request.rank is None:
+        raise ValueError("this policy's requests have no rank to evict by; use lru")
+    rank = look_up(request.rank, jnp.maximum(hot.slots, 0))
+    lowest = jnp.finfo(jnp.float32).min
+    rank = jnp.where(hot.slots < 0, lowest, jnp.maximum(rank, 0.5 * lowest))
+    return jnp.where(hot.used == positions[:, None, None], jnp.inf, rank)
+
+
+def look_up(table: Array, index: Int[Array, "b k n"]) -> Array:
+    """table[i, j, index[i, j, m]]; every index must be within the table."""
+    return jnp.take_along_axis(table, index, axis=2, mode="promise_in_bounds")
+
+
+def put(table: Array, index: Int[Array, "b k n"], values: Array) -> Array:
+    """table[i, j, index[i, j, m]] = values[i, j, m], in place where donated.
+
+    An index beyond the table is left out; the others are distinct.
+    """
+    batch = lax.broadcasted_iota(jnp.int32, index.shape, 0)
+    head = lax.broadcasted_iota(jnp.int32, index.shape, 1)
+    return table.at[batch, head, index].set(values, mode="drop")

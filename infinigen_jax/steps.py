@@ -1,0 +1,129 @@
+"""The compiled functions of a decoder, in two schedules of the same layer.
+
+`fused` unrolls all layers into one compiled step, `layerwise` dispatches one compiled call a layer
+(one compilation serves all layers of a kind). They trace the same function and give equal results.
+Unrolled, not scanned: a scan over stacked weights copies every weight once a token (docs/gpu.md).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from infinigen_jax.cache import Cache, DenseLayer, HostLayer, Resident
+from infinigen_jax.decode import Carry, Counts, Decoder, Fetched, Weights
+from infinigen_jax.memory import Placement
+from infinigen_jax.models import Params
+from infinigen_jax.reuse import HotSet
+from infinigen_jax.sampling import Sampling
+from infinigen_jax.selection import Request
+
+SCHEDULES = ("fused", "layerwise")
+
+
+class Steps(NamedTuple):
+    """The compiled functions of a Decoder; the cache arrays that they replace are donated.
+
+    `layer` and `fetching_layer` are `decode_layer` without and with rows requested for the next
+    layer. Rows that were fetched are not donated: nothing that comes out has their shape twice.
+    """
+
+    fused: Any
+    embed: Any
+    first: Any
+    layer: Any
+    fetching_layer: Any
+    draw: Any
+    flush: Any
+
+
+@functools.lru_cache(maxsize=64)
+def steps(decoder: Decoder) -> Steps:
+    """Jit a decoder's functions; engines with equal settings share the compilations."""
+
+    def fused(
+        weights: Weights,
+        host: Array | None,
+        states: tuple[Any, ...],
+        scales: tuple[Any, ...],
+        local: tuple[DenseLayer | Resident, ...],
+        hot: tuple[HotSet | None, ...],
+        positions: Array,
+        tokens: Array,
+        seed: Array,
+        step: Array,
+        sampling: Sampling,
+    ) -> tuple:
+        cache = Cache(host, states, local, positions, scales, hot)
+        carry = decoder.embed(weights.params["embedding"], tokens, positions)
+        dense = decoder.dense_layers
+        number = [jnp.int32(i) for i in range(decoder.host_layers)]
+        following = [
+            decoder.following(weights, cache, i, number[i]) for i in range(decoder.host_layers)
+        ]
+        replaced = list(hot)
+        if dense == 0 and host is not None and following[0] is not None:
+            carry, replaced[0] = decoder.request_first(carry, following[0], hot[0], host, positions)
+        updated = []
+        for i, params in enumerate(weights.params["layers"]):
+            own, ahead = i - dense, i - dense + 1
+            fetches = 0 <= ahead < decoder.host_layers
+            with jax.named_scope(f"layer{i}"):
+                carry, new, new_hot = decoder.decode_layer(
+                    params,
+                    carry,
+                    local[i],
+                    hot[ahead] if fetches else None,
+                    host,
+                    HostLayer(number[own], scales[own]) if own >= 0 else None,
+                    following[ahead] if fetches else None,
+                    positions,
+                )
+            updated.append(new)
+            if fetches:
+                replaced[ahead] = new_hot
+        drawn = decoder.draw(weights.params["embedding"], carry.x, seed, step, sampling)
+        return tuple(updated), tuple(replaced), positions + 1, drawn, step + 1, carry.counts
+
+    def draw(
+        params: Params, x: Array, seed: Array, step: Array, positions: Array, sampling: Sampling
+    ) -> tuple:
+        return decoder.draw(params, x, seed, step, sampling), step + 1, positions + 1
+
+    def flush(
+        policy: Any, local: Any, host: Array, states: Any, scales: Any, lengths: Array
+    ) -> tuple:
+        cache = decoder.flush(policy, Cache(host, states, local, lengths, scales))
+        return cache.host, cache.states
+
+    at: Any = Placement(decoder.mesh)
+    fetched = Fetched(Request(at.rows, at.rows), at.rows)
+    counts = Counts(at.batch, at.batch)
+    carry = Carry(at.batch, fetched, counts)
+    bare = Carry(at.batch, None, counts)
+
+    def layer(fetches: bool):
+        def run(*arguments: Any) -> tuple:
+            return decoder.decode_layer(*arguments)
+
+        out = (carry if fetches else bare, at.rows, at.rows)
+        return jax.jit(run, donate_argnums=(2, 3), out_shardings=out)
+
+    return Steps(
+        fused=jax.jit(
+            fused,
+            static_argnames="sampling",
+            donate_argnums=(4, 5),
+            out_shardings=(at.rows, at.rows, at.batch, at.batch, at.whole, counts),
+        ),
+        embed=jax.jit(decoder.embed, out_shardings=bare),
+        first=jax.jit(decoder.request_first, donate_argnums=2, out_shardings=(carry, at.rows)),
+        layer=layer(fetches=False),
+        fetching_layer=layer(fetches=True),
+        draw=jax.jit(
+            draw, static_argnames="sampling", out_shardings=(at.batch, at.whole, at.batch)
+        ),
+        flush=jax.jit(flush, donate_argnums=(2, 3), out_shardings=(at.host, at.rows)),
+    )

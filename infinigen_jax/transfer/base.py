@@ -1,0 +1,56 @@
+"""What a transfer is: it moves requested rows from host to device beside a layer's work.
+
+    ticket = transfer.start(host, layer, request, hot_rows, plan, mesh)    behind the speculation
+    ...                                                                    attention and MLP
+    x, rows, hot_rows = transfer.wait(ticket, x)                           for the next layer
+
+`start` and `wait` are traced into the step; nothing here talks to Python between two layers.
+"""
+
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Shaped
+
+from infinigen_jax.reuse import Plan
+from infinigen_jax.selection import Request
+
+
+@runtime_checkable
+class Transfer(Protocol):
+    """See the module's docstring.
+
+    Attributes:
+        masks: rows beyond a request's count, and rows that the hot set has, are not moved. (If
+            not, the whole static request moves, unless there is a hot set.)
+    """
+
+    name: ClassVar[str]
+    masks: ClassVar[bool]
+
+    def start(
+        self,
+        host: Shaped[Array, "l b k t w"],
+        layer: Int[Array, ""],
+        request: Request,
+        hot_rows: Shaped[Array, "b k h w"] | None,
+        plan: Plan | None,
+        mesh: Mesh,
+    ) -> Any:
+        """Begin to move the rows of a request, one layer's.
+
+        Args:
+            host: the host cache, in its storage dtype; bytes are moved as they are.
+            hot_rows: the rows of the layer's hot set, replaced by what `wait` returns; None
+                without one, and then there is no plan.
+        """
+        ...
+
+    def wait(
+        self, ticket: Any, x: Float[Array, "b e"]
+    ) -> tuple[Float[Array, "b e"], Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
+        """The rows, in the order of the request; what lies beyond its count is finite.
+
+        Whatever uses the returned x comes behind the end of the transfer.
+        """
+        ...

@@ -1,0 +1,155 @@
+"""What a step moves, allocates and compiles to."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from runtime import NEW, RAGGED, SPARSE, engine, finished
+
+from infinigen_jax.cache import DenseLayer, HostLayer
+from infinigen_jax.compilations import compilations
+from infinigen_jax.engine import Engine
+from infinigen_jax.policies import Full, Policy
+from infinigen_jax.run import Run
+
+HOT = "hot"  # SPARSE with a hot set and packed rows
+
+
+def made(policy: Policy | str, dense_layers: int = 2, schedule: str = "fused") -> Engine:
+    if isinstance(policy, str):
+        return engine("gqa", SPARSE, dense_layers, schedule, hot_set=1.5, rows="int8")
+    return engine("gqa", policy, dense_layers, schedule)
+
+
+@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+def test_bytes_and_fractions(schedule):
+    full = finished(engine("gqa", Full(), 2, schedule)).stats()
+    assert full.fetched_fraction == 1.0
+    run = finished(engine("gqa", SPARSE, 2, schedule))
+    stats = run.stats()
+    assert 0 < stats.fetched_fraction <= SPARSE.budget
+    layers, heads, d, capacity = 2, 2, 8, run.capacity
+    assert capacity == 128
+    row = 2 * d * 4
+    assert stats.host_cache_bytes == layers * 3 * heads * capacity * row
+    assert run.cache.host is not None and run.cache.host.nbytes == stats.host_cache_bytes
+    assert stats.host_to_device_bytes_per_token == layers * heads * 25 * row  # 25 = 0.2 * 128
+    assert full.host_to_device_bytes_per_token == layers * heads * capacity * row
+    assert stats.device_index_bytes == sum(x.nbytes for x in jax.tree.leaves(run.cache.states))
+    assert stats.device_index_bytes == layers * 3 * heads * capacity * 4 * 4  # half the columns
+    assert (stats.prompt_tokens, stats.new_tokens) == (sum(map(len, RAGGED)), 3 * NEW)
+    assert (stats.policy, stats.schedule, stats.transfer) == ("infinigen", schedule, "xla")
+
+
+def test_the_plan_is_what_is_allocated():
+    run = finished(engine("gqa", SPARSE, 1))
+    local = run.cache.local
+    dense = sum(x.nbytes for x in jax.tree.leaves([p for p in local if isinstance(p, DenseLayer)]))
+    ring = [p for p in local if not isinstance(p, DenseLayer)]
+    assert run.plan.dense_cache == dense
+    assert run.plan.resident == sum(x.nbytes for x in jax.tree.leaves(ring))
+
+
+@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+@pytest.mark.parametrize("policy", [SPARSE, HOT, Full()], ids=["infinigen", "hot", "full"])
+def test_memory_kinds_and_buffers(policy, schedule):
+    run = made(policy, 1, schedule).start(RAGGED, NEW)
+    assert run.cache.host is not None
+    address = run.cache.host.unsafe_buffer_pointer()
+    for _ in range(NEW - 1):
+        run.advance()
+        assert run.cache.host.sharding.memory_kind == "pinned_host"
+        rest = run.cache._replace(host=None)
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(rest)} == {"device"}
+    assert run.cache.host.unsafe_buffer_pointer() == address
+    assert run.cache.lengths.tolist() == [len(p) + NEW - 1 for p in RAGGED]
+
+
+# What a step must not do.
+
+
+@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+@pytest.mark.parametrize("policy", [SPARSE, HOT, Full()], ids=["infinigen", "hot", "full"])
+def test_no_compilation_after_warm_up(policy, schedule):
+    chosen = made(policy, 2, schedule)
+    first = finished(chosen)
+    assert first.stats().compilations_after_warmup == 0
+    before = compilations()
+    again = finished(chosen)
+    assert compilations() == before
+    assert again.new_tokens == first.new_tokens
+    finished(chosen, [prompt[:-1] for prompt in RAGGED], NEW + 2)  # same padded lengths
+    assert compilations() == before
+
+
+@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+@pytest.mark.parametrize("policy", [SPARSE, HOT], ids=["infinigen", "hot"])
+def test_a_step_neither_reads_nor_sends_anything(policy, schedule, monkeypatch):
+    run = made(policy, 2, schedule).start(RAGGED, NEW)
+    run.advance()
+
+    def refuse(*arguments, **keywords):
+        raise AssertionError("a step reads an array's value")
+
+    # On the CPU the guard does not see reads, which are views there.
+    array = type(run.drawn)
+    for name in ("__array__", "__int__", "__float__", "__bool__", "__index__", "item", "tolist"):
+        monkeypatch.setattr(array, name, refuse)
+    monkeypatch.setattr(array, "block_until_ready", refuse)
+    with jax.transfer_guard("disallow"):
+        for _ in range(2 * SPARSE.window):
+            run.advance()
+
+
+def copies(hlo: str) -> list[int]:
+    """Elements of each array that a compiled program copies."""
+    shapes = re.findall(r"= \w+\[([\d,]*)\][^ ]* copy(?:-start)?\(", hlo)
+    return [int(np.prod([int(n) for n in shape.split(",") if n] or [1])) for shape in shapes]
+
+
+def compiled_fused(run: Run) -> str:
+    cache, weights = run.cache, run.engine.weights
+    arguments = (cache.host, cache.states, cache.scales, cache.local, cache.hot, cache.lengths)
+    lowered = run._steps.fused.lower(
+        weights, *arguments, run.drawn, run._seed, run._step, sampling=run._sampling
+    )
+    return lowered.compile().as_text()
+
+
+@pytest.mark.parametrize("policy", [SPARSE, HOT, Full()], ids=["infinigen", "hot", "full"])
+def test_the_fused_step_copies_neither_cache_nor_weights(policy):
+    run = made(policy).start(RAGGED, NEW)
+    assert run.cache.host is not None
+    largest = max(x.size for x in jax.tree.leaves(run.engine.model.params["layers"][0]))
+    if policy == HOT:  # these weights are smaller than one request
+        assert run.cache.hot[0] is not None
+        largest = run.cache.hot[0].rows.size
+    hlo = compiled_fused(run)
+    assert max(copies(hlo), default=0) < min(run.cache.host[0].size, largest)
+    assert "callback" not in hlo
+
+
+def test_the_layerwise_step_and_the_flush_copy_no_cache():
+    run = engine("gqa", SPARSE, 2, "layerwise").start(RAGGED, NEW)
+    cache, weights, at = run.cache, run.engine.weights, run._numbers
+    assert cache.host is not None
+    layers = weights.params["layers"]
+    carry = run._steps.embed(weights.params["embedding"], run.drawn, cache.lengths)
+    ahead = [run.decoder.following(weights, cache, i, at[i]) for i in range(2)]
+    hot = cache.hot[0]
+    arguments = (layers[1], carry, cache.local[1], hot, cache.host, None, ahead[0], cache.lengths)
+    dense = run._steps.fetching_layer.lower(*arguments).compile().as_text()
+    carry, _, _ = run._steps.fetching_layer(*arguments)
+    own = HostLayer(at[0], cache.scales[0])
+    sparse = (layers[2], carry, cache.local[2], cache.hot[1], cache.host, own, ahead[1])
+    programs = {
+        "dense": dense,
+        "sparse": run._steps.fetching_layer.lower(*sparse, cache.lengths).compile().as_text(),
+    }
+    for name, hlo in programs.items():
+        assert max(copies(hlo), default=0) < cache.host[0].size, name
+    again = run.engine.start(RAGGED, NEW).cache  # what was donated above is gone
+    flush = (again.local, again.host, again.states, again.scales, again.lengths)
+    flushed = run._steps.flush.lower(weights.policy, *flush).compile().as_text()
+    assert max(copies(flushed), default=0) < cache.host[0].size
