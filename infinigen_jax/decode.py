@@ -333,6 +333,14 @@ class Decoder:
             keys = None if sampling.greedy else row_keys(seed, rows, step)
             return sample(logits, sampling, keys)
 
+    def score(
+        self, params: Params, x: Float[Array, "b e"], targets: Int[Array, " b"]
+    ) -> Float[Array, " b"]:
+        """Natural log-probabilities of given next tokens, float32."""
+        logits = self.blueprint.embedding(params).logits(x).astype(jnp.float32)
+        chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+        return chosen - jax.nn.logsumexp(logits, axis=-1)
+
     def flush(self, policy: tuple[Params, ...], cache: Cache) -> Cache:
         """Write the ring of every host layer to the host, and its keys to the policy's state.
 

@@ -133,6 +133,44 @@ class Run:
         Raises:
             InputError: when the cache is full.
         """
+        self._make_room()
+        with jax.transfer_guard("disallow"):
+            if self.engine.schedule == "fused":
+                self._advance_fused()
+            else:
+                self._advance_layerwise()
+
+    def score(self, tokens: np.ndarray, targets: np.ndarray) -> jax.Array:
+        """One decode step over given tokens, whatever was drawn. Does not wait.
+
+        Args:
+            tokens: [b] the tokens at the next position, int32.
+            targets: [b] the tokens behind them, int32.
+
+        Returns:
+            [b] float32, the natural log-probabilities of the targets.
+
+        Raises:
+            InputError: when the cache is full.
+        """
+        self._make_room()
+        cache, at = self.cache, Placement(self.engine.mesh)
+        local, hot, lengths, scores, counts = self._steps.scored(
+            self.engine.weights,
+            cache.host,
+            cache.states,
+            cache.scales,
+            cache.local,
+            cache.hot,
+            cache.lengths,
+            jax.device_put(np.asarray(tokens, np.int32), at.batch),
+            jax.device_put(np.asarray(targets, np.int32), at.batch),
+        )
+        self.cache = cache._replace(local=local, hot=hot, lengths=lengths)
+        self._counts.append(counts)
+        return scores
+
+    def _make_room(self) -> None:
         if len(self._counts) >= self.capacity - int(self.prompt_lengths.max()):
             raise InputError(f"the cache of {self.capacity} tokens is full; start a longer run")
         # Before the first step a flush only repeats what prefill wrote; it is compiled there, so
@@ -140,11 +178,6 @@ class Run:
         if not self._counts or self._since_flush == self.decoder.policy.window:
             self._flush()
         self._since_flush += 1
-        with jax.transfer_guard("disallow"):
-            if self.engine.schedule == "fused":
-                self._advance_fused()
-            else:
-                self._advance_layerwise()
 
     def _advance_fused(self) -> None:
         cache = self.cache
@@ -297,6 +330,12 @@ class Run:
             transfer=decoder.transfer.name,
             rows=decoder.row_format.name,
         )
+
+    def fractions(self) -> tuple[float, float]:
+        """Rows selected, and rows fetched, over rows cached: means over all steps so far."""
+        steps_of = np.full(len(self.new_tokens), len(self._counts))
+        rows = self._rows_per_step(steps_of)
+        return self._fraction(rows.selected, steps_of), self._fraction(rows.moved, steps_of)
 
     def _rows_per_step(self, steps_of: np.ndarray) -> Counts:
         """Counts as numpy [steps, b] of the steps that made a token that was kept."""

@@ -26,11 +26,13 @@ SCHEDULES = ("fused", "layerwise")
 class Steps(NamedTuple):
     """The compiled functions of a Decoder; the cache arrays that they replace are donated.
 
-    `layer` and `fetching_layer` are `decode_layer` without and with rows requested for the next
-    layer. Rows that were fetched are not donated: nothing that comes out has their shape twice.
+    `scored` is `fused` for given tokens: it returns the log-probability of each next one. `layer`
+    and `fetching_layer` are `decode_layer` without and with rows requested for the next layer. Rows
+    that were fetched are not donated: nothing that comes out has their shape twice.
     """
 
     fused: Any
+    scored: Any
     embed: Any
     first: Any
     layer: Any
@@ -42,6 +44,37 @@ class Steps(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def steps(decoder: Decoder) -> Steps:
     """Jit a decoder's functions; engines with equal settings share the compilations."""
+
+    def layers(weights: Weights, cache: Cache, tokens: Array) -> tuple[Array, Cache, Counts]:
+        """All layers of a step: the last one's output, the cache with what was replaced in it."""
+        host, positions, hot = cache.host, cache.lengths, list(cache.hot)
+        carry = decoder.embed(weights.params["embedding"], tokens, positions)
+        dense = decoder.dense_layers
+        number = [jnp.int32(i) for i in range(decoder.host_layers)]
+        following = [
+            decoder.following(weights, cache, i, number[i]) for i in range(decoder.host_layers)
+        ]
+        if dense == 0 and host is not None and following[0] is not None:
+            carry, hot[0] = decoder.request_first(carry, following[0], hot[0], host, positions)
+        local = list(cache.local)
+        for i, params in enumerate(weights.params["layers"]):
+            own, ahead = i - dense, i - dense + 1
+            fetches = 0 <= ahead < decoder.host_layers
+            with jax.named_scope(f"layer{i}"):
+                carry, local[i], new_hot = decoder.decode_layer(
+                    params,
+                    carry,
+                    local[i],
+                    hot[ahead] if fetches else None,
+                    host,
+                    HostLayer(number[own], cache.scales[own]) if own >= 0 else None,
+                    following[ahead] if fetches else None,
+                    positions,
+                )
+            if fetches:
+                hot[ahead] = new_hot
+        cache = cache._replace(local=tuple(local), hot=tuple(hot), lengths=positions + 1)
+        return carry.x, cache, carry.counts
 
     def fused(
         weights: Weights,
@@ -57,35 +90,25 @@ def steps(decoder: Decoder) -> Steps:
         sampling: Sampling,
     ) -> tuple:
         cache = Cache(host, states, local, positions, scales, hot)
-        carry = decoder.embed(weights.params["embedding"], tokens, positions)
-        dense = decoder.dense_layers
-        number = [jnp.int32(i) for i in range(decoder.host_layers)]
-        following = [
-            decoder.following(weights, cache, i, number[i]) for i in range(decoder.host_layers)
-        ]
-        replaced = list(hot)
-        if dense == 0 and host is not None and following[0] is not None:
-            carry, replaced[0] = decoder.request_first(carry, following[0], hot[0], host, positions)
-        updated = []
-        for i, params in enumerate(weights.params["layers"]):
-            own, ahead = i - dense, i - dense + 1
-            fetches = 0 <= ahead < decoder.host_layers
-            with jax.named_scope(f"layer{i}"):
-                carry, new, new_hot = decoder.decode_layer(
-                    params,
-                    carry,
-                    local[i],
-                    hot[ahead] if fetches else None,
-                    host,
-                    HostLayer(number[own], scales[own]) if own >= 0 else None,
-                    following[ahead] if fetches else None,
-                    positions,
-                )
-            updated.append(new)
-            if fetches:
-                replaced[ahead] = new_hot
-        drawn = decoder.draw(weights.params["embedding"], carry.x, seed, step, sampling)
-        return tuple(updated), tuple(replaced), positions + 1, drawn, step + 1, carry.counts
+        x, cache, counts = layers(weights, cache, tokens)
+        drawn = decoder.draw(weights.params["embedding"], x, seed, step, sampling)
+        return cache.local, cache.hot, cache.lengths, drawn, step + 1, counts
+
+    def scored(
+        weights: Weights,
+        host: Array | None,
+        states: tuple[Any, ...],
+        scales: tuple[Any, ...],
+        local: tuple[DenseLayer | Resident, ...],
+        hot: tuple[HotSet | None, ...],
+        positions: Array,
+        tokens: Array,
+        targets: Array,
+    ) -> tuple:
+        cache = Cache(host, states, local, positions, scales, hot)
+        x, cache, counts = layers(weights, cache, tokens)
+        scores = decoder.score(weights.params["embedding"], x, targets)
+        return cache.local, cache.hot, cache.lengths, scores, counts
 
     def draw(
         params: Params, x: Array, seed: Array, step: Array, positions: Array, sampling: Sampling
@@ -117,6 +140,11 @@ def steps(decoder: Decoder) -> Steps:
             static_argnames="sampling",
             donate_argnums=(4, 5),
             out_shardings=(at.rows, at.rows, at.batch, at.batch, at.whole, counts),
+        ),
+        scored=jax.jit(
+            scored,
+            donate_argnums=(4, 5),
+            out_shardings=(at.rows, at.rows, at.batch, at.batch, counts),
         ),
         embed=jax.jit(decoder.embed, out_shardings=bare),
         first=jax.jit(decoder.request_first, donate_argnums=2, out_shardings=(carry, at.rows)),
