@@ -1,86 +1,58 @@
-"""Tokens per second of decoding: this package's policies and schedules, and transformers.
+"""The speed of decoding: this package's policies and schedules, and transformers.
 
-    python -m benchmarks.decode --shape llama --contexts 1024 4096 16384
+    python -m benchmarks.decode --preset cpu
+    python -m benchmarks.decode --shape llama --contexts 1024 4096 --systems infinigen transformers
 
 One random model, the same weights and prompts in every system (their logits are compared first).
-All systems of a context are alive at once and take turns, round by round, so that whatever else the
-machine does reaches all alike; a figure is the median over the rounds. Not timed: reading the
-prompts, and the rounds that warm up, in which programs are compiled.
+`benchmarks/measure.py` tells what is timed, `python -m benchmarks.decode --help` which systems
+there are. Writes a JSON file after every set of systems, and at the end a table in Markdown.
+
+On a GPU, JAX and PyTorch would each keep the memory that they once had: there this package and
+transformers run one after the other, each in a process of its own.
 """
 
 import argparse
 import dataclasses
-import gc
 import json
 import os
-import statistics
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks import machine, shapes
-from benchmarks.physics import offloaded_traffic, resident_traffic
-from benchmarks.systems import MARGIN, WARMUP_ROUNDS, Ours, System, Transformers
-from infinigen_jax.checkpoint import DTYPES, Model
-from infinigen_jax.compilations import compilations
-from infinigen_jax.engine import Engine
-from infinigen_jax.policies import Full, InfiniGen, Policy
+from benchmarks import machine, presets, shapes
+from benchmarks.measure import measure_context, model_facts
+from benchmarks.report import goals, table
+from benchmarks.waves import Bench
+from infinigen_jax.checkpoint import Model
+from infinigen_jax.memory import Placement, default_mesh
 
 RESULTS = Path(__file__).resolve().parent / "results"
-OURS = ("full-fused", "full-layerwise", "infinigen-fused", "infinigen-layerwise")
-THEIRS = ("transformers", "transformers-static")
-PRESETS: dict[str, dict[str, Any]] = {
-    # The paper's figure 14: OPT-13B, 20 sequences, 1920 tokens of prompt, a cap of 20 %.
-    "paper": {
-        "shape": "opt-13b",
-        "contexts": [1920],
-        "batch": 20,
-        "dtype": "float16",
-        "budget": 0.2,
-    },
-    "llama8b": {
-        "shape": "llama-8b",
-        "contexts": [16384, 32768],
-        "batch": 8,
-        "dtype": "bfloat16",
-    },
-}
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.decode", description="Measure decoding speed."
-    )
-    parser.add_argument("--preset", choices=PRESETS, help="settings for a large GPU")
-    parser.add_argument("--shape", choices=shapes.SHAPES, default="llama", help="of the model")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--tokens", type=int, default=32, help="timed in a round (default 32)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
-    parser.add_argument("--budget", type=float, default=0.05, help="of infinigen (default 0.05)")
-    parser.add_argument("--alpha", type=float, default=4.0, help="of infinigen (default 4)")
-    parser.add_argument("--systems", nargs="+", choices=OURS + THEIRS, default=OURS + THEIRS)
-    parser.add_argument(
-        "--torch-threads", type=int, default=0, help="default: one, or all cores, if that is faster"
-    )
-    parser.add_argument("--json", type=Path, help="result file (default: in benchmarks/results)")
-    parser.add_argument("--plot", type=Path, help="also draw the figures into this file")
-    return parser
+SETTINGS = (
+    "preset shape batch dtype tokens rounds warmup steps budget budget_rows alpha dense_layers "
+    "hot_set transfer device_memory systems"
+).split()
+LOGITS_PROMPT = 64  # tokens over which the two models are compared
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
-    options, _ = parser.parse_known_args(argv)
-    parser.set_defaults(**PRESETS.get(options.preset, {}))
-    options = parser.parse_args(argv)
-    result = measure(options)
+    options = presets.parse(argv)
+    name = f"{options.preset or 'decode-' + options.shape}-{machine.device_name()}.json"
+    path = options.json or RESULTS / name
+    families = _families(options)
+    if len(families) == 1:
+        shares = bool(set(options.systems) & set(presets.THEIRS))
+        os.environ |= machine.gpu_environment(shares)
+    if len(families) > 1:
+        result = _run_apart(options, families, path)
+    else:
+        result = measure(options, path)
     print(table(result))
-    path = options.json or RESULTS / f"decode-{options.shape}-{result['device']}.json"
-    write_json(path, result)
-    print(f"written to {path}", file=sys.stderr)
+    note(f"written to {path}")
     if options.plot:
         from benchmarks.plot import draw
 
@@ -88,156 +60,124 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the result file holds."""
+def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Everything that the result file holds; it is written as far as it got."""
+    began = time.monotonic()
+    deadline = began + (options.cap_seconds or float("inf"))
     shape = shapes.SHAPES[options.shape]
-    total = (options.rounds + WARMUP_ROUNDS) * (options.tokens + MARGIN) + 1
-    settings = shape.settings(max(options.contexts) + total + 1)
-    model = shapes.peaked_model(shape, settings["max_position_embeddings"], options.dtype)
-    size = sum(leaf.size for leaf in jax.tree.leaves(model.params))
-    note(f"{shape.name}: {size:,} parameters, {options.dtype}")
+    unlimited = Bench(options, None, None, (1.0, None), deadline, note)  # type: ignore[arg-type]
+    config = shape.settings(max(options.contexts) + unlimited.new_tokens + 2)
+    model = shapes.peaked_model(shape, config["max_position_embeddings"], options.dtype)
+    # Where engines want them: they would otherwise each make a copy.
+    placed = jax.device_put(model.params, Placement(default_mesh()).whole)
+    model = dataclasses.replace(model, params=placed)
     other, difference = None, None
-    if set(options.systems) & set(THEIRS):
-        from benchmarks.systems import logits_difference, torch_model
-
-        other = torch_model(model, settings)
-        difference = logits_difference(model, other, shapes.prompt(model.config, 64))
-        note(f"logits differ from transformers' by {difference:.1e} of the largest")
+    if set(options.systems) & set(presets.THEIRS):
+        other, difference = _other(model, config)
     bandwidths = machine.memory_read_bandwidth(), machine.host_to_device_bandwidth()
     described = machine.describe()
-    return {
+    result: dict[str, Any] = {
         "benchmark": "decode",
         "device": described["device"].partition(":")[0],
         "machine": described,
-        "settings": {
-            name: getattr(options, name)
-            for name in "shape batch dtype tokens rounds budget alpha systems".split()
-        },
-        "model": settings,
+        "settings": {name: getattr(options, name) for name in SETTINGS},
+        "model": config | model_facts(model),
         "score_deviation": shapes.SCORE_DEVIATION,
+        "common_share_of_queries": shapes.COMMON,
         "logits_relative_difference": difference,
         "memory_read_bytes_per_second": bandwidths[0],
         "host_to_device_bytes_per_second": bandwidths[1],
-        "contexts": [
-            measure_context(options, model, other, context, total, bandwidths)
-            for context in options.contexts
-        ],
+        "contexts": [],
+        "goals": [],
     }
+    bench = Bench(options, model, other, bandwidths, deadline, note)
+    for context in options.contexts:
+        done = result["contexts"]
+        for entry in measure_context(bench, context):
+            result["contexts"] = [*done, entry]
+            result |= {"goals": goals(result), "seconds": time.monotonic() - began}
+            write_json(path, result)
+    return result
 
 
-def measure_context(
-    options: argparse.Namespace,
-    model: Model,
-    other: Any,
-    context: int,
-    total: int,
-    bandwidths: tuple[float, float | None],
-) -> dict[str, Any]:
-    """All systems at one length of prompt, taking turns."""
-    prompts = [shapes.prompt(model.config, context, seed) for seed in range(options.batch)]
-    systems: dict[str, System] = {}
-    for name in options.systems:
-        if name in OURS:
-            note(f"{context} tokens: {name} reads the prompt")
-            engine = Engine(model, policy=policy(name, options), schedule=name.split("-")[1])
-            systems[name] = Ours(engine, prompts, total)
-    if wanted := [name for name in options.systems if name in THEIRS]:
-        from benchmarks.systems import start_transformers
+def _other(model: Model, config: dict[str, Any]) -> tuple[Any, float]:
+    """transformers' model, and how far its logits are from ours."""
+    from benchmarks.torch_systems import logits_difference, torch_model
 
-        note(f"{context} tokens: transformers reads the prompt")
-        systems |= start_transformers(other, prompts, total, wanted, options.torch_threads)
-    seconds: dict[str, list[float]] = {name: [] for name in systems}
-    for system in systems.values():
-        system.warm_up(options.tokens)
-    compiled = compilations()
-    for number in range(options.rounds):
-        order = list(systems)
-        for name in order[number % len(order) :] + order[: number % len(order)]:
-            seconds[name].append(systems[name].round(options.tokens))
-    gc.collect()
-    middle = context + total // 2
-    reference = systems.get("transformers") or systems[next(iter(systems))]
-    return {
-        "context": context,
-        "compilations_after_warmup": compilations() - compiled,
-        "systems": {
-            name: times(system, seconds[name], reference, options)
-            | floor(system, options.batch, model, middle, bandwidths)
-            for name, system in systems.items()
-        },
-    }
+    other = torch_model(model, config)
+    difference = logits_difference(model, other, shapes.prompt(model.config, LOGITS_PROMPT))
+    note(f"logits differ from transformers' by {difference:.1e} of the largest")
+    return other, difference
 
 
-def policy(name: str, options: argparse.Namespace) -> Policy:
-    """The policy of one of our systems."""
-    if name.startswith("full"):
-        return Full()
-    return InfiniGen(budget=options.budget, alpha=options.alpha)
+def _families(options: argparse.Namespace) -> list[list[str]]:
+    """The systems that share a process."""
+    ours = [name for name in options.systems if name in presets.OURS]
+    theirs = [name for name in options.systems if name in presets.THEIRS]
+    apart = options.processes == "family" or (
+        options.processes == "auto" and machine.has_gpu() and bool(ours) and bool(theirs)
+    )
+    return [family for family in (ours, theirs) if family] if apart else [options.systems]
 
 
-def times(
-    system: System, seconds: list[float], reference: System, options: argparse.Namespace
-) -> dict[str, Any]:
-    """What a system took."""
-    middle = statistics.median(seconds)
-    pairs = zip(system.drawn, reference.drawn, strict=False)
-    equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(system.drawn))
-    entry = {
-        "tokens_per_second": options.batch * options.tokens / middle,
-        "milliseconds_per_step": 1e3 * middle / options.tokens,
-        "round_seconds": seconds,
-        "first_tokens_equal_to_reference": equal,
-        "fetched_fraction": 1.0,
-        "host_to_device_bytes_per_token": 0.0,
-    }
-    if isinstance(system, Transformers):
-        entry["threads"] = system.threads
-    if isinstance(system, Ours):
-        stats = system.run.stats()
-        entry |= {
-            "fetched_fraction": stats.fetched_fraction,
-            "host_to_device_bytes_per_token": stats.host_to_device_bytes_per_token,
-            "prefill_seconds": stats.prefill_seconds,
-        }
-    return entry
+def _run_apart(options: argparse.Namespace, families: list[list[str]], path: Path) -> Any:
+    """Each family in a process; the results put together."""
+    began = time.monotonic()
+    results: list[dict[str, Any]] = []
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, family in enumerate(families):
+            part = Path(folder) / f"{number}.json"
+            left = None
+            if options.cap_seconds:
+                left = max(0.0, options.cap_seconds - (time.monotonic() - began))
+            command = _command(options, family, part, left)
+            environment = os.environ | machine.gpu_environment(shares=family[0] in presets.THEIRS)
+            code = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode
+            if code:
+                failures.append(f"{', '.join(family)}: status {code}")
+                note(f"failed: {failures[-1]}")
+            if part.exists():
+                results.append(json.loads(part.read_text()))
+            if results:
+                write_json(path, merge(results, options.systems) | {"failures": failures})
+    if not results:
+        raise SystemExit(f"no system could be measured: {'; '.join(failures)}")
+    return merge(results, options.systems) | {"failures": failures}
 
 
-def floor(
-    system: System, batch: int, model: Model, context: int, bandwidths: tuple[float, float | None]
-) -> dict[str, Any]:
-    """The bytes a step has to move, and its least time."""
-    if isinstance(system, Ours):
-        fraction = system.run.stats().fetched_fraction
-        traffic = offloaded_traffic(model, system, context, fraction)
-    else:
-        traffic = resident_traffic(model, batch, context)
-    return {
-        "bytes_per_step": dataclasses.asdict(traffic),
-        "floor_milliseconds": traffic.floor_ms(*bandwidths),
-    }
+def _command(
+    options: argparse.Namespace, family: list[str], part: Path, left: float | None
+) -> list[str]:
+    """The command line that measures a part; every option given, so that no preset is needed."""
+    command = [sys.executable, "-m", "benchmarks.decode", "--processes", "one"]
+    given = vars(options) | {"systems": family, "json": part, "cap_seconds": left}
+    for name, value in given.items():
+        if value is None or name in ("processes", "plot"):
+            continue
+        values = value if isinstance(value, list) else [value]
+        command += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return command
 
 
-def table(result: dict[str, Any]) -> str:
-    """The result for reading: a line for each context and system."""
-    settings, described = result["settings"], result["machine"]
-    bandwidth = result["memory_read_bytes_per_second"] / 1e9
-    lines = [
-        f"{settings['shape']}, batch {settings['batch']}, {settings['dtype']}; {described['cpu']}, "
-        f"{described['cores']} cores, {described['device']}; memory read at {bandwidth:.1f} GB/s",
-        f"{'context':>8}  {'system':<20} {'tok/s':>8} {'ms/step':>8} {'floor':>8} {'fetched':>8}"
-        f" {'vs transformers':>16}",
-    ]
-    for context in result["contexts"]:
-        speeds = {n: e["tokens_per_second"] for n, e in context["systems"].items()}
-        best = max((speeds[name] for name in THEIRS if name in speeds), default=None)
-        for name, entry in context["systems"].items():
-            ratio = f"{entry['tokens_per_second'] / best:.2f}x" if best else ""
-            lines.append(
-                f"{context['context']:>8}  {name:<20} {entry['tokens_per_second']:>8.1f} "
-                f"{entry['milliseconds_per_step']:>8.2f} {entry['floor_milliseconds']:>8.2f} "
-                f"{entry['fetched_fraction']:>8.4f} {ratio:>16}"
-            )
-    return "\n".join(lines)
+def merge(results: list[dict[str, Any]], order: list[str]) -> dict[str, Any]:
+    """One result out of those of several processes with the same settings."""
+    merged = dict(results[0])
+    merged["settings"] = merged["settings"] | {"systems": order}
+    contexts: dict[int, dict[str, Any]] = {}
+    for result in results:
+        merged["logits_relative_difference"] = (
+            merged["logits_relative_difference"] or result["logits_relative_difference"]
+        )
+        for entry in result["contexts"]:
+            whole = contexts.setdefault(entry["context"], {"waves": [], "systems": {}})
+            systems = whole["systems"] | entry["systems"]
+            whole |= entry | {"waves": whole["waves"] + entry["waves"]}
+            whole["systems"] = {name: systems[name] for name in order if name in systems}
+    merged["contexts"] = list(contexts.values())
+    merged["seconds"] = sum(result["seconds"] for result in results)
+    merged["goals"] = goals(merged)
+    return merged
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a measurement was made on: hardware, versions, commit, and how fast memory is read."""
+"""What a measurement is made on: hardware, versions, commit, and how fast memory is read."""
 
 import datetime
 import importlib.metadata
@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from infinigen_jax.memory_limits import PINNED_POOL_VARIABLE, available_host_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
@@ -32,6 +34,36 @@ def describe() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
     }
+
+
+def has_gpu() -> bool:
+    """Whether JAX will find an NVIDIA GPU, told without starting JAX's backend."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    wanted = not platforms or "cuda" in platforms or "gpu" in platforms
+    return wanted and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def device_name() -> str:
+    """ "gpu" or "cpu", for the name of a result file."""
+    return "gpu" if has_gpu() else "cpu"
+
+
+def gpu_environment(shares: bool) -> dict[str, str]:
+    """Variables for a process that measures on a GPU, where the user has not set them.
+
+    Args:
+        shares: PyTorch uses the GPU too, so JAX must not take most of its memory beforehand.
+    """
+    if not has_gpu():
+        return {}
+    pool = max(1, int(0.85 * available_host_bytes()) >> 30)
+    wanted = {PINNED_POOL_VARIABLE: str(pool)}
+    wanted |= (
+        {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if shares
+        else {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+    )
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def memory_read_bandwidth(size: int = 1 << 29) -> float:

@@ -1,28 +1,37 @@
-"""Bytes that a decode step cannot avoid to move, and the time that this takes at best."""
+"""Bytes that a decode step has to move, the time that this takes at best, and memory needed."""
 
 import dataclasses
 
 import jax
 
-from benchmarks.systems import Ours
 from infinigen_jax.checkpoint import Model
+from infinigen_jax.engine import Engine
+from infinigen_jax.planning import plan_memory
+from infinigen_jax.run import Run, round_up_capacity
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that one decode step (a token of every sequence) reads; padding is left out.
+    """Bytes that one decode step (a token of every sequence) needs; padding is left out.
 
     Attributes:
         weights: of all layers and the output projection.
         device_cache: cached rows of dense layers; all of them in a system without a host cache.
         index: the policy's state.
-        host_rows: rows that attention wants from the host cache, which cross the bus on a GPU.
+        attended: rows of the other layers that attention reads.
+        link: of those, what has to come from the host, as it is stored there.
     """
 
     weights: int
     device_cache: int
     index: int
-    host_rows: int
+    attended: int
+    link: int
+
+    @property
+    def memory(self) -> int:
+        """Bytes that are read from the device's memory."""
+        return self.weights + self.device_cache + self.index + self.attended
 
     def floor_ms(self, memory: float, link: float | None) -> float:
         """Least milliseconds of a step at these bandwidths, bytes per second.
@@ -30,43 +39,77 @@ class Traffic:
         Args:
             link: from host to device, which works while memory is read; None without one.
         """
-        device = self.weights + self.device_cache + self.index
-        if link is None:
-            return 1e3 * (device + self.host_rows) / memory
-        return 1e3 * max((device + self.host_rows) / memory, self.host_rows / link)
+        return 1e3 * max(self.memory / memory, self.link / link if link else 0.0)
 
 
 def resident_traffic(model: Model, batch: int, context: int) -> Traffic:
     """Of a system that keeps the whole cache beside the weights."""
-    cache = _rows(model, batch) * context * model.config.num_layers
-    return Traffic(_weights(model), cache, 0, 0)
+    return Traffic(weight_bytes(model), cache_bytes(model, batch, context), 0, 0, 0)
 
 
-def offloaded_traffic(model: Model, system: Ours, context: int, fraction: float) -> Traffic:
+def offloaded_traffic(model: Model, batch: int, context: int) -> Traffic:
+    """Of a system that keeps the whole cache on the host and moves all of it for every token."""
+    rows = cache_bytes(model, batch, context)
+    return Traffic(weight_bytes(model), 0, 0, rows, rows)
+
+
+def traffic_of(run: Run, context: int) -> Traffic:
     """Of this package's own.
 
     Args:
         context: tokens of a sequence, in the middle of the measurement.
-        fraction: of the cached rows, that were fetched.
     """
-    run = system.run
-    row = _rows(model, len(run.prompt_lengths))
-    decoder = run.decoder
+    model, decoder, plan, stats = run.engine.model, run.decoder, run.plan, run.stats()
+    rows = plan.host_cache / run.capacity * context  # as they are stored
     return Traffic(
-        weights=_weights(model),
-        device_cache=row * context * decoder.dense_layers,
-        index=run.plan.index * context // run.capacity,
-        host_rows=int(row * context * decoder.host_layers * fraction),
+        weights=weight_bytes(model),
+        device_cache=plan.dense_cache * context // run.capacity,
+        index=plan.index * context // run.capacity,
+        attended=int(rows * stats.selected_fraction),
+        link=int(rows * stats.fetched_fraction) if decoder.host_layers else 0,
     )
 
 
-def _weights(model: Model) -> int:
+def weight_bytes(model: Model) -> int:
+    """Read for a token: everything but the table of embeddings, of which a row is."""
     head = model.params["embedding"]["tokens" if model.config.tie_embeddings else "head"]
     leaves = jax.tree.leaves((model.params["layers"], head))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _rows(model: Model, batch: int) -> int:
-    """Bytes that a token of each sequence has in one layer."""
+def cache_bytes(model: Model, batch: int, context: int) -> int:
+    """Keys and values of all layers, in the model's dtype."""
     config = model.config
-    return batch * config.num_kv_heads * 2 * config.head_dim * model.dtype.itemsize
+    row = batch * config.num_kv_heads * 2 * config.head_dim * model.dtype.itemsize
+    return row * context * config.num_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that a system occupies while it decodes, beside the model's weights."""
+
+    device: int
+    host: int
+
+
+def memory_of(engine: Engine, batch: int, tokens: int) -> Memory:
+    """Of this package's own, for `tokens` tokens of every sequence."""
+    # For a prompt of one token: without the temporaries that reading a prompt takes.
+    plan = plan_memory(engine.decoder, batch, 1, round_up_capacity(tokens))
+    return Memory(plan.device, plan.host_cache)
+
+
+def memory_of_theirs(name: str, model: Model, batch: int, tokens: int) -> Memory:
+    """Of transformers, by the name of the system."""
+    rows = cache_bytes(model, batch, tokens)
+    layer = rows // model.config.num_layers
+    if name == "transformers-offloaded":
+        return Memory(2 * layer, rows)
+    if name == "transformers-static":
+        return Memory(rows, 0)
+    return Memory(rows + 2 * layer, 0)  # a layer is copied to append a token
+
+
+def parameter_bytes(model: Model) -> int:
+    """All of the model's weights."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))

@@ -19,9 +19,14 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     for axis, result in zip(axes[0], results, strict=True):
         contexts = [entry["context"] for entry in result["contexts"]]
         for name in result["settings"]["systems"]:
-            speeds = [c["systems"][name]["tokens_per_second"] for c in result["contexts"]]
-            dashed = "--" if name.startswith("transformers") else "-"
-            axis.plot(contexts, speeds, dashed, marker="o", label=name)
+            speeds = {
+                context["context"]: context["systems"][name]["tokens_per_second"]
+                for context in result["contexts"]
+                if "absent" not in context["systems"].get(name, {"absent": True})
+            }
+            if speeds:
+                dashed = "--" if name.startswith("transformers") else "-"
+                axis.plot(*zip(*speeds.items(), strict=True), dashed, marker="o", label=name)
         settings = result["settings"]
         axis.set_title(f"{settings['shape']}, batch {settings['batch']}, {settings['dtype']}")
         axis.set_xscale("log", base=2)

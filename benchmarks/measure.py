@@ -1,0 +1,222 @@
+"""Measuring one context: systems that fit in memory together take turns, round by round.
+
+A wave is a set of systems that are alive at once. Taking turns matters where others use the machine
+too: whatever else happens reaches all alike. What is timed, in this order:
+
+    rounds     tokens in a row, as in a generation: the throughput
+    steps      tokens one by one, the device idle before each: spikes, and Python's part
+    trace      a few tokens in a row under the profiler: where the time goes
+"""
+
+import dataclasses
+import functools
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import prompts, shapes, trace
+from benchmarks.physics import (
+    Traffic,
+    cache_bytes,
+    offloaded_traffic,
+    parameter_bytes,
+    resident_traffic,
+    traffic_of,
+    weight_bytes,
+)
+from benchmarks.presets import OURS
+from benchmarks.systems import Ours, StepTime, System, settings
+from benchmarks.waves import FEWEST_STEPS, Bench, absent_entry, needs_of, room_of, waves_of
+from infinigen_jax.checkpoint import Model
+from infinigen_jax.compilations import compilations
+from infinigen_jax.engine import Engine
+from infinigen_jax.errors import InputError
+
+STEP_SECONDS = 10.0  # no more single steps of a system behind this
+
+
+def measure_context(bench: Bench, context: int) -> Iterator[dict[str, Any]]:
+    """All systems at one length of prompt; yields the result so far after every wave."""
+    options, model = bench.options, bench.model
+    result: dict[str, Any] = {"context": context, "waves": [], "systems": {}}
+    needs, absent = needs_of(bench, context)
+    result["systems"] |= absent
+    tokens = [shapes.prompt(model.config, context, seed) for seed in range(options.batch)]
+    shared = None
+    if any(name in OURS for name in needs) and not bench.late:
+        bench.note(f"{context} tokens: reading the prompt")
+        shared = prompts.read(model, tokens)
+        result["prompt_seconds"] = shared.seconds
+    reference: list[int] = []
+    for names in waves_of(needs, room_of(bench)):
+        if bench.late:
+            result["systems"] |= dict.fromkeys(names, absent_entry("skipped", "no time was left"))
+            continue
+        result["waves"].append(names)
+        entries = _measure_wave(bench, context, names, tokens, shared, reference)
+        result["systems"] |= entries
+        _let_go()
+        yield result
+    order = [name for name in options.systems if name in result["systems"]]
+    result["systems"] = {name: result["systems"][name] for name in order}
+    yield result
+
+
+def _measure_wave(
+    bench: Bench,
+    context: int,
+    names: list[str],
+    tokens: list[list[int]],
+    shared: prompts.Prompt | None,
+    reference: list[int],
+) -> dict[str, Any]:
+    options = bench.options
+    systems: dict[str, System] = {}
+    entries: dict[str, Any] = {}
+    for name in names:
+        bench.note(f"{context} tokens: {name} starts")
+        try:
+            systems[name] = _start(bench, context, name, tokens, shared)
+            systems[name].warm_up(options.warmup, options.tokens)
+        # One system's failure, out of memory above all, must not cost the others' measurements.
+        except Exception as error:  # noqa: BLE001
+            systems.pop(name, None)
+            kind = "refused" if isinstance(error, InputError) else "failed"
+            entries[name] = absent_entry(kind, f"{type(error).__name__}: {error}"[:500])
+    compiled = compilations()
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    for number in range(options.rounds):
+        if number and bench.late:
+            break
+        order = list(systems)
+        for name in order[number % len(order) :] + order[: number % len(order)]:
+            seconds[name].append(systems[name].round(options.tokens))
+    compiled = compilations() - compiled
+    for name, system in systems.items():
+        bench.note(f"{context} tokens: {name}, single steps")
+        singles = [] if bench.late else _single_steps(system, options.steps)
+        traffic = _traffic(bench, name, system, context)
+        reference[:] = reference or system.drawn
+        entries[name] = (
+            _speed(bench, seconds[name], system, reference)
+            | system.facts()
+            | _steps_entry(singles)
+            | _against_floor(bench, traffic, statistics.median(seconds[name]))
+            | {"compilations_after_warmup": compiled}
+        )
+        if isinstance(system, Ours) and options.trace_steps and not bench.late:
+            run = functools.partial(system.steps, options.trace_steps)
+            entries[name]["breakdown"] = trace.breakdown(run, options.trace_steps)
+    return entries
+
+
+def _let_go() -> None:
+    """Memory of systems that are done."""
+    gc.collect()
+    if jax.default_backend() == "gpu" and "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+
+
+def _start(
+    bench: Bench,
+    context: int,
+    name: str,
+    tokens: list[list[int]],
+    shared: prompts.Prompt | None,
+) -> System:
+    options, model, room = bench.options, bench.model, bench.new_tokens + 1
+    if name in OURS:
+        assert shared is not None
+        engine = Engine(model, **settings(name, options, model, context))
+        return Ours(prompts.start(engine, shared, room))
+    from benchmarks.torch_systems import Transformers
+
+    return Transformers(bench.other, name, tokens, room, options.torch_threads)
+
+
+def _single_steps(system: System, number: int) -> list[StepTime]:
+    start, times = time.monotonic(), []
+    while len(times) < number:
+        if time.monotonic() - start > STEP_SECONDS and len(times) >= FEWEST_STEPS:
+            break
+        times.append(system.step())
+    return times
+
+
+def _speed(
+    bench: Bench, seconds: list[float], system: System, reference: list[int]
+) -> dict[str, Any]:
+    options, middle = bench.options, statistics.median(seconds)
+    pairs = list(zip(system.drawn, reference, strict=False))
+    equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    return {
+        "tokens_per_second": options.batch * options.tokens / middle,
+        "milliseconds_per_step": 1e3 * middle / options.tokens,
+        "round_seconds": seconds,
+        "first_tokens_equal_to_reference": equal,
+    }
+
+
+def _steps_entry(times: list[StepTime]) -> dict[str, Any]:
+    """Quantiles of single steps, and of Python's part of them."""
+    if not times:
+        return {}
+    milliseconds = np.array([1e3 * one.seconds for one in times])
+    flushes = [1e3 * one.seconds for one in times if one.flush]
+    dispatches = [1e3 * one.dispatch for one in times if one.dispatch is not None]
+    median = float(np.median(milliseconds))
+    # Where every step flushes, none stands out.
+    flush = statistics.median(flushes) if 0 < len(flushes) < len(times) else None
+    return {
+        "single_steps": {
+            "count": len(times),
+            "p50_ms": median,
+            "p99_ms": float(np.quantile(milliseconds, 0.99)),
+            "max_ms": float(milliseconds.max()),
+            "flush_ms": flush,
+            "flush_over_median": flush / median if flush else None,
+            "milliseconds": milliseconds.round(4).tolist(),
+        },
+        "dispatch_ms": statistics.median(dispatches) if dispatches else None,
+    }
+
+
+def _traffic(bench: Bench, name: str, system: System, context: int) -> Traffic:
+    middle = context + bench.new_tokens // 2
+    if isinstance(system, Ours):
+        return traffic_of(system.run, middle)
+    offloaded = name == "transformers-offloaded"
+    return (offloaded_traffic if offloaded else resident_traffic)(
+        bench.model, bench.options.batch, middle
+    )
+
+
+def _against_floor(bench: Bench, traffic: Traffic, round_seconds: float) -> dict[str, Any]:
+    """The least bytes and time of a step, and what was reached of the bandwidths."""
+    memory, link = bench.bandwidths
+    step = round_seconds / bench.options.tokens
+    floor = traffic.floor_ms(memory, link)
+    return {
+        "bytes_per_step": dataclasses.asdict(traffic),
+        "floor_milliseconds": floor,
+        "time_over_floor": 1e3 * step / floor,
+        "memory_bytes_per_second": traffic.memory / step,
+        "memory_share": traffic.memory / step / memory,
+        "link_bytes_per_second": traffic.link / step,
+        "link_share": traffic.link / step / link if link else None,
+    }
+
+
+def model_facts(model: Model) -> dict[str, Any]:
+    """Sizes for the result file."""
+    return {
+        "parameter_bytes": parameter_bytes(model),
+        "weight_bytes_per_step": weight_bytes(model),
+        "cache_bytes_per_token": cache_bytes(model, 1, 1),
+    }

@@ -1,0 +1,112 @@
+"""What the decode benchmark can be asked for: its command line and named sets of settings."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from benchmarks import shapes
+from infinigen_jax.checkpoint import DTYPES
+
+# Name -> what it is, in the order in which they are run where time is short.
+SYSTEMS = {
+    "infinigen": "this package as it comes",
+    "full-device": "every row kept on the device",
+    "infinigen-paper": "the paper's settings: layers 0 and 1 streamed, mean count, no hot set",
+    "full-streamed": "every row on the host and moved for every token, as FlexGen does",
+    "transformers": "its default cache, on the device",
+    "transformers-static": "its static cache, on the device",
+    "transformers-offloaded": "its offloaded cache; needs CUDA",
+    "infinigen-int4": "infinigen with 4-bit rows on the host",
+    "infinigen-int8": "infinigen with 8-bit rows on the host",
+    "int4-streamed": "full-streamed with 4-bit rows",
+    "infinigen-fixed": "infinigen with --budget-rows rows at any context",
+    "infinigen-layerwise": "infinigen, one call a layer",
+    "full-streamed-layerwise": "full-streamed, one call a layer",
+}
+THEIRS = ("transformers", "transformers-static", "transformers-offloaded")
+OURS = tuple(name for name in SYSTEMS if name not in THEIRS)
+
+_CPU: dict[str, Any] = {"contexts": [4096, 16384, 32768], "batch": 1, "dtype": "float32"}
+# bfloat16 has the size of the paper's float16, and random weights do not overflow it.
+_PAPER: dict[str, Any] = {
+    "shape": "opt-13b",
+    "contexts": [1920],
+    "batch": 20,
+    "dtype": "bfloat16",
+    "rounds": 4,  # of 32: the paper's 128 new tokens
+    "warmup": 1,
+    "steps": 40,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "smoke": {
+        "shape": "toy",
+        "contexts": [96, 192],
+        "tokens": 3,
+        "rounds": 2,
+        "warmup": 1,
+        "steps": 6,
+        "budget_rows": 16,
+    },
+    "cpu": {"shape": "llama"} | _CPU,
+    "cpu-opt": {"shape": "opt"} | _CPU,
+    "paper": _PAPER,
+    "paper-capped": _PAPER | {"device_memory": 40.0},
+    "llama8b": {
+        "shape": "llama-8b",
+        "contexts": [16384, 32768],
+        "batch": 8,
+        "dtype": "bfloat16",
+        "tokens": 16,
+        "rounds": 3,
+        "warmup": 1,
+        "steps": 40,
+    },
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.decode",
+        description="Measure the speed of decoding: this package and transformers, taking turns.",
+        epilog="systems:\n" + "\n".join(f"  {name:<24} {text}" for name, text in SYSTEMS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, help="named settings; further options override them")
+    add("--shape", choices=shapes.SHAPES, default="llama", help="of the random model")
+    add("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], metavar="N")
+    add("--batch", type=int, default=1, help="sequences (default 1)")
+    add("--dtype", choices=DTYPES, default="float32")
+    add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="NAME")
+    add("--tokens", type=int, default=32, help="timed in a round (default 32)")
+    add("--rounds", type=int, default=5, help="timed rounds (default 5)")
+    add("--warmup", type=int, default=3, help="rounds before them (default 3)")
+    add("--steps", type=int, default=80, help="timed one by one, behind the rounds (default 80)")
+    add("--trace-steps", type=int, default=4, help="traced by the profiler; 0: no breakdown")
+    add("--budget", type=float, help="most rows fetched, a share (default: the policy's own)")
+    add("--budget-rows", type=int, default=256, help="of infinigen-fixed (default 256)")
+    add("--alpha", type=float, help="of infinigen (default: the policy's own)")
+    add("--dense-layers", type=int, help="kept on the device (default: the policy's own)")
+    add("--transfer", default="auto", help="auto, xla or cuda")
+    add("--hot-set", type=float, help="in multiples of a request (default: the engine's own)")
+    add("--device-memory", type=float, metavar="GB", help="refuse systems that need more, in 1e9")
+    add("--torch-threads", type=int, default=0, help="default: one or all cores, the faster")
+    add("--cap-seconds", type=float, help="start nothing new after so long; write what there is")
+    add("--processes", choices=("auto", "one", "family"), default="auto", help=argparse.SUPPRESS)
+    add("--json", type=Path, help="result file (default: benchmarks/results/PRESET-DEVICE.json)")
+    add("--plot", type=Path, help="also draw tokens per second into this file")
+    return parser
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options; a preset's settings stand in for defaults."""
+    parser = build_parser()
+    options, _ = parser.parse_known_args(argv)
+    parser.set_defaults(**PRESETS.get(options.preset, {}))
+    options = parser.parse_args(argv)
+    for name in ("batch", "tokens", "rounds", "steps", "budget_rows"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: it must be at least 1")
+    if min(options.contexts) < 1:
+        parser.error("--contexts: each must be at least 1")
+    return options

@@ -1,0 +1,178 @@
+"""A prompt read once and shared by all systems of this package.
+
+A long prompt takes longer to read than all the measurements behind it. What a layer caches of it
+does not depend on the policy, so it is computed once, sequence by sequence, and every engine's
+cache is filled from that, by the functions that its own prefill uses.
+"""
+
+import functools
+import time
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+import infinigen_jax.run
+from infinigen_jax.cache import Cache, DenseLayer, Resident
+from infinigen_jax.checkpoint import Model
+from infinigen_jax.decode import Decoder, Weights
+from infinigen_jax.engine import Engine
+from infinigen_jax.memory import Placement, allocate_host, default_mesh, write_layer
+from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.prefill import prefill_steps, prompt_layer
+from infinigen_jax.run import Run
+
+
+class Prompt(NamedTuple):
+    """Prompts of one length, as the model sees them.
+
+    Attributes:
+        tokens: of each sequence.
+        rows: keys and values of each layer, [b, k, s, 2d], on the device.
+        last: [b, 1, e], the last layer's output for the last token.
+        seconds: that reading took.
+    """
+
+    tokens: list[list[int]]
+    rows: list[jax.Array]
+    last: jax.Array
+    seconds: float
+
+
+def row_bytes(model: Model) -> int:
+    """Of one token of one sequence, in all layers."""
+    config = model.config
+    return config.num_layers * config.num_kv_heads * 2 * config.head_dim * model.dtype.itemsize
+
+
+def read(model: Model, tokens: list[list[int]]) -> Prompt:
+    """Run the prompts through the model. Temporaries are those of one sequence and layer."""
+    start = time.perf_counter()
+    embed, layer = _reading(model.config, model.dtype)
+    at = Placement(default_mesh())
+    batch, length = len(tokens), len(tokens[0])
+    config = model.config
+    shape = (batch, config.num_kv_heads, length, 2 * config.head_dim)
+    rows = [
+        jax.device_put(jnp.zeros(shape, model.dtype), at.rows) for _ in range(config.num_layers)
+    ]
+    last = []
+    for sequence, ids in enumerate(tokens):
+        x = embed(model.params["embedding"], jnp.asarray([ids], jnp.int32))
+        for i, params in enumerate(model.params["layers"]):
+            x, rows[i] = layer(params, x, rows[i], jnp.int32(sequence))
+        last.append(x[:, -1:])
+    prompt = Prompt(tokens, rows, jax.device_put(jnp.concatenate(last), at.batch), 0.0)
+    jax.block_until_ready(prompt.last)
+    return prompt._replace(seconds=time.perf_counter() - start)
+
+
+def start(engine: Engine, prompt: Prompt, new_tokens: int) -> Run:
+    """`engine.start`, with the prompt's cache filled in and not computed."""
+    with mock.patch.object(infinigen_jax.run, "prefill", functools.partial(_fill, prompt)):
+        return engine.start(prompt.tokens, new_tokens)
+
+
+@functools.cache
+def _reading(config: ModelConfig, dtype: Any) -> tuple[Any, Any]:
+    plan = blueprint(config, dtype)
+
+    def embed(params: Any, tokens: jax.Array) -> jax.Array:
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        return plan.embedding(params).embed(tokens, positions)
+
+    def layer(params: Any, x: jax.Array, rows: jax.Array, sequence: jax.Array) -> tuple:
+        x, keys, values = prompt_layer(plan.layer(params), x)
+        new = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
+        zero = jnp.int32(0)
+        return x, jax.lax.dynamic_update_slice(rows, new, (sequence, zero, zero, zero))
+
+    return jax.jit(embed), jax.jit(layer, donate_argnums=(1, 2))
+
+
+def _fill(
+    prompt: Prompt,
+    decoder: Decoder,
+    weights: Weights,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    capacity: int,
+    sampling: Any,
+    seed: jax.Array,
+) -> tuple[Cache, jax.Array]:
+    """Stands in for `infinigen_jax.prefill.prefill`."""
+    batch, config, stored = prompts.shape[0], decoder.config, decoder.row_format
+    run, store = prefill_steps(decoder), _storing(decoder)
+    host = None
+    if decoder.host_layers:
+        shape = (decoder.host_layers, batch, config.num_kv_heads, capacity, stored.width)
+        host = allocate_host(shape, stored.storage, decoder.mesh)
+    local: list[Any] = []
+    states: list[Any] = []
+    scales: list[Any] = []
+    for i, rows in enumerate(prompt.rows):
+        number = i - decoder.dense_layers
+        if number < 0:
+            local.append(store.dense(rows, capacity))
+            continue
+        layer, state, fitted, host = store.host(
+            weights.policy[number],
+            rows,
+            lengths,
+            host,
+            jnp.int32(number),
+            streams=decoder.streams(number),
+        )
+        local.append(layer)
+        states.append(state)
+        scales.append(fitted)
+    last = jnp.ones_like(lengths)  # of the one token that `prompt.last` has
+    drawn = run.draw(weights.params["embedding"], prompt.last, last, seed, sampling)
+    hot = tuple(
+        None if decoder.streams(number) else run.hot_set(batch, capacity)
+        for number in range(decoder.host_layers)
+    )
+    return Cache(host, tuple(states), tuple(local), lengths, tuple(scales), hot), drawn
+
+
+class _Storing(NamedTuple):
+    dense: Any
+    host: Any
+
+
+@functools.lru_cache(maxsize=64)
+def _storing(decoder: Decoder) -> _Storing:
+    d, policy, stored = decoder.config.head_dim, decoder.policy, decoder.row_format
+
+    def dense(rows: jax.Array, capacity: int) -> DenseLayer:
+        rows = rows.swapaxes(1, 2)
+        return DenseLayer.from_prompt(rows[..., :d], rows[..., d:], capacity)
+
+    def host_layer(
+        policy_weights: Any,
+        rows: jax.Array,
+        lengths: jax.Array,
+        host: jax.Array,
+        number: jax.Array,
+        streams: bool,
+    ) -> tuple:
+        state: Any = ()
+        if not streams:
+            state = policy.init(decoder.config, rows.shape[0], host.shape[3])
+            state = policy.observe_prefill(policy_weights, state, rows[..., :d])
+        scales = stored.fit(rows, lengths)
+        resident = Resident.from_prompt(rows, lengths, decoder.slots)
+        host = write_layer(host, number, stored.encode(scales, rows), decoder.mesh)
+        return resident, state, scales, host
+
+    at = Placement(decoder.mesh)
+    return _Storing(
+        jax.jit(dense, static_argnums=1, out_shardings=at.rows),
+        jax.jit(
+            host_layer,
+            static_argnames="streams",
+            donate_argnums=3,
+            out_shardings=(at.rows, at.rows, at.rows, at.host),
+        ),
+    )

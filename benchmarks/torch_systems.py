@@ -1,0 +1,170 @@
+"""transformers with the same weights: its three caches, each a bare greedy loop.
+
+The loop leaves out what `generate` adds to a token. Weights go over by DLPack, in the layout that
+transformers has them in, so nothing passes through another copy on the host.
+"""
+
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.systems import MARGIN, StepTime
+from infinigen_jax.checkpoint import Model
+from infinigen_jax.convert.mapping import TRANSFORMS, Slot, expected
+from infinigen_jax.models import Params, blueprint
+from infinigen_jax.models.forward import forward
+
+LOGITS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of their largest
+
+
+class Transformers:
+    """A generation in progress.
+
+    Args:
+        model: from `torch_model`.
+        name: which cache, as in `presets.THEIRS`.
+        prompts: of equal lengths; read here.
+        new_tokens: room for as many.
+        threads: of torch; 0 for whichever decodes faster, one on each core or a single one: with
+            small matrices a second thread can cost more than it does.
+    """
+
+    def __init__(
+        self, model: Any, name: str, prompts: list[list[int]], new_tokens: int, threads: int
+    ):
+        import torch
+        import transformers
+
+        self.model, self.threads = model, threads
+        self.drawn: list[int] = []
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        ids = torch.tensor(prompts, device=model.device)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            cache = transformers.DynamicCache(
+                config=model.config, offloading=name == "transformers-offloaded"
+            )
+            output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self.next = output.logits[:, -1:].argmax(dim=-1)
+            self.next.tolist()
+            if name == "transformers-static":
+                cache = _static(model, cache, ids.shape[1] + new_tokens + 1)
+        self.cache = cache
+        self.prefill_seconds = time.perf_counter() - start
+
+    def warm_up(self, rounds: int, tokens: int) -> None:
+        cores, seconds, chosen = len(os.sched_getaffinity(0)), {}, self.threads
+        # The first round meets cold memory, so it decides nothing.
+        candidates = [cores, cores, 1][: max(rounds, 1)] if self.model.device.type == "cpu" else []
+        for threads in candidates or [cores] * rounds:
+            self.threads = chosen or threads
+            seconds[threads] = self.round(tokens)
+        self.threads = chosen or min(seconds, key=lambda threads: seconds[threads])
+        for _ in range(rounds - len(candidates) if candidates else 0):
+            self.round(tokens)
+
+    def round(self, tokens: int) -> float:
+        self._use_threads()
+        for _ in range(MARGIN):
+            self._step()
+        start = time.perf_counter()
+        for _ in range(tokens):
+            self._step()
+        return time.perf_counter() - start
+
+    def step(self) -> StepTime:
+        self._use_threads()
+        start = time.perf_counter()
+        self._step()
+        return StepTime(time.perf_counter() - start)
+
+    def facts(self) -> dict[str, Any]:
+        return {"threads": self.threads, "prefill_seconds": self.prefill_seconds}
+
+    def _use_threads(self) -> None:
+        import torch
+
+        torch.set_num_threads(self.threads)
+
+    def _step(self) -> None:
+        import torch
+
+        with torch.inference_mode():
+            output = self.model(input_ids=self.next, past_key_values=self.cache, use_cache=True)
+            self.drawn.append(int(self.next[0, 0]))
+            self.next = output.logits[:, -1:].argmax(dim=-1)
+            self.next.tolist()  # read on the host, as generation does
+
+
+def _static(model: Any, cache: Any, capacity: int) -> Any:
+    """A static cache filled from a dynamic one, whose layers are let go one by one."""
+    import transformers
+
+    static = transformers.StaticCache(model.config, capacity)
+    for i, layer in enumerate(cache.layers):
+        static.update(layer.keys, layer.values, i)
+        layer.keys = layer.values = None
+    return static
+
+
+def torch_model(model: Model, settings: dict[str, Any]) -> Any:
+    """The same weights in transformers' own model, on the same kind of device.
+
+    Args:
+        settings: its `config.json`.
+    """
+    import torch
+    import transformers
+
+    settings = dict(settings)
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config._attn_implementation = "sdpa"
+    slots = expected(blueprint(model.config, model.dtype))
+    state = {}
+    trees = [model.params["embedding"], *model.params["layers"]]
+    for part, tree in zip([slots.embedding, *slots.layers], trees, strict=True):
+        state |= {slot.name: _tensor(slot, tree) for slot in part}
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    with torch.device(device):  # built where it runs: nothing of its size on the host
+        other = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, str(model.dtype))
+        )
+    missing, unexpected = other.load_state_dict(state, strict=False)
+    tied = {"lm_head.weight"} if model.config.tie_embeddings else set()
+    assert not unexpected and set(missing) <= tied, (missing, unexpected)
+    return other.eval()
+
+
+def _tensor(slot: Slot, params: Params) -> Any:
+    """A view of one of our arrays, as the tensor of the file."""
+    import torch
+
+    row = slot.row
+    whole = torch.from_dlpack(params[row.path[0]][row.path[1]])
+    part = torch.chunk(whole, row.parts, dim=-1)[row.part]
+    return TRANSFORMS[row.transform](part)
+
+
+def logits_difference(model: Model, other: Any, prompt: list[int]) -> float:
+    """Largest difference of the two models' logits on a prompt, relative to the largest logit.
+
+    Raises:
+        ValueError: if it is too large for the dtype: then they are not the same model.
+    """
+    import torch
+
+    tokens = jnp.array([prompt], jnp.int32)
+    plan = blueprint(model.config, model.dtype)
+    with jax.default_matmul_precision("highest"):
+        mine = np.asarray(jax.jit(lambda params: forward(plan, params, tokens))(model.params))
+    with torch.inference_mode():
+        ids = torch.tensor([prompt], device=other.device)
+        theirs = other(ids).logits.float().cpu().numpy()
+    difference = float(np.abs(mine - theirs).max() / np.abs(theirs).max())
+    if not difference <= LOGITS_TOLERANCE[str(model.dtype)]:
+        raise ValueError(f"the models differ: logits by {difference:.2g} of the largest")
+    return difference

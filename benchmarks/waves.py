@@ -1,0 +1,118 @@
+"""Which systems are measured at all, and which of them together: a question of memory."""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from benchmarks.physics import Memory, memory_of, memory_of_theirs, parameter_bytes
+from benchmarks.presets import OURS
+from benchmarks.systems import MARGIN, settings
+from infinigen_jax.checkpoint import Model
+from infinigen_jax.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.memory_limits import (
+    available_device_bytes,
+    available_host_bytes,
+    pinned_pool_limit_bytes,
+)
+
+Note = Callable[[str], None]
+FEWEST_STEPS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What is the same at every context.
+
+    Attributes:
+        other: transformers' model with the same weights, if one of its systems is wanted.
+        bandwidths: bytes per second: of the device's memory, and from host to device.
+        deadline: of `time.monotonic`; nothing new is begun behind it.
+    """
+
+    options: argparse.Namespace
+    model: Model
+    other: Any
+    bandwidths: tuple[float, float | None]
+    deadline: float
+    note: Note
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that a system decodes in all."""
+        o = self.options
+        rounds = (o.warmup + o.rounds) * (o.tokens + MARGIN)
+        return rounds + max(o.steps, FEWEST_STEPS) + o.trace_steps + 1
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+
+def needs_of(bench: Bench, context: int) -> tuple[dict[str, Memory], dict[str, Any]]:
+    """Memory of each system that can run, and why the others cannot."""
+    options, model = bench.options, bench.model
+    needs: dict[str, Memory] = {}
+    absent: dict[str, Any] = {}
+    for name in options.systems:
+        if name == "transformers-offloaded" and jax.default_backend() != "gpu":
+            absent[name] = absent_entry(
+                "skipped", "transformers offloads to the host from CUDA only"
+            )
+            continue
+        total = context + bench.new_tokens + 1
+        if name in OURS:
+            try:
+                engine = Engine(model, **settings(name, options, model, context))
+            except InputError as error:
+                absent[name] = absent_entry("refused", str(error))
+                continue
+            need = memory_of(engine, options.batch, total)
+        else:
+            need = memory_of_theirs(name, model, options.batch, total)
+        gigabytes = (parameter_bytes(model) + need.device) / 1e9
+        if options.device_memory and gigabytes > options.device_memory:
+            reason = f"needs {gigabytes:.1f} GB of device memory, {options.device_memory:g} allowed"
+            absent[name] = absent_entry("refused", reason) | {"device_gigabytes": gigabytes}
+            continue
+        needs[name] = need
+    return needs, absent
+
+
+def absent_entry(kind: str, reason: str) -> dict[str, Any]:
+    return {"absent": kind, "reason": reason}
+
+
+def room_of(bench: Bench) -> Memory:
+    """What systems may take together, beside the weights and the prompt that are there already."""
+    device = jax.devices()[0]
+    host = int(0.85 * available_host_bytes())
+    if device.platform == "cpu":
+        return Memory(host, host)
+    pool = pinned_pool_limit_bytes(device)
+    free = available_device_bytes(device) or 0
+    if bench.other is not None:
+        import torch
+
+        free = torch.cuda.mem_get_info()[0]
+    return Memory(int(0.8 * free), min(host, pool or host))
+
+
+def waves_of(needs: dict[str, Memory], room: Memory) -> list[list[str]]:
+    """Systems in their order, as many together as there is room for, at least one."""
+    waves: list[list[str]] = []
+    device = host = 0
+    for name, need in needs.items():
+        device, host = device + need.device, host + need.host
+        together = device <= room.device and host <= room.host
+        if jax.default_backend() == "cpu":
+            together = device + host <= room.host
+        if not waves or not together:
+            waves.append([])
+            device, host = need.device, need.host
+        waves[-1].append(name)
+    return waves
