@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 WORD = 32  # bits of the words that a selection mask is packed into
+GROUPS = 16  # of words that a position is compared with at once
 
 
 class Request(NamedTuple):
@@ -242,8 +243,8 @@ def _value(key: Int[Array, "*b"]) -> Float[Array, "*b"]:
 def compact(mask: Bool[Array, "b k t"], size: int) -> Int[Array, "b k n"]:
     """Positions of the marked entries, ascending, in the first places of n = `size`.
 
-    Marks are packed into 32-bit words; the i-th mark is found by a binary search over the words'
-    running counts, then by halving inside its word.
+    Marks are packed into 32-bit words; the i-th mark is found by comparing with the running counts
+    of a few groups of words, by a binary search inside the group, and by halving inside the word.
     """
     b, k, t = mask.shape
     words = -(-t // WORD)
@@ -258,8 +259,7 @@ def compact(mask: Bool[Array, "b k t"], size: int) -> Int[Array, "b k n"]:
 
 def _nth_marks(packed: Array, ends: Array, size: int) -> Int[Array, " n"]:
     index = jnp.arange(size, dtype=jnp.int32)
-    word = jnp.searchsorted(ends, index, side="right", method="scan_unrolled").astype(jnp.int32)
-    word = jnp.minimum(word, len(ends) - 1)
+    word = jnp.minimum(_first_above(ends, index), len(ends) - 1)
     before = jnp.where(word > 0, ends[jnp.maximum(word - 1, 0)], 0)
 
     def halve(step: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -278,3 +278,20 @@ def _nth_marks(packed: Array, ends: Array, size: int) -> Int[Array, " n"]:
     # gather would compute them again for every element of a row.
     state = (index - before, packed[word], word * WORD)
     return lax.fori_loop(jnp.int32(0), jnp.int32(5), halve, state)[2]
+
+
+def _first_above(ends: Int[Array, " m"], index: Int[Array, " n"]) -> Int[Array, " n"]:
+    """For each index, how many of the ascending `ends` are not above it."""
+    group = 1 << max(0, (-(-len(ends) // GROUPS) - 1).bit_length())
+    size = -(-len(ends) // group) * group
+    ends = jnp.pad(ends, (0, size - len(ends)), constant_values=jnp.iinfo(jnp.int32).max)
+    groups = jnp.sum(ends[None, group - 1 :: group] <= index[:, None], axis=-1, dtype=jnp.int32)
+
+    def halve(step: Array, found: Array) -> Array:
+        half = jnp.int32(group // 2) >> step
+        return jnp.where(ends[found + half - 1] <= index, found + half, found)
+
+    start = jnp.minimum(groups, size // group - 1) * group
+    steps = jnp.int32(group.bit_length() - 1)
+    found = lax.fori_loop(jnp.int32(0), steps, halve, start)
+    return jnp.where(groups == size // group, len(ends), found)
