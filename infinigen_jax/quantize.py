@@ -15,9 +15,9 @@ SMALLEST = 2.0**-126  # the smallest normal bfloat16: the step of a group of equ
 
 
 def affine_codes(
-    x: Float[Array, "*b n"], bits: int
-) -> tuple[UInt8[Array, "*b n"], Float[Array, "*b 1"], Float[Array, "*b 1"]]:
-    """Quantise groups, one along the last axis.
+    x: Float[Array, "*b"], bits: int, axis: int = -1
+) -> tuple[UInt8[Array, "*b"], Float[Array, "..."], Float[Array, "..."]]:
+    """Quantise groups that lie along an axis.
 
     For magnitudes below 1e38, |low + step * code - x| <= step / 2 (and float32 rounding), with
     step <= (1 + 2^-7) (max - min + 2^-7 |min|) / (2^bits - 1). A group with a NaN, an infinity or
@@ -28,11 +28,11 @@ def affine_codes(
         bits: at most 8.
 
     Returns:
-        codes, step and low, the last two float32 that bfloat16 can hold.
+        codes; step and low, float32 that bfloat16 can hold, of size 1 along the axis.
     """
     top = 2**bits - 1
-    low = _floor(jnp.min(x, axis=-1, keepdims=True))
-    step = (jnp.max(x, axis=-1, keepdims=True) - low) / top
+    low = _floor(jnp.min(x, axis=axis, keepdims=True))
+    step = (jnp.max(x, axis=axis, keepdims=True) - low) / top
     # Also NaN where x is: a NaN's bits are not to be rounded.
     step = jnp.where(jnp.isfinite(step), jnp.maximum(_ceil(step), SMALLEST), jnp.nan)
     low = jnp.where(jnp.isfinite(step), low, jnp.nan)

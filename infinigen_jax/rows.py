@@ -177,12 +177,12 @@ def row_format(name: str, dtype: Any, head_dim: int) -> RowFormat:
             columns.
     """
     if name not in ROW_FORMATS:
-        raise InputError(f"--kv-dtype {name}: not supported; use one of {', '.join(ROW_FORMATS)}")
+        raise InputError(f"--rows {name}: not supported; use one of {', '.join(ROW_FORMATS)}")
     chosen = RowFormat("exact" if name == "auto" else name, jnp.dtype(dtype), head_dim)
     if not chosen.exact and not chosen.groups:
         raise InputError(
-            f"--kv-dtype {name}: heads of {head_dim} columns cannot be cut into groups of "
-            f"{SMALLEST_GROUP} to {LARGEST_GROUP}; use --kv-dtype auto"
+            f"--rows {name}: heads of {head_dim} columns cannot be cut into groups of "
+            f"{SMALLEST_GROUP} to {LARGEST_GROUP}; use --rows auto"
         )
     return chosen
 

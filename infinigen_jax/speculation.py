@@ -3,7 +3,7 @@
     a         layer l's normalised input, the stand-in for layer l+1's
     q^        layer l+1's query of it, in layer l+1's skewed basis, the first r columns
     k^        the index: layer l+1's cached keys in the same basis, the first r columns
-    q^ . k^   the speculated attention logits
+    q^ . k^   the speculated attention logits (`index.IndexFormat.scores`)
 
 The basis orders its columns by energy, so "the columns that matter" are always the leading ones.
 """
@@ -24,7 +24,7 @@ def partial_columns(head_dim: int, ratio: float) -> int:
     return max(1, int(head_dim * ratio + 1e-9))
 
 
-def speculation_weights(model: "Model", layer: int, columns: int) -> Params:
+def speculation_weights(model: "Model", layer: int, columns: int, centred: bool = False) -> Params:
     """What is needed, beside the model's own weights, to speculate a layer.
 
     Without rotary positions nothing stands between the projection and the dot product, so the
@@ -32,11 +32,19 @@ def speculation_weights(model: "Model", layer: int, columns: int) -> Params:
     {"key" [k, d, r]} if the cached keys are not in the basis already. With rotary positions the
     basis comes after the rotation: {"query" [k, d, r], "key" [k, d, r]}; nothing at all where the
     keys' own leading columns are used.
+
+    Args:
+        centred: also give the mean calibration key, "centre" [k, r], where it is known.
     """
     config, basis = model.config, model.bases[layer]
     weights = {}
     if basis is not None:
         weights["key"] = basis.key[..., :columns]
+    if centred and model.key_mean is not None:
+        mean = jnp.asarray(model.key_mean[layer])
+        if basis is not None:
+            mean = jnp.einsum("kd,kdr->kr", mean, basis.key)
+        weights["centre"] = mean[..., :columns]
     if config.rope is None:
         return weights | _partial_projection(
             config, model.params["layers"][layer]["q"], basis, columns
@@ -87,18 +95,16 @@ def speculate_query(
 
 
 def partial_keys(
-    weights: Params, keys: Float[Array, "b k n d"], columns: int, dtype: Any
+    weights: Params, keys: Float[Array, "b k n d"], columns: int
 ) -> Float[Array, "b k r n"]:
-    """The index entries of cached keys."""
-    if "key" not in weights:
-        return keys[..., :columns].swapaxes(2, 3).astype(dtype)
-    skewed = jnp.einsum("bknd,kdr->bkrn", keys.astype(jnp.float32), weights["key"])
-    return skewed.astype(dtype)
+    """What the index keeps of cached keys, in float32.
 
-
-def speculate_scores(
-    query: Float[Array, "b k g r"], index: Float[Array, "b k r t"]
-) -> Float[Array, "b k g t"]:
-    """Speculated attention logits of every slot; float32 accumulation."""
-    query = query.astype(index.dtype)
-    return jnp.einsum("bkgr,bkrt->bkgt", query, index, preferred_element_type=jnp.float32)
+    With a "centre" among the weights, less that: a constant in all keys adds the same to all
+    scores of a query, which changes neither their order nor their distances.
+    """
+    keys = keys.astype(jnp.float32)
+    if "key" in weights:
+        partial = jnp.einsum("bknd,kdr->bkrn", keys, weights["key"])
+    else:
+        partial = keys[..., :columns].swapaxes(2, 3)
+    return partial - weights["centre"][None, :, :, None] if "centre" in weights else partial

@@ -7,13 +7,13 @@ import pytest
 from runtime import random_basis, random_model
 
 from infinigen_jax.checkpoint import Basis
+from infinigen_jax.index import IndexFormat
 from infinigen_jax.models import blueprint
 from infinigen_jax.selection import budget_rows, select
 from infinigen_jax.speculation import (
     partial_columns,
     partial_keys,
     speculate_query,
-    speculate_scores,
     speculation_weights,
 )
 
@@ -51,18 +51,20 @@ def true_logits(layer, config, a, cached, positions) -> np.ndarray:
     return np.stack(heads, 1).reshape(b, config.num_kv_heads, config.group_size, t)
 
 
-def speculated(model, number, a, cached, positions, columns, dtype=jnp.float32) -> np.ndarray:
+def speculated(model, number, a, cached, positions, columns, dtype="float32") -> np.ndarray:
+    index = IndexFormat(dtype, columns)
     config = model.config
     layer = blueprint(config, model.dtype).layer(model.params["layers"][number])
     b, t, _ = cached.shape
     at = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))
     keys = layer.key_value(cached, at)[0].swapaxes(1, 2)
-    weights = speculation_weights(model, number, columns)
-    index = partial_keys(weights, keys, columns, dtype)
-    assert index.shape == (b, config.num_kv_heads, columns, t) and index.dtype == dtype
+    weights = speculation_weights(model, number, columns, centred=index.quantised)
+    entries = index.encode(partial_keys(weights, keys, columns))
+    assert entries.shape == (b, config.num_kv_heads, index.entries, t)
+    assert entries.dtype == index.dtype
     query = speculate_query(config, layer, weights, a, positions, columns)
     assert query.shape == (b, config.num_kv_heads, config.group_size, columns)
-    scores = speculate_scores(query, index)
+    scores = index.scores(query, entries)
     assert scores.dtype == jnp.float32
     return np.asarray(scores)
 
@@ -102,8 +104,8 @@ def test_fewer_columns_are_a_prefix():
         key = key.astype(jnp.float32)
         wide, narrow = (speculation_weights(model, 1, r) for r in (8, 3))
         np.testing.assert_allclose(
-            partial_keys(narrow, key, 3, jnp.float32),
-            partial_keys(wide, key, 8, jnp.float32)[:, :, :3],
+            partial_keys(narrow, key, 3),
+            partial_keys(wide, key, 8)[:, :, :3],
             rtol=1e-5,
             atol=1e-6,
             err_msg=case,
@@ -142,7 +144,7 @@ def test_a_bfloat16_index_costs_its_rounding_and_no_more():
     config = model.config
     a, cached, positions = inputs(model)
     exact = speculated(model, 2, a, cached, positions, config.head_dim)
-    rounded = speculated(model, 2, a, cached, positions, config.head_dim, jnp.bfloat16)
+    rounded = speculated(model, 2, a, cached, positions, config.head_dim, "bfloat16")
     layer = blueprint(config, model.dtype).layer(model.params["layers"][2])
     at = jnp.broadcast_to(jnp.arange(37, dtype=jnp.int32)[None], (3, 37))
     keys = np.linalg.norm(layer.key_value(cached, at)[0], axis=-1)

@@ -97,12 +97,12 @@ class InfiniGen:
         index = self.index_format(model.config.head_dim)
         return speculation_weights(model, layer, index.columns, centred=index.quantised)
 
-    def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k e t"]:
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k w t"]:
         return self.index_format(config.head_dim).empty(batch, config.num_kv_heads, capacity)
 
     def observe_prefill(
-        self, weights: Params, state: Shaped[Array, "b k e t"], keys: Float[Array, "b k s d"]
-    ) -> Shaped[Array, "b k e t"]:
+        self, weights: Params, state: Shaped[Array, "b k w t"], keys: Float[Array, "b k s d"]
+    ) -> Shaped[Array, "b k w t"]:
         return jax.lax.dynamic_update_slice(state, self._entries(weights, keys), (0, 0, 0, 0))
 
     def select(
@@ -110,7 +110,7 @@ class InfiniGen:
         config: ModelConfig,
         layer: Layer,
         weights: Params,
-        state: Shaped[Array, "b k e t"],
+        state: Shaped[Array, "b k w t"],
         a: Float[Array, "b e"],
         positions: Int[Array, " b"],
     ) -> Request:
@@ -128,10 +128,10 @@ class InfiniGen:
     def append(
         self,
         weights: Params,
-        state: Shaped[Array, "b k e t"],
+        state: Shaped[Array, "b k w t"],
         keys: Float[Array, "b k n d"],
         positions: Int[Array, " b"],
-    ) -> Shaped[Array, "b k e t"]:
+    ) -> Shaped[Array, "b k w t"]:
         new = self._entries(weights, keys)
         zero = jnp.int32(0)
         for sequence in range(state.shape[0]):
@@ -139,6 +139,6 @@ class InfiniGen:
             state = jax.lax.dynamic_update_slice(state, new[sequence : sequence + 1], at)
         return state
 
-    def _entries(self, weights: Params, keys: Float[Array, "b k n d"]) -> Shaped[Array, "b k e n"]:
+    def _entries(self, weights: Params, keys: Float[Array, "b k n d"]) -> Shaped[Array, "b k w n"]:
         index = self.index_format(keys.shape[3])
         return index.encode(partial_keys(weights, keys, index.columns))

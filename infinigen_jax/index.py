@@ -1,0 +1,130 @@
+"""The index: what the device keeps of every cached key, and the speculated scores from it.
+
+One array [b, k, e, t] whose last axis is the token, so that a step reads it in order. With float
+entries, e = r columns. With integer ones each token has its own step and lowest value
+(`quantize.affine_codes`, over the r columns), and the array is of 32-bit words:
+
+    words 0 .. e-2    codes, 4 of 8 bits or 8 of 4 bits to a word, the first column lowest
+    word  e-1         the step (upper half) and the lowest value (lower half), as bfloat16
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Shaped, UInt32
+
+from infinigen_jax.quantize import affine_codes
+
+INDEX_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
+CODE_BITS = {"int8": 8, "int4": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexFormat:
+    """How the index is kept.
+
+    Attributes:
+        name: one of INDEX_DTYPES; "auto" is bfloat16, but float32 on the CPU, where XLA would
+            convert the whole index to float32 for every token.
+        columns: r, of a key that the index holds.
+    """
+
+    name: str
+    columns: int
+
+    @property
+    def quantised(self) -> bool:
+        return self.name in CODE_BITS
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the array."""
+        if self.quantised:
+            return jnp.dtype(jnp.uint32)
+        if self.name == "auto":
+            return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+        return jnp.dtype(self.name)
+
+    @property
+    def code_words(self) -> int:
+        """Words of a token's codes."""
+        return -(-self.columns * CODE_BITS[self.name] // 32)
+
+    @property
+    def entries(self) -> int:
+        """e, elements of a token."""
+        return self.code_words + 1 if self.quantised else self.columns
+
+    def empty(self, batch: int, kv_heads: int, capacity: int) -> Shaped[Array, "b k e t"]:
+        return jnp.zeros((batch, kv_heads, self.entries, capacity), self.dtype)
+
+    def encode(self, keys: Float[Array, "b k r n"]) -> Shaped[Array, "b k e n"]:
+        """Entries of keys, given as float32."""
+        if not self.quantised:
+            return keys.astype(self.dtype)
+        bits, (b, k, _, n) = CODE_BITS[self.name], keys.shape
+        codes, step, low = affine_codes(keys, bits, axis=2)
+        padding = self.code_words * 32 // bits - self.columns
+        codes = jnp.pad(codes.astype(jnp.uint32), ((0, 0), (0, 0), (0, padding), (0, 0)))
+        shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32)[:, None]
+        codes = codes.reshape(b, k, self.code_words, 32 // bits, n) << shifts[None, None, None]
+        words = jnp.sum(codes, axis=3, dtype=jnp.uint32)
+        step, low = (lax.bitcast_convert_type(x, jnp.uint32) for x in (step, low))
+        return jnp.concatenate([words, step | (low >> 16)], axis=2)
+
+    def scores(
+        self, query: Float[Array, "b k g r"], index: Shaped[Array, "b k e t"]
+    ) -> Float[Array, "b k g t"]:
+        """Speculated attention logits of every slot; float32 accumulation."""
+        if not self.quantised:
+            query = query.astype(index.dtype)
+            return jnp.einsum("bkgr,bkrt->bkgt", query, index, preferred_element_type=jnp.float32)
+        query = query.astype(jnp.float32)
+        parameters = index[:, :, -1]
+        step = lax.bitcast_convert_type(parameters >> 16 << 16, jnp.float32)
+        low = lax.bitcast_convert_type(parameters << 16, jnp.float32)
+        columns = self.code_words * 32 // CODE_BITS[self.name]
+        padded = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, columns - self.columns)))
+        sums = lax.platform_dependent(padded, index, cpu=self._looped, default=self._unrolled)
+        return sums * step[:, :, None] + low[:, :, None] * jnp.sum(query, axis=-1, keepdims=True)
+
+    def _word(
+        self, query: Float[Array, "b k g c"], word: UInt32[Array, "b k t"]
+    ) -> Float[Array, "b k g t"]:
+        """Sum of query * code over the columns of one word.
+
+        Shifts and sums of whole [t] vectors: XLA fuses them, where it would write out the numbers
+        that a dot product needs, several times the index in size, before it takes the product.
+        """
+        bits, terms = CODE_BITS[self.name], []
+        for column in range(32 // bits):
+            # By way of int32, which every vector unit can convert.
+            code = ((word >> (bits * column)) & (2**bits - 1)).astype(jnp.int32)
+            terms.append(query[..., column, None] * code.astype(jnp.float32)[:, :, None])
+        return sum(terms[1:], terms[0])
+
+    def _looped(
+        self, query: Float[Array, "b k g c"], index: UInt32[Array, "b k e t"]
+    ) -> Float[Array, "b k g t"]:
+        """Word by word. A loop, or each use of the scores would be fused with all of the above."""
+        size = 32 // CODE_BITS[self.name]
+
+        def add(i: Array, sums: Array) -> Array:
+            word = lax.dynamic_index_in_dim(index, i, axis=2, keepdims=False)
+            return sums + self._word(lax.dynamic_slice_in_dim(query, i * size, size, axis=3), word)
+
+        sums = jnp.zeros((*query.shape[:3], index.shape[3]), jnp.float32)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(self.code_words), add, sums)
+
+    def _unrolled(
+        self, query: Float[Array, "b k g c"], index: UInt32[Array, "b k e t"]
+    ) -> Float[Array, "b k g t"]:
+        """All words in one kernel, which a barrier keeps apart from the uses of the scores."""
+        size = 32 // CODE_BITS[self.name]
+        words = [
+            self._word(query[..., i * size : (i + 1) * size], index[:, :, i])
+            for i in range(self.code_words)
+        ]
+        return lax.optimization_barrier(sum(words[1:], words[0]))
