@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Everything that the result file holds; it is written as far as it got."""
     began = time.monotonic()
-    deadline = began + (options.cap_seconds or float("inf"))
+    deadline = float("inf") if options.cap_seconds is None else began + options.cap_seconds
     shape = shapes.SHAPES[options.shape]
     unlimited = Bench(options, None, None, (1.0, None), deadline, note)  # type: ignore[arg-type]
     config = shape.settings(max(options.contexts) + unlimited.new_tokens + 2)
@@ -129,7 +129,7 @@ def _run_apart(options: argparse.Namespace, families: list[list[str]], path: Pat
         for number, family in enumerate(families):
             part = Path(folder) / f"{number}.json"
             left = None
-            if options.cap_seconds:
+            if options.cap_seconds is not None:
                 left = max(0.0, options.cap_seconds - (time.monotonic() - began))
             command = _command(options, family, part, left)
             environment = os.environ | machine.gpu_environment(shares=family[0] in presets.THEIRS)

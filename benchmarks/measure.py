@@ -38,6 +38,7 @@ from infinigen_jax.compilations import compilations
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 
+EXACT = ("transformers", "transformers-static", "full-device", "full-streamed")  # same tokens
 STEP_SECONDS = 10.0  # no more single steps of a system behind this
 
 
@@ -102,9 +103,8 @@ def _measure_wave(
         bench.note(f"{context} tokens: {name}, single steps")
         singles = [] if bench.late else _single_steps(system, options.steps)
         traffic = _traffic(bench, name, system, context)
-        reference[:] = reference or system.drawn
         entries[name] = (
-            _speed(bench, seconds[name], system, reference)
+            _speed(bench, seconds[name])
             | system.facts()
             | _steps_entry(singles)
             | _against_floor(bench, traffic, statistics.median(seconds[name]))
@@ -113,6 +113,10 @@ def _measure_wave(
         if isinstance(system, Ours) and options.trace_steps and not bench.late:
             run = functools.partial(system.steps, options.trace_steps)
             entries[name]["breakdown"] = trace.breakdown(run, options.trace_steps)
+    exact = next((systems[name] for name in EXACT if name in systems), None)
+    reference += [] if reference or exact is None else exact.drawn
+    for name, system in systems.items() if reference else ():
+        entries[name]["first_tokens_equal_to_exact"] = _equal(system.drawn, reference)
     return entries
 
 
@@ -149,18 +153,19 @@ def _single_steps(system: System, number: int) -> list[StepTime]:
     return times
 
 
-def _speed(
-    bench: Bench, seconds: list[float], system: System, reference: list[int]
-) -> dict[str, Any]:
+def _speed(bench: Bench, seconds: list[float]) -> dict[str, Any]:
     options, middle = bench.options, statistics.median(seconds)
-    pairs = list(zip(system.drawn, reference, strict=False))
-    equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     return {
         "tokens_per_second": options.batch * options.tokens / middle,
         "milliseconds_per_step": 1e3 * middle / options.tokens,
         "round_seconds": seconds,
-        "first_tokens_equal_to_reference": equal,
     }
+
+
+def _equal(drawn: list[int], reference: list[int]) -> int:
+    """How many tokens come before the first that differs."""
+    pairs = list(zip(drawn, reference, strict=False))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
 def _steps_entry(times: list[StepTime]) -> dict[str, Any]:

@@ -86,6 +86,7 @@ SHAPES = {
         llama("llama", 512, 8, 8, 8, 1376, 4096),
         opt("opt", 512, 8, 8, 2048, 4096),
         llama("toy", 64, 3, 4, 2, 96, 128),
+        opt("toy-opt", 64, 3, 4, 96, 128),
         opt("opt-13b", 5120, 40, 40, 20480, 50272),
         llama("llama-8b", 4096, 32, 32, 8, 14336, 128256),
     )
@@ -154,8 +155,9 @@ def _fill(config: ModelConfig, path: Any, leaf: jax.ShapeDtypeStruct, key: jax.A
         x *= 1.0 if module == "tokens" else 0.1
         if module == "tokens":
             size = (COMMON / (1 - COMMON) * config.hidden_size / OUTLIERS) ** 0.5
-            signs = 1.0 - 2.0 * (jnp.arange(OUTLIERS) % 2)  # alternate: no norm subtracts them
-            x = x.at[:, :OUTLIERS].set(size * signs.astype(jnp.float32))
+            planted = np.full(OUTLIERS, size, np.float32)
+            planted[1::2] *= -1  # no norm subtracts them
+            x = x.at[:, :OUTLIERS].set(planted[None])
         return x.astype(leaf.dtype)
     x *= leaf.shape[0] ** -0.5
     if module == "q":

@@ -68,8 +68,11 @@ def _ops(line_name: str, line: Any, programs: Any, by_kernel: Any, on_gpu: bool)
             continue
         if name is None and not on_gpu:
             continue
-        program = f"{stats.get('hlo_module')}({stats.get('program_id')})"
-        path = programs.get(program, {}).get(name, "") or by_kernel.get(kernel_name(event.name), "")
+        program = programs.get(f"{stats.get('hlo_module')}({stats.get('program_id')})")
+        if name is not None and program is not None:
+            path = program.get(name, "")
+        else:  # a kernel of a CUDA graph, which may not tell the instruction, but has its name
+            path = by_kernel.get(kernel_name(event.name), "")
         copy = on_gpu and ("memcpy" in event.name.lower() or "Memcpy" in line.name)
         waiting[stats.get("_p")] = len(ops)
         ops.append(Op(line_name, name or event.name, path, event.start_ns, end, copy))

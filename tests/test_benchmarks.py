@@ -8,26 +8,42 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import decode, machine, shapes
-from benchmarks.physics import resident_traffic
-from benchmarks.systems import MARGIN, WARMUP_ROUNDS
+from benchmarks import decode, machine, presets, prompts, report, shapes
+from benchmarks.physics import Memory, resident_traffic
+from benchmarks.systems import MARGIN, Ours, settings
+from benchmarks.waves import Bench, needs_of, waves_of
+from infinigen_jax.engine import Engine
 from infinigen_jax.models import blueprint
+from infinigen_jax.policies import InfiniGen
 
-CONTEXTS = [96]
+CONTEXT = 96
+SYSTEMS = [
+    "infinigen",
+    "full-device",
+    "infinigen-paper",
+    "transformers",
+    "transformers-static",
+    "transformers-offloaded",
+]
+MEASURED = [name for name in SYSTEMS if name != "transformers-offloaded"]
+OURS = [name for name in MEASURED if name in presets.OURS]
+TOKENS, ROUNDS, STEPS, TRACED = 3, 2, 33, 2  # 33 single steps: one of them flushes
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     path = tmp_path_factory.mktemp("bench") / "toy.json"
-    arguments = "--shape toy --contexts 96 --tokens 3 --rounds 2 --budget 0.1".split()
+    arguments = f"--preset smoke --contexts {CONTEXT} --steps {STEPS} --trace-steps {TRACED}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "memory_read_bandwidth", lambda: 1e10)
-        assert decode.main([*arguments, "--json", str(path)]) == 0
+        arguments = [*arguments.split(), "--systems", *SYSTEMS, "--json", str(path)]
+        assert decode.main(arguments) == 0
     return json.loads(path.read_text())
 
 
-def entries(result, name):
-    return [context["systems"][name] for context in result["contexts"]]
+@pytest.fixture
+def systems(result):
+    return result["contexts"][0]["systems"]
 
 
 def test_result_tells_machine_and_settings(result):
@@ -36,48 +52,211 @@ def test_result_tells_machine_and_settings(result):
     assert described["versions"]["jax"] == jax.__version__
     assert {"torch", "transformers"} <= described["versions"].keys()
     assert {"date", "commit"} <= described.keys()
-    assert result["settings"]["budget"] == 0.1 and result["settings"]["rounds"] == 2
-    assert [context["context"] for context in result["contexts"]] == CONTEXTS
-    assert result["contexts"][0]["compilations_after_warmup"] == 0
+    assert result["settings"]["preset"] == "smoke" and result["settings"]["rounds"] == ROUNDS
+    assert [context["context"] for context in result["contexts"]] == [CONTEXT]
     assert result["logits_relative_difference"] < 1e-3
     assert result["memory_read_bytes_per_second"] == 1e10
+    assert list(result["contexts"][0]["systems"]) == SYSTEMS
+    assert result["contexts"][0]["waves"] == [MEASURED]  # all of them took turns
 
 
-@pytest.mark.parametrize("name", decode.OURS + decode.THEIRS)
-def test_every_system_is_timed_in_every_round(result, name):
-    for entry in entries(result, name):
-        assert len(entry["round_seconds"]) == 2 and min(entry["round_seconds"]) > 0
-        median = np.median(entry["round_seconds"])
-        np.testing.assert_allclose(entry["tokens_per_second"], 3 / median)
-        np.testing.assert_allclose(entry["milliseconds_per_step"], 1e3 * median / 3)
-        assert entry["floor_milliseconds"] > 0
-        assert entry["bytes_per_step"].keys() == {
-            "weights",
-            "device_cache",
-            "index",
-            "host_rows",
-        }
+@pytest.mark.parametrize("name", MEASURED)
+def test_every_system_is_timed(systems, name):
+    entry = systems[name]
+    assert len(entry["round_seconds"]) == ROUNDS and min(entry["round_seconds"]) > 0
+    median = np.median(entry["round_seconds"])
+    np.testing.assert_allclose(entry["tokens_per_second"], TOKENS / median)
+    np.testing.assert_allclose(entry["milliseconds_per_step"], 1e3 * median / TOKENS)
+    assert entry["compilations_after_warmup"] == 0
+    singles = entry["single_steps"]
+    assert singles["count"] == len(singles["milliseconds"]) == STEPS
+    assert 0 < singles["p50_ms"] <= singles["p99_ms"] <= singles["max_ms"]
 
 
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-def test_infinigen_fetches_a_part_and_full_everything(result, schedule):
-    for entry in entries(result, f"infinigen-{schedule}"):
-        assert 0 < entry["fetched_fraction"] <= 0.1
-        assert entry["host_to_device_bytes_per_token"] > 0
-    for entry in entries(result, f"full-{schedule}"):
-        assert entry["fetched_fraction"] == pytest.approx(1, abs=0.02)
+@pytest.mark.parametrize("name", MEASURED)
+def test_floor_and_what_was_reached_of_it(systems, name):
+    entry = systems[name]
+    needed = entry["bytes_per_step"]
+    read = sum(needed[kind] for kind in ("weights", "device_cache", "index", "attended"))
+    assert entry["floor_milliseconds"] == pytest.approx(read / 1e10 * 1e3)
+    ratio = entry["milliseconds_per_step"] / entry["floor_milliseconds"]
+    assert entry["time_over_floor"] == pytest.approx(ratio)
+    assert entry["memory_share"] == pytest.approx(1 / ratio)
+    assert entry["link_share"] is None  # a CPU has no such bus
 
 
-@pytest.mark.parametrize("name", ["full-fused", "full-layerwise", "transformers-static"])
-def test_systems_that_attend_to_everything_write_the_same(result, name):
-    drawn = (2 + WARMUP_ROUNDS) * (3 + MARGIN)
-    assert {entry["first_tokens_equal_to_reference"] for entry in entries(result, name)} == {drawn}
+def test_fractions_and_bytes(systems):
+    plain, paper = systems["infinigen"], systems["infinigen-paper"]
+    assert 0 < plain["fetched_fraction"] <= plain["selected_fraction"] <= 0.1
+    assert plain["hot_set_hit_rate"] is None
+    assert systems["full-device"]["fetched_fraction"] is None
+    # Two of three layers are streamed, and a fifth of the third one's rows is allowed.
+    assert 2 / 3 < paper["fetched_fraction"] < 0.75
+    moved = [entry["host_to_device_bytes_per_token"] for entry in (plain, paper)]
+    assert 0 < moved[0] < moved[1] / 5
+    assert plain["host_cache_bytes"] * 3 == paper["host_cache_bytes"]
 
 
-def test_table_has_a_line_for_each_context_and_system(result):
-    lines = decode.table(result).splitlines()
-    assert len(lines) == 2 + len(CONTEXTS) * len(decode.OURS + decode.THEIRS)
-    assert any("infinigen-fused" in line and line.endswith("x") for line in lines)
+@pytest.mark.parametrize("name", OURS)
+def test_shares_of_a_traced_step_add_up(systems, name):
+    traced = systems[name]["breakdown"]
+    assert traced["steps"] == TRACED
+    assert 0 < traced["step_ms"] < 1e3
+    assert sum(traced["parts_ms"].values()) == pytest.approx(traced["step_ms"])
+    assert sum(traced["layers_ms"].values()) == pytest.approx(traced["step_ms"])
+    parts = traced["parts_ms"]
+    assert min(parts["attention"], parts["mlp"], parts["sampling"]) > 0
+    selects = name != "full-device"
+    assert (parts["speculation"] > 0, parts["selection"] > 0) == (selects, selects)
+    assert (parts["transfer"] > 0) == (traced["transfer_ms"] > 0)
+    assert not selects or traced["transfer_ms"] > 0
+    assert traced["guessed_share"] < 0.05
+    assert {f"layer{i}" for i in range(3)} <= traced["layers_ms"].keys()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_python_is_a_part_of_a_step(systems, name):
+    assert 0 < systems[name]["dispatch_ms"] < systems[name]["single_steps"]["max_ms"]
+
+
+def test_flush_is_told_from_other_steps(systems):
+    singles = systems["infinigen"]["single_steps"]
+    nearest = min(abs(one - singles["flush_ms"]) for one in singles["milliseconds"])
+    assert nearest < 1e-3  # one of the steps, to the digits that are kept
+    assert singles["flush_over_median"] == pytest.approx(singles["flush_ms"] / singles["p50_ms"])
+    # Their window is one token: every step flushes.
+    assert systems["infinigen-paper"]["single_steps"]["flush_ms"] is None
+
+
+@pytest.mark.parametrize("name", ["full-device", "transformers-static"])
+def test_systems_that_attend_to_everything_write_the_same(systems, name):
+    whole = (1 + ROUNDS) * (TOKENS + MARGIN) + STEPS
+    assert systems[name]["first_tokens_equal_to_exact"] == whole
+
+
+def test_what_cannot_run_says_why(systems):
+    entry = systems["transformers-offloaded"]
+    assert entry["absent"] == "skipped" and "CUDA" in entry["reason"]
+
+
+def test_goals_follow_from_the_measurements(result, systems):
+    spikes = {goal["what"]: goal for goal in result["goals"]}
+    goal = spikes["infinigen: step with a flush over median step"]
+    assert goal["value"] == systems["infinigen"]["single_steps"]["flush_over_median"]
+    assert goal["met"] == (goal["value"] <= 2)
+
+    def entry(speed):
+        return {"tokens_per_second": speed, "milliseconds_per_step": 1e3 / speed}
+
+    made = {
+        "device": "gpu",
+        "settings": {"shape": "opt-13b", "budget_rows": 256},
+        "contexts": [
+            {
+                "context": 1920,
+                "systems": {
+                    "infinigen": entry(60.0),
+                    "infinigen-paper": entry(24.0),
+                    "full-device": {"absent": "refused", "reason": ""},
+                },
+            },
+            {"context": 4096, "systems": {"infinigen-fixed": entry(50.0)}},
+            {"context": 32768, "systems": {"infinigen-fixed": entry(25.0)}},
+        ],
+    }
+    ratio, growth = report.goals(made)
+    assert ratio["what"] == "infinigen over infinigen-paper"
+    assert ratio["value"] == 2.5 and ratio["met"] is False and "3" in ratio["bound"]
+    assert growth["value"] == 2.0 and growth["met"] is None and "256 rows" in growth["what"]
+
+
+def test_table_has_a_line_for_each_system(result):
+    lines = report.table(result).splitlines()
+    for name in MEASURED:
+        assert sum(line.startswith(f"| {name} |") for line in lines) == 1 + (name in OURS)
+    assert any(line.startswith("- transformers-offloaded: skipped") for line in lines)
+    assert "### Goals" in lines
+
+
+def test_a_memory_cap_refuses_what_does_not_fit():
+    """The cap is between what a cache on the device needs and what one on the host needs."""
+    model = model_of("toy")
+    options = presets.parse(["--preset", "smoke"])
+    bench = Bench(options, model, None, (1e10, None), float("inf"), print)
+    needs, absent = needs_of(bench, CONTEXT)
+    assert absent.keys() == {"transformers-offloaded"}
+    assert needs.keys() == presets.SYSTEMS.keys() - absent.keys()
+    assert needs["full-streamed"].device < needs["infinigen"].device < needs["full-device"].device
+    assert needs["full-device"].host == 0 < needs["infinigen-int4"].host < needs["infinigen"].host
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    options.device_memory = (weights + needs["full-device"].device) / 1e9 - 1e-9
+    _, absent = needs_of(bench, CONTEXT)
+    refused = {name for name, entry in absent.items() if entry["absent"] == "refused"}
+    assert {"full-device", "transformers"} <= refused
+    assert not {"full-streamed", "infinigen"} & refused
+    assert "device memory" in absent["full-device"]["reason"]
+
+
+def test_waves_fill_the_room_in_order():
+    needs = {name: Memory(0, size) for name, size in zip("abcd", (4, 5, 3, 20), strict=True)}
+    assert waves_of(needs, Memory(10, 10)) == [["a", "b"], ["c"], ["d"]]
+
+
+def test_time_cap_leaves_a_result_that_says_so(tmp_path):
+    path = tmp_path / "late.json"
+    arguments = f"--preset smoke --contexts 96 --cap-seconds 0 --systems infinigen --json {path}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "memory_read_bandwidth", lambda: 1e10)
+        assert decode.main(arguments.split()) == 0
+    entry = json.loads(path.read_text())["contexts"][0]["systems"]["infinigen"]
+    assert entry["absent"] == "skipped" and "time" in entry["reason"]
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_presets_parse_and_give_engines_their_settings(name):
+    options = presets.parse(["--preset", name])
+    for key, value in presets.PRESETS[name].items():
+        assert getattr(options, key) == value
+    assert presets.parse(["--preset", name, "--batch", "3"]).batch == 3
+    model = model_of("toy")
+    for system in presets.OURS:
+        engine = Engine(model, **settings(system, options, model, 1000))
+        assert engine.decoder.host_layers == {"full-device": 0, "infinigen-paper": 3}.get(system, 1)
+        assert engine.schedule == ("layerwise" if "layerwise" in system else "fused")
+        assert engine.decoder.rows == next((r for r in ("int8", "int4") if r in system), "auto")
+        if system == "infinigen-fixed":
+            fixed = engine.decoder.policy
+            assert isinstance(fixed, InfiniGen)
+            assert fixed.request_size(1000) == pytest.approx(options.budget_rows, abs=1)
+
+
+def test_every_option_reaches_a_process_of_its_own(tmp_path):
+    arguments = ["--preset", "paper-capped", "--alpha", "3", "--cap-seconds", "50"]
+    options = presets.parse(arguments)
+    command = decode._command(options, ["infinigen"], tmp_path / "part.json", 20.0)
+    again = presets.parse(command[3:])
+    changed = {"systems": ["infinigen"], "json": tmp_path / "part.json", "cap_seconds": 20.0}
+    assert vars(again) == vars(options) | changed | {"processes": "one"}
+
+
+def test_results_of_two_processes_are_put_together(result):
+    parts = [json.loads(json.dumps(result)) for _ in range(2)]
+    mine, theirs = (part["contexts"][0]["systems"] for part in parts)
+    for name in SYSTEMS:
+        del (mine if name in presets.THEIRS else theirs)[name]
+    merged = decode.merge(parts, SYSTEMS)
+    assert merged["contexts"][0]["systems"] == result["contexts"][0]["systems"]
+    assert merged["goals"] == result["goals"]
+
+
+def test_a_shared_prompt_gives_what_a_prefill_gives():
+    model = model_of("toy")
+    tokens = [shapes.prompt(model.config, 80, seed) for seed in range(2)]
+    engine = Engine(model, policy=InfiniGen(budget=0.2), hot_set=2.0)
+    runs = [engine.start(tokens, 12), prompts.start(engine, prompts.read(model, tokens), 12)]
+    first, second = ([*run.tokens(ignore_eos=True)] for run in runs)
+    assert first == second
+    assert runs[0].stats().fetched_fraction == runs[1].stats().fetched_fraction
 
 
 @functools.cache
@@ -85,7 +264,7 @@ def model_of(name):
     return shapes.peaked_model(shapes.SHAPES[name], 256, "float32")
 
 
-@pytest.mark.parametrize("name", ["toy", "opt"])
+@pytest.mark.parametrize("name", ["toy", "toy-opt"])
 def test_traffic_counts_weights_and_cache(name):
     model = model_of(name)
     config = model.config
@@ -98,8 +277,8 @@ def test_traffic_counts_weights_and_cache(name):
     assert traffic.floor_ms(1e9, None) == pytest.approx(total / 1e6)
 
 
-@pytest.mark.parametrize("name", ["toy", "opt"])
-def test_attention_is_peaked(name):
+@pytest.mark.parametrize("name", ["toy", "toy-opt"])
+def test_attention_is_peaked_and_mostly_common_to_all_queries(name):
     """Logits of the first layer spread as asked for, and few columns of the basis hold them."""
     model = model_of(name)
     plan = blueprint(model.config, jnp.float32)
@@ -112,12 +291,25 @@ def test_attention_is_peaked(name):
     k = jnp.repeat(k, model.config.group_size, axis=1)
     scores = jnp.einsum("shd,thd->hst", q, k)
     assert 0.5 < float(scores.std()) / shapes.SCORE_DEVIATION < 1.5
+    # Queries mostly agree on which keys they like, near or far from each other.
+    pairs = np.stack([np.corrcoef(head[::16]) for head in np.asarray(scores)])
+    assert abs(np.median(pairs) - shapes.COMMON) < 0.15
     basis = model.bases[0]
     assert basis is not None
     quarter = model.config.head_dim // 4
     partial = jnp.einsum("shd,hdr->shr", q, jnp.repeat(basis.query, model.config.group_size, 0))
     energy = jnp.sum(partial**2, axis=(0, 1))
     assert float(energy[:quarter].sum() / energy.sum()) > 0.5
+
+
+def test_rows_wanted_are_mostly_those_wanted_before():
+    """As in real models: a hot set of twice the request has most of what a token wants."""
+    model = model_of("toy")
+    engine = Engine(model, policy=InfiniGen(budget=0.2, sinks=0, window=1), hot_set=2.0)
+    run = Ours(engine.start([shapes.prompt(model.config, 200)], 30))
+    for _ in range(20):
+        run.step()
+    assert 0.6 < run.facts()["hot_set_hit_rate"] < 0.98
 
 
 def test_machine_measures_memory():
