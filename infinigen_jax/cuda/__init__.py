@@ -1,0 +1,48 @@
+"""CUDA kernels of this package: built at run time, called from inside XLA's programs.
+
+    gather.cu           rows from pinned host memory, beside XLA's work (transfer/cuda.py)
+    top.cu, select.cu   the choice of rows to fetch, one launch instead of many
+    plan.cu             the hot set's bookkeeping, one launch instead of many
+
+Nothing here needs more than JAX's CUDA wheels: NVRTC compiles the sources (`nvrtc`), the driver's
+interface launches them (`driver`, `launch`), XLA calls handlers written in Python (`ffi`).
+"""
+
+import functools
+from importlib import resources
+
+import jax
+
+from infinigen_jax.cuda.driver import CudaError, Driver
+from infinigen_jax.cuda.launch import Launcher
+from infinigen_jax.cuda.nvrtc import CompileError, kernels
+
+SOURCES = ("gather.cu", "top.cu", "select.cu", "plan.cu")
+
+
+def source() -> str:
+    """All kernels, as one translation unit."""
+    folder = resources.files("infinigen_jax.cuda")
+    return "\n".join(folder.joinpath(name).read_text() for name in SOURCES)
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why the kernels cannot be used in this process, in a line; None where they can.
+
+    The first call compiles them, or finds them in the cache, loads them into every GPU that JAX
+    uses, and registers the FFI targets.
+    """
+    if jax.default_backend() != "gpu":
+        return "JAX sees no NVIDIA GPU"
+    try:
+        launcher = Launcher(Driver(), lambda architecture: kernels(source(), architecture))
+        for device in jax.local_devices():
+            launcher.prepare(device.local_hardware_id)
+    except (OSError, AttributeError, CudaError, CompileError) as error:
+        return " ".join(str(error).split())
+    launcher.register()
+    return None
+
+
+__all__ = ["source", "unavailable"]

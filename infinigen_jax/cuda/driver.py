@@ -1,0 +1,90 @@
+"""The CUDA driver's interface through ctypes: what it takes to launch a kernel on a stream."""
+
+import ctypes
+from typing import Any
+
+HANDLE = ctypes.c_void_p
+OUT = ctypes.c_void_p  # address of what the call fills in
+INT = ctypes.c_int
+UINT = ctypes.c_uint
+
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (UINT,),
+    "cuDeviceGetAttribute": (OUT, INT, INT),
+    "cuDevicePrimaryCtxRetain": (OUT, INT),
+    "cuCtxGetCurrent": (OUT,),
+    "cuCtxSetCurrent": (HANDLE,),
+    "cuCtxGetDevice": (OUT,),
+    "cuCtxGetStreamPriorityRange": (OUT, OUT),
+    "cuModuleLoadData": (OUT, ctypes.c_char_p),
+    "cuModuleGetFunction": (OUT, HANDLE, ctypes.c_char_p),
+    "cuStreamCreateWithPriority": (OUT, UINT, INT),
+    "cuStreamGetCtx": (HANDLE, OUT),
+    "cuEventCreate": (OUT, UINT),
+    "cuEventRecord": (HANDLE, HANDLE),
+    "cuStreamWaitEvent": (HANDLE, HANDLE, UINT),
+    "cuLaunchKernel": (HANDLE, *[UINT] * 7, HANDLE, ctypes.c_void_p, ctypes.c_void_p),
+    "cuGetErrorString": (INT, OUT),
+}
+NON_BLOCKING_STREAM = 1  # does not wait for the legacy default stream
+NO_TIMING = 2  # of an event
+COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76  # device attributes
+
+
+class CudaError(RuntimeError):
+    """A call to the driver failed."""
+
+
+class Driver:
+    """Functions of libcuda as methods; all raise CudaError.
+
+    Handles are integers. The calls keep Python's lock: each is short, and giving the lock up five
+    times in a launch would let other threads hold the launch up five times.
+    """
+
+    def __init__(self, library: Any = None):
+        """Raises OSError where there is no driver."""
+        self.library = ctypes.PyDLL("libcuda.so.1") if library is None else library
+        for name, types in SIGNATURES.items():
+            function = getattr(self.library, name)
+            function.argtypes, function.restype = types, INT
+        self.event_record = self.library.cuEventRecord
+        self.stream_wait_event = self.library.cuStreamWaitEvent
+        self.launch_kernel = self.library.cuLaunchKernel
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the driver by name."""
+        self.check(getattr(self.library, name)(*arguments), name)
+
+    def check(self, code: int, name: str) -> None:
+        """Raise CudaError for a code other than success."""
+        if code:
+            text = ctypes.c_char_p()
+            self.library.cuGetErrorString(code, ctypes.addressof(text))
+            reason = text.value.decode() if text.value else "unknown error"
+            raise CudaError(f"{name}: {reason} (CUDA error {code})")
+
+    def get(self, name: str, *arguments: Any, kind: Any = HANDLE) -> int:
+        """Call a function whose first parameter is its result."""
+        result = kind()
+        self.call(name, ctypes.addressof(result), *arguments)
+        return result.value or 0
+
+    def compute_capability(self, device: int) -> int:
+        """Of a device by ordinal: 90 for 9.0."""
+        major, minor = (
+            self.get("cuDeviceGetAttribute", attribute, device, kind=INT)
+            for attribute in (COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR)
+        )
+        return 10 * major + minor
+
+    def enter(self, context: int) -> None:
+        """Make a context the calling thread's current one, if it is not."""
+        if self.get("cuCtxGetCurrent") != context:
+            self.call("cuCtxSetCurrent", context)
+
+    def context_of(self, stream: int) -> int:
+        """The context that a stream belongs to."""
+        context = HANDLE()
+        self.call("cuStreamGetCtx", stream, ctypes.addressof(context))
+        return context.value or 0

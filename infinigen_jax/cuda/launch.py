@@ -1,0 +1,180 @@
+"""Launching the kernels of this package from inside XLA's programs.
+
+Three FFI targets. `infinigen_launch` runs a kernel on XLA's stream, in line. `infinigen_start` and
+`infinigen_wait` put it beside XLA's work:
+
+    XLA's stream   ... speculation | attention, MLP ...        | wait(finished) | next layer ...
+                                   v started                   ^ finished
+    own stream                     | gather .................. |
+
+No host thread waits. A call's attribute `config` holds the number of the kernel in KERNELS, blocks,
+threads, and the kernel's integers; its pointers are the call's operands and results in order.
+"""
+
+import ctypes
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from infinigen_jax.cuda import ffi
+from infinigen_jax.cuda.driver import NO_TIMING, NON_BLOCKING_STREAM, Driver
+
+KERNELS = ("gather_rows", "gather_rows_hot", "select_rows", "plan_reuse_16", "plan_reuse_32")
+LAUNCH, START, WAIT = "infinigen_launch", "infinigen_start", "infinigen_wait"
+HEADER = 3  # integers of `config` before the kernel's own
+
+_DATA = ffi.Buffer.data.offset
+_Parameters = [ctypes.c_void_p * n for n in range(33)]
+_Header = ctypes.c_int32 * HEADER
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What one GPU needs: handles, in its primary context, which is XLA's as well.
+
+    One pair of events serves all starts. An event that is recorded again stands for a later point
+    of the same in-order stream; a wait that finds it there waits for more than it has to, never for
+    less. And a wait binds to the record that precedes it, not to later ones.
+    """
+
+    context: int
+    functions: tuple[int, ...]
+    stream: int
+    started: int
+    finished: int
+
+
+class Launcher:
+    """The three targets' handlers.
+
+    Args:
+        driver: to launch with.
+        image: gives the kernels' machine code for an architecture (90 for sm_90).
+    """
+
+    def __init__(self, driver: Driver, image: Callable[[int], bytes]):
+        self.driver = driver
+        self.image = image
+        self.devices: dict[int, Device] = {}  # by context
+        self.streams: dict[int, Device] = {}  # by XLA's stream, which lives as long as its client
+
+    def register(self, platform: str = "CUDA") -> None:
+        """Make the handlers known to XLA."""
+        for name, handler in ((LAUNCH, self.launch), (START, self.start), (WAIT, self.wait)):
+            ffi.register(name, handler, platform)
+
+    def prepare(self, ordinal: int) -> Device:
+        """Load the kernels into a GPU, before the first call needs them there.
+
+        Raises CudaError, OSError or CompileError where that cannot be done.
+        """
+        driver = self.driver
+        driver.call("cuInit", 0)
+        context = driver.get("cuDevicePrimaryCtxRetain", ordinal)
+        if context in self.devices:
+            return self.devices[context]
+        image = self.image(driver.compute_capability(ordinal))
+        previous = driver.get("cuCtxGetCurrent")
+        driver.enter(context)
+        try:
+            module = driver.get("cuModuleLoadData", image)
+            least, greatest = ctypes.c_int(), ctypes.c_int()
+            driver.call(
+                "cuCtxGetStreamPriorityRange", ctypes.addressof(least), ctypes.addressof(greatest)
+            )
+            device = Device(
+                context,
+                tuple(driver.get("cuModuleGetFunction", module, k.encode()) for k in KERNELS),
+                # Of the highest priority: a transfer's few blocks must not queue behind the many
+                # of a matrix product.
+                driver.get("cuStreamCreateWithPriority", NON_BLOCKING_STREAM, greatest.value),
+                driver.get("cuEventCreate", NO_TIMING),
+                driver.get("cuEventCreate", NO_TIMING),
+            )
+        finally:
+            driver.call("cuCtxSetCurrent", previous)
+        self.devices[context] = device
+        return device
+
+    def launch(self, frame: ffi.Frame) -> None:
+        """FFI target: run a kernel on XLA's stream."""
+        stream = self.stream(frame)
+        self._launch(frame, self._device(stream), stream)
+
+    def start(self, frame: ffi.Frame) -> None:
+        """FFI target: run a kernel on the own stream, behind what XLA's stream holds so far."""
+        stream, driver = self.stream(frame), self.driver
+        device = self._device(stream)
+        driver.check(driver.event_record(device.started, stream), "cuEventRecord")
+        driver.check(
+            driver.stream_wait_event(device.stream, device.started, 0), "cuStreamWaitEvent"
+        )
+        self._launch(frame, device, device.stream)
+        driver.check(driver.event_record(device.finished, device.stream), "cuEventRecord")
+
+    def wait(self, frame: ffi.Frame) -> None:
+        """FFI target: let XLA's stream wait for all that was started."""
+        stream = self.stream(frame)
+        device = self._device(stream)
+        code = self.driver.stream_wait_event(stream, device.finished, 0)
+        self.driver.check(code, "cuStreamWaitEvent")
+
+    def stream(self, frame: ffi.Frame) -> int:
+        """XLA's stream of a call."""
+        return frame.stream()
+
+    def _device(self, stream: int) -> Device:
+        """The device of a stream, its context current."""
+        device = self.streams.get(stream)
+        if device is None:
+            context = self.driver.context_of(stream)
+            if context not in self.devices:
+                self.driver.enter(context)
+                self.prepare(self.driver.get("cuCtxGetDevice", kind=ctypes.c_int))
+            device = self.streams[stream] = self.devices[context]
+        self.driver.enter(device.context)
+        return device
+
+    def _launch(self, frame: ffi.Frame, device: Device, stream: int) -> None:
+        kernel, blocks, threads = _Header.from_address(frame.config)
+        integers = range(frame.config + 4 * HEADER, frame.config + 4 * frame.config_size, 4)
+        # The driver wants the address of each parameter: those of the pointers in XLA's buffers,
+        # and of the integers in the attribute.
+        values = [b + _DATA for b in frame.operands]
+        values += [b + _DATA for b in frame.results]
+        values += integers
+        parameters = _Parameters[len(values)](*values)
+        code = self.driver.launch_kernel(
+            device.functions[kernel],
+            *(blocks, 1, 1, threads, 1, 1, 0),
+            stream,
+            ctypes.addressof(parameters),
+            None,
+        )
+        self.driver.check(code, "cuLaunchKernel")
+
+
+def call(
+    target: str,
+    operands: tuple[jax.Array, ...],
+    results: tuple[jax.ShapeDtypeStruct, ...],
+    aliases: dict[int, int],
+    kernel: str = "",
+    grid: tuple[int, int] = (0, 0),
+    integers: tuple[int, ...] = (),
+) -> Any:
+    """Trace a call of an FFI target.
+
+    Args:
+        target: LAUNCH, START or WAIT; the last takes neither kernel, grid nor integers.
+        aliases: results that are operands updated in place: operand's number to result's.
+        grid: blocks and threads.
+    """
+    attributes = {}
+    if kernel:
+        config = (KERNELS.index(kernel), *grid, *integers)
+        attributes["config"] = np.array(config, np.int32)
+    return jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands, **attributes)

@@ -1,0 +1,130 @@
+"""CUDA source to machine code at run time, with the compiler library of JAX's CUDA wheels.
+
+Compiled code is kept in the user's cache folder, one file for each source, architecture and
+version of the compiler.
+"""
+
+import contextlib
+import ctypes
+import functools
+import glob
+import hashlib
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+OPTIONS = ("--std=c++17",)
+FOLDERS = ("cu*/lib", "cuda_nvrtc/lib")  # inside the package `nvidia`: CUDA 13's wheel, CUDA 12's
+SYSTEM_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused the source; with its messages."""
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept between runs."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "infinigen_jax"
+
+
+def kernels(source: str, architecture: int, folder: Path | None = None) -> bytes:
+    """Machine code for an architecture (90 for sm_90), from the cache or compiled now.
+
+    Raises:
+        OSError: there is no NVRTC.
+        CompileError: it does not compile.
+    """
+    nvrtc = Nvrtc.load()
+    digest = hashlib.sha256("\0".join((source, *OPTIONS)).encode()).hexdigest()[:16]
+    name = f"kernels-{digest}-sm_{architecture}-nvrtc_{nvrtc.version}.bin"
+    path = (cache_folder() if folder is None else folder) / name
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    code = nvrtc.compile(source, architecture)
+    _store(path, code)
+    return code
+
+
+def _store(path: Path, code: bytes) -> None:
+    """Write and rename: another process sees the whole file or none. A cache may fail to be one."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, path)
+
+
+def libraries() -> list[str]:
+    """Candidates for the library, best first: that of the wheels beside JAX, then the system's."""
+    found = []
+    spec = importlib.util.find_spec("nvidia")
+    for base in (spec.submodule_search_locations or []) if spec else []:
+        for folder in FOLDERS:
+            found += sorted(glob.glob(f"{base}/{folder}/libnvrtc.so.*"), reverse=True)
+    return [*found, *SYSTEM_NAMES]
+
+
+class Nvrtc:
+    """The compiler library."""
+
+    def __init__(self, library: Any):
+        self.library = library
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self.version = f"{major.value}.{minor.value}"
+
+    @staticmethod
+    @functools.cache
+    def load() -> "Nvrtc":
+        """The first of `libraries` that loads. Raises OSError where none does."""
+        for name in libraries():
+            with contextlib.suppress(OSError):
+                return Nvrtc(ctypes.CDLL(name))
+        raise OSError("no NVRTC found; it comes with jax[cuda12] and jax[cuda13]")
+
+    def architectures(self) -> list[int]:
+        """What it can compile for, ascending."""
+        count = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        values = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", values)
+        return sorted(values)
+
+    def compile(self, source: str, architecture: int) -> bytes:
+        """A loadable image: machine code; for a GPU newer than the compiler, the newest PTX it has.
+
+        Raises CompileError.
+        """
+        known = [a for a in self.architectures() if a <= architecture]
+        if not known:
+            raise CompileError(f"NVRTC {self.version} does not support sm_{architecture}")
+        native = known[-1] == architecture
+        target = f"{'sm' if native else 'compute'}_{known[-1]}"
+        options = [f"--gpu-architecture={target}".encode(), *(o.encode() for o in OPTIONS)]
+        program = ctypes.c_void_p()
+        self._call(
+            "nvrtcCreateProgram",
+            *(ctypes.byref(program), source.encode(), b"infinigen_jax.cu", 0, None, None),
+        )
+        try:
+            list_ = (ctypes.c_char_p * len(options))(*options)
+            if self.library.nvrtcCompileProgram(program, len(options), list_):
+                raise CompileError(self._text(program, "ProgramLog").rstrip(b"\0").decode())
+            return self._text(program, "CUBIN" if native else "PTX")
+        finally:
+            self._call("nvrtcDestroyProgram", ctypes.byref(program))
+
+    def _text(self, program: ctypes.c_void_p, part: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{part}Size", program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        self._call(f"nvrtcGet{part}", program, text)
+        return text.raw
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self.library, name)(*arguments)
+        if code:
+            raise CompileError(f"{name} failed with NVRTC error {code}")

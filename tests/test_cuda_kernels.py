@@ -1,0 +1,205 @@
+"""The CUDA kernels, run on the CPU behind cuda_emulation.h, against NumPy and the JAX reference."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_emulation import Emulator, compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinigen_jax.cache import Slots
+from infinigen_jax.reuse import HotSet, place_dtype
+from infinigen_jax.reuse import plan as plan_reuse
+from infinigen_jax.selection import Request, budget_fraction, budget_rows, group_rank, select
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++")
+
+GRIDS = st.tuples(st.integers(1, 3), st.sampled_from([32, 64, 128]), st.integers(0, 1000))
+"""Blocks, threads, and the seed of the order in which threads run."""
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("emulation"))
+
+
+def bytes_of(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return random.integers(0, 256, shape, np.uint8)
+
+
+@st.composite
+def gathers(draw: Any) -> tuple:
+    """Host cache [l, groups, t, bytes], layer, slots [groups, n], counts [groups]."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    layers, groups, n = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 40))
+    capacity = n + draw(st.integers(0, 20))
+    row = 16 * draw(st.one_of(st.integers(1, 9), st.sampled_from([16, 17, 32, 64])))
+    host = bytes_of(random, (layers, groups, capacity, row))
+    slots = np.stack([random.permutation(capacity)[:n] for _ in range(groups)]).astype(np.int32)
+    counts = random.integers(0, n + 1, groups).astype(np.int32)
+    return host, np.array(draw(st.integers(0, layers - 1)), np.int32), slots, counts
+
+
+def gathered(host: np.ndarray, layer: np.ndarray, slots: np.ndarray, counts: np.ndarray):
+    """What the kernel is to return."""
+    rows = np.take_along_axis(host[layer], slots[..., None].astype(np.int64), axis=1)
+    rows[np.arange(slots.shape[1])[None] >= counts[:, None]] = 0
+    return rows
+
+
+@given(gathers(), GRIDS)
+def test_gather(emulator: Emulator, arrays: tuple, grid: tuple):
+    host, layer, slots, counts = arrays
+    _, groups, capacity, row = host.shape
+    rows = bytes_of(np.random.default_rng(0), (*slots.shape, row))
+    shape = (groups, capacity, slots.shape[1], row // 16)
+    emulator.run("gather_rows", *grid, host, layer, slots, counts, rows, *shape)
+    np.testing.assert_array_equal(rows, gathered(host, layer, slots, counts))
+
+
+@given(gathers(), st.integers(0, 30), st.floats(0, 1), GRIDS)
+def test_gather_with_a_hot_set(
+    emulator: Emulator, arrays: tuple, spare: int, misses: float, grid: tuple
+):
+    host, layer, slots, counts = arrays
+    _, groups, capacity, row = host.shape
+    n = slots.shape[1]
+    random = np.random.default_rng(grid[2])
+    entries = n + spare
+    entry = np.stack([random.permutation(entries)[:n] for _ in range(groups)]).astype(np.int32)
+    miss = random.random(slots.shape) < misses
+    hot = bytes_of(random, (groups, entries, row))
+    expected = gathered(host, layer, slots, counts)
+    expected_hot = hot.copy()
+    for group in range(groups):
+        for i in range(counts[group]):
+            if miss[group, i]:
+                expected_hot[group, entry[group, i]] = expected[group, i]
+            else:
+                expected[group, i] = hot[group, entry[group, i]]
+    entry[np.arange(n)[None] >= counts[:, None]] = 0  # as plans have it
+    rows = bytes_of(random, (*slots.shape, row))
+    emulator.run(
+        *("gather_rows_hot", *grid, host, layer, slots, counts, hot, entry, miss, rows, hot),
+        *(groups, capacity, n, row // 16, entries),
+    )
+    np.testing.assert_array_equal(rows, expected)
+    np.testing.assert_array_equal(hot, expected_hot)
+
+
+# Few shapes, each compiled once by the reference: sequences, KV heads, group, slots; and budgets.
+SELECTIONS = [(2, 2, 1, 70, 0.2), (1, 1, 1, 2500, 0.05), (1, 2, 3, 90, 0.5), (2, 1, 2, 1500, 0.2)]
+SELECTIONS += [(1, 1, 4, 33, 1.0), (1, 1, 1, 5, 0.001)]
+reference_select = jax.jit(select, static_argnames=("alpha", "size"))
+reference_plan = jax.jit(plan_reuse)
+
+
+@st.composite
+def selections(draw: Any) -> dict[str, Any]:
+    *shape, budget = draw(st.sampled_from(SELECTIONS))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    kind = draw(st.sampled_from(["normal", "tied", "signs", "wide"]))
+    if kind == "normal":
+        scores = random.normal(0, 3, shape)
+    elif kind == "tied":
+        scores = random.integers(-2, 3, shape)
+    elif kind == "signs":
+        scores = random.choice([0.0, -0.0, 1e-30, -1e-30], shape)
+    else:
+        scores = random.normal(0, 1, shape) * 10.0 ** random.integers(-20, 2, shape)
+    scores = scores.astype(np.float32)
+    if draw(st.booleans()):
+        scores[random.random(scores.shape) < 0.3] = -np.inf
+    return {
+        "scores": scores,
+        "positions": random.integers(0, shape[-1], shape[0]).astype(np.int32),
+        "alpha": draw(st.sampled_from([2.0, math.inf])),
+        "budget": budget,
+        "sinks": draw(st.integers(0, 5)),
+        "window": draw(st.integers(1, 9)),
+    }
+
+
+@settings(max_examples=200)
+@given(selections(), st.sampled_from([32, 64, 256]), st.integers(0, 1000))
+def test_select(emulator: Emulator, case: dict[str, Any], threads: int, seed: int):
+    scores, positions = case["scores"], case["positions"]
+    b, k, g, t = scores.shape
+    share = budget_fraction(case["budget"])
+    size = max(1, t * share.numerator // share.denominator)
+    slots = np.full((b, k, size), -7, np.int32)
+    count = np.full((b, k), -7, np.int32)
+    keys = np.zeros((b, k, t), np.uint32)
+    alpha = np.float32(case["alpha"]).view(np.int32)
+    emulator.run(
+        *("select_rows", b * k, threads, seed, scores, positions, slots, count, keys),
+        *(k, g, t, size, case["sinks"], case["window"], share.numerator, share.denominator),
+        int(alpha),
+    )
+    eligible = Slots(case["sinks"], case["window"]).eligible(jnp.asarray(positions), t)
+    cap = budget_rows(case["budget"], jnp.asarray(positions))
+    expected = reference_select(
+        jnp.asarray(scores), eligible, alpha=case["alpha"], cap=cap, size=size
+    )
+    np.testing.assert_array_equal(count, expected.count)
+    if g == 1 or np.array_equal(slots, expected.slots):
+        np.testing.assert_array_equal(slots, expected.slots)
+        return
+    # The order of summation differs, and with it the last bits of a rank: what was chosen
+    # instead must be as good.
+    masked = jnp.where(eligible[:, None, None], scores, -jnp.inf)
+    rank = np.asarray(group_rank(masked))
+    for i in np.ndindex(b, k):
+        own, reference = (x[i][: count[i]] for x in (slots, np.asarray(expected.slots)))
+        assert np.all(np.diff(own) > 0) and not slots[i][count[i] :].any()
+        np.testing.assert_allclose(
+            np.sort(rank[i][own]), np.sort(rank[i][reference]), rtol=3e-6, atol=3e-6
+        )
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_plan(emulator: Emulator, data: st.DataObject):
+    """Steps of a growing sequence, the directory carried from step to step."""
+    b, k, n, h, t = data.draw(
+        st.sampled_from([(2, 2, 7, 7, 30), (1, 2, 40, 70, 110), (1, 1, 1, 2, 2)])
+    )
+    threads, seed = data.draw(st.sampled_from([32, 96])), data.draw(st.integers(0, 1000))
+    wide = data.draw(st.booleans())
+    random = np.random.default_rng(seed)
+    hot = HotSet.empty(b, k, h, 2, t, jnp.float32)
+    if wide:
+        hot = hot._replace(place=hot.place.astype(jnp.int32))
+    kernel = "plan_reuse_32" if wide else "plan_reuse_16"
+    assert wide or place_dtype(h) == jnp.int16
+    positions = random.integers(0, 5, b).astype(np.int32)
+    for _ in range(4):
+        slots = np.zeros((b, k, n), np.int32)
+        count = random.integers(0, n + 1, (b, k)).astype(np.int32)
+        for i in np.ndindex(b, k):
+            # Near each other, so that requests of different steps overlap.
+            chosen = np.sort(random.permutation(min(t, 2 * n))[: count[i]])
+            slots[i][: count[i]] = chosen
+        slots = slots.astype(np.int32)
+        expected, planned = reference_plan(
+            hot, Request(jnp.asarray(slots), jnp.asarray(count)), jnp.asarray(positions)
+        )
+        entry, miss = np.full((b, k, n), -7, np.int32), np.ones((b, k, n), np.bool_)
+        own = [np.array(x) for x in (hot.slots, hot.used, hot.place)]
+        scratch = np.zeros((b, k, h), np.uint32), np.zeros((b, k, n), np.int32)
+        emulator.run(
+            *(kernel, b * k, threads, seed, slots, count, positions, *own),
+            *(entry, miss, *own, *scratch, k, n, h, t),
+        )
+        np.testing.assert_array_equal(miss, planned.miss)
+        np.testing.assert_array_equal(entry, planned.entry)
+        for mine, reference in zip(
+            own, (expected.slots, expected.used, expected.place), strict=True
+        ):
+            np.testing.assert_array_equal(mine, reference)
+        hot = expected
+        positions = positions + 1
