@@ -7,7 +7,6 @@ prompts, one prompt's text follows the other's, in order.
 import argparse
 import dataclasses
 import io
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -15,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.options import add_engine_options, make_engine, make_policy
+from infinigen_jax.output import checked_output, write_json
 
 if TYPE_CHECKING:
-    from infinigen_jax.policies import Policy
     from infinigen_jax.run import Run
 
 DEFAULT_PROMPT = "It was a dark and stormy night, and the old man"
-POLICY_OPTIONS = ("alpha", "partial_ratio", "budget")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,16 +34,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", metavar="TEXT", help="may be given several times")
     add("--prompt-file", metavar="F", help="a file whose whole text is one more prompt")
     add("--max-new-tokens", type=int, default=64, metavar="N")
-    add("--policy", default="infinigen", help="full, infinigen (default) or infinigen-paper")
-    add("--alpha", type=float, help="fetch what is within A of the best score (default 4)")
-    add("--partial-ratio", type=float, metavar="R", help="columns in the index (default 0.25)")
-    add("--budget", type=float, metavar="F", help="most rows fetched, of those cached (0.1)")
-    add("--dense-layers", type=int, metavar="N", help="layers on the device (default 2)")
+    add_engine_options(parser)
     add("--schedule", default="fused", help="fused (default) or layerwise")
-    add("--transfer", default="auto", help="auto (default), xla or cuda")
-    add("--rows", default="auto", help="rows on the host: auto (exact, default), int8 or int4")
-    add("--hot-set", type=float, metavar="M", help="rows kept after use, times the budget; 0: none")
-    add("--dtype", help="float32, bfloat16 or float16 (default: float32 on the CPU, else bfloat16)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--top-k", type=int, default=0, metavar="K")
     add("--top-p", type=float, default=1.0, metavar="P")
@@ -68,10 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def generate(arguments: argparse.Namespace) -> None:
     """Load, generate, print, and write the stats."""
     prompts = read_prompts(arguments)
-    stats_file = checked_output(arguments.stats_json)
+    stats_file = checked_output("--stats-json", arguments.stats_json)
     # Before the heavy imports, so that a bad option is reported at once.
     from infinigen_jax.checkpoint import embedded, load
-    from infinigen_jax.engine import Engine
     from infinigen_jax.sampling import Sampling
 
     def say(message: str) -> None:
@@ -88,21 +78,14 @@ def generate(arguments: argparse.Namespace) -> None:
     model = load(
         embedded() if arguments.model is None else arguments.model, arguments.dtype, notify=say
     )
-    engine = Engine(
-        model,
-        policy=policy,
-        dense_layers=arguments.dense_layers,
-        schedule=arguments.schedule,
-        transfer=arguments.transfer,
-        rows=arguments.rows,
-        hot_set=arguments.hot_set,
-    )
+    engine = make_engine(model, policy, arguments, schedule=arguments.schedule)
     encoded = [engine.encode(prompt) for prompt in prompts]
     run = engine.start(encoded, arguments.max_new_tokens, sampling)
     print_texts(run, ignore_eos=arguments.ignore_eos)
     say(summary(run))
     if stats_file is not None:
-        write_stats(run, stats_file)
+        record = {"tokens": run.new_tokens, "texts": run.texts} | dataclasses.asdict(run.stats())
+        write_json("--stats-json", stats_file, record)
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
@@ -120,21 +103,6 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
             raise InputError(f"--prompt-file {path}: the file is empty; give some text")
         prompts.append(text)
     return prompts or [DEFAULT_PROMPT]
-
-
-def make_policy(arguments: argparse.Namespace) -> "Policy":
-    """The policy of that name, with the options that were given."""
-    from infinigen_jax.policies import POLICIES
-
-    if arguments.policy not in POLICIES:
-        raise InputError(f"--policy {arguments.policy}: use {' or '.join(POLICIES)}")
-    kind = POLICIES[arguments.policy]
-    given = {name: getattr(arguments, name) for name in POLICY_OPTIONS}
-    given = {name: value for name, value in given.items() if value is not None}
-    known = {field.name for field in dataclasses.fields(kind)}
-    # `full` has no budget to set; the options are still checked, as a typo should not pass.
-    POLICIES["infinigen"](**given)
-    return kind(**{name: value for name, value in given.items() if name in known})
 
 
 def print_texts(run: "Run", *, ignore_eos: bool) -> None:
@@ -179,36 +147,6 @@ def summary(run: "Run") -> str:
         f"{100 * stats.fetched_fraction:.1f} % of the cached rows "
         f"({format_bytes(int(stats.host_to_device_bytes_per_token))} per token)"
     )
-
-
-def checked_output(name: str | None) -> Path | None:
-    """Where the stats go; refused before the work rather than after it."""
-    if name is None:
-        return None
-    path = Path(name)
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(
-            f"--stats-json {path}: cannot be written; give a file in a folder of yours"
-        )
-    return path
-
-
-def write_stats(run: "Run", path: Path) -> None:
-    """Write the stats whole or not at all."""
-    record = {"tokens": run.new_tokens, "texts": run.texts} | dataclasses.asdict(run.stats())
-    text = json.dumps(record, indent=2) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        if path.exists() and not path.is_file():  # /dev/stdout, a pipe: never to be replaced
-            path.write_text(text, encoding="utf-8")
-            return
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise InputError(f"--stats-json {path}: {error.strerror}; nothing was written") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+"""What is compared: every combination of the policies, budgets, formats that were asked for."""
+
+import argparse
+import copy
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from infinigen_jax.options import make_engine, make_policy
+
+if TYPE_CHECKING:
+    from infinigen_jax.checkpoint import Model
+    from infinigen_jax.engine import Engine
+    from infinigen_jax.policies import Policy
+
+LISTS = ("policy", "budget", "index_dtype", "rows")
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One line of the result.
+
+    Attributes:
+        rows: format of the host's rows, see `rows.row_format`.
+        options: the command line's, those that may be lists as the single values of this line.
+    """
+
+    policy: "Policy"
+    rows: str
+    options: argparse.Namespace = dataclasses.field(compare=False)
+
+    @property
+    def label(self) -> str:
+        """A few words, for progress and errors."""
+        parts = [self.policy.name]
+        for name in ("budget", "index_dtype"):
+            value = getattr(self.policy, name, None)
+            parts += [] if value is None else [str(value)]
+        return " ".join([*parts, self.rows])
+
+    def engine(self, model: "Model") -> "Engine":
+        return make_engine(model, self.policy, self.options)
+
+
+def configurations(arguments: argparse.Namespace, *, reference: bool) -> list[Configuration]:
+    """The product of the lists, each different combination once; the policy varies slowest.
+
+    Args:
+        arguments: with the options of `add_engine_options(parser, several=True)`.
+        reference: the full cache with exact rows comes first, asked for or not.
+
+    Raises:
+        InputError: for a policy or a value that does not exist.
+    """
+    values = [getattr(arguments, name) or [None] for name in LISTS]
+    combinations: list[Any] = list(itertools.product(*values))
+    if reference:
+        combinations.insert(0, ("full", None, None, "auto"))
+    found: dict[Configuration, None] = {}
+    for combination in combinations:
+        options = copy.copy(arguments)
+        vars(options).update(zip(LISTS, combination, strict=True))
+        found.setdefault(Configuration(make_policy(options), options.rows, options))
+    return list(found)
+
+
+def check(chosen: list[Configuration], model: "Model") -> None:
+    """Refuse now what the last engine would refuse after the work of the others.
+
+    Raises:
+        InputError: for a row format that this model cannot have.
+    """
+    from infinigen_jax.rows import row_format
+
+    for configuration in chosen:
+        row_format(configuration.rows, model.dtype, model.config.head_dim)
+
+
+def settings_of(engine: "Engine") -> dict[str, Any]:
+    """All settings of an engine that its scores depend on, ready for JSON."""
+    decoder = engine.decoder
+    policy = dataclasses.asdict(decoder.policy)  # pyright: ignore[reportArgumentType]
+    # JSON has no infinity.
+    policy = {k: "inf" if v == float("inf") else v for k, v in policy.items()}
+    return policy | {
+        "rows": decoder.row_format.name,
+        "dense_layers": decoder.dense_layers,
+        "hot_set": decoder.hot_set,
+        "eviction": decoder.eviction,
+        "transfer": decoder.transfer.name,
+    }

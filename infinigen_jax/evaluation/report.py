@@ -1,0 +1,86 @@
+"""What a result says about where it comes from, and how it is shown."""
+
+import datetime
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinigen_jax.checkpoint import Model
+
+PACKAGES = ("infinigen-jax", "jax", "jaxlib", "flax", "numpy", "transformers")
+
+
+def provenance(model: "Model", folder: str | Path) -> dict[str, Any]:
+    """Model, versions, device and date, ready for JSON; names of files only, never folders.
+
+    Args:
+        folder: that the model was loaded from; a source folder has its conversion elsewhere.
+    """
+    import jax
+
+    from infinigen_jax.manifest import MANIFEST_FILE
+
+    config, device = model.config, jax.devices()[0]
+    manifest = None if model.path is None else model.path / MANIFEST_FILE
+    return {
+        "model": {
+            "name": Path(folder).resolve().name,
+            "dtype": model.dtype.name,
+            "skew": model.skew,
+            "layers": config.num_layers,
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "positions": config.max_positions,
+            # The manifest holds the hashes of all files of the model.
+            "manifest_sha256": manifest and hashlib.sha256(manifest.read_bytes()).hexdigest(),
+        },
+        "versions": {"python": platform.python_version()} | {p: _version(p) for p in PACKAGES},
+        "device": f"{device.platform}: {device.device_kind}",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None  # run from a checkout that is not installed
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """A Markdown table, aligned for a terminal too.
+
+    Args:
+        text_columns: so many leading columns are aligned to the left, the others to the right.
+    """
+    columns = list(zip(head, *rows, strict=True))
+    widths = [max(3, *map(len, column)) for column in columns]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if i < text_columns else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = [
+        "-" * width if i < text_columns else "-" * (width - 1) + ":"
+        for i, width in enumerate(widths)
+    ]
+    return "\n".join([line(head), line(rule), *map(line, rows)])
+
+
+def with_error(value: float | None, error: float | None, digits: int = 4) -> str:
+    """A number with its standard error; empty if there is none."""
+    if value is None:
+        return ""
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def percent(fraction: float, digits: int = 2) -> str:
+    return f"{100 * fraction:.{digits}f} %"

@@ -1,0 +1,155 @@
+"""Windows through the engine: prefill a context, then decode given tokens and score the next.
+
+    window      0 ........ c-2   c-1   c  ........  n-2   n-1
+    prefilled   x x x x x x x
+    decoded                       x    x  x x x x x  x
+    scored                             x  x x x x x  x     x
+
+Every score is that of a decode step: the last token of the context is decoded too, for what
+prefill computes does not depend on the policy.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from infinigen_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from infinigen_jax.engine import Engine
+    from infinigen_jax.run import Run
+
+READ_EVERY = 64  # steps; as many stay queued, so that the device never waits for Python
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What moved; sums over the scored tokens of some windows, sizes of one batch.
+
+    Attributes:
+        tokens: scored.
+        selected, fetched: of each token, rows over rows cached, see `run.Stats`.
+        selected_rows, fetched_rows: numbers of rows.
+        moved_bytes: from host to device, padding included.
+    """
+
+    tokens: int = 0
+    selected: float = 0.0
+    fetched: float = 0.0
+    selected_rows: int = 0
+    fetched_rows: int = 0
+    moved_bytes: int = 0
+    host_cache_bytes: int = 0
+    device_index_bytes: int = 0
+    hot_set_bytes: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        values = {
+            field.name: getattr(self, field.name) + getattr(other, field.name)
+            for field in dataclasses.fields(self)
+        }
+        sizes = ("host_cache_bytes", "device_index_bytes", "hot_set_bytes")
+        return Traffic(**(values | {s: max(getattr(self, s), getattr(other, s)) for s in sizes}))
+
+
+def score_windows(
+    engine: "Engine",
+    windows: Int[np.ndarray, "w n"],
+    context: int,
+    batch: int,
+    advance: Callable[[int], object] = lambda tokens: None,
+) -> tuple[Float[np.ndarray, "w t"], Traffic]:
+    """Score all tokens of some windows behind their context.
+
+    Args:
+        context: c, tokens of a window that are not scored; at least 2.
+        batch: windows at once. The last batch is filled up with repetitions, so that one
+            compilation serves all; they do not count.
+        advance: called with a number of tokens when so many more have been scored.
+
+    Returns:
+        nats [w, n - c], float64: negative natural log-probabilities; and what moved.
+
+    Raises:
+        InputError: if memory is too small, or the model does not give finite numbers.
+    """
+    batch = min(batch, len(windows))
+    scores, total = [], Traffic()
+    for start in range(0, len(windows), batch):
+        kept = min(batch, len(windows) - start)
+        rows = np.minimum(np.arange(start, start + batch), len(windows) - 1)
+        nats, traffic = _score_batch(engine, windows[rows], context, kept, advance)
+        scores.append(nats)
+        total += traffic
+    nats = np.concatenate(scores)
+    if not np.isfinite(nats).all():
+        raise InputError(
+            f"{np.count_nonzero(~np.isfinite(nats))} of {nats.size} scores are not finite in "
+            f"{engine.model.dtype.name}; try --dtype float32, or check the model"
+        )
+    return nats, total
+
+
+def _score_batch(
+    engine: "Engine",
+    windows: Int[np.ndarray, "b n"],
+    context: int,
+    kept: int,
+    advance: Callable[[int], object],
+) -> tuple[Float[np.ndarray, "k t"], Traffic]:
+    """Of the first `kept` windows."""
+    batch, size = windows.shape
+    try:
+        run = engine.start(windows[:, : context - 1].tolist(), size - context)
+    except InputError as error:
+        raise InputError(f"--batch {batch}, --window {size}: lower one of them ({error})") from None
+    read, waiting = [], []
+    for position in range(context - 1, size - 1):
+        waiting.append(run.score(windows[:, position], windows[:, position + 1]))
+        if len(waiting) == 2 * READ_EVERY:
+            read += [np.asarray(scores) for scores in waiting[:READ_EVERY]]
+            del waiting[:READ_EVERY]
+            advance(kept * READ_EVERY)
+    read += [np.asarray(scores) for scores in waiting]
+    advance(kept * len(waiting))
+    return -np.stack(read, axis=1)[:kept].astype(np.float64), traffic(run, kept)
+
+
+def traffic(run: "Run", kept: int) -> Traffic:
+    """What moved in all steps of a run so far, for its first `kept` sequences."""
+    decoder, plan = run.decoder, run.plan
+    selected, fetched = (
+        np.stack([np.asarray(getattr(counts, name)) for counts in run._counts])[:, :kept].astype(
+            np.int64
+        )
+        for name in ("selected", "moved")
+    )
+    steps = len(selected)
+    heads = decoder.config.num_kv_heads
+    cached = (run.prompt_lengths[:kept] + np.arange(steps)[:, None]) * heads * decoder.host_layers
+    cached = np.maximum(cached, 1)  # without layers on the host nothing is cached or selected
+    if decoder.transfer.masks or decoder.hot_set:
+        moved = int(fetched.sum())
+    else:
+        # The whole static request moves; layers that are streamed are read to the cache's end.
+        streams = [decoder.streams(number) for number in range(decoder.host_layers)]
+        requests = [
+            run.capacity if stream else decoder.policy.request_size(run.capacity)
+            for stream in streams
+        ]
+        moved = sum(requests) * steps * kept * heads
+    stored = decoder.row_format
+    return Traffic(
+        tokens=steps * kept,
+        selected=float((selected / cached).sum()),
+        fetched=float((fetched / cached).sum()),
+        selected_rows=int(selected.sum()),
+        fetched_rows=int(fetched.sum()),
+        moved_bytes=moved * stored.width * stored.storage.itemsize,
+        host_cache_bytes=plan.host_cache,
+        device_index_bytes=plan.index,
+        hot_set_bytes=plan.hot,
+    )

@@ -1,0 +1,111 @@
+"""A text as windows of tokens: equal in size, without overlap, each beginning as a prompt does."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from infinigen_jax.errors import InputError
+
+SMALLEST_WINDOW = 3  # one token to prefill, one to decode, one to score
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text file.
+
+    Attributes:
+        name: of the file, without its folder.
+        content: without a byte order mark, lines ended by "\\n".
+        sha256: of the file's bytes.
+    """
+
+    name: str
+    content: str
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizedText:
+    """Tokens of a text.
+
+    Attributes:
+        prefix: special tokens that the tokenizer puts in front of every prompt, often one or none.
+        tokens: of the text itself, [t] int32.
+    """
+
+    prefix: tuple[int, ...]
+    tokens: Int[np.ndarray, " t"]
+
+    def windows(self, size: int) -> int:
+        """How many windows of `size` tokens, the prefix included, the text has."""
+        return len(self.tokens) // (size - len(self.prefix))
+
+    def cut(self, size: int, most: int | None = None) -> Int[np.ndarray, "w n"]:
+        """Windows of `size` tokens in the order of the text, int32, each behind the prefix.
+
+        Args:
+            most: with more windows than this in the text, so many of them, evenly spread over it.
+
+        Raises:
+            InputError: if the text is too short for one.
+        """
+        here = self.windows(size)
+        if not here:
+            total = len(self.tokens) + len(self.prefix)
+            remedy = f"lower --window to at most {total}, or give a longer --text"
+            raise InputError(
+                f"--window {size}: the text has only {total} tokens; "
+                + (remedy if total >= SMALLEST_WINDOW else "give a longer --text")
+            )
+        own = size - len(self.prefix)
+        count = here if most is None else min(most, here)
+        chosen = self.tokens[: here * own].reshape(here, own)[np.arange(count) * here // count]
+        prefix = np.broadcast_to(np.array(self.prefix, np.int32), (count, len(self.prefix)))
+        return np.concatenate([prefix, chosen], axis=1)
+
+
+def read_text(path: str) -> Text:
+    """Read a UTF-8 file.
+
+    Raises:
+        InputError: naming the file, if it cannot be read, is empty or is not UTF-8.
+    """
+    try:
+        data = Path(path).read_bytes()
+        content = data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        raise InputError(f"--text {path}: not UTF-8 text; convert it first") from None
+    except OSError as error:
+        raise InputError(f"--text {path}: {error.strerror}; give a text file") from None
+    except ValueError as error:  # a null byte in the name
+        raise InputError(f"--text: {error}; give a text file") from None
+    if not content:
+        raise InputError(f"--text {path}: the file is empty; give some text")
+    return Text(Path(path).name, content, hashlib.sha256(data).hexdigest())
+
+
+def tokenize(text: Text, tokenizer: Any, vocabulary: int) -> TokenizedText:
+    """The tokens of a text, with a transformers tokenizer.
+
+    Raises:
+        InputError: if there is a token that the model does not have.
+    """
+
+    def encode(content: str, special: bool) -> list[int]:
+        # Not verbose: no remark that the text is longer than the model's positions.
+        return tokenizer.encode(content, add_special_tokens=special, verbose=False)
+
+    # Of special tokens at both ends, those in front are what stays when nothing is behind them.
+    plain, wrapped = encode("a", False), encode("a", True)
+    prefix = wrapped[: wrapped.index(plain[0])] if plain and plain[0] in wrapped else []
+    tokens = encode(text.content, False)
+    if max([*prefix, *tokens], default=0) >= vocabulary:
+        raise InputError(
+            f"--text {text.name}: token {max(*prefix, *tokens)} is not among the model's "
+            f"{vocabulary} tokens; the tokenizer is not this model's"
+        )
+    return TokenizedText(tuple(prefix), np.array(tokens, np.int32))

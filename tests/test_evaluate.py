@@ -1,0 +1,418 @@
+"""The evaluate command line and its package: known answers, and how it refuses bad input."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import ALL, SPARSE, engine, random_model
+from tiny import ROOT, logits_of, only
+
+from infinigen_jax import evaluate, generate, planning
+from infinigen_jax.checkpoint import Model, embedded
+from infinigen_jax.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation import perplexity
+from infinigen_jax.evaluation.configurations import Configuration, configurations
+from infinigen_jax.evaluation.perplexity import markdown, statistics
+from infinigen_jax.evaluation.report import table
+from infinigen_jax.evaluation.scoring import score_windows
+from infinigen_jax.evaluation.texts import TokenizedText, read_text, tokenize
+from infinigen_jax.options import make_engine, make_policy
+from infinigen_jax.policies import Full, InfiniGen
+
+CONTEXT = 12
+WINDOWS = np.random.default_rng(3).integers(3, 96, (5, 40)).astype(np.int32)
+PROSE = "The old man went down to the sea, and nobody asked him where he had been. " * 12
+LINE = {
+    "policy": str,
+    "reference": bool,
+    "settings": dict,
+    "tokens": int,
+    "nats_per_token": float,
+    "standard_error": float,
+    "perplexity": float,
+    "difference_nats": float,
+    "difference_standard_error": float,
+    "perplexity_change_percent": float,
+    "chunks": list,
+    "selected_fraction": float,
+    "fetched_fraction": float,
+    "hot_set_hit_rate": float,
+    "host_to_device_bytes_per_token": float,
+    "host_cache_bytes": int,
+    "device_index_bytes": int,
+    "hot_set_bytes": int,
+    "seconds": float,
+}
+
+
+def reference_nats(model: Model, windows: np.ndarray, context: int) -> np.ndarray:
+    """Of the plain forward pass, in float64."""
+    logits = logits_of(model, windows).astype(np.float64)[:, context - 1 : -1]
+    logits -= logits.max(axis=-1, keepdims=True)
+    chosen = np.take_along_axis(logits, windows[:, context:, None], axis=-1)[..., 0]
+    return np.log(np.exp(logits).sum(axis=-1)) - chosen
+
+
+# Scores.
+
+
+@pytest.mark.parametrize("name", ["gqa", "opt"])
+def test_the_full_cache_scores_as_the_plain_forward_pass(name):
+    nats, traffic = score_windows(engine(name, Full()), WINDOWS, CONTEXT, batch=2)
+    expected = reference_nats(random_model(name), WINDOWS, CONTEXT)
+    assert nats.shape == expected.shape == (5, 28) and nats.dtype == np.float64
+    assert nats.mean() == pytest.approx(expected.mean(), rel=1e-5)
+    # A token's is a difference of logits of the order of 100 in float32.
+    np.testing.assert_allclose(nats, expected, atol=2e-4)
+    assert traffic.tokens == 5 * 28 and traffic.selected == traffic.fetched == traffic.tokens
+
+
+def test_scores_and_traffic_do_not_depend_on_the_batch():
+    (first, here), (second, there) = (
+        score_windows(engine("gqa", SPARSE), WINDOWS, CONTEXT, batch) for batch in (2, 9)
+    )
+    np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-5)
+    assert here.selected_rows == there.selected_rows and here.tokens == there.tokens == 5 * 28
+    assert here.fetched_rows == there.fetched_rows and here.moved_bytes == there.moved_bytes
+    assert here.selected == pytest.approx(there.selected)
+    assert there.host_cache_bytes == here.host_cache_bytes * 5 // 2
+
+
+def test_without_a_limit_infinigen_is_the_full_cache():
+    full, _ = score_windows(engine("gqa", Full()), WINDOWS, CONTEXT, batch=2)
+    everything, _ = score_windows(engine("gqa", ALL), WINDOWS, CONTEXT, batch=2)
+    np.testing.assert_allclose(everything, full, rtol=1e-5, atol=1e-4)
+    sparse, traffic = score_windows(engine("gqa", SPARSE), WINDOWS, CONTEXT, batch=2)
+    assert np.abs(sparse - full).max() > 1e-2
+    assert 0 < traffic.selected / traffic.tokens <= SPARSE.budget
+
+
+def test_traffic_is_what_a_run_says_of_itself():
+    chosen = engine("gqa", SPARSE)
+    _, traffic = score_windows(chosen, WINDOWS[:2], CONTEXT, batch=2)
+    run = chosen.start(WINDOWS[:2, : CONTEXT - 1].tolist(), 28)
+    for i in range(CONTEXT - 1, 39):
+        run.score(WINDOWS[:2, i], WINDOWS[:2, i + 1])
+    shares = (traffic.selected / traffic.tokens, traffic.fetched / traffic.tokens)
+    assert shares == pytest.approx(run.fractions())
+    assert traffic.host_cache_bytes == run.plan.host_cache
+    assert traffic.device_index_bytes == run.plan.index > 0
+    # Without a hot set the whole static request moves: two KV heads, exact rows in float32.
+    rows = 2 * chosen.decoder.host_layers * SPARSE.request_size(run.capacity)
+    assert traffic.moved_bytes == 2 * 28 * rows * 2 * chosen.decoder.config.head_dim * 4
+
+
+def with_embedding(value: float) -> Engine:
+    """SPARSE, with every number of the embedding and the final norm replaced."""
+    model = random_model("gqa")
+    filled = jax.tree.map(lambda x: jnp.full_like(x, value), model.params["embedding"])
+    changed = dataclasses.replace(model, params=model.params | {"embedding": filled})
+    return Engine(changed, policy=SPARSE)
+
+
+def test_uniform_predictions():
+    nats, _ = score_windows(with_embedding(0), WINDOWS, CONTEXT, batch=2)
+    np.testing.assert_allclose(nats, math.log(96), rtol=1e-6)
+    assert statistics(nats, None, CONTEXT, 16)["perplexity"] == pytest.approx(96)
+
+
+def test_a_model_that_gives_no_numbers():
+    with pytest.raises(InputError, match="not finite"):
+        score_windows(with_embedding(math.nan), WINDOWS, CONTEXT, batch=2)
+
+
+# Statistics.
+
+
+def test_chunks_combine_to_the_whole():
+    rng = np.random.default_rng(0)
+    full = rng.exponential(3, (7, 50))
+    nats = full + rng.normal(0.01, 0.1, full.shape)
+    result = statistics(nats, full, context=20, chunk=16)
+    chunks = result["chunks"]
+    assert [(c["from"], c["to"]) for c in chunks] == [(20, 36), (36, 52), (52, 68), (68, 70)]
+    assert sum(c["tokens"] for c in chunks) == result["tokens"] == 350
+    for name in ("nats_per_token", "difference_nats"):
+        total = sum(c[name] * c["tokens"] for c in chunks)
+        assert total / 350 == pytest.approx(result[name])
+    assert chunks[1]["perplexity"] == pytest.approx(np.exp(nats[:, 16:32].mean()))
+
+
+def test_differences_are_paired():
+    full = np.random.default_rng(0).exponential(3, (6, 40))
+    shift = np.linspace(0.01, 0.03, 6)[:, None]
+    result = statistics(full + shift, full, context=2, chunk=256)
+    assert result["difference_nats"] == pytest.approx(0.02)
+    expected = np.std(shift, ddof=1) / np.sqrt(6)
+    assert result["difference_standard_error"] == pytest.approx(expected)
+    assert result["standard_error"] > 10 * expected
+    assert result["perplexity_change_percent"] == pytest.approx(100 * math.expm1(0.02))
+    alone = statistics(full[:1], None, context=2, chunk=256)
+    assert alone["standard_error"] is None and alone["difference_nats"] is None
+    assert statistics(full + 1000, full, 2, 256)["perplexity"] is None  # overflow, not infinity
+
+
+def test_tables():
+    lines = table(["a", "number"], [["x", "1"], ["longer", "-20.5"]]).splitlines()
+    assert lines == [
+        "| a      | number |",
+        "| ------ | -----: |",
+        "| x      |      1 |",
+        "| longer |  -20.5 |",
+    ]
+
+
+# Texts.
+
+
+def test_windows_are_counted_and_spread():
+    tokens = TokenizedText((1,), np.arange(100, dtype=np.int32))
+    assert tokens.windows(11) == 10 and tokens.windows(12) == 9
+    windows = tokens.cut(11)
+    assert windows.shape == (10, 11) and windows.dtype == np.int32
+    assert (windows[:, 0] == 1).all() and (windows[:, 1:].ravel() == np.arange(100)).all()
+    assert tokens.cut(11, 4)[:, 1].tolist() == [0, 20, 50, 70]
+    assert tokens.cut(11, 99).shape == (10, 11)
+    assert TokenizedText((), np.arange(100, dtype=np.int32)).cut(10).shape == (10, 10)
+    with pytest.raises(InputError, match="only 101 tokens; lower --window to at most 101"):
+        tokens.cut(102)
+    with pytest.raises(InputError, match="give a longer --text$"):
+        TokenizedText((1,), np.zeros(1, np.int32)).cut(3)
+
+
+def test_text_with_a_mark_and_odd_characters(tmp_path):
+    file = tmp_path / "text.txt"
+    content = "Caf\u00e9 \U0001f30a \x00\u200b \ufffd\n\ttabs\n"
+    file.write_bytes(b"\xef\xbb\xbf" + content.replace("\n", "\r\n").encode())
+    text = read_text(str(file))
+    assert text.content == content and text.name == "text.txt" and len(text.sha256) == 64
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(embedded()))
+    tokens = tokenize(text, tokenizer, 1024)
+    assert tokenizer.decode(tokens.tokens.tolist()) == content
+    # As a prompt of the generate command.
+    assert [*tokens.prefix, *tokens.tokens.tolist()] == tokenizer.encode(content)
+    with pytest.raises(InputError, match="tokenizer is not this model's"):
+        tokenize(text, tokenizer, 5)
+
+
+# The command.
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(PROSE)
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    """`run(*arguments)` gives exit status, stdout and stderr of the command in this process."""
+
+    def call(*arguments: str | Path, main=evaluate.main) -> tuple[Any, str, str]:
+        capsys.readouterr()
+        try:
+            status = main([str(a) for a in arguments])
+        except SystemExit as caught:  # argparse ends like this
+            status = caught.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def refused(run, text):
+    """`refused(*arguments)` checks how the command fails, and returns its one line."""
+
+    def call(*arguments: str | Path) -> str:
+        status, out, err = run("perplexity", "--text", text, "--quiet", *arguments)
+        assert status == 2 and out == ""
+        assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+        assert only(text.parent, "model") == ["text.txt"]
+        return err
+
+    return call
+
+
+def test_table_and_record(tmp_path, text):
+    """The real command, with the embedded model."""
+    result = tmp_path / "result.json"
+    arguments = ["--text", str(text), "--json", str(result), "--window", "48", "--context", "16"]
+    arguments += ["--windows", "3", "--batch", "2", "--chunk", "20", "--alpha", "inf"]
+    arguments += ["--policy", "full", "infinigen", "--budget", "0.1"]
+    process = subprocess.run(
+        [sys.executable, "-m", "infinigen_jax.evaluate", "perplexity", *arguments],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert process.returncode == 0, process.stderr
+    assert "2/2 infinigen 0.1" in process.stderr and "96/96" in process.stderr
+    assert "arning" not in process.stderr
+    lines = process.stdout.splitlines()
+    assert len(lines) == 2 + 2 and all(line.startswith("| ") for line in lines)
+    assert [line.split()[1] for line in lines[2:]] == ["full", "infinigen"]
+
+    def never(constant: str):
+        raise AssertionError(f"{constant} is no JSON")
+
+    record = json.loads(result.read_text(), parse_constant=never)
+    assert record["text"]["file"] == "text.txt" and record["text"]["prefix_tokens"] == 1
+    assert record["model"]["name"] == "tiny-llama" and record["versions"]["jax"]
+    assert record["settings"] == dict(window=48, context=16, windows=3, batch=2, chunk=20)
+    # Nothing tells where things lie on this machine.
+    assert str(tmp_path) not in result.read_text() and str(ROOT) not in result.read_text()
+    full, sparse = record["configurations"]
+    for line in (full, sparse):
+        assert set(line) == set(LINE) and line["tokens"] == 3 * 32
+        for name, kind in LINE.items():
+            assert type(line[name]) is kind or (line is full and line[name] is None), name
+        assert [chunk["to"] for chunk in line["chunks"]] == [36, 48]
+    assert full["reference"] and full["difference_nats"] is None
+    assert full["fetched_fraction"] == 1.0 and full["device_index_bytes"] == 0
+    assert sparse["settings"]["budget"] == 0.1 and sparse["settings"]["alpha"] == "inf"
+    assert 0 < sparse["fetched_fraction"] <= 0.1
+    difference = sparse["nats_per_token"] - full["nats_per_token"]
+    assert sparse["difference_nats"] == pytest.approx(difference)
+    assert only(tmp_path, "text.txt") == ["result.json"]
+
+
+def parsed(*arguments: str, reference: bool = True) -> list[Configuration]:
+    options = evaluate.build_parser().parse_args(["perplexity", "--text", "t", *arguments])
+    return configurations(options, reference=reference)
+
+
+def test_lists_are_combined():
+    asked = ("--policy", "infinigen", "full", "full", "--budget", "0.05", "0.1")
+    chosen = parsed(*asked, "--rows", "auto", "int8", "--alpha", "3")
+    labels = [configuration.label for configuration in chosen]
+    assert labels == [
+        "full auto",
+        "infinigen 0.05 auto auto",
+        "infinigen 0.05 auto int8",
+        "infinigen 0.1 auto auto",
+        "infinigen 0.1 auto int8",
+        "full int8",  # a budget makes no difference to it
+    ]
+    assert chosen[1].policy == InfiniGen(budget=0.05, alpha=3.0)
+    (alone,) = parsed("--index-dtype", "bfloat16", reference=False)
+    assert alone.policy == InfiniGen(index_dtype="bfloat16")
+    assert len(parsed("--policy", "infinigen", "infinigen-paper")) == 3
+
+
+def test_several_policies_and_budgets_in_one_table():
+    arguments = evaluate.build_parser().parse_args(
+        ["perplexity", "--text", "t", "--policy", "full", "infinigen", "--quiet"]
+        + ["--budget", "0.3", "0.9", "--no-reference"]
+    )
+    chosen = configurations(arguments, reference=False)
+    model, sizes = random_model("gqa"), {"context": 20, "chunk": 16, "batch": 2}
+    lines = perplexity.evaluate(model, chosen, WINDOWS[:2], sizes, arguments)
+    assert [line["difference_nats"] for line in lines] == [None] * 3
+    cells = [[c.strip() for c in row.split("|")] for row in markdown(lines).splitlines()]
+    assert cells[0][1:4] == ["policy", "budget", "index"] and len(cells) == 2 + 3
+    expected = [["full", ""], ["infinigen", "0.3"], ["infinigen", "0.9"]]
+    assert [row[1:3] for row in cells[2:]] == expected
+    assert float(cells[3][5]) == pytest.approx(lines[1]["perplexity"], abs=1e-4)
+
+
+def test_help(run):
+    for arguments in (["--help"], ["perplexity", "--help"]):
+        status, out, err = run(*arguments)
+        assert status == 0 and "perplexity" in out and err == ""
+    assert "--budget F [F ...]" in out and "--eviction" in out
+
+
+@pytest.mark.parametrize(
+    "option, values",
+    {
+        "--window": ["2", "0", "-5", "x", "1025"],
+        "--context": ["1", "-1", "512"],
+        "--windows": ["0", "some"],
+        "--batch": ["0", "-1"],
+        "--chunk": ["0"],
+        "--policy": ["best", ""],
+        "--budget": ["0", "1.1", "nan"],
+        "--alpha": ["-1"],
+        "--partial-ratio": ["0"],
+        "--rows": ["int3"],
+        "--dense-layers": ["-1"],
+        "--hot-set": ["0.5"],
+        "--eviction": ["fifo"],
+        "--transfer": ["pigeon"],
+        "--dtype": ["float8"],
+    }.items(),
+)
+def test_values_out_of_range(option, values, refused):
+    size = [] if option == "--window" else ["--window", "64"]
+    for value in values:
+        assert option in refused(*size, option, value)
+
+
+def test_a_wrong_value_at_the_end_of_a_list_is_told_before_the_work(refused, text):
+    assert "--rows int3" in refused("--window", "64", "--rows", "auto", "int3")
+    assert "--budget 7" in refused("--window", "64", "--budget", "0.1", "7")
+    assert "--index-dtype int3" in refused("--window", "64", "--index-dtype", "auto", "int3")
+    for path in (text.parent / "absent" / "f.json", text.parent, ""):
+        assert "--json" in refused("--window", "64", "--json", path)
+
+
+def test_texts_that_cannot_be(run, refused, text):
+    message = refused("--window", "1000")
+    assert "the text has only" in message and "lower --window to at most" in message
+    text.write_bytes(b"\x80\xff")
+    assert "not UTF-8" in refused()
+    text.write_bytes(b"")
+    assert "empty" in refused()
+    text.write_bytes(b"A")
+    assert "longer --text" in refused()
+    assert "/absent" in refused("--text", "/absent")
+    assert "--text" in refused("--text", text.parent)
+    for arguments in ([], ["perplexity"], ["recal"], ["perplexity", "--no-such"]):
+        status, out, err = run(*arguments)
+        assert status == 2 and out == "" and err.count("\n") == 1 and err.startswith("error: ")
+
+
+def test_models_that_cannot_be(refused, text):
+    assert "no such folder" in refused("--model", "/absent")
+    model = text.parent / "model"
+    shutil.copytree(embedded(), model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    manifest = json.loads((model / "infinigen.json").read_text())
+    manifest["files"] = {k: v for k, v in manifest["files"].items() if "tokenizer" not in k}
+    (model / "infinigen.json").write_text(json.dumps(manifest))
+    assert "has no tokenizer" in refused("--model", model)
+
+
+def test_more_memory_than_there_is(refused, monkeypatch):
+    monkeypatch.setattr(planning, "available_host_bytes", lambda: 3 << 10)
+    message = refused("--window", "64")
+    assert "--batch" in message and "--window 64" in message and "3.0 KiB" in message
+
+
+def test_generate_has_the_same_engine_options(run):
+    short = ("--prompt", "The", "--max-new-tokens", "2", "--quiet")
+    for option, value in (("--eviction", "fifo"), ("--index-dtype", "int3"), ("--rows", "int3")):
+        status, out, err = run(*short, option, value, main=generate.main)
+        assert status == 2 and out == "" and value in err and err.count("\n") == 1
+    options = ["--eviction", "score", "--hot-set", "2", "--index-dtype", "bfloat16"]
+    arguments = generate.build_parser().parse_args(options)
+    chosen = make_engine(random_model("gqa"), make_policy(arguments), arguments)
+    assert chosen.decoder.eviction == "score" and chosen.decoder.hot_set == 2.0
+    assert chosen.decoder.policy == InfiniGen(index_dtype="bfloat16")
