@@ -23,9 +23,10 @@ from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.configurations import Configuration, configurations
-from infinigen_jax.evaluation.perplexity import markdown, statistics
+from infinigen_jax.evaluation.perplexity import markdown
 from infinigen_jax.evaluation.report import table
 from infinigen_jax.evaluation.scoring import score_windows
+from infinigen_jax.evaluation.statistics import statistics
 from infinigen_jax.evaluation.texts import TokenizedText, read_text, tokenize
 from infinigen_jax.options import make_engine, make_policy
 from infinigen_jax.policies import Full, InfiniGen

@@ -7,13 +7,11 @@ to the full cache is paired, and its standard error much smaller than that of ei
 
 import argparse
 import gc
-import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Float
 from tqdm import tqdm
 
 from infinigen_jax.errors import InputError
@@ -24,6 +22,7 @@ from infinigen_jax.evaluation.configurations import (
     settings_of,
 )
 from infinigen_jax.evaluation.report import percent, provenance, table, with_error
+from infinigen_jax.evaluation.statistics import Nats, statistics
 from infinigen_jax.evaluation.texts import SMALLEST_WINDOW, read_text, tokenize
 from infinigen_jax.options import add_engine_options
 from infinigen_jax.output import checked_output, write_json
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 SUMMARY = "perplexity of a text, whole and by position"
 LARGEST_WINDOW = 2048  # by default
-
-Nats = Float[np.ndarray, "w t"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -178,58 +175,6 @@ def evaluate(
     return lines
 
 
-def statistics(nats: Nats, reference: Nats | None, context: int, chunk: int) -> dict[str, Any]:
-    """Perplexity, whole and by position, and the paired difference to a reference.
-
-    Args:
-        nats: [w, t] of each scored token; their positions in the window count from `context`.
-        reference: the same tokens' with the full cache.
-    """
-
-    def part(start: int, end: int) -> dict[str, Any]:
-        compared = None if reference is None else reference[:, start:end]
-        return _mean(nats[:, start:end], compared)
-
-    total = nats.shape[1]
-    ends = [(start, min(start + chunk, total)) for start in range(0, total, chunk)]
-    chunks = [{"from": context + a, "to": context + b} | part(a, b) for a, b in ends]
-    return part(0, total) | {"chunks": chunks}
-
-
-def _mean(nats: Nats, reference: Nats | None) -> dict[str, Any]:
-    """Means over all tokens; errors over windows, for the tokens of one are not independent."""
-    mean = float(nats.mean())
-    result = {
-        "tokens": nats.size,
-        "nats_per_token": mean,
-        "standard_error": standard_error(nats),
-        "perplexity": perplexity(mean),
-        "difference_nats": None,
-        "difference_standard_error": None,
-        "perplexity_change_percent": None,
-    }
-    if reference is not None:
-        difference = nats - reference
-        change = float(difference.mean())
-        result["difference_nats"] = change
-        result["difference_standard_error"] = standard_error(difference)
-        ratio = perplexity(change)
-        result["perplexity_change_percent"] = ratio and 100 * (ratio - 1)
-    return result
-
-
-def standard_error(nats: Nats) -> float | None:
-    """Of the mean, from the windows' own means; None for a single window."""
-    if len(nats) < 2:
-        return None
-    return float(nats.mean(axis=1).std(ddof=1) / math.sqrt(len(nats)))
-
-
-def perplexity(nats: float) -> float | None:
-    """exp; None, as JSON has no infinity, where it overflows."""
-    return math.exp(nats) if nats < 700 else None
-
-
 def traffic_of(traffic: "Traffic") -> dict[str, Any]:
     """What moved, per token."""
     tokens, rows = traffic.tokens, traffic.selected_rows
@@ -248,19 +193,8 @@ def markdown(lines: list[dict[str, Any]]) -> str:
     """The table for stdout."""
     from infinigen_jax.memory_limits import format_bytes
 
-    head = [
-        *(
-            "policy",
-            "budget",
-            "index",
-            "rows",
-            "perplexity",
-            "nats/token",
-            "Δ nats",
-            "Δ perplexity",
-        ),
-        *("selected", "fetched", "hot hits", "moved/token", "host cache", "index size", "seconds"),
-    ]
+    head = "policy|budget|index|rows|perplexity|nats/token|Δ nats|Δ perplexity|selected|fetched"
+    head = f"{head}|hot hits|moved/token|host cache|index size|seconds".split("|")
     rows = []
     for line in lines:
         settings, value = line["settings"], line["perplexity"]
