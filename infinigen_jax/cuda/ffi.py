@@ -163,7 +163,7 @@ _Words = [ctypes.c_uint64 * n for n in range(33)]
 _CreateError = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _GetStream = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-_stream_getters: dict[int, Any] = {}  # by the address of XLA's table of functions
+stream_getters: dict[int, Any] = {}  # by the address of XLA's table of functions
 _kept: list[Any] = []  # what programs can call must not be collected
 
 
@@ -187,10 +187,10 @@ class Frame(NamedTuple):
 
     def stream(self) -> int:
         """The CUDA stream that XLA launches this call on."""
-        get = _stream_getters.get(self.api)
+        get = stream_getters.get(self.api)
         if get is None:
             get = _GetStream(Api.from_address(self.api).stream_get or 0)
-            _stream_getters[self.api] = get
+            stream_getters[self.api] = get
         request = StreamGet(ctypes.sizeof(StreamGet), None, self.context, None)
         if get(ctypes.addressof(request)):
             raise RuntimeError("this platform has no stream")

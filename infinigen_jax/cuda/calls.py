@@ -1,0 +1,161 @@
+"""The kernels as traced functions of one device's arrays; callers put them into `jax.shard_map`."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from infinigen_jax.cuda.launch import LAUNCH, START, WAIT, call
+from infinigen_jax.errors import InputError
+
+VECTOR = 16  # bytes that a lane moves at once
+MAX_GROUP = 128  # as in select.cu
+THREADS = 1024  # of a block that works on one (b, k)
+
+
+class Gather(NamedTuple):
+    """A gather on its way: what it writes, and what must stay allocated until it is awaited.
+
+    Attributes:
+        rows: to be read behind the wait only.
+        hot: the hot set's rows, likewise; None without one.
+        operands: what the kernel reads.
+    """
+
+    rows: Shaped[Array, "b k n w"]
+    hot: Shaped[Array, "b k h w"] | None
+    operands: tuple[Array, ...]
+
+
+def start_gather(
+    host: Shaped[Array, "l b k t w"],
+    layer: Int[Array, ""],
+    slots: Int[Array, "b k n"],
+    count: Int[Array, "b k"],
+    hot: Shaped[Array, "b k h w"] | None,
+    entry: Int[Array, "b k n"] | None,
+    miss: Bool[Array, "b k n"] | None,
+    blocks: int,
+    threads: int,
+) -> Gather:
+    """Start to gather rows of a layer on the own stream. See gather.cu.
+
+    Args:
+        count: how many of the slots are meant; behind them the rows are zeros.
+        hot, entry, miss: the hot set's rows and its plan, or None.
+        blocks, threads: at most so many blocks of so many threads do it.
+
+    Raises:
+        InputError: the rows are not whole vectors of 16 bytes, or too many for one launch.
+    """
+    _, b, k, t, w = host.shape
+    n, size = slots.shape[2], w * host.dtype.itemsize
+    if size % VECTOR:
+        raise InputError(f"--transfer cuda: rows of {size} bytes; they must be multiples of 16")
+    vectors = size // VECTOR
+    total = b * k * n * vectors
+    if total >= 2**31:
+        raise InputError("--transfer cuda: a request of 32 GiB or more; use a smaller budget")
+    rows = jax.ShapeDtypeStruct((b, k, n, w), host.dtype)
+    grid = (min(blocks, -(-total // threads)), threads)
+    integers = (b * k, t, n, vectors)
+    operands = (host, layer, slots, count)
+    if hot is None:
+        (moved,) = call(START, operands, (rows,), {}, "gather_rows", grid, integers)
+        return Gather(moved, None, operands)
+    assert entry is not None and miss is not None
+    like_hot = jax.ShapeDtypeStruct(hot.shape, hot.dtype)
+    moved, hot = call(
+        START,
+        (*operands, hot, entry, miss),
+        (rows, like_hot),
+        {4: 1},
+        "gather_rows_hot",
+        grid,
+        (*integers, hot.shape[2]),
+    )
+    return Gather(moved, hot, (*operands, entry, miss))
+
+
+def await_gather(
+    gather: Gather,
+) -> tuple[Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
+    """The rows and the hot set's rows; what uses them comes behind the end of the gather."""
+    written = tuple(x for x in (gather.rows, gather.hot) if x is not None)
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written)
+    aliases = {i: i for i in range(len(written))}
+    awaited = call(WAIT, (*written, *gather.operands), results, aliases)
+    return awaited[0], awaited[1] if gather.hot is not None else None
+
+
+def select_rows(
+    scores: Float[Array, "b k g t"],
+    positions: Int[Array, " b"],
+    size: int,
+    alpha: float,
+    share: tuple[int, int],
+    sinks: int,
+    window: int,
+) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:
+    """Slots of the rows to fetch, ascending and padded with 0, and how many. See select.cu.
+
+    Args:
+        scores: speculated logits, float32.
+        positions: of the current tokens.
+        size: n.
+        alpha: how far below the best score a token may be; `inf` for any distance.
+        share: numerator and denominator of the budget.
+        sinks, window: tokens that stay on the device and are not fetched.
+    """
+    b, k, g, t = scores.shape
+    slots, count, _ = call(
+        LAUNCH,
+        (scores, positions),
+        (
+            jax.ShapeDtypeStruct((b, k, size), jnp.int32),
+            jax.ShapeDtypeStruct((b, k), jnp.int32),
+            jax.ShapeDtypeStruct((b, k, t), jnp.uint32),
+        ),
+        {},
+        "select_rows",
+        (b * k, THREADS),
+        (k, g, t, size, sinks, window, *share, int(np.float32(alpha).view(np.int32))),
+    )
+    return slots, count
+
+
+def plan_reuse(
+    slots: Int[Array, "b k n"],
+    count: Int[Array, "b k"],
+    positions: Int[Array, " b"],
+    hot_slots: Int[Array, "b k h"],
+    used: Int[Array, "b k h"],
+    place: Int[Array, "b k t"],
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Entries, misses, and the hot set's directory as it will be: slots, used, place. See plan.cu.
+
+    The directory is updated in place where it is donated.
+    """
+    b, k, n = slots.shape
+    directory = (hot_slots, used, place)
+    like = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in directory)
+    plan = (
+        jax.ShapeDtypeStruct((b, k, n), jnp.int32),
+        jax.ShapeDtypeStruct((b, k, n), jnp.bool_),
+    )
+    scratch = (
+        jax.ShapeDtypeStruct(hot_slots.shape, jnp.uint32),
+        jax.ShapeDtypeStruct((b, k, n), jnp.int32),
+    )
+    results: Any = call(
+        LAUNCH,
+        (slots, count, positions, *directory),
+        (*plan, *like, *scratch),
+        {3: 2, 4: 3, 5: 4},
+        "plan_reuse_16" if place.dtype == jnp.int16 else "plan_reuse_32",
+        (b * k, THREADS),
+        (k, n, hot_slots.shape[2], place.shape[2]),
+    )
+    return tuple(results[:5])
