@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Shaped, UInt32
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from infinigen_jax.quantize import affine_codes
 
@@ -85,46 +85,56 @@ class IndexFormat:
         parameters = index[:, :, -1]
         step = lax.bitcast_convert_type(parameters >> 16 << 16, jnp.float32)
         low = lax.bitcast_convert_type(parameters << 16, jnp.float32)
-        columns = self.code_words * 32 // CODE_BITS[self.name]
-        padded = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, columns - self.columns)))
-        sums = lax.platform_dependent(padded, index, cpu=self._looped, default=self._unrolled)
+        size = 32 // CODE_BITS[self.name]
+        padding = self.code_words * size - self.columns
+        by_word = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, padding)))
+        by_word = by_word.reshape(*query.shape[:3], self.code_words, size)
+        sums = lax.platform_dependent(by_word, index, cpu=self._looped, default=self._reduced)
         return sums * step[:, :, None] + low[:, :, None] * jnp.sum(query, axis=-1, keepdims=True)
 
-    def _word(
-        self, query: Float[Array, "b k g c"], word: UInt32[Array, "b k t"]
-    ) -> Float[Array, "b k g t"]:
-        """Sum of query * code over the columns of one word.
-
-        Shifts and sums of whole [t] vectors: XLA fuses them, where it would write out the numbers
-        that a dot product needs, several times the index in size, before it takes the product.
-        """
+    def _products(
+        self, query: Float[Array, "*w c"], words: UInt32[Array, "*v t"]
+    ) -> Float[Array, "*x t"]:
+        """Sum of query * code over the columns c of each word; leading axes are broadcast."""
         bits, terms = CODE_BITS[self.name], []
         for column in range(32 // bits):
             # By way of int32, which every vector unit can convert.
-            code = ((word >> (bits * column)) & (2**bits - 1)).astype(jnp.int32)
-            terms.append(query[..., column, None] * code.astype(jnp.float32)[:, :, None])
+            code = ((words >> (bits * column)) & (2**bits - 1)).astype(jnp.int32)
+            terms.append(query[..., column, None] * code.astype(jnp.float32))
         return sum(terms[1:], terms[0])
 
     def _looped(
-        self, query: Float[Array, "b k g c"], index: UInt32[Array, "b k e t"]
+        self, query: Float[Array, "b k g w c"], index: UInt32[Array, "b k e t"]
     ) -> Float[Array, "b k g t"]:
-        """Word by word. A loop, or each use of the scores would be fused with all of the above."""
-        size = 32 // CODE_BITS[self.name]
+        """For the CPU: word by word, each in one pass over [t].
+
+        A dot product would have the codes written out in float32 first, several times the index in
+        size; without a loop, every use of the scores would be fused with all of their computation.
+        """
 
         def add(i: Array, sums: Array) -> Array:
-            word = lax.dynamic_index_in_dim(index, i, axis=2, keepdims=False)
-            return sums + self._word(lax.dynamic_slice_in_dim(query, i * size, size, axis=3), word)
+            word = lax.dynamic_index_in_dim(index, i, axis=2)
+            return sums + self._products(
+                lax.dynamic_index_in_dim(query, i, axis=3, keepdims=False), word
+            )
 
         sums = jnp.zeros((*query.shape[:3], index.shape[3]), jnp.float32)
         return lax.fori_loop(jnp.int32(0), jnp.int32(self.code_words), add, sums)
 
-    def _unrolled(
-        self, query: Float[Array, "b k g c"], index: UInt32[Array, "b k e t"]
+    def _reduced(
+        self, query: Float[Array, "b k g w c"], index: UInt32[Array, "b k e t"]
     ) -> Float[Array, "b k g t"]:
-        """All words in one kernel, which a barrier keeps apart from the uses of the scores."""
-        size = 32 // CODE_BITS[self.name]
-        words = [
-            self._word(query[..., i * size : (i + 1) * size], index[:, :, i])
-            for i in range(self.code_words)
-        ]
-        return lax.optimization_barrier(sum(words[1:], words[0]))
+        """For the GPU: one kernel, kept apart from the uses of the scores by a barrier."""
+        sums = jnp.sum(self._products(query, index[:, :, None, :-1]), axis=3)
+        return lax.optimization_barrier(sums)
+
+
+def write_entries(
+    index: Shaped[Array, "b k e t"], new: Shaped[Array, "b k e n"], positions: Int[Array, " b"]
+) -> Shaped[Array, "b k e t"]:
+    """Entries of n tokens of each sequence, from `positions` on; in place where donated."""
+    zero = jnp.int32(0)
+    for sequence in range(index.shape[0]):
+        at = (jnp.int32(sequence), zero, zero, positions[sequence])
+        index = lax.dynamic_update_slice(index, new[sequence : sequence + 1], at)
+    return index

@@ -92,9 +92,10 @@ class RowFormat:
         d = self.head_dim
         sizes = range(min(d, SMALLEST_GROUP), min(d, LARGEST_GROUP) + 1)
         fewest = min((d // size for size in sizes if d % size == 0), default=0)
-        width = _aligned(self.code_bytes + 8 * fewest)
-        fitting = range(fewest, (width - self.code_bytes) // 8 + 1)
-        return max((m for m in fitting if m and d % m == 0), default=0)
+        if not fewest:
+            return 0
+        room = _aligned(self.code_bytes + 8 * fewest) - self.code_bytes
+        return max(m for m in range(fewest, room // 8 + 1) if d % m == 0)
 
     def fit(self, rows: Float[Array, "b k s w"], lengths: Int[Array, " b"]) -> Any:
         """The scales of each sequence, from its prompt: Scales, or () for exact rows.
