@@ -25,13 +25,13 @@ from typing import Any
 import jax
 
 from benchmarks import machine, presets, shapes
+from benchmarks.files import RESULTS, note, write_json
 from benchmarks.measure import measure_context, model_facts
 from benchmarks.report import goals, table
 from benchmarks.waves import Bench
 from infinigen_jax.checkpoint import Model
 from infinigen_jax.memory import Placement, default_mesh
 
-RESULTS = Path(__file__).resolve().parent / "results"
 SETTINGS = (
     "preset shape batch dtype tokens rounds warmup steps budget budget_rows alpha dense_layers "
     "hot_set transfer device_memory systems"
@@ -178,18 +178,6 @@ def merge(results: list[dict[str, Any]], order: list[str]) -> dict[str, Any]:
     merged["seconds"] = sum(result["seconds"] for result in results)
     merged["goals"] = goals(merged)
     return merged
-
-
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(partial, path)
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import machine
-from benchmarks.decode import RESULTS, note, write_json
+from benchmarks.files import RESULTS, note, write_json
 from infinigen_jax.errors import InputError
 
 GOAL_SIZE, GOAL = 2.0, 0.6  # a hit rate of 0.6 with twice the budget
@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--sizes", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="in multiples of a request")
     add("--evictions", nargs="+", choices=EVICTIONS, default=EVICTIONS)
     add("--alpha", type=float, help="default: the policy's own; inf: the budget alone")
+    add("--dense-layers", type=int, help="kept on the device (default: the policy's own)")
     add("--dtype", default="float32")
     add("--json", type=Path, help="result file (default: benchmarks/results/reuse-cpu.json)")
     return parser
@@ -57,7 +58,9 @@ def main(argv: list[str] | None = None) -> int:
         "benchmark": "reuse",
         "machine": machine.describe(),
         "text": Path(options.text).name,
-        "settings": {"window": options.window, "windows": options.windows, "alpha": options.alpha},
+        "settings": {
+            name: getattr(options, name) for name in ("window", "windows", "alpha", "dense_layers")
+        },
         "goal": {"size": GOAL_SIZE, "hit_rate": GOAL},
         "models": [],
     }
@@ -90,7 +93,13 @@ def measure_model(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         plain: np.ndarray | None = None
         for multiple, eviction in _hot_sets(options):
             note(f"{folder}: budget {budget}, hot set {multiple:g} x, {eviction}")
-            engine = ig.Engine(model, policy=policy, hot_set=multiple, eviction=eviction)
+            engine = ig.Engine(
+                model,
+                policy=policy,
+                dense_layers=options.dense_layers,
+                hot_set=multiple,
+                eviction=eviction,
+            )
             nats, moved = score_windows(engine, windows, size // 2, len(windows))
             plain = nats if plain is None else plain
             if not np.allclose(nats, plain, atol=1e-3):

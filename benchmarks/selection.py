@@ -3,10 +3,9 @@
     python -m benchmarks.selection
     python -m benchmarks.selection --contexts 16384 65536 262144 --shares 0.01 0.05 --heads 64
 
-`top_slots` is what the engine calls, here and on a GPU; beside it a search for the threshold with a
-compaction, linear in the context, and `lax.top_k`, wherever `top_slots` is not the same thing. The
-growth is the time at the longest context over that at the shortest, over the ratio of their lengths:
-1 where it is linear.
+`top_slots` is what the package calls; beside it a search for the threshold with a compaction,
+linear in the context, and `lax.top_k`, of which it may be one. The growth is the time at the
+longest context over that at the shortest, over the ratio of their lengths: 1 where it is linear.
 """
 
 import argparse
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import machine
-from benchmarks.decode import RESULTS, note, write_json
+from benchmarks.files import RESULTS, note, write_json
 from infinigen_jax.selection import compact, top_mask, top_slots
 
 Choose = Callable[[jax.Array, jax.Array, int], jax.Array]

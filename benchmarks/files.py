@@ -1,0 +1,22 @@
+"""Result files, and notes on what is being measured."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def note(text: str) -> None:
+    """For whoever waits; stdout is for the result."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,75 @@
+"""What `benchmarks.transfer` moves, and what it computes meanwhile."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infinigen_jax.memory import Placement, allocate_host, default_mesh, write_layer
+from infinigen_jax.selection import Request
+
+GROUPS = (8, 8)  # sequences, KV heads
+CACHE_BYTES = 1 << 30  # of the host array
+MOVED_BYTES = 1 << 25  # by one transfer, as far as the host array has different rows
+WEIGHTS = (16, 4096, 4096)  # bfloat16, 0.5 GB: more than a cache on the chip holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of one measurement: bytes of a row, slots of a group, and rows that it wants."""
+
+    row: int
+    capacity: int
+    wanted: int
+
+    @classmethod
+    def of(cls, row: int) -> "Shape":
+        groups = GROUPS[0] * GROUPS[1]
+        capacity = min(1 << 16, CACHE_BYTES // (groups * row))
+        return cls(row, capacity, max(1, min(capacity // 4, MOVED_BYTES // (groups * row))))
+
+    @property
+    def moved(self) -> int:
+        """Bytes of all rows wanted."""
+        return GROUPS[0] * GROUPS[1] * self.wanted * self.row
+
+    def host(self) -> jax.Array:
+        """A host cache of one layer with random bytes."""
+        mesh = default_mesh()
+        host = allocate_host((1, *GROUPS, self.capacity, self.row), jnp.uint8, mesh)
+        fill = jax.jit(
+            lambda host, rows: write_layer(host, jnp.int32(0), rows, mesh),
+            donate_argnums=0,
+            out_shardings=Placement(mesh).host,
+        )
+        rows = jax.random.bits(jax.random.key(0), (*GROUPS, self.capacity, self.row), jnp.uint8)
+        return fill(host, rows)
+
+    def request(self) -> Request:
+        """Different rows for each group, in random order."""
+        rng = np.random.default_rng(0)
+        slots = np.stack(
+            [
+                rng.choice(self.capacity, self.wanted, replace=False)
+                for _ in range(GROUPS[0] * GROUPS[1])
+            ]
+        ).reshape(*GROUPS, self.wanted)
+        count = np.full(GROUPS, self.wanted, np.int32)
+        at = Placement(default_mesh()).rows
+        return Request(jax.device_put(slots.astype(np.int32), at), jax.device_put(count, at))
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """Work that reads weights: products of a few rows with matrices, one behind the other."""
+
+    x: jax.Array
+    weights: jax.Array
+
+    @classmethod
+    def make(cls, shape: tuple[int, int, int] = WEIGHTS) -> "Compute":
+        keys = jax.random.split(jax.random.key(1))
+        x = jax.random.normal(keys[0], (GROUPS[0], shape[1]), jnp.bfloat16)
+        weights = jax.random.normal(keys[1], shape, jnp.bfloat16) * shape[1] ** -0.5
+        return cls(x, weights.astype(jnp.bfloat16))

@@ -1,0 +1,152 @@
+"""Everything that a GPU is needed for, in one go and in limited time, the most important first.
+
+    python -m benchmarks.on_gpu --out DIR --minutes 9
+
+Each piece is a process with a share of the time. It writes its JSON file as it goes, so what a
+piece had measured when its time was up is kept. DIR/summary.md holds all tables, DIR/log.txt the
+notes.
+"""
+
+import argparse
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.files import note
+
+GRACE = 20.0  # seconds that a piece may go on behind its cap, to end what it has begun
+LEAST = 15.0  # with less than this left, nothing is started
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A process of the session.
+
+    Attributes:
+        share: of the time that is left when it starts; unused time goes to those behind it.
+        command: of the module; --json and --cap-seconds are added.
+        environment: further variables.
+    """
+
+    name: str
+    share: float
+    command: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+OURS_FIRST = (
+    *("infinigen", "full-device", "full-streamed", "infinigen-paper", "infinigen-int4"),
+    *("transformers", "transformers-offloaded", "transformers-static"),
+)
+# Kernels inside a CUDA graph do not all tell the trace which instruction they are.
+NO_GRAPHS = (("XLA_FLAGS", "--xla_gpu_enable_command_buffer="),)
+
+
+def _decode(preset: str, context: int, *arguments: str) -> tuple[str, ...]:
+    return ("benchmarks.decode", "--preset", preset, "--contexts", str(context), *arguments)
+
+
+PIECES = (
+    Piece("transfer", 0.15, ("benchmarks.transfer",)),
+    Piece("llama8b-16k", 0.4, _decode("llama8b", 16384, "--systems", *OURS_FIRST)),
+    Piece("paper", 0.4, _decode("paper", 1920)),
+    Piece(
+        "selection",
+        0.15,
+        (
+            *("benchmarks.selection", "--heads", "64", "--calls", "16"),
+            *("--contexts", "4096", "16384", "32768", "131072"),
+        ),
+    ),
+    Piece(
+        "breakdown-16k",
+        0.35,
+        _decode(
+            "llama8b",
+            16384,
+            *("--systems", "infinigen", "full-streamed", "infinigen-layerwise"),
+            *("--rounds", "1", "--steps", "6", "--trace-steps", "8"),
+        ),
+        NO_GRAPHS,
+    ),
+    Piece("llama8b-32k", 1.0, _decode("llama8b", 32768, "--systems", *OURS_FIRST)),
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.on_gpu", description="Run the measurements that need a GPU."
+    )
+    names = [piece.name for piece in PIECES]
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all of it (default 9)")
+    parser.add_argument("--pieces", nargs="+", choices=names, default=names, metavar="NAME")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    chosen = [piece for piece in PIECES if piece.name in options.pieces]
+    done = run(chosen, options.out, 60 * options.minutes)
+    print((options.out / "summary.md").read_text())
+    return 0 if all(status == "done" for status in done.values()) else 1
+
+
+def run(pieces: list[Piece], out: Path, seconds: float) -> dict[str, str]:
+    """Run the pieces one after the other.
+
+    Returns:
+        by name: "done", "out of time", "not started", or the exit status.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + seconds
+    statuses: dict[str, str] = {}
+    summary = out / "summary.md"
+    summary.write_text("")
+    with open(out / "log.txt", "w") as log:
+        for piece in pieces:
+            left = end - time.monotonic() - GRACE
+            started = time.monotonic()
+            text = ""
+            if left < LEAST:
+                statuses[piece.name] = "not started"
+            else:
+                cap = left * piece.share
+                statuses[piece.name], text = _run_piece(piece, out, cap, cap + GRACE, log)
+            took = f"{statuses[piece.name]}, {time.monotonic() - started:.0f} s"
+            note(f"{piece.name}: {took}")
+            with open(summary, "a") as file:
+                file.write(f"## {piece.name} ({took})\n\n{text}\n")
+    return statuses
+
+
+def _run_piece(piece: Piece, out: Path, cap: float, limit: float, log: Any) -> tuple[str, str]:
+    """Its status, and what it wrote to stdout."""
+    command = [sys.executable, "-m", *piece.command]
+    command += ["--json", str(out / f"{piece.name}.json"), "--cap-seconds", f"{cap:.0f}"]
+    log.write(f"\n$ {' '.join(command)}\n")
+    log.flush()
+    process = subprocess.Popen(
+        command,
+        env=os.environ | dict(piece.environment),
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        start_new_session=True,  # so that its own processes can be ended with it
+    )
+    try:
+        text, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        text, _ = process.communicate()
+        return "out of time", text
+    return "done" if process.returncode == 0 else f"status {process.returncode}", text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Rows from pinned host memory to a GPU: the package's gather against a plain copy. Needs a GPU.
+
+    python -m benchmarks.transfer
+
+By size of a row and number of blocks, alone and beside computation that is bound by reading
+weights, as decoding is. What is hidden of a transfer is the time that it does not add:
+
+    hidden = (transfer alone + computation alone - both together) / transfer alone
+
+The goal: rows of 512 bytes at 0.7 of the copy's bandwidth with at most 16 blocks, 0.9 of it
+hidden.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import machine
+from benchmarks.files import RESULTS, note, write_json
+from benchmarks.loads import Compute, Shape
+from infinigen_jax import cuda
+from infinigen_jax.memory import default_mesh
+from infinigen_jax.selection import Request
+from infinigen_jax.transfer import XlaTransfer
+
+REPEATS, CALLS = 7, 10  # timed rounds, and transfers in a row in each
+GOAL_ROW, GOAL_BLOCKS, GOAL_SHARE, GOAL_HIDDEN = 512, 16, 0.7, 0.9
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transfer", description="Measure moving rows to a GPU."
+    )
+    add = parser.add_argument
+    add("--rows", type=int, nargs="+", default=[512, 144, 272, 64, 4096], help="bytes of a row")
+    add("--blocks", type=int, nargs="+", default=[16, 8, 4, 32, 64, 132], help="of the cuda gather")
+    add("--cap-seconds", type=float, help="start nothing new after so long")
+    add("--json", type=Path, help="result file (default: benchmarks/results/transfer-gpu.json)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    if not machine.has_gpu():
+        print("benchmarks.transfer measures an NVIDIA GPU, and here is none", file=sys.stderr)
+        return 2
+    path = options.json or RESULTS / "transfer-gpu.json"
+    result = measure(options, path)
+    print(table(result))
+    note(f"written to {path}")
+    return 0
+
+
+def measure(options: argparse.Namespace, path: Path | None) -> dict[str, Any]:
+    """All sizes and numbers of blocks; the file is written as far as it got."""
+    deadline = float("inf")
+    if options.cap_seconds is not None:
+        deadline = time.monotonic() + options.cap_seconds
+    result: dict[str, Any] = {
+        "benchmark": "transfer",
+        "machine": machine.describe(),
+        "copy_bytes_per_second": machine.host_to_device_bandwidth(),
+        "memory_read_bytes_per_second": machine.memory_read_bandwidth(),
+        "cuda_unavailable": None,
+        "measurements": [],
+        "goals": [],
+    }
+    ways: list[tuple[Any, int | None]] = [(XlaTransfer(), None)]
+    if reason := cuda.unavailable():
+        result["cuda_unavailable"] = reason
+        note(f"without the cuda transfer: {reason}")
+    else:
+        from infinigen_jax.transfer.cuda import CudaTransfer
+
+        gathers = [(CudaTransfer(blocks=number), number) for number in options.blocks]
+        ways = [*gathers, *ways]
+    compute = Compute.make()
+    for row in options.rows:
+        shape = Shape.of(row)
+        host, request = shape.host(), shape.request()
+        for transfer, blocks in ways:
+            if time.monotonic() < deadline:
+                entry = {"transfer": transfer.name, "blocks": blocks}
+                entry |= measure_one(transfer, shape, host, request, compute)
+                result["measurements"].append(entry)
+                result["goals"] = goals(result)
+                if path:
+                    write_json(path, result)
+        del host
+    return result
+
+
+def measure_one(
+    transfer: Any, shape: Shape, host: jax.Array, request: Request, compute: Compute
+) -> dict[str, Any]:
+    """One row size and transfer: alone, the computation alone, and both."""
+    mesh, layer = default_mesh(), jnp.int32(0)
+
+    def move(host: jax.Array, request: Request, x: jax.Array) -> Any:
+        ticket = transfer.start(host, layer, request, None, None, mesh)
+        return transfer.wait(ticket, x)[:2]
+
+    def work(x: jax.Array, weights: jax.Array, times: int) -> jax.Array:
+        for i in range(times * weights.shape[0]):
+            x = x @ weights[i % weights.shape[0]]
+        return x
+
+    def both(host: jax.Array, request: Request, x: jax.Array, weights: jax.Array, times: int):
+        ticket = transfer.start(host, layer, request, None, None, mesh)
+        if hasattr(transfer, "behind"):
+            ticket, x = transfer.behind(ticket, x)
+        return transfer.wait(ticket, work(x, weights, times))[:2]
+
+    alone, working, together = (
+        jax.jit(move),
+        jax.jit(work, static_argnums=2),
+        jax.jit(both, static_argnums=4),
+    )
+    x, weights = compute.x, compute.weights
+    rows = np.asarray(alone(host, request, x)[1])
+    expected = np.asarray(_reference(host, request))
+    if not np.array_equal(rows, expected):
+        raise AssertionError(
+            f"the {transfer.name} transfer brought other rows of {shape.row} bytes"
+        )
+    moving = _seconds(lambda: alone(host, request, x))
+    once = _seconds(lambda: working(x, weights, 1))
+    # About one and a half times as long as the transfer, so that there is room to hide it.
+    times = max(1, min(8, round(1.5 * statistics.median(moving) / statistics.median(once))))
+    computing = _seconds(lambda: working(x, weights, times))
+    joined = _seconds(lambda: together(host, request, x, weights, times))
+    transfer_s, compute_s, both_s = (statistics.median(s) for s in (moving, computing, joined))
+    return {
+        "row_bytes": shape.row,
+        "rows": shape.moved // shape.row,
+        "bytes": shape.moved,
+        "bytes_per_second": shape.moved / transfer_s,
+        "transfer_ms": 1e3 * transfer_s,
+        "compute_ms": 1e3 * compute_s,
+        "both_ms": 1e3 * both_s,
+        "hidden_share": (transfer_s + compute_s - both_s) / transfer_s,
+        "round_seconds": {"transfer": moving, "compute": computing, "both": joined},
+    }
+
+
+def _reference(host: jax.Array, request: Request) -> np.ndarray:
+    """The rows by NumPy, from a copy on the host."""
+    cache = np.asarray(host)[0]
+    return np.take_along_axis(cache, np.asarray(request.slots)[..., None], axis=2)
+
+
+def _seconds(run: Callable[[], Any]) -> list[float]:
+    """Of one call among several in a row, which hides their dispatch; warmed up."""
+    jax.block_until_ready(run())
+    rounds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        results = [run() for _ in range(CALLS)]
+        jax.block_until_ready(results)
+        rounds.append((time.perf_counter() - start) / CALLS)
+    return rounds
+
+
+def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The best number of blocks within the goal's."""
+    fitting = [
+        entry
+        for entry in result["measurements"]
+        if entry["transfer"] == "cuda"
+        and entry["row_bytes"] == GOAL_ROW
+        and (entry["blocks"] or 0) <= GOAL_BLOCKS
+    ]
+    if not fitting or not result["copy_bytes_per_second"]:
+        return []
+    share = max(e["bytes_per_second"] for e in fitting) / result["copy_bytes_per_second"]
+    hidden = max(e["hidden_share"] for e in fitting)
+    return [
+        {
+            "what": "gather over copy",
+            "value": share,
+            "least": GOAL_SHARE,
+            "met": share >= GOAL_SHARE,
+        },
+        {"what": "hidden", "value": hidden, "least": GOAL_HIDDEN, "met": hidden >= GOAL_HIDDEN},
+    ]
+
+
+def table(result: dict[str, Any]) -> str:
+    """In Markdown."""
+    copy = result["copy_bytes_per_second"]
+    named = f"{copy / 1e9:.1f} GB/s" if copy else "unknown"
+    lines = [
+        f"{result['machine']['device']}; a copy from pinned memory: {named}",
+        "",
+        "| row, bytes | transfer | blocks | GB/s | of copy | ms | compute ms | both ms | hidden |",
+        "|" + "---|" * 9,
+    ]
+    for e in result["measurements"]:
+        share = f"{e['bytes_per_second'] / copy:.2f}" if copy else ""
+        lines.append(
+            f"| {e['row_bytes']} | {e['transfer']} | {e['blocks'] or ''} "
+            f"| {e['bytes_per_second'] / 1e9:.1f} | {share} | {e['transfer_ms']:.3f} "
+            f"| {e['compute_ms']:.3f} | {e['both_ms']:.3f} | {e['hidden_share']:.2f} |"
+        )
+    for goal in result["goals"]:
+        met = "met" if goal["met"] else "missed"
+        lines.append(f"\n{goal['what']}: {goal['value']:.2f}, goal {goal['least']}: {met}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""The smaller benchmarks at toy sizes: transfer, selection, hot set, and the GPU session."""
+
+import json
+
+import pytest
+
+from benchmarks import loads, machine, on_gpu, presets, reuse, selection, transfer
+from infinigen_jax import checkpoint
+from infinigen_jax.transfer import XlaTransfer
+
+
+def test_transfer_needs_a_gpu_and_says_so(capsys):
+    if machine.has_gpu():
+        pytest.skip("there is one")
+    assert transfer.main([]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_transfer_is_measured_alone_and_beside_work(monkeypatch):
+    """With the transfer that every backend has; rates mean nothing here."""
+    monkeypatch.setattr(loads, "CACHE_BYTES", 1 << 20)
+    monkeypatch.setattr(loads, "MOVED_BYTES", 1 << 17)
+    monkeypatch.setattr(transfer, "REPEATS", 1)
+    shape = loads.Shape.of(144)
+    assert shape.moved == 64 * shape.wanted * 144 <= 1 << 17
+    compute = loads.Compute.make((2, 64, 64))
+    entry = transfer.measure_one(XlaTransfer(), shape, shape.host(), shape.request(), compute)
+    assert entry["bytes_per_second"] == pytest.approx(shape.moved * 1e3 / entry["transfer_ms"])
+    hidden = 1 + (entry["compute_ms"] - entry["both_ms"]) / entry["transfer_ms"]
+    assert entry["hidden_share"] == pytest.approx(hidden)
+    made = {"transfer": "cuda", "blocks": 16, "row_bytes": 512, "hidden_share": 0.5}
+    slow = made | {"bytes_per_second": 3e10}
+    fast = slow | {"bytes_per_second": 6e10, "blocks": 132}  # more than the goal allows
+    found = {"measurements": [slow, fast], "copy_bytes_per_second": 5e10}
+    assert [(g["value"], g["met"]) for g in transfer.goals(found)] == [(0.6, False), (0.5, False)]
+
+
+def test_selection_by_context(tmp_path, capsys):
+    path = tmp_path / "selection.json"
+    arguments = f"--contexts 128 512 --shares 0.1 --heads 2 --repeats 2 --calls 1 --json {path}"
+    assert selection.main(arguments.split()) == 0
+    result = json.loads(path.read_text())
+    assert [(e["context"], e["rows"]) for e in result["times"]] == [(128, 12), (512, 51)]
+    first, last = (entry["microseconds"] for entry in result["times"])
+    assert result["growth"].keys() == selection.WAYS.keys() == first.keys()
+    for name, value in result["growth"].items():
+        assert value == pytest.approx(last[name] / first[name] / 4)
+    assert "| 512 | 51 |" in capsys.readouterr().out
+
+
+def test_reuse_of_rows_by_a_real_model(tmp_path, capsys):
+    path, text = tmp_path / "reuse.json", tmp_path / "text.txt"
+    text.write_text("The ship lay at anchor, and the wind came over the hills. " * 40)
+    model = checkpoint.embedded("tiny-llama")
+    arguments = ["--model", str(model), "--text", str(text), "--json", str(path)]
+    settings = "--window 160 --windows 1 --budgets 0.1 --sizes 2 --evictions lru --dense-layers 5"
+    assert reuse.main([*arguments, *settings.split()]) == 0
+    (entries,) = (model["entries"] for model in json.loads(path.read_text())["models"])
+    none, twice = entries
+    assert (none["size"], twice["size"]) == (0, 2)
+    assert none["hit_rate"] == 0 < reuse.GOAL <= twice["hit_rate"] < 1
+    assert none["bytes_per_token"] > 2 * twice["bytes_per_token"] > 0
+    assert len({entry["selected_fraction"] for entry in entries}) == 1
+    for entry in entries:
+        fetched = entry["selected_fraction"] * (1 - entry["hit_rate"])
+        assert entry["fetched_fraction"] == pytest.approx(fetched, rel=0.2)
+    assert "| met |" in capsys.readouterr().out
+
+
+def test_reuse_names_what_is_wrong(tmp_path, capsys):
+    arguments = ["--model", str(checkpoint.embedded("tiny-llama")), "--text", "/nowhere.txt"]
+    assert reuse.main([*arguments, "--json", str(tmp_path / "none.json")]) == 2
+    assert "/nowhere.txt" in capsys.readouterr().err
+
+
+def test_pieces_of_a_gpu_session_end_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(on_gpu, "GRACE", 0.5)
+    monkeypatch.setattr(on_gpu, "LEAST", 0.0)
+    (tmp_path / "quick.py").write_text("import sys; print('table', *sys.argv[3:])")
+    (tmp_path / "stuck.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "wrong.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    shares = {"quick": 0.9, "wrong": 0.9, "stuck": 0.1}
+    pieces = [on_gpu.Piece(name, share, (name,)) for name, share in shares.items()]
+    statuses = on_gpu.run(pieces, tmp_path / "out", 6.0)
+    assert statuses == {"quick": "done", "wrong": "status 3", "stuck": "out of time"}
+    summary = (tmp_path / "out" / "summary.md").read_text()
+    assert "table --cap-seconds" in summary and summary.count("## ") == 3
+    assert on_gpu.run(pieces[:1], tmp_path / "late", 0.0) == {"quick": "not started"}
+
+
+@pytest.mark.parametrize("piece", on_gpu.PIECES, ids=lambda piece: piece.name)
+def test_commands_of_a_gpu_session_parse(piece, tmp_path):
+    module, *arguments = piece.command
+    parse = {
+        "benchmarks.decode": presets.parse,
+        "benchmarks.selection": selection.build_parser().parse_args,
+        "benchmarks.transfer": transfer.build_parser().parse_args,
+    }[module]
+    options = parse([*arguments, "--json", str(tmp_path / "x.json"), "--cap-seconds", "9"])
+    assert options.cap_seconds == 9
