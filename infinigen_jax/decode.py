@@ -192,6 +192,9 @@ class Decoder:
             q = layer.query(a, positions)
             q = q.reshape(q.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
             key, value = layer.key_value(a, positions)
+            if started is not None:
+                ticket, q = self.transfer.behind(started.ticket, q)
+                started = started._replace(ticket=ticket)
             if isinstance(local, DenseLayer):
                 local = local.write(key, value, positions)
                 o = attend(q, local.part(positions))

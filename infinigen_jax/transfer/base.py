@@ -1,6 +1,7 @@
 """What a transfer is: it moves requested rows from host to device beside a layer's work.
 
     ticket = transfer.start(host, layer, request, hot_rows, plan, mesh)    behind the speculation
+    ticket, q = transfer.behind(ticket, q)
     ...                                                                    attention and MLP
     x, rows, hot_rows = transfer.wait(ticket, x)                           for the next layer
 
@@ -44,6 +45,10 @@ class Transfer(Protocol):
             hot_rows: the rows of the layer's hot set, replaced by what `wait` returns; None
                 without one, and then there is no plan.
         """
+        ...
+
+    def behind(self, ticket: Any, q: Array) -> tuple[Any, Array]:
+        """Tie the work that the transfer is to run beside, which begins with q, behind the start."""
         ...
 
     def wait(
