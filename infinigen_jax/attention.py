@@ -33,15 +33,23 @@ def packed(rows: Float[Array, "b k n w"], valid: Bool[Array, "b kv n"]) -> Part:
 
 def attend(q: Float[Array, "b k g d"], *parts: Part) -> Float[Array, "b k g d"]:
     """Attention of one token over the union of several parts, as if they were one cache."""
+    return attend_weighted(q, *parts)[0]
+
+
+def attend_weighted(
+    q: Float[Array, "b k g d"], *parts: Part
+) -> tuple[Float[Array, "b k g d"], list[Float[Array, "b k g n"]]]:
+    """As `attend`, and the weights of each part."""
     scores = [_scores(q, part) for part in parts]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     output = jnp.zeros(q.shape, jnp.float32)
-    start = 0
+    of_parts, start = [], 0
     for part in parts:
         stop = start + part.keys.shape[2]
-        output += _weighted_sum(weights[..., start:stop], part.values, q.shape[-1])
+        of_parts.append(weights[..., start:stop])
+        output += _weighted_sum(of_parts[-1], part.values, q.shape[-1])
         start = stop
-    return output.astype(q.dtype)
+    return output.astype(q.dtype), of_parts
 
 
 class Softmax(NamedTuple):

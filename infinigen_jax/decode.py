@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt
 from infinigen_jax.attention import (
     Part,
     attend,
+    attend_weighted,
     extend_softmax,
     finish_softmax,
     packed,
@@ -28,7 +29,7 @@ from infinigen_jax.attention import (
 from infinigen_jax.cache import Cache, DenseLayer, HostLayer, Resident, Slots
 from infinigen_jax.memory import append_rows, read_block
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
-from infinigen_jax.policies import Policy
+from infinigen_jax.policies.base import Attended, Policy
 from infinigen_jax.reuse import HotSet, plan
 from infinigen_jax.rows import RowFormat, row_format
 from infinigen_jax.sampling import Sampling, row_keys, sample
@@ -144,6 +145,15 @@ class Decoder:
         """Whether this host layer is attended whole, block by block."""
         return self.policy.streams(self.dense_layers + number)
 
+    @property
+    def requests_first(self) -> bool:
+        """Whether layer 0 is on the host and no layer before it could request its rows."""
+        return self.policy.ahead and self.dense_layers == 0 and self.host_layers > 0
+
+    def fetches_for(self, layer: int) -> int:
+        """The host layer that rows are requested for in a layer of the model, by its input."""
+        return layer - self.dense_layers + self.policy.ahead
+
     def hot_entries(self, capacity: int) -> int:
         """Entries of a layer's hot set, per sequence and KV head."""
         return min(capacity, math.ceil(self.hot_set * self.policy.request_size(capacity)))
@@ -162,22 +172,28 @@ class Decoder:
         carry: Carry,
         local: DenseLayer | Resident,
         hot: HotSet | None,
+        state: Any,
         host: Shaped[Array, "l b k t w"] | None,
         own: HostLayer | None,
         following: Following | None,
         positions: Int[Array, " b"],
-    ) -> tuple[Carry, DenseLayer | Resident, HotSet | None]:
+    ) -> tuple[Carry, DenseLayer | Resident, HotSet | None, Any]:
         """One layer of a step.
 
         Args:
             params: of this layer.
             carry: from the layer before; its `fetched` is this layer's.
             local: this layer's rows on the device.
-            hot: the next layer's hot set, if it has one.
+            hot: the hot set of the layer in `following`, if it has one.
+            state: the policy's for this layer, if the policy observes; else None.
             host: the host cache, read-only.
             own: which of the host's layers this one is; None for a dense layer.
-            following: the next layer, if rows are to be fetched for it.
+            following: the layer to fetch rows for, if any: the next one, or this one for policies
+                that do not look ahead.
             positions: of the current tokens.
+
+        Returns:
+            The carry, and the replacements of `local`, `hot` and `state`.
         """
         config = self.config
         layer = self.blueprint.layer(params)
@@ -188,6 +204,9 @@ class Decoder:
             assert host is not None
             next_layer = self.blueprint.layer(following.params)
             started = self.start(next_layer, following, a, hot, host, positions)
+            if not self.policy.ahead:
+                x, fetched, hot, counts = self.wait(started, x, counts)
+                carry, started = carry._replace(fetched=fetched), None
         with jax.named_scope("attention"):
             q = layer.query(a, positions)
             q = q.reshape(q.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
@@ -203,7 +222,19 @@ class Decoder:
                 local = local.write(jnp.concatenate([key, value], axis=-1), positions, self.slots)
                 resident = local.part(positions, self.slots)
                 if carry.fetched is not None:
-                    o = attend(q, resident, self.fetched_part(carry.fetched, own))
+                    fetched_part = self.fetched_part(carry.fetched, own)
+                    o, (near, far) = attend_weighted(q, resident, fetched_part)
+                    if self.policy.observes:
+                        state = self.policy.observe(
+                            state,
+                            Attended(
+                                q,
+                                carry.fetched.request.slots,
+                                jnp.sum(far, axis=2),
+                                self.slots.positions(positions),
+                                jnp.sum(near, axis=2),
+                            ),
+                        )
                 else:
                     o = self.attend_streamed(q, resident, host, own, positions)
                     counts = self.count_streamed(counts, host.shape[3], positions)
@@ -213,7 +244,7 @@ class Decoder:
         fetched = None
         if started is not None:
             x, fetched, hot, counts = self.wait(started, x, counts)
-        return Carry(x, fetched, counts), local, hot
+        return Carry(x, fetched, counts), local, hot, state
 
     def start(
         self,

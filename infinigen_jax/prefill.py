@@ -108,7 +108,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         number: Int[Array, ""],
         streams: bool,
     ) -> tuple:
-        x, keys, values = prompt_layer(decoder.blueprint.layer(params), x)
+        x, keys, values, queries = prompt_layer_queries(decoder.blueprint.layer(params), x)
         rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
         resident = Resident.from_prompt(rows, lengths, decoder.slots)
         policy, config, stored = decoder.policy, decoder.config, decoder.row_format
@@ -116,6 +116,8 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         if not streams:
             state = policy.init(config, x.shape[0], host.shape[3])
             state = policy.observe_prefill(policy_weights, state, keys.swapaxes(1, 2))
+            if policy.observes:
+                state = policy.observe_queries(state, queries, keys, lengths)
         scales = stored.fit(rows, lengths)
         host = write_layer(host, number, stored.encode(scales, rows), decoder.mesh)
         return x, resident, state, scales, host
@@ -158,12 +160,17 @@ def prompt_layer(
     layer: Layer, x: Float[Array, "b s e"]
 ) -> tuple[Float[Array, "b s e"], Float[Array, "b s k d"], Float[Array, "b s k d"]]:
     """One layer over whole prompts: its output, keys and values."""
+    return prompt_layer_queries(layer, x)[:3]
+
+
+def prompt_layer_queries(layer: Layer, x: Float[Array, "b s e"]) -> tuple[Array, ...]:
+    """As `prompt_layer`, and the queries [b, s, h, d], scaled and rotated."""
     positions = _positions(x[..., 0])
     a = layer.attention_input(x)
     keys, values = layer.key_value(a, positions)
-    o = causal_attention(layer.query(a, positions), keys, values)
-    x = x + layer.attention_output(o)
-    return x + layer.mlp(x), keys, values
+    queries = layer.query(a, positions)
+    x = x + layer.attention_output(causal_attention(queries, keys, values))
+    return x + layer.mlp(x), keys, values, queries
 
 
 def _positions(tokens: Array) -> Int[Array, "b s"]:

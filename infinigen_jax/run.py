@@ -155,7 +155,7 @@ class Run:
         """
         self._make_room()
         cache, at = self.cache, Placement(self.engine.mesh)
-        local, hot, lengths, scores, counts = self._steps.scored(
+        new, scores, counts = self._steps.scored(
             self.engine.weights,
             cache.host,
             cache.states,
@@ -166,9 +166,15 @@ class Run:
             jax.device_put(np.asarray(tokens, np.int32), at.batch),
             jax.device_put(np.asarray(targets, np.int32), at.batch),
         )
-        self.cache = cache._replace(local=local, hot=hot, lengths=lengths)
+        self._replace(new)
         self._counts.append(counts)
         return scores
+
+    def _replace(self, new: Cache) -> None:
+        """Take over what a step replaced."""
+        cache = self.cache
+        states = new.states if self.decoder.policy.observes else cache.states
+        self.cache = new._replace(host=cache.host, scales=cache.scales, states=states)
 
     def _make_room(self) -> None:
         if len(self._counts) >= self.capacity - int(self.prompt_lengths.max()):
@@ -181,7 +187,7 @@ class Run:
 
     def _advance_fused(self) -> None:
         cache = self.cache
-        local, hot, lengths, self.drawn, self._step, counts = self._steps.fused(
+        new, self.drawn, self._step, counts = self._steps.fused(
             self.engine.weights,
             cache.host,
             cache.states,
@@ -194,7 +200,7 @@ class Run:
             self._step,
             sampling=self._sampling,
         )
-        self.cache = cache._replace(local=local, hot=hot, lengths=lengths)
+        self._replace(new)
         self._counts.append(counts)
 
     def _advance_layerwise(self) -> None:
@@ -206,17 +212,21 @@ class Run:
             inside = 0 <= number < decoder.host_layers
             return decoder.following(weights, cache, number, numbers[number]) if inside else None
 
-        hot, updated = list(cache.hot), []
-        if decoder.dense_layers == 0 and (first := following(0)) is not None:
+        hot, states, updated = list(cache.hot), list(cache.states), []
+        if decoder.requests_first and (first := following(0)) is not None:
             carry, hot[0] = run.first(carry, first, hot[0], cache.host, positions)
         for i, params in enumerate(weights.params["layers"]):
             own = i - decoder.dense_layers
-            ahead = following(own + 1)
-            carry, local, new_hot = (run.layer if ahead is None else run.fetching_layer)(
+            target = decoder.fetches_for(i)
+            ahead = following(target)
+            observes = own >= 0 and decoder.policy.observes
+            hands_over = ahead is not None and decoder.policy.ahead
+            carry, local, new_hot, state = (run.fetching_layer if hands_over else run.layer)(
                 params,
                 carry,
                 cache.local[i],
-                None if ahead is None else hot[own + 1],
+                None if ahead is None else hot[target],
+                states[own] if observes else None,
                 cache.host,
                 HostLayer(numbers[own], cache.scales[own]) if own >= 0 else None,
                 ahead,
@@ -224,7 +234,9 @@ class Run:
             )
             updated.append(local)
             if ahead is not None:
-                hot[own + 1] = new_hot
+                hot[target] = new_hot
+            if observes:
+                states[own] = state
         self.drawn, self._step, lengths = run.draw(
             weights.params["embedding"],
             carry.x,
@@ -233,7 +245,9 @@ class Run:
             positions,
             sampling=self._sampling,
         )
-        self.cache = cache._replace(local=tuple(updated), hot=tuple(hot), lengths=lengths)
+        self.cache = cache._replace(
+            local=tuple(updated), hot=tuple(hot), states=tuple(states), lengths=lengths
+        )
         self._counts.append(carry.counts)
 
     def _flush(self) -> None:

@@ -54,18 +54,20 @@ def steps(decoder: Decoder) -> Steps:
         following = [
             decoder.following(weights, cache, i, number[i]) for i in range(decoder.host_layers)
         ]
-        if dense == 0 and host is not None and following[0] is not None:
+        if decoder.requests_first and following[0] is not None:
+            assert host is not None
             carry, hot[0] = decoder.request_first(carry, following[0], hot[0], host, positions)
-        local = list(cache.local)
+        local, states = list(cache.local), list(cache.states)
         for i, params in enumerate(weights.params["layers"]):
-            own, ahead = i - dense, i - dense + 1
+            own, ahead = i - dense, decoder.fetches_for(i)
             fetches = 0 <= ahead < decoder.host_layers
             with jax.named_scope(f"layer{i}"):
-                carry, local[i], new_hot = decoder.decode_layer(
+                carry, local[i], new_hot, state = decoder.decode_layer(
                     params,
                     carry,
                     local[i],
                     hot[ahead] if fetches else None,
+                    states[own] if own >= 0 and decoder.policy.observes else None,
                     host,
                     HostLayer(number[own], cache.scales[own]) if own >= 0 else None,
                     following[ahead] if fetches else None,
@@ -73,8 +75,17 @@ def steps(decoder: Decoder) -> Steps:
                 )
             if fetches:
                 hot[ahead] = new_hot
-        cache = cache._replace(local=tuple(local), hot=tuple(hot), lengths=positions + 1)
+            if own >= 0 and decoder.policy.observes:
+                states[own] = state
+        cache = cache._replace(
+            local=tuple(local), hot=tuple(hot), states=tuple(states), lengths=positions + 1
+        )
         return carry.x, cache, carry.counts
+
+    def replaced(cache: Cache) -> Cache:
+        """What a step replaces; the rest, which is read only, is left out."""
+        states = cache.states if decoder.policy.observes else ()
+        return Cache(None, states, cache.local, cache.lengths, (), cache.hot)
 
     def fused(
         weights: Weights,
@@ -92,7 +103,7 @@ def steps(decoder: Decoder) -> Steps:
         cache = Cache(host, states, local, positions, scales, hot)
         x, cache, counts = layers(weights, cache, tokens)
         drawn = decoder.draw(weights.params["embedding"], x, seed, step, sampling)
-        return cache.local, cache.hot, cache.lengths, drawn, step + 1, counts
+        return replaced(cache), drawn, step + 1, counts
 
     def scored(
         weights: Weights,
@@ -108,7 +119,7 @@ def steps(decoder: Decoder) -> Steps:
         cache = Cache(host, states, local, positions, scales, hot)
         x, cache, counts = layers(weights, cache, tokens)
         scores = decoder.score(weights.params["embedding"], x, targets)
-        return cache.local, cache.hot, cache.lengths, scores, counts
+        return replaced(cache), scores, counts
 
     def draw(
         params: Params, x: Array, seed: Array, step: Array, positions: Array, sampling: Sampling
@@ -131,20 +142,22 @@ def steps(decoder: Decoder) -> Steps:
         def run(*arguments: Any) -> tuple:
             return decoder.decode_layer(*arguments)
 
-        out = (carry if fetches else bare, at.rows, at.rows)
-        return jax.jit(run, donate_argnums=(2, 3), out_shardings=out)
+        out = (carry if fetches else bare, at.rows, at.rows, at.rows)
+        return jax.jit(run, donate_argnums=(2, 3, 4), out_shardings=out)
 
+    donated = (2, 4, 5) if decoder.policy.observes else (4, 5)
+    step = Cache(None, at.rows, at.rows, at.batch, (), at.rows)
     return Steps(
         fused=jax.jit(
             fused,
             static_argnames="sampling",
-            donate_argnums=(4, 5),
-            out_shardings=(at.rows, at.rows, at.batch, at.batch, at.whole, counts),
+            donate_argnums=donated,
+            out_shardings=(step, at.batch, at.whole, counts),
         ),
         scored=jax.jit(
             scored,
-            donate_argnums=(4, 5),
-            out_shardings=(at.rows, at.rows, at.batch, at.batch, counts),
+            donate_argnums=donated,
+            out_shardings=(step, at.batch, counts),
         ),
         embed=jax.jit(decoder.embed, out_shardings=bare),
         first=jax.jit(decoder.request_first, donate_argnums=2, out_shardings=(carry, at.rows)),

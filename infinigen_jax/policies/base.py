@@ -6,19 +6,44 @@ keeps that state, one per layer on the host, and calls, in this order:
     prepare(model, layer)        once: arrays needed to select for a layer, beside its own weights
     init(config, batch, ...)     in prefill: empty state
     observe_prefill(...)         in prefill: the prompt's keys
-    select(...)                  each step, one layer ahead: which rows the layer is to get
+    observe_queries(...)         in prefill, if it `observes`: the prompt's queries
+    select(...)                  each step: which rows the layer is to get
+    observe(...)                 each step behind the attention, if it `observes`
     append(...)                  when the recent window is flushed: the keys of its rows
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
+from infinigen_jax.cache import Slots
+from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.selection import Request
+from infinigen_jax.selection import Request, budget_fraction, budget_rows, top_slots
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
+
+
+class Attended(NamedTuple):
+    """What a layer attended to in a step, once it is known.
+
+    Attributes:
+        query: of the current tokens, scaled and rotated.
+        slots: of the host that were attended to, as requested; of those beyond the request's count
+            the weight is 0.
+        weights: the attention weights of these slots, summed over each KV head's query heads.
+        resident: positions of the rows that stay on the device, -1 where there is none.
+        resident_weights: their attention weights, summed likewise.
+    """
+
+    query: Float[Array, "b k g d"]
+    slots: Int[Array, "b k n"]
+    weights: Float[Array, "b k n"]
+    resident: Int[Array, "b m"]
+    resident_weights: Float[Array, "b k m"]
 
 
 @runtime_checkable
@@ -29,6 +54,10 @@ class Policy(Protocol):
         name: as on the command line.
         sinks: first tokens that stay on the device.
         dense_layers: leading layers that stay on the device in full, unless the engine is told.
+        ahead: `select` sees the attention input of the layer before, so that the transfer runs
+            beside that layer; if not, the layer's own, and the layer waits for its rows.
+        observes: `observe` is called and returns the next state. It is not for policies that
+            need the layer's own input.
         reuses: whether rows that were fetched are kept on the device, unless the engine is told.
         window: most recent tokens that stay on the device, the current one included; at least 1.
     """
@@ -36,6 +65,8 @@ class Policy(Protocol):
     name: ClassVar[str]
     dense_layers: ClassVar[int]
     reuses: ClassVar[bool]
+    ahead: ClassVar[bool]
+    observes: ClassVar[bool]
 
     @property
     def sinks(self) -> int: ...
@@ -62,6 +93,20 @@ class Policy(Protocol):
         self, weights: Params, state: Any, keys: Float[Array, "b k s d"]
     ) -> Any: ...
 
+    def observe_queries(
+        self,
+        state: Any,
+        queries: Float[Array, "b s h d"],
+        keys: Float[Array, "b s k d"],
+        lengths: Int[Array, " b"],
+    ) -> Any:
+        """Take in a prompt's queries, scaled and rotated; called only if the policy `observes`."""
+        ...
+
+    def observe(self, state: Any, seen: Attended) -> Any:
+        """Take in what was attended to; called only if the policy `observes`."""
+        ...
+
     def select(
         self,
         config: ModelConfig,
@@ -75,7 +120,8 @@ class Policy(Protocol):
 
         Args:
             layer: the module of the layer that is selected for.
-            a: the attention input of the layer before it (its own, if it is the first).
+            a: the attention input of the layer before it; its own, if it is the first or the
+                policy does not look `ahead`.
         """
         ...
 
@@ -88,3 +134,73 @@ class Policy(Protocol):
     ) -> Any:
         """Take in the keys of n tokens per sequence, from `positions` on."""
         ...
+
+
+class Defaults:
+    """What most policies have in common; see `Policy`."""
+
+    dense_layers: ClassVar[int] = 2
+    reuses: ClassVar[bool] = True
+    ahead: ClassVar[bool] = True
+    observes: ClassVar[bool] = False
+
+    def streams(self, layer: int) -> bool:
+        return False
+
+    def prepare(self, model: "Model", layer: int) -> Params:
+        return {}
+
+    def observe_queries(
+        self,
+        state: Any,
+        queries: Float[Array, "b s h d"],
+        keys: Float[Array, "b s k d"],
+        lengths: Int[Array, " b"],
+    ) -> Any:
+        return state
+
+    def observe(self, state: Any, seen: Attended) -> Any:
+        return state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budgeted(Defaults):
+    """A policy that fetches a fixed share of the rows.
+
+    Attributes:
+        budget: rows fetched, as a share of the tokens cached, in (0, 1].
+        sinks: first tokens kept on the device.
+        window: recent tokens kept on the device, the current one included.
+    """
+
+    budget: float = 0.1
+    sinks: int = 4
+    window: int = 32
+
+    def __post_init__(self):
+        check_budget(self.budget)
+        if self.sinks < 0 or self.window < 1:
+            raise InputError("sinks must be 0 or more, and the window 1 or more")
+
+    def request_size(self, capacity: int) -> int:
+        share = budget_fraction(self.budget)
+        return max(1, capacity * share.numerator // share.denominator)
+
+    def eligible(self, positions: Int[Array, " b"], capacity: int) -> Bool[Array, "b t"]:
+        """Tokens that are on the host only."""
+        return Slots(self.sinks, self.window).eligible(positions, capacity)
+
+    def best(self, rank: Float[Array, "b k t"], positions: Int[Array, " b"], size: int) -> Request:
+        """The budget's rows in order of rank, of those that are on the host only."""
+        rank = jnp.where(self.eligible(positions, rank.shape[2])[:, None], rank, -jnp.inf)
+        there = jnp.sum(rank > -jnp.inf, axis=-1, dtype=jnp.int32)
+        count = jnp.minimum(there, budget_rows(self.budget, positions)[:, None])
+        return Request(top_slots(rank, count, size), count, rank)
+
+
+def check_budget(budget: float) -> None:
+    """Refuse a budget that is not in (0, 1], or too small to be told from nothing."""
+    if not 0 < budget <= 1:
+        raise InputError(f"--budget {budget}: it must be above 0 and at most 1")
+    if budget_fraction(budget) == 0:
+        raise InputError(f"--budget {budget}: the smallest budget is 0.001")

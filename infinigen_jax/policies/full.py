@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import Layer, ModelConfig, Params
+from infinigen_jax.policies.base import Defaults
 from infinigen_jax.selection import Request
 
 if TYPE_CHECKING:
-    from infinigen_jax.checkpoint import Model
+    pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Full:
+class Full(Defaults):
     """Attend to everything. Host layers stream through the device block by block.
 
     With a larger window, that many recent tokens are not streamed, and new rows go to the host in
@@ -21,8 +22,6 @@ class Full:
     """
 
     name: ClassVar[str] = "full"
-    dense_layers: ClassVar[int] = 2
-    reuses: ClassVar[bool] = True
 
     sinks: int = 0
     window: int = 1
@@ -32,9 +31,6 @@ class Full:
 
     def request_size(self, capacity: int) -> int:
         return capacity
-
-    def prepare(self, model: "Model", layer: int) -> Params:
-        return {}
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> tuple[()]:
         return ()

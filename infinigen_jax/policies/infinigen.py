@@ -10,14 +10,14 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax.cache import Slots
 from infinigen_jax.errors import InputError
-from infinigen_jax.index import INDEX_DTYPES, IndexFormat
+from infinigen_jax.index import INDEX_DTYPES, IndexFormat, write_entries
 from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.selection import Request, budget_fraction, budget_rows, select
+from infinigen_jax.policies.base import Budgeted
+from infinigen_jax.selection import Request, budget_rows, select
 from infinigen_jax.speculation import (
     partial_columns,
     partial_keys,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InfiniGen:
+class InfiniGen(Budgeted):
     """Settings of the speculation.
 
     Attributes:
@@ -50,8 +50,6 @@ class InfiniGen:
     """
 
     name: ClassVar[str] = "infinigen"
-    dense_layers: ClassVar[int] = 2
-    reuses: ClassVar[bool] = True
 
     alpha: float = 4.0
     partial_ratio: float = 0.25
@@ -63,18 +61,13 @@ class InfiniGen:
     streamed_layers: int = 0
 
     def __post_init__(self):
-        if not 0 < self.budget <= 1:
-            raise InputError(f"--budget {self.budget}: it must be above 0 and at most 1")
-        if budget_fraction(self.budget) == 0:
-            raise InputError(f"--budget {self.budget}: the smallest budget is 0.001")
+        super().__post_init__()
         if not 0 < self.partial_ratio <= 1:
             raise InputError(
                 f"--partial-ratio {self.partial_ratio}: it must be above 0 and at most 1"
             )
         if math.isnan(self.alpha) or self.alpha < 0:
             raise InputError(f"--alpha {self.alpha}: it must be 0 or more")
-        if self.sinks < 0 or self.window < 1:
-            raise InputError("sinks must be 0 or more, and the window 1 or more")
         if self.index_dtype not in INDEX_DTYPES:
             names = f"{', '.join(INDEX_DTYPES[:-1])} or {INDEX_DTYPES[-1]}"
             raise InputError(f"index dtype {self.index_dtype!r}: use {names}")
@@ -85,10 +78,6 @@ class InfiniGen:
 
     def streams(self, layer: int) -> bool:
         return layer < self.streamed_layers
-
-    def request_size(self, capacity: int) -> int:
-        share = budget_fraction(self.budget)
-        return max(1, capacity * share.numerator // share.denominator)
 
     def index_format(self, head_dim: int) -> IndexFormat:
         return IndexFormat(self.index_dtype, partial_columns(head_dim, self.partial_ratio))
@@ -132,12 +121,7 @@ class InfiniGen:
         keys: Float[Array, "b k n d"],
         positions: Int[Array, " b"],
     ) -> Shaped[Array, "b k w t"]:
-        new = self._entries(weights, keys)
-        zero = jnp.int32(0)
-        for sequence in range(state.shape[0]):
-            at = (jnp.int32(sequence), zero, zero, positions[sequence])
-            state = jax.lax.dynamic_update_slice(state, new[sequence : sequence + 1], at)
-        return state
+        return write_entries(state, self._entries(weights, keys), positions)
 
     def _entries(self, weights: Params, keys: Float[Array, "b k n d"]) -> Shaped[Array, "b k w n"]:
         index = self.index_format(keys.shape[3])

@@ -1,0 +1,138 @@
+"""Selection by exact scores: the oracle, and the query of the token before.
+
+Both keep every key of the host's layers on the device, half of the cache: they are for study, not
+for saving memory.
+"""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.index import IndexFormat, write_entries
+from infinigen_jax.models.base import Layer, ModelConfig, Params
+from infinigen_jax.policies.base import Attended, Budgeted
+from infinigen_jax.selection import Request, group_rank
+from infinigen_jax.speculation import partial_keys
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Oracle(Budgeted):
+    """The rows that this step's query weighs most: exact top-k, the group's softmax summed.
+
+    It needs the layer's own query, so the layer waits for its rows.
+    """
+
+    name: ClassVar[str] = "oracle"
+    ahead: ClassVar[bool] = False
+
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k d t"]:
+        return _keys(config.head_dim).empty(batch, config.num_kv_heads, capacity)
+
+    def observe_prefill(
+        self, weights: Params, state: Float[Array, "b k d t"], keys: Float[Array, "b k s d"]
+    ) -> Float[Array, "b k d t"]:
+        new = partial_keys(weights, keys, keys.shape[3])
+        return jax.lax.dynamic_update_slice(state, new, (0, 0, 0, 0))
+
+    def select(
+        self,
+        config: ModelConfig,
+        layer: Layer,
+        weights: Params,
+        state: Float[Array, "b k d t"],
+        a: Float[Array, "b e"],
+        positions: Int[Array, " b"],
+    ) -> Request:
+        query = layer.query(a, positions)
+        query = query.reshape(a.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
+        return self._best_of(query, state, positions)
+
+    def append(
+        self,
+        weights: Params,
+        state: Float[Array, "b k d t"],
+        keys: Float[Array, "b k n d"],
+        positions: Int[Array, " b"],
+    ) -> Float[Array, "b k d t"]:
+        return write_entries(state, partial_keys(weights, keys, keys.shape[3]), positions)
+
+    def _best_of(
+        self,
+        query: Float[Array, "b k g d"],
+        keys: Float[Array, "b k d t"],
+        positions: Int[Array, " b"],
+    ) -> Request:
+        scores = _keys(query.shape[-1]).scores(query, keys)
+        eligible = self.eligible(positions, keys.shape[3])
+        # Masked before the softmax: what was never written must not count.
+        rank = group_rank(jnp.where(eligible[:, None, None], scores, -jnp.inf))
+        return self.best(rank, positions, self.request_size(keys.shape[3]))
+
+
+class Remembered(NamedTuple):
+    """The keys, and the layer's query at the token before."""
+
+    keys: Float[Array, "b k d t"]
+    query: Float[Array, "b k g d"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreviousQuery(Oracle):
+    """As the oracle, with the true query of the token before (the idea of FreeKV, ICLR 2026).
+
+    Nothing waits: what the next token reads is known as soon as this one has been attended.
+    """
+
+    name: ClassVar[str] = "previous-query"
+    ahead: ClassVar[bool] = True
+    observes: ClassVar[bool] = True
+
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Remembered:
+        shape = (batch, config.num_kv_heads, config.group_size, config.head_dim)
+        return Remembered(super().init(config, batch, capacity), jnp.zeros(shape, jnp.float32))
+
+    def observe_prefill(
+        self, weights: Params, state: Remembered, keys: Float[Array, "b k s d"]
+    ) -> Remembered:
+        return state._replace(keys=super().observe_prefill(weights, state.keys, keys))
+
+    def observe_queries(
+        self,
+        state: Remembered,
+        queries: Float[Array, "b s h d"],
+        keys: Float[Array, "b s k d"],
+        lengths: Int[Array, " b"],
+    ) -> Remembered:
+        last = jnp.take_along_axis(queries, (lengths - 1)[:, None, None, None], axis=1)[:, 0]
+        return state._replace(query=last.reshape(state.query.shape).astype(jnp.float32))
+
+    def select(
+        self,
+        config: ModelConfig,
+        layer: Layer,
+        weights: Params,
+        state: Remembered,
+        a: Float[Array, "b e"],
+        positions: Int[Array, " b"],
+    ) -> Request:
+        return self._best_of(state.query, state.keys, positions)
+
+    def observe(self, state: Remembered, seen: Attended) -> Remembered:
+        return state._replace(query=seen.query.astype(jnp.float32))
+
+    def append(
+        self,
+        weights: Params,
+        state: Remembered,
+        keys: Float[Array, "b k n d"],
+        positions: Int[Array, " b"],
+    ) -> Remembered:
+        return state._replace(keys=super().append(weights, state.keys, keys, positions))
+
+
+def _keys(head_dim: int) -> IndexFormat:
+    """Keys whole and exact."""
+    return IndexFormat("float32", head_dim)

@@ -1,0 +1,117 @@
+"""H2O (NeurIPS 2023): keep the tokens that received most attention so far; the others are gone.
+
+Per KV head, `received` sums the attention weights that a cached token got from all queries. When a
+token leaves the recent window and the budget is full, the one with the least is evicted, for good:
+its row is never read again. Attention weights are those of the engine's own steps, over what was
+kept.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.models.base import Layer, ModelConfig, Params
+from infinigen_jax.policies.base import Attended, Budgeted
+from infinigen_jax.reuse import put
+from infinigen_jax.selection import Request
+
+EVICTED = -jnp.inf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class H2O(Budgeted):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "h2o"
+    observes: ClassVar[bool] = True
+
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k t"]:
+        return jnp.zeros((batch, config.num_kv_heads, capacity), jnp.float32)
+
+    def observe_prefill(
+        self, weights: Params, state: Float[Array, "b k t"], keys: Float[Array, "b k s d"]
+    ) -> Float[Array, "b k t"]:
+        return state
+
+    def observe_queries(
+        self,
+        state: Float[Array, "b k t"],
+        queries: Float[Array, "b s h d"],
+        keys: Float[Array, "b s k d"],
+        lengths: Int[Array, " b"],
+    ) -> Float[Array, "b k t"]:
+        received = prompt_attention(queries, keys, lengths)
+        return lax.dynamic_update_slice(state, received, (0, 0, 0))
+
+    def select(
+        self,
+        config: ModelConfig,
+        layer: Layer,
+        weights: Params,
+        state: Float[Array, "b k t"],
+        a: Float[Array, "b e"],
+        positions: Int[Array, " b"],
+    ) -> Request:
+        return self.best(state, positions, self.request_size(state.shape[2]))
+
+    def observe(self, state: Float[Array, "b k t"], seen: Attended) -> Float[Array, "b k t"]:
+        b, k, capacity = state.shape
+        sequence = jnp.arange(b, dtype=jnp.int32)[:, None, None]
+        head = jnp.arange(k, dtype=jnp.int32)[None, :, None]
+        # Padding is slot 0 with weight 0.
+        state = state.at[sequence, head, seen.slots].add(seen.weights, mode="drop")
+        resident = jnp.where(seen.resident >= 0, seen.resident, capacity)[:, None]
+        state = state.at[sequence, head, resident].add(seen.resident_weights, mode="drop")
+        positions = jnp.max(seen.resident, axis=-1)
+        # What this step could have fetched and the budget has no room for is gone.
+        request = self.best(state, positions, self.request_size(capacity))
+        eligible = self.eligible(positions, capacity)[:, None]
+        slots = jnp.where(request.valid, request.slots, capacity)
+        kept = put(jnp.zeros(state.shape, jnp.bool), slots, jnp.ones(slots.shape, jnp.bool))
+        return jnp.where(eligible & ~kept, EVICTED, state)
+
+    def append(
+        self,
+        weights: Params,
+        state: Float[Array, "b k t"],
+        keys: Float[Array, "b k n d"],
+        positions: Int[Array, " b"],
+    ) -> Float[Array, "b k t"]:
+        return state
+
+
+def prompt_attention(
+    queries: Float[Array, "b s h d"],
+    keys: Float[Array, "b s k d"],
+    lengths: Int[Array, " b"],
+    block: int = 256,
+) -> Float[Array, "b k s"]:
+    """Attention weight that each of a prompt's tokens receives from all its queries.
+
+    Summed over a KV head's query heads. In blocks of queries: a block of scores is
+    [b, k, g, block, s].
+    """
+    b, s, h, d = queries.shape
+    k = keys.shape[2]
+    block = min(block, s)
+    padded = -(-s // block) * block
+    queries = jnp.pad(queries, ((0, 0), (0, padded - s), (0, 0), (0, 0)))
+    queries = queries.reshape(b, padded // block, block, k, h // k, d).swapaxes(0, 1)
+    column = jnp.arange(s, dtype=jnp.int32)
+
+    def add(received: Array, inputs: tuple[Array, Array]) -> tuple[Array, None]:
+        q, number = inputs
+        row = number * block + jnp.arange(block, dtype=jnp.int32)
+        scores = jnp.einsum("bqkgd,bskd->bkgqs", q, keys, preferred_element_type=jnp.float32)
+        causal = (column[None] <= row[:, None])[None, None, None]
+        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+        inside = row[None] < lengths[:, None]
+        weights = jnp.where(inside[:, None, None, :, None], weights, 0.0)
+        return received + jnp.sum(weights, axis=(2, 3)), None
+
+    numbers = jnp.arange(padded // block, dtype=jnp.int32)
+    return lax.scan(add, jnp.zeros((b, k, s), jnp.float32), (queries, numbers))[0]

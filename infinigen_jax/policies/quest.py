@@ -1,0 +1,87 @@
+"""Quest (ICML 2024): pages of tokens, chosen by a bound on the scores inside.
+
+The device keeps the least and the largest number of each key column in a page. For a query q,
+sum_i max(q_i min_i, q_i max_i) is at least the score of every key of the page. The bound takes the
+step's own query, so the layer waits for its rows. Whole pages are fetched; among query heads of a
+group, pages are ranked by the sum of the softmax of their bounds.
+"""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.models.base import Layer, ModelConfig, Params
+from infinigen_jax.policies.base import Budgeted
+from infinigen_jax.selection import Request, group_rank
+
+
+class Bounds(NamedTuple):
+    """Of the keys of each page; +inf and -inf where a page is empty."""
+
+    least: Float[Array, "b k p d"]
+    most: Float[Array, "b k p d"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quest(Budgeted):
+    """See the module's docstring.
+
+    Attributes:
+        page: tokens in a page; capacities are multiples of 128.
+    """
+
+    name: ClassVar[str] = "quest"
+    ahead: ClassVar[bool] = False
+
+    page: int = 16
+
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Bounds:
+        shape = (batch, config.num_kv_heads, -(-capacity // self.page), config.head_dim)
+        return Bounds(jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf))
+
+    def observe_prefill(
+        self, weights: Params, state: Bounds, keys: Float[Array, "b k s d"]
+    ) -> Bounds:
+        # Padding behind a short prompt is taken in too and only loosens bounds of its last pages.
+        return self.append(weights, state, keys, jnp.zeros(keys.shape[0], jnp.int32))
+
+    def select(
+        self,
+        config: ModelConfig,
+        layer: Layer,
+        weights: Params,
+        state: Bounds,
+        a: Float[Array, "b e"],
+        positions: Int[Array, " b"],
+    ) -> Request:
+        query = layer.query(a, positions).astype(jnp.float32)
+        query = query.reshape(a.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
+        # The larger product comes from the largest key where q > 0 and from the least elsewhere.
+        least, most = (jnp.where(jnp.isfinite(x), x, 0) for x in state)
+        bound = jnp.einsum("bkgd,bkpd->bkgp", jnp.maximum(query, 0), most)
+        bound += jnp.einsum("bkgd,bkpd->bkgp", jnp.minimum(query, 0), least)
+        filled = jnp.isfinite(state.least[..., 0])
+        rank = group_rank(jnp.where(filled[:, :, None], bound, -jnp.inf))
+        rank = jnp.repeat(rank, self.page, axis=2)
+        return self.best(rank, positions, self.request_size(rank.shape[2]))
+
+    def append(
+        self,
+        weights: Params,
+        state: Bounds,
+        keys: Float[Array, "b k n d"],
+        positions: Int[Array, " b"],
+    ) -> Bounds:
+        b, k, n, _ = keys.shape
+        keys = keys.astype(jnp.float32)
+        page = (positions[:, None] + jnp.arange(n, dtype=jnp.int32)[None]) // self.page
+        at = (
+            jnp.arange(b, dtype=jnp.int32)[:, None, None],
+            jnp.arange(k, dtype=jnp.int32)[None, :, None],
+            page[:, None],
+        )
+        return Bounds(
+            state.least.at[at].min(keys, mode="drop"), state.most.at[at].max(keys, mode="drop")
+        )
