@@ -34,7 +34,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         "--policy",
         default=default("infinigen"),
         metavar="P",
-        help="full, infinigen (default) or infinigen-paper",
+        help="infinigen (default), full, infinigen-paper, ...; a wrong name lists them all",
         **many,
     )
     add("--alpha", type=float, help="fetch what is within A of the best score (default 4)")
