@@ -70,6 +70,8 @@ def read(model: Model, tokens: list[list[int]]) -> Prompt:
 
 def start(engine: Engine, prompt: Prompt, new_tokens: int) -> Run:
     """`engine.start`, with the prompt's cache filled in and not computed."""
+    if engine.decoder.policy.observes:  # it learns from queries, which are not kept
+        return engine.start(prompt.tokens, new_tokens)
     with mock.patch.object(infinigen_jax.run, "prefill", functools.partial(_fill, prompt)):
         return engine.start(prompt.tokens, new_tokens)
 
