@@ -79,7 +79,7 @@ def microseconds(function: Callable[..., Any], arguments: tuple) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Time the handlers.")
     parser.add_argument("--layers", type=int, default=30, help="that fetch, in a step")
     layers = parser.parse_args().layers
     IdleLauncher().register("cpu")

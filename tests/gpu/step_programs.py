@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from compile_for_gpu import Program, compile_for_gpu
 
-from infinigen_jax.cache import Cache, DenseLayer, Resident
+from infinigen_jax.cache import Cache, DenseLayer, HostLayer, Resident
 from infinigen_jax.checkpoint import Basis, Model
-from infinigen_jax.decode import Carry, Decoder, Fetched, Following, Weights, steps
+from infinigen_jax.decode import Carry, Counts, Decoder, Fetched, Following, Weights
 from infinigen_jax.memory import Placement, default_mesh
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.models.rope import Rope
@@ -22,6 +22,7 @@ from infinigen_jax.policies import InfiniGen
 from infinigen_jax.prefill import prefill_steps
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.selection import Request
+from infinigen_jax.steps import steps
 from infinigen_jax.transfer import Transfer, XlaTransfer
 
 LAYERS, DENSE, BATCH, CAPACITY, PROMPT = 6, 2, 2, 8192, 256
@@ -43,7 +44,8 @@ CONFIG = ModelConfig(
     mlp_bias=False,
     rope=Rope(),
 )
-POLICY = InfiniGen(budget=0.05)
+POLICY = InfiniGen(budget=0.05, index_dtype="bfloat16")
+SCALES = ()  # of rows in the model's own format
 
 ROW = 2 * CONFIG.head_dim * DTYPE.itemsize  # bytes of a cached token, of one KV head
 HEADS = BATCH * CONFIG.num_kv_heads
@@ -62,13 +64,14 @@ class UntiedTransfer(XlaTransfer):
 
     name: ClassVar[str] = "untied"
 
-    def wait(self, ticket: Any, x: Any) -> tuple[Any, Any]:
-        return x, ticket
+    def wait(self, ticket: Any, x: Any) -> tuple[Any, Any, Any]:
+        return x, *ticket
 
 
 @functools.cache
-def decoder(transfer: Transfer | None = None) -> Decoder:
-    return Decoder(CONFIG, DTYPE, POLICY, transfer or XlaTransfer(), DENSE, default_mesh())
+def decoder(transfer: Transfer | None = None, hot_set: float = 0.0) -> Decoder:
+    chosen = transfer or XlaTransfer()
+    return Decoder(CONFIG, DTYPE, POLICY, chosen, DENSE, default_mesh(), hot_set=hot_set)
 
 
 def _shaped(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
@@ -98,16 +101,19 @@ def weights() -> Weights:
     return _placed(Weights(params, policy), Placement(default_mesh()).whole)
 
 
-def _cache() -> Cache:
+def _cache(hot_set: float = 0.0) -> Cache:
     at = Placement(default_mesh())
     b, k, d = BATCH, CONFIG.num_kv_heads, CONFIG.head_dim
     host = _shaped((LAYERS - DENSE, b, k, CAPACITY, 2 * d), DTYPE, at.host)
     state = _placed(jax.eval_shape(lambda: POLICY.init(CONFIG, b, CAPACITY)), at.rows)
+    on_host = LAYERS - DENSE
+    fitting = decoder(hot_set=hot_set)
+    hot = _placed(jax.eval_shape(lambda: fitting.empty_hot_set(b, CAPACITY)), at.rows)
     dense = _shaped((b, k, CAPACITY, d), DTYPE, at.rows)
     resident = Resident(_shaped((b, k, decoder().slots.size, 2 * d), DTYPE, at.rows))
-    local = (DenseLayer(dense, dense),) * DENSE + (resident,) * (LAYERS - DENSE)
+    local = (DenseLayer(dense, dense),) * DENSE + (resident,) * on_host
     lengths = _shaped((b,), jnp.int32, at.batch)
-    return Cache(host, (state,) * (LAYERS - DENSE), local, lengths)
+    return Cache(host, (state,) * on_host, local, lengths, (SCALES,) * on_host, (hot,) * on_host)
 
 
 def _scalar(dtype: Any = jnp.int32) -> Any:
@@ -115,15 +121,17 @@ def _scalar(dtype: Any = jnp.int32) -> Any:
 
 
 @functools.cache
-def fused(transfer: Transfer | None = None) -> Program:
+def fused(transfer: Transfer | None = None, hot_set: float = 0.0) -> Program:
     """The whole step, greedy."""
-    cache = _cache()
+    cache = _cache(hot_set)
     return compile_for_gpu(
-        steps(decoder(transfer)).fused,
+        steps(decoder(transfer, hot_set)).fused,
         weights(),
         cache.host,
         cache.states,
+        cache.scales,
         cache.local,
+        cache.hot,
         cache.lengths,
         cache.lengths,
         _scalar(jnp.uint32),
@@ -141,7 +149,8 @@ def _carry() -> Carry:
     )
     rows = _shaped((b, k, FETCHED, 2 * CONFIG.head_dim), DTYPE, at.rows)
     x = _shaped((b, CONFIG.hidden_size), DTYPE, at.batch)
-    return Carry(x, Fetched(request, rows), _shaped((b,), jnp.int32, at.batch))
+    fetched = _shaped((b,), jnp.int32, at.batch)
+    return Carry(x, Fetched(request, rows), Counts(fetched, fetched))
 
 
 @functools.cache
@@ -165,7 +174,11 @@ def scanned() -> Program:
                 lambda x: jax.lax.dynamic_index_in_dim(x, ahead, 0, keepdims=False),
                 Following(layers, policy, states, numbers),
             )
-            return decoder().decode_layer(params, carry, resident, host, number, following, at)
+            own = HostLayer(number, SCALES)
+            carry, resident, _, _ = decoder().decode_layer(
+                params, carry, resident, None, None, host, own, following, at
+            )
+            return carry, resident
 
         return jax.lax.scan(body, carry, (numbers, layers, local))
 
@@ -193,8 +206,10 @@ def fetching_layer() -> Program:
         constant.params["layers"][DENSE],
         _carry(),
         cache.local[-1],
+        None,
+        None,
         cache.host,
-        _scalar(),
+        HostLayer(_scalar(), SCALES),
         following,
         cache.lengths,
     )
@@ -210,6 +225,7 @@ def flush() -> Program:
         cache.local,
         cache.host,
         cache.states,
+        cache.scales,
         cache.lengths,
     )
 

@@ -1,0 +1,93 @@
+"""The `cuda` transfer and the kernels of selection and reuse in programs compiled for a GPU.
+
+The kernels' FFI targets are placeholders: this shows what is launched around them, in which order,
+and that XLA neither stages nor copies what they work on.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import step_programs as sp
+from compile_for_gpu import (
+    Instruction,
+    Program,
+    compile_for_gpu,
+    copies,
+    host_copies,
+    large_results,
+    on_device,
+    register_placeholder,
+    schedule,
+)
+
+from infinigen_jax.cuda import calls
+from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
+from infinigen_jax.transfer.cuda import CudaTransfer
+
+HOT_SET = 2.0
+HOT_ENTRIES = sp.decoder(hot_set=HOT_SET).hot_entries(sp.CAPACITY)
+
+
+@pytest.fixture(autouse=True)
+def placeholders(gpu_compiler: None) -> None:
+    register_placeholder(LAUNCH, START, WAIT)
+
+
+def step_of(program: Program) -> list[Instruction]:
+    """The launches of the computation that has the transfers."""
+    (body,) = (b for b in schedule(program).values() if any(i.target == START for i in b))
+    return body
+
+
+@pytest.mark.parametrize("hot_set", [0.0, HOT_SET])
+def test_attention_and_mlp_lie_between_start_and_wait(hot_set: float):
+    body = step_of(sp.fused(CudaTransfer(), hot_set))
+    order = [i.target for i in body if i.target in (START, WAIT)]
+    fetching = range(sp.DENSE - 1, sp.LAYERS - 1)
+    assert order == [START, WAIT] * len(fetching)
+    starts = [i for i, each in enumerate(body) if each.target == START]
+    waits = [i for i, each in enumerate(body) if each.target == WAIT]
+    for number, start, wait in zip(fetching, starts, waits, strict=True):
+        between = body[start + 1 : wait]
+        for scope in ("attention", "mlp"):
+            products = [
+                i
+                for i in body
+                if f"/layer{number}/{scope}/" in i.op_name and i.op_name.endswith("dot_general")
+            ]
+            beside = [i for i in products if i in between]
+            # The projection to q, k and v comes before: it is one product with the speculation's.
+            assert beside and len(products) - len(beside) <= (1 if scope == "attention" else 0)
+        assert not [i for i in between if f"/layer{number + 1}/attention/" in i.op_name]
+        assert len(between) >= 10
+
+
+@pytest.mark.parametrize("hot_set", [0.0, HOT_SET])
+def test_nothing_is_staged_or_copied(hot_set: float):
+    program = sp.fused(CudaTransfer(), hot_set)
+    assert not host_copies(program, 1024)
+    assert program.memory["host_temp"] == 0
+    assert not [copy for copy in copies(program, 1024) if copy.nbytes >= sp.FETCHED_BYTES]
+    assert not large_results(program, sp.LAYER_BYTES)
+    hot_rows = sp.HEADS * HOT_ENTRIES * sp.ROW
+    in_place = program.memory["alias"] - sp.fused().memory["alias"]
+    assert in_place >= (sp.LAYERS - sp.DENSE) * hot_rows * (hot_set > 0)
+
+
+def test_the_directory_of_the_hot_set_is_planned_in_place():
+    b, k, n, h, t = 2, 8, 409, 818, 8192
+    arguments = [on_device(s, jnp.int32) for s in [(b, k, n), (b, k), (b,), (b, k, h), (b, k, h)]]
+    place = on_device((b, k, t), jnp.int16)
+    program = compile_for_gpu(calls.plan_reuse, *arguments, place, donate_argnums=(3, 4, 5))
+    assert not copies(program, 1024)
+    assert program.memory["alias"] == b * k * (2 * h * 4 + t * 2)
+
+
+def test_selection_is_one_launch():
+    def select(scores: jax.Array, positions: jax.Array):
+        return calls.select_rows(scores, positions, 409, 4.0, (1, 20), 4, 32)
+
+    program = compile_for_gpu(
+        select, on_device((2, 8, 4, 8192), jnp.float32), on_device((2,), jnp.int32)
+    )
+    assert [i.target for body in schedule(program).values() for i in body] == [LAUNCH]

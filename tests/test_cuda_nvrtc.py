@@ -1,0 +1,65 @@
+"""The cache of compiled kernels, and what is said where there is no compiler."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from infinigen_jax.cuda import nvrtc
+
+
+class Compiler:
+    """Counts its work."""
+
+    version = "1.0"
+
+    def __init__(self):
+        self.compiled = 0
+
+    def compile(self, source: str, architecture: int) -> bytes:
+        self.compiled += 1
+        return f"{source} for {architecture}".encode()
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler()
+    monkeypatch.setattr(nvrtc.Nvrtc, "load", staticmethod(lambda: made))
+    return made
+
+
+def test_code_is_compiled_once(compiler: Compiler, tmp_path: Path):
+    folder = tmp_path / "new" / "cache"
+    for _ in range(2):
+        assert nvrtc.kernels("a", 90, folder) == b"a for 90"
+        assert nvrtc.kernels("a", 80, folder) == b"a for 80"
+        assert nvrtc.kernels("b", 90, folder) == b"b for 90"
+    assert compiler.compiled == len(list(folder.iterdir())) == 3
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(compiler: Compiler, tmp_path: Path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for _ in range(2):
+        assert nvrtc.kernels("a", 90, blocked) == b"a for 90"
+    assert compiler.compiled == 2
+
+
+def test_the_cache_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert nvrtc.cache_folder() == tmp_path / "infinigen_jax"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert nvrtc.cache_folder() == Path.home() / ".cache" / "infinigen_jax"
+
+
+def test_without_the_library_the_wheels_are_named(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    nvrtc.Nvrtc.load.cache_clear()
+    try:
+        with pytest.raises(OSError, match=r"comes with jax\[cuda12\]"):
+            nvrtc.Nvrtc.load()
+    finally:
+        nvrtc.Nvrtc.load.cache_clear()
