@@ -98,11 +98,7 @@ def times(context: int, size: int, options: argparse.Namespace) -> dict[str, Any
 
 def _all_calls(choose: Choose, size: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """One program with a call for each leading entry, as a step's layers are one program."""
-
-    def run(rank: jax.Array, count: jax.Array) -> jax.Array:
-        return jnp.stack([choose(one, count, size) for one in rank])
-
-    return jax.jit(run)
+    return jax.jit(lambda rank, count: lax.map(lambda one: choose(one, count, size), rank))
 
 
 def _seconds(run: Callable[..., jax.Array], *arguments: jax.Array) -> float:

@@ -39,7 +39,8 @@ class Transformers:
         import torch
         import transformers
 
-        self.model, self.threads = model, threads
+        self.model, self.threads = model, threads or len(os.sched_getaffinity(0))
+        self._choose_threads = not threads and model.device.type == "cpu"
         self.drawn: list[int] = []
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         ids = torch.tensor(prompts, device=model.device)
@@ -57,15 +58,15 @@ class Transformers:
         self.prefill_seconds = time.perf_counter() - start
 
     def warm_up(self, rounds: int, tokens: int) -> None:
-        cores, seconds, chosen = len(os.sched_getaffinity(0)), {}, self.threads
-        # The first round meets cold memory, so it decides nothing.
-        candidates = [cores, cores, 1][: max(rounds, 1)] if self.model.device.type == "cpu" else []
-        for threads in candidates or [cores] * rounds:
-            self.threads = chosen or threads
-            seconds[threads] = self.round(tokens)
-        self.threads = chosen or min(seconds, key=lambda threads: seconds[threads])
-        for _ in range(rounds - len(candidates) if candidates else 0):
-            self.round(tokens)
+        seconds: dict[int, float] = {}
+        for number in range(rounds):
+            if number == 2 and self._choose_threads:
+                self.threads = 1
+            took = self.round(tokens)
+            if number:  # the first one meets cold memory
+                seconds[self.threads] = took
+        if self._choose_threads and seconds:
+            self.threads = min(seconds, key=lambda threads: seconds[threads])
 
     def round(self, tokens: int) -> float:
         self._use_threads()
@@ -150,11 +151,7 @@ def _tensor(slot: Slot, params: Params) -> Any:
 
 
 def logits_difference(model: Model, other: Any, prompt: list[int]) -> float:
-    """Largest difference of the two models' logits on a prompt, relative to the largest logit.
-
-    Raises:
-        ValueError: if it is too large for the dtype: then they are not the same model.
-    """
+    """Largest difference of the two models' logits on a prompt, relative to the largest logit."""
     import torch
 
     tokens = jnp.array([prompt], jnp.int32)
@@ -164,7 +161,4 @@ def logits_difference(model: Model, other: Any, prompt: list[int]) -> float:
     with torch.inference_mode():
         ids = torch.tensor([prompt], device=other.device)
         theirs = other(ids).logits.float().cpu().numpy()
-    difference = float(np.abs(mine - theirs).max() / np.abs(theirs).max())
-    if not difference <= LOGITS_TOLERANCE[str(model.dtype)]:
-        raise ValueError(f"the models differ: logits by {difference:.2g} of the largest")
-    return difference
+    return float(np.abs(mine - theirs).max() / np.abs(theirs).max())

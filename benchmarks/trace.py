@@ -65,6 +65,7 @@ def account(ops: Sequence[Op], steps: int) -> dict[str, Any]:
     if not ops:
         raise ValueError("the trace shows no operations")
     parts, guessed = _parts(ops)
+    apart = [op.copy or op.name.startswith(GATHER_KERNEL) for op in ops]  # not in line with work
     changes = sorted({time for op in ops for time in (op.start, op.end)})
     spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     layers: dict[str, float] = collections.defaultdict(float)
@@ -77,7 +78,7 @@ def account(ops: Sequence[Op], steps: int) -> dict[str, Any]:
                 active.append(begun)
             begun += 1
         length = then - now
-        computing = [i for i in active if not ops[i].copy and parts[i] != "exposed wait"]
+        computing = [i for i in active if not apart[i] and parts[i] != "exposed wait"]
         # Rows move in a copy and in what is traced as a fetch. Work behind it in the list of active
         # operations started later: inside of it (a loop's body), or beside it.
         fetching = [i for i in active if ops[i].copy or parts[i] == "transfer"]

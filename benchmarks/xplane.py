@@ -73,7 +73,9 @@ def _ops(line_name: str, line: Any, programs: Any, by_kernel: Any, on_gpu: bool)
             path = program.get(name, "")
         else:  # a kernel of a CUDA graph, which may not tell the instruction, but has its name
             path = by_kernel.get(kernel_name(event.name), "")
-        copy = on_gpu and ("memcpy" in event.name.lower() or "Memcpy" in line.name)
+        copy = on_gpu and "memcpyh2d" in event.name.lower()
+        if on_gpu and "memcpyd2h" in event.name.lower():
+            continue  # the tokens, or rows of a flush: nothing that a step waits for
         waiting[stats.get("_p")] = len(ops)
         ops.append(Op(line_name, name or event.name, path, event.start_ns, end, copy))
     return ops

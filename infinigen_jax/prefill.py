@@ -160,7 +160,8 @@ def prompt_layer(
     layer: Layer, x: Float[Array, "b s e"]
 ) -> tuple[Float[Array, "b s e"], Float[Array, "b s k d"], Float[Array, "b s k d"]]:
     """One layer over whole prompts: its output, keys and values."""
-    return prompt_layer_queries(layer, x)[:3]
+    x, keys, values, _ = prompt_layer_queries(layer, x)
+    return x, keys, values
 
 
 def prompt_layer_queries(layer: Layer, x: Float[Array, "b s e"]) -> tuple[Array, ...]:

@@ -375,7 +375,7 @@ class Run:
         heads = len(self.new_tokens) * decoder.config.num_kv_heads
         return len(self._times[1:]) * heads * requested * width
 
-    def _fraction(self, counts: np.ndarray, steps_of: np.ndarray) -> float:
+    def _fraction(self, counts: Any, steps_of: np.ndarray) -> float:
         """Of the rows cached: mean over the steps that made a token that was kept."""
         decoder = self.decoder
         if not decoder.host_layers or not steps_of.sum():

@@ -1,7 +1,8 @@
 """Strict numerics, checked shapes, and small Hugging Face models made on the spot."""
 
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,23 @@ import jaxtyping
 import numpy as np
 import pytest
 
+# Most of the time of these tests is compilation of programs that run once; LLVM's optimisation
+# is a third of it. A level in the environment has precedence.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "")
+
 # Before anything imports the package: its annotations are checked on every call.
 jaxtyping.install_import_hook("infinigen_jax", "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Free a module's compiled programs: a process may have only so many memory mappings."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -6,7 +6,18 @@ import json
 import pytest
 
 import infinigen_jax
-from benchmarks import loads, machine, on_gpu, presets, reuse, selection, shapes, transfer
+from benchmarks import (
+    loads,
+    machine,
+    on_gpu,
+    presets,
+    reuse,
+    selection,
+    shapes,
+    trace,
+    transfer,
+    xplane,
+)
 from infinigen_jax import checkpoint
 from infinigen_jax.transfer import XlaTransfer
 
@@ -26,7 +37,9 @@ def test_transfer_is_measured_alone_and_beside_work(monkeypatch):
     shape = loads.Shape.of(144)
     assert shape.moved == 64 * shape.wanted * 144 <= 1 << 17
     compute = loads.Compute.make((2, 64, 64))
-    entry = transfer.measure_one(XlaTransfer(), shape, shape.host(), shape.request(), compute)
+    host, request = shape.host(), shape.request()
+    expected = transfer.reference(host, request)
+    entry = transfer.measure_one(XlaTransfer(), shape, host, request, expected, compute)
     assert entry["bytes_per_second"] == pytest.approx(shape.moved * 1e3 / entry["transfer_ms"])
     hidden = 1 + (entry["compute_ms"] - entry["both_ms"]) / entry["transfer_ms"]
     assert entry["hidden_share"] == pytest.approx(hidden)
@@ -35,6 +48,63 @@ def test_transfer_is_measured_alone_and_beside_work(monkeypatch):
     fast = slow | {"bytes_per_second": 6e10, "blocks": 132}  # more than the goal allows
     found = {"measurements": [slow, fast], "copy_bytes_per_second": 5e10}
     assert [(g["value"], g["met"]) for g in transfer.goals(found)] == [(0.6, False), (0.5, False)]
+
+
+def steps(*events):
+    """Operations: line, path, start and end in milliseconds; "copy" as path, or a kernel's name."""
+    ops = []
+    for line, path, start, end in events:
+        name = path if path.startswith("gather") else "fusion"
+        known = "" if path in ("copy", "?") or name == path else f"jit(fused)/layer1/{path}/dot"
+        ops.append(xplane.Op(line, name, known, start * 1e6, end * 1e6, path == "copy"))
+    return sorted(ops, key=lambda op: op.start)
+
+
+BESIDE = ("gather_rows", "copy")  # a kernel on a stream of its own, or a copy engine
+
+
+@pytest.mark.parametrize("moves", BESIDE)
+def test_transfer_beside_computation_is_hidden_until_it_is_waited_for(moves):
+    found = trace.account(
+        steps(
+            ("main", "speculate", 0, 10),
+            ("main", "attention", 10, 30),
+            ("own", moves, 10, 50),
+            ("main", "mlp", 30, 40),
+            ("main", "attention", 55, 60),
+        ),
+        steps=2,
+    )
+    parts = {name: value for name, value in found["parts_ms"].items() if value}
+    assert parts == {
+        "speculation": 5.0,
+        "attention": 12.5,
+        "mlp": 5.0,
+        "exposed wait": 5.0,
+        "idle": 2.5,
+    }
+    assert found["step_ms"] == 30 == sum(found["layers_ms"].values())
+    assert found["transfer_ms"] == 20 and found["hidden_share"] == 0.75
+
+
+def test_transfer_in_line_hides_nothing_and_loops_belong_to_their_parts():
+    found = trace.account(
+        steps(
+            ("main", "select/while", 0, 20),
+            ("main", "select/while/body", 5, 10),
+            ("main", "fetch", 20, 30),
+            ("main", "?", 30, 35),
+            ("main", "wait", 35, 40),
+        ),
+        steps=1,
+    )
+    parts = found["parts_ms"]
+    assert (parts["selection"], parts["transfer"], parts["exposed wait"]) == (20, 15, 5)
+    assert found["hidden_share"] == 0 and found["guessed_share"] == 5 / 40
+
+
+def test_kernels_are_named_after_instructions():
+    assert xplane.kernel_name("loop_add-fusion.12") == "loop_add_fusion_12"
 
 
 def test_selection_by_context(tmp_path, capsys):

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from cuda_emulation import Emulator, compiler
 from cuda_fake import OWN_STREAM, XLA_STREAM, FakeCuda, install
+from runtime import SPARSE, engine, random_model, tokens_of
 
 from infinigen_jax import cuda
 from infinigen_jax.cache import Slots
 from infinigen_jax.cuda import calls
+from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory import allocate_host, default_mesh, write_layer
 from infinigen_jax.reuse import HotSet, Plan, plan
@@ -212,6 +214,25 @@ def test_planning_through_xla(driver: FakeCuda):
         entry, miss, *own = planned(wanted.slots, wanted.count, positions, *own)
         jax.tree.map(np.testing.assert_array_equal, Plan(entry, miss), expected)
         jax.tree.map(np.testing.assert_array_equal, tuple(own), (hot.slots, hot.used, hot.place))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hot_set": 0.0},
+        {"hot_set": 1.5},
+        {"hot_set": 1.0, "schedule": "layerwise", "rows": "int8", "dense_layers": 0},
+    ],
+)
+def test_generated_tokens_are_those_of_the_reference(
+    driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+):
+    expected = tokens_of(engine("gqa", **settings))
+    monkeypatch.setattr("infinigen_jax.engine.make_transfer", lambda name: CudaTransfer())
+    made = Engine(random_model("gqa"), policy=SPARSE, **settings)
+    driver.calls.clear()
+    assert tokens_of(made) == expected
+    assert "cuLaunchKernel" in driver.names() and not driver.queue
 
 
 def test_without_a_gpu_it_says_so_once():

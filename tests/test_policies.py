@@ -1,5 +1,7 @@
 """The policies that InfiniGen is compared with, against plain NumPy and against the full cache."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -52,7 +54,7 @@ def settings(**more):
 
 def chosen(policy, state, query=None) -> list[list[set[int]]]:
     """Slots that a policy selects, by sequence and KV head."""
-    layer = FixedQuery(drawn(B, K, G, D) if query is None else query)
+    layer: Any = FixedQuery(drawn(B, K, G, D) if query is None else query)
     at = jnp.asarray(POSITIONS, jnp.int32)
     request = policy.select(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at)
     slots, count = np.asarray(request.slots), np.asarray(request.count)
@@ -174,7 +176,8 @@ def test_h2o_evicts_for_good():
                 order = sorted(left, key=lambda slot: (-alive[slot], slot))
                 assert got[i][j] == set(order[: budget(i)])
             at = jnp.asarray(POSITIONS, jnp.int32)
-            request = policy.select(CONFIG, FixedQuery(drawn(B, K, G, D)), {}, state, jnp.zeros((B, 4)), at)
+            layer: Any = FixedQuery(drawn(B, K, G, D))
+            request = policy.select(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at)
             weights = rng.random(request.slots.shape).astype(np.float32)
             weights = np.where(np.asarray(request.valid), weights, 0)
             resident = np.asarray(Slots(SINKS, RECENT).positions(at))
@@ -230,5 +233,6 @@ def test_all_follow_the_protocol():
         assert isinstance(policy, Policy) and policy.name == name
         assert not (policy.observes and not policy.ahead)
         if kind is not Full:
+            made: Any = kind
             with pytest.raises(InputError, match="--budget"):
-                kind(budget=0.0)
+                made(budget=0.0)

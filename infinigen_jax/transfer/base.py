@@ -48,7 +48,7 @@ class Transfer(Protocol):
         ...
 
     def behind(self, ticket: Any, q: Array) -> tuple[Any, Array]:
-        """Tie the work that the transfer is to run beside, which begins with q, behind the start."""
+        """Tie the work to run beside the transfer, which begins with q, behind the start."""
         ...
 
     def wait(
