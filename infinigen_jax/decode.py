@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
+from infinigen_jax import cuda
 from infinigen_jax.attention import (
     Part,
     attend,
@@ -30,7 +31,7 @@ from infinigen_jax.cache import Cache, DenseLayer, HostLayer, Resident, Slots
 from infinigen_jax.memory import append_rows, read_block
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.policies.base import Attended, Policy
-from infinigen_jax.reuse import HotSet, plan
+from infinigen_jax.reuse import HotSet, plan, plan_by_kernel
 from infinigen_jax.rows import RowFormat, row_format
 from infinigen_jax.sampling import Sampling, row_keys, sample
 from infinigen_jax.selection import Request
@@ -262,7 +263,10 @@ class Decoder:
         moved, planned = request.count, None
         if hot is not None:
             with jax.named_scope("reuse"):
-                hot, planned = plan(hot, request, positions, self.eviction)
+                if self.eviction == "lru" and cuda.in_use():
+                    hot, planned = plan_by_kernel(hot, request, positions, self.mesh)
+                else:
+                    hot, planned = plan(hot, request, positions, self.eviction)
                 moved = jnp.sum(planned.miss, axis=-1, dtype=jnp.int32)
         request = request._replace(rank=None)
         with jax.named_scope("fetch"):

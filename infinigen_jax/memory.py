@@ -23,6 +23,7 @@ from jaxtyping import Array, Int, Shaped
 
 HOST = "pinned_host"
 CACHE_SPEC = PartitionSpec(None, "data", "model", None, None)
+BATCH_SPEC = PartitionSpec("data")
 ROWS_SPEC = PartitionSpec("data", "model")
 
 
@@ -49,7 +50,7 @@ class Placement(NamedTuple):
     @property
     def batch(self) -> NamedSharding:
         """[b, ...]: hidden states, lengths, tokens."""
-        return NamedSharding(self.mesh, PartitionSpec("data"))
+        return NamedSharding(self.mesh, BATCH_SPEC)
 
     @property
     def rows(self) -> NamedSharding:
@@ -178,7 +179,7 @@ def append_rows(
             cache = lax.dynamic_update_slice(cache, one, at)
         return cache
 
-    specs = (CACHE_SPEC, CACHE_SPEC, PartitionSpec("data"))
+    specs = (CACHE_SPEC, CACHE_SPEC, BATCH_SPEC)
     return _sharded(local, mesh, specs, CACHE_SPEC)(cache, rows, positions)
 
 

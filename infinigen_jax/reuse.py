@@ -15,10 +15,14 @@ shapes on the device; the host is not asked.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from infinigen_jax.cuda import calls
+from infinigen_jax.memory import BATCH_SPEC, ROWS_SPEC
 from infinigen_jax.selection import Request, top_slots
 
 EVICTIONS = ("lru", "score")
@@ -105,6 +109,23 @@ def plan(
     place = put(place, jnp.where(miss, request.slots, capacity), entry.astype(hot.place.dtype))
     slots = put(hot.slots, target, request.slots)
     used = put(used, target, now)
+    return HotSet(hot.rows, slots, used, place), Plan(entry, miss)
+
+
+def plan_by_kernel(
+    hot: HotSet, request: Request, positions: Int[Array, " b"], mesh: Mesh
+) -> tuple[HotSet, Plan]:
+    """What `plan` computes for eviction "lru", in one launch on an NVIDIA GPU."""
+    arrays = (request.slots, request.count, positions, hot.slots, hot.used, hot.place)
+    rows = [ROWS_SPEC] * 5
+    planned = jax.shard_map(
+        calls.plan_reuse,
+        mesh=mesh,
+        in_specs=(*rows[:2], BATCH_SPEC, *rows[:3]),
+        out_specs=tuple(rows),
+        check_vma=False,
+    )
+    entry, miss, slots, used, place = planned(*arrays)
     return HotSet(hot.rows, slots, used, place), Plan(entry, miss)
 
 

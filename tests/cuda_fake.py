@@ -5,6 +5,7 @@ run when XLA's stream waits for them and not before: whoever reads their results
 go of their operands, gets garbage. The kernels themselves are the emulation's.
 """
 
+import collections
 import ctypes
 from collections.abc import Callable
 from typing import Any
@@ -63,6 +64,11 @@ class FakeCuda:
 
     def names(self) -> list[str]:
         return [name for name, _ in self.calls if name != "cuCtxGetCurrent"]
+
+    def kernels(self) -> collections.Counter[str]:
+        """How often each kernel was launched."""
+        launched = [args[0] for name, args in self.calls if name == "cuLaunchKernel"]
+        return collections.Counter(KERNELS[function - FIRST_FUNCTION] for function in launched)
 
     def _cuGetErrorString(self, code: int, text: int) -> None:
         ctypes.c_char_p.from_address(text).value = b"invalid argument"

@@ -20,8 +20,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.memory import allocate_host, default_mesh, write_layer
 from infinigen_jax.reuse import HotSet, Plan, plan
 from infinigen_jax.selection import Request, budget_fraction, budget_rows, select
-from infinigen_jax.transfer.cuda import CudaTransfer, best_transfer
-from infinigen_jax.transfer.xla import XlaTransfer
+from infinigen_jax.transfer import CudaTransfer, XlaTransfer, make_transfer
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs g++"),
@@ -229,15 +228,36 @@ def test_generated_tokens_are_those_of_the_reference(
 ):
     expected = tokens_of(engine("gqa", **settings))
     monkeypatch.setattr("infinigen_jax.engine.make_transfer", lambda name: CudaTransfer())
+    monkeypatch.setattr(cuda, "in_use", lambda: True)
     made = Engine(random_model("gqa"), policy=SPARSE, **settings)
     driver.calls.clear()
     assert tokens_of(made) == expected
-    assert "cuLaunchKernel" in driver.names() and not driver.queue
+    launched = driver.kernels()
+    assert launched["gather_rows"] + launched["gather_rows_hot"] == launched["select_rows"] > 0
+    assert launched["plan_reuse_16"] == launched["gather_rows_hot"]
+    assert bool(launched["gather_rows_hot"]) == bool(settings["hot_set"]) and not driver.queue
 
 
-def test_without_a_gpu_it_says_so_once():
-    assert cuda.unavailable() == "JAX sees no NVIDIA GPU"
-    assert isinstance(best_transfer(wanted=False), XlaTransfer)
-    with pytest.warns(UserWarning, match="JAX sees no NVIDIA GPU; using xla") as caught:
-        assert isinstance(best_transfer(wanted=True), XlaTransfer)
-    assert len(caught) == 1
+def test_without_a_gpu_it_says_so_once(caplog: pytest.LogCaptureFixture):
+    assert cuda.unavailable() == "JAX sees no NVIDIA GPU" and not cuda.in_use()
+    for name in ("auto", "xla"):
+        assert isinstance(make_transfer(name), XlaTransfer)
+    assert not caplog.messages
+    assert isinstance(make_transfer("cuda"), XlaTransfer)
+    assert caplog.messages == ["transfer cuda: JAX sees no NVIDIA GPU; using xla instead"]
+
+
+def test_on_a_gpu_it_is_the_default(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    assert cuda.in_use()
+    for name in ("auto", "cuda"):
+        assert isinstance(make_transfer(name), CudaTransfer)
+    assert isinstance(make_transfer("xla"), XlaTransfer)
+
+
+def test_the_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("INFINIGEN_JAX_KERNELS", "0")
+    cuda.unavailable.cache_clear()
+    assert cuda.unavailable() == "INFINIGEN_JAX_KERNELS is 0"
+    cuda.unavailable.cache_clear()

@@ -6,9 +6,11 @@
 
 Nothing here needs more than JAX's CUDA wheels: NVRTC compiles the sources (`nvrtc`), the driver's
 interface launches them (`driver`, `launch`), XLA calls handlers written in Python (`ffi`).
+INFINIGEN_JAX_KERNELS=0 in the environment leaves all of it to XLA.
 """
 
 import functools
+import os
 from importlib import resources
 
 import jax
@@ -17,6 +19,7 @@ from infinigen_jax.cuda.driver import CudaError, Driver
 from infinigen_jax.cuda.launch import Launcher
 from infinigen_jax.cuda.nvrtc import CompileError, kernels
 
+SWITCH = "INFINIGEN_JAX_KERNELS"
 SOURCES = ("gather.cu", "top.cu", "select.cu", "plan.cu")
 
 
@@ -33,6 +36,8 @@ def unavailable() -> str | None:
     The first call compiles them, or finds them in the cache, loads them into every GPU that JAX
     uses, and registers the FFI targets.
     """
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH} is 0"
     if jax.default_backend() != "gpu":
         return "JAX sees no NVIDIA GPU"
     try:
@@ -45,4 +50,9 @@ def unavailable() -> str | None:
     return None
 
 
-__all__ = ["source", "unavailable"]
+def in_use() -> bool:
+    """Whether programs that are traced now are to call the kernels."""
+    return jax.default_backend() == "gpu" and unavailable() is None
+
+
+__all__ = ["in_use", "source", "unavailable"]

@@ -13,15 +13,24 @@ keeps that state, one per layer on the host, and calls, in this order:
 """
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from infinigen_jax import cuda
 from infinigen_jax.cache import Slots
+from infinigen_jax.cuda import calls
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.selection import Request, budget_fraction, budget_rows, top_slots
+from infinigen_jax.selection import (
+    Request,
+    budget_fraction,
+    budget_rows,
+    group_rank,
+    select,
+)
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
@@ -190,12 +199,26 @@ class Budgeted(Defaults):
         """Tokens that are on the host only."""
         return Slots(self.sinks, self.window).eligible(positions, capacity)
 
-    def best(self, rank: Float[Array, "b k t"], positions: Int[Array, " b"], size: int) -> Request:
-        """The budget's rows in order of rank, of those that are on the host only."""
-        rank = jnp.where(self.eligible(positions, rank.shape[2])[:, None], rank, -jnp.inf)
-        there = jnp.sum(rank > -jnp.inf, axis=-1, dtype=jnp.int32)
-        count = jnp.minimum(there, budget_rows(self.budget, positions)[:, None])
-        return Request(top_slots(rank, count, size), count, rank)
+    def choose(
+        self,
+        scores: Float[Array, "b k g t"],
+        positions: Int[Array, " b"],
+        alpha: float = math.inf,
+        mode: str = "head",
+    ) -> Request:
+        """Rows within the budget, of those that are on the host only. See `selection.select`."""
+        capacity = scores.shape[3]
+        size = self.request_size(capacity)
+        eligible = self.eligible(positions, capacity)
+        if cuda.in_use() and mode == "head" and scores.shape[2] <= calls.MAX_GROUP:
+            share = budget_fraction(self.budget).as_integer_ratio()
+            slots, count = calls.select_rows(
+                scores, positions, size, alpha, share, self.sinks, self.window
+            )
+            # Computed only if somebody uses it.
+            rank = group_rank(jnp.where(eligible[:, None, None], scores, -jnp.inf))
+            return Request(slots, count, rank)
+        return select(scores, eligible, alpha, budget_rows(self.budget, positions), size, mode)
 
 
 def check_budget(budget: float) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.index import IndexFormat, write_entries
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import Attended, Budgeted
-from infinigen_jax.selection import Request, group_rank
+from infinigen_jax.selection import Request
 from infinigen_jax.speculation import partial_keys
 
 
@@ -66,10 +66,7 @@ class Oracle(Budgeted):
         positions: Int[Array, " b"],
     ) -> Request:
         scores = _keys(query.shape[-1]).scores(query, keys)
-        eligible = self.eligible(positions, keys.shape[3])
-        # Masked before the softmax: what was never written must not count.
-        rank = group_rank(jnp.where(eligible[:, None, None], scores, -jnp.inf))
-        return self.best(rank, positions, self.request_size(keys.shape[3]))
+        return self.choose(scores, positions)
 
 
 class Remembered(NamedTuple):

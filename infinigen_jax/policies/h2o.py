@@ -56,7 +56,7 @@ class H2O(Budgeted):
         a: Float[Array, "b e"],
         positions: Int[Array, " b"],
     ) -> Request:
-        return self.best(state, positions, self.request_size(state.shape[2]))
+        return self.choose(state[:, :, None], positions)
 
     def observe(self, state: Float[Array, "b k t"], seen: Attended) -> Float[Array, "b k t"]:
         b, k, capacity = state.shape
@@ -68,7 +68,7 @@ class H2O(Budgeted):
         state = state.at[sequence, head, resident].add(seen.resident_weights, mode="drop")
         positions = jnp.max(seen.resident, axis=-1)
         # What this step could have fetched and the budget has no room for is gone.
-        request = self.best(state, positions, self.request_size(capacity))
+        request = self.choose(state[:, :, None], positions)
         eligible = self.eligible(positions, capacity)[:, None]
         slots = jnp.where(request.valid, request.slots, capacity)
         kept = put(jnp.zeros(state.shape, jnp.bool), slots, jnp.ones(slots.shape, jnp.bool))

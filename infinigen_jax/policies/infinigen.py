@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, ClassVar
 import jax
 from jaxtyping import Array, Float, Int, Shaped
 
-from infinigen_jax.cache import Slots
 from infinigen_jax.errors import InputError
 from infinigen_jax.index import INDEX_DTYPES, IndexFormat, write_entries
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import Budgeted
-from infinigen_jax.selection import Request, budget_rows, select
+from infinigen_jax.selection import Request
 from infinigen_jax.speculation import (
     partial_columns,
     partial_keys,
@@ -107,12 +106,8 @@ class InfiniGen(Budgeted):
         with jax.named_scope("speculate"):
             query = speculate_query(config, layer, weights, a, positions, index.columns)
             scores = index.scores(query, state)
-        capacity = state.shape[3]
-        eligible = Slots(self.sinks, self.window).eligible(positions, capacity)
-        cap = budget_rows(self.budget, positions)
-        size = self.request_size(capacity)
         with jax.named_scope("select"):
-            return select(scores, eligible, self.alpha, cap, size, self.count)
+            return self.choose(scores, positions, self.alpha, self.count)
 
     def append(
         self,

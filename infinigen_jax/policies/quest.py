@@ -65,7 +65,7 @@ class Quest(Budgeted):
         filled = jnp.isfinite(state.least[..., 0])
         rank = group_rank(jnp.where(filled[:, :, None], bound, -jnp.inf))
         rank = jnp.repeat(rank, self.page, axis=2)
-        return self.best(rank, positions, self.request_size(rank.shape[2]))
+        return self.choose(rank[:, :, None], positions)
 
     def append(
         self,

@@ -8,7 +8,7 @@ it; with a hot set, only those that it does not have.
 """
 
 import dataclasses
-import warnings
+import logging
 from typing import Any, ClassVar
 
 import jax
@@ -22,6 +22,8 @@ from infinigen_jax.memory import CACHE_SPEC, ROWS_SPEC
 from infinigen_jax.reuse import Plan
 from infinigen_jax.selection import Request
 from infinigen_jax.transfer.xla import XlaTransfer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,7 @@ def best_transfer(wanted: bool) -> CudaTransfer | XlaTransfer:
         return XlaTransfer()
     transfer = cuda_transfer_or_reason()
     if isinstance(transfer, str):
-        warnings.warn(f"transfer cuda: {transfer}; using xla instead", stacklevel=3)
+        logger.warning("transfer cuda: %s; using xla instead", transfer)
         return XlaTransfer()
     return transfer
 

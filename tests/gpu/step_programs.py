@@ -7,11 +7,13 @@ compile as those of a large model do, small enough to take a minute.
 import dataclasses
 import functools
 from typing import Any, ClassVar
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from compile_for_gpu import Program, compile_for_gpu
 
+from infinigen_jax import cuda
 from infinigen_jax.cache import Cache, DenseLayer, HostLayer, Resident
 from infinigen_jax.checkpoint import Basis, Model
 from infinigen_jax.decode import Carry, Counts, Decoder, Fetched, Following, Weights
@@ -122,22 +124,24 @@ def _scalar(dtype: Any = jnp.int32) -> Any:
 
 @functools.cache
 def fused(transfer: Transfer | None = None, hot_set: float = 0.0) -> Program:
-    """The whole step, greedy."""
+    """The whole step, greedy; with the `cuda` transfer, selection and reuse by kernels as well."""
     cache = _cache(hot_set)
-    return compile_for_gpu(
-        steps(decoder(transfer, hot_set)).fused,
-        weights(),
-        cache.host,
-        cache.states,
-        cache.scales,
-        cache.local,
-        cache.hot,
-        cache.lengths,
-        cache.lengths,
-        _scalar(jnp.uint32),
-        _scalar(),
-        Sampling(),
-    )
+    kernels = transfer is not None and transfer.name == "cuda"
+    with mock.patch.object(cuda, "in_use", lambda: kernels):
+        return compile_for_gpu(
+            steps(decoder(transfer, hot_set)).fused,
+            weights(),
+            cache.host,
+            cache.states,
+            cache.scales,
+            cache.local,
+            cache.hot,
+            cache.lengths,
+            cache.lengths,
+            _scalar(jnp.uint32),
+            _scalar(),
+            Sampling(),
+        )
 
 
 def _carry() -> Carry:
