@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from infinigen_jax.errors import Parser, run_command
-from infinigen_jax.evaluation import perplexity
+from infinigen_jax.evaluation import perplexity, recall
 
-COMMANDS = {"perplexity": perplexity}
+COMMANDS = {"perplexity": perplexity, "recall": recall}
 
 
 def build_parser() -> argparse.ArgumentParser:
