@@ -373,11 +373,12 @@ class Decoder:
 
     def score(
         self, params: Params, x: Float[Array, "b e"], targets: Int[Array, " b"]
-    ) -> Float[Array, " b"]:
-        """Natural log-probabilities of given next tokens, float32."""
+    ) -> tuple[Float[Array, " b"], Int[Array, " b"]]:
+        """Natural log-probabilities of given next tokens, float32, and the likeliest tokens."""
         logits = self.blueprint.embedding(params).logits(x).astype(jnp.float32)
         chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return chosen - jax.nn.logsumexp(logits, axis=-1), best
 
     def flush(self, policy: tuple[Params, ...], cache: Cache) -> Cache:
         """Write the ring of every host layer to the host, and its keys to the policy's state.

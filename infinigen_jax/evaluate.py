@@ -10,9 +10,14 @@ import sys
 from collections.abc import Sequence
 
 from infinigen_jax.errors import Parser, run_command
-from infinigen_jax.evaluation import perplexity
+from infinigen_jax.evaluation import perplexity, recall, retrieval, tasks
 
-COMMANDS = {"perplexity": perplexity}
+COMMANDS = {
+    "perplexity": perplexity,
+    "recall": recall,
+    "retrieval": retrieval,
+    "tasks": tasks,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

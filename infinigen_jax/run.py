@@ -5,6 +5,7 @@ the one synchronisation of a token; which rows are fetched never passes through 
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from infinigen_jax.memory import Placement
 from infinigen_jax.planning import check_memory, plan_memory
 from infinigen_jax.prefill import prefill
 from infinigen_jax.sampling import Sampling
-from infinigen_jax.steps import steps
+from infinigen_jax.steps import Watch, steps
 from infinigen_jax.text import TextStream
 
 if TYPE_CHECKING:
@@ -143,6 +144,8 @@ class Run:
     def score(self, tokens: np.ndarray, targets: np.ndarray) -> jax.Array:
         """One decode step over given tokens, whatever was drawn. Does not wait.
 
+        `drawn` is then the likeliest next tokens, from which `advance` can go on.
+
         Args:
             tokens: [b] the tokens at the next position, int32.
             targets: [b] the tokens behind them, int32.
@@ -153,9 +156,28 @@ class Run:
         Raises:
             InputError: when the cache is full.
         """
+        return self._score(self._steps.scored, tokens, targets)[0]
+
+    def watch(
+        self, watch: Watch, tokens: np.ndarray, targets: np.ndarray
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """As `score`, with a look at every layer.
+
+        Args:
+            watch: is traced into the step; the same function object, the same compilation.
+
+        Returns:
+            The log-probabilities, and what `watch` recorded, one record a layer.
+        """
+        step = functools.partial(self._steps.watched, watch=watch)
+        scores, records = self._score(step, tokens, targets)
+        return scores, records
+
+    def _score(self, step: Any, tokens: np.ndarray, targets: np.ndarray) -> tuple[Any, Any]:
+        """The scores of a step, and the records of one that is watched."""
         self._make_room()
         cache, at = self.cache, Placement(self.engine.mesh)
-        new, scores, counts = self._steps.scored(
+        new, scores, self.drawn, counts, *records = step(
             self.engine.weights,
             cache.host,
             cache.states,
@@ -168,7 +190,7 @@ class Run:
         )
         self._replace(new)
         self._counts.append(counts)
-        return scores
+        return scores, records[0] if records else ()
 
     def _replace(self, new: Cache) -> None:
         """Take over what a step replaced."""

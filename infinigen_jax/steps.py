@@ -6,6 +6,7 @@ Unrolled, not scanned: a scan over stacked weights copies every weight once a to
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from infinigen_jax.cache import Cache, DenseLayer, HostLayer, Resident
-from infinigen_jax.decode import Carry, Counts, Decoder, Fetched, Weights
+from infinigen_jax.decode import Carry, Counts, Decoder, Fetched, Following, Weights
 from infinigen_jax.memory import Placement
 from infinigen_jax.models import Params
 from infinigen_jax.reuse import HotSet
@@ -23,16 +24,47 @@ from infinigen_jax.selection import Request
 SCHEDULES = ("fused", "layerwise")
 
 
+class Watched(NamedTuple):
+    """A layer of a step, with all that it read and made, for who studies it.
+
+    Attributes:
+        layer: its number in the model.
+        params: of this layer.
+        before, after: the carry into it and out of it.
+        local: its rows on the device, the current token's included.
+        own: which of the host's layers it is; None for a dense layer.
+        selection: what its rows are selected by; None for a layer of which none are selected.
+        host: the host cache.
+        positions: of the current tokens.
+    """
+
+    layer: int
+    params: Params
+    before: Carry
+    after: Carry
+    local: DenseLayer | Resident
+    own: HostLayer | None
+    selection: Following | None
+    host: Array | None
+    positions: Array
+
+
+# Given a layer, what to hand to the next one (ordinarily `after`), and a record [b, ...].
+Watch = Callable[[Decoder, Watched], tuple[Carry, Any]]
+
+
 class Steps(NamedTuple):
     """The compiled functions of a Decoder; the cache arrays that they replace are donated.
 
-    `scored` is `fused` for given tokens: it returns the log-probability of each next one. `layer`
+    `scored` is `fused` for given tokens: it returns the log-probability of each next one, and
+    `watched` also what a Watch recorded of every layer. `layer`
     and `fetching_layer` are `decode_layer` without and with rows requested for the next layer. Rows
     that were fetched are not donated: nothing that comes out has their shape twice.
     """
 
     fused: Any
     scored: Any
+    watched: Any
     embed: Any
     first: Any
     layer: Any
@@ -45,8 +77,16 @@ class Steps(NamedTuple):
 def steps(decoder: Decoder) -> Steps:
     """Jit a decoder's functions; engines with equal settings share the compilations."""
 
-    def layers(weights: Weights, cache: Cache, tokens: Array) -> tuple[Array, Cache, Counts]:
-        """All layers of a step: the last one's output, the cache with what was replaced in it."""
+    def layers(
+        weights: Weights, cache: Cache, tokens: Array, watch: Watch | None = None
+    ) -> tuple[Array, Cache, Counts, tuple[Any, ...]]:
+        """All layers of a step.
+
+        Returns:
+            The last one's output, the cache with what was replaced in it, counts, and the records
+            of `watch`, one a layer.
+        """
+        records = []
         host, positions, hot = cache.host, cache.lengths, list(cache.hot)
         carry = decoder.embed(weights.params["embedding"], tokens, positions)
         dense = decoder.dense_layers
@@ -61,6 +101,7 @@ def steps(decoder: Decoder) -> Steps:
         for i, params in enumerate(weights.params["layers"]):
             own, ahead = i - dense, decoder.fetches_for(i)
             fetches = 0 <= ahead < decoder.host_layers
+            before = carry
             with jax.named_scope(f"layer{i}"):
                 carry, local[i], new_hot, state = decoder.decode_layer(
                     params,
@@ -77,10 +118,16 @@ def steps(decoder: Decoder) -> Steps:
                 hot[ahead] = new_hot
             if own >= 0 and decoder.policy.observes:
                 states[own] = state
+            if watch is not None:
+                place = HostLayer(number[own], cache.scales[own]) if own >= 0 else None
+                chosen = following[own] if own >= 0 else None
+                seen = Watched(i, params, before, carry, local[i], place, chosen, host, positions)
+                carry, record = watch(decoder, seen)
+                records.append(record)
         cache = cache._replace(
             local=tuple(local), hot=tuple(hot), states=tuple(states), lengths=positions + 1
         )
-        return carry.x, cache, carry.counts
+        return carry.x, cache, carry.counts, tuple(records)
 
     def replaced(cache: Cache) -> Cache:
         """What a step replaces; the rest, which is read only, is left out."""
@@ -101,7 +148,7 @@ def steps(decoder: Decoder) -> Steps:
         sampling: Sampling,
     ) -> tuple:
         cache = Cache(host, states, local, positions, scales, hot)
-        x, cache, counts = layers(weights, cache, tokens)
+        x, cache, counts, _ = layers(weights, cache, tokens)
         drawn = decoder.draw(weights.params["embedding"], x, seed, step, sampling)
         return replaced(cache), drawn, step + 1, counts
 
@@ -115,11 +162,13 @@ def steps(decoder: Decoder) -> Steps:
         positions: Array,
         tokens: Array,
         targets: Array,
+        watch: Watch | None = None,
     ) -> tuple:
         cache = Cache(host, states, local, positions, scales, hot)
-        x, cache, counts = layers(weights, cache, tokens)
-        scores = decoder.score(weights.params["embedding"], x, targets)
-        return replaced(cache), scores, counts
+        x, cache, counts, records = layers(weights, cache, tokens, watch)
+        scores, best = decoder.score(weights.params["embedding"], x, targets)
+        outcome = replaced(cache), scores, best, counts
+        return outcome if watch is None else (*outcome, records)
 
     def draw(
         params: Params, x: Array, seed: Array, step: Array, positions: Array, sampling: Sampling
@@ -157,7 +206,13 @@ def steps(decoder: Decoder) -> Steps:
         scored=jax.jit(
             scored,
             donate_argnums=donated,
-            out_shardings=(step, at.batch, counts),
+            out_shardings=(step, at.batch, at.batch, counts),
+        ),
+        watched=jax.jit(
+            scored,
+            static_argnames="watch",
+            donate_argnums=donated,
+            out_shardings=(step, at.batch, at.batch, counts, at.batch),
         ),
         embed=jax.jit(decoder.embed, out_shardings=bare),
         first=jax.jit(decoder.request_first, donate_argnums=2, out_shardings=(carry, at.rows)),

@@ -26,6 +26,7 @@ from infinigen_jax.evaluation.configurations import Configuration, configuration
 from infinigen_jax.evaluation.perplexity import markdown
 from infinigen_jax.evaluation.report import table
 from infinigen_jax.evaluation.scoring import score_windows
+from infinigen_jax.evaluation.session import measurements
 from infinigen_jax.evaluation.statistics import statistics
 from infinigen_jax.evaluation.texts import TokenizedText, read_text, tokenize
 from infinigen_jax.options import make_engine, make_policy
@@ -323,7 +324,9 @@ def test_several_policies_and_budgets_in_one_table():
     )
     chosen = configurations(arguments, reference=False)
     model, sizes = random_model("gqa"), {"context": 20, "chunk": 16, "batch": 2}
-    lines = perplexity.evaluate(model, chosen, WINDOWS[:2], sizes, arguments)
+    measure = perplexity.measuring(WINDOWS[:2], sizes)
+    measured = list(measurements(model, chosen, measure, 40, "tokens", arguments))
+    lines = perplexity.with_statistics(measured, sizes)
     assert [line["difference_nats"] for line in lines] == [None] * 3
     cells = [[c.strip() for c in row.split("|")] for row in markdown(lines).splitlines()]
     assert cells[0][1:4] == ["policy", "budget", "index"] and len(cells) == 2 + 3

@@ -1,12 +1,17 @@
 """Measuring quality through the engine that generates.
 
-    texts           a text file, its tokens, windows of equal size
     configurations  the product of the policies, budgets, ... that were asked for
-    scoring         windows through the engine: prefill a context, then teacher-forced decode steps
-    statistics      means of those scores, standard errors, paired differences
-    perplexity      the sub-command of that name
-    report          tables, and what a result file says about model, machine and versions
+    session         what all sub-commands do: common options, one measurement a configuration
+    parts           what was finished before an interruption
+    report, plots   tables, provenance, diagrams
 
-A sub-command is a module with SUMMARY, add_options(parser) and run(arguments), and a line in
+    perplexity      of a text: scoring, statistics
+    recall          attention against exact top-k: study
+    retrieval       finding things in long texts: haystacks, lost_in_the_middle, answers
+    tasks           multiple choice: task_files, likelihood
+    windows, texts  which tokens of a text are measured
+    lm_eval         a model for the lm-evaluation-harness
+
+A sub-command is a module with SUMMARY, add_options(parser) and run(arguments, say), and a line in
 `infinigen_jax.evaluate`.
 """

@@ -10,7 +10,7 @@ prefill computes does not depend on the policy.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,11 +76,8 @@ def score_windows(
     Raises:
         InputError: if memory is too small, or the model does not give finite numbers.
     """
-    batch = min(batch, len(windows))
     scores, total = [], Traffic()
-    for start in range(0, len(windows), batch):
-        kept = min(batch, len(windows) - start)
-        rows = np.minimum(np.arange(start, start + batch), len(windows) - 1)
+    for rows, kept in batches(len(windows), batch):
         nats, traffic = _score_batch(engine, windows[rows], context, kept, advance)
         scores.append(nats)
         total += traffic
@@ -101,13 +98,9 @@ def _score_batch(
     advance: Callable[[int], object],
 ) -> tuple[Float[np.ndarray, "k t"], Traffic]:
     """Of the first `kept` windows."""
-    batch, size = windows.shape
-    try:
-        run = engine.start(windows[:, : context - 1].tolist(), size - context)
-    except InputError as error:
-        raise InputError(f"--batch {batch}, --window {size}: lower one of them ({error})") from None
+    run = start_run(engine, windows, context)
     read, waiting = [], []
-    for position in range(context - 1, size - 1):
+    for position in range(context - 1, windows.shape[1] - 1):
         waiting.append(run.score(windows[:, position], windows[:, position + 1]))
         if len(waiting) == 2 * READ_EVERY:
             read += [np.asarray(scores) for scores in waiting[:READ_EVERY]]
@@ -116,6 +109,26 @@ def _score_batch(
     read += [np.asarray(scores) for scores in waiting]
     advance(kept * len(waiting))
     return -np.stack(read, axis=1)[:kept].astype(np.float64), traffic(run, kept)
+
+
+def batches(number: int, size: int) -> Iterator[tuple[Int[np.ndarray, " b"], int]]:
+    """Indices in batches of equal size, the last filled up with repetitions; how many count."""
+    size = min(size, number)
+    for start in range(0, number, size):
+        yield np.minimum(np.arange(start, start + size), number - 1), min(size, number - start)
+
+
+def start_run(engine: "Engine", windows: Int[np.ndarray, "b n"], context: int) -> "Run":
+    """Prefill all of the context but its last token.
+
+    Raises:
+        InputError: naming --batch and --window, if memory is too small.
+    """
+    batch, size = windows.shape
+    try:
+        return engine.start(windows[:, : context - 1].tolist(), size - context)
+    except InputError as error:
+        raise InputError(f"--batch {batch}, --window {size}: lower one of them ({error})") from None
 
 
 def traffic(run: "Run", kept: int) -> Traffic:

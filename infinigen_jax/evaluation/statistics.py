@@ -51,9 +51,14 @@ def _mean(nats: Nats, reference: Nats | None) -> dict[str, Any]:
 
 def standard_error(nats: Nats) -> float | None:
     """Of the mean, from the windows' own means; None for a single window."""
-    if len(nats) < 2:
-        return None
-    return float(nats.mean(axis=1).std(ddof=1) / math.sqrt(len(nats)))
+    return mean_and_error(nats.mean(axis=1))[1]
+
+
+def mean_and_error(samples: Float[np.ndarray, " w"]) -> tuple[float, float | None]:
+    """Mean of independent samples, and its standard error; None for a single one."""
+    if len(samples) < 2:
+        return float(samples.mean()), None
+    return float(samples.mean()), float(samples.std(ddof=1) / math.sqrt(len(samples)))
 
 
 def perplexity(nats: float) -> float | None:

@@ -68,8 +68,11 @@ class TokenizedText:
         return np.concatenate([prefix, chosen], axis=1)
 
 
-def read_text(path: str) -> Text:
+def read_text(path: str, option: str = "--text") -> Text:
     """Read a UTF-8 file.
+
+    Args:
+        option: that it was given with.
 
     Raises:
         InputError: naming the file, if it cannot be read, is empty or is not UTF-8.
@@ -78,13 +81,13 @@ def read_text(path: str) -> Text:
         data = Path(path).read_bytes()
         content = data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
-        raise InputError(f"--text {path}: not UTF-8 text; convert it first") from None
+        raise InputError(f"{option} {path}: not UTF-8 text; convert it first") from None
     except OSError as error:
-        raise InputError(f"--text {path}: {error.strerror}; give a text file") from None
+        raise InputError(f"{option} {path}: {error.strerror}; give a text file") from None
     except ValueError as error:  # a null byte in the name
-        raise InputError(f"--text: {error}; give a text file") from None
+        raise InputError(f"{option}: {error}; give a text file") from None
     if not content:
-        raise InputError(f"--text {path}: the file is empty; give some text")
+        raise InputError(f"{option} {path}: the file is empty; give some text")
     return Text(Path(path).name, content, hashlib.sha256(data).hexdigest())
 
 
@@ -109,3 +112,31 @@ def tokenize(text: Text, tokenizer: Any, vocabulary: int) -> TokenizedText:
             f"{vocabulary} tokens; the tokenizer is not this model's"
         )
     return TokenizedText(tuple(prefix), np.array(tokens, np.int32))
+
+
+def prefixed(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a prompt, special ones in front included; nothing behind it."""
+    wrapped = tokenizer.encode(text, verbose=False)
+    plain = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    # A tokenizer may end a text with a special token, which a prompt must not have.
+    extra = len(wrapped) - len(plain)
+    in_front = next((i for i in range(extra + 1) if wrapped[i : i + len(plain)] == plain), 0)
+    return wrapped[: in_front + len(plain)] if plain else wrapped
+
+
+def split_behind(tokenizer: Any, context: str, text: str) -> tuple[list[int], list[int]]:
+    """Tokens of a context as of a prompt, and those that the text adds; one at least of each.
+
+    Where a token spans both, it belongs to the text. Spaces at the context's end go to the text,
+    as tokenizers join them to the word behind.
+    """
+    stripped = context.rstrip(" ")
+    whole = prefixed(tokenizer, context + text)
+    own = prefixed(tokenizer, stripped)
+    common = 0
+    for a, b in zip(own, whole, strict=False):
+        if a != b:
+            break
+        common += 1
+    common = max(1, min(common, len(whole) - 1))
+    return whole[:common], whole[common:]

@@ -1,0 +1,135 @@
+"""Log-likelihoods of continuations through the engine.
+
+The context is prefilled but for its last token; that and the continuation are decoded.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.scoring import Traffic, traffic
+
+if TYPE_CHECKING:
+    from infinigen_jax.engine import Engine
+    from infinigen_jax.models import ModelConfig
+
+
+class Continuation(NamedTuple):
+    """What is asked: how likely the tokens of `text` are behind those of `context`."""
+
+    context: Sequence[int]
+    text: Sequence[int]
+
+
+def likelihoods(
+    engine: "Engine",
+    asked: Sequence[Continuation],
+    batch: int,
+    advance: Callable[[int], object] = lambda continuations: None,
+) -> tuple[Float[np.ndarray, "n 2"], Traffic]:
+    """Score continuations, of any lengths.
+
+    Args:
+        asked: contexts of one token at least, texts of one at least. A context that is too long
+            for the model's positions loses its first tokens.
+        batch: at once. A batch that is not full is filled up with repetitions.
+        advance: called with a number of continuations when so many more have been scored.
+
+    Returns:
+        [n, 2] float64: the natural log-likelihood, and 1 if every token of the text is the
+        likeliest one at its place, else 0; and what moved.
+
+    Raises:
+        InputError: for a text longer than the model's positions, or too little memory.
+    """
+    positions = engine.model.config.max_positions
+    longest = max((len(one.text) for one in asked), default=0)
+    if longest > positions - 1:
+        raise InputError(
+            f"a text to score has {longest} tokens, and the model {positions} positions; shorten it"
+        )
+    # The first token behind a single one: nothing is cached to choose from, so that no step of the
+    # engine, which has prefilled one token at least, is needed.
+    cut = [Continuation(one.context[len(one.text) - positions :], one.text) for one in asked]
+    first = [i for i, one in enumerate(cut) if len(one.context) == 1]
+    result, total = np.array([[0.0, 1.0]] * len(asked)).reshape(-1, 2), Traffic()
+    for i in first:
+        result[i] = _behind_one(engine, cut[i].context[0], cut[i].text[0])
+        cut[i] = Continuation([*cut[i].context, cut[i].text[0]], cut[i].text[1:])
+    advance(sum(not one.text for one in cut))
+    for rows in _batches(cut, batch, positions):
+        chosen = [cut[i] for i in rows]
+        filled = [*chosen, *[chosen[-1]] * (batch - len(chosen))]
+        scores, moved = _score(engine, filled, len(chosen))
+        result[rows, 0] += scores[:, 0]
+        result[rows, 1] *= scores[:, 1]
+        total += moved
+        advance(len(rows))
+    if not np.isfinite(result).all():
+        raise InputError("scores are not finite; try --dtype float32, or check the model")
+    return result, total
+
+
+def _behind_one(engine: "Engine", token: int, target: int) -> tuple[float, float]:
+    """Log-likelihood of a token behind a single one, and whether it is the likeliest."""
+    model = engine.model
+    logits = _forward(model.config, model.dtype)(model.params, np.array([[token]], np.int32))
+    logits = np.asarray(logits, np.float64)[0, -1]
+    top = logits.max()
+    score = logits[target] - top - np.log(np.exp(logits - top).sum())
+    return float(score), float(logits.argmax() == target)
+
+
+@functools.cache
+def _forward(config: "ModelConfig", dtype: Any) -> Any:
+    import jax
+
+    from infinigen_jax.models import blueprint
+    from infinigen_jax.models.forward import forward
+
+    return jax.jit(functools.partial(forward, blueprint(config, dtype)))
+
+
+def _batches(cut: Sequence[Continuation], batch: int, positions: int) -> Iterator[list[int]]:
+    """Continuations of similar lengths that fit into the positions together.
+
+    Every sequence of a batch makes as many steps as the one with the longest text.
+    """
+    order = [i for i, one in enumerate(cut) if one.text]
+    order.sort(key=lambda i: (len(cut[i].text), len(cut[i].context)))
+    chosen: list[int] = []
+    for i in order:
+        context = max(len(cut[j].context) for j in [*chosen, i])
+        if len(chosen) == batch or context + len(cut[i].text) > positions:
+            yield chosen
+            chosen = []
+        chosen.append(i)
+    if chosen:
+        yield chosen
+
+
+def _score(
+    engine: "Engine", asked: Sequence[Continuation], kept: int
+) -> tuple[Float[np.ndarray, "k 2"], Traffic]:
+    """Of the first `kept`, contexts of two tokens at least."""
+    steps = max(len(one.text) for one in asked)
+    try:
+        run = engine.start([one.context[:-1] for one in asked], steps)
+    except InputError as error:
+        raise InputError(f"--batch {len(asked)}: lower it ({error})") from None
+    tokens = np.zeros((len(asked), steps + 1), np.int32)
+    for row, one in zip(tokens, asked, strict=True):
+        row[: len(one.text) + 1] = [one.context[-1], *one.text]
+    scores, best = [], []
+    for step in range(steps):
+        scores.append(run.score(tokens[:, step], tokens[:, step + 1]))
+        best.append(run.drawn)
+    scores, best = (np.stack([np.asarray(x) for x in y], axis=1) for y in (scores, best))
+    inside = np.arange(steps) < np.array([len(one.text) for one in asked])[:, None]
+    total = np.where(inside, scores.astype(np.float64), 0).sum(axis=1)
+    greedy = ((best == tokens[:, 1:]) | ~inside).all(axis=1)
+    return np.stack([total, greedy], axis=1)[:kept], traffic(run, kept)

@@ -1,0 +1,174 @@
+"""The engine as a model of the lm-evaluation-harness; needs its package (extra `eval`).
+
+    import lm_eval
+    from infinigen_jax.evaluation.lm_eval import InfiniGenLM
+    lm_eval.simple_evaluate(model=InfiniGenLM(engine), tasks=["piqa"])
+
+or its own command line, with this model registered:
+
+    python -m infinigen_jax.evaluation.lm_eval run --model infinigen-jax \\
+        --model_args model=DIR,policy=infinigen,budget=0.1 --tasks piqa
+
+Likelihoods are those of `likelihood`, and texts those of `answers`: every token that counts is made
+by a decode step. Greedy only.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
+from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
+    get_rolling_token_windows,
+    make_disjoint_window,
+)
+from tqdm import tqdm
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.answers import answer
+from infinigen_jax.evaluation.likelihood import Continuation, likelihoods
+from infinigen_jax.evaluation.texts import prefixed, split_behind
+
+if TYPE_CHECKING:
+    from infinigen_jax.engine import Engine
+
+MAX_NEW_TOKENS = 256  # unless a task says
+
+
+@register_model("infinigen-jax")
+class InfiniGenLM(LM):
+    """See the module's docstring.
+
+    Args:
+        engine: that generates; made from `options` if there is none.
+        batch_size: requests at once.
+        options: model, policy, budget, ... as the options of `python -m infinigen_jax.evaluate
+            tasks` of those names; what the harness adds and does not apply (device) is ignored.
+
+    Raises:
+        InputError: for options out of range.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine | None" = None,
+        *,
+        batch_size: int | str = 8,
+        max_batch_size: Any = None,
+        device: Any = None,
+        **options: Any,
+    ):
+        super().__init__()
+        self.engine = _engine(options) if engine is None else engine
+        self.batch = int(batch_size) if str(batch_size).isdigit() else 8
+        self.positions = self.engine.model.config.max_positions
+        if self.engine.model.tokenizer is None:
+            raise InputError("this model has no tokenizer; convert it with one")
+
+    @property
+    def tokenizer_name(self) -> str:
+        return type(self.engine.model.tokenizer).__name__
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
+        """For each (context, continuation) its natural log-likelihood, and whether it is greedy."""
+        tokenizer = self.engine.model.tokenizer
+        asked = []
+        for request in requests:
+            context, text = request.args
+            if context:
+                asked.append(Continuation(*split_behind(tokenizer, context, text)))
+            else:
+                plain = tokenizer.encode(text, add_special_tokens=False)
+                asked.append(Continuation([self._prefix()], plain))
+        scores = self._score(asked, disable_tqdm)
+        found = [(float(score), bool(greedy)) for score, greedy in scores]
+        for request, one in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request.args, one)
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """The natural log-likelihood of each whole text, in windows of the model's positions."""
+        asked, owners = [], []
+        for number, request in enumerate(requests):
+            tokens = self.engine.model.tokenizer.encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(tokens, self._prefix(), self.positions - 1, 1)
+            for window in windows:
+                asked.append(Continuation(*make_disjoint_window(window)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for owner, (score, _) in zip(owners, self._score(asked, disable_tqdm), strict=True):
+            totals[owner] += float(score)
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy text behind each context, up to one of its stop strings."""
+        texts = [""] * len(requests)
+        sizes = [self._settings(request)[1] for request in requests]
+        tokenizer = self.engine.model.tokenizer
+        with tqdm(total=len(requests), unit=" texts", disable=disable_tqdm) as progress:
+            for size in sorted(set(sizes)):  # requests of one length of answer are one batch
+                rows = [i for i, own in enumerate(sizes) if own == size]
+                room = self.positions - size
+                prompts = [prefixed(tokenizer, requests[i].args[0])[-room:] for i in rows]
+                prompts = [p if len(p) > 1 else [self._prefix(), *p] for p in prompts]
+                tokens, _ = answer(self.engine, prompts, 1, size, self.batch, progress.update)
+                for i, row in zip(rows, tokens, strict=True):
+                    texts[i] = tokenizer.decode(row[row >= 0].tolist())
+        for i, request in enumerate(requests):
+            for stop in self._settings(request)[0]:
+                texts[i] = texts[i].split(stop)[0]
+            self.cache_hook.add_partial("generate_until", request.args, texts[i])
+        return texts
+
+    def _score(self, asked: list[Continuation], disable_tqdm: bool) -> Any:
+        with tqdm(total=len(asked), unit=" texts", disable=disable_tqdm) as progress:
+            return likelihoods(self.engine, asked, self.batch, progress.update)[0]
+
+    def _prefix(self) -> int:
+        """What a text without context begins behind."""
+        config, tokenizer = self.engine.model.config, self.engine.model.tokenizer
+        marks = (tokenizer.bos_token_id, config.bos_id, tokenizer.eos_token_id, *config.eos_ids)
+        return next((mark for mark in marks if mark is not None), 0)
+
+    def _settings(self, request: Any) -> tuple[list[str], int]:
+        """Stop strings, and tokens to generate."""
+        settings = dict(request.args[1])
+        stops = settings.get("until") or []
+        if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
+            raise InputError("do_sample: this model generates greedily; set it to false")
+        size = min(int(settings.get("max_gen_toks", MAX_NEW_TOKENS)), self.positions // 2)
+        return [stops] if isinstance(stops, str) else list(stops), size
+
+
+def _engine(options: dict[str, Any]) -> "Engine":
+    from infinigen_jax.checkpoint import embedded, load
+    from infinigen_jax.errors import Parser
+    from infinigen_jax.options import add_engine_options, make_engine, make_policy
+
+    parser = Parser(prog="--model_args")
+    parser.add_argument("--model")
+    add_engine_options(parser)
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    arguments = parser.parse_args(given)
+    policy = make_policy(arguments)
+    folder = embedded() if arguments.model is None else arguments.model
+    return make_engine(load(folder, arguments.dtype), policy, arguments)
+
+
+def main() -> int:
+    """The harness's command line, where the model `infinigen-jax` is known."""
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+
+    from infinigen_jax.errors import run_command
+
+    return run_command(cli_evaluate)
+
+
+if __name__ == "__main__":
+    # Registered under the module's own name, not as __main__'s.
+    import sys
+
+    from infinigen_jax.evaluation import lm_eval as registered
+
+    sys.exit(registered.main())

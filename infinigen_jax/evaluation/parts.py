@@ -1,0 +1,88 @@
+"""What a run has finished, kept beside its result file, so that the same command goes on there.
+
+One file for each configuration, named by a hash of everything that its numbers depend on; with the
+result file written, the folder goes.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from infinigen_jax.errors import InputError
+
+
+class Measurement(NamedTuple):
+    """What was measured of one configuration.
+
+    Attributes:
+        arrays: raw numbers, which statistics are made of.
+        values: anything else, ready for JSON.
+    """
+
+    arrays: dict[str, np.ndarray]
+    values: dict[str, Any]
+
+
+class Parts:
+    """Finished measurements of a run that may not reach its end.
+
+    Args:
+        output: the result file; the parts lie in a folder of its name with ".parts" behind it.
+            Without a result file nothing is kept.
+        key: everything that all configurations have in common, ready for JSON.
+    """
+
+    def __init__(self, output: Path | None, key: dict[str, Any]):
+        # Not beside a pipe or /dev/stdout.
+        keeps = output is not None and (output.is_file() or not output.exists())
+        self.folder = output.with_name(f"{output.name}.parts") if output and keeps else None
+        self.key = key
+
+    def load(self, settings: dict[str, Any]) -> Measurement | None:
+        """What was measured with these settings; None if nothing was, or it cannot be read."""
+        path = self._file(settings)
+        if path is None or not path.is_file():
+            return None
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+                return Measurement(arrays, json.loads(str(arrays.pop("values"))))
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+            return None  # damaged: it is measured again
+
+    def save(self, settings: dict[str, Any], measured: Measurement) -> None:
+        """Keep a measurement, whole or not at all.
+
+        Raises:
+            InputError: if it cannot be written.
+        """
+        path = self._file(settings)
+        if path is None:
+            return
+        temporary = path.with_suffix(f".{os.getpid()}")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with temporary.open("wb") as file:
+                values: Any = {"values": np.array(json.dumps(measured.values))}
+                np.savez(file, **(measured.arrays | values))
+            temporary.replace(path)
+        except OSError as error:
+            raise InputError(f"--json: {path.parent}: {error.strerror}; make room") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Forget everything: the result is written."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _file(self, settings: dict[str, Any]) -> Path | None:
+        text = json.dumps([self.key, settings], sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:24]
+        return self.folder and self.folder / f"{name}.npz"

@@ -1,0 +1,88 @@
+"""Drawing results; needs matplotlib, which nothing else here does."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.output import checked_output
+
+SUFFIXES = (".png", ".svg", ".pdf")
+Point = tuple[float | int, float | int]
+
+
+def checked_plot(name: str | None) -> Path | None:
+    """Where a plot goes; refused before the work rather than after it.
+
+    Raises:
+        InputError: for a file that cannot be written, another format, or without matplotlib.
+    """
+    path = checked_output("--plot", name)
+    if path is None:
+        return None
+    if path.suffix not in SUFFIXES:
+        raise InputError(f"--plot {path}: the name must end with {' or '.join(SUFFIXES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plot: matplotlib is not installed; pip install matplotlib")
+    return path
+
+
+class Panel:
+    """One diagram: a line for each policy, or for each configuration.
+
+    Args:
+        lines: name -> points (x, y).
+    """
+
+    def __init__(self, x: str, y: str, lines: Mapping[str, Sequence[Point]]):
+        self.x, self.y, self.lines = x, y, lines
+
+
+def against_fraction(lines: list[dict[str, Any]], name: str, title: str) -> Panel:
+    """A value of each result line over the fraction fetched, a line for each policy."""
+    points: dict[str, list[Point]] = {}
+    for line in lines:
+        if line[name] is not None:
+            fetched = 100 * line["fetched_fraction"]
+            points.setdefault(line["policy"], []).append((fetched, line[name]))
+    return Panel("fetched, % of the rows", title, {k: sorted(v) for k, v in points.items()})
+
+
+def label_of(line: dict[str, Any]) -> str:
+    """A configuration, in a legend."""
+    budget = line["settings"].get("budget")
+    return line["policy"] if budget is None else f"{line['policy']} {budget:g}"
+
+
+def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
+    """Draw panels side by side, to a file that is written whole or not at all.
+
+    Raises:
+        InputError: if the file cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False, layout="constrained"
+    )
+    for axis, panel in zip(axes[0], panels, strict=True):
+        for name, points in panel.lines.items():
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+        axis.set_xlabel(panel.x)
+        axis.set_ylabel(panel.y)
+        axis.grid(alpha=0.3)
+    axes[0][-1].legend(fontsize="x-small")
+    figure.suptitle(title)
+    temporary = path.with_name(f".{path.stem}.unfinished{path.suffix}")
+    try:
+        figure.savefig(temporary, dpi=150)
+        temporary.replace(path)
+    except OSError as error:
+        raise InputError(f"--plot {path}: {error.strerror}; nothing was written") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+        plt.close(figure)

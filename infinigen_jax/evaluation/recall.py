@@ -1,0 +1,305 @@
+"""How much of the true attention each policy finds, by layer, head and position.
+
+As `perplexity`, by the decode steps that generate, over windows of a text; beside each step the
+attention over the whole cache is computed from the step's own queries and rows:
+
+ - top-k recall: share of the rows that the true query weighs most which the policy selected, with
+   k the rows that the budget allows (a policy that selects fewer cannot reach 100 %);
+ - mass: share of the softmax over the past tokens that was attended, fetched or resident; also of
+   the oracle, with the same resident rows and budget, and the ratio of the two;
+ - error: relative L2 error of a layer's attention output, behind the output projection; also the
+   oracle's.
+
+Means over the layers in which rows are selected; a policy that selects in none attends to all.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from infinigen_jax.evaluation.parts import Measurement
+from infinigen_jax.evaluation.plots import Panel, against_fraction, draw, label_of
+from infinigen_jax.evaluation.report import percent, table
+from infinigen_jax.evaluation.session import (
+    NAMES,
+    TRAFFIC,
+    Session,
+    add_common_options,
+    names_of,
+    traffic_cells,
+    traffic_of,
+)
+from infinigen_jax.evaluation.statistics import mean_and_error
+from infinigen_jax.evaluation.texts import read_text
+from infinigen_jax.evaluation.windows import (
+    add_window_options,
+    check_window_numbers,
+    cut_windows,
+)
+
+if TYPE_CHECKING:
+    from infinigen_jax.engine import Engine
+    from infinigen_jax.evaluation.scoring import Traffic
+
+SUMMARY = "attention mass, top-k rows and attention output, against exact top-k"
+READ_EVERY = 16  # steps; a step's records are larger than its scores
+STATES = {"own": "watch_own", "exact": "watch_exact"}
+MEANS = ("mass", "oracle_mass", "error", "oracle_error", "head_error")
+COUNTS = ("selected", "wanted", "found")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this sub-command."""
+    add_window_options(parser)
+    parser.add_argument(
+        "--states",
+        choices=list(STATES),
+        default="own",
+        help="hidden states that go from layer to layer: of the policy's own run (default), or "
+        "exact, the same for all policies",
+    )
+    add_common_options(parser, batch=4, of="windows")
+
+
+def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Evaluate all configurations, print their table and write the files."""
+    check_window_numbers(arguments)
+    text = read_text(arguments.text)
+    session = Session.of(arguments, say)
+    model = session.load()
+    windows, described = cut_windows(arguments, text, model)
+    settings = described["settings"] | {"states": arguments.states}
+    session.record |= described | {"settings": settings}
+    total = windows.size - len(windows) * settings["context"]
+    measured = session.measure(model, measuring(windows, settings), total, "tokens")
+    lines = [
+        line.described | summary(line.measured.arrays, settings) | line.measured.values
+        for line in measured
+    ]
+    session.finish(lines)
+    if session.plot is not None:
+        draw(session.plot, panels(lines), f"Attention found, {session.record['model']['name']}")
+    print(markdown(lines), flush=True)
+
+
+def measuring(
+    windows: np.ndarray, settings: dict[str, Any]
+) -> Callable[["Engine", Callable[[int], object]], Measurement]:
+    """The measurement of one engine."""
+
+    def measure(engine: "Engine", advance: Callable[[int], object]) -> Measurement:
+        arrays, traffic = study_windows(engine, windows, settings, advance)
+        return Measurement(arrays, traffic_of(traffic))
+
+    return measure
+
+
+def study_windows(
+    engine: "Engine",
+    windows: np.ndarray,
+    settings: dict[str, Any],
+    advance: Callable[[int], object] = lambda tokens: None,
+) -> tuple[dict[str, np.ndarray], "Traffic"]:
+    """Watch the steps over all tokens of some windows behind their context.
+
+    Args:
+        windows: [w, n] int32.
+        settings: context, chunk, batch and states.
+        advance: called with a number of tokens when so many more have been decoded.
+
+    Returns:
+        Means of each window and chunk [w, l, heads, chunks], float64, heads 1 for errors of a
+        whole layer: those of MEANS, and the sums of COUNTS; `layers` [l], the layers in which the
+        policy selects; and what moved.
+    """
+    from infinigen_jax.evaluation.scoring import Traffic, batches
+
+    parts, total, layers = [], Traffic(), np.zeros(0, np.int32)
+    for rows, kept in batches(len(windows), settings["batch"]):
+        sums, layers, moved = _study_batch(engine, windows[rows], settings, kept, advance)
+        parts.append(sums)
+        total += moved
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in (*MEANS, *COUNTS)}
+    return arrays | {"layers": layers}, total
+
+
+def _study_batch(
+    engine: "Engine",
+    windows: np.ndarray,
+    settings: dict[str, Any],
+    kept: int,
+    advance: Callable[[int], object],
+) -> tuple[dict[str, np.ndarray], np.ndarray, "Traffic"]:
+    """Of the first `kept` windows."""
+    from infinigen_jax.evaluation import study
+    from infinigen_jax.evaluation.scoring import start_run, traffic
+
+    watch = getattr(study, STATES[settings["states"]])
+    context, chunk = settings["context"], settings["chunk"]
+    positions = range(context - 1, windows.shape[1] - 1)
+    number = -(-len(positions) // chunk)
+    run = start_run(engine, windows, context)
+    sums: dict[str, np.ndarray] = {}
+    waiting: list[tuple[int, tuple[Any, ...]]] = []
+    layers = np.zeros(0, np.int32)
+
+    def read() -> None:
+        nonlocal layers
+        for step, records in waiting:
+            layers = np.array([i for i, seen in enumerate(records) if seen is not None], np.int32)
+            for name, value in _numbers([records[i] for i in layers], len(windows)).items():
+                shape = (*value.shape, number)
+                sums.setdefault(name, np.zeros(shape))[..., step // chunk] += value
+        advance(kept * len(waiting))
+        waiting.clear()
+
+    for step, position in enumerate(positions):
+        _, records = run.watch(watch, windows[:, position], windows[:, position + 1])
+        waiting.append((step, records))
+        if len(waiting) == READ_EVERY:
+            read()
+    read()
+    steps = np.bincount(np.arange(len(positions)) // chunk)
+    means = {name: sums[name] / (1 if name in COUNTS else steps) for name in sums}
+    return {name: mean[:kept] for name, mean in means.items()}, layers, traffic(run, kept)
+
+
+def _numbers(seen: list[Any], batch: int) -> dict[str, np.ndarray]:
+    """One step as [b, layers, heads], float64."""
+    names = {
+        "mass": "mass",
+        "oracle_mass": "best_mass",
+        "error": "error",
+        "oracle_error": "best_error",
+        "head_error": "head_error",
+    } | {name: name for name in COUNTS}
+
+    def stack(field: str) -> np.ndarray:
+        if not seen:
+            return np.zeros((batch, 0, 1))
+        values = [np.asarray(getattr(layer, field), np.float64) for layer in seen]
+        return np.stack([value.reshape(batch, -1) for value in values], axis=1)
+
+    return {name: stack(field) for name, field in names.items()}
+
+
+def summary(arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str, Any]:
+    """Means over everything, and by layer, head, position chunk, and layer and chunk."""
+    context, chunk = settings["context"], settings["chunk"]
+    total = settings["window"] - context
+    starts = range(0, total, chunk)
+    tokens = np.array([min(chunk, total - start) for start in starts], np.float64)
+    whole = _part(arrays, tokens)
+    layers = []
+    for i, layer in enumerate(arrays["layers"].tolist()):
+        own = {name: arrays[name][:, i : i + 1] for name in (*MEANS, *COUNTS)}
+        by_chunk = [_part(_chunk(own, j), tokens[j : j + 1]) for j in range(len(tokens))]
+        layers.append(
+            {"layer": layer}
+            | _part(own, tokens)
+            | {"heads": _heads(own, tokens), "chunks": by_chunk}
+        )
+    chunks = [
+        {"from": context + start, "to": context + start + int(size)}
+        | _part(_chunk(arrays, j), tokens[j : j + 1])
+        for j, (start, size) in enumerate(zip(starts, tokens, strict=True))
+    ]
+    return whole | {"layers": layers, "chunks": chunks}
+
+
+def _chunk(arrays: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
+    return {name: arrays[name][..., number : number + 1] for name in (*MEANS, *COUNTS)}
+
+
+def _part(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> dict[str, Any]:
+    """Means over windows, layers, heads and chunks; a ratio is one of means."""
+    if not arrays["mass"].shape[1]:  # nothing is selected: everything is attended
+        return {name: 1.0 for name in ("top_k_recall", "mass", "oracle_mass", "of_oracle")} | {
+            "mass_standard_error": None,
+            "error": 0.0,
+            "oracle_error": 0.0,
+        }
+    weights = tokens / tokens.sum()
+
+    def per_window(name: str) -> np.ndarray:
+        return (arrays[name] @ weights).mean(axis=(1, 2))
+
+    mass, deviation = mean_and_error(per_window("mass"))
+    best = float(per_window("oracle_mass").mean())
+    found, wanted = (float(arrays[name].sum()) for name in ("found", "wanted"))
+    return {
+        "top_k_recall": found / wanted if wanted else 1.0,
+        "mass": mass,
+        "mass_standard_error": deviation,
+        "oracle_mass": best,
+        "of_oracle": mass / best if best else 1.0,
+        "error": float(per_window("error").mean()),
+        "oracle_error": float(per_window("oracle_error").mean()),
+    }
+
+
+def _heads(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> list[dict[str, Any]]:
+    """By KV head of one layer; masses of its query heads apart."""
+    weights = tokens / tokens.sum()
+    found, wanted = (arrays[name].sum(axis=(0, 1, 3)) for name in ("found", "wanted"))
+    mass, best, error = (
+        (arrays[name] @ weights).mean(axis=(0, 1)) for name in ("mass", "oracle_mass", "head_error")
+    )
+    groups = len(mass) // len(found)
+    return [
+        {
+            "top_k_recall": float(found[k] / wanted[k]) if wanted[k] else 1.0,
+            "mass": mass[k * groups : (k + 1) * groups].tolist(),
+            "oracle_mass": best[k * groups : (k + 1) * groups].tolist(),
+            "error_alone": float(error[k]),
+        }
+        for k in range(len(found))
+    ]
+
+
+def markdown(lines: list[dict[str, Any]]) -> str:
+    """The table for stdout."""
+    head = ["top-k recall", "mass", "oracle's", "of oracle", "error", "oracle's", "lost most in"]
+    rows = [
+        [
+            *names_of(line),
+            percent(line["top_k_recall"], 1),
+            percent(line["mass"], 1),
+            percent(line["oracle_mass"], 1),
+            percent(line["of_oracle"], 1),
+            f"{line['error']:.4f}",
+            f"{line['oracle_error']:.4f}",
+            lost_most(line),
+            *traffic_cells(line),
+        ]
+        for line in lines
+    ]
+    return table([*NAMES, *head, *TRAFFIC], rows, text_columns=len(NAMES))
+
+
+def lost_most(line: dict[str, Any]) -> str:
+    """The layer with the lowest share of the oracle's mass."""
+    if not line["layers"]:
+        return ""
+    worst = min(line["layers"], key=lambda layer: layer["of_oracle"])
+    return f"layer {worst['layer']}: {percent(worst['of_oracle'], 1)}"
+
+
+def panels(lines: list[dict[str, Any]]) -> list[Panel]:
+    """What --plot draws."""
+    selecting = [line for line in lines if line["layers"]]
+    layers = {
+        label_of(line): [(layer["layer"], layer["of_oracle"]) for layer in line["layers"]]
+        for line in selecting
+    }
+    chunks = {
+        label_of(line): [(chunk["from"], chunk["of_oracle"]) for chunk in line["chunks"]]
+        for line in selecting
+    }
+    return [
+        against_fraction(selecting, "mass", "attention mass covered"),
+        Panel("layer", "mass, share of the oracle's", layers),
+        Panel("position, tokens", "mass, share of the oracle's", chunks),
+    ]

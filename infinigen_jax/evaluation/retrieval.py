@@ -1,0 +1,309 @@
+"""Finding things in a long text: accuracy of greedy answers, for several policies and budgets.
+
+Problems are generated (needle, kv, variables, aggregation) at any length and depth, or read from
+files of "Lost in the Middle" (--data). The context is prefilled; question and answer are decoded.
+An answer scores the share of the strings looked for that it contains (for "qa": whether it has
+one of them). `same` is the share of answers that equal the full cache's token for token, which
+tells policies apart even where a model is too weak for the problems.
+"""
+
+import argparse
+import itertools
+import re
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.haystacks import (
+    GRASS,
+    TASKS,
+    WITH_DEPTH,
+    Item,
+    answer_tokens,
+    make_items,
+    sentences,
+)
+from infinigen_jax.evaluation.lost_in_the_middle import read_items
+from infinigen_jax.evaluation.parts import Measurement
+from infinigen_jax.evaluation.plots import Panel, against_fraction, draw, label_of
+from infinigen_jax.evaluation.report import percent, table, with_error
+from infinigen_jax.evaluation.session import (
+    NAMES,
+    TRAFFIC,
+    Line,
+    Session,
+    add_common_options,
+    check_numbers,
+    names_of,
+    traffic_cells,
+    traffic_of,
+)
+from infinigen_jax.evaluation.statistics import mean_and_error
+from infinigen_jax.evaluation.texts import prefixed, read_text
+
+if TYPE_CHECKING:
+    from infinigen_jax.checkpoint import Model
+    from infinigen_jax.engine import Engine
+
+SUMMARY = "needle, key-value, variables and aggregation at any length and depth"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this sub-command."""
+    add = parser.add_argument
+    add(
+        "--task",
+        nargs="+",
+        metavar="T",
+        help=f"{', '.join(TASKS)} (default: all of them, or none with --data)",
+    )
+    add(
+        "--data",
+        nargs="+",
+        metavar="F",
+        default=[],
+        help="files of Lost in the Middle (key-value retrieval or QA), .jsonl or .jsonl.gz",
+    )
+    add(
+        "--length",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="tokens of an item, the answer's included (default: the model's positions)",
+    )
+    add(
+        "--depth",
+        nargs="+",
+        type=float,
+        metavar="D",
+        default=[0.0, 0.25, 0.5, 0.75, 1.0],
+        help="where needle and kv have the answer, 0 to 1 (default 0 0.25 0.5 0.75 1)",
+    )
+    add(
+        "--items",
+        type=int,
+        default=10,
+        metavar="M",
+        help="items for each task, length and depth, or of a file (default 10)",
+    )
+    add("--haystack", metavar="F", help="a text to hide things in (default: on grass and sky)")
+    add("--seed", type=int, default=0, help="of the generated items (default 0)")
+    add(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of an answer (default: what the longest answer of a task takes, and 8)",
+    )
+    add_common_options(parser, batch=8, of="items")
+
+
+def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Evaluate all configurations, print their table and write the files."""
+    check_numbers(arguments, {"length": 16, "items": 1, "batch": 1, "max_new_tokens": 1})
+    chosen = arguments.task or ([] if arguments.data else list(TASKS))
+    for task in chosen:
+        if task not in TASKS:
+            raise InputError(f"--task {task}: use {' or '.join(TASKS)}")
+    for depth in arguments.depth:
+        if not 0 <= depth <= 1:
+            raise InputError(f"--depth {depth}: it must be from 0 to 1")
+    haystack = None if arguments.haystack is None else read_text(arguments.haystack, "--haystack")
+    filler = sentences(GRASS if haystack is None else haystack.content)
+    if not filler:
+        raise InputError(f"--haystack {arguments.haystack}: no sentences; give some text")
+    session = Session.of(arguments, say)
+    model = session.load()
+    items = collect(arguments, chosen, filler, model)
+    session.record |= {
+        "settings": {
+            "tasks": chosen,
+            "data": [Path(name).name for name in arguments.data],
+            "lengths": arguments.length or [model.config.max_positions],
+            "depths": arguments.depth,
+            "items": arguments.items,
+            "batch": arguments.batch,
+            "max_new_tokens": arguments.max_new_tokens,
+            "seed": arguments.seed,
+            "haystack": haystack and {"file": haystack.name, "sha256": haystack.sha256},
+        },
+        "items": len(items),
+    }
+    measure = measuring(items, arguments.batch, arguments.max_new_tokens)
+    measured = session.measure(model, measure, len(items), "items")
+    lines = with_scores(measured, items, model)
+    session.finish(lines)
+    if session.plot is not None:
+        draw(session.plot, panels(lines), f"Retrieval, {session.record['model']['name']}")
+    print(markdown(lines), flush=True)
+
+
+def collect(
+    arguments: argparse.Namespace, chosen: list[str], filler: list[str], model: "Model"
+) -> list[Item]:
+    """Generated items and those of the files."""
+    positions = model.config.max_positions
+    lengths = arguments.length or [positions]
+    for length in lengths:
+        if length > positions:
+            raise InputError(f"--length {length}: the model has {positions} positions; lower it")
+
+    def tokens(text: str) -> int:
+        return len(prefixed(model.tokenizer, text))
+
+    items = make_items(
+        chosen, lengths, arguments.depth, arguments.items, arguments.seed, filler, tokens
+    )
+    for path in arguments.data:
+        for length in lengths:
+            items += read_items(path, arguments.items, length, tokens)
+    return items
+
+
+def measuring(
+    items: list[Item], batch: int, new: int | None
+) -> Callable[["Engine", Callable[[int], object]], Measurement]:
+    """The measurement of one engine: the tokens [items, n] that it generates, -1 behind the end."""
+
+    def measure(engine: "Engine", advance: Callable[[int], object]) -> Measurement:
+        from infinigen_jax.evaluation.answers import answer
+        from infinigen_jax.evaluation.scoring import Traffic
+
+        answers, total = [], Traffic()
+        for group in groups(items):
+            prompts, decoded, room = prepare(group, engine.model)
+            tokens, moved = answer(engine, prompts, decoded, new or room, batch, advance)
+            answers.append(tokens)
+            total += moved
+        width = max(tokens.shape[1] for tokens in answers)
+        padded = [
+            np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])), constant_values=-1)
+            for tokens in answers
+        ]
+        return Measurement({"answers": np.concatenate(padded)}, traffic_of(total))
+
+    return measure
+
+
+def groups(items: list[Item]) -> list[list[Item]]:
+    """Neighbours of equal task and length, which have the same shapes."""
+    keyed = itertools.groupby(items, lambda item: (item.task, item.length))
+    return [list(group) for _, group in keyed]
+
+
+def prepare(group: list[Item], model: "Model") -> tuple[list[list[int]], int, int]:
+    """Prompts, how many of their last tokens are the question, and the room for an answer."""
+
+    def tokens(text: str) -> int:
+        return len(prefixed(model.tokenizer, text))
+
+    prompts = [prefixed(model.tokenizer, item.context + item.question) for item in group]
+    top = max(max(prompt) for prompt in prompts)
+    if top >= model.config.vocab_size:
+        raise InputError(
+            f"--model: token {top} is not among the model's {model.config.vocab_size} tokens; "
+            "the tokenizer is not this model's"
+        )
+    decoded = 1
+    for item, prompt in zip(group, prompts, strict=True):
+        context = prefixed(model.tokenizer, item.context)
+        pairs = zip(context, prompt, strict=False)
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        decoded = max(decoded, len(prompt) - common)
+    room = max(answer_tokens(item.answers[:1] if item.task == "qa" else item.answers, tokens)
+               for item in group)  # fmt: skip
+    return prompts, decoded, room
+
+
+def with_scores(measured: list[Line], items: list[Item], model: "Model") -> list[dict[str, Any]]:
+    """The result's lines; means of items, by task, length and depth."""
+    reference: np.ndarray | None = None
+    lines = []
+    for line in measured:
+        answers = line.measured.arrays["answers"]
+        texts = [model.tokenizer.decode(row[row >= 0].tolist()) for row in answers]
+        scores = np.array([score(item, text) for item, text in zip(items, texts, strict=True)])
+        same = None if reference is None else (answers == reference).all(axis=1)
+        numbers = _means(scores, same, np.ones(len(items), bool))
+        keys = sorted({(item.task, item.length, item.depth or 0.0) for item in items})
+        parts = []
+        for task in dict.fromkeys(item.task for item in items):
+            chosen = np.array([item.task == task for item in items])
+            parts.append({"task": task} | _means(scores, same, chosen))
+        cells = []
+        for key in keys:
+            chosen = np.array([(i.task, i.length, i.depth or 0.0) == key for i in items])
+            depth = key[2] if key[0] in (*WITH_DEPTH, "qa") else None
+            name = {"task": key[0], "length": key[1], "depth": depth}
+            cells.append(name | _means(scores, same, chosen))
+        lines.append(
+            line.described
+            | numbers
+            | {"tasks": parts, "cells": cells, "texts": texts}
+            | line.measured.values
+        )
+        if line.described["reference"]:
+            reference = answers
+    return lines
+
+
+def _means(scores: np.ndarray, same: np.ndarray | None, chosen: np.ndarray) -> dict[str, Any]:
+    mean, error = mean_and_error(scores[chosen])
+    return {
+        "items": int(chosen.sum()),
+        "accuracy": mean,
+        "accuracy_standard_error": error,
+        "same": None if same is None else float(same[chosen].mean()),
+    }
+
+
+def score(item: Item, text: str) -> float:
+    """Share of the answers that a text contains; for "qa" 1 if it contains any of them."""
+    if item.task == "qa":
+        return float(any(normalised(a) in normalised(text) for a in item.answers))
+    found = [answer.lower() in text.lower() for answer in item.answers]
+    return sum(found) / len(found)
+
+
+def normalised(text: str) -> str:
+    """As SQuAD compares answers: no case, punctuation, articles or double spaces."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def markdown(lines: list[dict[str, Any]]) -> str:
+    """The table for stdout."""
+    tasks = [part["task"] for part in lines[0]["tasks"]]
+    rows = []
+    for line in lines:
+        accuracy = f"{100 * line['accuracy']:.1f}"
+        error = line["accuracy_standard_error"]
+        rows.append(
+            [
+                *names_of(line),
+                *(percent(part["accuracy"], 1) for part in line["tasks"]),
+                accuracy if error is None else with_error(100 * line["accuracy"], 100 * error, 1),
+                "" if line["same"] is None else percent(line["same"], 1),
+                *traffic_cells(line),
+            ]
+        )
+    return table([*NAMES, *tasks, "all, %", "same", *TRAFFIC], rows, text_columns=len(NAMES))
+
+
+def panels(lines: list[dict[str, Any]]) -> list[Panel]:
+    """What --plot draws."""
+    depths: dict[str, list[Any]] = {}
+    for line in lines:
+        cells = [cell for cell in line["cells"] if cell["depth"] is not None]
+        places = sorted({cell["depth"] for cell in cells})
+        depths[label_of(line)] = [
+            (place, float(np.mean([c["accuracy"] for c in cells if c["depth"] == place])))
+            for place in places
+        ]
+    return [
+        against_fraction(lines, "accuracy", "accuracy"),
+        Panel("depth of the answer", "accuracy", {k: v for k, v in depths.items() if v}),
+    ]

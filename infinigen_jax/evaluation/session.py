@@ -1,0 +1,227 @@
+"""What all sub-commands do: their common options, and one measurement for each configuration."""
+
+import argparse
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.configurations import (
+    Configuration,
+    check,
+    configurations,
+    settings_of,
+)
+from infinigen_jax.evaluation.parts import Measurement, Parts
+from infinigen_jax.evaluation.plots import checked_plot
+from infinigen_jax.evaluation.report import percent, provenance
+from infinigen_jax.options import add_engine_options
+from infinigen_jax.output import checked_output, write_json
+
+if TYPE_CHECKING:
+    from infinigen_jax.checkpoint import Model
+    from infinigen_jax.engine import Engine
+    from infinigen_jax.evaluation.scoring import Traffic
+
+# Measures a configuration; is given the engine and a function to call with work done.
+Measure = Callable[["Engine", Callable[[int], object]], Measurement]
+NOT_COMPARED = ("date", "device")  # of the provenance: the numbers do not depend on them
+
+
+def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> None:
+    """The options of every sub-command: model, configurations, results.
+
+    Args:
+        batch: default of --batch.
+        of: what a batch is made of.
+    """
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="converted or Hugging Face folder (default: embedded)")
+    add(
+        "--batch",
+        type=int,
+        default=batch,
+        metavar="B",
+        help=f"{of} at once (default {batch}); only infinigen-paper's result depends on it",
+    )
+    add_engine_options(parser, several=True)
+    add("--no-reference", action="store_true", help="without the full cache as the first line")
+    add(
+        "--json",
+        metavar="F",
+        help="write everything that was measured to a file; the same command goes on where it was "
+        "interrupted",
+    )
+    add("--plot", metavar="F", help="draw the result: .png, .svg or .pdf; needs matplotlib")
+    add("--quiet", action="store_true", help="no progress on stderr")
+
+
+def check_numbers(arguments: argparse.Namespace, smallest: dict[str, int]) -> None:
+    """Refuse counts that make no sense for any model."""
+    for name, least in smallest.items():
+        given = getattr(arguments, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value < least:
+                option = name.replace("_", "-")
+                raise InputError(f"--{option} {value}: it must be at least {least}")
+
+
+@dataclasses.dataclass
+class Session:
+    """One run of a sub-command.
+
+    Attributes:
+        chosen: configurations; the full cache is the first, unless it is not wanted.
+        folder: that the model was loaded from.
+        record: what the result file says, in the making.
+    """
+
+    arguments: argparse.Namespace
+    chosen: list[Configuration]
+    output: Path | None
+    plot: Path | None
+    say: Callable[[str], None]
+    record: dict[str, Any]
+    folder: Any = None
+    parts: Parts | None = None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, say: Callable[[str], None]) -> "Session":
+        """Check the common options, before anything is loaded."""
+        return cls(
+            arguments,
+            configurations(arguments, reference=not arguments.no_reference),
+            checked_output("--json", arguments.json),
+            checked_plot(arguments.plot),
+            say,
+            {"command": arguments.command},
+        )
+
+    def load(self) -> "Model":
+        """The model, and whether it can have all configurations."""
+        from infinigen_jax.checkpoint import embedded, load
+
+        self.folder = embedded() if self.arguments.model is None else self.arguments.model
+        model = load(self.folder, self.arguments.dtype, notify=self.say)
+        check(self.chosen, model)
+        return model
+
+    def measure(self, model: "Model", measure: Measure, total: int, unit: str) -> "list[Line]":
+        """One measurement for each configuration; what was finished before is not repeated.
+
+        Args:
+            total: work of one configuration, for the progress.
+        """
+        made = provenance(model, self.folder or "")
+        self.record |= made
+        self.parts = Parts(
+            self.output, self.record | {name: None for name in NOT_COMPARED if name in made}
+        )
+        return list(
+            measurements(
+                model, self.chosen, measure, total, unit, self.arguments, self.say, self.parts
+            )
+        )
+
+    def finish(self, lines: list[dict[str, Any]]) -> None:
+        """Write the result file."""
+        if self.output is not None:
+            write_json("--json", self.output, self.record | {"configurations": lines})
+        if self.parts is not None:
+            self.parts.remove()
+
+
+@dataclasses.dataclass
+class Line:
+    """A configuration with its measurement.
+
+    Attributes:
+        described: policy, settings, and whether it is the reference.
+    """
+
+    described: dict[str, Any]
+    measured: Measurement
+
+
+def measurements(
+    model: "Model",
+    chosen: list[Configuration],
+    measure: Measure,
+    total: int,
+    unit: str,
+    arguments: argparse.Namespace,
+    say: Callable[[str], None] = lambda message: None,
+    parts: Parts | None = None,
+) -> Iterator[Line]:
+    """One measurement for each configuration, in turn; one engine lives at a time."""
+    parts = parts or Parts(None, {})
+    for number, configuration in enumerate(chosen, 1):
+        started = time.perf_counter()
+        engine = configuration.engine(model)
+        settings = settings_of(engine)
+        described = {
+            "policy": configuration.policy.name,
+            "reference": number == 1 and not arguments.no_reference,
+            "settings": settings,
+        }
+        title = f"{number}/{len(chosen)} {configuration.label}"
+        key = {"policy": configuration.policy.name} | settings
+        measured = parts.load(key)
+        if measured is not None:
+            say(f"{title}: measured before")
+        else:
+            with tqdm(
+                total=total, desc=title, unit=f" {unit}", disable=arguments.quiet
+            ) as progress:
+                measured = measure(engine, progress.update)
+            seconds = {"seconds": time.perf_counter() - started}
+            measured = measured._replace(values=measured.values | seconds)
+            parts.save(key, measured)
+        yield Line(described, measured)
+        del engine
+        gc.collect()  # the device's arrays go before the next engine's come
+
+
+def traffic_of(traffic: "Traffic") -> dict[str, Any]:
+    """What moved, per token."""
+    tokens, rows = max(traffic.tokens, 1), traffic.selected_rows
+    return {
+        "selected_fraction": traffic.selected / tokens,
+        "fetched_fraction": traffic.fetched / tokens,
+        "hot_set_hit_rate": 1 - traffic.fetched_rows / rows if rows else 0.0,
+        "host_to_device_bytes_per_token": traffic.moved_bytes / tokens,
+        "host_cache_bytes": traffic.host_cache_bytes,
+        "device_index_bytes": traffic.device_index_bytes,
+        "hot_set_bytes": traffic.hot_set_bytes,
+    }
+
+
+NAMES = ["policy", "budget", "index", "rows"]
+TRAFFIC = ["selected", "fetched", "hot hits", "moved/token", "host cache", "index size", "seconds"]
+
+
+def names_of(line: dict[str, Any]) -> list[str]:
+    """The cells of NAMES."""
+    settings = line["settings"]
+    budget = f"{settings['budget']:g}" if "budget" in settings else ""
+    return [line["policy"], budget, settings.get("index_dtype", ""), settings["rows"]]
+
+
+def traffic_cells(line: dict[str, Any]) -> list[str]:
+    """The cells of TRAFFIC."""
+    from infinigen_jax.memory_limits import format_bytes
+
+    return [
+        percent(line["selected_fraction"]),
+        percent(line["fetched_fraction"]),
+        percent(line["hot_set_hit_rate"], 1),
+        format_bytes(int(line["host_to_device_bytes_per_token"])),
+        format_bytes(line["host_cache_bytes"]),
+        format_bytes(line["device_index_bytes"]),
+        f"{line['seconds']:.1f}",
+    ]

@@ -1,0 +1,174 @@
+"""What a layer of a decode step attended to, beside what there was to attend to.
+
+A function for `Run.watch`: it is traced into the engine's own step, behind each layer, reads the
+whole cache of that layer from the host, and computes attention over everything, over what the
+policy had, and over what the oracle would have had with as many rows. Of the past tokens only: the
+current one is always attended.
+
+    attended     resident (sinks, window) + fetched by the policy
+    oracle's     resident                 + the rows that the true query weighs most
+    everything   resident                 + all rows that only the host has
+
+"Everything" is the cache as the host stores it: with quantised rows, what quantisation itself loses
+is not in these numbers (it is in the perplexity).
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from infinigen_jax.attention import attend, attend_weighted, packed
+from infinigen_jax.decode import Carry, Decoder
+from infinigen_jax.memory import read_block
+from infinigen_jax.models.base import Layer
+from infinigen_jax.reuse import put
+from infinigen_jax.selection import Request, budget_rows, group_rank, top_mask
+from infinigen_jax.steps import Watched
+
+
+class Seen(NamedTuple):
+    """One layer of one step.
+
+    Attributes:
+        mass, best_mass: share of each query head's softmax over the past tokens that is attended,
+            and that the oracle would attend at the same budget.
+        selected, wanted: rows that the policy selected, and that the budget allows.
+        found: of the oracle's rows, how many the policy selected.
+        error, best_error: relative L2 error of the layer's attention output, behind the output
+            projection, of the policy and of the oracle.
+        head_error: of the policy, if only the heads that share one KV head had its rows, and the
+            others everything.
+    """
+
+    mass: Float[Array, "b k g"]
+    best_mass: Float[Array, "b k g"]
+    selected: Int[Array, "b k"]
+    wanted: Int[Array, "b k"]
+    found: Int[Array, "b k"]
+    error: Float[Array, " b"]
+    best_error: Float[Array, " b"]
+    head_error: Float[Array, "b k"]
+
+
+def watch_own(decoder: Decoder, layer: Watched) -> tuple[Carry, Seen | None]:
+    """Compare, and go on with what the policy made of the layer."""
+    return _watch(decoder, layer, exact=False)
+
+
+def watch_exact(decoder: Decoder, layer: Watched) -> tuple[Carry, Seen | None]:
+    """Compare, and go on as if the layer had attended to everything.
+
+    Each policy is then asked about the same queries over the same keys.
+    """
+    return _watch(decoder, layer, exact=True)
+
+
+def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen | None]:
+    if watched.own is None or watched.selection is None:
+        return watched.after, None  # attended whole
+    assert watched.host is not None
+    config, slots, positions = decoder.config, decoder.slots, watched.positions
+    layer = decoder.blueprint.layer(watched.params)
+    x = watched.before.x
+    a = layer.attention_input(x)
+    q = layer.query(a, positions)
+    q = q.reshape(q.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
+    capacity = watched.host.shape[3]
+    eligible = slots.eligible(positions, capacity)
+    rows = read_block(watched.host, watched.own.number, jnp.int32(0), capacity, decoder.mesh)
+    # Slots that were never written may hold NaN, which a weight of 0 does not silence.
+    rows = decoder.row_format.decode(watched.own.scales, rows)
+    rows = jnp.where(eligible[:, None, :, None], rows, 0)
+
+    resident = watched.local.part(positions, slots)  # pyright: ignore[reportCallIssue]
+    everything, (near, far) = attend_weighted(q, resident, packed(rows, eligible[:, None]))
+    request = _request(decoder, watched, layer, a)
+    fetched = _marked(request, capacity) & eligible[:, None]
+    wanted = _wanted(decoder, request, positions, eligible)
+    best = top_mask(_true_rank(q, rows, eligible), wanted) & eligible[:, None]
+
+    is_past = slots.positions(positions) != positions[:, None]
+    near = jnp.sum(jnp.where(is_past[:, None, None], near, 0.0), axis=-1)
+    total = near + jnp.sum(far, axis=-1)
+
+    def mass(mask: Bool[Array, "b k t"]) -> Float[Array, "b k g"]:
+        covered = near + jnp.sum(jnp.where(mask[:, :, None], far, 0.0), axis=-1)
+        return jnp.where(total > 0, covered / jnp.where(total > 0, total, 1.0), 1.0)
+
+    def output(o: Float[Array, "b k g d"]) -> Float[Array, "b e"]:
+        return layer.attention_output(o.reshape(o.shape[0], config.num_heads, -1))
+
+    had = attend(q, resident, packed(rows, fetched))
+    could = attend(q, resident, packed(rows, best))
+    whole = output(everything)
+    heads = jnp.arange(config.num_kv_heads, dtype=jnp.int32)
+    alone = (heads[:, None] == heads[None])[None, :, :, None, None]
+    mixed = jnp.where(alone, had[:, None], everything[:, None])  # [b, k, k, g, d]
+    mixed = mixed.reshape(q.shape[0], config.num_kv_heads, config.num_heads, -1)
+    seen = Seen(
+        mass(fetched),
+        mass(best),
+        _entries(fetched),
+        wanted,
+        _entries(fetched & best),
+        _relative(output(had), whole),
+        _relative(output(could), whole),
+        _relative(layer.attention_output(mixed), whole[:, None]),
+    )
+    if not exact:
+        return watched.after, seen
+    x = x + whole
+    return watched.after._replace(x=x + layer.mlp(x)), seen
+
+
+def _request(decoder: Decoder, watched: Watched, layer: Layer, a: Float[Array, "b e"]) -> Request:
+    """The rows that the layer had."""
+    if watched.before.fetched is not None:
+        return watched.before.fetched.request
+    # The layer selected for itself; a pure function, computed once more.
+    chosen = watched.selection
+    assert chosen is not None
+    return decoder.policy.select(
+        decoder.config, layer, chosen.weights, chosen.state, a, watched.positions
+    )
+
+
+def _wanted(
+    decoder: Decoder, request: Request, positions: Int[Array, " b"], eligible: Bool[Array, "b t"]
+) -> Int[Array, "b k"]:
+    """Rows that the budget allows, of those there are; of a policy without one, its own number."""
+    budget: Any = getattr(decoder.policy, "budget", None)
+    if budget is None:
+        return request.count
+    rows = jnp.minimum(budget_rows(budget, positions), _entries(eligible))
+    return jnp.broadcast_to(rows[:, None], request.count.shape)
+
+
+def _true_rank(
+    q: Float[Array, "b k g d"], rows: Float[Array, "b k t w"], eligible: Bool[Array, "b t"]
+) -> Float[Array, "b k t"]:
+    """As the policy `oracle` ranks: the group's softmax over what can be fetched, summed."""
+    keys = rows[..., : q.shape[-1]]
+    scores = jnp.einsum("bkgd,bktd->bkgt", q, keys, preferred_element_type=jnp.float32)
+    return group_rank(jnp.where(eligible[:, None, None], scores, -jnp.inf))
+
+
+def _marked(request: Request, capacity: int) -> Bool[Array, "b k t"]:
+    """The slots that are meant."""
+    slots = jnp.where(request.valid, request.slots, capacity)
+    nothing = jnp.zeros((*slots.shape[:2], capacity), jnp.bool)
+    return put(nothing, slots, jnp.ones(slots.shape, jnp.bool))
+
+
+def _entries(mask: Bool[Array, "*b t"]) -> Int[Array, "*b"]:
+    return jnp.sum(mask, axis=-1, dtype=jnp.int32)
+
+
+def _relative(y: Float[Array, "*b e"], true: Float[Array, "*#b e"]) -> Float[Array, "*b"]:
+    """Relative L2 distance, float32; of equal vectors 0."""
+    y, true = (lax.convert_element_type(z, jnp.float32) for z in (y, true))
+    distance = jnp.linalg.norm(y - true, axis=-1)
+    size = jnp.broadcast_to(jnp.linalg.norm(true, axis=-1), distance.shape)
+    return jnp.where(distance > 0, distance / jnp.maximum(size, 1e-30), 0.0)

@@ -1,0 +1,91 @@
+"""Options of the sub-commands that work on windows of a text: which tokens are measured."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.session import check_numbers
+from infinigen_jax.evaluation.texts import SMALLEST_WINDOW, Text, tokenize
+
+if TYPE_CHECKING:
+    from infinigen_jax.checkpoint import Model
+
+LARGEST_WINDOW = 2048  # by default
+
+
+def add_window_options(parser: argparse.ArgumentParser) -> None:
+    """Add --text, --window, --context, --windows and --chunk."""
+    add = parser.add_argument
+    add("--text", metavar="F", required=True, help="a text in UTF-8")
+    add(
+        "--window",
+        type=int,
+        metavar="N",
+        help=f"tokens per window (default: the model's positions, at most {LARGEST_WINDOW})",
+    )
+    add(
+        "--context",
+        type=int,
+        metavar="C",
+        help="leading tokens of a window that are not scored (default: half of it)",
+    )
+    add(
+        "--windows",
+        type=int,
+        metavar="M",
+        help="most windows, spread evenly over the text (default: all)",
+    )
+    add(
+        "--chunk",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens of a chunk, for results by position (default 256)",
+    )
+
+
+def check_window_numbers(arguments: argparse.Namespace) -> None:
+    """Refuse counts that make no sense for any model."""
+    smallest = {"window": SMALLEST_WINDOW, "context": 2, "windows": 1, "batch": 1, "chunk": 1}
+    check_numbers(arguments, smallest)
+
+
+def window_sizes(arguments: argparse.Namespace, positions: int) -> tuple[int, int]:
+    """Tokens of a window, and those of its context."""
+    size = min(positions, LARGEST_WINDOW) if arguments.window is None else arguments.window
+    if size > positions:
+        raise InputError(f"--window {size}: the model has {positions} positions; lower it")
+    context = max(2, size // 2) if arguments.context is None else arguments.context
+    if context >= size:
+        raise InputError(
+            f"--context {context}: nothing is left to score in a window of {size} tokens; lower "
+            f"it to at most {size - 1}"
+        )
+    return size, context
+
+
+def cut_windows(
+    arguments: argparse.Namespace, text: Text, model: "Model"
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """The windows [w, n] int32, and what the result file says about them and the text."""
+    size, context = window_sizes(arguments, model.config.max_positions)
+    tokens = tokenize(text, model.tokenizer, model.config.vocab_size)
+    windows = tokens.cut(size, arguments.windows)
+    settings = {
+        "window": size,
+        "context": context,
+        "windows": len(windows),
+        "batch": min(arguments.batch, len(windows)),
+        "chunk": arguments.chunk,
+    }
+    described = {
+        "file": text.name,
+        "sha256": text.sha256,
+        "characters": len(text.content),
+        "tokens": len(tokens.tokens),
+        "prefix_tokens": len(tokens.prefix),
+        "windows": tokens.windows(size),
+    }
+    return windows, {"text": described, "settings": settings}

@@ -1,0 +1,226 @@
+"""Recall: what is observed of the engine's steps, against NumPy over the plain forward pass."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import ALL, SPARSE, engine, random_model
+from tiny import logits_of, only
+
+from infinigen_jax import evaluate
+from infinigen_jax.checkpoint import embedded
+from infinigen_jax.evaluation.recall import lost_most, markdown, panels, study_windows, summary
+from infinigen_jax.evaluation.study import watch_exact, watch_own
+from infinigen_jax.models import blueprint
+from infinigen_jax.policies import Full, Oracle, Quest, Window
+
+CONTEXT, SIZE = 24, 40
+WINDOWS = np.random.default_rng(3).integers(3, 96, (3, SIZE)).astype(np.int32)
+SETTINGS: dict[str, Any] = {
+    "window": SIZE,
+    "context": CONTEXT,
+    "chunk": 8,
+    "batch": 2,
+    "states": "exact",
+}
+NARROW = {"budget": 0.2, "sinks": 2, "window": 4}
+
+
+def plain(name: str, tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, Any, np.ndarray]]:
+    """Of each layer: weights [b, h, s, s], values [b, s, h, d], module, output [b, s, e]."""
+    model = random_model(name)
+    plan, config = blueprint(model.config, model.dtype), model.config
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    x = plan.embedding(model.params["embedding"]).embed(jnp.asarray(tokens), positions)
+    layers = []
+    for params in model.params["layers"]:
+        layer = plan.layer(params)
+        a = layer.attention_input(x)
+        q = np.asarray(layer.query(a, positions), np.float64)
+        keys, values = (np.asarray(y, np.float64) for y in layer.key_value(a, positions))
+        keys, values = (np.repeat(y, config.group_size, axis=2) for y in (keys, values))
+        scores = np.einsum("bqhd,bkhd->bhqk", q, keys)
+        scores = np.where(np.tri(tokens.shape[1], dtype=bool), scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        o = jnp.asarray(np.einsum("bhqk,bkhd->bqhd", weights, values), jnp.float32)
+        output = layer.attention_output(o)
+        layers.append((weights, values, layer, np.asarray(output)))
+        x = x + output
+        x = x + layer.mlp(x)
+    return layers
+
+
+def attended_by_window(position: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Positions that `window` attends to, those only the host has, and the budget's rows."""
+    t = np.arange(SIZE)
+    resident = (t <= position) & ((t < 2) | (t > position - 4))
+    eligible = (t <= position) & ~resident
+    rows = min(position // 5, eligible.sum())
+    fetched = eligible & (t > position - 4 - rows)
+    return resident | fetched, eligible, rows
+
+
+@pytest.mark.parametrize("name", ["gqa", "opt"])
+def test_window_against_numpy(name):
+    """What `window` attends to is known, and exact states are those of the plain forward pass."""
+    arrays, _ = study_windows(engine(name, Window(**NARROW)), WINDOWS, SETTINGS)
+    config = random_model(name).config
+    steps = range(CONTEXT - 1, SIZE - 1)
+    assert arrays["layers"].tolist() == [2, 3]
+    for i, number in enumerate((2, 3)):
+        weights, values, layer, output = plain(name, WINDOWS)[number]
+        expected: dict[str, list] = {"mass": [], "oracle_mass": [], "error": [], "found": []}
+        for p in steps:
+            attended, eligible, rows = attended_by_window(p)
+            row = weights[:, :, p]
+            past = row.copy()
+            past[..., p] = 0
+            # The oracle: by the group's softmax over what can be fetched.
+            among = np.where(eligible, row, 0)
+            among = among / among.sum(axis=-1, keepdims=True)
+            among = among.reshape(3, config.num_kv_heads, config.group_size, SIZE).sum(axis=2)
+            best = np.zeros(among.shape, bool)
+            np.put_along_axis(best, np.argsort(-among, axis=-1)[..., :rows], True, axis=-1)
+            spread = np.repeat(best, config.group_size, axis=1)
+            resident = attended & ~eligible
+            total = past.sum(axis=-1)
+            expected["mass"].append((past * attended).sum(axis=-1) / total)
+            expected["oracle_mass"].append((past * (spread | resident)).sum(axis=-1) / total)
+            expected["found"].append((best & attended).sum(axis=-1))
+            kept = row * attended
+            kept = kept / kept.sum(axis=-1, keepdims=True)
+            o = jnp.asarray(np.einsum("bhk,bkhd->bhd", kept, values), jnp.float32)
+            made, true = np.asarray(layer.attention_output(o)), output[:, p]
+            distance = np.linalg.norm(made - true, axis=-1) / np.linalg.norm(true, axis=-1)
+            expected["error"].append(distance[:, None])
+        for key, numbers in expected.items():
+            chunks = np.stack(numbers).reshape(2, 8, 3, -1)  # 16 steps
+            chunks = chunks.sum(axis=1) if key == "found" else chunks.mean(axis=1)
+            np.testing.assert_allclose(
+                arrays[key][:, i], chunks.transpose(1, 2, 0), rtol=2e-3, atol=1e-4
+            )
+
+
+def test_the_oracle_finds_everything_and_a_budget_of_one_loses_nothing():
+    for states in ("own", "exact"):
+        settings = SETTINGS | {"states": states}
+        line = summary(
+            study_windows(engine("gqa", Oracle(**NARROW)), WINDOWS, settings)[0], settings
+        )
+        assert line["top_k_recall"] == pytest.approx(1) and line["of_oracle"] == pytest.approx(1)
+        assert line["mass"] < 1 and line["error"] == pytest.approx(line["oracle_error"])
+        assert line["error"] > 1e-3
+    line = summary(study_windows(engine("gqa", ALL), WINDOWS, SETTINGS)[0], SETTINGS)
+    assert line["top_k_recall"] == 1 and line["mass"] == pytest.approx(1)
+    assert line["error"] < 1e-5
+
+
+def test_policies_that_wait_for_their_rows_are_observed_too():
+    settings = SETTINGS | {"states": "own"}
+    quest = summary(study_windows(engine("gqa", Quest(**NARROW)), WINDOWS, settings)[0], settings)
+    assert 0 < quest["top_k_recall"] < 1 and 0 < quest["of_oracle"] < 1
+    assert quest["error"] > quest["oracle_error"] > 0
+
+
+def test_nothing_selected_is_everything_attended():
+    arrays, traffic = study_windows(engine("gqa", Full()), WINDOWS, SETTINGS)
+    line = summary(arrays, SETTINGS)
+    assert line["layers"] == [] and line["mass"] == line["of_oracle"] == 1 and line["error"] == 0
+    assert traffic.tokens == 3 * 16 and lost_most(line) == ""
+
+
+def test_parts_combine_to_the_whole():
+    arrays, _ = study_windows(engine("gqa", SPARSE), WINDOWS, SETTINGS | {"chunk": 6})
+    line = summary(arrays, SETTINGS | {"chunk": 6})
+    tokens = np.array([6, 6, 4])
+    assert [(c["from"], c["to"]) for c in line["chunks"]] == [(24, 30), (30, 36), (36, 40)]
+    for name in ("mass", "oracle_mass", "error"):
+        chunks = np.array([chunk[name] for chunk in line["chunks"]])
+        assert chunks @ tokens / 16 == pytest.approx(line[name])
+        assert np.mean([layer[name] for layer in line["layers"]]) == pytest.approx(line[name])
+    for layer in line["layers"]:
+        masses = np.array([head["mass"] for head in layer["heads"]])
+        assert masses.shape == (2, 2) and masses.mean() == pytest.approx(layer["mass"])
+        recalls = [head["top_k_recall"] for head in layer["heads"]]
+        assert np.mean(recalls) == pytest.approx(layer["top_k_recall"])  # equal budgets
+    worst = min(line["layers"], key=lambda layer: layer["of_oracle"])
+    assert lost_most(line).startswith(f"layer {worst['layer']}: ")
+
+
+def test_watching_changes_nothing():
+    chosen = engine("gqa", SPARSE)
+    scores = []
+    for watch in (None, watch_own, watch_exact):
+        run, own = chosen.start(WINDOWS[:2, :23].tolist(), 8), []
+        for i in range(23, 29):
+            tokens, targets = WINDOWS[:2, i], WINDOWS[:2, i + 1]
+            score = run.score(tokens, targets) if watch is None else None
+            own.append(score if watch is None else run.watch(watch, tokens, targets)[0])
+        scores.append(np.stack(jax.device_get(own)))
+    np.testing.assert_allclose(scores[1], scores[0], rtol=1e-5, atol=1e-5)
+    # With exact states the predictions are the full cache's.
+    full = engine("gqa", Full()).start(WINDOWS[:2, :23].tolist(), 8)
+    exact = [full.score(WINDOWS[:2, i], WINDOWS[:2, i + 1]) for i in range(23, 29)]
+    np.testing.assert_allclose(scores[2], np.stack(exact), rtol=1e-4, atol=1e-3)
+    assert np.abs(scores[2] - scores[0]).max() > 1e-2
+
+
+def test_scores_leave_the_likeliest_token():
+    run = engine("gqa", Full()).start(WINDOWS[:, :23].tolist(), 8)
+    run.score(WINDOWS[:, 23], WINDOWS[:, 24])
+    expected = logits_of(random_model("gqa"), WINDOWS[:, :24])[:, -1].argmax(axis=-1)
+    assert np.asarray(run.drawn).tolist() == expected.tolist()
+
+
+# The command.
+
+
+def test_command_and_its_interruption(tmp_path, capsys, monkeypatch):
+    text, result, plot = tmp_path / "t.txt", tmp_path / "r.json", tmp_path / "p.svg"
+    text.write_text("The old man went down to the sea, and nobody asked him why. " * 30)
+    arguments = ["recall", "--model", str(embedded()), "--text", str(text), "--json", str(result)]
+    arguments += ["--plot", str(plot), "--window", "64", "--context", "56", "--windows", "2"]
+    arguments += ["--policy", "window", "oracle", "--budget", "0.1", "--dense-layers", "4"]
+    from infinigen_jax.evaluation import recall
+
+    studied: list[str] = []
+    original = recall.study_windows
+
+    def once(engine: Any, *rest: Any) -> Any:
+        studied.append(engine.decoder.policy.name)
+        if studied == ["full", "window"]:
+            raise KeyboardInterrupt
+        return original(engine, *rest)
+
+    monkeypatch.setattr(recall, "study_windows", once)
+    assert evaluate.main(arguments) == 130 and "interrupted" in capsys.readouterr().err
+    assert only(tmp_path) == ["r.json.parts", "t.txt"]
+    assert len(list((tmp_path / "r.json.parts").iterdir())) == 1  # the full cache
+    assert evaluate.main(arguments) == 0
+    assert studied == ["full", "window", "window", "oracle"]
+    captured = capsys.readouterr()
+    assert "1/3 full auto: measured before" in captured.err
+    rows = [[c.strip() for c in row.split("|")][1:-1] for row in captured.out.splitlines()]
+    assert [row[0] for row in rows[2:]] == ["full", "window", "oracle"] and len(rows) == 5
+    assert rows[4][4] == "100.0 %" and rows[4][7] == "100.0 %"
+    assert only(tmp_path) == ["p.svg", "r.json", "t.txt"]
+    record = json.loads(result.read_text())
+    assert record["settings"]["states"] == "own" and record["command"] == "recall"
+    window = record["configurations"][1]
+    assert [layer["layer"] for layer in window["layers"]] == [4, 5]
+    assert 0 < window["mass"] <= window["oracle_mass"] < 1
+    assert len(panels(record["configurations"])) == 3 and markdown(record["configurations"])
+
+
+def test_a_plot_that_cannot_be(tmp_path, capsys):
+    text = tmp_path / "t.txt"
+    text.write_text("A text.")
+    for plot in (str(tmp_path / "p.txt"), str(tmp_path / "absent" / "p.png")):
+        assert evaluate.main(["recall", "--text", str(text), "--plot", plot, "--quiet"]) == 2
+        error = capsys.readouterr().err
+        assert "--plot" in error and error.count("\n") == 1
+    assert only(tmp_path) == ["t.txt"]

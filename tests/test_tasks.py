@@ -1,0 +1,258 @@
+"""Multiple choice: formats of files, likelihoods through the engine, the harness's adapter."""
+
+import importlib.util
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from runtime import SPARSE, engine, random_model
+from tiny import logits_of, only
+
+from infinigen_jax import evaluate
+from infinigen_jax.checkpoint import embedded, load
+from infinigen_jax.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.likelihood import Continuation, likelihoods
+from infinigen_jax.evaluation.parts import Measurement
+from infinigen_jax.evaluation.session import Line
+from infinigen_jax.evaluation.task_files import Choices, read_choices
+from infinigen_jax.evaluation.tasks import with_scores, with_shots
+from infinigen_jax.evaluation.texts import prefixed, split_behind
+from infinigen_jax.policies import Full
+
+# Files.
+
+COPA = Choices(("It rained because",) * 2, (" the sun.", " a cloud."), 1)
+RTE = Choices(("P.\nQuestion: H. True or False?\nAnswer:",) * 2, (" True", " False"), 1)
+OPENBOOK = Choices(("Stones are",) * 3, (" soft", " hard", " wet"), 1)
+PIQA = Choices(("Question: Open it\nAnswer:",) * 2, (" push", " pull"), 0)
+WINOGRANDE = Choices(("The dog bit dog", "The dog bit cat"), (" and ran.",) * 2, 1)
+COPA_LINE = {"premise": "It rained.", "question": "cause", "choice1": "The sun.", "label": 1}
+STEM = {"stem": "Stones are", "choices": []}
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        (COPA_LINE | {"choice2": "A cloud."}, COPA),
+        (
+            {
+                "query": "It rained",
+                "connector": "because",
+                "choices": ["The sun.", "A cloud."],
+                "gold": 1,
+            },
+            COPA,
+        ),
+        ({"premise": "P.", "hypothesis": "H.", "label": "not_entailment", "idx": 3}, RTE),
+        ({"premise": "P.", "hypothesis": "H.", "label": 1}, RTE),
+        (
+            {
+                "question_stem": "Stones are",
+                "choices": {"text": ["soft", "hard", "wet"], "label": ["A", "B", "C"]},
+                "answerKey": "B",
+            },
+            OPENBOOK,
+        ),
+        (
+            {
+                "question": STEM
+                | {
+                    "choices": [
+                        {"text": t, "label": n}
+                        for t, n in (("soft", "A"), ("hard", "B"), ("wet", "C"))
+                    ]
+                },
+                "answerKey": "B",
+            },
+            OPENBOOK,
+        ),
+        ({"query": "Stones are", "choices": ["soft", "hard", "wet"], "gold": 1}, OPENBOOK),
+        ({"goal": "Open it", "sol1": "push", "sol2": "pull", "label": 0}, PIQA),
+        (
+            {
+                "sentence": "The dog bit _ and ran.",
+                "option1": "dog",
+                "option2": "cat",
+                "answer": "2",
+            },
+            WINOGRANDE,
+        ),
+        (
+            {
+                "prefix": "The dog bit ",
+                "suffix": " and ran.",
+                "choices": ["dog", "cat"],
+                "gold": 1,
+            },
+            WINOGRANDE,
+        ),
+    ],
+)
+def test_formats(line, expected, tmp_path):
+    path = tmp_path / "task.jsonl"
+    path.write_text(json.dumps(line))
+    assert read_choices(str(path)) == [expected]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"text": "a"},
+        {"query": "a", "choices": ["b", "c"]},
+        {"query": "a", "choices": ["b", "c"], "gold": 2},
+        {"query": "a", "choices": ["b"], "gold": 0},
+        {"query": "a", "choices": ["b", 3], "gold": 0},
+        {"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"},
+        {"sentence": "a _", "option1": "a", "option2": "b", "answer": ""},
+        COPA_LINE,
+    ],
+)
+def test_items_that_cannot_be(line, tmp_path):
+    path = tmp_path / "task.jsonl"
+    path.write_text(json.dumps(COPA_LINE | {"choice2": "A cloud."}) + "\n" + json.dumps(line))
+    with pytest.raises(InputError, match=r"--data .*task\.jsonl: item 2: "):
+        read_choices(str(path))
+
+
+def test_shots_are_other_items():
+    items = [Choices((f"c{i}",) * 2, (f" a{i}", f" b{i}"), i % 2) for i in range(6)]
+    made = with_shots(items, 2, 0, None)
+    assert made == with_shots(items, 2, 0, None) != with_shots(items, 2, 1, None)
+    for i, (item, own) in enumerate(zip(made, items, strict=True)):
+        *shown, last = item.contexts[0].split("\n\n")
+        assert last == f"c{i}" and len(set(shown)) == 2 and item.texts == own.texts
+        assert all(one in [o.example for o in items if o is not own] for one in shown)
+    assert [item.contexts[0] for item in with_shots(items, 0, 0, 3)] == ["c0", "c2", "c4"]
+    with pytest.raises(InputError, match="--shots 6"):
+        with_shots(items, 6, 0, None)
+
+
+def test_scores_by_choice():
+    items = [Choices(("c",) * 2, (" a", " bbbb"), gold) for gold in (0, 1, 1)]
+    full = np.array([-1.0, -2.0, -3.0, -1.0, -3.0, -4.0])
+    sparse = np.array([-2.0, -1.0, -3.0, -1.0, -3.0, -4.0])
+    lines = [
+        Line({"reference": i == 0, "policy": "p"}, Measurement({"task t": scores}, {}))
+        for i, scores in enumerate((full, sparse))
+    ]
+    first, second = with_scores(lines, {"t": items})
+    assert first["accuracy"] == pytest.approx(2 / 3) and first["same"] is None
+    # Per character: -.5 and -.4, -1.5 and -.2, -1.5 and -.8.
+    assert first["accuracy_normalised"] == pytest.approx(2 / 3)
+    assert second["accuracy"] == pytest.approx(1 / 3) and second["same"] == pytest.approx(2 / 3)
+
+
+# Likelihoods.
+
+RNG = np.random.default_rng(6)
+
+
+def tokens(number: int) -> list[int]:
+    return RNG.integers(3, 96, number).tolist()
+
+
+def expected(model: Any, one: Continuation) -> tuple[float, bool]:
+    """By the plain forward pass."""
+    logits = logits_of(model, np.array([[*one.context, *one.text]], np.int32))[0]
+    logits = logits.astype(np.float64)[len(one.context) - 1 : -1]
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    log = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    text = np.array(one.text)
+    return log[np.arange(len(text)), text].sum(), bool((logits.argmax(axis=-1) == text).all())
+
+
+def test_likelihoods_are_those_of_the_plain_forward_pass():
+    model = random_model("gqa")
+    asked = [Continuation(tokens(n), tokens(m)) for n, m in ((9, 3), (30, 5), (1, 4), (1, 1))]
+    # One that is greedy, after a single token and after several.
+    asked += [Continuation(one.context, [_best(model, one.context)]) for one in asked[:3]]
+    done: list[int] = []
+    scores, traffic = likelihoods(engine("gqa", Full()), asked, 3, done.append)
+    for (score, greedy), one in zip(scores, asked, strict=True):
+        value, best = expected(model, one)
+        assert score == pytest.approx(value, abs=1e-3) and bool(greedy) == best
+    assert scores[4:, 1].tolist() == [1, 1, 1]
+    assert sum(done) == len(asked) and traffic.tokens > 0
+    assert likelihoods(engine("gqa", Full()), [], 3)[0].shape == (0, 2)
+    sparse, _ = likelihoods(engine("gqa", SPARSE), asked, 3)
+    assert not np.allclose(sparse[1], scores[1])
+
+
+def _best(model: Any, context: Any) -> int:
+    return int(logits_of(model, np.array([context], np.int32))[0, -1].argmax())
+
+
+def test_contexts_that_are_too_long_lose_their_beginning():
+    model = random_model("gqa")
+    context, text = tokens(280), tokens(6)
+    scores, _ = likelihoods(engine("gqa", Full()), [Continuation(context, text)], 1)
+    value, _ = expected(model, Continuation(context[-250:], text))
+    assert scores[0, 0] == pytest.approx(value, abs=1e-3)
+    with pytest.raises(InputError, match="has 256 tokens, and the model 256 positions"):
+        likelihoods(engine("gqa", Full()), [Continuation([3], tokens(256))], 1)
+
+
+def test_contexts_and_texts_are_told_apart():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(embedded()))
+    for context, text in (("The cat sat on", " the mat."), ("The cat ", "sat"), ("A", "b")):
+        head, tail = split_behind(tokenizer, context, text)
+        assert head + tail == prefixed(tokenizer, context + text)
+        assert head and tail and tokenizer.decode(tail).endswith(text.strip())
+        assert head[0] == tokenizer.encode("a")[0]  # the mark in front
+    assert prefixed(tokenizer, "") == tokenizer.encode("")
+
+
+# The commands.
+
+
+def test_command(tmp_path, capsys):
+    data, result = tmp_path / "some.jsonl", tmp_path / "r.json"
+    lines = [{"query": f"Number {i} is", "choices": ["one", "a two"], "gold": 1} for i in range(5)]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["tasks", "--data", str(data), "--json", str(result), "--quiet"]
+    arguments += ["--shots", "2", "--items", "3", "--policy", "window", "--model", str(embedded())]
+    assert evaluate.main(arguments) == 0
+    rows = [[c.strip() for c in r.split("|")] for r in capsys.readouterr().out.splitlines()]
+    assert rows[0][5:9] == ["some", "mean", "normalised", "same"] and len(rows) == 4
+    record = json.loads(result.read_text())
+    full, window = record["configurations"]
+    assert record["settings"]["data"] == {"some": 3} and full["tasks"][0]["items"] == 3
+    assert window["same"] == 1.0  # so short a context is all resident
+    assert only(tmp_path) == ["r.json", "some.jsonl"]
+    for bad in (["--shots", "5"], ["--items", "0"], ["--data", str(data), str(data)]):
+        assert evaluate.main([*arguments, *bad]) == 2
+        captured = capsys.readouterr()
+        assert bad[0] in captured.err and captured.err.count("\n") == 1
+
+
+class Request(NamedTuple):
+    args: tuple[Any, ...]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
+def test_the_harness():
+    from infinigen_jax.evaluation.lm_eval import InfiniGenLM
+
+    model = load(embedded())
+    tokenizer = model.tokenizer
+    lm: Any = InfiniGenLM(Engine(model, policy=Full()), batch_size=2)
+    pairs = [("The old man", " went home."), ("", "A word.")]
+    found = lm.loglikelihood([Request(pair) for pair in pairs], disable_tqdm=True)
+    head, tail = split_behind(tokenizer, *pairs[0])
+    assert found[0][0] == pytest.approx(expected(model, Continuation(head, tail))[0], abs=1e-3)
+    (total,) = lm.loglikelihood_rolling([Request(("A word.",))], disable_tqdm=True)
+    assert found[1][0] == pytest.approx(total, abs=1e-3)
+    asked = [Request(("Once upon a", {"until": ["a"], "max_gen_toks": 8})), Request(("It", {}))]
+    lm.positions = 64
+    first, second = lm.generate_until(asked, disable_tqdm=True)
+    texts = Engine(model, policy=Full()).generate(["Once upon a", "It"], max_new_tokens=32).texts
+    assert first == texts[0].split("a")[0] or texts[0].startswith(first)
+    assert second == texts[1]
+    with pytest.raises(InputError, match="do_sample"):
+        lm.generate_until([Request(("It", {"do_sample": True}))], disable_tqdm=True)
+    made: Any = InfiniGenLM(policy="window", budget=0.2, device="cpu", batch_size="auto")
+    assert made.engine.decoder.policy.budget == 0.2 and made.batch == 8
