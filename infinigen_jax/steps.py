@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from infinigen_jax.cache import Cache, DenseLayer, HostLayer, Resident
+from infinigen_jax.cache import Cache, DenseLayer, Resident
 from infinigen_jax.decode import Carry, Counts, Decoder, Fetched, Weights
 from infinigen_jax.memory import Placement
 from infinigen_jax.models import Params
@@ -69,7 +69,7 @@ def steps(decoder: Decoder) -> Steps:
                     hot[ahead] if fetches else None,
                     states[own] if own >= 0 and decoder.policy.observes else None,
                     host,
-                    HostLayer(number[own], cache.scales[own]) if own >= 0 else None,
+                    decoder.own_layer(weights, cache, own, number[own] if own >= 0 else None),
                     following[ahead] if fetches else None,
                     positions,
                 )
@@ -133,7 +133,8 @@ def steps(decoder: Decoder) -> Steps:
         return cache.host, cache.states
 
     at: Any = Placement(decoder.mesh)
-    fetched = Fetched(Request(at.rows, at.rows), at.rows)
+    rest = at.rows if decoder.policy.has_tail else None
+    fetched = Fetched(Request(at.rows, at.rows, None, rest), at.rows)
     counts = Counts(at.batch, at.batch)
     carry = Carry(at.batch, fetched, counts)
     bare = Carry(at.batch, None, counts)
