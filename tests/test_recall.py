@@ -13,6 +13,7 @@ from tiny import logits_of, only
 
 from infinigen_jax import evaluate
 from infinigen_jax.checkpoint import embedded
+from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.recall import lost_most, markdown, panels, study_windows, summary
 from infinigen_jax.evaluation.study import watch_exact, watch_own
 from infinigen_jax.models import blueprint
@@ -175,6 +176,30 @@ def test_scores_leave_the_likeliest_token():
     run.score(WINDOWS[:, 23], WINDOWS[:, 24])
     expected = logits_of(random_model("gqa"), WINDOWS[:, :24])[:, -1].argmax(axis=-1)
     assert np.asarray(run.drawn).tolist() == expected.tolist()
+
+
+# What is kept of an interrupted run.
+
+
+def test_parts(tmp_path):
+    measured = Measurement({"x": np.arange(3.0)}, {"seconds": 1.5})
+    parts = Parts(tmp_path / "r.json", {"text": "a"})
+    assert parts.load({"budget": 0.1}) is None and only(tmp_path) == []
+    parts.save({"budget": 0.1}, measured)
+    found = Parts(tmp_path / "r.json", {"text": "a"}).load({"budget": 0.1})
+    assert found is not None and found.values == measured.values
+    assert found.arrays.keys() == {"x"} and (found.arrays["x"] == measured.arrays["x"]).all()
+    assert parts.load({"budget": 0.2}) is None
+    assert Parts(tmp_path / "r.json", {"text": "b"}).load({"budget": 0.1}) is None
+    (file,) = (tmp_path / "r.json.parts").iterdir()
+    file.write_bytes(file.read_bytes()[:100])
+    assert parts.load({"budget": 0.1}) is None  # damaged: measured again
+    parts.remove()
+    assert only(tmp_path) == []
+    nothing = Parts(None, {})
+    nothing.save({}, measured)
+    nothing.remove()
+    assert nothing.load({}) is None
 
 
 # The command.
