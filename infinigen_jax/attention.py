@@ -31,17 +31,30 @@ def packed(rows: Float[Array, "b k n w"], valid: Bool[Array, "b kv n"]) -> Part:
     return Part(rows, rows, valid)
 
 
+class Tail(NamedTuple):
+    """All that is attended to besides, as one token.
+
+    Attributes:
+        score: natural logarithm of the summed exponentials of its tokens' scores, float32; -inf
+            if there are none.
+        value: the mean of their values, float32; finite in any case.
+    """
+
+    score: Float[Array, "b k g"]
+    value: Float[Array, "b k d"]
+
+
 def attend(q: Float[Array, "b k g d"], *parts: Part) -> Float[Array, "b k g d"]:
     """Attention of one token over the union of several parts, as if they were one cache."""
     return attend_weighted(q, *parts)[0]
 
 
 def attend_weighted(
-    q: Float[Array, "b k g d"], *parts: Part
+    q: Float[Array, "b k g d"], *parts: Part, tail: Tail | None = None
 ) -> tuple[Float[Array, "b k g d"], list[Float[Array, "b k g n"]]]:
-    """As `attend`, and the weights of each part."""
-    scores = [_scores(q, part) for part in parts]
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    """As `attend`, and the weights of each part; a tail has what is missing to a sum of 1."""
+    scores = jnp.concatenate([_scores(q, part) for part in parts], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)
     output = jnp.zeros(q.shape, jnp.float32)
     of_parts, start = [], 0
     for part in parts:
@@ -49,6 +62,11 @@ def attend_weighted(
         of_parts.append(weights[..., start:stop])
         output += _weighted_sum(of_parts[-1], part.values, q.shape[-1])
         start = stop
+    if tail is not None:
+        # A factor of exactly 1, and a term of exactly 0, where there is no tail.
+        share = jax.nn.sigmoid(tail.score - jax.nn.logsumexp(scores, axis=-1))[..., None]
+        output = output * (1.0 - share) + share * tail.value[:, :, None]
+        of_parts = [weights * (1.0 - share) for weights in of_parts]
     return output.astype(q.dtype), of_parts
 
 

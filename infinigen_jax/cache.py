@@ -85,23 +85,48 @@ class DenseLayer(NamedTuple):
 
 
 class Resident(NamedTuple):
-    """What stays on the device of a layer whose cache is on the host."""
+    """What stays on the device of a layer whose cache is on the host.
+
+    Attributes:
+        rows: sinks and recent tokens.
+        left: sum of the values of all other tokens, those that only the host has; float32, None
+            where no tail term asks for it.
+    """
 
     rows: Float[Array, "b k n w"]
+    left: Float[Array, "b k d"] | None = None
 
     @classmethod
     def from_prompt(
-        cls, rows: Float[Array, "b k s w"], lengths: Int[Array, " b"], slots: Slots
+        cls,
+        rows: Float[Array, "b k s w"],
+        lengths: Int[Array, " b"],
+        slots: Slots,
+        sums: bool = False,
     ) -> "Resident":
-        """The sinks and last tokens of prompts of these lengths."""
+        """The sinks and last tokens of prompts of these lengths.
+
+        Args:
+            sums: keep the sum of the other tokens' values.
+        """
         positions = jnp.maximum(slots.positions(lengths - 1), 0)
-        return cls(jnp.take_along_axis(rows, positions[:, None, :, None], axis=2))
+        resident = cls(jnp.take_along_axis(rows, positions[:, None, :, None], axis=2))
+        if not sums:
+            return resident
+        left = slots.eligible(lengths - 1, rows.shape[2])[:, None, :, None]
+        values = jnp.where(left, _values(rows).astype(jnp.float32), 0.0)
+        return resident._replace(left=jnp.sum(values, axis=2))
 
     def write(
         self, row: Float[Array, "b k w"], position: Int[Array, " b"], slots: Slots
     ) -> "Resident":
         """The current token's row, in place where donated."""
-        return Resident(_put(self.rows, row, slots.of(position)))
+        slot, left = slots.of(position), self.left
+        if left is not None:
+            leaving = jnp.take_along_axis(self.rows, slot[:, None, None, None], axis=2)[:, :, 0]
+            inside = (position - slots.window >= slots.sinks)[:, None, None]
+            left = left + jnp.where(inside, _values(leaving).astype(jnp.float32), 0.0)
+        return Resident(_put(self.rows, row, slot), left)
 
     def part(self, position: Int[Array, " b"], slots: Slots) -> Part:
         """Sinks and recent tokens, the current one included."""
@@ -119,10 +144,12 @@ class HostLayer(NamedTuple):
     Attributes:
         number: among the layers on the host.
         scales: what it takes to decode the rows, see `rows.RowFormat`.
+        key_mean: that the index's keys are less by, for the tail term; None if they are not.
     """
 
     number: Int[Array, ""]
     scales: Any
+    key_mean: Float[Array, "k d"] | None = None
 
 
 class Cache(NamedTuple):
@@ -144,6 +171,11 @@ class Cache(NamedTuple):
     lengths: Int[Array, " b"]
     scales: tuple[Any, ...] = ()
     hot: tuple[HotSet | None, ...] = ()
+
+
+def _values(rows: Float[Array, "*n w"]) -> Float[Array, "*n d"]:
+    """The second half of rows."""
+    return rows[..., rows.shape[-1] // 2 :]
 
 
 def _put(

@@ -25,6 +25,7 @@ from infinigen_jax.convert.reader import checked_folder, open_tensors, read_conf
 from infinigen_jax.errors import InputError
 from infinigen_jax.manifest import (
     AGAIN,
+    AHEAD_FILE,
     FORMAT_VERSION,
     MANIFEST_FILE,
     SKEW_FILE,
@@ -53,6 +54,19 @@ class Basis(NamedTuple):
     key: Float[Array, "k d d"]
 
 
+class Ahead(NamedTuple):
+    """How to guess a layer's query from the layer before, corrected on calibration text.
+
+    Attributes:
+        projection: {"kernel" [e, h*d], "bias" [h*d]}, in place of W_Q and its bias. Not on the
+            device before a policy asks for it.
+        basis: the balanced one for this query; query @ key.T is near I, as the guess is good.
+    """
+
+    projection: Params
+    basis: Basis
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
     """A model ready to run.
@@ -64,6 +78,8 @@ class Model:
         skew: "svd", "balanced" or "none".
         key_mean: [L, k, d] float32, mean calibration key of each KV head in the coordinates of
             the cached keys; None with skew "none".
+        svd_bases: with skew "balanced", the paper's bases beside the balanced ones.
+        ahead: likewise, one per layer: what the corrected layer-ahead query needs.
         path: the converted folder; None for a model made by `from_params`.
     """
 
@@ -75,6 +91,8 @@ class Model:
     key_mean: np.ndarray | None = None
     path: Path | None = None
     given_tokenizer: Any = None
+    svd_bases: tuple[Basis, ...] | None = None
+    ahead: tuple[Ahead, ...] | None = None
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -145,7 +163,7 @@ def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool) -> Model:
     if verify:
         verify_files(folder, manifest)
     _, config = read_config(folder)
-    bases, key_mean = _read_skew(folder, manifest, config)
+    skewing = _read_skew(folder, manifest, config)
     plan = blueprint(config, dtype)
     _check_room(folder, plan)
     sources = match(open_tensors(folder), plan, folder)
@@ -160,7 +178,9 @@ def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool) -> Model:
         "embedding": read_tree(slots.embedding, sources, join),
         "layers": [read_tree(layer, sources, join) for layer in slots.layers],
     }
-    return Model(config, params, dtype, bases, manifest.skew, key_mean, folder)
+    # Copies may be under way; the file may change from here on.
+    jax.block_until_ready(params)
+    return Model(config, params, dtype, skew=manifest.skew, path=folder, **skewing)
 
 
 def _check_room(folder: Path, plan: Blueprint) -> None:
@@ -181,30 +201,66 @@ def _joined(parts: list[Array], transform: str, dtype: jnp.dtype) -> Array:
     return jnp.concatenate([TRANSFORMS[transform](p).astype(dtype) for p in parts], axis=-1)
 
 
-def _read_skew(
-    folder: Path, manifest: Manifest, config: ModelConfig
-) -> tuple[tuple[Basis | None, ...], np.ndarray | None]:
-    """Bases and mean keys of a converted folder, their shapes and orthogonality checked."""
+def _read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str, Any]:
+    """The fields of a Model that come from the conversion; shapes and orthogonality checked."""
     path = folder / SKEW_FILE
     file = SafetensorsFile(path)
     square = (config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)
     shapes = {"query_basis": square, "key_basis": square}
     if manifest.skew != "none":
         shapes |= {"eigenvalues": square[:-1], "key_mean": square[:-1]}
+    # Balanced conversions did not always have these.
+    corrected = manifest.skew == "balanced" and AHEAD_FILE in manifest.files
+    if corrected:
+        shapes |= {name: square for name in ("svd_basis", "ahead_query_basis", "ahead_key_basis")}
     for name, shape in shapes.items():
-        found = file.tensors.get(name)
-        if found is None or found.shape != shape or found.dtype != np.float32:
-            shown = "missing" if found is None else f"{found.dtype} {found.shape}"
-            raise InputError(f"{path}: {name} is {shown} instead of float32 {shape}; {AGAIN}")
+        _check_tensor(file, name, shape, ("float32",))
     query, key = file.read("query_basis"), file.read("key_basis")
     _check_inverse(path, query, key, orthogonal=manifest.skew != "balanced")
+    none = (None,) * config.num_layers
     if manifest.skew == "none":
-        return (None,) * config.num_layers, None
-    key_mean = np.array(file.read("key_mean"))
+        return {"bases": none}
+    found: dict[str, Any] = {"key_mean": np.array(file.read("key_mean"))}
     if manifest.absorbed:
-        return (None,) * config.num_layers, key_mean
-    pairs = zip(query, key, strict=True)
-    return tuple(Basis(jnp.array(q), jnp.array(k)) for q, k in pairs), key_mean
+        return found | {"bases": none}
+    found["bases"] = _bases(query, key)
+    if corrected:
+        orthogonal = file.read("svd_basis")
+        _check_inverse(path, orthogonal, orthogonal, orthogonal=True)
+        found["svd_bases"] = _bases(orthogonal, orthogonal)
+        pair = file.read("ahead_query_basis"), file.read("ahead_key_basis")
+        if not all(np.isfinite(x).all() for x in pair):
+            raise InputError(f"{path}: an ahead basis is not finite; {AGAIN}")
+        projections = _read_projections(folder / AHEAD_FILE, config)
+        found["ahead"] = tuple(map(Ahead, projections, _bases(*pair)))
+    return found
+
+
+def _read_projections(path: Path, config: ModelConfig) -> list[Params]:
+    """The corrected query projections, as views of the mapped file."""
+    file = SafetensorsFile(path)
+    width = config.num_heads * config.head_dim
+    shapes = {"kernel": (config.hidden_size, width), "bias": (width,)}
+    projections = []
+    for i in range(config.num_layers):
+        for name, shape in shapes.items():
+            _check_tensor(file, f"layers.{i}.{name}", shape, DTYPES)
+        projections.append({name: file.read(f"layers.{i}.{name}") for name in shapes})
+    return projections
+
+
+def _check_tensor(
+    file: SafetensorsFile, name: str, shape: tuple[int, ...], dtypes: Sequence[str]
+) -> None:
+    found = file.tensors.get(name)
+    if found is None or found.shape != shape or found.dtype.name not in dtypes:
+        shown = "missing" if found is None else f"{found.dtype} {found.shape}"
+        wanted = f"{' or '.join(dtypes)} {shape}"
+        raise InputError(f"{file.path}: {name} is {shown} instead of {wanted}; {AGAIN}")
+
+
+def _bases(query: np.ndarray, key: np.ndarray) -> tuple[Basis, ...]:
+    return tuple(Basis(jnp.array(q), jnp.array(k)) for q, k in zip(query, key, strict=True))
 
 
 def _check_inverse(path: Path, query: np.ndarray, key: np.ndarray, orthogonal: bool) -> None:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt
 from infinigen_jax import cuda
 from infinigen_jax.attention import (
     Part,
+    Tail,
     attend,
     attend_weighted,
     extend_softmax,
@@ -224,7 +225,8 @@ class Decoder:
                 resident = local.part(positions, self.slots)
                 if carry.fetched is not None:
                     fetched_part = self.fetched_part(carry.fetched, own)
-                    o, (near, far) = attend_weighted(q, resident, fetched_part)
+                    tail = self.tail(q, carry.fetched, fetched_part, local, own, positions)
+                    o, (near, far) = attend_weighted(q, resident, fetched_part, tail=tail)
                     if self.policy.observes:
                         state = self.policy.observe(
                             state,
@@ -295,6 +297,37 @@ class Decoder:
     def fetched_part(self, fetched: Fetched, own: HostLayer) -> Part:
         """Rows that were fetched, for attention."""
         return packed(self.row_format.decode(own.scales, fetched.rows), fetched.request.valid)
+
+    def tail(
+        self,
+        q: Float[Array, "b k g d"],
+        fetched: Fetched,
+        part: Part,
+        local: Resident,
+        own: HostLayer,
+        positions: Int[Array, " b"],
+    ) -> Tail | None:
+        """What only the host has and was not fetched, as one token, if the policy wants that."""
+        score = fetched.request.rest
+        if score is None:
+            return None
+        assert local.left is not None
+        if own.key_mean is not None:
+            mean = own.key_mean.astype(jnp.float32)
+            score = score + jnp.einsum("bkgd,kd->bkg", q.astype(jnp.float32), mean)
+        there = jnp.maximum(positions - self.policy.window + 1 - self.policy.sinks, 0)
+        missing = there[:, None] - fetched.request.count
+        values = part.values[..., -q.shape[-1] :].astype(jnp.float32)
+        taken = jnp.sum(jnp.where(part.valid[..., None], values, 0.0), axis=2)
+        mean = (local.left - taken) / jnp.maximum(missing, 1).astype(jnp.float32)[..., None]
+        return Tail(jnp.where((missing > 0)[..., None], score, -jnp.inf), mean)
+
+    def own_layer(self, weights: Weights, cache: Cache, number: int, at: Any) -> HostLayer | None:
+        """Where the host keeps this host layer's rows; None for a dense layer's number, below 0."""
+        if number < 0:
+            return None
+        mean = weights.policy[number].get("mean") if self.policy.has_tail else None
+        return HostLayer(at, cache.scales[number], mean)
 
     def attend_streamed(
         self,

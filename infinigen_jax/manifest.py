@@ -1,8 +1,18 @@
-"""The two files that a converted folder has beyond Hugging Face's: what they hold, how to check.
+"""The files that a converted folder has beyond Hugging Face's: what they hold, how to check.
 
     infinigen.json          format version, skewing method, calibration, SHA-256 of every file
     infinigen.safetensors   query_basis, key_basis  [L, k, d, d] float32
                             eigenvalues, key_mean   [L, k, d]    float32 (absent with skew none)
+
+and with skew balanced, which keeps the svd's beside its own:
+
+    infinigen.safetensors         svd_basis                            [L, k, d, d] float32
+                                  ahead_query_basis, ahead_key_basis   [L, k, d, d] float32
+    infinigen_ahead.safetensors   layers.N.kernel [e, h*d] and layers.N.bias [h*d] of every layer,
+                                  in the dtype of the weights: the corrected query projection
+
+The ahead_ bases are the balanced ones for the query of that projection (`skew.reduced_rank_basis`);
+the others are for the true one. Folders that were written before these existed lack them.
 
 `eigenvalues` are those of the calibration queries' Gram matrix, descending. `key_mean` is in the
 coordinates of the keys that the converted weights produce.
@@ -20,6 +30,7 @@ from infinigen_jax.errors import InputError
 FORMAT_VERSION = 1
 MANIFEST_FILE = "infinigen.json"
 SKEW_FILE = "infinigen.safetensors"
+AHEAD_FILE = "infinigen_ahead.safetensors"
 SKEWS = ("svd", "balanced", "none")
 AGAIN = "convert the model again"
 

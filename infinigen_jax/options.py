@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from infinigen_jax.engine import Engine
     from infinigen_jax.policies import Policy
 
-POLICY_OPTIONS = ("alpha", "partial_ratio", "budget", "index_dtype")
+POLICY_OPTIONS = (
+    "alpha",
+    "partial_ratio",
+    "budget",
+    "index_dtype",
+    "basis",
+    "query",
+    "count",
+    "mass",
+    "tail",
+)
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
@@ -51,6 +61,20 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         metavar="T",
         help="of the index: auto (default), bfloat16, float32, int8 or int4",
         **many,
+    )
+    add("--basis", metavar="B", help="of the index: auto (the model's, default), svd or balanced")
+    add("--query", metavar="Q", help="ahead of its layer: auto (default), plain or corrected")
+    add(
+        "--count",
+        metavar="C",
+        help="rows in the budget: head (default), fixed, pooled, top-p, mean",
+    )
+    add("--mass", type=float, metavar="M", help="of count top-p (default 0.9)")
+    add(
+        "--tail",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="attend to the mean of what is not fetched (default: no)",
     )
     add("--dense-layers", type=int, metavar="N", help="layers on the device (default 2)")
     add("--transfer", default="auto", help="auto (default), xla or cuda")

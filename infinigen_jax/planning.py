@@ -25,7 +25,7 @@ class MemoryPlan:
         host_cache: rows of the layers on the host.
         dense_cache: rows of the layers kept on the device.
         index: the policy's state.
-        resident: sinks and recent windows.
+        resident: sinks and recent windows; sums of values.
         hot: hot sets with their directories.
         workspace: the larger of a prompt layer's temporaries and two fetch buffers.
     """
@@ -52,6 +52,7 @@ def plan_memory(decoder: Decoder, batch: int, prompt: int, capacity: int) -> Mem
     selecting = sum(not decoder.streams(number) for number in range(decoder.host_layers))
     index = selecting * _bytes(lambda: policy.init(config, batch, capacity)) if selecting else 0
     hot = selecting * _bytes(lambda: decoder.empty_hot_set(batch, capacity)) if selecting else 0
+    sums = 4 * batch * config.num_kv_heads * config.head_dim if policy.has_tail else 0
     width = 3 * config.hidden_size + 2 * config.num_heads * config.head_dim
     width += 3 * config.intermediate_size + 4 * config.num_kv_heads * config.head_dim
     block = min(512, prompt)
@@ -62,7 +63,7 @@ def plan_memory(decoder: Decoder, batch: int, prompt: int, capacity: int) -> Mem
         host_cache=decoder.host_layers * capacity * stored_row,
         dense_cache=decoder.dense_layers * capacity * row,
         index=index,
-        resident=decoder.host_layers * decoder.slots.size * row,
+        resident=decoder.host_layers * decoder.slots.size * row + selecting * sums,
         hot=hot,
         workspace=max(batch * prompt * width * item + extra, fetch),
     )

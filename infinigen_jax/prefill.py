@@ -110,7 +110,8 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
     ) -> tuple:
         x, keys, values, queries = prompt_layer_queries(decoder.blueprint.layer(params), x)
         rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
-        resident = Resident.from_prompt(rows, lengths, decoder.slots)
+        sums = decoder.policy.has_tail and not streams
+        resident = Resident.from_prompt(rows, lengths, decoder.slots, sums)
         policy, config, stored = decoder.policy, decoder.config, decoder.row_format
         state: Any = ()
         if not streams:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from infinigen_jax.cache import Cache, HostLayer
+from infinigen_jax.cache import Cache
 from infinigen_jax.compilations import compilations
 from infinigen_jax.decode import STREAM_BLOCK, Counts
 from infinigen_jax.errors import InputError
@@ -250,7 +250,7 @@ class Run:
                 None if ahead is None else hot[target],
                 states[own] if observes else None,
                 cache.host,
-                HostLayer(numbers[own], cache.scales[own]) if own >= 0 else None,
+                decoder.own_layer(weights, cache, own, numbers[own] if own >= 0 else None),
                 ahead,
                 positions,
             )

@@ -24,11 +24,14 @@ class Request(NamedTuple):
         count: how many of the slots are meant, per sequence and KV head.
         rank: order of preference among all slots, for whoever has to choose rows to give up; None
             where it is not known or not wanted any more.
+        rest: logarithm of the summed exponentials of the speculated scores of what is on the host
+            only and not meant, for each query head; None without a tail term.
     """
 
     slots: Int[Array, "b k n"]
     count: Int[Array, "b k"]
     rank: Float[Array, "b k t"] | None = None
+    rest: Float[Array, "b k g"] | None = None
 
     @property
     def valid(self) -> Bool[Array, "b k n"]:
@@ -58,13 +61,16 @@ def group_margin(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
     return jnp.max(scores - jnp.where(peak == -jnp.inf, 0.0, peak), axis=2)
 
 
-def group_rank(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
+def group_rank(
+    scores: Float[Array, "b k g t"], between_heads: bool = False
+) -> Float[Array, "b k t"]:
     """Order of preference among tokens: the sum over the group of the softmax of the scores.
 
     Given as its logarithm (the search of `top_mask` is quicker on those); for a group of one, as
-    the scores themselves, which have the same order. -inf where all scores are.
+    the scores themselves, which have the same order, unless ranks are to be compared
+    `between_heads`. -inf where all scores are.
     """
-    if scores.shape[2] == 1:
+    if scores.shape[2] == 1 and not between_heads:
         return scores[:, :, 0]
     log_total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     log_total = jnp.where(log_total == -jnp.inf, 0.0, log_total)

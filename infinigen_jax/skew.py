@@ -128,6 +128,59 @@ def balanced_basis(
     return query_inverse @ u * scale, key_inverse @ v * scale, spread
 
 
+class GuessMoments(NamedTuple):
+    """Sums over calibration tokens of a guessed query h beside the true one q, per KV head.
+
+    Attributes:
+        gram: [k, d, d], sum over tokens and the group's heads of h^T h.
+        cross: [k, d, d], sum of h^T q.
+    """
+
+    gram: np.ndarray
+    cross: np.ndarray
+
+
+def guess_moments(
+    guesses: Float[Matrix, "t h d"], queries: Float[Matrix, "t h d"], kv_heads: int
+) -> GuessMoments:
+    """Moments of a piece of text: both queries as `moments` takes them."""
+    shape = (queries.shape[0], kv_heads, -1, queries.shape[2])
+    h, q = (np.asarray(x, np.float64).reshape(shape) for x in (guesses, queries))
+    return GuessMoments(
+        np.einsum("tkgd,tkge->kde", h, h, optimize=True),
+        np.einsum("tkgd,tkge->kde", h, q, optimize=True),
+    )
+
+
+def reduced_rank_basis(
+    statistics: Moments, guess: GuessMoments
+) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d d"], Float[np.ndarray, "k d"]]:
+    """As `balanced_basis`, for a query h that is only a guess of the true one q.
+
+    With S = E[h^T h], R = E[h^T q] and Sigma = Cov(k), U D V^T = S^(-1/2) R Sigma^(1/2):
+
+        B = S^(-1/2) U D^(1/2)      C = Sigma^(-1/2) V D^(1/2)      B C^T = S^-1 R
+
+    Over the first r columns, (h B) . ((k - mean) C) is the rank-r score of least expected squared
+    distance to the true one, for queries independent of keys. A guess that is worth little in some
+    direction counts for little there.
+
+    Returns:
+        B and C, each [k, d, d], and D [k, d], descending. The residual of r columns is
+        tr(E[q^T q] Sigma) less the sum of the first r squares of D.
+
+    Raises:
+        InputError: with fewer tokens than the head size.
+    """
+    _check_enough(statistics)
+    count = statistics.tokens * statistics.group
+    _, guess_inverse = _roots(guess.gram / count, QUERY_RIDGE)
+    key_root, key_inverse = _roots(statistics.key_covariance, KEY_RIDGE)
+    u, spread, vt = np.linalg.svd(guess_inverse @ (guess.cross / count) @ key_root)
+    v, scale = vt.swapaxes(1, 2), np.sqrt(spread)[:, None, :]
+    return guess_inverse @ u * scale, key_inverse @ v * scale, spread
+
+
 def absorb(
     weight: Float[Matrix, "*e width"], basis: Float[Matrix, "k d d"]
 ) -> Float[np.ndarray, "*e width"]:

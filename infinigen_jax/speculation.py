@@ -6,6 +6,8 @@
     q^ . k^   the speculated attention logits (`index.IndexFormat.scores`)
 
 The basis orders its columns by energy, so "the columns that matter" are always the leading ones.
+Beside the paper's there is a balanced basis, and a query corrected on calibration text (`skew`,
+`correction`); a converted model has what its conversion gave it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,10 +15,15 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
+from infinigen_jax.models.rope import rotate
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
+
+BASES = ("auto", "svd", "balanced")
+QUERIES = ("auto", "plain", "corrected")
 
 
 def partial_columns(head_dim: int, ratio: float) -> int:
@@ -24,32 +31,105 @@ def partial_columns(head_dim: int, ratio: float) -> int:
     return max(1, int(head_dim * ratio + 1e-9))
 
 
-def speculation_weights(model: "Model", layer: int, columns: int, centred: bool = False) -> Params:
+def choose_basis(model: "Model", basis: str) -> str:
+    """Which of BASES to use: "auto" is the balanced one, where the model has it.
+
+    Raises:
+        InputError: naming the conversion that the basis asked for takes.
+    """
+    if basis == "auto":
+        return model.skew
+    if basis == model.skew or (basis == "svd" and model.svd_bases is not None):
+        return basis
+    raise InputError(
+        f"--basis {basis}: the model was converted with --skew {model.skew}; convert it again "
+        f"with --skew {basis}"
+    )
+
+
+def choose_query(model: "Model", query: str) -> str:
+    """Which of QUERIES to use: "auto" is the corrected one, where the model has it.
+
+    Raises:
+        InputError: naming the conversion that the corrected query takes.
+    """
+    if query == "auto":
+        return "plain" if model.ahead is None else "corrected"
+    if query == "corrected" and model.ahead is None:
+        raise InputError(
+            "--query corrected: the model has no calibration for it; convert it again with "
+            "--skew balanced"
+        )
+    return query
+
+
+def speculation_weights(
+    model: "Model",
+    layer: int,
+    columns: int,
+    centred: bool = False,
+    basis: str = "auto",
+    query: str = "plain",
+) -> Params:
     """What is needed, beside the model's own weights, to speculate a layer.
 
     Without rotary positions nothing stands between the projection and the dot product, so the
     basis folds into a query projection of r columns: {"kernel" [e, h*r], "bias" [h*r]}, and
     {"key" [k, d, r]} if the cached keys are not in the basis already. With rotary positions the
     basis comes after the rotation: {"query" [k, d, r], "key" [k, d, r]}; nothing at all where the
-    keys' own leading columns are used.
+    keys' own leading columns are used. The corrected query's projection then takes the place of
+    the layer's own: {"ahead": {"kernel" [e, h*d], "bias" [h*d]}}.
 
     Args:
-        centred: also give the mean calibration key, "centre" [k, r], where it is known.
+        centred: also give the mean calibration key, where it is known: "centre" [k, r] in the
+            index's coordinates, "mean" [k, d] in those of the cached keys.
+        basis: one of BASES.
+        query: one of QUERIES.
+
+    Raises:
+        InputError: for a basis or a query that the model was not converted for.
     """
-    config, basis = model.config, model.bases[layer]
+    config = model.config
+    basis, query = choose_basis(model, basis), choose_query(model, query)
+    corrected = None
+    projection = model.params["layers"][layer]["q"]
+    if query == "corrected":
+        assert model.ahead is not None
+        corrected = model.ahead[layer]
+        projection = {n: jnp.array(x, model.dtype) for n, x in corrected.projection.items()}
+    if basis == model.skew:
+        pair = model.bases[layer]
+        if basis == "balanced" and corrected is not None:
+            pair = corrected.basis
+    else:
+        assert model.svd_bases is not None
+        pair = model.svd_bases[layer]
     weights = {}
-    if basis is not None:
-        weights["key"] = basis.key[..., :columns]
+    if pair is not None:
+        weights["key"] = pair.key[..., :columns]
     if centred and model.key_mean is not None:
         mean = jnp.asarray(model.key_mean[layer])
-        if basis is not None:
-            mean = jnp.einsum("kd,kdr->kr", mean, basis.key)
+        weights["mean"] = mean
+        if pair is not None:
+            mean = jnp.einsum("kd,kdr->kr", mean, pair.key)
         weights["centre"] = mean[..., :columns]
     if config.rope is None:
-        return weights | _partial_projection(
-            config, model.params["layers"][layer]["q"], basis, columns
-        )
-    return weights | ({} if basis is None else {"query": basis.query[..., :columns]})
+        return weights | _partial_projection(config, projection, pair, columns)
+    if corrected is not None:
+        weights["ahead"] = projection
+    return weights | ({} if pair is None else {"query": pair.query[..., :columns]})
+
+
+def projected_query(
+    config: ModelConfig, projection: Params, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
+) -> Float[Array, "*b h d"]:
+    """As `Layer.query`, with another projection {"kernel" [e, h*d], "bias" [h*d]}."""
+    q = a @ projection["kernel"]
+    q = q + jnp.broadcast_to(projection["bias"], q.shape)
+    q = q.reshape(*a.shape[:-1], config.num_heads, config.head_dim)
+    if config.rope is not None:
+        q = rotate(q, positions, config.rope)
+    return q * jnp.asarray(config.scale, q.dtype)
 
 
 def _partial_projection(config: ModelConfig, q: Params, basis: Any, columns: int) -> Params:
@@ -87,7 +167,10 @@ def speculate_query(
         q = a @ weights["kernel"]
         q = q + weights["bias"][None] if "bias" in weights else q
         return q.reshape(a.shape[0], config.num_kv_heads, config.group_size, columns)
-    q = layer.query(a, positions)
+    if "ahead" in weights:
+        q = projected_query(config, weights["ahead"], a, positions)
+    else:
+        q = layer.query(a, positions)
     q = q.reshape(a.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
     if "query" not in weights:
         return q[..., :columns]

@@ -110,7 +110,7 @@ def steps(decoder: Decoder) -> Steps:
                     hot[ahead] if fetches else None,
                     states[own] if own >= 0 and decoder.policy.observes else None,
                     host,
-                    HostLayer(number[own], cache.scales[own]) if own >= 0 else None,
+                    decoder.own_layer(weights, cache, own, number[own] if own >= 0 else None),
                     following[ahead] if fetches else None,
                     positions,
                 )
@@ -182,7 +182,8 @@ def steps(decoder: Decoder) -> Steps:
         return cache.host, cache.states
 
     at: Any = Placement(decoder.mesh)
-    fetched = Fetched(Request(at.rows, at.rows), at.rows)
+    rest = at.rows if decoder.policy.has_tail else None
+    fetched = Fetched(Request(at.rows, at.rows, None, rest), at.rows)
     counts = Counts(at.batch, at.batch)
     carry = Carry(at.batch, fetched, counts)
     bare = Carry(at.batch, None, counts)

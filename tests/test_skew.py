@@ -17,7 +17,14 @@ from infinigen_jax.convert import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import ModelConfig, blueprint, random_params
 from infinigen_jax.models.rope import Rope, rotate
-from infinigen_jax.skew import absorb, balanced_basis, moments, svd_basis
+from infinigen_jax.skew import (
+    absorb,
+    balanced_basis,
+    guess_moments,
+    moments,
+    reduced_rank_basis,
+    svd_basis,
+)
 
 
 def decaying(rng: np.random.Generator, tokens: int, heads: int, size: int) -> np.ndarray:
@@ -273,6 +280,72 @@ def test_balanced_equals_svd_for_white_keys():
     for factor in (query[0], key[0]):
         directions = factor / np.linalg.norm(factor, axis=0)
         np.testing.assert_allclose(np.abs(orthogonal[0].T @ directions), np.eye(4), atol=1e-6)
+
+
+# The balanced basis for a guessed query.
+
+
+def guessing(seed: int, tokens: int = 200, noise: float = 0.7):
+    """Queries, guesses of them that are wrong by a map and by noise, and keys: 2 per KV head."""
+    rng = np.random.default_rng(seed)
+    q, k = decaying(rng, tokens, 2, 6), decaying(rng, tokens, 1, 6)
+    h = q @ (np.eye(6) + 0.3 * rng.normal(size=(6, 6))) + noise * rng.normal(size=q.shape)
+    return q, h, k
+
+
+def expected_error(q, h, k, factors: tuple[np.ndarray, np.ndarray]) -> float:
+    """E (q.(k - mu) - (B^T h).(C^T (k - mu)))^2 over all pairs of a query and a key."""
+    centred = k[:, 0] - k[:, 0].mean(axis=0)
+    b, c = factors
+    left = q.reshape(-1, 6) - h.reshape(-1, 6) @ b @ c.T
+    return float(np.square(left @ centred.T).mean())
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_reduced_rank_factors_are_best_for_the_guess(seed):
+    """Against other factors of the same rank, and the residual by the formula."""
+    q, h, k = guessing(seed)
+    seen, guess = moments(q, k), guess_moments(h, q, 1)
+    b, c, spread = (x[0] for x in reduced_rank_basis(seen, guess))
+    plain = [x[0] for x in balanced_basis(seen)]
+    orthogonal = svd_basis(seen)[0][0]
+    s = seen.query_gram[0] / 400
+    total = float(np.trace(s @ seen.key_covariance[0]))
+    before = np.inf
+    for r in range(1, 7):
+        error = expected_error(q, h, k, (b[:, :r], c[:, :r]))
+        # The ridges move the optimum by about their own size.
+        assert error <= before + 1e-3 * total
+        np.testing.assert_allclose(
+            error, total - np.square(spread[:r]).sum(), atol=2e-3 * total + 1e-3 * error
+        )
+        for other in ((plain[0], plain[1]), (orthogonal, orthogonal)):
+            turned = (other[0][:, :r], other[1][:, :r])
+            assert error <= expected_error(q, h, k, turned) + 1e-3 * total
+        before = error
+
+
+def test_reduced_rank_basis_of_the_true_query_is_the_balanced_one():
+    q, _, k = guessing(3)
+    seen = moments(q, k)
+    b, c, spread = reduced_rank_basis(seen, guess_moments(q, q, 1))
+    plain_b, plain_c, plain_spread = balanced_basis(seen)
+    np.testing.assert_allclose(spread, plain_spread, rtol=1e-2)  # the ridges
+    np.testing.assert_allclose(b[0] @ c[0].T, np.eye(6), atol=5e-3)
+    for r in (1, 3, 6):
+        plain = plain_b[0, :, :r] @ plain_c[0, :, :r].T
+        np.testing.assert_allclose(b[0, :, :r] @ c[0, :, :r].T, plain, atol=1e-2)
+
+
+def test_reduced_rank_factors_at_full_rank_are_the_regression_of_the_query():
+    q, h, k = guessing(4)
+    seen, guess = moments(q, k), guess_moments(h, q, 1)
+    b, c, _ = reduced_rank_basis(seen, guess)
+    slope = np.linalg.lstsq(h.reshape(-1, 6), q.reshape(-1, 6))[0]
+    np.testing.assert_allclose(b[0] @ c[0].T, slope, atol=5e-3)
+    # The true query's scores from the index, whatever the guess was.
+    true = np.linalg.solve(c[0], q.reshape(-1, 6).T).T @ (k[:, 0] @ c[0]).T
+    np.testing.assert_allclose(true, q.reshape(-1, 6) @ k[:, 0].T, atol=1e-6)
 
 
 # On models: what calibration sees is what the bases diagonalise.

@@ -1,6 +1,7 @@
 """Calibration: run a text through the model, one layer at a time, and collect q and k moments.
 
-Only the hidden states of the text and one layer's weights are in memory. All arithmetic is
+Only the hidden states of the text and one layer's weights are in memory; for the correction of the
+layer-ahead query also the attention inputs of two layers and the queries of one. All arithmetic is
 float32 with full-precision products, whatever the checkpoint's dtype.
 """
 
@@ -15,12 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from infinigen_jax.correction import Projection, corrected_projection
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.models.forward import causal_attention
-from infinigen_jax.skew import Moments
+from infinigen_jax.skew import GuessMoments, Moments, guess_moments
+from infinigen_jax.speculation import projected_query
 from infinigen_jax.tokenization import load_tokenizer
 
+AHEAD = ("kernel", "bias")
 DEFAULT_TEXT = Path(__file__).parent / "calibration.txt"
 DEFAULT_TOKENS = 2048
 CHARACTERS_PER_TOKEN = 64  # enough of a long text to fill the tokens asked for
@@ -103,11 +107,21 @@ class Calibrator:
         config: the architecture.
         tokens: the text.
         embedding: the embedding's parameters, float32.
+        ahead: keep what `ahead` needs.
     """
 
-    def __init__(self, config: ModelConfig, tokens: CalibrationTokens, embedding: Params):
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokens: CalibrationTokens,
+        embedding: Params,
+        ahead: bool = False,
+    ):
         self._config = config
         self._count = tokens.count
+        self._ahead = ahead
+        self._inputs: list[Array] = []  # of the layer before and of this one
+        self._queries: Array | None = None
         self._valid = jnp.asarray(tokens.valid)
         plan = blueprint(config, jnp.float32)
         positions = jnp.broadcast_to(jnp.arange(tokens.ids.shape[1]), tokens.ids.shape)
@@ -116,23 +130,54 @@ class Calibrator:
     def layer(self, params: Params) -> Moments:
         """Run the next layer with these float32 parameters; its query and key moments."""
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
-            self._hidden, sums = _step(self._config)(params, self._hidden, self._valid)
+            step = _step(self._config, self._ahead)
+            self._hidden, sums, seen = step(params, self._hidden, self._valid)
+        if seen is not None:
+            self._queries, inputs = seen
+            self._inputs = [*(self._inputs or [inputs])[-1:], inputs]
         # Summed over windows in float64, on the host.
         query_gram, key_gram, key_sum = (np.asarray(s, np.float64).sum(axis=0) for s in sums)
         if not np.isfinite(query_gram).all() or not np.isfinite(key_gram).all():
             raise InputError("the weights give queries or keys that are not finite; get them again")
         return Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
 
+    def ahead(self, params: Params) -> tuple[Projection, GuessMoments]:
+        """For the layer that `layer` ran last: its query of the input of the layer before.
+
+        Of the first layer, whose rows are fetched by its own input, the query is the true one.
+
+        Returns:
+            The corrected projection; moments of the queries that it gives, scaled and rotated.
+        """
+        config, valid = self._config, np.asarray(self._valid)
+        before, own = (np.asarray(x)[valid] for x in self._inputs)
+        query = params["q"]
+        fitted = corrected_projection(before, own, query["kernel"], query.get("bias"))
+        assert self._queries is not None
+        with jax.default_matmul_precision("highest"):
+            guesses = projected_query(
+                config,
+                {name: jnp.asarray(getattr(fitted, name), jnp.float32) for name in AHEAD},
+                self._inputs[0],
+                jnp.broadcast_to(jnp.arange(valid.shape[1]), valid.shape),
+            )
+        guesses, queries = (np.asarray(x)[valid] for x in (guesses, self._queries))
+        return fitted, guess_moments(guesses, queries, config.num_kv_heads)
+
 
 Sums = tuple[Float[Array, "w k d d"], Float[Array, "w k d d"], Float[Array, "w k d"]]
 
 
 @functools.cache
-def _step(config: ModelConfig) -> Callable[..., Any]:
-    """One layer over all windows; compiled once, it serves every layer."""
+def _step(config: ModelConfig, keep: bool) -> Callable[..., Any]:
+    """One layer over all windows; compiled once, it serves every layer.
+
+    Args:
+        keep: also return the layer's queries and attention inputs.
+    """
     plan = blueprint(config, jnp.float32)
 
-    def window(params: Params, x: Array, valid: Array) -> tuple[Array, Any]:
+    def window(params: Params, x: Array, valid: Array) -> tuple[Array, Any, Any]:
         layer = plan.layer(params)
         positions = jnp.arange(x.shape[0])
         a = layer.attention_input(x)
@@ -146,7 +191,7 @@ def _step(config: ModelConfig) -> Callable[..., Any]:
             k.sum(axis=0),
         )
         x = x + layer.attention_output(causal_attention(queries, keys, values))
-        return x + layer.mlp(x), sums
+        return x + layer.mlp(x), sums, (queries, a) if keep else None
 
     def step(params: Params, x: Float[Array, "w s e"], valid: Bool[Array, "w s"]) -> Any:
         return jax.lax.map(lambda pair: window(params, *pair), (x, valid))

@@ -1,5 +1,6 @@
 """The conversion itself: every layer is read, run, skewed, written and dropped before the next."""
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from infinigen_jax.convert.calibrate import (
+    AHEAD,
     DEFAULT_TEXT,
     DEFAULT_TOKENS,
     CalibrationTokens,
@@ -33,6 +35,7 @@ from infinigen_jax.convert.write import (
 )
 from infinigen_jax.errors import InputError
 from infinigen_jax.manifest import (
+    AHEAD_FILE,
     MANIFEST_FILE,
     SKEW_FILE,
     SKEWS,
@@ -41,7 +44,7 @@ from infinigen_jax.manifest import (
 )
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.safetensors_io import DTYPES, SafetensorsWriter, tensor_bytes
-from infinigen_jax.skew import Moments, absorb, balanced_basis, svd_basis
+from infinigen_jax.skew import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
 
 WEIGHT_DTYPES = {
     name: DTYPES[kind]
@@ -82,12 +85,12 @@ def run(
     sources = match(open_tensors(folder), blueprint(config, jnp.float32), folder)
     stored = _weight_dtype(dtype, sources)
     copied = sorted({f for pattern in COPIED for f in folder.glob(pattern) if f.is_file()})
-    check_space(target, _needed(config, sources, stored, copied))
+    check_space(target, _needed(config, sources, stored, copied, skew))
     tokens = _tokens(calibration, folder, config) if skew != "none" else None
     with staged(target) as out:
         job = _Job(config, sources, stored, skew, tokens)
-        weights = job.write_weights(out, progress or (lambda done, total: None))
-        files = {SAFETENSORS: weights, SKEW_FILE: job.write_skew(out)}
+        files = job.write_weights(out, progress or (lambda done, total: None))
+        files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(_config(hf, stored), indent=2) + "\n")
         for file in copied:
             copy_file(file, out / file.name)
@@ -127,18 +130,43 @@ class _Job:
         self.statistics: dict[str, list[np.ndarray]] = {}
 
     def write_weights(self, out: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
-        """Stream all weights into `model.safetensors`; its record for the manifest."""
+        """Stream all weights into `model.safetensors`, and with skew balanced the corrected query
+        projections into AHEAD_FILE; their records for the manifest."""
         layout = {slot.name: (self.dtype, slot.shape) for slot in self.slots.flat()}
-        with SafetensorsWriter(out / SAFETENSORS, layout, {"format": "pt"}) as writer:
+        with contextlib.ExitStack() as stack:
+
+            def opened(*arguments: Any) -> SafetensorsWriter:
+                return stack.enter_context(SafetensorsWriter(*arguments))
+
+            files = {SAFETENSORS: opened(out / SAFETENSORS, layout, {"format": "pt"})}
+            if self.skew == "balanced":
+                files[AHEAD_FILE] = opened(out / AHEAD_FILE, self._ahead_layout())
             for name, tensor in self._cast(self.slots.embedding, None):
-                writer.add(name, tensor)
+                files[SAFETENSORS].add(name, tensor)
             calibrator = self._calibrator()
             for done, slots in enumerate(self.slots.layers):
-                basis = self._calibrate(calibrator, slots)
-                for name, tensor in self._cast(slots, basis):
-                    writer.add(name, tensor)
+                found = self._calibrate(calibrator, slots)
+                for name, tensor in self._cast(slots, found if self.absorbs else None):
+                    files[SAFETENSORS].add(name, tensor)
+                if AHEAD_FILE in files:
+                    for name in AHEAD:
+                        tensor = getattr(found, name).astype(self.dtype)
+                        files[AHEAD_FILE].add(f"layers.{done}.{name}", tensor)
                 progress(done + 1, self.config.num_layers)
-            return {"sha256": writer.close(), "size": writer.size}
+            return {
+                name: {"sha256": writer.close(), "size": writer.size}
+                for name, writer in files.items()
+            }
+
+    def _ahead_layout(self) -> dict[str, Any]:
+        c = self.config
+        width = c.num_heads * c.head_dim
+        shapes = {"kernel": (c.hidden_size, width), "bias": (width,)}
+        return {
+            f"layers.{i}.{name}": (self.dtype, shapes[name])
+            for i in range(c.num_layers)
+            for name in AHEAD
+        }
 
     def write_skew(self, out: Path) -> dict[str, Any]:
         """Write `infinigen.safetensors`; its record for the manifest."""
@@ -159,33 +187,46 @@ class _Job:
         if self.tokens is None:
             return None
         params = read_tree(self.slots.embedding, self.sources, _joined)
-        return Calibrator(self.config, self.tokens, params)
+        return Calibrator(self.config, self.tokens, params, ahead=self.skew == "balanced")
 
-    def _calibrate(self, calibrator: Calibrator | None, slots: list[Slot]) -> np.ndarray | None:
-        """Run a layer, keep its statistics; returns the basis that its weights shall absorb."""
+    def _calibrate(self, calibrator: Calibrator | None, slots: list[Slot]) -> Any:
+        """Run a layer, keep its statistics.
+
+        Returns:
+            The basis that its weights shall absorb, or the corrected query projection to write.
+        """
         if calibrator is None:
             return None
-        seen = calibrator.layer(read_tree(slots, self.sources, _joined))
-        query, key, eigenvalues = self._factors(seen)
+        params = read_tree(slots, self.sources, _joined)
+        seen = calibrator.layer(params)
+        if self.skew == "svd":
+            return self._svd(seen)
+        projection, guess = calibrator.ahead(params)
+        orthogonal, eigenvalues = svd_basis(seen)
+        query, key, _ = balanced_basis(seen)
+        ahead_query, ahead_key, _ = reduced_rank_basis(seen, guess)
+        self._keep(
+            query_basis=query,
+            key_basis=key,
+            eigenvalues=eigenvalues,
+            key_mean=seen.key_mean,
+            svd_basis=orthogonal,
+            ahead_query_basis=ahead_query,
+            ahead_key_basis=ahead_key,
+        )
+        return projection
+
+    def _svd(self, seen: Moments) -> np.ndarray:
+        basis, eigenvalues = svd_basis(seen)
         mean = seen.key_mean
         if self.absorbs:
-            mean = np.einsum("kd,kdc->kc", mean, key)
-        found = {
-            "query_basis": query,
-            "key_basis": key,
-            "eigenvalues": eigenvalues,
-            "key_mean": mean,
-        }
+            mean = np.einsum("kd,kdc->kc", mean, basis)
+        self._keep(query_basis=basis, key_basis=basis, eigenvalues=eigenvalues, key_mean=mean)
+        return basis
+
+    def _keep(self, **found: np.ndarray) -> None:
         for name, value in found.items():
             self.statistics.setdefault(name, []).append(value)
-        return query if self.absorbs else None
-
-    def _factors(self, seen: Moments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        basis, eigenvalues = svd_basis(seen)
-        if self.skew == "svd":
-            return basis, basis, eigenvalues
-        query, key, _ = balanced_basis(seen)
-        return query, key, eigenvalues
 
     def _cast(
         self, slots: list[Slot], basis: np.ndarray | None
@@ -235,11 +276,15 @@ def _needed(
     sources: Mapping[str, TensorSource],
     dtype: np.dtype,
     copied: Sequence[Path],
+    skew: str,
 ) -> int:
     """Bytes that the destination will have, a little for headers included."""
     weights = sum(tensor_bytes(dtype, tensor.shape) for tensor in sources.values())
     heads, size = config.num_layers * config.num_kv_heads, config.head_dim
-    bases = 4 * heads * (2 * size * size + 2 * size)
+    bases = 4 * heads * ((5 if skew == "balanced" else 2) * size * size + 2 * size)
+    if skew == "balanced":
+        width = config.num_heads * config.head_dim
+        bases += config.num_layers * tensor_bytes(dtype, (config.hidden_size + 1, width))
     return weights + bases + sum(file.stat().st_size for file in copied) + 200 * len(sources)
 
 

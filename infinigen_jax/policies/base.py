@@ -78,6 +78,11 @@ class Policy(Protocol):
     observes: ClassVar[bool]
 
     @property
+    def has_tail(self) -> bool:
+        """Whether requests say how much is left out (`Request.rest`), to be attended as a mean."""
+        ...
+
+    @property
     def sinks(self) -> int: ...
     @property
     def window(self) -> int: ...
@@ -152,6 +157,10 @@ class Defaults:
     reuses: ClassVar[bool] = True
     ahead: ClassVar[bool] = True
     observes: ClassVar[bool] = False
+
+    @property
+    def has_tail(self) -> bool:
+        return False
 
     def streams(self, layer: int) -> bool:
         return False

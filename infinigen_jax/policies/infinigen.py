@@ -10,14 +10,18 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from infinigen_jax.counting import POOL, holding, log_rest, narrow, pooled
 from infinigen_jax.errors import InputError
 from infinigen_jax.index import INDEX_DTYPES, IndexFormat, write_entries
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import Budgeted
-from infinigen_jax.selection import Request
+from infinigen_jax.selection import Request, budget_rows, group_rank, top_slots
 from infinigen_jax.speculation import (
+    BASES,
+    QUERIES,
     partial_columns,
     partial_keys,
     speculate_query,
@@ -26,6 +30,8 @@ from infinigen_jax.speculation import (
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
+
+COUNTS = ("head", "fixed", "pooled", "top-p", "mean")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,10 +48,21 @@ class InfiniGen(Budgeted):
         index_dtype: of the index: "float32", "bfloat16", "int8", "int4" or "auto" (bfloat16, but
             float32 on the CPU). In int4 all columns (a partial ratio of 1) take hardly more memory
             than the default quarter in bfloat16.
-        count: "head", each KV head its own number of rows, or "mean", one number for all heads
-            and sequences of the batch, as in the paper's code.
+        count: how many rows, within the budget: "head", for each KV head those that pass alpha;
+            "fixed", the budget's number for each; "pooled", the budget's number on average over
+            a layer's KV heads, the most probable of all, at most twice the number for one;
+            "top-p", for each head the fewest that hold `mass` of its speculated probability; or
+            "mean", one number for all heads and sequences of the batch, the mean of those that
+            pass alpha, as in the paper's code.
+        mass: of count "top-p", in (0, 1].
         streamed_layers: leading layers of the model that are not speculated for: those of them
             that are on the host are streamed whole, as the paper does with layers 0 and 1.
+        basis: of the index: "svd", the paper's; "balanced"; or "auto", the one that the model was
+            converted with.
+        query: "plain", from the layer before's input as it is, as in the paper; "corrected" on
+            calibration text; or "auto", corrected where the model has what it takes.
+        tail: attend to what is not fetched as well, as to one token: the mean of its values, with
+            the weight that it has by its speculated scores.
     """
 
     name: ClassVar[str] = "infinigen"
@@ -58,6 +75,10 @@ class InfiniGen(Budgeted):
     index_dtype: str = "auto"
     count: str = "head"
     streamed_layers: int = 0
+    basis: str = "auto"
+    query: str = "auto"
+    mass: float = 0.9
+    tail: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -72,8 +93,22 @@ class InfiniGen(Budgeted):
             raise InputError(f"index dtype {self.index_dtype!r}: use {names}")
         if self.streamed_layers < 0:
             raise InputError(f"streamed layers {self.streamed_layers}: it must be 0 or more")
-        if self.count not in ("head", "mean"):
-            raise InputError(f"count {self.count!r}: use head or mean")
+        if self.basis not in BASES:
+            raise InputError(f"--basis {self.basis}: use {' or '.join(BASES)}")
+        if self.query not in QUERIES:
+            raise InputError(f"--query {self.query}: use {' or '.join(QUERIES)}")
+        if self.count not in COUNTS:
+            raise InputError(f"--count {self.count}: use {' or '.join(COUNTS)}")
+        if not 0 < self.mass <= 1:
+            raise InputError(f"--mass {self.mass}: it must be above 0 and at most 1")
+
+    @property
+    def has_tail(self) -> bool:
+        return self.tail
+
+    def request_size(self, capacity: int) -> int:
+        size = super().request_size(capacity)
+        return min(capacity, POOL * size) if self.count == "pooled" else size
 
     def streams(self, layer: int) -> bool:
         return layer < self.streamed_layers
@@ -83,7 +118,9 @@ class InfiniGen(Budgeted):
 
     def prepare(self, model: "Model", layer: int) -> Params:
         index = self.index_format(model.config.head_dim)
-        return speculation_weights(model, layer, index.columns, centred=index.quantised)
+        return speculation_weights(
+            model, layer, index.columns, index.quantised or self.tail, self.basis, self.query
+        )
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k w t"]:
         return self.index_format(config.head_dim).empty(batch, config.num_kv_heads, capacity)
@@ -107,7 +144,34 @@ class InfiniGen(Budgeted):
             query = speculate_query(config, layer, weights, a, positions, index.columns)
             scores = index.scores(query, state)
         with jax.named_scope("select"):
+            request = self._count(scores, positions)
+            if self.tail:
+                eligible = self.eligible(positions, scores.shape[3])
+                rest = log_rest(scores, eligible, request.slots, request.count)
+                request = request._replace(rest=rest)
+            return request
+
+    def _count(self, scores: Float[Array, "b k g t"], positions: Int[Array, " b"]) -> Request:
+        """The rows, by the rule of `count`."""
+        if self.count in ("head", "mean"):
             return self.choose(scores, positions, self.alpha, self.count)
+        if self.count == "fixed":
+            return self.choose(scores, positions)
+        capacity = scores.shape[3]
+        eligible = self.eligible(positions, capacity)
+        rank = group_rank(jnp.where(eligible[:, None, None], scores, -jnp.inf), between_heads=True)
+        budget = budget_rows(self.budget, positions)
+        most = POOL * budget if self.count == "pooled" else budget
+        most = jnp.minimum(most, jnp.sum(eligible, axis=-1, dtype=jnp.int32))
+        most = jnp.broadcast_to(most[:, None], rank.shape[:2])
+        slots = top_slots(rank, most, self.request_size(capacity))
+        meant = Request(slots, most).valid
+        best = jnp.where(meant, jnp.take_along_axis(rank, slots, axis=2), -jnp.inf)
+        if self.count == "pooled":
+            keep = pooled(best, budget * rank.shape[1])
+        else:
+            keep = holding(best - math.log(scores.shape[2]), self.mass)
+        return Request(*narrow(slots, keep), rank)
 
     def append(
         self,

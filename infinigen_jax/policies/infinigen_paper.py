@@ -25,3 +25,4 @@ class InfiniGenPaper(InfiniGen):
     window: int = 1
     count: str = "mean"
     streamed_layers: int = 2
+    query: str = "plain"

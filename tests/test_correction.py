@@ -1,0 +1,187 @@
+"""The corrected layer-ahead query: regression, its shrinkage, and what conversion makes of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tiny import make_tiny
+
+from infinigen_jax import checkpoint
+from infinigen_jax.convert import convert
+from infinigen_jax.correction import RIDGES, corrected_projection
+from infinigen_jax.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.models import blueprint
+from infinigen_jax.policies import InfiniGen
+from infinigen_jax.speculation import projected_query, speculate_query, speculation_weights
+
+IDS = [int(i) for i in np.random.default_rng(1).integers(3, 96, 400)]
+
+
+def related(n: int, e: int, noise: float, seed: int = 0):
+    """Inputs, targets that a map makes of them, and a projection."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, e)) * np.geomspace(1, 0.1, e) + rng.normal(size=e)
+    y = x @ (np.eye(e) + 0.3 * rng.normal(size=(e, e))) + rng.normal(size=e)
+    y += noise * rng.normal(size=y.shape)
+    return x, y, rng.normal(size=(e, 6)), rng.normal(size=6)
+
+
+def error(x, y, kernel, bias, projection) -> float:
+    return float(np.square(y @ kernel + bias - x @ projection[0] - projection[1]).mean())
+
+
+def test_an_affine_relation_is_recovered():
+    x, y, kernel, bias = related(400, 8, 0.0)
+    found = corrected_projection(x, y, kernel, bias)
+    assert found.ridge == RIDGES[0]
+    assert error(x, y, kernel, bias, found) < 1e-4 * error(x, y, kernel, bias, (kernel, bias))
+
+
+@pytest.mark.parametrize(("n", "e"), [(400, 8), (40, 64)])  # fewer tokens than dimensions
+def test_new_text_is_no_worse_than_with_the_plain_input(n, e):
+    x, y, kernel, bias = related(2 * n, e, 0.3)
+    found = corrected_projection(x[:n], y[:n], kernel, bias)
+    plain = (kernel, bias + ((y - x)[:n] @ kernel).mean(axis=0))
+    assert error(x[n:], y[n:], kernel, bias, found) <= error(x[n:], y[n:], kernel, bias, plain)
+
+
+def test_an_unrelated_input_keeps_its_own_kernel():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20, 40))
+    found = corrected_projection(x, x + rng.normal(size=(20, 40)), np.eye(40))
+    assert found.ridge >= 1.0
+    same = corrected_projection(x, x, np.eye(40))
+    np.testing.assert_allclose(same.kernel, np.eye(40), atol=1e-12)
+    np.testing.assert_allclose(same.bias, 0, atol=1e-12)
+
+
+@pytest.fixture(scope="module", params=["llama", "opt"])
+def converted(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("balanced")
+    settings = {"num_key_value_heads": 2} if request.param == "llama" else {}
+    made = make_tiny(folder / "source", request.param, num_hidden_layers=3, **settings)
+    return convert(made.folder, folder / "out", calibration=IDS, skew="balanced")
+
+
+def attention_inputs(model) -> list[jax.Array]:
+    """Of every layer, over the calibration text, in the windows that conversion cuts it into."""
+    plan = blueprint(model.config, model.dtype)
+    windows = jnp.asarray(IDS[:392]).reshape(7, 56)
+    positions = jnp.broadcast_to(jnp.arange(56), windows.shape)
+    from infinigen_jax.prefill import prompt_layer
+
+    x, found = plan.embedding(model.params["embedding"]).embed(windows, positions), []
+    for params in model.params["layers"]:
+        layer = plan.layer(params)
+        found.append(layer.attention_input(x))
+        x = prompt_layer(layer, x)[0]
+    return found
+
+
+def test_the_corrected_query_is_nearer_to_the_true_one(converted):
+    model = checkpoint.load(converted)
+    config, inputs = model.config, attention_inputs(model)
+    assert model.ahead is not None
+    positions = jnp.broadcast_to(jnp.arange(56), (7, 56))
+    for number, ahead in enumerate(model.ahead):
+        layer = blueprint(config, model.dtype).layer(model.params["layers"][number])
+        true = layer.query(inputs[number], positions)
+        before = inputs[max(number - 1, 0)]
+        projection = jax.tree.map(jnp.array, ahead.projection)
+        guess = projected_query(config, projection, before, positions)
+        plain = layer.query(before, positions)
+        distances = [float(jnp.sum((true - x) ** 2)) for x in (guess, plain)]
+        if number == 0:
+            np.testing.assert_allclose(guess, true, rtol=1e-4, atol=1e-5)
+        else:
+            assert distances[0] < 0.9 * distances[1]
+
+
+@pytest.mark.parametrize("basis", ["svd", "balanced"])
+def test_all_columns_give_the_scores_of_the_corrected_query(converted, basis):
+    """q^ . k^ is h . k with the orthogonal basis, and h M (k - mean), M near I, with the other."""
+    model = checkpoint.load(converted)
+    config = model.config
+    d, k = config.head_dim, config.num_kv_heads
+    rng = np.random.default_rng(0)
+    a = jnp.asarray(rng.normal(size=(3, config.hidden_size)), jnp.float32)
+    positions = jnp.asarray([3, 9, 20], jnp.int32)
+    layer = blueprint(config, model.dtype).layer(model.params["layers"][2])
+    weights = speculation_weights(model, 2, d, True, basis, "corrected")
+    query = np.asarray(speculate_query(config, layer, weights, a, positions, d))
+    assert model.ahead is not None and model.key_mean is not None
+    projection = jax.tree.map(jnp.array, model.ahead[2].projection)
+    h = np.asarray(projected_query(config, projection, a, positions)).reshape(3, k, -1, d)
+    product = np.broadcast_to(np.eye(d), (k, d, d))
+    if basis == "balanced":
+        pair = model.ahead[2].basis
+        product = np.asarray(pair.query) @ np.asarray(pair.key).swapaxes(1, 2)
+    h = np.einsum("bkgd,kde->bkge", h, product)
+    key = np.linalg.inv(np.asarray(weights["key"])).swapaxes(1, 2)
+    np.testing.assert_allclose(query, h @ key, rtol=2e-3, atol=2e-3)
+    centre = np.einsum("kd,kdr->kr", model.key_mean[2], np.asarray(weights["key"]))
+    np.testing.assert_allclose(weights["centre"], centre, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_conversion_does_not_have_is_refused_in_one_line(converted, tmp_path):
+    model = checkpoint.load(converted)
+    assert model.skew == "balanced" and model.svd_bases is not None
+    made = make_tiny(tmp_path / "source", "llama")
+    svd = checkpoint.load(convert(made.folder, tmp_path / "svd", calibration=IDS))
+    none = checkpoint.load(convert(made.folder, tmp_path / "none", skew="none"))
+
+    def refused(model, message: str, **settings):
+        with pytest.raises(InputError, match=message) as caught:
+            Engine(model, policy=InfiniGen(**settings), dense_layers=1)
+        assert "\n" not in str(caught.value)
+
+    refused(svd, "--basis balanced: .* --skew svd.* with --skew balanced", basis="balanced")
+    refused(svd, "--query corrected: .* --skew balanced", query="corrected")
+    refused(none, "--basis svd: .* --skew none", basis="svd")
+    with pytest.raises(InputError, match="--basis odd"):
+        InfiniGen(basis="odd")
+    with pytest.raises(InputError, match="--query odd"):
+        InfiniGen(query="odd")
+
+
+def test_balanced_conversions_of_old_still_load(converted, tmp_path):
+    """They lack the corrected query and the orthogonal bases."""
+    import json
+    import shutil
+
+    from infinigen_jax.manifest import file_record
+    from infinigen_jax.safetensors_io import SafetensorsWriter
+
+    old = shutil.copytree(converted, tmp_path / "old")
+    arrays = load_file(old / "infinigen.safetensors")
+    arrays = {n: x for n, x in arrays.items() if n != "svd_basis" and not n.startswith("ahead")}
+    layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    with SafetensorsWriter(old / "infinigen.safetensors", layout) as writer:
+        for name, array in arrays.items():
+            writer.add(name, array)
+        writer.close()
+    (old / "infinigen_ahead.safetensors").unlink()
+    manifest = json.loads((old / "infinigen.json").read_text())
+    del manifest["files"]["infinigen_ahead.safetensors"]
+    manifest["files"]["infinigen.safetensors"] = file_record(old / "infinigen.safetensors")
+    (old / "infinigen.json").write_text(json.dumps(manifest))
+    model = checkpoint.load(old)
+    assert model.ahead is None and model.svd_bases is None
+    Engine(model, policy=InfiniGen(), dense_layers=1)
+    with pytest.raises(InputError, match="--basis svd"):
+        Engine(model, policy=InfiniGen(basis="svd"), dense_layers=1)
+
+
+@pytest.mark.parametrize("damage", ["kernel", "basis"])
+def test_damaged_corrections_are_named(converted, damage, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(converted, tmp_path / "copy")
+    name = {"kernel": "infinigen_ahead.safetensors", "basis": "infinigen.safetensors"}[damage]
+    data = bytearray((folder / name).read_bytes())
+    data[-3] ^= 1
+    (folder / name).write_bytes(data)
+    with pytest.raises(InputError, match=name):
+        checkpoint.load(folder)

@@ -1,0 +1,272 @@
+"""Counts beyond a threshold, and the tail: against NumPy, and what must hold for any scores."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from runtime import ALL, NEW, RAGGED, SPARSE, counts_of, engine, finished, random_model
+
+from infinigen_jax.attention import Tail, attend, attend_weighted, packed
+from infinigen_jax.cache import Resident, Slots
+from infinigen_jax.checkpoint import Model
+from infinigen_jax.counting import POOL, holding, log_rest, narrow, pooled
+from infinigen_jax.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.policies import Full, InfiniGen
+from infinigen_jax.policies.base import Policy
+
+seeds = st.integers(0, 2**32 - 1)
+RULES = ["fixed", "pooled", "top-p"]
+
+
+def ranks(seed: int, b: int = 2, k: int = 3, n: int = 12) -> np.ndarray:
+    """Log-probabilities with ties, some of them padding."""
+    rng = np.random.default_rng(seed)
+    x = np.round(rng.normal(size=(b, k, n)) * 3) / 2
+    x -= np.log(np.exp(x).sum(axis=-1, keepdims=True))
+    x[rng.random(x.shape) < 0.2] = -np.inf
+    return x.astype(np.float32)
+
+
+@given(seeds, st.integers(0, 40))
+def test_a_pool_has_the_best_of_all_heads(seed, total):
+    rank = ranks(seed)
+    keep = np.asarray(jax.jit(pooled)(jnp.asarray(rank), jnp.full((2,), total, jnp.int32)))
+    for row, kept in zip(rank, keep, strict=True):
+        finite = np.sort(row[np.isfinite(row)])[::-1]
+        assert not kept[~np.isfinite(row)].any()
+        np.testing.assert_array_equal(np.sort(row[kept])[::-1], finite[:total])
+
+
+@given(seeds, st.floats(0.05, 1.0))
+def test_top_p_holds_the_mass_with_the_fewest(seed, mass):
+    rank = ranks(seed)
+    keep = np.asarray(jax.jit(holding, static_argnums=1)(jnp.asarray(rank), mass))
+    for j in np.ndindex(2, 3):
+        p, kept = np.exp(rank[j].astype(np.float64)), keep[j]
+        assert not kept[rank[j] == -np.inf].any()
+        if p.sum() < mass + 1e-5:
+            continue  # all of them, or at the mercy of rounding
+        assert p[kept].sum() >= mass - 1e-5
+        least = p[kept].min()
+        np.testing.assert_array_equal(kept, p >= least - 1e-7)
+        assert p[kept & (p > least + 1e-7)].sum() < mass + 1e-5
+
+
+def test_top_p_takes_all_where_they_hold_less():
+    rank = jnp.log(jnp.asarray([[[0.3, 0.2, 0.0]]], jnp.float32))
+    assert holding(rank, 0.9).tolist() == [[[True, True, False]]]
+    assert holding(jnp.full((1, 1, 2), -jnp.inf), 0.9).tolist() == [[[False, False]]]
+
+
+def test_narrowing_keeps_the_order():
+    slots = jnp.asarray([[[7, 3, 9, 5]]], jnp.int32)
+    kept, count = narrow(slots, jnp.asarray([[[True, False, True, False]]]))
+    assert kept.tolist() == [[[7, 9, 0, 0]]] and count.tolist() == [[2]]
+
+
+def selected(count: str, budget: float = 0.2, **settings):
+    """Requests of a policy for random scores, g = 2, with NumPy's group probabilities."""
+    policy = InfiniGen(budget=budget, window=4, sinks=2, count=count, **settings)
+    rng = np.random.default_rng(3)
+    scores = rng.normal(size=(2, 3, 2, 128)).astype(np.float32) * np.array([1, 2, 4])[:, None, None]
+    scores = scores.astype(np.float32)
+    positions = np.array([100, 57])
+    request = jax.jit(policy._count)(jnp.asarray(scores), jnp.asarray(positions, jnp.int32))
+    probability = np.zeros((2, 3, 128))
+    for i in range(2):
+        seen = slice(2, positions[i] - 3)
+        e = np.exp(scores[i, :, :, seen].astype(np.float64))
+        probability[i, :, seen] = (e / e.sum(axis=-1, keepdims=True)).sum(axis=1) / 2
+    slots, counts = np.asarray(request.slots), np.asarray(request.count)
+    chosen = [[set(slots[i, j, : counts[i, j]].tolist()) for j in range(3)] for i in range(2)]
+    for i, j in np.ndindex(2, 3):
+        assert len(chosen[i][j]) == counts[i, j]
+    assert request.slots.shape[2] == policy.request_size(128)
+    return chosen, probability, (0.2 * positions).astype(int)
+
+
+def test_fixed_is_the_budget_for_each_head():
+    chosen, probability, budget = selected("fixed", alpha=0.0)
+    for i, j in np.ndindex(2, 3):
+        best = np.argsort(-probability[i, j])[: budget[i]]
+        assert chosen[i][j] == set(best.tolist())
+
+
+def test_pooled_is_the_budget_for_the_layer():
+    chosen, probability, budget = selected("pooled", alpha=0.0)
+    for i in range(2):
+        pairs = [
+            (-probability[i, j, slot], j, slot)
+            for j in range(3)
+            for slot in np.argsort(-probability[i, j])[: POOL * budget[i]]
+        ]
+        best = sorted(pairs)[: 3 * budget[i]]
+        assert [{int(s) for _, h, s in best if h == j} for j in range(3)] == chosen[i]
+        assert len({len(c) for c in chosen[i]}) > 1
+
+
+def test_top_p_stops_at_its_mass_or_the_budget():
+    chosen, probability, budget = selected("top-p", alpha=0.0, mass=0.5)
+    counts = set()
+    for i, j in np.ndindex(2, 3):
+        order = np.argsort(-probability[i, j])
+        needed = int(np.searchsorted(np.cumsum(probability[i, j][order]), 0.5)) + 1
+        assert chosen[i][j] == set(order[: min(needed, budget[i])].tolist())
+        counts.add(len(chosen[i][j]))
+    assert len(counts) > 2
+
+
+@pytest.mark.parametrize("count", RULES)
+def test_everything_fetched_is_the_full_cache(count):
+    policy = dataclasses.replace(ALL, count=count, mass=1.0)
+    run = finished(engine("gqa", policy))
+    assert run.new_tokens == finished(engine("gqa", Full())).new_tokens
+
+
+@pytest.mark.parametrize(("count", "tail"), [("pooled", True), ("top-p", False)])
+def test_schedules_batches_and_hot_sets_change_nothing(count, tail):
+    policy = dataclasses.replace(SPARSE, count=count, mass=0.5, tail=tail)
+    run = finished(engine("gqa", policy, 1))
+    assert run.stats().compilations_after_warmup == 0
+    layerwise = finished(engine("gqa", policy, 1, "layerwise"))
+    hot = finished(engine("gqa", policy, 1, hot_set=2.0))
+    assert run.new_tokens == layerwise.new_tokens == hot.new_tokens
+    np.testing.assert_array_equal(counts_of(run), counts_of(layerwise))
+    alone = finished(engine("gqa", policy, 1), RAGGED[2:])
+    assert alone.new_tokens == run.new_tokens[2:]
+    tokens = run.prompt_lengths + np.arange(NEW - 1)[:, None]
+    heads = run.decoder.host_layers * 2
+    assert (counts_of(run) <= heads * (0.2 * tokens)).all()
+
+
+# The tail.
+
+
+def test_the_rest_is_what_was_not_chosen():
+    rng = np.random.default_rng(0)
+    scores = (50 * rng.normal(size=(2, 2, 3, 16))).astype(np.float32)  # overflows without a peak
+    eligible = np.arange(16)[None] < np.array([[12], [3]])
+    slots = jnp.asarray([[[3, 5, 0], [1, 0, 0]], [[0, 1, 2], [2, 0, 0]]], jnp.int32)
+    count = jnp.asarray([[2, 1], [3, 0]], jnp.int32)
+    got = np.asarray(log_rest(jnp.asarray(scores), jnp.asarray(eligible), slots, count))
+    for i, j in np.ndindex(2, 2):
+        chosen = np.asarray(slots)[i, j, : int(count[i, j])]
+        left = [t for t in range(16) if eligible[i, t] and t not in chosen]
+        if not left:
+            assert (got[i, j] == -np.inf).all()
+            continue
+        s = scores[i, j][:, left].astype(np.float64)
+        expected = s.max(axis=-1) + np.log(np.exp(s - s.max(axis=-1, keepdims=True)).sum(axis=-1))
+        np.testing.assert_allclose(got[i, j], expected, rtol=1e-6)
+    assert not np.isfinite(got[1, 0]).any()
+
+
+def attention_inputs(seed: int = 0, n: int = 9):
+    rng = np.random.default_rng(seed)
+    q = jnp.asarray(rng.normal(size=(2, 3, 2, 4)), jnp.float32)
+    rows = jnp.asarray(rng.normal(size=(2, 3, n, 8)), jnp.float32)
+    return q, rows
+
+
+def test_a_tail_is_the_attention_that_equal_values_and_true_scores_would_give():
+    q, rows = attention_inputs()
+    left = jnp.arange(9) >= 5
+    same = jnp.where(left[:, None], rows[:, :, 5:6], rows)  # keys and values equal in the rest
+    scores = jnp.einsum("bkgd,bknd->bkgn", q, same[..., :4])
+    tail = Tail(jax.nn.logsumexp(scores[..., 5:], axis=-1), same[:, :, 5, 4:])
+    part = packed(same, jnp.broadcast_to(~left, (2, 1, 9)))
+    whole = packed(same, jnp.ones((2, 1, 9), bool))
+    got, (weights,) = attend_weighted(q, part, tail=tail)
+    expected, (all_weights,) = attend_weighted(q, whole)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(weights[..., :5], all_weights[..., :5], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("score", [-np.inf, -1e30])
+def test_no_tail_changes_no_bit(score):
+    q, rows = attention_inputs()
+    part = packed(rows, jnp.ones((2, 1, 9), bool))
+    tail = Tail(jnp.full((2, 3, 2), score, jnp.float32), jnp.ones((2, 3, 4), jnp.float32))
+    np.testing.assert_array_equal(attend_weighted(q, part, tail=tail)[0], attend(q, part))
+
+
+def test_the_sum_of_values_is_that_of_what_only_the_host_has():
+    slots = Slots(2, 4)
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(2, 3, 20, 8)).astype(np.float32)
+    lengths = np.array([9, 3])
+    resident = Resident.from_prompt(
+        jnp.asarray(rows[:, :, :12]), jnp.asarray(lengths, jnp.int32), slots, sums=True
+    )
+    for step in range(8):
+        for i in range(2):
+            last = lengths[i] + step - 1
+            expected = rows[i, :, 2 : max(2, last - 4 + 1), 4:].sum(axis=1)
+            assert resident.left is not None
+            np.testing.assert_allclose(resident.left[i], expected, rtol=1e-5, atol=1e-5)
+        position = jnp.asarray(lengths + step, jnp.int32)
+        new = np.stack([rows[i, :, lengths[i] + step] for i in range(2)])
+        resident = resident.write(jnp.asarray(new), position, slots)
+
+
+@pytest.mark.parametrize("name", ["gqa", "opt"])
+@pytest.mark.parametrize("rows", ["auto", "int8"])
+def test_a_tail_is_nothing_when_everything_is_fetched(name, rows):
+    with_tail = dataclasses.replace(ALL, tail=True)
+    settings = {} if rows == "auto" else {"rows": rows}
+    got = finished(engine(name, with_tail, **settings))
+    assert got.new_tokens == finished(engine(name, ALL, **settings)).new_tokens
+
+
+def one_layer(name: str, **changes) -> Model:
+    """The first layer alone: on the host, it is speculated from its own input, so exactly."""
+    model = dataclasses.replace(random_model(name), **changes)
+    return dataclasses.replace(
+        model,
+        config=dataclasses.replace(model.config, num_layers=1),
+        params={**model.params, "layers": model.params["layers"][:1]},
+        bases=model.bases[:1],
+    )
+
+
+def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
+    """Natural log-probabilities of given tokens, decoded with their only layer on the host."""
+    tokens = np.random.default_rng(2).integers(3, 96, (2, context + 20)).astype(np.int32)
+    run = Engine(model, policy=policy, dense_layers=0).start(tokens[:, :context].tolist(), 20)
+    steps = range(context, context + 19)
+    return np.stack([np.asarray(run.score(tokens[:, i], tokens[:, i + 1])) for i in steps])
+
+
+TAILED = InfiniGen(budget=0.1, window=4, sinks=2, partial_ratio=1.0, count="fixed", tail=True)
+
+
+@pytest.mark.parametrize("name", ["gqa", "opt"])
+def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name):
+    model = one_layer(name)
+    full = scores_of(model, Full())
+    without = scores_of(model, dataclasses.replace(TAILED, tail=False))
+    with_tail = scores_of(model, TAILED)
+    assert np.abs(with_tail - full).mean() < 0.9 * np.abs(without - full).mean()
+
+
+def test_the_mean_key_does_not_enter_a_tail_twice():
+    """Scores of centred keys, and the constant added at the end, are the scores as they were."""
+    config = random_model("gqa").config
+    shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+    mean = np.random.default_rng(4).normal(size=shape).astype(np.float32)
+    found = [scores_of(one_layer("gqa", key_mean=x), TAILED) for x in (None, mean)]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+def test_settings_out_of_range_are_named():
+    for mass in (0.0, 1.1, math.nan):
+        with pytest.raises(InputError, match="--mass"):
+            InfiniGen(mass=mass)
+    with pytest.raises(InputError, match="--count median: use head or fixed or pooled"):
+        InfiniGen(count="median")
