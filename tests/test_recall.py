@@ -1,5 +1,6 @@
 """Recall: what is observed of the engine's steps, against NumPy over the plain forward pass."""
 
+import importlib.util
 import json
 from typing import Any
 
@@ -12,6 +13,7 @@ from tiny import logits_of, only
 
 from infinigen_jax import evaluate
 from infinigen_jax.checkpoint import embedded
+from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.recall import lost_most, markdown, panels, study_windows, summary
 from infinigen_jax.evaluation.study import watch_exact, watch_own
 from infinigen_jax.models import blueprint
@@ -176,6 +178,30 @@ def test_scores_leave_the_likeliest_token():
     assert np.asarray(run.drawn).tolist() == expected.tolist()
 
 
+# What is kept of an interrupted run.
+
+
+def test_parts(tmp_path):
+    measured = Measurement({"x": np.arange(3.0)}, {"seconds": 1.5})
+    parts = Parts(tmp_path / "r.json", {"text": "a"})
+    assert parts.load({"budget": 0.1}) is None and only(tmp_path) == []
+    parts.save({"budget": 0.1}, measured)
+    found = Parts(tmp_path / "r.json", {"text": "a"}).load({"budget": 0.1})
+    assert found is not None and found.values == measured.values
+    assert found.arrays.keys() == {"x"} and (found.arrays["x"] == measured.arrays["x"]).all()
+    assert parts.load({"budget": 0.2}) is None
+    assert Parts(tmp_path / "r.json", {"text": "b"}).load({"budget": 0.1}) is None
+    (file,) = (tmp_path / "r.json.parts").iterdir()
+    file.write_bytes(file.read_bytes()[:100])
+    assert parts.load({"budget": 0.1}) is None  # damaged: measured again
+    parts.remove()
+    assert only(tmp_path) == []
+    nothing = Parts(None, {})
+    nothing.save({}, measured)
+    nothing.remove()
+    assert nothing.load({}) is None
+
+
 # The command.
 
 
@@ -183,8 +209,17 @@ def test_command_and_its_interruption(tmp_path, capsys, monkeypatch):
     text, result, plot = tmp_path / "t.txt", tmp_path / "r.json", tmp_path / "p.svg"
     text.write_text("The old man went down to the sea, and nobody asked him why. " * 30)
     arguments = ["recall", "--model", str(embedded()), "--text", str(text), "--json", str(result)]
-    arguments += ["--plot", str(plot), "--window", "64", "--context", "56", "--windows", "2"]
-    arguments += ["--policy", "window", "oracle", "--budget", "0.1", "--dense-layers", "4"]
+    drawn = [] if importlib.util.find_spec("matplotlib") is None else [plot.name]
+    arguments += [
+        *(["--plot", str(plot)] if drawn else []),
+        "--window",
+        "64",
+        "--context",
+        "56",
+        "--windows",
+        "2",
+    ]
+    arguments += ["--policy", "window", "oracle", "--budget", "0.1", "--dense-layers", "5"]
     from infinigen_jax.evaluation import recall
 
     studied: list[str] = []
@@ -207,11 +242,11 @@ def test_command_and_its_interruption(tmp_path, capsys, monkeypatch):
     rows = [[c.strip() for c in row.split("|")][1:-1] for row in captured.out.splitlines()]
     assert [row[0] for row in rows[2:]] == ["full", "window", "oracle"] and len(rows) == 5
     assert rows[4][4] == "100.0 %" and rows[4][7] == "100.0 %"
-    assert only(tmp_path) == ["p.svg", "r.json", "t.txt"]
+    assert only(tmp_path) == [*drawn, "r.json", "t.txt"]
     record = json.loads(result.read_text())
     assert record["settings"]["states"] == "own" and record["command"] == "recall"
     window = record["configurations"][1]
-    assert [layer["layer"] for layer in window["layers"]] == [4, 5]
+    assert [layer["layer"] for layer in window["layers"]] == [5]
     assert 0 < window["mass"] <= window["oracle_mass"] < 1
     assert len(panels(record["configurations"])) == 3 and markdown(record["configurations"])
 

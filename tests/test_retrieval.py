@@ -202,8 +202,19 @@ def test_means_by_task_length_and_depth():
 def test_command(tmp_path, capsys):
     result = tmp_path / "r.json"
     arguments = ["retrieval", "--task", "needle", "--length", "128", "--depth", "0", "1"]
-    arguments += ["--items", "1", "--batch", "2", "--max-new-tokens", "3", "--quiet"]
+    arguments += [
+        "--dense-layers",
+        "5",
+        "--items",
+        "1",
+        "--batch",
+        "2",
+        "--max-new-tokens",
+        "3",
+        "--quiet",
+    ]
     arguments += ["--policy", "window", "--json", str(result), "--model", str(embedded())]
+    arguments += ["--quiet"]
     assert evaluate.main(arguments) == 0
     rows = [[c.strip() for c in r.split("|")] for r in capsys.readouterr().out.splitlines()]
     assert rows[0][5:8] == ["needle", "all, %", "same"] and len(rows) == 4

@@ -1,13 +1,15 @@
 """Multiple choice: formats of files, likelihoods through the engine, the harness's adapter."""
 
+import functools
 import importlib.util
 import json
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from runtime import SPARSE, engine, random_model
-from tiny import logits_of, only
+from tiny import only
 
 from infinigen_jax import evaluate
 from infinigen_jax.checkpoint import embedded, load
@@ -19,6 +21,8 @@ from infinigen_jax.evaluation.session import Line
 from infinigen_jax.evaluation.task_files import Choices, read_choices
 from infinigen_jax.evaluation.tasks import with_scores, with_shots
 from infinigen_jax.evaluation.texts import prefixed, split_behind
+from infinigen_jax.models import blueprint
+from infinigen_jax.models.forward import forward
 from infinigen_jax.policies import Full
 
 # Files.
@@ -153,10 +157,22 @@ def tokens(number: int) -> list[int]:
     return RNG.integers(3, 96, number).tolist()
 
 
+@functools.cache
+def compiled(model: Any) -> Any:
+    return jax.jit(functools.partial(forward, blueprint(model.config, model.dtype)))
+
+
+def plain(model: Any, context: Any, text: Any) -> np.ndarray:
+    """Logits of the plain forward pass, for each token of the text and one more."""
+    row = np.zeros((1, 256), np.int32)  # one shape, one compilation; what is behind has no effect
+    row[0, : len(context) + len(text)] = [*context, *text]
+    logits = np.asarray(compiled(model)(model.params, row))[0].astype(np.float64)
+    return logits[len(context) - 1 : len(context) + len(text)]
+
+
 def expected(model: Any, one: Continuation) -> tuple[float, bool]:
     """By the plain forward pass."""
-    logits = logits_of(model, np.array([[*one.context, *one.text]], np.int32))[0]
-    logits = logits.astype(np.float64)[len(one.context) - 1 : -1]
+    logits = plain(model, one.context, one.text)[:-1]
     shifted = logits - logits.max(axis=-1, keepdims=True)
     log = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     text = np.array(one.text)
@@ -181,7 +197,7 @@ def test_likelihoods_are_those_of_the_plain_forward_pass():
 
 
 def _best(model: Any, context: Any) -> int:
-    return int(logits_of(model, np.array([context], np.int32))[0, -1].argmax())
+    return int(plain(model, context, [])[-1].argmax())
 
 
 def test_contexts_that_are_too_long_lose_their_beginning():
@@ -214,13 +230,25 @@ def test_command(tmp_path, capsys):
     lines = [{"query": f"Number {i} is", "choices": ["one", "a two"], "gold": 1} for i in range(5)]
     data.write_text("\n".join(map(json.dumps, lines)))
     arguments = ["tasks", "--data", str(data), "--json", str(result), "--quiet"]
-    arguments += ["--shots", "2", "--items", "3", "--policy", "window", "--model", str(embedded())]
+    arguments += [
+        "--dense-layers",
+        "5",
+        "--shots",
+        "2",
+        "--items",
+        "3",
+        "--policy",
+        "window",
+        "--model",
+        str(embedded()),
+    ]
     assert evaluate.main(arguments) == 0
     rows = [[c.strip() for c in r.split("|")] for r in capsys.readouterr().out.splitlines()]
     assert rows[0][5:9] == ["some", "mean", "normalised", "same"] and len(rows) == 4
     record = json.loads(result.read_text())
     full, window = record["configurations"]
-    assert record["settings"]["data"] == {"some": 3} and full["tasks"][0]["items"] == 3
+    assert record["settings"]["data"][0]["file"] == "some.jsonl"
+    assert full["tasks"][0]["items"] == 3 and str(tmp_path) not in result.read_text()
     assert window["same"] == 1.0  # so short a context is all resident
     assert only(tmp_path) == ["r.json", "some.jsonl"]
     for bad in (["--shots", "5"], ["--items", "0"], ["--data", str(data), str(data)]):
@@ -233,6 +261,7 @@ class Request(NamedTuple):
     args: tuple[Any, ...]
 
 
+@pytest.mark.filterwarnings("ignore")  # the harness's own, and its packages'
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
 def test_the_harness():
     from infinigen_jax.evaluation.lm_eval import InfiniGenLM

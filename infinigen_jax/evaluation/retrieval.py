@@ -12,7 +12,6 @@ import itertools
 import re
 import string
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from infinigen_jax.evaluation.haystacks import (
 from infinigen_jax.evaluation.lost_in_the_middle import read_items
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.plots import Panel, against_fraction, draw, label_of
-from infinigen_jax.evaluation.report import percent, table, with_error
+from infinigen_jax.evaluation.report import described_file, percent, table, with_error
 from infinigen_jax.evaluation.session import (
     NAMES,
     TRAFFIC,
@@ -121,7 +120,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     session.record |= {
         "settings": {
             "tasks": chosen,
-            "data": [Path(name).name for name in arguments.data],
+            "data": [described_file(path) for path in arguments.data],
             "lengths": arguments.length or [model.config.max_positions],
             "depths": arguments.depth,
             "items": arguments.items,

@@ -15,11 +15,11 @@ is not in these numbers (it is in the perplexity).
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.attention import attend, attend_weighted, packed
 from infinigen_jax.decode import Carry, Decoder
 from infinigen_jax.memory import read_block
 from infinigen_jax.models.base import Layer
@@ -83,11 +83,16 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
     rows = jnp.where(eligible[:, None, :, None], rows, 0)
 
     resident = watched.local.part(positions, slots)  # pyright: ignore[reportCallIssue]
-    everything, (near, far) = attend_weighted(q, resident, packed(rows, eligible[:, None]))
+    near_scores = _scores(q, resident.keys, resident.valid)
+    far_scores = _scores(q, rows, eligible[:, None])
+    weights = jax.nn.softmax(jnp.concatenate([near_scores, far_scores], axis=-1), axis=-1)
+    near, far = weights[..., : slots.size], weights[..., slots.size :]
     request = _request(decoder, watched, layer, a)
     fetched = _marked(request, capacity) & eligible[:, None]
     wanted = _wanted(decoder, request, positions, eligible)
-    best = top_mask(_true_rank(q, rows, eligible), wanted) & eligible[:, None]
+    # As the policy `oracle` ranks: the group's softmax over what can be fetched, summed.
+    best = top_mask(group_rank(far_scores), wanted) & eligible[:, None]
+    everything, had, could = _attended(near, resident.values, far, rows, fetched, best)
 
     is_past = slots.positions(positions) != positions[:, None]
     near = jnp.sum(jnp.where(is_past[:, None, None], near, 0.0), axis=-1)
@@ -100,8 +105,6 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
     def output(o: Float[Array, "b k g d"]) -> Float[Array, "b e"]:
         return layer.attention_output(o.reshape(o.shape[0], config.num_heads, -1))
 
-    had = attend(q, resident, packed(rows, fetched))
-    could = attend(q, resident, packed(rows, best))
     whole = output(everything)
     heads = jnp.arange(config.num_kv_heads, dtype=jnp.int32)
     alone = (heads[:, None] == heads[None])[None, :, :, None, None]
@@ -146,13 +149,41 @@ def _wanted(
     return jnp.broadcast_to(rows[:, None], request.count.shape)
 
 
-def _true_rank(
-    q: Float[Array, "b k g d"], rows: Float[Array, "b k t w"], eligible: Bool[Array, "b t"]
-) -> Float[Array, "b k t"]:
-    """As the policy `oracle` ranks: the group's softmax over what can be fetched, summed."""
+def _scores(
+    q: Float[Array, "b k g d"], rows: Float[Array, "b k n w"], valid: Bool[Array, "b kv n"]
+) -> Float[Array, "b k g n"]:
+    """Attention logits; rows begin with the key."""
     keys = rows[..., : q.shape[-1]]
-    scores = jnp.einsum("bkgd,bktd->bkgt", q, keys, preferred_element_type=jnp.float32)
-    return group_rank(jnp.where(eligible[:, None, None], scores, -jnp.inf))
+    scores = jnp.einsum("bkgd,bknd->bkgn", q, keys, preferred_element_type=jnp.float32)
+    return jnp.where(valid[:, :, None], scores, -jnp.inf)
+
+
+def _attended(
+    near: Float[Array, "b k g m"],
+    near_rows: Float[Array, "b k m w"],
+    far: Float[Array, "b k g t"],
+    rows: Float[Array, "b k t w"],
+    *masks: Bool[Array, "b k t"],
+) -> list[Float[Array, "b k g d"]]:
+    """Attention outputs with all rows, and with those of each mask; rows end with the value.
+
+    Together, so that the rows are read once; the weights of a part are scaled to a sum of 1.
+    """
+    b, k, g, _ = near.shape
+    parts = jnp.stack([far, *(jnp.where(mask[:, :, None], far, 0.0) for mask in masks)], axis=2)
+    total = jnp.sum(near, axis=-1)[:, :, None] + jnp.sum(parts, axis=-1)
+    parts = parts.reshape(b, k, -1, parts.shape[-1])
+
+    def values(weights: Float[Array, "b k h n"], rows: Float[Array, "b k n w"]) -> Array:
+        made = jnp.einsum(
+            "bkhn,bknw->bkhw", weights.astype(rows.dtype), rows, preferred_element_type=jnp.float32
+        )
+        return made[..., made.shape[-1] // 2 :]
+
+    sums = values(parts, rows).reshape(b, k, len(masks) + 1, g, -1)
+    sums = sums + values(near, near_rows)[:, :, None]
+    made = (sums / jnp.maximum(total, 1e-30)[..., None]).astype(rows.dtype)
+    return [made[:, :, i] for i in range(len(masks) + 1)]
 
 
 def _marked(request: Request, capacity: int) -> Bool[Array, "b k t"]:

@@ -17,7 +17,7 @@ import numpy as np
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.plots import Panel, against_fraction, draw
-from infinigen_jax.evaluation.report import percent, table
+from infinigen_jax.evaluation.report import described_file, percent, table
 from infinigen_jax.evaluation.session import (
     NAMES,
     TRAFFIC,
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     }
     asked = {name: continuations(items, model) for name, items in tasks.items()}
     session.record["settings"] = {
-        "data": {name: len(items) for name, items in tasks.items()},
+        "data": [described_file(path) for path in arguments.data],
         "shots": arguments.shots,
         "items": arguments.items,
         "batch": arguments.batch,
