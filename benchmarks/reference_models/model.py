@@ -120,7 +120,10 @@ def train_step(training: Training, weight_decay: float) -> Callable[..., tuple[S
     ) -> tuple[State, Losses]:
         gradient, parts = jax.grad(loss, has_aux=True)(state.params, tokens, weights, answers)
         norm = optax.tree.norm(gradient)
-        change, moments = optimizer(weight_decay).update(gradient, state.optimizer, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes Python floats and counters
+            change, moments = optimizer(weight_decay).update(
+                gradient, state.optimizer, state.params
+            )
         params = jax.tree.map(lambda p, c: p - rate * c, state.params, change)
         return State(params, moments), Losses(parts[0], parts[1], norm)
 

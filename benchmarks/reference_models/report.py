@@ -118,7 +118,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     for many in needles["many"]:
         row = [s for s in needles["single"] if _same(s, many)]
-        cells = [f"{s['accuracy']:.0%}" for s in row] + [f"{many['accuracy']:.0%}"]
+        cells = [_percent(s["accuracy"]) for s in (*row, many)]
         lines.append(f"| {many['kind']} | {many['length']:,} | " + " | ".join(cells) + " |")
     lines += [
         "",
@@ -146,6 +146,10 @@ def _depths(needles: dict[str, Any]) -> list[float]:
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return (one["kind"], one["length"]) == (other["kind"], other["length"])
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
 
 
 def _number(value: float | None) -> str:
