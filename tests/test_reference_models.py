@@ -19,7 +19,7 @@ from benchmarks.reference_models.books import plain, read_books
 from benchmarks.reference_models.corpus import Corpus, open_corpus, prepare
 from benchmarks.reference_models.export import SHARD_BYTES, export
 from benchmarks.reference_models.folder import read_folder
-from benchmarks.reference_models.model import initial_params
+from benchmarks.reference_models.model import Training, initial_params, token_losses
 from benchmarks.reference_models.recipes import BOS, EOS, SHAPES, SIZES, hf_config
 from benchmarks.reference_models.schedule import FLOOR, Clock, learning_rate
 from benchmarks.reference_models.synthetic import KINDS, Synthetic
@@ -27,7 +27,7 @@ from benchmarks.reference_models.training import Settings, _Job
 from benchmarks.reference_models.training import train as run_training
 from infinigen_jax.attention import causal_attention
 from infinigen_jax.errors import InputError
-from infinigen_jax.models import config_from_hf
+from infinigen_jax.models import blueprint, config_from_hf
 from infinigen_jax.models.forward import forward
 
 SMOKE = SIZES["smoke"]
@@ -352,3 +352,23 @@ def test_wrong_input_is_one_line(
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_training_in_bfloat16_has_float32_gradients(corpus: Corpus) -> None:
+    """What a GPU computes, and recomputed layers, are the same model up to rounding."""
+    config = config_from_hf(hf_config("llama", SMOKE, 320))
+    params = initial_params(config, 0)
+    tokens = jnp.asarray(windows(corpus.val, 65, 4))
+
+    def gradient(dtype: Any, remat: bool) -> Any:
+        attend = functools.partial(attention.blocked_attention, together=remat)
+        training = Training(blueprint(config, dtype), attend, remat, dtype)
+        loss = jax.jit(jax.grad(lambda p: jnp.mean(token_losses(training, p, tokens))))
+        return jax.tree.leaves(loss(params))
+
+    for exact, rounded in zip(
+        gradient(jnp.float32, False), gradient(jnp.bfloat16, True), strict=True
+    ):
+        assert rounded.dtype == jnp.float32
+        # bfloat16 has 8 bits; errors of two layers add up
+        assert np.linalg.norm(exact - rounded) < 0.05 * np.linalg.norm(exact)
