@@ -14,24 +14,48 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from benchmarks.files import note
+
 Attention = Callable[[Array, Array, Array], Array]
 BLOCK = 256  # queries at a time
 MASKED = -1e30
 
 
 def best_attention(dtype: Any) -> Attention:
-    """cuDNN's on a GPU in 16 bits, else `blocked_attention`; queries come scaled."""
-    if jax.default_backend() == "gpu" and jnp.dtype(dtype).itemsize == 2:
-        return functools.partial(
-            jax.nn.dot_product_attention, scale=1.0, is_causal=True, implementation="cudnn"
-        )
-    return blocked_attention
+    """What is fastest on this machine; queries come scaled."""
+    if jax.default_backend() != "gpu":
+        return blocked_attention
+    cudnn = functools.partial(
+        jax.nn.dot_product_attention, scale=1.0, is_causal=True, implementation="cudnn"
+    )
+    if jnp.dtype(dtype).itemsize == 2 and _runs(cudnn, dtype):
+        return cudnn
+    return functools.partial(blocked_attention, together=True)
+
+
+def _runs(attend: Attention, dtype: Any) -> bool:
+    """Whether an implementation exists here, gradient included."""
+    q, k = jnp.ones((1, 128, 2, 64), dtype), jnp.ones((1, 128, 1, 64), dtype)
+    try:
+        gradient = jax.grad(lambda q, k, v: jnp.sum(attend(q, k, v).astype(jnp.float32)), (0, 1, 2))
+        jax.block_until_ready(jax.jit(gradient)(q, k, k))
+    except Exception as error:  # many kinds, by what is missing
+        note(f"no attention by cuDNN: {' '.join(str(error).split())[:200]}")
+        return False
+    return True
 
 
 def blocked_attention(
-    q: Float[Array, "b s h d"], keys: Float[Array, "b s k d"], values: Float[Array, "b s k d"]
+    q: Float[Array, "b s h d"],
+    keys: Float[Array, "b s k d"],
+    values: Float[Array, "b s k d"],
+    together: bool = False,
 ) -> Float[Array, "b s h d"]:
-    """Causal attention; query head h reads KV head h // (h / k)."""
+    """Causal attention; query head h reads KV head h // (h / k).
+
+    Args:
+        together: all heads of all sequences at a time; else one by one, within a cache.
+    """
     b, s, h, d = q.shape
     k = keys.shape[2]
     grouped = q.reshape(b, s, k, h // k, d).swapaxes(1, 2).reshape(b * k, s, h // k, d)
@@ -39,7 +63,8 @@ def blocked_attention(
     def rows(x: Float[Array, "b s k d"]) -> Float[Array, "n s d"]:
         return x.swapaxes(1, 2).reshape(b * k, s, d)
 
-    output = jax.lax.map(lambda x: _head(*x), (grouped, rows(keys), rows(values)))
+    heads = (grouped, rows(keys), rows(values))
+    output = jax.vmap(_head)(*heads) if together else jax.lax.map(lambda x: _head(*x), heads)
     return output.reshape(b, k, s, h // k, d).swapaxes(1, 2).reshape(b, s, h, d)
 
 

@@ -25,6 +25,7 @@ _PLAIN = str.maketrans(
     }
 )
 _RULE = re.compile(r"^-{5,}\s*$", re.MULTILINE)
+_HEADING = re.compile(r"^#+ +", re.MULTILINE)
 _HEADER = 2000  # the line of dashes is looked for in so many characters
 
 
@@ -70,5 +71,6 @@ def plain(markdown: str) -> str:
     """A book without header, markup and repeated empty lines, its quotes and dashes as typed."""
     rule = _RULE.search(markdown, 0, _HEADER)
     text = markdown[rule.end() :] if rule else markdown
-    lines = [line.rstrip() for line in text.translate(_PLAIN).splitlines()]
+    text = _HEADING.sub("", text).translate(_PLAIN)
+    lines = [line.rstrip() for line in text.splitlines()]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()

@@ -14,7 +14,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from benchmarks.reference_models.attention import Attention
-from infinigen_jax.models import Blueprint, ModelConfig, Params, random_params
+from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint, random_params
 
 RESIDUAL = ("o", "down")  # modules that write to the residual
 
@@ -53,9 +53,9 @@ def initial_params(config: ModelConfig, seed: int) -> Params:
     return params
 
 
-def hidden(training: Training, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s e"]:
-    """The residual behind the last layer; `params` in the blueprint's dtype."""
-    plan, attention, remat, _ = training
+def logits(training: Training, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s v"]:
+    """Of every position, float32; `params` are float32."""
+    plan, attention, remat, dtype = training
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
 
     def run(params: Params, x: Array) -> Array:
@@ -65,20 +65,26 @@ def hidden(training: Training, params: Params, tokens: Int[Array, "b s"]) -> Flo
         x = x + layer.attention_output(attention(layer.query(a, positions), keys, values))
         return x + layer.mlp(x)
 
-    x = plan.embedding(params["embedding"]).embed(tokens, positions)
+    # Looked up in float32: the gradient of a lookup adds up the changes of thousands of equal
+    # tokens one by one, which bfloat16 has not the digits for.
+    lookup = blueprint(plan.config, jnp.float32).embedding(params["embedding"])
+    x = lookup.embed(tokens, positions).astype(dtype)
     for layer_params in params["layers"]:
-        x = (jax.checkpoint(run) if remat else run)(layer_params, x)
-    return x
+        x = (jax.checkpoint(run) if remat else run)(_cast(layer_params, dtype), x)
+    return plan.embedding(_cast(params["embedding"], dtype)).logits(x)
 
 
 def token_losses(
     training: Training, params: Params, tokens: Int[Array, "b n"]
 ) -> Float[Array, "b n-1"]:
     """Nats of every token but the first."""
-    params = jax.tree.map(lambda p: p.astype(training.dtype), params)
-    x = hidden(training, params, tokens[:, :-1])
-    logits = training.blueprint.embedding(params["embedding"]).logits(x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits(training, params, tokens[:, :-1]), tokens[:, 1:]
+    )
+
+
+def _cast(params: Params, dtype: Any) -> Params:
+    return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
 def optimizer(weight_decay: float) -> optax.GradientTransformation:
@@ -120,7 +126,10 @@ def train_step(training: Training, weight_decay: float) -> Callable[..., tuple[S
     ) -> tuple[State, Losses]:
         gradient, parts = jax.grad(loss, has_aux=True)(state.params, tokens, weights, answers)
         norm = optax.tree.norm(gradient)
-        change, moments = optimizer(weight_decay).update(gradient, state.optimizer, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes Python floats and counters
+            change, moments = optimizer(weight_decay).update(
+                gradient, state.optimizer, state.params
+            )
         params = jax.tree.map(lambda p, c: p - rate * c, state.params, change)
         return State(params, moments), Losses(parts[0], parts[1], norm)
 

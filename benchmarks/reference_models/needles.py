@@ -58,9 +58,5 @@ def _found(predict: Predict, tokens: np.ndarray, lookups: Sequence[Lookup]) -> l
 
 
 def _row(kind: str, length: int, found: list[bool]) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "length": length,
-        "answers": len(found),
-        "accuracy": float(np.mean(found)),
-    }
+    accuracy = float(np.mean(found)) if found else None  # None: too short for even one
+    return {"kind": kind, "length": length, "answers": len(found), "accuracy": accuracy}

@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.reference_models.batches import passage, windows
     from benchmarks.reference_models.corpus import held_out
     from benchmarks.reference_models.folder import read_folder
-    from benchmarks.reference_models.model import Training, hidden, token_losses
+    from benchmarks.reference_models.model import Training, logits, token_losses
     from benchmarks.reference_models.needles import needle_accuracy
     from benchmarks.reference_models.statistics import layer_statistics
     from benchmarks.reference_models.synthetic import SHORTEST, Synthetic
@@ -78,8 +78,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     @jax.jit
     def predict(params, tokens):
-        x = hidden(training, params, tokens)
-        return jnp.argmax(model.plan.embedding(params["embedding"]).logits(x), axis=-1)
+        return jnp.argmax(logits(training, params, tokens), axis=-1)
 
     note("validation loss")
     loss = validate(lambda t: losses(model.params, t), split, context, options.windows, 1)
@@ -118,7 +117,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     for many in needles["many"]:
         row = [s for s in needles["single"] if _same(s, many)]
-        cells = [f"{s['accuracy']:.0%}" for s in row] + [f"{many['accuracy']:.0%}"]
+        cells = [_percent(s["accuracy"]) for s in (*row, many)]
         lines.append(f"| {many['kind']} | {many['length']:,} | " + " | ".join(cells) + " |")
     lines += [
         "",
@@ -146,6 +145,10 @@ def _depths(needles: dict[str, Any]) -> list[float]:
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return (one["kind"], one["length"]) == (other["kind"], other["length"])
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
 
 
 def _number(value: float | None) -> str:

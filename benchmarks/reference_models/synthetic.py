@@ -21,6 +21,7 @@ Passage = Callable[[np.random.Generator, int], np.ndarray]  # so many consecutiv
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
 KINDS = ("passkey", "pairs", "repeat")
 SHARES = (0.4, 0.4, 0.2)
+TOKENS_A_FACT = {"passkey": 100, "pairs": 24}  # in the sequences with most facts
 SHORTEST = 48  # tokens; below, not even one fact and its question fit
 
 
@@ -107,9 +108,8 @@ class Synthetic:
         kind = KINDS[int(rng.choice(len(KINDS), p=SHARES))]
         if kind == "repeat":
             return self.repeat(rng, length)
-        return self.lookups(
-            rng, length, kind, _log_uniform(rng, 1, 24 if kind == "passkey" else 96)
-        )
+        most = max(2, length // TOKENS_A_FACT[kind])
+        return self.lookups(rng, length, kind, _log_uniform(rng, 1, most))
 
     def lookups(
         self,

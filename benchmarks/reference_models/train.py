@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tokens", type=int, help="train on so many; default: by size")
     parser.add_argument("--learning-rate", type=float, help="peak; default: by size")
+    parser.add_argument("--synthetic", type=float, help="share of tasks; default: by size")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=float, default=120.0, metavar="SECONDS")
     parser.add_argument("--prepare-only", action="store_true", help="tokenise, do not train")
@@ -51,6 +52,10 @@ def run(options: argparse.Namespace, started: float) -> int:
         raise InputError(f"--minutes {options.minutes}: give a positive number")
     if options.tokens is not None and options.tokens <= 0:
         raise InputError(f"--tokens {options.tokens}: give a positive number")
+    if options.synthetic is not None and not 0 <= options.synthetic <= 1:
+        raise InputError(f"--synthetic {options.synthetic}: give a share, 0 to 1")
+    if options.learning_rate is not None and options.learning_rate <= 0:
+        raise InputError(f"--learning-rate {options.learning_rate}: give a positive number")
     if options.data and options.tokenizer:
         raise InputError("--tokenizer: the tokens in --data have their own; give one of the two")
     from benchmarks.reference_models.corpus import open_corpus, prepare
@@ -72,6 +77,7 @@ def run(options: argparse.Namespace, started: float) -> int:
         deadline=None if options.minutes is None else started + 60 * options.minutes,
         tokens=options.tokens or size.tokens,
         learning_rate=options.learning_rate or size.learning_rate,
+        synthetic=size.synthetic if options.synthetic is None else options.synthetic,
         save_every=options.save_every,
     )
     finished = train(settings, corpus, options.out, options.resume)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import signal
 import threading
 import time
@@ -31,7 +32,7 @@ from benchmarks.reference_models.model import (
     train_step,
 )
 from benchmarks.reference_models.plot import draw
-from benchmarks.reference_models.recipes import SIZES, Size, Stage, hf_config
+from benchmarks.reference_models.recipes import SIZES, Size, hf_config
 from benchmarks.reference_models.schedule import Clock, learning_rate
 from benchmarks.reference_models.validation import COUNT, validate
 from infinigen_jax.errors import InputError
@@ -59,11 +60,18 @@ class Settings:
     deadline: float | None = None
     tokens: int
     learning_rate: float
+    synthetic: float
     save_every: float = 120.0
 
     @property
     def size(self) -> Size:
-        return SIZES[self.size_name]
+        """The size, with what the command line changes of it."""
+        return dataclasses.replace(
+            SIZES[self.size_name],
+            tokens=self.tokens,
+            learning_rate=self.learning_rate,
+            synthetic=self.synthetic,
+        )
 
 
 def train(settings: Settings, corpus: Corpus, out: Path, resume: bool) -> bool:
@@ -171,7 +179,7 @@ class _Job:
         while clock.progress < 1 and not stopping():
             progress = clock.progress
             stage = size.stage(progress)
-            rate = learning_rate(progress, self.settings.learning_rate, size.warmup)
+            rate = learning_rate(progress, size.learning_rate, size.warmup)
             self.state, losses = self._call(batches.get(clock.step, stage), rate)
             clock.step += 1
             clock.seen += stage.batch * stage.context
@@ -252,21 +260,19 @@ class _Job:
             note(f"{self.clock.progress:4.0%} step {self.clock.step}: {losses}; {speed:,.0f}/s")
 
     def _identity(self) -> dict[str, Any]:
-        s = self.settings
+        """What a checkpoint must agree in, for a training to go on from it."""
+        recipe = dataclasses.asdict(self.size)
+        if self.settings.deadline is not None:
+            del recipe["tokens"]  # ends by time
         return {
-            "shape": s.shape,
-            "size": s.size_name,
-            "seed": s.seed,
-            "learning_rate": s.learning_rate,
-            "tokens_planned": s.tokens if s.deadline is None else None,
+            "shape": self.settings.shape,
+            "size": self.settings.size_name,
+            "seed": self.settings.seed,
+            "by_time": self.settings.deadline is not None,
             "compute": jnp.dtype(self.dtype).name,
             "corpus": self.corpus.fingerprint,
-            "recipe": dataclasses.asdict(self.size) | {"stages": _plain(self.size.stages)},
+            "recipe": json.loads(json.dumps(recipe)),
         }
-
-
-def _plain(stages: tuple[Stage, ...]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(stage) for stage in stages]
 
 
 @contextlib.contextmanager
