@@ -50,7 +50,8 @@ class Parts:
         if path is None or not path.is_file():
             return None
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            # Opened here: `np.load` leaves a damaged file open.
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
                 return Measurement(arrays, json.loads(str(arrays.pop("values"))))
         except (OSError, ValueError, KeyError, zipfile.BadZipFile):
