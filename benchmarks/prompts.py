@@ -164,7 +164,8 @@ def _storing(decoder: Decoder) -> _Storing:
             state = policy.init(decoder.config, rows.shape[0], host.shape[3])
             state = policy.observe_prefill(policy_weights, state, rows[..., :d])
         scales = stored.fit(rows, lengths)
-        resident = Resident.from_prompt(rows, lengths, decoder.slots)
+        sums = policy.has_tail and not streams
+        resident = Resident.from_prompt(rows, lengths, decoder.slots, sums)
         host = write_layer(host, number, stored.encode(scales, rows), decoder.mesh)
         return resident, state, scales, host
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from infinigen_jax.convert import DEFAULT_SKEW
 from infinigen_jax.convert.mapping import TRANSFORMS, expected, match, read_tree
 from infinigen_jax.convert.reader import checked_folder, open_tensors, read_config
 from infinigen_jax.errors import InputError
@@ -333,6 +334,6 @@ def _cache_folder(folder: Path) -> Path:
         for f in sorted(folder.iterdir())
         if f.is_file()
     ]
-    settings = {"format": FORMAT_VERSION, "skew": "svd", "folder": str(folder.resolve())}
+    settings = {"format": FORMAT_VERSION, "skew": DEFAULT_SKEW, "folder": str(folder.resolve())}
     key = hashlib.sha256(json.dumps([files, settings]).encode()).hexdigest()[:32]
     return base / "infinigen_jax" / key

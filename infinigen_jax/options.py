@@ -47,8 +47,8 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         help="infinigen (default), full, infinigen-paper, ...; a wrong name lists them all",
         **many,
     )
-    add("--alpha", type=float, help="fetch what is within A of the best score (default 4)")
-    add("--partial-ratio", type=float, metavar="R", help="columns in the index (default 0.25)")
+    add("--alpha", type=float, help="fetch what is within A of the best score (default inf)")
+    add("--partial-ratio", type=float, metavar="R", help="columns in the index (default 1)")
     add(
         "--budget",
         type=float,
@@ -59,7 +59,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     add(
         "--index-dtype",
         metavar="T",
-        help="of the index: auto (default), bfloat16, float32, int8 or int4",
+        help="of the index: int4 (default), auto, bfloat16, float32 or int8",
         **many,
     )
     add("--basis", metavar="B", help="of the index: auto (the model's, default), svd or balanced")
@@ -74,7 +74,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         "--tail",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="attend to the mean of what is not fetched (default: no)",
+        help="attend to the mean of what is not fetched (default: yes)",
     )
     add("--dense-layers", type=int, metavar="N", help="layers on the device (default 2)")
     add("--transfer", default="auto", help="auto (default), xla or cuda")

@@ -21,7 +21,7 @@ from infinigen_jax.safetensors_io import SafetensorsWriter
 def test_embedded_models(name):
     folder = checkpoint.embedded(name)
     model = checkpoint.load(folder)
-    assert model.skew == "svd" and model.config.head_dim == 32
+    assert model.skew == "balanced" and model.config.head_dim == 32
     ids = np.asarray([model.tokenizer("It was a dark and stormy night.")["input_ids"]], np.int32)
     logits = logits_of(model, ids)
     loss = -np.mean(
@@ -63,7 +63,12 @@ def resign(folder: Path, name: str) -> None:
 
 def test_every_damaged_file_of_a_conversion_is_named(tiny, tmp_path):
     out = convert(tiny("llama").folder, tmp_path / "out", calibration=TEXT)
-    for name in ("model.safetensors", "infinigen.safetensors", "config.json"):
+    for name in (
+        "model.safetensors",
+        "infinigen.safetensors",
+        "infinigen_ahead.safetensors",
+        "config.json",
+    ):
         whole = (out / name).read_bytes()
         flipped = bytearray(whole)
         flipped[-3] ^= 1
@@ -150,7 +155,7 @@ def test_unconverted_folders_go_through_the_cache(
     made = tiny_with_tokenizer("llama")
     said: list[str] = []
     model = checkpoint.load(made.folder, notify=said.append)
-    assert len(said) == 1 and "not converted" in said[0] and model.skew == "svd"
+    assert len(said) == 1 and "not converted" in said[0] and model.skew == "balanced"
     np.testing.assert_allclose(logits_of(model, tokens), made.logits(tokens), atol=1e-4)
     assert checkpoint.load(made.folder, notify=said.append).path == model.path
     assert len(said) == 1

@@ -13,7 +13,7 @@ from infinigen_jax.correction import RIDGES, corrected_projection
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import blueprint
-from infinigen_jax.policies import InfiniGen
+from infinigen_jax.policies import InfiniGen, InfiniGenPaper
 from infinigen_jax.speculation import projected_query, speculate_query, speculation_weights
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 96, 400)]
@@ -129,7 +129,7 @@ def test_what_a_conversion_does_not_have_is_refused_in_one_line(converted, tmp_p
     model = checkpoint.load(converted)
     assert model.skew == "balanced" and model.svd_bases is not None
     made = make_tiny(tmp_path / "source", "llama")
-    svd = checkpoint.load(convert(made.folder, tmp_path / "svd", calibration=IDS))
+    svd = checkpoint.load(convert(made.folder, tmp_path / "svd", calibration=IDS, skew="svd"))
     none = checkpoint.load(convert(made.folder, tmp_path / "none", skew="none"))
 
     def refused(model, message: str, **settings):
@@ -144,6 +144,18 @@ def test_what_a_conversion_does_not_have_is_refused_in_one_line(converted, tmp_p
         InfiniGen(basis="odd")
     with pytest.raises(InputError, match="--query odd"):
         InfiniGen(query="odd")
+
+
+def test_the_paper_preset_keeps_the_paper_basis(converted):
+    model = checkpoint.load(converted)
+    assert model.svd_bases is not None
+    preset, orthogonal = InfiniGenPaper(partial_ratio=1.0), InfiniGen(basis="svd", query="plain")
+    found = preset.prepare(model, 1)
+    np.testing.assert_array_equal(found["key"], model.svd_bases[1].key)
+    assert "ahead" not in found and not preset.tail
+    for name, value in orthogonal.prepare(model, 1).items():
+        if name in found:
+            np.testing.assert_array_equal(found[name], value)
 
 
 def test_balanced_conversions_of_old_still_load(converted, tmp_path):

@@ -305,10 +305,10 @@ def test_lists_are_combined():
     labels = [configuration.label for configuration in chosen]
     assert labels == [
         "full auto",
-        "infinigen 0.05 auto auto",
-        "infinigen 0.05 auto int8",
-        "infinigen 0.1 auto auto",
-        "infinigen 0.1 auto int8",
+        "infinigen 0.05 int4 auto",
+        "infinigen 0.05 int4 int8",
+        "infinigen 0.1 int4 auto",
+        "infinigen 0.1 int4 int8",
         "full int8",  # a budget makes no difference to it
     ]
     assert chosen[1].policy == InfiniGen(budget=0.05, alpha=3.0)

@@ -354,7 +354,7 @@ def test_reduced_rank_factors_at_full_rank_are_the_regression_of_the_query():
 def test_opt_absorbed_bases_leave_logits_and_diagonalise_queries(tiny, tokens, tmp_path):
     reference = tiny("opt", hidden_size=64, word_embed_proj_dim=64)
     ids = [int(i) for i in np.random.default_rng(1).integers(3, 96, 150)]
-    convert(reference.folder, tmp_path / "out", calibration=ids)
+    convert(reference.folder, tmp_path / "out", calibration=ids, skew="svd")
     model = checkpoint.load(tmp_path / "out", "float32")
     assert model.bases == (None, None) and model.skew == "svd"
     np.testing.assert_allclose(logits_of(model, tokens), reference.logits(tokens), atol=1e-4)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 __all__ = ["convert"]
 
+DEFAULT_SKEW = "balanced"
+
 
 def convert(
     source: str | Path,
@@ -12,7 +14,7 @@ def convert(
     *,
     calibration: str | Path | Sequence[int] | None = None,
     dtype: str | None = None,
-    skew: str = "svd",
+    skew: str = DEFAULT_SKEW,
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
@@ -27,7 +29,8 @@ def convert(
         calibration: UTF-8 text file, or token ids; the text in this package by default. At most
             2048 tokens are used.
         dtype: "float32", "bfloat16" or "float16" for the weights; as stored by default.
-        skew: "svd" (the paper's), "balanced", or "none".
+        skew: "balanced" (the default: a basis that weighs queries and keys alike, a query corrected
+            on the text, and the paper's basis), "svd" (the paper's), or "none".
         force: replace an earlier conversion at the destination, once the new one is complete.
         progress: called with the number of layers done and their total.
 

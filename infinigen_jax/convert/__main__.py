@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--skew",
         choices=("svd", "balanced", "none"),
-        default="svd",
+        default="balanced",
         help="basis of queries and keys: svd is the paper's (default: %(default)s)",
     )
     parser.add_argument(

@@ -1,5 +1,8 @@
 """InfiniGen: fetch what the next layer is speculated to attend to (OSDI 2024, section 4).
 
+The paper's form of each part is a setting (`infinigen_paper` has them all); the defaults are what
+measures best, see docs/policies-infinigen.md.
+
 The index is a slice of every cached key, kept on the device: the leading columns in the skewed
 basis. Layer l's input, the next layer's query projection and the index give the speculated scores;
 tokens above the best score minus alpha are fetched, up to a budget.
@@ -40,14 +43,14 @@ class InfiniGen(Budgeted):
 
     Attributes:
         alpha: allowed distance below the best speculated logit (the paper: 4 for OPT, 5 for
-            LLaMA); `inf` leaves the choice to the budget alone.
+            LLaMA); `inf`, the default, leaves the choice to the budget alone.
         partial_ratio: share of a key's columns in the index (the paper: 0.3).
         budget: most rows fetched, as a share of the tokens cached, in (0, 1] (the paper: 0.2).
         sinks: first tokens kept on the device.
         window: recent tokens kept on the device, the current one included.
         index_dtype: of the index: "float32", "bfloat16", "int8", "int4" or "auto" (bfloat16, but
-            float32 on the CPU). In int4 all columns (a partial ratio of 1) take hardly more memory
-            than the default quarter in bfloat16.
+            float32 on the CPU). In int4, the default, all columns (a partial ratio of 1) take
+            hardly more memory than a quarter of them in bfloat16.
         count: how many rows, within the budget: "head", for each KV head those that pass alpha;
             "fixed", the budget's number for each; "pooled", the budget's number on average over
             a layer's KV heads, the most probable of all, at most twice the number for one;
@@ -67,18 +70,18 @@ class InfiniGen(Budgeted):
 
     name: ClassVar[str] = "infinigen"
 
-    alpha: float = 4.0
-    partial_ratio: float = 0.25
+    alpha: float = math.inf
+    partial_ratio: float = 1.0
     budget: float = 0.1
     sinks: int = 4
     window: int = 32
-    index_dtype: str = "auto"
+    index_dtype: str = "int4"
     count: str = "head"
     streamed_layers: int = 0
     basis: str = "auto"
     query: str = "auto"
     mass: float = 0.9
-    tail: bool = False
+    tail: bool = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -6,9 +6,13 @@ number of rows. These are settings of `InfiniGen`; only their defaults differ he
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from infinigen_jax.models.base import Params
 from infinigen_jax.policies.infinigen import InfiniGen
+
+if TYPE_CHECKING:
+    from infinigen_jax.checkpoint import Model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,10 +23,19 @@ class InfiniGenPaper(InfiniGen):
     dense_layers: ClassVar[int] = 0
     reuses: ClassVar[bool] = False
 
+    alpha: float = 4.0
     partial_ratio: float = 0.3
     budget: float = 0.2
     sinks: int = 0
     window: int = 1
     count: str = "mean"
     streamed_layers: int = 2
+    index_dtype: str = "auto"
     query: str = "plain"
+    tail: bool = False
+
+    def prepare(self, model: "Model", layer: int) -> Params:
+        # A balanced conversion has the paper's basis beside its own.
+        paper = self.basis == "auto" and model.svd_bases is not None
+        chosen = dataclasses.replace(self, basis="svd") if paper else self
+        return InfiniGen.prepare(chosen, model, layer)

@@ -46,7 +46,7 @@ CONFIG = ModelConfig(
     mlp_bias=False,
     rope=Rope(),
 )
-POLICY = InfiniGen(budget=0.05, index_dtype="bfloat16")
+POLICY = InfiniGen(budget=0.05, index_dtype="bfloat16", partial_ratio=0.25, alpha=4.0, tail=False)
 SCALES = ()  # of rows in the model's own format
 
 ROW = 2 * CONFIG.head_dim * DTYPE.itemsize  # bytes of a cached token, of one KV head

@@ -1,0 +1,94 @@
+"""Batches of the training, and windows of the validation.
+
+A batch is a function of the seed, the step and the stage alone: a training that goes on after an
+interruption needs no position in the data beside its step.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.reference_models.corpus import Corpus, Tokens
+from benchmarks.reference_models.recipes import BOS, Size, Stage
+from benchmarks.reference_models.synthetic import SHORTEST, Synthetic
+
+AHEAD = 4  # batches made while a step runs
+
+
+class Batch(NamedTuple):
+    """tokens [b, s + 1] int32; weights of the targets [b, s]; which targets are answers [b, s]."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    answers: np.ndarray
+
+
+def passage(split: Tokens, rng: np.random.Generator, length: int) -> np.ndarray:
+    """Consecutive tokens, of one book where a book is long enough."""
+    tokens, starts = split.tokens, split.starts
+    if len(tokens) <= length:
+        return np.resize(np.asarray(tokens), length)
+    start = int(rng.integers(0, len(tokens) - length))
+    end = int(starts[np.searchsorted(starts, start, side="right")])
+    begin = int(starts[np.searchsorted(starts, start, side="right") - 1])
+    if start + length > end:
+        start = max(end - length, begin)
+    start = min(start, len(tokens) - length)
+    return np.asarray(tokens[start : start + length])
+
+
+class Batches:
+    """Draws batches; the next ones are made in a thread of their own meanwhile."""
+
+    def __init__(self, corpus: Corpus, size: Size, seed: int):
+        self.corpus, self.size, self.seed = corpus, size, seed
+        self.synthetic = Synthetic(
+            corpus.tokenizer, lambda rng, n: passage(corpus.train, rng, n), size.answer_weight
+        )
+        self._thread = ThreadPoolExecutor(1)
+        self._made: dict[tuple[int, Stage], Future[Batch]] = {}
+
+    def get(self, step: int, stage: Stage) -> Batch:
+        """The batch of a step; those behind it are begun as if they were of the same stage."""
+        wanted = self._made.pop((step, stage), None)
+        batch = wanted.result() if wanted else self.make(step, stage)
+        kept = {(step + i, stage) for i in range(1, AHEAD + 1)}
+        for key in [key for key in self._made if key not in kept]:
+            self._made.pop(key).cancel()
+        for key in kept - self._made.keys():
+            self._made[key] = self._thread.submit(self.make, *key)
+        return batch
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def make(self, step: int, stage: Stage) -> Batch:
+        """Passages of books, every other one behind the mark of a text's beginning, and tasks."""
+        rng = np.random.default_rng([self.seed, step])
+        length = stage.context + 1
+        tokens = np.empty((stage.batch, length), np.int32)
+        weights = np.ones((stage.batch, length), np.float32)
+        answers = np.zeros((stage.batch, length), bool)
+        for row in range(stage.batch):
+            if length >= SHORTEST and rng.random() < self.size.synthetic:
+                sample = self.synthetic.draw(rng, length)
+                tokens[row], weights[row] = sample.tokens, sample.weights
+                for lookup in sample.lookups:
+                    answers[row, lookup.start : lookup.stop] = True
+            else:
+                tokens[row] = passage(self.corpus.train, rng, length)
+                if rng.random() < 0.5:  # prompts begin so, windows of a validation need not
+                    tokens[row, 0] = BOS
+        return Batch(tokens, weights[:, 1:], answers[:, 1:])
+
+
+def windows(split: Tokens, context: int, count: int) -> np.ndarray:
+    """Windows [w, context] int32, at most `count`, evenly spread over a split."""
+    here = max(len(split.tokens) // context, 1)
+    count = min(count, here)
+    last = max(len(split.tokens) - context, 0)
+    starts = np.linspace(0, last, count).astype(int)
+    return np.stack([np.resize(split.tokens[s : s + context], context) for s in starts]).astype(
+        np.int32
+    )

@@ -1,0 +1,76 @@
+"""Books from archives: `books_train_*.tar.xz` and `books_val.tar.xz`, one Markdown file a book.
+
+A file begins with its title, author and year, then a line of dashes, then the text.
+"""
+
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from infinigen_jax.errors import InputError
+
+PATTERNS = {"train": "books_train_*.tar.xz", "val": "books_val*.tar.xz"}
+
+_PLAIN = str.maketrans(
+    {
+        **dict.fromkeys("\u2018\u2019\u201a\u201b\u2032", "'"),
+        **dict.fromkeys("\u201c\u201d\u201e\u201f\u2033", '"'),
+        **dict.fromkeys("\u2010\u2011\u2012\u2013", "-"),
+        **dict.fromkeys("\u2014\u2015", "--"),
+        "\u2026": "...",
+        "\u00a0": " ",
+        **dict.fromkeys("*_#\\\ufeff", ""),
+    }
+)
+_RULE = re.compile(r"^-{5,}\s*$", re.MULTILINE)
+_HEADING = re.compile(r"^#+ +", re.MULTILINE)
+_HEADER = 2000  # the line of dashes is looked for in so many characters
+
+
+class Book(NamedTuple):
+    """A book's text, ready to be tokenised."""
+
+    name: str
+    text: str
+
+
+def archives(folder: Path, split: str) -> list[Path]:
+    """The archives of a split ("train" or "val").
+
+    Raises:
+        InputError: if there is none.
+    """
+    found = sorted(folder.glob(PATTERNS[split]))
+    if not found:
+        raise InputError(f"--books {folder}: holds no {PATTERNS[split]}; give the books' folder")
+    return found
+
+
+def read_books(paths: list[Path], most: int | None) -> Iterator[Book]:
+    """The books of archives, in their order there, each cut after `most` characters.
+
+    Raises:
+        InputError: naming the archive, if it cannot be read.
+    """
+    for path in paths:
+        try:
+            with tarfile.open(path, "r|*") as archive:
+                for member in archive:
+                    file = archive.extractfile(member) if member.isfile() else None
+                    if file is not None and member.name.endswith(".md"):
+                        text = plain(file.read().decode("utf-8", "replace"))[:most]
+                        if text:
+                            yield Book(member.name, text)
+        except (OSError, tarfile.TarError, EOFError) as error:
+            raise InputError(f"--books {path}: cannot be read ({error}); get it again") from None
+
+
+def plain(markdown: str) -> str:
+    """A book without header, markup and repeated empty lines, its quotes and dashes as typed."""
+    rule = _RULE.search(markdown, 0, _HEADER)
+    text = markdown[rule.end() :] if rule else markdown
+    text = _HEADING.sub("", text).translate(_PLAIN)
+    lines = [line.rstrip() for line in text.splitlines()]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()

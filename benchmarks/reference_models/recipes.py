@@ -1,0 +1,168 @@
+"""What is trained: three sizes, each in two shapes, and all that its training depends on."""
+
+import dataclasses
+from typing import Any
+
+BOS, PAD, EOS, UNK = range(4)
+SHAPES = ("llama", "opt")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of the training: until `until` (1 is the end), with so many sequences so long."""
+
+    until: float
+    context: int
+    batch: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model's size and its training.
+
+    Attributes:
+        opt_layers, opt_mlp: of the OPT shape, where they differ for a like number of parameters.
+        vocabulary: tokens that the tokenizer is trained to have.
+        stages: short sequences first, because a token costs less there; the last has the model's
+            whole context.
+        tokens: to train on, where no time is given.
+        learning_rate: at its peak.
+        warmup: share of the training in which it rises.
+        synthetic: share of the sequences that are retrieval tasks.
+        answer_weight: of an answer's tokens in the loss; a token of a book has 1.
+        characters_per_book: of each book of the training split, from its beginning on; None: all.
+        tokenizer_characters: that the tokenizer is trained on.
+        dtype: of the exported weights.
+        remat: recompute a layer in the backward pass rather than keep what it made.
+    """
+
+    hidden: int
+    layers: int
+    opt_layers: int
+    heads: int
+    kv_heads: int
+    llama_mlp: int
+    opt_mlp: int
+    vocabulary: int
+    stages: tuple[Stage, ...]
+    tokens: int
+    learning_rate: float
+    warmup: float
+    synthetic: float
+    answer_weight: float
+    characters_per_book: int | None
+    tokenizer_characters: int
+    dtype: str
+    remat: bool = False
+    weight_decay: float = 0.1
+
+    @property
+    def context(self) -> int:
+        """The model's positions."""
+        return self.stages[-1].context
+
+    def stage(self, progress: float) -> Stage:
+        """The stage that the training is in; `progress` runs from 0 to 1."""
+        return next((s for s in self.stages if progress < s.until), self.stages[-1])
+
+
+SIZES = {
+    "smoke": Size(
+        hidden=32,
+        layers=2,
+        opt_layers=2,
+        heads=4,
+        kv_heads=2,
+        llama_mlp=64,
+        opt_mlp=64,
+        vocabulary=320,
+        stages=(Stage(until=0.5, context=64, batch=4), Stage(until=1, context=128, batch=2)),
+        tokens=6 * 256,
+        learning_rate=3e-3,
+        warmup=0.1,
+        synthetic=0.25,
+        answer_weight=2.0,
+        characters_per_book=20_000,
+        tokenizer_characters=100_000,
+        dtype="float32",
+    ),
+    "cpu": Size(
+        hidden=192,
+        layers=6,
+        opt_layers=6,
+        heads=6,
+        kv_heads=3,
+        llama_mlp=512,
+        opt_mlp=704,
+        vocabulary=1024,
+        stages=(Stage(until=0.6, context=256, batch=24), Stage(until=1, context=1024, batch=6)),
+        tokens=12_000_000,
+        learning_rate=3e-3,
+        warmup=0.02,
+        synthetic=0.0,
+        answer_weight=1.0,
+        characters_per_book=120_000,
+        tokenizer_characters=20_000_000,
+        dtype="float32",
+    ),
+    "gpu": Size(
+        hidden=512,
+        layers=8,
+        opt_layers=7,
+        heads=8,
+        kv_heads=4,
+        llama_mlp=1408,
+        opt_mlp=2048,
+        vocabulary=4096,
+        stages=(Stage(until=0.4, context=1024, batch=64), Stage(until=1, context=4096, batch=16)),
+        tokens=200_000_000,
+        learning_rate=1.5e-3,
+        warmup=0.02,
+        synthetic=0.3,
+        answer_weight=6.0,
+        characters_per_book=None,
+        tokenizer_characters=40_000_000,
+        dtype="bfloat16",
+    ),
+}
+
+
+def hf_config(shape: str, size: Size, vocabulary: int) -> dict[str, Any]:
+    """The model's `config.json`."""
+    common = {
+        "vocab_size": vocabulary,
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.heads,
+        "max_position_embeddings": size.context,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        "tie_word_embeddings": True,
+        "dtype": size.dtype,
+    }
+    if shape == "opt":
+        return common | {
+            "model_type": "opt",
+            "architectures": ["OPTForCausalLM"],
+            "num_hidden_layers": size.opt_layers,
+            "ffn_dim": size.opt_mlp,
+            "word_embed_proj_dim": size.hidden,
+            "activation_function": "relu",
+            "do_layer_norm_before": True,
+            "enable_bias": True,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        }
+    return common | {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": size.layers,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.hidden // size.heads,
+        "intermediate_size": size.llama_mlp,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "attention_bias": False,
+        "mlp_bias": False,
+    }

@@ -1,0 +1,297 @@
+"""The training loop: state, clock, curve, and what is written on the way."""
+
+import contextlib
+import dataclasses
+import json
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.files import note, write_json
+from benchmarks.machine import describe
+from benchmarks.reference_models import checkpoints
+from benchmarks.reference_models.attention import best_attention
+from benchmarks.reference_models.batches import Batch, Batches
+from benchmarks.reference_models.corpus import Corpus
+from benchmarks.reference_models.export import export
+from benchmarks.reference_models.model import (
+    Losses,
+    State,
+    Training,
+    initial_params,
+    optimizer,
+    token_losses,
+    train_step,
+)
+from benchmarks.reference_models.plot import draw
+from benchmarks.reference_models.recipes import SIZES, Size, hf_config
+from benchmarks.reference_models.schedule import Clock, learning_rate
+from benchmarks.reference_models.validation import COUNT, validate
+from infinigen_jax.errors import InputError
+from infinigen_jax.models import blueprint, config_from_hf
+
+CHECKPOINT = "checkpoint.npz"
+VALIDATIONS = 10  # on the way
+QUICK_WINDOWS = 16  # of such a validation
+IN_FLIGHT = 2  # steps dispatched before the oldest is waited for
+POINTS = 400  # of the curve, at most, about
+RESERVE = 15.0  # seconds for what comes after the last step, and a tenth of what validations take
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a command line asks for.
+
+    Attributes:
+        deadline: of `time.monotonic()`, by which all is written; None: train on `tokens`.
+    """
+
+    shape: str
+    size_name: str
+    seed: int = 0
+    deadline: float | None = None
+    tokens: int
+    learning_rate: float
+    synthetic: float
+    save_every: float = 120.0
+
+    @property
+    def size(self) -> Size:
+        """The size, with what the command line changes of it."""
+        return dataclasses.replace(
+            SIZES[self.size_name],
+            tokens=self.tokens,
+            learning_rate=self.learning_rate,
+            synthetic=self.synthetic,
+        )
+
+
+def train(settings: Settings, corpus: Corpus, out: Path, resume: bool) -> bool:
+    """Train, or go on, and write everything; whether it came to the end.
+
+    Raises:
+        InputError: if `out` holds a training already, or, with `resume`, none that fits.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    if not resume and (out / CHECKPOINT).exists():
+        raise InputError(f"--out {out}: holds a training; give --resume, or another folder")
+    job = _Job(settings, corpus, out)
+    if resume:
+        job.restore()
+    with _stopped_gently() as stopping:
+        finished = job.run(stopping)
+    if finished:
+        job.finish()
+    return finished
+
+
+class _Job:
+    def __init__(self, settings: Settings, corpus: Corpus, out: Path):
+        self.settings, self.corpus, self.out = settings, corpus, out
+        self.size = settings.size
+        self.hf = hf_config(settings.shape, self.size, corpus.tokenizer.get_vocab_size())
+        config = config_from_hf(self.hf)
+        self.dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+        self.training = Training(
+            blueprint(config, self.dtype), best_attention(self.dtype), self.size.remat, self.dtype
+        )
+        params = initial_params(config, settings.seed)
+        self.state = State(params, optimizer(self.size.weight_decay).init(params))
+        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+        self.clock = Clock(settings.tokens)
+        self.curve: list[dict[str, Any]] = []
+        self.validations: list[dict[str, Any]] = []
+        self.step = train_step(self.training, self.size.weight_decay)
+        self.compiled: dict[tuple[int, ...], Callable[..., tuple[State, Losses]]] = {}
+        self.losses = jax.jit(lambda params, tokens: token_losses(self.training, params, tokens))
+
+    def run(self, stopping: Callable[[], bool]) -> bool:
+        """Steps until the clock has run out (True) or somebody wants it to stop (False)."""
+        batches = Batches(self.corpus, self.size, self.settings.seed)
+        try:
+            self._warm_up(batches)
+            return self._steps(batches, stopping)
+        finally:
+            batches.close()
+
+    def restore(self) -> None:
+        """Take over the state of a checkpoint."""
+        path = self.out / CHECKPOINT
+        saved = checkpoints.describe(path)
+        for name, value in self._identity().items():
+            if saved.get(name) != value:
+                raise InputError(
+                    f"{path}: made with {name} {saved.get(name)}, not {value}; give another --out"
+                )
+        self.state = checkpoints.restore(path, self.state)
+        self.clock = Clock(**saved["clock"])
+        self.curve, self.validations = saved["curve"], saved["validations"]
+
+    def save(self) -> None:
+        described = {
+            "clock": dataclasses.asdict(self.clock),
+            "curve": self.curve,
+            "validations": self.validations,
+        }
+        checkpoints.save(self.out / CHECKPOINT, self.state, self._identity() | described)
+
+    def finish(self) -> None:
+        """Export, validate, write and draw the curve, and keep the last state."""
+        export(self.out / "model", self.hf, self.state.params, self.corpus.tokenizer_json)
+        final = self.validate(COUNT)
+        note(f"validation: {final['nats_per_token']:.4f} nats per token")
+        c = self.clock
+        result = {
+            **{k: v for k, v in self._identity().items() if k != "corpus"},
+            "machine": describe(),
+            "parameters": self.parameters,
+            "steps": c.step,
+            "tokens": c.seen,
+            "seconds": c.seconds,
+            "tokens_per_second": c.seen / c.seconds if c.seconds else None,
+            "validation": final,
+            "curve": self.curve,
+            "validations": self.validations,
+        }
+        write_json(self.out / "loss.json", result)
+        draw(result, self.out / "loss.svg")
+        self.save()
+
+    def validate(self, count: int) -> dict[str, Any]:
+        batch = max(1, self.size.stages[-1].batch)
+        losses = lambda tokens: self.losses(self.state.params, tokens)  # noqa: E731
+        return validate(losses, self.corpus.val, self.size.context, count, batch)
+
+    def _steps(self, batches: Batches, stopping: Callable[[], bool]) -> bool:
+        clock, size = self.clock, self.size
+        flight: deque[tuple[dict[str, Any], Losses]] = deque()
+        pending: list[tuple[dict[str, Any], Losses]] = []
+        saved = now = time.monotonic()
+        before = clock.seconds
+        while clock.progress < 1 and not stopping():
+            progress = clock.progress
+            stage = size.stage(progress)
+            rate = learning_rate(progress, size.learning_rate, size.warmup)
+            self.state, losses = self._call(batches.get(clock.step, stage), rate)
+            clock.step += 1
+            clock.seen += stage.batch * stage.context
+            flight.append(({"step": clock.step, "tokens": clock.seen, "rate": rate}, losses))
+            if len(flight) > IN_FLIGHT:
+                jax.block_until_ready(flight[0][1])
+                pending.append(flight.popleft())
+            clock.seconds = before + time.monotonic() - now
+            if clock.progress * VALIDATIONS >= len(self.validations) + 1 and clock.progress < 1:
+                pending += flight
+                flight.clear()
+                self._point(pending)
+                quick = self.validate(QUICK_WINDOWS)
+                self.validations.append(self.curve[-1] | {"val": quick["nats_per_token"]})
+                note(f"{clock.progress:4.0%} validation {quick['nats_per_token']:.4f}")
+            elif len(pending) >= self._every():
+                self._point(pending)
+            if time.monotonic() - saved > self.settings.save_every:
+                self.save()
+                saved = time.monotonic()
+        pending += flight
+        self._point(pending)
+        clock.seconds = before + time.monotonic() - now
+        self.save()
+        return clock.progress >= 1
+
+    def _call(self, batch: Batch, rate: float) -> tuple[State, Losses]:
+        return self.compiled[batch.tokens.shape](self.state, *batch, np.float32(rate))
+
+    def _warm_up(self, batches: Batches) -> None:
+        """Compile before the clock starts, then fix how long the training may take."""
+        begun = time.monotonic()
+        for stage in dict.fromkeys(self.size.stages):
+            if stage.until > self.clock.progress:
+                self._compile(batches.make(0, stage))
+        start = time.monotonic()
+        if self.clock.progress < 1:
+            self.validate(QUICK_WINDOWS)
+        once = time.monotonic()
+        if self.settings.deadline is not None and self.clock.progress < 1:
+            self.validate(QUICK_WINDOWS)  # compiled by now
+            again = time.monotonic() - once
+            left = self.settings.deadline - time.monotonic() - RESERVE
+            left -= again * COUNT / QUICK_WINDOWS
+            if left <= 0:
+                raise InputError("--minutes: nothing is left of them for the training; give more")
+            self.clock.end_in(left)
+        note(f"compiled in {start - begun:.0f} s; {self.parameters:,} parameters")
+
+    def _compile(self, batch: Batch) -> None:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
+        rate = jax.ShapeDtypeStruct((), jnp.float32)
+        self.compiled[batch.tokens.shape] = self.step.lower(shapes, *batch, rate).compile()
+
+    def _every(self) -> int:
+        """Steps in a point of the curve; by what is known of their number so far."""
+        done = max(self.clock.progress, 0.01)
+        return max(1, int(self.clock.step / done / POINTS))
+
+    def _point(self, pending: list[tuple[dict[str, Any], Losses]]) -> None:
+        """One more point of the curve, the mean over the steps since the last."""
+        if not pending:
+            return
+        values = np.array([[float(x) for x in losses] for _, losses in pending])
+        names = ("books", "answers", "gradient")
+        means = {}
+        for i, name in enumerate(names):
+            there = values[:, i][values[:, i] > 0]
+            if len(there):
+                means[name] = round(float(there.mean()), 5)
+        if not np.isfinite(values).all():
+            raise InputError("--learning-rate: the loss is not finite any more; give a lower one")
+        self.curve.append(pending[-1][0] | {"seconds": round(self.clock.seconds, 2)} | means)
+        pending.clear()
+        if len(self.curve) % 10 == 0:
+            losses = ", ".join(f"{k} {v:.3f}" for k, v in means.items())
+            speed = self.clock.seen / max(self.clock.seconds, 1e-9)
+            note(f"{self.clock.progress:4.0%} step {self.clock.step}: {losses}; {speed:,.0f}/s")
+
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree in, for a training to go on from it."""
+        recipe = dataclasses.asdict(self.size)
+        if self.settings.deadline is not None:
+            del recipe["tokens"]  # ends by time
+        return {
+            "shape": self.settings.shape,
+            "size": self.settings.size_name,
+            "seed": self.settings.seed,
+            "by_time": self.settings.deadline is not None,
+            "compute": jnp.dtype(self.dtype).name,
+            "corpus": self.corpus.fingerprint,
+            "recipe": json.loads(json.dumps(recipe)),
+        }
+
+
+@contextlib.contextmanager
+def _stopped_gently() -> Iterator[Callable[[], bool]]:
+    """SIGINT and SIGTERM end the training behind the step at hand; a second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    seen = threading.Event()
+
+    def stop(number: int, frame: object) -> None:
+        if seen.is_set():
+            raise KeyboardInterrupt
+        seen.set()
+        note("stopping: the state is saved, --resume goes on")
+
+    previous = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen.is_set
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
