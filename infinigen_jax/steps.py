@@ -119,7 +119,7 @@ def steps(decoder: Decoder) -> Steps:
             if own >= 0 and decoder.policy.observes:
                 states[own] = state
             if watch is not None:
-                place = HostLayer(number[own], cache.scales[own]) if own >= 0 else None
+                place = decoder.own_layer(weights, cache, own, number[own] if own >= 0 else None)
                 chosen = following[own] if own >= 0 else None
                 seen = Watched(i, params, before, carry, local[i], place, chosen, host, positions)
                 carry, record = watch(decoder, seen)

@@ -1,5 +1,6 @@
 """Recall: what is observed of the engine's steps, against NumPy over the plain forward pass."""
 
+import dataclasses
 import importlib.util
 import json
 from typing import Any
@@ -126,6 +127,16 @@ def test_policies_that_wait_for_their_rows_are_observed_too():
     quest = summary(study_windows(engine("gqa", Quest(**NARROW)), WINDOWS, settings)[0], settings)
     assert 0 < quest["top_k_recall"] < 1 and 0 < quest["of_oracle"] < 1
     assert quest["error"] > quest["oracle_error"] > 0
+
+
+def test_a_tail_term_changes_the_error_and_nothing_else():
+    found = []
+    for tail in (False, True):
+        policy = dataclasses.replace(SPARSE, tail=tail)
+        found.append(summary(study_windows(engine("gqa", policy), WINDOWS, SETTINGS)[0], SETTINGS))
+    for name in ("top_k_recall", "mass", "oracle_mass", "oracle_error"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4)
+    assert abs(found[1]["error"] - found[0]["error"]) > 1e-4
 
 
 def test_nothing_selected_is_everything_attended():

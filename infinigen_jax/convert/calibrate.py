@@ -69,9 +69,11 @@ def read_text(path: Path, folder: Path, config: ModelConfig, limit: int) -> Cali
 def windows(
     ids: Int[np.ndarray, " n"], config: ModelConfig, limit: int, name: str, source: bytes
 ) -> CalibrationTokens:
-    """Cut token ids into windows that fit the model's positions, equal but for padding.
+    """Cut token ids into windows of all the model's positions, the last one padded.
 
-    If the text starts with the beginning-of-sequence token, every window does.
+    Not into shorter ones of equal length: rotated queries and keys turn with the position, and a
+    basis from the first positions alone loses its worth behind them (docs/quality.md). If the text
+    starts with the beginning-of-sequence token, every window does.
     """
     ids = ids[:limit]
     if len(ids) < config.head_dim:
@@ -89,7 +91,8 @@ def windows(
     room = config.max_positions - len(prefix)
     number = max(1, -(-len(body) // room))
     body = body[: limit - number * len(prefix)]
-    length = -(-len(body) // number)
+    length = min(room, len(body))
+    number = -(-len(body) // length)
     padded = np.pad(body, (0, number * length - len(body))).reshape(number, length)
     valid = (np.arange(number * length) < len(body)).reshape(number, length)
     first = np.tile(prefix, (number, 1))

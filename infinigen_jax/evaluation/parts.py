@@ -50,6 +50,7 @@ class Parts:
         if path is None or not path.is_file():
             return None
         try:
+            # Opened here: `np.load` leaves a damaged file open.
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
                 return Measurement(arrays, json.loads(str(arrays.pop("values"))))

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from infinigen_jax.attention import Part, attend_weighted
+from infinigen_jax.cache import Resident
 from infinigen_jax.decode import Carry, Decoder
 from infinigen_jax.memory import read_block
 from infinigen_jax.models.base import Layer
@@ -82,7 +84,8 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
     rows = decoder.row_format.decode(watched.own.scales, rows)
     rows = jnp.where(eligible[:, None, :, None], rows, 0)
 
-    resident = watched.local.part(positions, slots)  # pyright: ignore[reportCallIssue]
+    assert isinstance(watched.local, Resident)
+    resident = watched.local.part(positions, slots)
     near_scores = _scores(q, resident.keys, resident.valid)
     far_scores = _scores(q, rows, eligible[:, None])
     weights = jax.nn.softmax(jnp.concatenate([near_scores, far_scores], axis=-1), axis=-1)
@@ -93,6 +96,8 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
     # As the policy `oracle` ranks: the group's softmax over what can be fetched, summed.
     best = top_mask(group_rank(far_scores), wanted) & eligible[:, None]
     everything, had, could = _attended(near, resident.values, far, rows, fetched, best)
+    if request.rest is not None:
+        had = _with_tail(decoder, watched, q, resident)
 
     is_past = slots.positions(positions) != positions[:, None]
     near = jnp.sum(jnp.where(is_past[:, None, None], near, 0.0), axis=-1)
@@ -136,6 +141,17 @@ def _request(decoder: Decoder, watched: Watched, layer: Layer, a: Float[Array, "
     return decoder.policy.select(
         decoder.config, layer, chosen.weights, chosen.state, a, watched.positions
     )
+
+
+def _with_tail(
+    decoder: Decoder, watched: Watched, q: Float[Array, "b k g d"], resident: Part
+) -> Float[Array, "b k g d"]:
+    """What the engine's step attended to: the rows it had, and a term for those it had not."""
+    fetched, own, local = watched.before.fetched, watched.own, watched.local
+    assert fetched is not None and own is not None and isinstance(local, Resident)
+    part = decoder.fetched_part(fetched, own)
+    tail = decoder.tail(q, fetched, part, local, own, watched.positions)
+    return attend_weighted(q, resident, part, tail=tail)[0]
 
 
 def _wanted(
