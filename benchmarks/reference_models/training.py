@@ -39,11 +39,12 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.models import blueprint, config_from_hf
 
 CHECKPOINT = "checkpoint.npz"
-VALIDATIONS = 10  # on the way
+VALIDATIONS = 10  # parts of the training, with a validation behind each
 QUICK_WINDOWS = 16  # of such a validation
 IN_FLIGHT = 2  # steps dispatched before the oldest is waited for
 POINTS = 400  # of the curve, at most, about
-RESERVE = 15.0  # seconds for what comes after the last step, and a tenth of what validations take
+VALIDATIONS_SHARE = 0.05  # of the time, at most, where that is given
+RESERVE = 15.0  # seconds for what comes after the last step, beside the last validation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,7 @@ class _Job:
         self.clock = Clock(settings.tokens)
         self.curve: list[dict[str, Any]] = []
         self.validations: list[dict[str, Any]] = []
+        self.validations_wanted = VALIDATIONS
         self.step = train_step(self.training, self.size.weight_decay)
         self.compiled: dict[tuple[int, ...], Callable[..., tuple[State, Losses]]] = {}
         self.losses = jax.jit(lambda params, tokens: token_losses(self.training, params, tokens))
@@ -176,6 +178,7 @@ class _Job:
         pending: list[tuple[dict[str, Any], Losses]] = []
         saved = now = time.monotonic()
         before = clock.seconds
+        validated = int(clock.progress * self.validations_wanted)
         while clock.progress < 1 and not stopping():
             progress = clock.progress
             stage = size.stage(progress)
@@ -188,7 +191,8 @@ class _Job:
                 jax.block_until_ready(flight[0][1])
                 pending.append(flight.popleft())
             clock.seconds = before + time.monotonic() - now
-            if clock.progress * VALIDATIONS >= len(self.validations) + 1 and clock.progress < 1:
+            if clock.progress < 1 and clock.progress >= (validated + 1) / self.validations_wanted:
+                validated = int(clock.progress * self.validations_wanted)
                 pending += flight
                 flight.clear()
                 self._point(pending)
@@ -227,6 +231,8 @@ class _Job:
             if left <= 0:
                 raise InputError("--minutes: nothing is left of them for the training; give more")
             self.clock.end_in(left)
+            affordable = int(VALIDATIONS_SHARE * left / max(again, 1e-9))
+            self.validations_wanted = min(VALIDATIONS, max(affordable, 1))
         note(f"compiled in {start - begun:.0f} s; {self.parameters:,} parameters")
 
     def _compile(self, batch: Batch) -> None:
