@@ -47,7 +47,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         help="infinigen (default), full, infinigen-paper, ...; a wrong name lists them all",
         **many,
     )
-    add("--alpha", type=float, help="fetch what is within A of the best score (default inf)")
+    add("--alpha", type=float, help="fetch what is within A of the best score (default 4)")
     add("--partial-ratio", type=float, metavar="R", help="columns in the index (default 1)")
     add(
         "--budget",

@@ -70,7 +70,7 @@ class InfiniGen(Budgeted):
 
     name: ClassVar[str] = "infinigen"
 
-    alpha: float = math.inf
+    alpha: float = 4.0
     partial_ratio: float = 1.0
     budget: float = 0.1
     sinks: int = 4
