@@ -43,7 +43,7 @@ class InfiniGen(Budgeted):
 
     Attributes:
         alpha: allowed distance below the best speculated logit (the paper: 4 for OPT, 5 for
-            LLaMA); `inf`, the default, leaves the choice to the budget alone.
+            LLaMA); `inf` leaves the choice to the budget alone.
         partial_ratio: share of a key's columns in the index (the paper: 0.3).
         budget: most rows fetched, as a share of the tokens cached, in (0, 1] (the paper: 0.2).
         sinks: first tokens kept on the device.
