@@ -77,7 +77,7 @@ def without_eos(model: Model) -> Model:
 SPARSE = InfiniGen(
     budget=0.2, window=4, sinks=2, partial_ratio=0.5, index_dtype="auto", alpha=4.0, tail=False
 )
-ALL = InfiniGen(budget=1.0, window=4, sinks=2, partial_ratio=0.25, index_dtype="auto", tail=False)
+ALL = dataclasses.replace(SPARSE, budget=1.0, partial_ratio=0.25, alpha=float("inf"))
 
 RAGGED = [
     [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 5, 21)
