@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 import infinigen_jax.run
-from infinigen_jax.cache import Cache, DenseLayer, Resident
+from infinigen_jax.cache import Cache, DenseLayer
 from infinigen_jax.checkpoint import Model
 from infinigen_jax.decode import Decoder, Weights
 from infinigen_jax.engine import Engine
-from infinigen_jax.memory import Placement, allocate_host, default_mesh, write_layer
+from infinigen_jax.memory import Placement, allocate_host, default_mesh
 from infinigen_jax.models import ModelConfig, blueprint
-from infinigen_jax.prefill import prefill_steps, prompt_layer
+from infinigen_jax.prefill import keep_rows, prefill_steps, prompt_layer
 from infinigen_jax.run import Run
 
 
@@ -145,35 +145,17 @@ class _Storing(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _storing(decoder: Decoder) -> _Storing:
-    d, policy, stored = decoder.config.head_dim, decoder.policy, decoder.row_format
+    d = decoder.config.head_dim
 
     def dense(rows: jax.Array, capacity: int) -> DenseLayer:
         rows = rows.swapaxes(1, 2)
         return DenseLayer.from_prompt(rows[..., :d], rows[..., d:], capacity)
 
-    def host_layer(
-        policy_weights: Any,
-        rows: jax.Array,
-        lengths: jax.Array,
-        host: jax.Array,
-        number: jax.Array,
-        streams: bool,
-    ) -> tuple:
-        state: Any = ()
-        if not streams:
-            state = policy.init(decoder.config, rows.shape[0], host.shape[3])
-            state = policy.observe_prefill(policy_weights, state, rows[..., :d])
-        scales = stored.fit(rows, lengths)
-        sums = policy.has_tail and not streams
-        resident = Resident.from_prompt(rows, lengths, decoder.slots, sums)
-        host = write_layer(host, number, stored.encode(scales, rows), decoder.mesh)
-        return resident, state, scales, host
-
     at = Placement(decoder.mesh)
     return _Storing(
         jax.jit(dense, static_argnums=1, out_shardings=at.rows),
         jax.jit(
-            host_layer,
+            functools.partial(keep_rows, decoder),
             static_argnames="streams",
             donate_argnums=3,
             out_shardings=(at.rows, at.rows, at.rows, at.host),

@@ -110,17 +110,11 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
     ) -> tuple:
         x, keys, values, queries = prompt_layer_queries(decoder.blueprint.layer(params), x)
         rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
-        sums = decoder.policy.has_tail and not streams
-        resident = Resident.from_prompt(rows, lengths, decoder.slots, sums)
-        policy, config, stored = decoder.policy, decoder.config, decoder.row_format
-        state: Any = ()
-        if not streams:
-            state = policy.init(config, x.shape[0], host.shape[3])
-            state = policy.observe_prefill(policy_weights, state, keys.swapaxes(1, 2))
-            if policy.observes:
-                state = policy.observe_queries(state, queries, keys, lengths)
-        scales = stored.fit(rows, lengths)
-        host = write_layer(host, number, stored.encode(scales, rows), decoder.mesh)
+        resident, state, scales, host = keep_rows(
+            decoder, policy_weights, rows, lengths, host, number, streams
+        )
+        if decoder.policy.observes and not streams:
+            state = decoder.policy.observe_queries(state, queries, keys, lengths)
         return x, resident, state, scales, host
 
     def draw(
@@ -155,6 +149,36 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         hot_set=jax.jit(decoder.empty_hot_set, static_argnums=(0, 1), out_shardings=at.rows),
         draw=jax.jit(draw, static_argnames="sampling", out_shardings=at.batch),
     )
+
+
+def keep_rows(
+    decoder: Decoder,
+    policy_weights: Params,
+    rows: Float[Array, "b k s w"],
+    lengths: Int[Array, " b"],
+    host: Shaped[Array, "l b k t w2"],
+    number: Int[Array, ""],
+    streams: bool,
+) -> tuple[Resident, Any, Any, Shaped[Array, "l b k t w2"]]:
+    """What is kept of a prompt's rows by a layer on the host.
+
+    Args:
+        rows: keys and values side by side, in the model's dtype.
+        number: of the layer, among those on the host.
+        streams: nothing is selected for it.
+
+    Returns:
+        The rows on the device, the policy's state, the scales of the stored rows, the host cache.
+    """
+    policy, config, stored = decoder.policy, decoder.config, decoder.row_format
+    resident = Resident.from_prompt(rows, lengths, decoder.slots, policy.has_tail and not streams)
+    state: Any = ()
+    if not streams:
+        state = policy.init(config, rows.shape[0], host.shape[3])
+        state = policy.observe_prefill(policy_weights, state, rows[..., : config.head_dim])
+    scales = stored.fit(rows, lengths)
+    host = write_layer(host, number, stored.encode(scales, rows), decoder.mesh)
+    return resident, state, scales, host
 
 
 def prompt_layer(
