@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.reuse import put
-from infinigen_jax.selection import compact, top_mask
+from infinigen_jax.selection import Request, compact, top_mask
 
 POOL = 2  # a head's share of a pool is at most so many times its own budget
 
@@ -73,12 +73,11 @@ def narrow(
 def log_rest(
     scores: Float[Array, "b k g t"],
     eligible: Bool[Array, "b t"],
-    slots: Int[Array, "b k n"],
-    count: Int[Array, "b k"],
+    request: Request,
 ) -> Float[Array, "b k g"]:
-    """Logarithm of the summed exponentials of what was not chosen; -inf if there is nothing."""
+    """Logarithm of the summed exponentials of what is not requested; -inf if there is nothing."""
     b, k, _, t = scores.shape
-    meant = lax.broadcasted_iota(jnp.int32, slots.shape, 2) < count[..., None]
+    slots = request.slots
     left = jnp.broadcast_to(eligible[:, None], (b, k, t))
-    left = put(left, jnp.where(meant, slots, t), jnp.zeros(slots.shape, jnp.bool))
+    left = put(left, jnp.where(request.valid, slots, t), jnp.zeros(slots.shape, jnp.bool))
     return jax.nn.logsumexp(jnp.where(left[:, :, None], scores, -jnp.inf), axis=-1)

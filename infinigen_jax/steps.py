@@ -102,6 +102,7 @@ def steps(decoder: Decoder) -> Steps:
             own, ahead = i - dense, decoder.fetches_for(i)
             fetches = 0 <= ahead < decoder.host_layers
             before = carry
+            place = decoder.own_layer(weights, cache, own, number[own] if own >= 0 else None)
             with jax.named_scope(f"layer{i}"):
                 carry, local[i], new_hot, state = decoder.decode_layer(
                     params,
@@ -110,7 +111,7 @@ def steps(decoder: Decoder) -> Steps:
                     hot[ahead] if fetches else None,
                     states[own] if own >= 0 and decoder.policy.observes else None,
                     host,
-                    decoder.own_layer(weights, cache, own, number[own] if own >= 0 else None),
+                    place,
                     following[ahead] if fetches else None,
                     positions,
                 )
@@ -119,7 +120,6 @@ def steps(decoder: Decoder) -> Steps:
             if own >= 0 and decoder.policy.observes:
                 states[own] = state
             if watch is not None:
-                place = decoder.own_layer(weights, cache, own, number[own] if own >= 0 else None)
                 chosen = following[own] if own >= 0 else None
                 seen = Watched(i, params, before, carry, local[i], place, chosen, host, positions)
                 carry, record = watch(decoder, seen)

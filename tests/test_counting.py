@@ -19,6 +19,7 @@ from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import Full, InfiniGen
 from infinigen_jax.policies.base import Policy
+from infinigen_jax.selection import Request
 
 seeds = st.integers(0, 2**32 - 1)
 RULES = ["fixed", "pooled", "top-p"]
@@ -154,7 +155,7 @@ def test_the_rest_is_what_was_not_chosen():
     eligible = np.arange(16)[None] < np.array([[12], [3]])
     slots = jnp.asarray([[[3, 5, 0], [1, 0, 0]], [[0, 1, 2], [2, 0, 0]]], jnp.int32)
     count = jnp.asarray([[2, 1], [3, 0]], jnp.int32)
-    got = np.asarray(log_rest(jnp.asarray(scores), jnp.asarray(eligible), slots, count))
+    got = np.asarray(log_rest(jnp.asarray(scores), jnp.asarray(eligible), Request(slots, count)))
     for i, j in np.ndindex(2, 2):
         chosen = np.asarray(slots)[i, j, : int(count[i, j])]
         left = [t for t in range(16) if eligible[i, t] and t not in chosen]

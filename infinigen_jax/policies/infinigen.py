@@ -150,8 +150,7 @@ class InfiniGen(Budgeted):
             request = self._count(scores, positions)
             if self.tail:
                 eligible = self.eligible(positions, scores.shape[3])
-                rest = log_rest(scores, eligible, request.slots, request.count)
-                request = request._replace(rest=rest)
+                request = request._replace(rest=log_rest(scores, eligible, request))
             return request
 
     def _count(self, scores: Float[Array, "b k g t"], positions: Int[Array, " b"]) -> Request:
