@@ -56,6 +56,22 @@ def tiny_with_tokenizer(tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
+    """`command(main, *arguments)` gives exit status, stdout and stderr, in this process."""
+
+    def call(main: Callable[..., Any], *arguments: str | Path) -> tuple[Any, str, str]:
+        capsys.readouterr()
+        try:
+            status = main([str(a) for a in arguments])
+        except SystemExit as caught:  # argparse ends like this
+            status = caught.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
 def tokens() -> np.ndarray:
     """Two sequences of 21 token ids below 96: [2, 21] int32."""
     return np.random.default_rng(7).integers(3, 96, (2, 21)).astype(np.int32)

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -221,19 +220,9 @@ def text(tmp_path) -> Path:
 
 
 @pytest.fixture
-def run(capsys):
-    """`run(*arguments)` gives exit status, stdout and stderr of the command in this process."""
-
-    def call(*arguments: str | Path, main=evaluate.main) -> tuple[Any, str, str]:
-        capsys.readouterr()
-        try:
-            status = main([str(a) for a in arguments])
-        except SystemExit as caught:  # argparse ends like this
-            status = caught.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
+def run(command):
+    """`run(*arguments)` is the command of this file; `main` may be another one's."""
+    return lambda *arguments, main=evaluate.main: command(main, *arguments)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny import ROOT, only
@@ -47,19 +46,9 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
-def run(capsys):
-    """`run(*arguments)` gives exit status, stdout and stderr of the command in this process."""
-
-    def call(*arguments: str | Path, main=generate.main) -> tuple[Any, str, str]:
-        capsys.readouterr()
-        try:
-            status = main([str(a) for a in arguments])
-        except SystemExit as caught:  # argparse ends like this
-            status = caught.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
+def run(command):
+    """`run(*arguments)` is the command of this file; `main` may be another one's."""
+    return lambda *arguments, main=generate.main: command(main, *arguments)
 
 
 @pytest.fixture
