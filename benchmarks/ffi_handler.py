@@ -11,11 +11,14 @@ import argparse
 import ctypes
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks import machine
+from benchmarks.files import RESULTS, write_json
 from infinigen_jax.cuda import ffi
 from infinigen_jax.cuda.calls import Gather, await_gather, start_gather
 from infinigen_jax.cuda.driver import Driver
@@ -81,7 +84,9 @@ def microseconds(function: Callable[..., Any], arguments: tuple) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the handlers.")
     parser.add_argument("--layers", type=int, default=30, help="that fetch, in a step")
-    layers = parser.parse_args().layers
+    parser.add_argument("--json", type=Path, default=RESULTS / "ffi-handler.json")
+    options = parser.parse_args()
+    layers = options.layers
     IdleLauncher().register("cpu")
     shape = (1, 2, 3)
     slots = jnp.zeros(shape, jnp.int32)
@@ -98,6 +103,9 @@ def main() -> None:
     pairs = (microseconds(start_and_wait(CALLS, both=True), arguments) - one) / CALLS
     print(f"start: {starts:.2f} us\nwait:  {pairs - starts:.2f} us")
     print(f"{layers} layers: {pairs * layers / 1e3:.3f} ms a step, without the driver's own time")
+    result = {"start_us": starts, "wait_us": pairs - starts, "layers": layers}
+    result |= {"step_ms": pairs * layers / 1e3}
+    write_json(options.json, {"benchmark": "ffi_handler", "machine": machine.describe()} | result)
 
 
 if __name__ == "__main__":
