@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from infinigen_jax.atomic import whole_file
 from infinigen_jax.errors import InputError
 
 
@@ -30,14 +31,11 @@ def write_json(option: str, path: Path, record: dict[str, Any]) -> None:
         InputError: naming `option`, if writing fails.
     """
     text = json.dumps(record, indent=2) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.exists() and not path.is_file():  # /dev/stdout, a pipe: never to be replaced
             path.write_text(text, encoding="utf-8")
             return
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        with whole_file(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise InputError(f"{option} {path}: {error.strerror}; nothing was written") from None
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from benchmarks.files import note
 from benchmarks.reference_models.books import Book, archives, read_books
 from benchmarks.reference_models.recipes import BOS, EOS, Size
-from infinigen_jax.convert.write import staged, write_text
+from infinigen_jax.atomic import staged, write_text
 from infinigen_jax.errors import InputError
 
 VALIDATION_CHARACTERS = 200_000

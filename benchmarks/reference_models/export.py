@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from infinigen_jax.atomic import staged, write_text
 from infinigen_jax.convert.mapping import expected, write_tree
-from infinigen_jax.convert.write import staged, write_text
 from infinigen_jax.models import Params, blueprint, config_from_hf
 from infinigen_jax.safetensors_io import DTYPES, SafetensorsWriter
 

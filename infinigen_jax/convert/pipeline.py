@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from infinigen_jax.atomic import copy_file, staged, write_text
 from infinigen_jax.convert.calibrate import (
     AHEAD,
     DEFAULT_TEXT,
@@ -26,13 +27,7 @@ from infinigen_jax.convert.reader import (
     open_tensors,
     read_config,
 )
-from infinigen_jax.convert.write import (
-    check_destination,
-    check_space,
-    copy_file,
-    staged,
-    write_text,
-)
+from infinigen_jax.convert.write import check_destination, check_space
 from infinigen_jax.errors import InputError
 from infinigen_jax.manifest import (
     AHEAD_FILE,

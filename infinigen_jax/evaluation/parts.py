@@ -6,7 +6,6 @@ result file written, the folder goes.
 
 import hashlib
 import json
-import os
 import shutil
 import zipfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from infinigen_jax.atomic import whole_file
 from infinigen_jax.errors import InputError
 
 
@@ -66,17 +66,13 @@ class Parts:
         path = self._file(settings)
         if path is None:
             return
-        temporary = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(exist_ok=True)
-            with temporary.open("wb") as file:
+            with whole_file(path) as file:
                 values: Any = {"values": np.array(json.dumps(measured.values))}
                 np.savez(file, **(measured.arrays | values))
-            temporary.replace(path)
         except OSError as error:
             raise InputError(f"--json: {path.parent}: {error.strerror}; make room") from None
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Forget everything: the result is written."""

@@ -1,0 +1,134 @@
+"""Killing a program at each of its file operations: `python tests/kills.py WHAT FOLDER`.
+
+The program is forked before each run, so that imports are paid once; each child is killed with
+SIGKILL at its n-th operation on a file below the folder, until one of them ends by itself. Prints
+one JSON line a kill: the operation, and what `check` found afterwards. No JAX backend may start in
+the parent.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "shutil.rmtree")
+
+
+def kill_at(number: int, folder: Path) -> None:
+    """Make this process kill itself before its n-th operation, counted from 1."""
+    left = number
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        # The swap of two folders is a call into libc, announced by the look-up of its name.
+        inside = event in EVENTS and str(arguments[0]).startswith(str(folder))
+        if inside or (event == "ctypes.dlsym" and arguments[1] == "renameat2"):
+            left -= 1
+            if left == 0:
+                sys.stdout.write(json.dumps({"at": event}) + "\n")
+                sys.stdout.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def kill_everywhere(
+    work: Callable[[], None], check: Callable[[], str], folder: Path, most: int = 300
+) -> None:
+    """Run `work` until it ends, with a kill at each operation before."""
+    for number in range(1, most):
+        child = os.fork()
+        if child == 0:
+            kill_at(number, folder)
+            try:
+                work()
+            except BaseException as error:
+                print(repr(error), file=sys.stderr, flush=True)
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        print(json.dumps({"found": check(), "status": status}), flush=True)
+        if not os.WIFSIGNALED(status):
+            return
+
+
+def conversion(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
+    """Converting FOLDER/llama over the conversion that is in FOLDER/out."""
+    from infinigen_jax.convert import convert
+    from infinigen_jax.manifest import read_manifest, verify_files
+
+    out = folder / "out"
+
+    def work() -> None:
+        convert(folder / "llama", out, skew="none", dtype="float16", force=True)
+
+    def check() -> str:
+        manifest = read_manifest(out)
+        verify_files(out, manifest)
+        return manifest.dtype
+
+    return work, check
+
+
+def conversion_without_exchange(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
+    """Where the file system cannot swap two names."""
+    from infinigen_jax import atomic
+
+    def check_aside() -> str:
+        try:
+            return check()
+        except ValueError:  # between the two renames: the old folder lies aside, whole
+            atomic._restore(folder / "out")
+            return check()
+
+    atomic._exchange = lambda first, second: False
+    work, check = conversion(folder)
+    return work, check_aside
+
+
+def file(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
+    """Replacing a file."""
+    from infinigen_jax.atomic import whole_file
+
+    def work() -> None:
+        with whole_file(folder / "file") as out:
+            for _ in range(3):
+                out.write(b"new" * 50_000)
+
+    def check() -> str:
+        text = (folder / "file").read_bytes()
+        return {b"old": "old", b"new" * 150_000: "new"}.get(text, "damaged")
+
+    return work, check
+
+
+def parts(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
+    """Saving what an evaluation has measured."""
+    import numpy as np
+
+    from infinigen_jax.evaluation.parts import Measurement, Parts
+
+    kept = Parts(folder / "result.json", {"key": 1})
+
+    def work() -> None:
+        kept.save({"a": 1}, Measurement({"x": np.arange(9000.0)}, {"is": "new"}))
+
+    def check() -> str:
+        names = [path.suffix for path in (folder / "result.json.parts").glob("[!.]*")]
+        assert names in ([], [".npz"])
+        found = kept.load({"a": 1})
+        assert found is None or found.arrays["x"].sum() == 9000 * 8999 / 2
+        if found is None and names:
+            return "damaged"
+        return "old" if found is None else found.values["is"]
+
+    return work, check
+
+
+if __name__ == "__main__":
+    what = {made.__name__: made for made in (conversion, conversion_without_exchange, file, parts)}
+    chosen = Path(sys.argv[2])
+    kill_everywhere(*what[sys.argv[1]](chosen), chosen)
