@@ -27,12 +27,27 @@ POLICY_OPTIONS = (
 )
 
 
+class _Both(argparse.BooleanOptionalAction):
+    """A switch that may be given both ways, for both."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest) or []
+        on = not str(option_string).startswith("--no-")
+        setattr(namespace, self.dest, [*before, on])
+
+
 def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """Add the options that `make_policy` and `make_engine` read.
 
     Args:
-        several: --policy, --budget, --rows and --index-dtype take one or several values, and are
-            lists then; see `evaluation.configurations`.
+        several: the policy and its settings, and --rows, take one or several values, and are lists
+            then; see `evaluation.configurations`.
     """
     many: dict[str, Any] = {"nargs": "+"} if several else {}
 
@@ -44,11 +59,24 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         "--policy",
         default=default("infinigen"),
         metavar="P",
-        help="infinigen (default), full, infinigen-paper, ...; a wrong name lists them all",
+        help="infinigen (default), full, infinigen-paper, ...; a wrong name lists them all; "
+        "settings that have no option go behind it: quest:page=8,window=64",
         **many,
     )
-    add("--alpha", type=float, help="fetch what is within A of the best score (default 4)")
-    add("--partial-ratio", type=float, metavar="R", help="columns in the index (default 1)")
+    add(
+        "--alpha",
+        type=float,
+        metavar="A",
+        help="fetch what is within A of the best score (default 4)",
+        **many,
+    )
+    add(
+        "--partial-ratio",
+        type=float,
+        metavar="R",
+        help="columns in the index (default 1)",
+        **many,
+    )
     add(
         "--budget",
         type=float,
@@ -62,17 +90,28 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         help="of the index: int4 (default), auto, bfloat16, float32 or int8",
         **many,
     )
-    add("--basis", metavar="B", help="of the index: auto (the model's, default), svd or balanced")
-    add("--query", metavar="Q", help="ahead of its layer: auto (default), plain or corrected")
+    add(
+        "--basis",
+        metavar="B",
+        help="of the index: auto (the model's, default), svd or balanced",
+        **many,
+    )
+    add(
+        "--query",
+        metavar="Q",
+        help="ahead of its layer: auto (default), plain or corrected",
+        **many,
+    )
     add(
         "--count",
         metavar="C",
         help="rows in the budget: head (default), fixed, pooled, top-p, mean",
+        **many,
     )
     add("--mass", type=float, metavar="M", help="of count top-p (default 0.9)")
     add(
         "--tail",
-        action=argparse.BooleanOptionalAction,
+        action=_Both if several else argparse.BooleanOptionalAction,
         default=None,
         help="attend to the mean of what is not fetched (default: yes)",
     )
@@ -99,17 +138,45 @@ def make_policy(arguments: argparse.Namespace) -> "Policy":
     from infinigen_jax.index import INDEX_DTYPES
     from infinigen_jax.policies import POLICIES
 
-    if arguments.policy not in POLICIES:
-        raise InputError(f"--policy {arguments.policy}: use {' or '.join(POLICIES)}")
+    kind, own = read_policy(arguments.policy)
     if arguments.index_dtype not in (None, *INDEX_DTYPES):
         raise InputError(f"--index-dtype {arguments.index_dtype}: use {' or '.join(INDEX_DTYPES)}")
-    kind = POLICIES[arguments.policy]
     given = {name: getattr(arguments, name) for name in POLICY_OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     known = {field.name for field in dataclasses.fields(kind)}
     # `full` has no budget to set; the options are still checked, as a typo should not pass.
     POLICIES["infinigen"](**given)
-    return kind(**{name: value for name, value in given.items() if name in known})
+    return kind(**({name: value for name, value in given.items() if name in known} | own))
+
+
+def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
+    """A policy's class, and the settings given behind its name: "quest:page=8,window=64".
+
+    Raises:
+        InputError: for a name, a setting or a value that does not exist.
+    """
+    from infinigen_jax.policies import POLICIES
+
+    name, _, rest = text.partition(":")
+    if name not in POLICIES:
+        raise InputError(f"--policy {name}: use {' or '.join(POLICIES)}")
+    kinds = {field.name: field.type for field in dataclasses.fields(POLICIES[name])}
+    settings = {}
+    for part in rest.split(",") if rest else []:
+        setting, _, value = part.partition("=")
+        if setting not in kinds:
+            raise InputError(f"--policy {text}: {setting!r} is no setting; use {', '.join(kinds)}")
+        settings[setting] = _value(text, value, kinds[setting])
+    return POLICIES[name], settings
+
+
+def _value(text: str, value: str, kind: Any) -> Any:
+    """A setting's value, of the kind that the policy declares."""
+    try:
+        return {"true": True, "false": False}[value] if kind is bool else kind(value)
+    except (KeyError, ValueError):
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        raise InputError(f"--policy {text}: {value!r} is not {wanted}") from None
 
 
 def make_engine(

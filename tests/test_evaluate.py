@@ -22,6 +22,7 @@ from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.configurations import Configuration, configurations
+from infinigen_jax.evaluation.naming import labels, labels_over_budgets, name_columns
 from infinigen_jax.evaluation.perplexity import markdown
 from infinigen_jax.evaluation.report import table
 from infinigen_jax.evaluation.scoring import score_windows
@@ -29,7 +30,7 @@ from infinigen_jax.evaluation.session import measurements
 from infinigen_jax.evaluation.statistics import statistics
 from infinigen_jax.evaluation.texts import TokenizedText, read_text, tokenize
 from infinigen_jax.options import make_engine, make_policy
-from infinigen_jax.policies import Full, InfiniGen
+from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Quest, Window
 
 CONTEXT = 12
 WINDOWS = np.random.default_rng(3).integers(3, 96, (5, 40)).astype(np.int32)
@@ -294,16 +295,82 @@ def test_lists_are_combined():
     labels = [configuration.label for configuration in chosen]
     assert labels == [
         "full auto",
-        "infinigen 0.05 int4 auto",
-        "infinigen 0.05 int4 int8",
-        "infinigen 0.1 int4 auto",
-        "infinigen 0.1 int4 int8",
+        "infinigen 0.05 int4 alpha 3.0 auto",
+        "infinigen 0.05 int4 alpha 3.0 int8",
+        "infinigen 0.1 int4 alpha 3.0 auto",
+        "infinigen 0.1 int4 alpha 3.0 int8",
         "full int8",  # a budget makes no difference to it
     ]
     assert chosen[1].policy == InfiniGen(budget=0.05, alpha=3.0)
+    both = parsed("--tail", "--no-tail", "--count", "head", "fixed", "--policy", "window")
+    assert len(both) == 2  # the window has neither
+    asked = ("--tail", "--no-tail", "--count", "head", "fixed", "--basis", "svd", "balanced")
+    chosen = {configuration.policy for configuration in parsed(*asked, reference=False)}
+    assert chosen == {
+        InfiniGen(tail=tail, count=count, basis=basis)
+        for tail in (True, False)
+        for count in ("head", "fixed")
+        for basis in ("svd", "balanced")
+    }
     (alone,) = parsed("--index-dtype", "bfloat16", reference=False)
     assert alone.policy == InfiniGen(index_dtype="bfloat16")
     assert len(parsed("--policy", "infinigen", "infinigen-paper")) == 3
+
+
+def test_settings_behind_a_policy():
+    asked = ("--policy", "window", "window:window=8", "quest:page=4,sinks=0,budget=0.2")
+    chosen = [c.policy for c in parsed(*asked, "--budget", "0.05", reference=False)]
+    assert chosen == [
+        Window(budget=0.05),
+        Window(budget=0.05, window=8),
+        Quest(budget=0.2, page=4, sinks=0),
+    ]
+    (paper,) = parsed("--policy", "infinigen-paper:tail=true,alpha=inf", reference=False)
+    assert paper.policy == InfiniGenPaper(tail=True, alpha=math.inf)
+    for text, message in {
+        "quest:pages=4": "'pages' is no setting; use budget, sinks, window, page",
+        "quest:page=x": "'x' is not a whole number",
+        "quest:": "",
+        "infinigen:tail=yes": "'yes' is not true or false",
+        "infinigen:alpha": "'' is not a number",
+        "infinigen:count=most": "--count most",
+        "window:window=0": "window 1 or more",
+        "best:window=8": "--policy best",
+    }.items():
+        if message:
+            with pytest.raises(InputError, match=message):
+                parsed("--policy", text)
+        else:
+            parsed("--policy", text)
+
+
+def test_what_tells_lines_apart():
+    def line(policy: str, **settings):
+        return {"policy": policy, "settings": settings | {"dense_layers": 2}}
+
+    a = [
+        line("full", rows="exact"),
+        line("infinigen", budget=0.05, count="head", tail=True, index_dtype="int4", rows="exact"),
+        line("infinigen", budget=0.1, count="fixed", tail=False, index_dtype="int4", rows="exact"),
+        line("window", budget=0.1, rows="exact"),
+    ]
+    head, cells = name_columns(a)
+    assert head == ["policy", "budget", "count", "tail"]
+    assert cells == [
+        ["full", "", "", ""],
+        ["infinigen", "0.05", "head", "yes"],
+        ["infinigen", "0.1", "fixed", "no"],
+        ["window", "0.1", "", ""],
+    ]
+    named = ["infinigen 0.05 head tail", "infinigen 0.1 fixed no tail", "window 0.1"]
+    assert labels(a)[1:] == named
+    assert labels_over_budgets(a)[1] == "infinigen head tail"
+    # A preset's name says what is different in it.
+    b = [line("infinigen", budget=0.1, alpha=4.0), line("infinigen-paper", budget=0.1, alpha=5.0)]
+    assert name_columns(b)[0] == ["policy", "budget"]
+    c = [line("infinigen", budget=0.1, alpha=alpha) for alpha in (4.0, "inf")]
+    assert name_columns(c)[1] == [["infinigen", "0.1", "4"], ["infinigen", "0.1", "inf"]]
+    assert labels(c) == ["infinigen 0.1 alpha 4", "infinigen 0.1 alpha inf"]
 
 
 def test_several_policies_and_budgets_in_one_table():
@@ -318,7 +385,8 @@ def test_several_policies_and_budgets_in_one_table():
     lines = perplexity.with_statistics(measured, sizes)
     assert [line["difference_nats"] for line in lines] == [None] * 3
     cells = [[c.strip() for c in row.split("|")] for row in markdown(lines).splitlines()]
-    assert cells[0][1:4] == ["policy", "budget", "index"] and len(cells) == 2 + 3
+    assert cells[0][1:6] == ["policy", "budget", "selected", "fetched", "perplexity"]
+    assert len(cells) == 2 + 3
     expected = [["full", ""], ["infinigen", "0.3"], ["infinigen", "0.9"]]
     assert [row[1:3] for row in cells[2:]] == expected
     assert float(cells[3][5]) == pytest.approx(lines[1]["perplexity"], abs=1e-4)
@@ -339,7 +407,7 @@ def test_help(run):
         "--windows": ["0", "some"],
         "--batch": ["0", "-1"],
         "--chunk": ["0"],
-        "--policy": ["best", ""],
+        "--policy": ["best", "", "window:window=x"],
         "--budget": ["0", "1.1", "nan"],
         "--alpha": ["-1"],
         "--partial-ratio": ["0"],

@@ -4,6 +4,7 @@
     session         what all sub-commands do: common options, one measurement a configuration
     parts           what was finished before an interruption
     report, plots   tables, provenance, diagrams
+    naming          what tells the lines of a result apart
 
     perplexity      of a text: scoring, statistics
     recall          attention against exact top-k: study

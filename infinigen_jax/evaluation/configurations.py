@@ -13,7 +13,18 @@ if TYPE_CHECKING:
     from infinigen_jax.engine import Engine
     from infinigen_jax.policies import Policy
 
-LISTS = ("policy", "budget", "index_dtype", "rows")
+LISTS = (
+    "policy",
+    "budget",
+    "alpha",
+    "partial_ratio",
+    "index_dtype",
+    "basis",
+    "query",
+    "count",
+    "tail",
+    "rows",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +43,13 @@ class Configuration:
     @property
     def label(self) -> str:
         """A few words, for progress and errors."""
-        parts = [self.policy.name]
+        parts = [self.options.policy]
         for name in ("budget", "index_dtype"):
             value = getattr(self.policy, name, None)
             parts += [] if value is None else [str(value)]
+        for name in ("alpha", "partial_ratio", "basis", "query", "count", "tail"):
+            if hasattr(self.policy, name) and vars(self.options)[name] is not None:
+                parts.append(f"{name} {vars(self.options)[name]}")
         return " ".join([*parts, self.rows])
 
     def engine(self, model: "Model") -> "Engine":
@@ -55,7 +69,8 @@ def configurations(arguments: argparse.Namespace, *, reference: bool) -> list[Co
     values = [getattr(arguments, name) or [None] for name in LISTS]
     combinations: list[Any] = list(itertools.product(*values))
     if reference:
-        combinations.insert(0, ("full", None, None, "auto"))
+        full = {"policy": "full", "rows": "auto"}
+        combinations.insert(0, tuple(full.get(name) for name in LISTS))
     found: dict[Configuration, None] = {}
     for combination in combinations:
         options = copy.copy(arguments)

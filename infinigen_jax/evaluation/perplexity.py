@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from infinigen_jax.evaluation.naming import labels
 from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.plots import Panel, against_fraction, draw, label_of
-from infinigen_jax.evaluation.report import table, with_error
+from infinigen_jax.evaluation.plots import Panel, against_fraction, draw
+from infinigen_jax.evaluation.report import with_error
 from infinigen_jax.evaluation.session import (
-    NAMES,
-    TRAFFIC,
     Line,
     Session,
     add_common_options,
-    names_of,
-    traffic_cells,
+    result_table,
     traffic_of,
 )
 from infinigen_jax.evaluation.statistics import Nats, statistics
@@ -92,27 +90,24 @@ def with_statistics(measured: list[Line], settings: dict[str, int]) -> list[dict
 
 def markdown(lines: list[dict[str, Any]]) -> str:
     """The table for stdout."""
-    head = [*NAMES, "perplexity", "nats/token", "Δ nats", "Δ perplexity", *TRAFFIC]
-    rows = []
-    for line in lines:
+
+    def cells(line: dict[str, Any]) -> list[str]:
         value, change = line["perplexity"], line["perplexity_change_percent"]
-        rows.append(
-            [
-                *names_of(line),
-                "" if value is None else f"{value:.4f}",
-                with_error(line["nats_per_token"], line["standard_error"]),
-                with_error(line["difference_nats"], line["difference_standard_error"], 5),
-                "" if change is None else f"{change:+.3f} %",
-                *traffic_cells(line),
-            ]
-        )
-    return table(head, rows, text_columns=len(NAMES))
+        return [
+            "" if value is None else f"{value:.4f}",
+            with_error(line["nats_per_token"], line["standard_error"]),
+            with_error(line["difference_nats"], line["difference_standard_error"], 5),
+            "" if change is None else f"{change:+.3f} %",
+        ]
+
+    return result_table(lines, ["perplexity", "nats/token", "Δ nats", "Δ perplexity"], cells)
 
 
 def panels(lines: list[dict[str, Any]]) -> list[Panel]:
     """What --plot draws."""
     chunks = {
-        label_of(line): [(c["from"], c["nats_per_token"]) for c in line["chunks"]] for line in lines
+        label: [(c["from"], c["nats_per_token"]) for c in line["chunks"]]
+        for label, line in zip(labels(lines), lines, strict=True)
     }
     return [
         against_fraction(lines, "perplexity", "perplexity"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.naming import labels_over_budgets
 from infinigen_jax.output import checked_output
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -40,19 +41,13 @@ class Panel:
 
 
 def against_fraction(lines: list[dict[str, Any]], name: str, title: str) -> Panel:
-    """A value of each result line over the fraction fetched, a line for each policy."""
+    """A value of each result line over the fraction fetched; lines join different budgets."""
     points: dict[str, list[Point]] = {}
-    for line in lines:
+    for label, line in zip(labels_over_budgets(lines), lines, strict=True):
         if line[name] is not None:
             fetched = 100 * line["fetched_fraction"]
-            points.setdefault(line["policy"], []).append((fetched, line[name]))
+            points.setdefault(label, []).append((fetched, line[name]))
     return Panel("fetched, % of the rows", title, {k: sorted(v) for k, v in points.items()})
-
-
-def label_of(line: dict[str, Any]) -> str:
-    """A configuration, in a legend."""
-    budget = line["settings"].get("budget")
-    return line["policy"] if budget is None else f"{line['policy']} {budget:g}"
 
 
 def draw(path: Path, panels: Sequence[Panel], title: str) -> None:

@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from infinigen_jax.evaluation.naming import labels
 from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.plots import Panel, against_fraction, draw, label_of
-from infinigen_jax.evaluation.report import percent, table
+from infinigen_jax.evaluation.plots import Panel, against_fraction, draw
+from infinigen_jax.evaluation.report import percent
 from infinigen_jax.evaluation.session import (
-    NAMES,
-    TRAFFIC,
     Session,
     add_common_options,
-    names_of,
-    traffic_cells,
+    result_table,
     traffic_of,
 )
 from infinigen_jax.evaluation.statistics import mean_and_error
@@ -262,9 +260,9 @@ def _heads(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> list[dict[str, 
 def markdown(lines: list[dict[str, Any]]) -> str:
     """The table for stdout."""
     head = ["top-k recall", "mass", "oracle's", "of oracle", "error", "oracle's", "lost most in"]
-    rows = [
-        [
-            *names_of(line),
+
+    def cells(line: dict[str, Any]) -> list[str]:
+        return [
             percent(line["top_k_recall"], 1),
             percent(line["mass"], 1),
             percent(line["oracle_mass"], 1),
@@ -272,11 +270,9 @@ def markdown(lines: list[dict[str, Any]]) -> str:
             f"{line['error']:.4f}",
             f"{line['oracle_error']:.4f}",
             lost_most(line),
-            *traffic_cells(line),
         ]
-        for line in lines
-    ]
-    return table([*NAMES, *head, *TRAFFIC], rows, text_columns=len(NAMES))
+
+    return result_table(lines, head, cells)
 
 
 def lost_most(line: dict[str, Any]) -> str:
@@ -290,13 +286,14 @@ def lost_most(line: dict[str, Any]) -> str:
 def panels(lines: list[dict[str, Any]]) -> list[Panel]:
     """What --plot draws."""
     selecting = [line for line in lines if line["layers"]]
+    named = list(zip(labels(selecting), selecting, strict=True))
     layers = {
-        label_of(line): [(layer["layer"], layer["of_oracle"]) for layer in line["layers"]]
-        for line in selecting
+        label: [(layer["layer"], layer["of_oracle"]) for layer in line["layers"]]
+        for label, line in named
     }
     chunks = {
-        label_of(line): [(chunk["from"], chunk["of_oracle"]) for chunk in line["chunks"]]
-        for line in selecting
+        label: [(chunk["from"], chunk["of_oracle"]) for chunk in line["chunks"]]
+        for label, line in named
     }
     return [
         against_fraction(selecting, "mass", "attention mass covered"),

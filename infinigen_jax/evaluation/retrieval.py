@@ -27,18 +27,16 @@ from infinigen_jax.evaluation.haystacks import (
     sentences,
 )
 from infinigen_jax.evaluation.lost_in_the_middle import read_items
+from infinigen_jax.evaluation.naming import labels
 from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.plots import Panel, against_fraction, draw, label_of
-from infinigen_jax.evaluation.report import described_file, percent, table, with_error
+from infinigen_jax.evaluation.plots import Panel, against_fraction, draw
+from infinigen_jax.evaluation.report import described_file, percent, with_error
 from infinigen_jax.evaluation.session import (
-    NAMES,
-    TRAFFIC,
     Line,
     Session,
     add_common_options,
     check_numbers,
-    names_of,
-    traffic_cells,
+    result_table,
     traffic_of,
 )
 from infinigen_jax.evaluation.statistics import mean_and_error
@@ -276,29 +274,25 @@ def normalised(text: str) -> str:
 def markdown(lines: list[dict[str, Any]]) -> str:
     """The table for stdout."""
     tasks = [part["task"] for part in lines[0]["tasks"]]
-    rows = []
-    for line in lines:
-        accuracy = f"{100 * line['accuracy']:.1f}"
+
+    def cells(line: dict[str, Any]) -> list[str]:
         error = line["accuracy_standard_error"]
-        rows.append(
-            [
-                *names_of(line),
-                *(percent(part["accuracy"], 1) for part in line["tasks"]),
-                accuracy if error is None else with_error(100 * line["accuracy"], 100 * error, 1),
-                "" if line["same"] is None else percent(line["same"], 1),
-                *traffic_cells(line),
-            ]
-        )
-    return table([*NAMES, *tasks, "all, %", "same", *TRAFFIC], rows, text_columns=len(NAMES))
+        return [
+            *(percent(part["accuracy"], 1) for part in line["tasks"]),
+            with_error(100 * line["accuracy"], None if error is None else 100 * error, 1),
+            "" if line["same"] is None else percent(line["same"], 1),
+        ]
+
+    return result_table(lines, [*tasks, "all, %", "same"], cells)
 
 
 def panels(lines: list[dict[str, Any]]) -> list[Panel]:
     """What --plot draws."""
     depths: dict[str, list[Any]] = {}
-    for line in lines:
+    for label, line in zip(labels(lines), lines, strict=True):
         cells = [cell for cell in line["cells"] if cell["depth"] is not None]
         places = sorted({cell["depth"] for cell in cells})
-        depths[label_of(line)] = [
+        depths[label] = [
             (place, float(np.mean([c["accuracy"] for c in cells if c["depth"] == place])))
             for place in places
         ]

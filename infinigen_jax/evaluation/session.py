@@ -17,9 +17,10 @@ from infinigen_jax.evaluation.configurations import (
     configurations,
     settings_of,
 )
+from infinigen_jax.evaluation.naming import name_columns
 from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.plots import checked_plot
-from infinigen_jax.evaluation.report import percent, provenance
+from infinigen_jax.evaluation.report import percent, provenance, table
 from infinigen_jax.options import add_engine_options
 from infinigen_jax.output import checked_output, write_json
 
@@ -201,24 +202,37 @@ def traffic_of(traffic: "Traffic") -> dict[str, Any]:
     }
 
 
-NAMES = ["policy", "budget", "index", "rows"]
-TRAFFIC = ["selected", "fetched", "hot hits", "moved/token", "host cache", "index size", "seconds"]
+SHARES = ["selected", "fetched"]
+TRAFFIC = ["hot hits", "moved/token", "host cache", "index size", "seconds"]
 
 
-def names_of(line: dict[str, Any]) -> list[str]:
-    """The cells of NAMES."""
-    settings = line["settings"]
-    budget = f"{settings['budget']:g}" if "budget" in settings else ""
-    return [line["policy"], budget, settings.get("index_dtype", ""), settings["rows"]]
+def result_table(
+    lines: list[dict[str, Any]], head: list[str], cells: Callable[[dict[str, Any]], list[str]]
+) -> str:
+    """The table for stdout: names, share of rows, quality, traffic.
+
+    Args:
+        head, cells: of the columns of quality.
+    """
+    names, of_line = name_columns(lines)
+    rows = [
+        [
+            *own,
+            percent(line["selected_fraction"]),
+            percent(line["fetched_fraction"]),
+            *cells(line),
+            *_traffic_cells(line),
+        ]
+        for own, line in zip(of_line, lines, strict=True)
+    ]
+    return table([*names, *SHARES, *head, *TRAFFIC], rows, text_columns=len(names))
 
 
-def traffic_cells(line: dict[str, Any]) -> list[str]:
+def _traffic_cells(line: dict[str, Any]) -> list[str]:
     """The cells of TRAFFIC."""
     from infinigen_jax.memory_limits import format_bytes
 
     return [
-        percent(line["selected_fraction"]),
-        percent(line["fetched_fraction"]),
         percent(line["hot_set_hit_rate"], 1),
         format_bytes(int(line["host_to_device_bytes_per_token"])),
         format_bytes(line["host_cache_bytes"]),

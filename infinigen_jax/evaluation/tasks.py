@@ -17,16 +17,13 @@ import numpy as np
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.plots import Panel, against_fraction, draw
-from infinigen_jax.evaluation.report import described_file, percent, table
+from infinigen_jax.evaluation.report import described_file, percent
 from infinigen_jax.evaluation.session import (
-    NAMES,
-    TRAFFIC,
     Line,
     Session,
     add_common_options,
     check_numbers,
-    names_of,
-    traffic_cells,
+    result_table,
     traffic_of,
 )
 from infinigen_jax.evaluation.statistics import mean_and_error
@@ -193,19 +190,16 @@ def _answers(items: list[Choices], scores: np.ndarray) -> tuple[np.ndarray, np.n
 def markdown(lines: list[dict[str, Any]]) -> str:
     """The table for stdout."""
     tasks = [part["task"] for part in lines[0]["tasks"]]
-    rows = [
-        [
-            *names_of(line),
+
+    def cells(line: dict[str, Any]) -> list[str]:
+        return [
             *(percent(part["accuracy"], 1) for part in line["tasks"]),
             percent(line["accuracy"], 1),
             percent(line["accuracy_normalised"], 1),
             "" if line["same"] is None else percent(line["same"], 1),
-            *traffic_cells(line),
         ]
-        for line in lines
-    ]
-    head = [*NAMES, *tasks, "mean", "normalised", "same", *TRAFFIC]
-    return table(head, rows, text_columns=len(NAMES))
+
+    return result_table(lines, [*tasks, "mean", "normalised", "same"], cells)
 
 
 def panels(lines: list[dict[str, Any]]) -> list[Panel]:
