@@ -25,6 +25,11 @@ class Part(NamedTuple):
     values: Float[Array, "b k n w"]
     valid: Bool[Array, "b kv n"]
 
+    def taken(self, d: int) -> Float[Array, "b k d"]:
+        """Sum of the values, the last d columns, in float32."""
+        values = self.values[..., -d:].astype(jnp.float32)
+        return jnp.sum(jnp.where(self.valid[..., None], values, 0.0), axis=2)
+
 
 def packed(rows: Float[Array, "b k n w"], valid: Bool[Array, "b kv n"]) -> Part:
     """A Part of packed rows."""
@@ -63,11 +68,20 @@ def attend_weighted(
         output += _weighted_sum(of_parts[-1], part.values, q.shape[-1])
         start = stop
     if tail is not None:
-        # A factor of exactly 1, and a term of exactly 0, where there is no tail.
-        share = jax.nn.sigmoid(tail.score - jax.nn.logsumexp(scores, axis=-1))[..., None]
-        output = output * (1.0 - share) + share * tail.value[:, :, None]
+        output, share = _with_tail(output, jax.nn.logsumexp(scores, axis=-1), tail)
         of_parts = [weights * (1.0 - share) for weights in of_parts]
     return output.astype(q.dtype), of_parts
+
+
+def _with_tail(
+    output: Float[Array, "b k g d"], log_total: Float[Array, "b k g"], tail: Tail
+) -> tuple[Float[Array, "b k g d"], Float[Array, "b k g 1"]]:
+    """The output with the tail in it, and the tail's share of the weights.
+
+    A factor of exactly 1, and a term of exactly 0, where there is no tail.
+    """
+    share = jax.nn.sigmoid(tail.score - log_total)[..., None]
+    return output * (1.0 - share) + share * tail.value[:, :, None], share
 
 
 class Softmax(NamedTuple):
@@ -96,9 +110,14 @@ def extend_softmax(state: Softmax, q: Float[Array, "b k g d"], part: Part) -> So
     return Softmax(peak, total, weighted)
 
 
-def finish_softmax(state: Softmax, q: Float[Array, "b k g d"]) -> Float[Array, "b k g d"]:
+def finish_softmax(
+    state: Softmax, q: Float[Array, "b k g d"], tail: Tail | None = None
+) -> Float[Array, "b k g d"]:
     """The attention output over everything attended so far."""
-    return (state.weighted / state.total[..., None]).astype(q.dtype)
+    output = state.weighted / state.total[..., None]
+    if tail is not None:
+        output, _ = _with_tail(output, state.peak + jnp.log(state.total), tail)
+    return output.astype(q.dtype)
 
 
 def _scores(q: Float[Array, "b k g d"], part: Part) -> Float[Array, "b k g n"]:

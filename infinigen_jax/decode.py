@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt
 from infinigen_jax import cuda
 from infinigen_jax.attention import (
     Part,
+    Softmax,
     Tail,
     attend,
     attend_weighted,
@@ -29,7 +30,7 @@ from infinigen_jax.attention import (
     start_softmax,
 )
 from infinigen_jax.cache import Cache, DenseLayer, HostLayer, Resident, Slots
-from infinigen_jax.memory import append_rows, read_block
+from infinigen_jax.memory import append_rows, gather_rows, read_block
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.policies.base import Attended, Policy
 from infinigen_jax.reuse import HotSet, plan, plan_by_kernel
@@ -39,6 +40,7 @@ from infinigen_jax.selection import Request
 from infinigen_jax.transfer import Transfer
 
 STREAM_BLOCK = 1024  # tokens of a streamed block
+CHUNK = 128  # requested rows, per KV head, that the CPU attends to at once: they stay in its cache
 
 
 class Following(NamedTuple):
@@ -51,10 +53,14 @@ class Following(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Rows that were requested for a layer, as the host stores them."""
+    """Rows that were requested for a layer, as the host stores them.
+
+    Attributes:
+        rows: None where the transfer leaves them in the host cache, see `Transfer.in_place`.
+    """
 
     request: Request
-    rows: Shaped[Array, "b k n w"]
+    rows: Shaped[Array, "b k n w"] | None
 
 
 class Counts(NamedTuple):
@@ -156,6 +162,19 @@ class Decoder:
         """The host layer that rows are requested for in a layer of the model, by its input."""
         return layer - self.dense_layers + self.policy.ahead
 
+    def padded_rows(self, capacity: int) -> int | None:
+        """Rows that a step moves per sequence and KV head, whatever is meant, of all layers.
+
+        A request's padding moves with it, and streamed layers are read to the cache's end. None if
+        only what is meant moves.
+        """
+        streamed = sum(self.streams(number) for number in range(self.host_layers))
+        selecting = self.host_layers - streamed
+        if selecting and (self.transfer.masks or self.hot_set):
+            return None
+        request = self.policy.request_size(capacity) if selecting else 0
+        return streamed * capacity + selecting * request
+
     def hot_entries(self, capacity: int) -> int:
         """Entries of a layer's hot set, per sequence and KV head."""
         return min(capacity, math.ceil(self.hot_set * self.policy.request_size(capacity)))
@@ -223,9 +242,12 @@ class Decoder:
                 assert host is not None and own is not None
                 local = local.write(jnp.concatenate([key, value], axis=-1), positions, self.slots)
                 resident = local.part(positions, self.slots)
-                if carry.fetched is not None:
-                    fetched_part = self.fetched_part(carry.fetched, own)
-                    tail = self.tail(q, carry.fetched, fetched_part, local, own, positions)
+                if carry.fetched is not None and self.in_chunks:
+                    o = self.attend_chunks(q, resident, carry.fetched, host, local, own, positions)
+                elif carry.fetched is not None:
+                    fetched_part = self.fetched_part(carry.fetched, host, own)
+                    taken = fetched_part.taken(q.shape[-1])
+                    tail = self.tail(q, carry.fetched.request, taken, local, own, positions)
                     o, (near, far) = attend_weighted(q, resident, fetched_part, tail=tail)
                     if self.policy.observes:
                         state = self.policy.observe(
@@ -294,21 +316,90 @@ class Decoder:
             hot = started.hot._replace(rows=hot_rows)
         return x, Fetched(started.request, rows), hot, counts.add(started.request, started.moved)
 
-    def fetched_part(self, fetched: Fetched, own: HostLayer) -> Part:
-        """Rows that were fetched, for attention."""
-        return packed(self.row_format.decode(own.scales, fetched.rows), fetched.request.valid)
+    def fetched_part(
+        self, fetched: Fetched, host: Shaped[Array, "l b k t w"], own: HostLayer
+    ) -> Part:
+        """All rows of a request, for attention."""
+        rows = fetched.rows
+        if rows is None:
+            rows = gather_rows(host, own.number, fetched.request.slots, self.mesh)
+        return packed(self.row_format.decode(own.scales, rows), fetched.request.valid)
+
+    def fetched_chunk(
+        self,
+        fetched: Fetched,
+        start: Int[Array, ""],
+        size: int,
+        host: Shaped[Array, "l b k t w"],
+        own: HostLayer,
+    ) -> Part:
+        """The request's rows from place `start` on; those that are there twice are not valid."""
+        n = fetched.request.slots.shape[2]
+        first = jnp.minimum(start, n - size)
+
+        def cut(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, first, size, axis=2)
+
+        if fetched.rows is None:
+            rows = gather_rows(host, own.number, cut(fetched.request.slots), self.mesh)
+        else:
+            rows = cut(fetched.rows)
+        new = first + jnp.arange(size, dtype=jnp.int32) >= start
+        return packed(
+            self.row_format.decode(own.scales, rows), cut(fetched.request.valid) & new[None, None]
+        )
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether attention takes the fetched rows chunk by chunk, as many as are meant.
+
+        On the CPU, where a loop costs little and a request's padding as much as its rows. The
+        weights, which some policies observe, are not kept then.
+        """
+        return self.mesh.devices.flat[0].platform == "cpu" and not self.policy.observes
+
+    def attend_chunks(
+        self,
+        q: Float[Array, "b k g d"],
+        resident: Part,
+        fetched: Fetched,
+        host: Shaped[Array, "l b k t w"],
+        local: Resident,
+        own: HostLayer,
+        positions: Int[Array, " b"],
+    ) -> Float[Array, "b k g d"]:
+        """Attention over what is resident and what was fetched, in chunks of the latter."""
+        request = fetched.request
+        size = min(CHUNK, request.slots.shape[2])
+
+        def visit(i: Array, state: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
+            softmax, taken = state
+            part = self.fetched_chunk(fetched, i * size, size, host, own)
+            if request.rest is not None:
+                taken = taken + part.taken(q.shape[-1])
+            return extend_softmax(softmax, q, part), taken
+
+        softmax = extend_softmax(start_softmax(q), q, resident)
+        taken = jnp.zeros_like(q[:, :, 0], dtype=jnp.float32)
+        chunks = (jnp.max(request.count) + (size - 1)) // size
+        softmax, taken = lax.fori_loop(jnp.int32(0), chunks, visit, (softmax, taken))
+        return finish_softmax(softmax, q, self.tail(q, request, taken, local, own, positions))
 
     def tail(
         self,
         q: Float[Array, "b k g d"],
-        fetched: Fetched,
-        part: Part,
+        request: Request,
+        taken: Float[Array, "b k d"],
         local: Resident,
         own: HostLayer,
         positions: Int[Array, " b"],
     ) -> Tail | None:
-        """What only the host has and was not fetched, as one token, if the policy wants that."""
-        score = fetched.request.rest
+        """What only the host has and was not fetched, as one token, if the policy wants that.
+
+        Args:
+            taken: sum of the values that were fetched.
+        """
+        score = request.rest
         if score is None:
             return None
         assert local.left is not None
@@ -316,9 +407,7 @@ class Decoder:
             mean = own.key_mean.astype(jnp.float32)
             score = score + jnp.einsum("bkgd,kd->bkg", q.astype(jnp.float32), mean)
         there = jnp.maximum(positions - self.policy.window + 1 - self.policy.sinks, 0)
-        missing = there[:, None] - fetched.request.count
-        values = part.values[..., -q.shape[-1] :].astype(jnp.float32)
-        taken = jnp.sum(jnp.where(part.valid[..., None], values, 0.0), axis=2)
+        missing = there[:, None] - request.count
         mean = (local.left - taken) / jnp.maximum(missing, 1).astype(jnp.float32)[..., None]
         return Tail(jnp.where((missing > 0)[..., None], score, -jnp.inf), mean)
 

@@ -102,7 +102,8 @@ class Engine:
         self.mesh = mesh or default_mesh()
         mover = make_transfer(transfer)
         if hot_set is None:
-            hot_set = HOT_SET if mover.masks and chosen.reuses else 0.0
+            crosses = mover.masks and not mover.in_place
+            hot_set = HOT_SET if crosses and chosen.reuses else 0.0
         self.decoder = Decoder(
             model.config,
             model.dtype,

@@ -388,12 +388,9 @@ class Run:
         """Bytes of rows that were moved to the device, padding included."""
         decoder = self.decoder
         width = decoder.row_format.width * decoder.row_format.storage.itemsize
-        if decoder.transfer.masks or decoder.hot_set:
+        requested = decoder.padded_rows(self.capacity)
+        if requested is None:
             return int(rows.moved.sum()) * width
-        selecting = [not decoder.streams(number) for number in range(decoder.host_layers)]
-        requested = sum(selecting) * decoder.policy.request_size(self.capacity)
-        # Streamed layers are read to the end of the cache.
-        requested += (len(selecting) - sum(selecting)) * self.capacity
         heads = len(self.new_tokens) * decoder.config.num_kv_heads
         return len(self._times[1:]) * heads * requested * width
 

@@ -34,7 +34,10 @@ def test_bytes_and_fractions(schedule):
     row = 2 * d * 4
     assert stats.host_cache_bytes == layers * 3 * heads * capacity * row
     assert run.cache.host is not None and run.cache.host.nbytes == stats.host_cache_bytes
-    assert stats.host_to_device_bytes_per_token == layers * heads * 25 * row  # 25 = 0.2 * 128
+    moved = sum(int(counts.moved.sum()) for counts in run._counts)
+    assert 0 < moved <= (NEW - 1) * 3 * layers * heads * 25  # 25 = 0.2 * 128
+    per_token = moved * row / (3 * (NEW - 1))
+    assert stats.host_to_device_bytes_per_token == pytest.approx(per_token, abs=0)
     assert full.host_to_device_bytes_per_token == layers * heads * capacity * row
     assert stats.device_index_bytes == sum(x.nbytes for x in jax.tree.leaves(run.cache.states))
     assert stats.device_index_bytes == layers * 3 * heads * capacity * 4 * 4  # half the columns

@@ -144,16 +144,8 @@ def traffic(run: "Run", kept: int) -> Traffic:
     heads = decoder.config.num_kv_heads
     cached = (run.prompt_lengths[:kept] + np.arange(steps)[:, None]) * heads * decoder.host_layers
     cached = np.maximum(cached, 1)  # without layers on the host nothing is cached or selected
-    if decoder.transfer.masks or decoder.hot_set:
-        moved = int(fetched.sum())
-    else:
-        # The whole static request moves; layers that are streamed are read to the cache's end.
-        streams = [decoder.streams(number) for number in range(decoder.host_layers)]
-        requests = [
-            run.capacity if stream else decoder.policy.request_size(run.capacity)
-            for stream in streams
-        ]
-        moved = sum(requests) * steps * kept * heads
+    padded = decoder.padded_rows(run.capacity)
+    moved = int(fetched.sum()) if padded is None else padded * steps * kept * heads
     stored = decoder.row_format
     return Traffic(
         tokens=steps * kept,

@@ -149,8 +149,10 @@ def _with_tail(
     """What the engine's step attended to: the rows it had, and a term for those it had not."""
     fetched, own, local = watched.before.fetched, watched.own, watched.local
     assert fetched is not None and own is not None and isinstance(local, Resident)
-    part = decoder.fetched_part(fetched, own)
-    tail = decoder.tail(q, fetched, part, local, own, watched.positions)
+    assert watched.host is not None
+    part = decoder.fetched_part(fetched, watched.host, own)
+    taken = part.taken(q.shape[-1])
+    tail = decoder.tail(q, fetched.request, taken, local, own, watched.positions)
     return attend_weighted(q, resident, part, tail=tail)[0]
 
 

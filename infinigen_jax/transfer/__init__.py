@@ -3,7 +3,7 @@
 from infinigen_jax.errors import InputError
 from infinigen_jax.transfer.base import Transfer
 from infinigen_jax.transfer.cuda import CudaTransfer, best_transfer
-from infinigen_jax.transfer.xla import XlaTransfer
+from infinigen_jax.transfer.xla import XlaTransfer, xla_transfer
 
 TRANSFERS = ("auto", "xla", "cuda")
 
@@ -18,7 +18,7 @@ def make_transfer(name: str) -> Transfer:
         InputError: for another name.
     """
     if name == "xla":
-        return XlaTransfer()
+        return xla_transfer()
     if name in TRANSFERS:
         return best_transfer(wanted=name == "cuda")
     raise InputError(f"--transfer {name}: not available; use auto, xla or cuda")

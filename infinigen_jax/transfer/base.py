@@ -24,10 +24,15 @@ class Transfer(Protocol):
     Attributes:
         masks: rows beyond a request's count, and rows that the hot set has, are not moved. (If
             not, the whole static request moves, unless there is a hot set.)
+        in_place: without a hot set `wait` returns no rows: attention reads them in the host cache.
     """
 
     name: ClassVar[str]
-    masks: ClassVar[bool]
+
+    @property
+    def masks(self) -> bool: ...
+    @property
+    def in_place(self) -> bool: ...
 
     def start(
         self,
@@ -53,7 +58,9 @@ class Transfer(Protocol):
 
     def wait(
         self, ticket: Any, x: Float[Array, "b e"]
-    ) -> tuple[Float[Array, "b e"], Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
+    ) -> tuple[
+        Float[Array, "b e"], Shaped[Array, "b k n w"] | None, Shaped[Array, "b k h w"] | None
+    ]:
         """The rows, in the order of the request; what lies beyond its count is finite.
 
         Whatever uses the returned x comes behind the end of the transfer.

@@ -21,7 +21,7 @@ from infinigen_jax.cuda.calls import Gather, await_gather, start_gather
 from infinigen_jax.memory import CACHE_SPEC, ROWS_SPEC
 from infinigen_jax.reuse import Plan
 from infinigen_jax.selection import Request
-from infinigen_jax.transfer.xla import XlaTransfer
+from infinigen_jax.transfer.xla import XlaTransfer, xla_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,10 @@ class CudaTransfer:
     """
 
     name: ClassVar[str] = "cuda"
-    masks: ClassVar[bool] = True
-
     blocks: int = 16
     threads: int = 512
+    masks: bool = True
+    in_place: bool = False
 
     def start(
         self,
@@ -107,11 +107,11 @@ def best_transfer(wanted: bool) -> CudaTransfer | XlaTransfer:
         wanted: `cuda` was asked for by name; else a machine without a GPU needs no warning.
     """
     if not wanted and jax.default_backend() != "gpu":
-        return XlaTransfer()
+        return xla_transfer()
     transfer = cuda_transfer_or_reason()
     if isinstance(transfer, str):
         logger.warning("transfer cuda: %s; using xla instead", transfer)
-        return XlaTransfer()
+        return xla_transfer()
     return transfer
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
@@ -22,10 +23,19 @@ class XlaTransfer:
     Without a hot set every row of the request moves, its padding included. With one, missing rows
     move in chunks, as many as there are. On a GPU that loop asks the device how many: there a hot
     set belongs to the `cuda` transfer.
+
+    Attributes:
+        in_place: without a hot set nothing moves, attention reads the rows that are meant where
+            they are. For a CPU, whose own memory the host's is.
     """
 
     name: ClassVar[str] = "xla"
-    masks: ClassVar[bool] = False
+
+    in_place: bool = False
+
+    @property
+    def masks(self) -> bool:
+        return self.in_place
 
     def start(
         self,
@@ -35,8 +45,10 @@ class XlaTransfer:
         hot_rows: Shaped[Array, "b k h w"] | None,
         plan: Plan | None,
         mesh: Mesh,
-    ) -> tuple[Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
+    ) -> tuple[Shaped[Array, "b k n w"] | None, Shaped[Array, "b k h w"] | None]:
         if hot_rows is None:
+            if self.in_place:
+                return None, None
             return gather_rows(host, layer, request.slots, mesh), None
         assert plan is not None
         hot_rows = move_missing(host, layer, request.slots, hot_rows, plan, mesh)
@@ -50,12 +62,19 @@ class XlaTransfer:
 
     def wait(
         self,
-        ticket: tuple[Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None],
+        ticket: tuple[Shaped[Array, "b k n w"] | None, Shaped[Array, "b k h w"] | None],
         x: Float[Array, "b e"],
-    ) -> tuple[Float[Array, "b e"], Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
+    ) -> tuple[
+        Float[Array, "b e"], Shaped[Array, "b k n w"] | None, Shaped[Array, "b k h w"] | None
+    ]:
         # Ties the end of the copy to the end of the layer: without it, XLA awaits the copy early.
         x, (rows, hot_rows) = lax.optimization_barrier((x, ticket))
         return x, rows, hot_rows
+
+
+def xla_transfer() -> XlaTransfer:
+    """As it is best for this process's devices."""
+    return XlaTransfer(in_place=jax.default_backend() == "cpu")
 
 
 def move_missing(
