@@ -97,10 +97,18 @@ class IndexFormat:
     ) -> Float[Array, "*x t"]:
         """Sum of query * code over the columns c of each word; leading axes are broadcast."""
         bits, terms = CODE_BITS[self.name], []
-        for column in range(32 // bits):
+        last = 32 // bits - 1
+        for column in range(last + 1):
+            shift = bits * column
+            if column < last:
+                # Converted where they are, a power of two too large, exactly; so is the query's
+                # share of it. A shift less for each code.
+                code = words & jnp.uint32((2**bits - 1) << shift)
+            else:
+                code, shift = words >> shift, 0  # the sign's bit is in it
             # By way of int32, which every vector unit can convert.
-            code = ((words >> (bits * column)) & (2**bits - 1)).astype(jnp.int32)
-            terms.append(query[..., column, None] * code.astype(jnp.float32))
+            term = query[..., column, None] * jnp.float32(2.0**-shift)
+            terms.append(term * code.astype(jnp.int32).astype(jnp.float32))
         return sum(terms[1:], terms[0])
 
     def _looped(

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 WORD = 32  # bits of the words that a selection mask is packed into
 GROUPS = 16  # of words that a position is compared with at once
+CHUNK = 256  # places that are filled at once where only those that are marked are
 
 
 class Request(NamedTuple):
@@ -137,7 +138,7 @@ def top_slots(
     slots = lax.platform_dependent(
         rank,
         count,
-        cpu=lambda rank, count: compact(top_mask(rank, count), size),
+        cpu=lambda rank, count: compact(top_mask(rank, count), size, chunk=CHUNK),
         default=lambda rank, count: lax.top_k(rank, size)[1],
     )
     place = lax.broadcasted_iota(jnp.int32, slots.shape, 2)
@@ -149,19 +150,37 @@ def top_mask(rank: Float[Array, "b k t"], count: Int[Array, "b k"]) -> Bool[Arra
 
     Searches the threshold by counting; each pass reads the row once. Thresholds are handled as
     order-preserving integers, so the search ends exactly; it stops early once a threshold separates
-    `count` entries. Two guesses of three are interpolated, the third halves the interval: about 9
-    passes for normally distributed scores, where halving alone takes 19.
+    `count` entries, and does not begin where `count` is all that there are. Two guesses of three
+    are interpolated, the third halves the interval: about 9 passes for normally distributed scores,
+    where halving alone takes 19.
     """
-    ones = jnp.ones(rank.shape[-1], jnp.float32)
+    finite = rank > -jnp.inf
+    above = _entries(finite)
+    return lax.cond(
+        jnp.all(above == count),
+        lambda: finite,
+        lambda: _searched(rank, count, finite, above),
+    )
 
-    def entries(marked: Bool[Array, "b k t"]) -> Int[Array, "b k"]:
-        # As a dot product: several times faster on the CPU than an integer sum. Exact to 2^24.
-        return jnp.einsum("bkt,t->bk", marked.astype(jnp.float32), ones).astype(jnp.int32)
 
+def _entries(marked: Bool[Array, "b k t"]) -> Int[Array, "b k"]:
+    """How many are marked; exact to 2^24.
+
+    As a dot product: several times faster on the CPU than an integer sum.
+    """
+    ones = jnp.ones(marked.shape[-1], jnp.float32)
+    return jnp.einsum("bkt,t->bk", marked.astype(jnp.float32), ones).astype(jnp.int32)
+
+
+def _searched(
+    rank: Float[Array, "b k t"],
+    count: Int[Array, "b k"],
+    finite: Bool[Array, "b k t"],
+    above: Int[Array, "b k"],
+) -> Bool[Array, "b k t"]:
+    """The search of `top_mask`, where `above` entries are `finite`."""
     # Invariant: at least `count` entries are >= low, fewer than `count` are >= high. (With a count
     # of 0 the search ends at low = high - 1, above every entry.)
-    finite = rank > -jnp.inf
-    above = entries(finite)
     enough = above >= count
     lowest = _key(jnp.min(jnp.where(finite, rank, jnp.inf), axis=-1))
     low = jnp.where(enough & (above > 0), lowest, _key(jnp.float32(-jnp.inf)))
@@ -176,7 +195,7 @@ def top_mask(rank: Float[Array, "b k t"], count: Int[Array, "b k"]) -> Bool[Arra
         guess = _interpolated(state, count, rank.shape[-1])
         middle = jnp.where(state.passes % 3 < 2, guess, _halfway(state))
         middle = jnp.clip(middle, state.low + 1, jnp.maximum(state.high - 1, state.low + 1))
-        at_least = entries(rank >= _value(middle)[..., None])
+        at_least = _entries(rank >= _value(middle)[..., None])
         open_ = (state.found != count) & (state.low < state.high - 1)
         up, down = open_ & (at_least >= count), open_ & (at_least < count)
         return _Search(
@@ -246,11 +265,15 @@ def _value(key: Int[Array, "*b"]) -> Float[Array, "*b"]:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def compact(mask: Bool[Array, "b k t"], size: int) -> Int[Array, "b k n"]:
+def compact(mask: Bool[Array, "b k t"], size: int, chunk: int | None = None) -> Int[Array, "b k n"]:
     """Positions of the marked entries, ascending, in the first places of n = `size`.
 
     Marks are packed into 32-bit words; the i-th mark is found by comparing with the running counts
     of a few groups of words, by a binary search inside the group, and by halving inside the word.
+
+    Args:
+        chunk: fill only places that a mark is found for, so many at once (the others are 0). For
+            the CPU: a loop whose length is not known is a round trip to the host on a GPU.
     """
     b, k, t = mask.shape
     words = -(-t // WORD)
@@ -259,12 +282,25 @@ def compact(mask: Bool[Array, "b k t"], size: int) -> Int[Array, "b k n"]:
     marks = jnp.where(mask.reshape(b * k, words, WORD), weights[None, None], jnp.uint32(0))
     packed = jnp.sum(marks, axis=-1, dtype=jnp.uint32)
     ends = jnp.cumsum(lax.population_count(packed).astype(jnp.int32), axis=-1)
-    slots = jax.vmap(lambda p, e: _nth_marks(p, e, size))(packed, ends)
+    nth_marks = jax.vmap(_nth_marks, in_axes=(0, 0, None))
+    if chunk is None or chunk >= size:
+        slots = nth_marks(packed, ends, jnp.arange(size, dtype=jnp.int32))
+    else:
+
+        def fill(i: Array, slots: Array) -> Array:
+            # The last chunk begins earlier, so that it ends with the places.
+            first = jnp.minimum(i * chunk, size - chunk)
+            index = first + jnp.arange(chunk, dtype=jnp.int32)
+            found = nth_marks(packed, ends, index)
+            return lax.dynamic_update_slice(slots, found, (jnp.int32(0), first))
+
+        chunks = (jnp.minimum(jnp.max(ends[:, -1]), size) + (chunk - 1)) // chunk
+        slots = jnp.zeros((b * k, size), jnp.int32)
+        slots = lax.fori_loop(jnp.int32(0), chunks, fill, slots)
     return jnp.minimum(slots, t - 1).reshape(b, k, size)
 
 
-def _nth_marks(packed: Array, ends: Array, size: int) -> Int[Array, " n"]:
-    index = jnp.arange(size, dtype=jnp.int32)
+def _nth_marks(packed: Array, ends: Array, index: Int[Array, " n"]) -> Int[Array, " n"]:
     word = jnp.minimum(_first_above(ends, index), len(ends) - 1)
     before = jnp.where(word > 0, ends[jnp.maximum(word - 1, 0)], 0)
 

@@ -29,7 +29,7 @@ INF = float("inf")
 # Compiled, as the engine runs them; hence few different shapes below.
 compiled_select = jax.jit(select, static_argnames=("alpha", "size", "mode"))
 compiled_top = jax.jit(top_slots, static_argnames="size")
-compiled_compact = jax.jit(compact, static_argnames="size")
+compiled_compact = jax.jit(compact, static_argnames=("size", "chunk"))
 
 
 def run_select(scores, alpha, cap=None, size=None, eligible=None, mode="head") -> Request:
@@ -241,12 +241,14 @@ def test_top_slots_against_numpy(data, t):
     check_top(np.array([rows], np.float32), np.array([counts]), t)
 
 
-@given(st.sampled_from([1, 31, 64, 100]), st.integers(0, 2**32 - 1))
-@example(64, 0)
-def test_compact_lists_the_marked_positions(t, seed):
+@given(
+    st.sampled_from([1, 31, 64, 100]), st.integers(0, 2**32 - 1), st.sampled_from([None, 7, 64])
+)
+@example(64, 0, None)
+def test_compact_lists_the_marked_positions(t, seed, chunk):
     rng = np.random.default_rng(seed)
     mask = rng.random((2, 2, t)) < rng.choice([0.0, 0.1, 0.9, 1.0], size=(2, 2, 1))
-    got = np.asarray(compiled_compact(jnp.asarray(mask), size=t))
+    got = np.asarray(compiled_compact(jnp.asarray(mask), size=t, chunk=chunk))
     for place in np.ndindex(2, 2):
         marked = np.flatnonzero(mask[place])
         assert got[place][: len(marked)].tolist() == marked.tolist()
@@ -254,7 +256,8 @@ def test_compact_lists_the_marked_positions(t, seed):
 
 
 def test_compact_into_fewer_places_than_there_are_marks():
-    assert compact(jnp.ones((1, 1, 40), bool), 3).tolist() == [[[0, 1, 2]]]
+    for chunk in (None, 2):
+        assert compact(jnp.ones((1, 1, 40), bool), 3, chunk).tolist() == [[[0, 1, 2]]]
 
 
 def test_top_slots_of_large_arrays():
