@@ -80,6 +80,8 @@ class Model:
         key_mean: [L, k, d] float32, mean calibration key of each KV head in the coordinates of
             the cached keys; None with skew "none".
         svd_bases: with skew "balanced", the paper's bases beside the balanced ones.
+        energies: [L, k, d] float32, the calibration queries' along the columns of the paper's
+            bases; None where those are absorbed or unknown.
         ahead: likewise, one per layer: what the corrected layer-ahead query needs.
         path: the converted folder; None for a model made by `from_params`.
     """
@@ -93,6 +95,7 @@ class Model:
     path: Path | None = None
     given_tokenizer: Any = None
     svd_bases: tuple[Basis, ...] | None = None
+    energies: np.ndarray | None = None
     ahead: tuple[Ahead, ...] | None = None
 
     @functools.cached_property
@@ -225,6 +228,8 @@ def _read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[st
     if manifest.absorbed:
         return found | {"bases": none}
     found["bases"] = _bases(query, key)
+    if corrected or manifest.skew == "svd":
+        found["energies"] = np.array(file.read("eigenvalues"))
     if corrected:
         orthogonal = file.read("svd_basis")
         _check_inverse(path, orthogonal, orthogonal, orthogonal=True)

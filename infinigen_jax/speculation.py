@@ -18,11 +18,12 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.models.rope import rotate
+from infinigen_jax.skew import unskewed_basis
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
 
-BASES = ("auto", "svd", "balanced")
+BASES = ("auto", "svd", "balanced", "none")
 QUERIES = ("auto", "plain", "corrected")
 
 
@@ -39,11 +40,13 @@ def choose_basis(model: "Model", basis: str) -> str:
     """
     if basis == "auto":
         return model.skew
-    if basis == model.skew or (basis == "svd" and model.svd_bases is not None):
+    has = {"svd": model.svd_bases, "none": model.energies}
+    if basis == model.skew or has.get(basis) is not None:
         return basis
+    remedy = "balanced, which leaves the weights as they are" if basis == "none" else basis
     raise InputError(
         f"--basis {basis}: the model was converted with --skew {model.skew}; convert it again "
-        f"with --skew {basis}"
+        f"with --skew {remedy}"
     )
 
 
@@ -102,8 +105,11 @@ def speculation_weights(
         if basis == "balanced" and corrected is not None:
             pair = corrected.basis
     else:
-        assert model.svd_bases is not None
-        pair = model.svd_bases[layer]
+        pair = (model.svd_bases or model.bases)[layer]
+        if basis == "none":
+            assert model.energies is not None and pair is not None
+            own = jnp.asarray(unskewed_basis(pair.query, model.energies[layer]))
+            pair = pair._replace(query=own, key=own)
     weights = {}
     if pair is not None:
         weights["key"] = pair.key[..., :columns]

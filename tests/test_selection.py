@@ -241,9 +241,7 @@ def test_top_slots_against_numpy(data, t):
     check_top(np.array([rows], np.float32), np.array([counts]), t)
 
 
-@given(
-    st.sampled_from([1, 31, 64, 100]), st.integers(0, 2**32 - 1), st.sampled_from([None, 7, 64])
-)
+@given(st.sampled_from([1, 31, 64, 100]), st.integers(0, 2**32 - 1), st.sampled_from([None, 7, 64]))
 @example(64, 0, None)
 def test_compact_lists_the_marked_positions(t, seed, chunk):
     rng = np.random.default_rng(seed)

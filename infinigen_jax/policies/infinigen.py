@@ -60,8 +60,8 @@ class InfiniGen(Budgeted):
         mass: of count "top-p", in (0, 1].
         streamed_layers: leading layers of the model that are not speculated for: those of them
             that are on the host are streamed whole, as the paper does with layers 0 and 1.
-        basis: of the index: "svd", the paper's; "balanced"; or "auto", the one that the model was
-            converted with.
+        basis: of the index: "svd", the paper's; "balanced"; "none", the keys' own columns, those
+            with the longest queries first; or "auto", the one that the model was converted with.
         query: "plain", from the layer before's input as it is, as in the paper; "corrected" on
             calibration text; or "auto", corrected where the model has what it takes.
         tail: attend to what is not fetched as well, as to one token: the mean of its values, with
