@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from infinigen_jax.backend import start_backend
 from infinigen_jax.convert import DEFAULT_SKEW
 from infinigen_jax.convert.mapping import TRANSFORMS, expected, match, read_tree
 from infinigen_jax.convert.reader import checked_folder, open_tensors, read_config
@@ -148,6 +149,7 @@ def load(
         InputError: naming the file or setting that is at fault, and the remedy.
     """
     folder = checked_folder(path)
+    start_backend()
     chosen = _checked_dtype(dtype)
     # A folder with one of the two files was converted, and is damaged if the other is missing.
     if not any((folder / name).exists() for name in (MANIFEST_FILE, SKEW_FILE)):

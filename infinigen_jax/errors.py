@@ -1,9 +1,16 @@
 """The one exception that means "the input is at fault", and how a command line reports it."""
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable
 from typing import NoReturn
+
+OUT_OF_MEMORY = (
+    "out of memory: lower the length or the number of the prompts, --max-new-tokens, "
+    "--dense-layers or --hot-set, or use --rows int8 or a smaller model; "
+    "`python -m infinigen_jax.plan` shows what takes how much"
+)
 
 
 class InputError(ValueError):
@@ -39,15 +46,17 @@ def run_command(command: Callable[[], int | None]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except MemoryError:
-        message = "out of memory: use a shorter prompt, fewer prompts or a smaller model"
+        message = OUT_OF_MEMORY
     except RuntimeError as error:  # XLA's own error type is one
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        message = "out of memory: use a shorter prompt, fewer prompts or a smaller model"
+        message = OUT_OF_MEMORY
     except BrokenPipeError:
         sys.stderr.close()
         return 141
     except OSError as error:
         message = f"{error.filename or 'system'}: {error.strerror or error}"
+        if error.errno == errno.ENOMEM:
+            message = f"{message}: {OUT_OF_MEMORY}"
     print(f"error: {message}", file=sys.stderr)
     return 2

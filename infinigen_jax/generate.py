@@ -61,6 +61,7 @@ def generate(arguments: argparse.Namespace) -> None:
     prompts = read_prompts(arguments)
     stats_file = checked_output("--stats-json", arguments.stats_json)
     # Before the heavy imports, so that a bad option is reported at once.
+    from infinigen_jax.backend import widen_pinned_pool
     from infinigen_jax.checkpoint import embedded, load
     from infinigen_jax.sampling import Sampling
 
@@ -75,6 +76,7 @@ def generate(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     policy = make_policy(arguments)
+    widen_pinned_pool()
     model = load(
         embedded() if arguments.model is None else arguments.model, arguments.dtype, notify=say
     )

@@ -1,6 +1,7 @@
 """How much memory there is: of the host, of a device, and of JAX's pool of pinned host memory."""
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -27,7 +28,8 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     """Host memory that can be allocated without swapping, in bytes.
 
     On Linux the kernel's own estimate (MemAvailable), or what the control groups of this process
-    leave if that is less, as in a container. Elsewhere the size of the physical memory.
+    leave if that is less, as in a container, or the limit of its address space. Elsewhere the size
+    of the physical memory.
 
     Args:
         root: where /proc and /sys are found.
@@ -35,7 +37,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     available = _meminfo_available(root / "proc/meminfo")
     if available is None:
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(0, min([available, *_control_group_rooms(root)]))
+    return max(0, min([available, *_control_group_rooms(root), *_address_space_room(root)]))
 
 
 def available_device_bytes(device: Device) -> int | None:
@@ -98,6 +100,17 @@ def _meminfo_available(meminfo: Path) -> int | None:
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
     return None
+
+
+def _address_space_room(root: Path) -> Iterator[int]:
+    """Bytes left below the limit that `ulimit -v` sets, if there is one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        try:
+            pages = int((root / "proc/self/statm").read_text().split()[0])
+        except OSError:
+            pages = 0
+        yield limit - pages * resource.getpagesize()
 
 
 def _control_group_rooms(root: Path) -> Iterator[int]:

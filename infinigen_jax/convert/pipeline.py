@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from infinigen_jax.atomic import copy_file, staged, write_text
+from infinigen_jax.backend import start_backend
 from infinigen_jax.convert.calibrate import (
     AHEAD,
     DEFAULT_TEXT,
@@ -80,6 +81,7 @@ def run(
     sources = match(open_tensors(folder), blueprint(config, jnp.float32), folder)
     stored = _weight_dtype(dtype, sources)
     copied = sorted({f for pattern in COPIED for f in folder.glob(pattern) if f.is_file()})
+    start_backend()
     check_space(target, _needed(config, sources, stored, copied, skew))
     tokens = _tokens(calibration, folder, config) if skew != "none" else None
     with staged(target) as out:

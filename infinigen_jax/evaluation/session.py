@@ -105,9 +105,11 @@ class Session:
 
     def load(self) -> "Model":
         """The model, and whether it can have all configurations."""
+        from infinigen_jax.backend import widen_pinned_pool
         from infinigen_jax.checkpoint import embedded, load
 
         self.folder = embedded() if self.arguments.model is None else self.arguments.model
+        widen_pinned_pool()
         model = load(self.folder, self.arguments.dtype, notify=self.say)
         check(self.chosen, model)
         return model

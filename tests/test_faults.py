@@ -1,0 +1,81 @@
+"""What goes wrong outside of the program ends with one line that says what to do, and status 2."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import ROOT, only
+
+from infinigen_jax.checkpoint import embedded
+from infinigen_jax.errors import OUT_OF_MEMORY, run_command
+
+
+def python(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
+    command = [sys.executable, *(str(argument) for argument in arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The error message of a command that failed as it should."""
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in done.stderr and done.stdout == ""
+    return errors[0]
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["generate", "convert"])
+def test_a_platform_that_is_not_here(command, tmp_path):
+    given = {
+        "generate": ("--max-new-tokens", "2"),
+        "convert": (embedded(), tmp_path / "out"),
+    }[command]
+    done = python("-m", f"infinigen_jax.{command}", *given, JAX_PLATFORMS="cuda")
+    assert "JAX_PLATFORMS=cuda" in one_line(done) and "JAX_PLATFORMS=cpu" in done.stderr
+    assert only(tmp_path) == []
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import infinigen_jax as ig
+from infinigen_jax import checkpoint, run
+from infinigen_jax.errors import run_command
+from infinigen_jax.memory_limits import available_host_bytes
+
+engine = ig.Engine(ig.load(checkpoint.embedded()))
+engine.generate([[3] * 20], max_new_tokens=3)  # its threads and libraries are there
+if sys.argv[1] == "unforeseen":
+    run.check_memory = lambda plan, device: None
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+limit = pages * resource.getpagesize() + (100 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+assert available_host_bytes() <= 100 << 20
+sys.exit(run_command(lambda: engine.generate([[3] * 200] * 256, max_new_tokens=300)))
+"""
+
+
+@pytest.mark.parametrize("kind", ["foreseen", "unforeseen"])
+def test_a_limit_of_memory(kind):
+    """256 sequences of 500 tokens in 100 MiB: refused beforehand, or when allocation fails."""
+    message = one_line(python("-c", LIMITED, kind))
+    assert "--max-new-tokens" in message
+    assert ("are available" in message) == (kind == "foreseen")
+    assert (OUT_OF_MEMORY in message) == (kind == "unforeseen")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), OSError(12, "Cannot allocate memory"), RuntimeError("RESOURCE_EXHAUSTED: x")],
+)
+def test_every_kind_of_out_of_memory(error, capsys):
+    def fail() -> None:
+        raise error
+
+    assert run_command(fail) == 2
+    assert OUT_OF_MEMORY in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_command(lambda: (_ for _ in ()).throw(RuntimeError("a bug")))
