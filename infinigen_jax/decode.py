@@ -481,10 +481,10 @@ class Decoder:
         params: Params,
         x: Float[Array, "b e"],
         seed: UInt[Array, ""],
-        step: Int[Array, ""],
+        step: Int[Array, " b"],
         sampling: Sampling,
     ) -> Int[Array, " b"]:
-        """Next tokens from the last layer's output."""
+        """Next tokens from the last layer's output; each row's own `step`, see `row_keys`."""
         with jax.named_scope("sample"):
             logits = self.blueprint.embedding(params).logits(x)
             # The same stream of random numbers for every row: a prompt continues the same way in

@@ -32,7 +32,7 @@ class Step:
     """One token of every sequence.
 
     Attributes:
-        tokens: the new token of each prompt; None for a sequence that has ended.
+        tokens: the new token of each prompt; None for one that has ended or not begun yet.
         texts: the text that the new tokens complete, possibly empty; empty strings for a model
             without a tokenizer.
     """
@@ -149,8 +149,13 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         sampling: Sampling | None = None,
+        batch: int | None = None,
     ) -> Run:
         """Process prompts, given as token numbers, and draw their first tokens.
+
+        Args:
+            batch: most prompts at once; the others are begun when one of them ends. By default
+                all.
 
         Raises:
             InputError: if the model has too few positions, or memory is too small.
@@ -159,6 +164,10 @@ class Engine:
             raise InputError("--prompt: give at least one prompt")
         if max_new_tokens < 1:
             raise InputError(f"--max-new-tokens {max_new_tokens}: it must be at least 1")
+        if batch is not None and batch < 1:
+            raise InputError(f"--batch {batch}: it must be at least 1")
+        if batch is not None and self.mesh.shape["data"] > 1:
+            raise InputError("--batch: not for sequences on several devices; give all prompts")
         longest = max(len(prompt) for prompt in prompts)
         limit = self.model.config.max_positions
         if longest + max_new_tokens > limit:
@@ -167,7 +176,8 @@ class Engine:
                 f"{max(limit - longest, 0)}, for the model has {limit} positions; give fewer "
                 "new tokens or a shorter prompt"
             )
-        return Run(self, [list(p) for p in prompts], max_new_tokens, sampling or Sampling())
+        sampling = sampling or Sampling()
+        return Run(self, [list(p) for p in prompts], max_new_tokens, sampling, batch)
 
     def stream(
         self,
@@ -176,9 +186,14 @@ class Engine:
         max_new_tokens: int = 64,
         *,
         ignore_eos: bool = False,
+        batch: int | None = None,
     ) -> Iterator[Step]:
-        """Yield a Step per token until every sequence has ended or has `max_new_tokens`."""
-        run = self.start([self.encode(p) for p in prompts], max_new_tokens, sampling)
+        """Yield a Step per token until every sequence has ended or has `max_new_tokens`.
+
+        Args:
+            batch: most sequences at once, see `start`.
+        """
+        run = self.start([self.encode(p) for p in prompts], max_new_tokens, sampling, batch)
         for tokens in run.tokens(ignore_eos=ignore_eos):
             yield Step(tokens, run.push_text(tokens))
         tail = run.finish_text()
@@ -192,9 +207,10 @@ class Engine:
         max_new_tokens: int = 64,
         *,
         ignore_eos: bool = False,
+        batch: int | None = None,
     ) -> Generation:
-        """Everything at once; arguments as for `stream`."""
-        run = self.start([self.encode(p) for p in prompts], max_new_tokens, sampling)
+        """The whole result, in the prompts' order; arguments as for `stream`."""
+        run = self.start([self.encode(p) for p in prompts], max_new_tokens, sampling, batch)
         for tokens in run.tokens(ignore_eos=ignore_eos):
             run.push_text(tokens)
         run.finish_text()

@@ -34,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", metavar="TEXT", help="may be given several times")
     add("--prompt-file", metavar="F", help="a file whose whole text is one more prompt")
     add("--max-new-tokens", type=int, default=64, metavar="N")
+    add("--batch", type=int, metavar="N", help="most prompts at once (default: all)")
     add_engine_options(parser)
     add("--schedule", default="fused", help="fused (default) or layerwise")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
@@ -82,7 +83,7 @@ def generate(arguments: argparse.Namespace) -> None:
     )
     engine = make_engine(model, policy, arguments, schedule=arguments.schedule)
     encoded = [engine.encode(prompt) for prompt in prompts]
-    run = engine.start(encoded, arguments.max_new_tokens, sampling)
+    run = engine.start(encoded, arguments.max_new_tokens, sampling, arguments.batch)
     print_texts(run, ignore_eos=arguments.ignore_eos)
     say(summary(run))
     if stats_file is not None:
@@ -121,7 +122,8 @@ def print_texts(run: "Run", *, ignore_eos: bool) -> None:
     for tokens in run.tokens(ignore_eos=ignore_eos):
         run.push_text(tokens)
         show(current)
-        while current + 1 < len(run.texts) and tokens[current] is None:
+        # A prompt without a token is one that has ended, unless it has none at all yet.
+        while current + 1 < len(run.texts) and tokens[current] is None and run.new_tokens[current]:
             current = end_line(current)
             show(current)
     run.finish_text()

@@ -159,6 +159,29 @@ def write_layer(
     )
 
 
+def write_block(
+    cache: Shaped[Array, "l b k t w"],
+    layer: Int[Array, ""],
+    sequence: Int[Array, ""],
+    start: Int[Array, ""],
+    rows: Shaped[Array, "1 k n w"],
+    mesh: Mesh,
+) -> Shaped[Array, "l b k t w"]:
+    """Write n rows of one layer and sequence, from slot `start`. In place where donated.
+
+    The mesh has one device for the sequences. Clamped as in `append_rows`.
+    """
+
+    def local(cache: Array, layer: Array, sequence: Array, start: Array, rows: Array) -> Array:
+        zero = jnp.int32(0)
+        at = (layer, sequence, zero, start, zero)
+        return lax.dynamic_update_slice(cache, to_host(rows[None]), at)
+
+    one = PartitionSpec()
+    specs = (CACHE_SPEC, one, one, one, PartitionSpec(None, "model"))
+    return _sharded(local, mesh, specs, CACHE_SPEC)(cache, layer, sequence, start, rows)
+
+
 def append_rows(
     cache: Shaped[Array, "l b k t w"],
     rows: Shaped[Array, "l b k n w"],

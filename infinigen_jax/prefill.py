@@ -125,7 +125,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         sampling: Sampling,
     ) -> Int[Array, " b"]:
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        return decoder.draw(params, last, seed, jnp.int32(0), sampling)
+        return decoder.draw(params, last, seed, jnp.zeros_like(lengths), sampling)
 
     at = Placement(decoder.mesh)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from infinigen_jax.batching import IDLE, Owners, admission
 from infinigen_jax.cache import Cache
 from infinigen_jax.compilations import compilations
 from infinigen_jax.decode import STREAM_BLOCK, Counts
@@ -73,6 +74,7 @@ class Run:
     Attributes:
         cache: what is cached now; replaced by every step (its old arrays are donated).
         plan: the memory it takes.
+        owners: which prompt each row of the batch belongs to.
         new_tokens: tokens drawn so far and read back, per prompt.
         texts: their text.
     """
@@ -80,7 +82,12 @@ class Run:
     cache: Cache
 
     def __init__(
-        self, engine: "Engine", prompts: list[list[int]], max_new_tokens: int, sampling: Sampling
+        self,
+        engine: "Engine",
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        sampling: Sampling,
+        batch: int | None = None,
     ):
         self._clock = time.perf_counter()
         self.engine = engine
@@ -88,12 +95,17 @@ class Run:
         self.max_new_tokens = max_new_tokens
         self.prompt_lengths = np.array([len(p) for p in prompts], np.int32)
         longest = int(self.prompt_lengths.max())
-        config = engine.model.config
+        self._prompts = prompts
+        self.owners = Owners(self.prompt_lengths, min(batch or len(prompts), len(prompts)))
         # A flush writes a whole window.
         self.capacity = round_up_capacity(max(longest + max_new_tokens, self.decoder.policy.window))
-        padded = min(round_up_prompt(longest), self.capacity, config.max_positions)
-        self.plan = plan_memory(self.decoder, len(prompts), padded, self.capacity)
-        check_memory(self.plan, engine.mesh.devices.flat[0])
+        rows, padded = self.owners.rows, self._padded_length(longest)
+        self.plan = plan_memory(self.decoder, rows, padded, self.capacity)
+        self._admission = admission(self.decoder) if self.owners.waiting else None
+        # A prompt that is admitted later is processed beside the batch.
+        together = rows if self._admission is None else rows + 1
+        needed = plan_memory(self.decoder, together, padded, self.capacity)
+        check_memory(needed, engine.mesh.devices.flat[0])
         compilations()
 
         # The seed is an argument, not part of the compiled program.
@@ -104,29 +116,40 @@ class Run:
         self._numbers = [
             jax.device_put(np.int32(i), at.whole) for i in range(self.decoder.host_layers)
         ]
-        self._step = jax.device_put(np.int32(1), at.whole)
+        self._step = jax.device_put(np.ones(rows, np.int32), at.batch)
         self._since_flush = 0
         self._counts: list[Counts] = []
+        self.cache, self.drawn = self._prefill(prompts[:rows])
+        self.drawn.block_until_ready()
+        self.prefill_seconds = self._lap()
+        self._times: list[float] = []
+        self._decoded: list[int] = []
+        self._admitted_lengths: set[int] = set()
+        self._compiled = None
+        self.new_tokens: list[list[int]] = [[] for _ in prompts]
+        self.texts = [""] * len(prompts)
+        self._streams: dict[int, TextStream] = {}
 
-        tokens = np.zeros((len(prompts), padded), np.int32)
+    def _padded_length(self, longest: int) -> int:
+        most = min(self.capacity, self.engine.model.config.max_positions)
+        return min(round_up_prompt(longest), most)
+
+    def _prefill(self, prompts: list[list[int]]) -> tuple[Cache, jax.Array]:
+        """The cache of these prompts alone, and their first tokens."""
+        at = Placement(self.engine.mesh)
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        tokens = np.zeros((len(prompts), self._padded_length(int(lengths.max()))), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
-        self.cache, self.drawn = prefill(
+        return prefill(
             self.decoder,
-            engine.weights,
+            self.engine.weights,
             jax.device_put(tokens, at.batch),
-            jax.device_put(self.prompt_lengths, at.batch),
+            jax.device_put(lengths, at.batch),
             self.capacity,
             self._sampling,
             self._seed,
         )
-        self.drawn.block_until_ready()
-        self.prefill_seconds = self._lap()
-        self._times: list[float] = []
-        self._compiled = None
-        self.new_tokens: list[list[int]] = [[] for _ in prompts]
-        self.texts = [""] * len(prompts)
-        self._streams: list[TextStream] | None = None
 
     def advance(self) -> None:
         """Dispatch one decode step: `drawn` becomes the next tokens. Does not wait.
@@ -199,13 +222,15 @@ class Run:
         self.cache = new._replace(host=cache.host, scales=cache.scales, states=states)
 
     def _make_room(self) -> None:
-        if len(self._counts) >= self.capacity - int(self.prompt_lengths.max()):
+        if int(self.owners.cached.max()) >= self.capacity:
             raise InputError(f"the cache of {self.capacity} tokens is full; start a longer run")
         # Before the first step a flush only repeats what prefill wrote; it is compiled there, so
         # that neither the first token nor a later step waits for it.
         if not self._counts or self._since_flush == self.decoder.policy.window:
+            self._rest()
             self._flush()
         self._since_flush += 1
+        self.owners.step()
 
     def _advance_fused(self) -> None:
         cache = self.cache
@@ -286,50 +311,118 @@ class Run:
             self.cache = cache._replace(host=host, states=states)
         self._since_flush = 0
 
+    def _rest(self) -> None:
+        """Set rows back that belong to nobody, in a run that admits prompts."""
+        if self._admission is None:
+            return
+        idle = jax.device_put(self.owners.idle, Placement(self.engine.mesh).batch)
+        self.cache = self.cache._replace(lengths=self._admission.rest(self.cache.lengths, idle))
+        self.owners.rest()
+
+    def _admit(self) -> None:
+        """Give rows that became idle to prompts that wait."""
+        if self._admission is None:
+            return
+        policy = self.decoder.policy
+        if policy.paged and self._since_flush < policy.window and not self.owners.idle.all():
+            return  # its rows are all at the same step of the window
+        idle = np.flatnonzero(self.owners.idle)
+        for row in idle[: len(self.owners.waiting)]:
+            self._begin(self.owners.waiting.popleft(), int(row))
+        if self.owners.idle.any():
+            self._rest()
+        if len(idle):
+            self._flush()  # as before a first step
+
+    def _begin(self, prompt: int, row: int) -> None:
+        """Process a prompt beside the batch and put its cache and first token into a row."""
+        assert self._admission is not None
+        self.drawn.block_until_ready()
+        self._times[-1] += self._lap()  # of a step that is under way
+        before = compilations()
+        one, first = self._prefill([self._prompts[prompt]])
+        at = jax.device_put(np.int32(row), Placement(self.engine.mesh).whole)
+        self.cache, self.drawn, self._step = self._admission.insert(
+            self.cache, self.drawn, self._step, one, first, at
+        )
+        self.owners.give(row, prompt)
+        self.drawn.block_until_ready()
+        self.prefill_seconds += self._lap()
+        # The first prompt of a padded length belongs to the warm-up.
+        length = self._padded_length(int(self.prompt_lengths[prompt]))
+        if self._compiled is not None and length not in self._admitted_lengths:
+            self._compiled += compilations() - before
+        self._admitted_lengths.add(length)
+
     def tokens(self, *, ignore_eos: bool = False) -> Iterator[list[int | None]]:
-        """Yield the drawn tokens, step by step; None for sequences that have ended."""
+        """Yield the drawn tokens, step by step; None for prompts that wait or have ended."""
         eos = set() if ignore_eos else set(self.engine.model.config.eos_ids)
-        ended = [False] * len(self.new_tokens)
-        for number in range(self.max_new_tokens):
+        while True:
             drawn = self.drawn
-            more = number + 1 < self.max_new_tokens
-            if number and more:
-                self.advance()  # the device has its next step before the host reads this one's
-            values: list[int | None] = [int(token) for token in np.asarray(drawn)]
-            self._times.append(self._lap())
-            for i, token in enumerate(values):
-                if ended[i]:
-                    values[i] = None
-                    continue
-                assert token is not None
-                self.new_tokens[i].append(token)
-                ended[i] = token in eos
+            # Once steps are compiled, the device has its next one before the host reads this one's.
+            ahead = self._compiled is not None and self._goes_on(1)
+            if ahead:
+                self.advance()
+            values = self._take(np.asarray(drawn), eos)
             yield values
-            if all(ended):
+            if self.owners.idle.all() and not self.owners.waiting:
                 return
-            if not number and more:
-                self.advance()  # only now: the first token need not wait for the step's compilation
+            if not ahead and self._goes_on(0):
+                self.advance()  # only now: the first token need not wait for compilation
                 self._compiled = compilations()
+            self._admit()
+
+    def _goes_on(self, unread: int) -> bool:
+        """Whether a row wants more than the tokens that are read and `unread` ones."""
+        made = [len(self.new_tokens[i]) for i in self.owners.owner if i != IDLE]
+        return any(number + unread < self.max_new_tokens for number in made)
+
+    def _take(self, drawn: np.ndarray, eos: set[int]) -> list[int | None]:
+        """Keep the tokens of a step; a row whose prompt has ended with it becomes idle."""
+        self._times.append(self._lap())
+        values: list[int | None] = [None] * len(self.new_tokens)
+        decoded = 0
+        for row, prompt in enumerate(self.owners.owner):
+            if prompt == IDLE:
+                continue
+            token, made = int(drawn[row]), self.new_tokens[prompt]
+            values[prompt] = token
+            decoded += bool(made)
+            made.append(token)
+            if token in eos or len(made) == self.max_new_tokens:
+                self.owners.leave(row)
+        self._decoded.append(decoded)
+        return values
 
     def push_text(self, tokens: list[int | None]) -> list[str]:
         """Text that one step's tokens complete, per sequence."""
-        if self._streams is None:
-            try:
-                tokenizer = self.engine.model.tokenizer
-            except InputError:
-                # Missing or damaged; a prompt of text would have been refused with this error,
-                # for one of token numbers it is not needed.
-                tokenizer = None
-            if tokenizer is None:
-                return [""] * len(tokens)
-            self._streams = [TextStream(tokenizer) for _ in tokens]
-        pairs = zip(self._streams, tokens, strict=True)
-        # What an ended sequence held back is its text before anything is printed behind it.
-        return self._add_text([s.finish() if t is None else s.push([t]) for s, t in pairs])
+        pieces = [""] * len(tokens)
+        for i, token in enumerate(tokens):
+            if token is not None and self._tokenizer is not None:
+                stream = self._streams.get(i) or TextStream(self._tokenizer)
+                self._streams[i] = stream
+                pieces[i] = stream.push([token])
+            elif i in self._streams:
+                # What was held back is text before anything is printed behind it.
+                pieces[i] = self._streams.pop(i).finish()
+        return self._add_text(pieces)
 
     def finish_text(self) -> list[str]:
         """Text that was held back because a character was incomplete, per sequence."""
-        return self._add_text([stream.finish() for stream in self._streams or []])
+        pieces = [""] * len(self.texts)
+        while self._streams:
+            i, stream = self._streams.popitem()
+            pieces[i] = stream.finish()
+        return self._add_text(pieces)
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            return self.engine.model.tokenizer
+        except InputError:
+            # Missing or damaged; a prompt of text would have been refused with this error, for
+            # one of token numbers it is not needed.
+            return None
 
     def _add_text(self, pieces: list[str]) -> list[str]:
         for i, piece in enumerate(pieces):
@@ -341,7 +434,7 @@ class Run:
         decoder, plan = self.decoder, self.plan
         steps_of = np.array([max(0, len(tokens) - 1) for tokens in self.new_tokens])  # decode steps
         later = slice(2, None) if len(self._times) > 2 else slice(1, None)
-        timed = sum(len(range(*later.indices(len(tokens)))) for tokens in self.new_tokens)
+        timed = sum(self._decoded[later])
         seconds = sum(self._times[later], 0.0)
         rows = self._rows_per_step(steps_of)
         selected, fetched = (self._fraction(counts, steps_of) for counts in rows)
@@ -369,18 +462,17 @@ class Run:
 
     def fractions(self) -> tuple[float, float]:
         """Rows selected, and rows fetched, over rows cached: means over all steps so far."""
-        steps_of = np.full(len(self.new_tokens), len(self._counts))
+        steps_of = np.full(len(self.new_tokens), self.capacity)  # however many there were
         rows = self._rows_per_step(steps_of)
         return self._fraction(rows.selected, steps_of), self._fraction(rows.moved, steps_of)
 
     def _rows_per_step(self, steps_of: np.ndarray) -> Counts:
-        """Counts as numpy [steps, b] of the steps that made a token that was kept."""
-        number = int(steps_of.max(initial=0))
-        kept = np.arange(number)[:, None] < steps_of
+        """Counts as numpy [steps, b], 0 where no token came of them that was kept."""
+        kept, _ = self.owners.history(steps_of)
 
         def stack(field: str) -> Any:
-            rows = [np.asarray(getattr(counts, field)) for counts in self._counts[:number]]
-            return np.where(kept, np.stack(rows), 0) if rows else np.zeros((0, len(steps_of)))
+            rows = [np.asarray(getattr(counts, field)) for counts in self._counts]
+            return np.where(kept, np.stack(rows), 0) if rows else np.zeros(kept.shape, np.int32)
 
         return Counts(stack("selected"), stack("moved"))
 
@@ -391,18 +483,17 @@ class Run:
         requested = decoder.padded_rows(self.capacity)
         if requested is None:
             return int(rows.moved.sum()) * width
-        heads = len(self.new_tokens) * decoder.config.num_kv_heads
+        heads = self.owners.rows * decoder.config.num_kv_heads
         return len(self._times[1:]) * heads * requested * width
 
     def _fraction(self, counts: Any, steps_of: np.ndarray) -> float:
         """Of the rows cached: mean over the steps that made a token that was kept."""
         decoder = self.decoder
-        if not decoder.host_layers or not steps_of.sum():
+        kept, cached = self.owners.history(steps_of)
+        if not decoder.host_layers or not kept.any():
             return 0.0
-        step = np.arange(len(counts))[:, None]
-        cached = (self.prompt_lengths + step) * decoder.host_layers
-        fraction = counts / (cached * decoder.config.num_kv_heads)
-        return float(fraction[step < steps_of].mean())
+        cached = cached[kept] * decoder.host_layers * decoder.config.num_kv_heads
+        return float((counts[kept] / cached).mean())
 
     def _lap(self) -> float:
         now = time.perf_counter()

@@ -202,7 +202,7 @@ def steps(decoder: Decoder) -> Steps:
             fused,
             static_argnames="sampling",
             donate_argnums=donated,
-            out_shardings=(step, at.batch, at.whole, counts),
+            out_shardings=(step, at.batch, at.batch, counts),
         ),
         scored=jax.jit(
             scored,
@@ -220,7 +220,7 @@ def steps(decoder: Decoder) -> Steps:
         layer=layer(fetches=False),
         fetching_layer=layer(fetches=True),
         draw=jax.jit(
-            draw, static_argnames="sampling", out_shardings=(at.batch, at.whole, at.batch)
+            draw, static_argnames="sampling", out_shardings=(at.batch, at.batch, at.batch)
         ),
         flush=jax.jit(flush, donate_argnums=(2, 3), out_shardings=(at.host, at.rows)),
     )

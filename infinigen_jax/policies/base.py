@@ -68,6 +68,8 @@ class Policy(Protocol):
         observes: `observe` is called and returns the next state. It is not for policies that
             need the layer's own input.
         reuses: whether rows that were fetched are kept on the device, unless the engine is told.
+        paged: what is selected depends on when rows were flushed, as where pages are filled row by
+            row; a sequence then joins a batch only at a flush.
         window: most recent tokens that stay on the device, the current one included; at least 1.
     """
 
@@ -76,6 +78,7 @@ class Policy(Protocol):
     reuses: ClassVar[bool]
     ahead: ClassVar[bool]
     observes: ClassVar[bool]
+    paged: ClassVar[bool]
 
     @property
     def has_tail(self) -> bool:
@@ -157,6 +160,7 @@ class Defaults:
     reuses: ClassVar[bool] = True
     ahead: ClassVar[bool] = True
     observes: ClassVar[bool] = False
+    paged: ClassVar[bool] = False
 
     @property
     def has_tail(self) -> bool:

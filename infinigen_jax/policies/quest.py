@@ -34,6 +34,7 @@ class Quest(Budgeted):
 
     name: ClassVar[str] = "quest"
     ahead: ClassVar[bool] = False
+    paged: ClassVar[bool] = True
 
     page: int = 16
 

@@ -139,7 +139,7 @@ def fused(transfer: Transfer | None = None, hot_set: float = 0.0) -> Program:
             cache.lengths,
             cache.lengths,
             _scalar(jnp.uint32),
-            _scalar(),
+            cache.lengths,
             Sampling(),
         )
 

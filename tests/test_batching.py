@@ -1,0 +1,193 @@
+"""Continuous batches: more prompts than rows give what each prompt gives alone."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime import ALL, NEW, SPARSE, engine, random_model, tokens_of
+
+from infinigen_jax import generate
+from infinigen_jax.batching import IDLE, Owners, admission
+from infinigen_jax.compilations import compilations
+from infinigen_jax.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.policies import Full, InfiniGenPaper
+from infinigen_jax.policies.exact import PreviousQuery
+from infinigen_jax.policies.h2o import H2O
+from infinigen_jax.policies.quest import Quest
+from infinigen_jax.run import Run
+from infinigen_jax.sampling import Sampling
+
+PROMPTS = [
+    [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 5, 21, 9, 50, 3, 12)
+]
+HOT = {"hot_set": 1.5, "rows": "int8"}
+
+
+def alone(engine: Engine, **settings) -> list[list[int]]:
+    return [tokens_of(engine, [prompt], **settings)[0] for prompt in PROMPTS]
+
+
+def ending(name: str = "gqa", share: int = 8) -> Engine:
+    """With so many of the 96 tokens ending a text that sequences end at different times."""
+    model = random_model(name)
+    eos = tuple(range(0, 96, 96 // share))
+    return Engine(
+        dataclasses.replace(model, config=dataclasses.replace(model.config, eos_ids=eos)),
+        policy=SPARSE,
+    )
+
+
+@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+@pytest.mark.parametrize("settings", [{}, HOT], ids=["plain", "hot"])
+def test_more_prompts_than_rows(schedule, settings):
+    made = engine("gqa", SPARSE, 2, schedule, **settings)
+    expected = alone(made)
+    for batch in (1, 3):
+        run = made.start(PROMPTS, NEW, batch=batch)
+        assert run.cache.lengths.shape == (batch,)
+        assert [sum(t is not None for t in step) for step in run.tokens()][0] == batch
+        assert run.new_tokens == expected
+    # Rows are counted as if all had been together from the beginning.
+    whole = made.generate(PROMPTS, max_new_tokens=NEW).stats
+    stats = run.stats()
+    assert stats.selected_fraction == pytest.approx(whole.selected_fraction, rel=1e-6)
+    assert stats.host_cache_bytes == whole.host_cache_bytes * 3 // 7
+    assert (stats.new_tokens, stats.prompt_tokens) == (whole.new_tokens, whole.prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [ALL, Full(), InfiniGenPaper(alpha=2.0, count="head")]
+    + [kind(budget=0.2, window=4, sinks=2) for kind in (H2O, Quest, PreviousQuery)],
+    ids=lambda policy: policy.name,
+)
+def test_every_kind_of_state_is_replaced(policy):
+    made = engine("gqa", policy)
+    assert tokens_of(made, PROMPTS, batch=2) == alone(made)
+
+
+def test_sequences_that_end_at_different_times():
+    made = ending()
+    expected = alone(made, new=60)
+    assert len({len(tokens) for tokens in expected}) > 3
+    for batch in (2, 4):
+        assert tokens_of(made, PROMPTS, 60, batch=batch) == expected
+    steps = list(made.stream(PROMPTS, max_new_tokens=60, batch=2))
+    assert max(sum(token is not None for token in step.tokens) for step in steps) == 2
+    columns = [[s.tokens[i] for s in steps if s.tokens[i] is not None] for i in range(7)]
+    assert columns == expected
+
+
+def test_a_prompt_that_ends_with_its_first_token():
+    made = engine("gqa")
+    assert tokens_of(made, PROMPTS, 1, batch=3) == [tokens[:1] for tokens in alone(made)]
+    first = tokens_of(made, PROMPTS[:1], 1)[0][0]
+    model = random_model("gqa")
+    config = dataclasses.replace(model.config, eos_ids=(first,))
+    stopping = Engine(dataclasses.replace(model, config=config), policy=SPARSE)
+    assert tokens_of(stopping, PROMPTS, batch=1) == alone(stopping)
+
+
+@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+def test_sampling_does_not_depend_on_the_batch(schedule):
+    made = engine("gqa", SPARSE, 2, schedule)
+    sampling = Sampling(temperature=1.0, top_k=40, seed=5)
+    expected = alone(made, sampling=sampling)
+    assert tokens_of(made, PROMPTS, sampling=sampling, batch=2) == expected != alone(made)
+
+
+def test_idle_rows_rest():
+    """They fetch nothing and never come to the end of the cache, however long others go on."""
+    model = random_model("gqa")
+    long = [9] * 68
+    eos = tokens_of(engine("gqa"), [PROMPTS[1]], 4)[0][3]  # ends the others soon
+    config = dataclasses.replace(model.config, eos_ids=(eos,))
+    made = Engine(dataclasses.replace(model, config=config), policy=SPARSE)
+    prompts = [PROMPTS[1], PROMPTS[1], long]
+    run = made.start(prompts, 60, batch=2)
+    assert run.capacity == 128
+    resting = 0
+    for _ in run.tokens():
+        for row in np.flatnonzero(run.owners.idle & ~run.owners.idle.all()):
+            resting += 1
+            assert run.owners.cached[row] == np.asarray(run.cache.lengths)[row]
+            assert run.owners.cached[row] <= max(SPARSE.window, len(PROMPTS[1]) + 4) + 1
+    assert run.new_tokens == [tokens_of(made, [prompt], 60)[0] for prompt in prompts]
+    assert len(run.new_tokens[2]) > 30 < resting
+    selected = np.stack([np.asarray(counts.selected) for counts in run._counts])
+    assert selected[-20:].any(axis=0).sum() == 1  # one row's
+
+
+def test_nothing_is_compiled_or_moved_behind_the_first_admission():
+    made = engine("gqa", SPARSE, 2, **HOT)
+    tokens_of(made, PROMPTS, batch=3)
+    before = compilations()
+    run = made.start([prompt[1:] for prompt in PROMPTS], NEW, batch=3)
+    assert run.cache.host is not None
+    address = run.cache.host.unsafe_buffer_pointer()
+    for _ in run.tokens(ignore_eos=True):
+        assert run.cache.host.unsafe_buffer_pointer() == address
+        assert run.cache.host.sharding.memory_kind == "pinned_host"
+    assert compilations() == before
+    assert run.stats().compilations_after_warmup == 0
+    lowered = _insertion(run)
+    shapes = re.findall(r"= \w+\[([\d,]*)\][^ ]* copy(?:-start)?\(", lowered)
+    sizes = [int(np.prod([int(n) for n in shape.split(",") if n] or [1])) for shape in shapes]
+    assert max(sizes, default=0) < run.cache.host[0, 0].size
+
+
+def _insertion(run: Run) -> str:
+    one, first = run._prefill([[5, 6, 7]])
+    at = jax.device_put(np.int32(0))
+    insert = admission(run.decoder).insert
+    return insert.lower(run.cache, run.drawn, run._step, one, first, at).compile().as_text()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_owners_against_a_list(data):
+    lengths = np.array(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6)), np.int32)
+    rows = data.draw(st.integers(1, len(lengths)))
+    owners = Owners(lengths, rows)
+    steps = dict.fromkeys(range(len(lengths)), 0)  # of each prompt
+    history = []
+    for _ in range(data.draw(st.integers(0, 20))):
+        history.append(
+            [None if o == IDLE else (o, int(lengths[o]) + steps[o]) for o in owners.owner.tolist()]
+        )
+        for owner in owners.owner.tolist():
+            steps[owner] = steps.get(owner, 0) + 1
+        owners.step()
+        row = data.draw(st.integers(0, rows - 1))
+        if data.draw(st.booleans()):
+            owners.leave(row)
+            if owners.waiting:
+                owners.give(row, owners.waiting.popleft())
+    counted = np.array(data.draw(st.lists(st.integers(0, 9), min_size=6, max_size=6)))
+    kept, cached = owners.history(counted[: len(lengths)])
+    for step, cells in enumerate(history):
+        for row, cell in enumerate(cells):
+            inside = cell is not None and cell[1] - lengths[cell[0]] < counted[cell[0]]
+            assert kept[step, row] == inside
+            assert not inside or cell is None or cached[step, row] == cell[1]
+    assert len(kept) == len(history)
+
+
+def test_the_command(command, tmp_path):
+    prompts = [x for text in ("The king", "It was", "When the") for x in ("--prompt", text)]
+    shared = (*prompts, "--max-new-tokens", "6", "--ignore-eos", "--quiet")
+    expected = command(generate.main, *shared)
+    assert expected[0] == 0 and expected[1].count("\n") >= 3
+    assert command(generate.main, *shared, "--batch", "2") == expected
+    status, out, err = command(generate.main, *shared, "--batch", "0")
+    assert (status, out) == (2, "") and err.startswith("error: --batch 0")
+
+
+def test_batches_out_of_range():
+    with pytest.raises(InputError, match="--batch -1"):
+        engine("gqa").generate(PROMPTS, batch=-1)
