@@ -149,15 +149,21 @@ def causal_attention(
     keys: Float[Array, "b s k d"],
     values: Float[Array, "b s k d"],
     block: int = 512,
+    window: int | None = None,
 ) -> Float[Array, "b s h d"]:
     """Causal attention over prompts padded on the right; query heads are grouped by KV head.
 
     Memory beyond the operands is one block of scores [b, h, block, block]: the lower triangle of
     block pairs is visited in one scan, with the softmax kept online. A padded position only ever
     reaches outputs of padded positions.
+
+    Args:
+        window: how many tokens, itself included, a token attends to; None for all before it.
+            Block pairs beyond it are not visited.
     """
     b, s, h, d = q.shape
     k = keys.shape[2]
+    window = s if window is None else window
     block = min(block, s)
     padded = -(-s // block) * block
 
@@ -168,20 +174,24 @@ def causal_attention(
     queries = blocks(q, h).reshape(-1, b, block, k, h // k, d)
     keys, values = blocks(keys, k), blocks(values, k)
     count = padded // block
-    pairs = jnp.array([(i, j) for i in range(count) for j in range(i + 1)], jnp.int32)
+    first_key = [max(0, i * block - window + 1) // block for i in range(count)]
+    pairs = [(i, j, first_key[i]) for i in range(count) for j in range(first_key[i], i + 1)]
+    pairs = jnp.array(pairs, jnp.int32)
     offset = lax.broadcasted_iota(jnp.int32, (block, block), 1) - lax.broadcasted_iota(
         jnp.int32, (block, block), 0
     )
 
-    def visit(carry: tuple[Softmax, Array], pair: Int[Array, " 2"]) -> tuple[tuple, None]:
+    def visit(carry: tuple[Softmax, Array], pair: Int[Array, " 3"]) -> tuple[tuple, None]:
         state, output = carry
         i, j = pair[0], pair[1]
-        first = j == 0
+        first = j == pair[2]
         state = jax.tree.map(lambda x, fresh: jnp.where(first, fresh, x), state, empty)
         scores = jnp.einsum(
             "bqkgd,bnkd->bkgqn", queries[i], keys[j], preferred_element_type=jnp.float32
         )
-        scores = jnp.where(offset <= (i - j) * block, scores, MASKED)
+        # Queries whose window begins in a later block have their sums of this one wiped there.
+        distance = (i - j) * block - offset
+        scores = jnp.where((distance >= 0) & (distance < window), scores, MASKED)
         peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
         kept = jnp.exp(state.peak - peak)
         weights = jnp.exp(scores - peak[..., None])

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.models.rope import rotate
 from infinigen_jax.skew import unskewed_basis
 
 if TYPE_CHECKING:
@@ -127,15 +126,16 @@ def speculation_weights(
 
 
 def projected_query(
-    config: ModelConfig, projection: Params, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
+    layer: Layer,
+    projection: Params,
+    a: Float[Array, "*b e"],
+    positions: Int[Array, "*b"],
+    lengths: Int[Array, "*b"] | None = None,
 ) -> Float[Array, "*b h d"]:
     """As `Layer.query`, with another projection {"kernel" [e, h*d], "bias" [h*d]}."""
     q = a @ projection["kernel"]
     q = q + jnp.broadcast_to(projection["bias"], q.shape)
-    q = q.reshape(*a.shape[:-1], config.num_heads, config.head_dim)
-    if config.rope is not None:
-        q = rotate(q, positions, config.rope)
-    return q * jnp.asarray(config.scale, q.dtype)
+    return layer.finish_query(q, positions, lengths)
 
 
 def _partial_projection(config: ModelConfig, q: Params, basis: Any, columns: int) -> Params:
@@ -174,7 +174,7 @@ def speculate_query(
         q = q + weights["bias"][None] if "bias" in weights else q
         return q.reshape(a.shape[0], config.num_kv_heads, config.group_size, columns)
     if "ahead" in weights:
-        q = projected_query(config, weights["ahead"], a, positions)
+        q = projected_query(layer, weights["ahead"], a, positions)
     else:
         q = layer.query(a, positions)
     q = q.reshape(a.shape[0], config.num_kv_heads, config.group_size, config.head_dim)

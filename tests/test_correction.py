@@ -92,7 +92,7 @@ def test_the_corrected_query_is_nearer_to_the_true_one(converted):
         true = layer.query(inputs[number], positions)
         before = inputs[max(number - 1, 0)]
         projection = jax.tree.map(jnp.array, ahead.projection)
-        guess = projected_query(config, projection, before, positions)
+        guess = projected_query(layer, projection, before, positions)
         plain = layer.query(before, positions)
         distances = [float(jnp.sum((true - x) ** 2)) for x in (guess, plain)]
         if number == 0:
@@ -115,7 +115,7 @@ def test_all_columns_give_the_scores_of_the_corrected_query(converted, basis):
     query = np.asarray(speculate_query(config, layer, weights, a, positions, d))
     assert model.ahead is not None and model.key_mean is not None
     projection = jax.tree.map(jnp.array, model.ahead[2].projection)
-    h = np.asarray(projected_query(config, projection, a, positions)).reshape(3, k, -1, d)
+    h = np.asarray(projected_query(layer, projection, a, positions)).reshape(3, k, -1, d)
     product = np.broadcast_to(np.eye(d), (k, d, d))
     if basis == "balanced":
         pair = model.ahead[2].basis

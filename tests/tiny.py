@@ -25,6 +25,15 @@ COMMON: dict[str, Any] = {
 }
 
 
+CLASSES = {
+    "llama": "Llama",
+    "ministral": "Ministral",
+    "mistral": "Mistral",
+    "opt": "OPT",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
+
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 96,
@@ -57,14 +66,11 @@ def make_tiny(folder: Path, family: str, seed: int = 0, **settings: Any) -> Tiny
     import torch
     import transformers
 
-    sizes: dict[str, Any]
-    kind: Any
-    if family == "llama":
-        sizes = {"intermediate_size": 56}
-        config, kind = transformers.LlamaConfig, transformers.LlamaForCausalLM
-    else:
+    name = CLASSES[family]
+    config, kind = (getattr(transformers, name + part) for part in ("Config", "ForCausalLM"))
+    sizes: dict[str, Any] = {"intermediate_size": 56, "num_key_value_heads": 4}
+    if family == "opt":
         sizes = {"ffn_dim": 56, "word_embed_proj_dim": COMMON["hidden_size"]}
-        config, kind = transformers.OPTConfig, transformers.OPTForCausalLM
     torch.manual_seed(seed)
     model = kind(config(**(COMMON | sizes | settings))).eval()
     with torch.no_grad():

@@ -123,6 +123,7 @@ class Calibrator:
         self._config = config
         self._count = tokens.count
         self._ahead = ahead
+        self._done = 0  # layers
         self._inputs: list[Array] = []  # of the layer before and of this one
         self._queries: Array | None = None
         self._valid = jnp.asarray(tokens.valid)
@@ -133,8 +134,9 @@ class Calibrator:
     def layer(self, params: Params) -> Moments:
         """Run the next layer with these float32 parameters; its query and key moments."""
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
-            step = _step(self._config, self._ahead)
+            step = _step(self._config, self._ahead, self._config.window_of(self._done))
             self._hidden, sums, seen = step(params, self._hidden, self._valid)
+        self._done += 1
         if seen is not None:
             self._queries, inputs = seen
             self._inputs = [*(self._inputs or [inputs])[-1:], inputs]
@@ -159,10 +161,11 @@ class Calibrator:
         assert self._queries is not None
         with jax.default_matmul_precision("highest"):
             guesses = projected_query(
-                config,
+                blueprint(config, jnp.float32).layer(params),
                 {name: jnp.asarray(getattr(fitted, name), jnp.float32) for name in AHEAD},
                 self._inputs[0],
                 jnp.broadcast_to(jnp.arange(valid.shape[1]), valid.shape),
+                jnp.full(valid.shape, valid.shape[1]),
             )
         guesses, queries = (np.asarray(x)[valid] for x in (guesses, self._queries))
         return fitted, guess_moments(guesses, queries, config.num_kv_heads)
@@ -172,19 +175,22 @@ Sums = tuple[Float[Array, "w k d d"], Float[Array, "w k d d"], Float[Array, "w k
 
 
 @functools.cache
-def _step(config: ModelConfig, keep: bool) -> Callable[..., Any]:
-    """One layer over all windows; compiled once, it serves every layer.
+def _step(config: ModelConfig, keep: bool, sliding: int | None) -> Callable[..., Any]:
+    """One layer over all windows; compiled once, it serves every layer of a kind.
 
     Args:
         keep: also return the layer's queries and attention inputs.
+        sliding: the layer's own window, if it has one.
     """
     plan = blueprint(config, jnp.float32)
 
     def window(params: Params, x: Array, valid: Array) -> tuple[Array, Any, Any]:
         layer = plan.layer(params)
         positions = jnp.arange(x.shape[0])
+        lengths = jnp.full_like(positions, len(positions))
         a = layer.attention_input(x)
-        queries, (keys, values) = layer.query(a, positions), layer.key_value(a, positions)
+        queries = layer.query(a, positions, lengths)
+        keys, values = layer.key_value(a, positions, lengths)
         real = valid.astype(x.dtype)[:, None, None]
         q, k = queries * real, keys * real
         q = q.reshape(-1, config.num_kv_heads, config.group_size, config.head_dim)
@@ -193,7 +199,8 @@ def _step(config: ModelConfig, keep: bool) -> Callable[..., Any]:
             jnp.einsum("skd,ske->kde", k, k),
             k.sum(axis=0),
         )
-        x = x + layer.attention_output(causal_attention(queries, keys, values))
+        attended = causal_attention(queries, keys, values, window=sliding)
+        x = x + layer.attention_output(attended)
         return x + layer.mlp(x), sums, (queries, a) if keep else None
 
     def step(params: Params, x: Float[Array, "w s e"], valid: Bool[Array, "w s"]) -> Any:

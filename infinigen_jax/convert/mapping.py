@@ -52,25 +52,37 @@ class Table(NamedTuple):
     layer: list[Row]
 
 
+LLAMA = Table(
+    prefix="model.",
+    embedding=[
+        Row("embed_tokens.weight", ("tokens", "embedding"), "keep"),
+        *_norm("norm", "norm"),
+        *_linear("lm_head", "head"),
+    ],
+    layer=[
+        *_norm("input_layernorm", "attention_norm"),
+        *_linear("self_attn.q_proj", "q"),
+        *_linear("self_attn.k_proj", "kv", 0, 2),
+        *_linear("self_attn.v_proj", "kv", 1, 2),
+        *_linear("self_attn.o_proj", "o"),
+        *_norm("post_attention_layernorm", "mlp_norm"),
+        *_linear("mlp.gate_proj", "gate_up", 0, 2),
+        *_linear("mlp.up_proj", "gate_up", 1, 2),
+        *_linear("mlp.down_proj", "down"),
+    ],
+)
+
 TABLES = {
-    "llama": Table(
-        prefix="model.",
-        embedding=[
-            Row("embed_tokens.weight", ("tokens", "embedding"), "keep"),
-            *_norm("norm", "norm"),
-            *_linear("lm_head", "head"),
-        ],
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "ministral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA._replace(
         layer=[
-            *_norm("input_layernorm", "attention_norm"),
-            *_linear("self_attn.q_proj", "q"),
-            *_linear("self_attn.k_proj", "kv", 0, 2),
-            *_linear("self_attn.v_proj", "kv", 1, 2),
-            *_linear("self_attn.o_proj", "o"),
-            *_norm("post_attention_layernorm", "mlp_norm"),
-            *_linear("mlp.gate_proj", "gate_up", 0, 2),
-            *_linear("mlp.up_proj", "gate_up", 1, 2),
-            *_linear("mlp.down_proj", "down"),
-        ],
+            *LLAMA.layer,
+            *_norm("self_attn.q_norm", "q_norm"),
+            *_norm("self_attn.k_norm", "k_norm"),
+        ]
     ),
     "opt": Table(
         prefix="model.decoder.",

@@ -8,7 +8,15 @@ from typing import Any
 from infinigen_jax.errors import UnsupportedModelError
 from infinigen_jax.models.base import Blueprint, ModelConfig, Params, blueprint, random_params
 
-FAMILIES = ("llama", "opt")
+FAMILIES = ("llama", "ministral", "mistral", "opt", "qwen2", "qwen3")
+# Why some others are not among them, by a part of their name.
+REASONS = {
+    "mixtral": "a mixture of experts",
+    "moe": "a mixture of experts",
+    "deepseek": "a mixture of experts",
+    "gemma": "its norms, embedding scale and soft caps differ",
+    "mamba": "no attention",
+}
 
 __all__ = [
     "FAMILIES",
@@ -35,7 +43,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """
     name = hf.get("model_type")
     if name not in FAMILIES:
+        reason = next((f": {why}" for part, why in REASONS.items() if part in str(name)), "")
         raise UnsupportedModelError(
-            f"config.json: model_type {name!r} is not supported (supported: {', '.join(FAMILIES)})"
+            f"config.json: model_type {name!r} is not supported{reason} "
+            f"(supported: {', '.join(FAMILIES)})"
         )
     return family(name).config_from_hf(hf)

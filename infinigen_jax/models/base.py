@@ -28,10 +28,11 @@ class ModelConfig:
     """Architecture of a decoder, read from a Hugging Face `config.json`.
 
     Attributes:
-        family: "opt" or "llama"; the file of this package that defines the modules.
+        family: the file of this package that defines the modules.
         max_positions: longest sequence, in tokens, that the model has positions for.
         rope: rotary embedding, or None for learned positions.
         attention_bias, mlp_bias: whether the projections carry biases.
+        sliding_window: tokens, itself included, that a token of `sliding_layers` attends to.
         eos_ids: tokens that end a generation; may be empty.
     """
 
@@ -50,6 +51,8 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     rope: Rope | None = None
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
@@ -58,6 +61,10 @@ class ModelConfig:
     def group_size(self) -> int:
         """Query heads per KV head (1 for multi-head attention)."""
         return self.num_heads // self.num_kv_heads
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a layer attends to at most; None for all."""
+        return self.sliding_window if layer in self.sliding_layers else None
 
     @property
     def scale(self) -> float:
@@ -71,20 +78,40 @@ class Layer(Protocol):
 
     x = x + attention_output(attention(query(a), key_value(a)))    a = attention_input(x)
     x = x + mlp(x)
+
+    `lengths` are the tokens that a sequence has in this call of the model, up to `positions` by
+    default; some rotary embeddings depend on it (`rope.rotate`).
     """
 
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         """The pre-attention norm: what layer l's speculation for layer l+1 starts from."""
         ...
 
-    def query(self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]) -> Float[Array, "*b h d"]:
-        """Queries as they enter the dot product: after bias, rotation and the 1/sqrt(d) scale."""
+    def query(
+        self,
+        a: Float[Array, "*b e"],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None = None,
+    ) -> Float[Array, "*b h d"]:
+        """Queries as they enter the dot product: `finish_query` of the query projection."""
+        ...
+
+    def finish_query(
+        self,
+        projected: Float[Array, "*b w"],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None = None,
+    ) -> Float[Array, "*b h d"]:
+        """Queries of what a projection to w = h*d made, bias included: norm, rotation, scale."""
         ...
 
     def key_value(
-        self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
+        self,
+        a: Float[Array, "*b e"],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None = None,
     ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
-        """Keys (after rotation) and values."""
+        """Keys (after norm and rotation) and values."""
         ...
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:

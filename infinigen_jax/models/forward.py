@@ -1,5 +1,7 @@
 """A whole causal pass in plain JAX: the reference for parity, and the calibration's attention."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -17,12 +19,14 @@ def forward(
     """
     embedding = blueprint.embedding(params["embedding"])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    lengths = jnp.full_like(positions, tokens.shape[1])
     x = embedding.embed(tokens, positions)
-    for layer_params in params["layers"]:
+    for i, layer_params in enumerate(params["layers"]):
         layer = blueprint.layer(layer_params)
         a = layer.attention_input(x)
-        keys, values = layer.key_value(a, positions)
-        o = jax.vmap(causal_attention)(layer.query(a, positions), keys, values)
+        keys, values = layer.key_value(a, positions, lengths)
+        attend = functools.partial(causal_attention, window=blueprint.config.window_of(i))
+        o = jax.vmap(attend)(layer.query(a, positions, lengths), keys, values)
         x = x + layer.attention_output(o)
         x = x + layer.mlp(x)
     return embedding.logits(x)
@@ -33,12 +37,14 @@ def causal_attention(
     keys: Float[Array, "s k d"],
     values: Float[Array, "s k d"],
     block: int = 256,
+    window: int | None = None,
 ) -> Float[Array, "s h d"]:
     """Causal attention of one sequence, `block` queries at a time, so scores stay small.
 
     Args:
         queries: scaled queries; query head h reads KV head h // (h / k).
         block: queries per step; the temporary is [h, block, s] float32.
+        window: how many tokens, itself included, a token attends to; None for all before it.
     """
     length, heads, size = queries.shape
     kv_heads = keys.shape[1]
@@ -51,7 +57,10 @@ def causal_attention(
     def attend(queries_and_positions: tuple[Array, Array]) -> Array:
         q, position = queries_and_positions
         scores = jnp.einsum("skgd,tkd->kgst", q, keys, preferred_element_type=jnp.float32)
-        visible = jnp.arange(length)[None, None, None, :] <= position[None, None, :, None]
+        distance = position[None, None, :, None] - jnp.arange(length)[None, None, None, :]
+        visible = distance >= 0
+        if window is not None:
+            visible &= distance < window
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
         return jnp.einsum("kgst,tkd->skgd", weights.astype(values.dtype), values)
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from infinigen_jax.errors import UnsupportedModelError
 
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of `layer_types`
+
 
 def refuse_unless(condition: Any, setting: str) -> None:
     """Raise UnsupportedModelError naming `setting` unless `condition` holds."""
@@ -17,8 +19,34 @@ def refuse_foreign_features(hf: Mapping[str, Any]) -> None:
     refuse_unless(not hf.get("quantization_config"), "quantised weights (quantization_config)")
     for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
         refuse_unless(not hf.get(name), f"mixture of experts ({name}={hf.get(name)})")
+
+
+def refuse_sliding_windows(hf: Mapping[str, Any]) -> None:
+    """For families that have none."""
     window = hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
     refuse_unless(not window, f"sliding-window attention (sliding_window={window})")
+
+
+def sliding_windows(hf: Mapping[str, Any], window: int | None, first: int = 0) -> dict[str, Any]:
+    """`sliding_window` and `sliding_layers` of ModelConfig.
+
+    Args:
+        window: what the family reads from `sliding_window`; None where there is none.
+        first: layer from which on layers have the window, where `layer_types` does not say which.
+    """
+    number = _positive(hf, "num_hidden_layers")
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        kinds = [SLIDING if window and i >= first else FULL for i in range(number)]
+    strange = [kind for kind in kinds if kind not in (SLIDING, FULL)]
+    refuse_unless(not strange, f"layer type {strange[0] if strange else None!r}")
+    refuse_unless(len(kinds) == number, f"{len(kinds)} layer_types for {number} layers")
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
+    if not layers:
+        return {}
+    refuse_unless(window, f"layer type {SLIDING!r} without a sliding_window")
+    window = _positive({"sliding_window": window}, "sliding_window")
+    return {"sliding_window": window, "sliding_layers": layers}
 
 
 def common_settings(hf: Mapping[str, Any], *, layers: str, mlp: str) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""LLaMA 1, 2 and 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+"""LLaMA 1, 2 and 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Its relatives are made of the same modules and say in their own files what differs.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +12,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import ModelConfig, linear
-from infinigen_jax.models.hf import common_settings, refuse_unless
+from infinigen_jax.models.hf import common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.norms import RMSNorm
-from infinigen_jax.models.rope import rope_from_hf, rotate
+from infinigen_jax.models.rope import rotate
+from infinigen_jax.models.rope_hf import rope_from_hf, stretched_positions
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -25,18 +29,36 @@ ACTIVATIONS = {
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "llama"; refuse by name what is not implemented."""
+    refuse_sliding_windows(hf)
+    return relative_from_hf(
+        hf,
+        "llama",
+        attention_bias=bool(hf.get("attention_bias", False)),
+        mlp_bias=bool(hf.get("mlp_bias", False)),
+    )
+
+
+def relative_from_hf(hf: Mapping[str, Any], family: str, **own: Any) -> ModelConfig:
+    """The configuration of a model made of these modules.
+
+    Args:
+        own: settings of ModelConfig that the family reads in its own way.
+    """
     settings = common_settings(hf, layers="num_hidden_layers", mlp="intermediate_size")
     activation = hf.get("hidden_act", "silu")
     refuse_unless(activation in ACTIVATIONS, f"hidden_act {activation!r}")
+    rope = rope_from_hf(hf, settings["max_positions"])
+    settings["max_positions"] = stretched_positions(rope, settings["max_positions"])
+    if (own.get("sliding_window") or 0) >= settings["max_positions"]:
+        # No window at all: such layers are cached on the host like any other.
+        own |= {"sliding_window": None, "sliding_layers": ()}
     return ModelConfig(
-        family="llama",
+        family=family,
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         activation=activation,
-        attention_bias=bool(hf.get("attention_bias", False)),
-        mlp_bias=bool(hf.get("mlp_bias", False)),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        rope=rope_from_hf(hf),
-        **settings,
+        rope=rope,
+        **{"attention_bias": False, "mlp_bias": False} | settings | own,
     )
 
 
@@ -58,20 +80,44 @@ class Layer(nnx.Module):
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         return self.attention_norm(x)
 
-    def query(self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]) -> Float[Array, "*b h d"]:
+    def query(
+        self,
+        a: Float[Array, "*b e"],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None = None,
+    ) -> Float[Array, "*b h d"]:
+        return self.finish_query(self.q(a), positions, lengths)
+
+    def finish_query(
+        self,
+        projected: Float[Array, "*b w"],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None = None,
+    ) -> Float[Array, "*b h d"]:
         c = self.config
         assert c.rope is not None
-        q = self.q(a).reshape(*a.shape[:-1], c.num_heads, c.head_dim)
-        return rotate(q, positions, c.rope) * jnp.asarray(c.scale, q.dtype)
+        q = projected.reshape(*projected.shape[:-1], c.num_heads, c.head_dim)
+        q = rotate(self.normed_query(q), positions, c.rope, lengths)
+        return q * jnp.asarray(c.scale, q.dtype)
 
     def key_value(
-        self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
+        self,
+        a: Float[Array, "*b e"],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None = None,
     ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
         c = self.config
         assert c.rope is not None
         kv = self.kv(a).reshape(*a.shape[:-1], 2 * c.num_kv_heads, c.head_dim)
         key, value = jnp.split(kv, 2, axis=-2)
-        return rotate(key, positions, c.rope), value
+        return rotate(self.normed_key(key), positions, c.rope, lengths), value
+
+    def normed_query(self, q: Float[Array, "*b h d"]) -> Float[Array, "*b h d"]:
+        """What stands between a projection and the rotation: nothing, here."""
+        return q
+
+    def normed_key(self, key: Float[Array, "*b k d"]) -> Float[Array, "*b k d"]:
+        return key
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
         return self.o(o.reshape(*o.shape[:-2], -1))

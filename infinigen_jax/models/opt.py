@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import ModelConfig, linear
-from infinigen_jax.models.hf import common_settings, refuse_unless
+from infinigen_jax.models.hf import common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.llama import ACTIVATIONS
 from infinigen_jax.models.norms import LayerNorm
 
@@ -22,6 +22,7 @@ POSITION_OFFSET = 2  # rows 0 and 1 of OPT's position table are not positions
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "opt"; refuse by name what is not implemented."""
     settings = common_settings(hf, layers="num_hidden_layers", mlp="ffn_dim")
+    refuse_sliding_windows(hf)
     refuse_unless(hf.get("do_layer_norm_before", True), "do_layer_norm_before=false (opt-350m)")
     projected = hf.get("word_embed_proj_dim", settings["hidden_size"])
     refuse_unless(projected == settings["hidden_size"], f"word_embed_proj_dim {projected}")
@@ -61,13 +62,29 @@ class Layer(nnx.Module):
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         return self.attention_norm(x)
 
-    def query(self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]) -> Float[Array, "*b h d"]:
+    def query(
+        self,
+        a: Float[Array, "*b e"],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None = None,
+    ) -> Float[Array, "*b h d"]:
+        return self.finish_query(self.q(a), positions)
+
+    def finish_query(
+        self,
+        projected: Float[Array, "*b w"],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None = None,
+    ) -> Float[Array, "*b h d"]:
         c = self.config
-        q = self.q(a) * jnp.asarray(c.scale, a.dtype)
-        return q.reshape(*a.shape[:-1], c.num_heads, c.head_dim)
+        q = projected * jnp.asarray(c.scale, projected.dtype)
+        return q.reshape(*projected.shape[:-1], c.num_heads, c.head_dim)
 
     def key_value(
-        self, a: Float[Array, "*b e"], positions: Int[Array, "*b"]
+        self,
+        a: Float[Array, "*b e"],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None = None,
     ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
         c = self.config
         kv = self.kv(a).reshape(*a.shape[:-1], 2 * c.num_kv_heads, c.head_dim)

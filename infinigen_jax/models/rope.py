@@ -1,15 +1,26 @@
-"""Rotary position embedding (Su et al., 2021) in the half-split layout of Hugging Face's models."""
+"""Rotary position embedding (Su et al., 2021) in the half-split layout of Hugging Face's models.
+
+Models are stretched beyond the context they were trained with by other frequencies:
+
+    linear    every frequency divided by `factor` (Chen et al., 2023)
+    dynamic   a base that grows with the sequence, once it is longer than the model's own context
+              ("NTK-aware", r/LocalLLaMA, 2023)
+    llama3    low frequencies divided by `factor`, high ones kept (LLaMA 3.1)
+    yarn      likewise with a ramp over the pairs, and scores sharpened (Peng et al., 2023)
+
+`dynamic` is as in transformers: a call of the model takes the base for the length that the
+sequence has by then. A prompt's keys so have the base of the prompt's length, and each further
+token's that of its own position; keys in the cache keep what they had.
+"""
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.errors import UnsupportedModelError
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,25 +29,40 @@ class Rope:
 
     Attributes:
         theta: base of the geometric series of wavelengths.
-        kind: "default", "linear" (positions divided by `factor`) or "llama3" (long wavelengths
-            divided by `factor`, a smooth transition between the two given frequency factors).
-        original_positions: context of the model before it was stretched ("llama3").
+        kind: one of KINDS.
+        factor: how far the context is stretched; at least 1.
+        original_positions: context of the model before it was stretched ("dynamic", "llama3",
+            "yarn").
+        low_frequency_factor, high_frequency_factor: turns within the original context between
+            which "llama3" changes over.
+        slow_turns, fast_turns: the same of "yarn" (its beta_slow and beta_fast).
+        truncate: whether the ramp of "yarn" starts and ends at whole pairs.
+        attention_factor: on rotated queries and keys alike ("yarn").
     """
 
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
+    original_positions: int = 8192
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
-    original_positions: int = 8192
+    slow_turns: float = 1.0
+    fast_turns: float = 32.0
+    truncate: bool = True
+    attention_factor: float = 1.0
 
     def frequencies(self, dim: int) -> np.ndarray:
-        """Angle per position of each of the `dim / 2` rotated pairs, float32."""
+        """Angle per position of each of the `dim / 2` rotated pairs, float32.
+
+        Of kind "dynamic" those within the original context.
+        """
         inverse = self.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
         if self.kind == "linear":
             inverse = inverse / self.factor
         elif self.kind == "llama3":
             inverse = self._llama3(inverse)
+        elif self.kind == "yarn":
+            inverse = self._yarn(inverse)
         return inverse.astype(np.float32)
 
     def _llama3(self, inverse: np.ndarray) -> np.ndarray:
@@ -45,49 +71,65 @@ class Rope:
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
         return inverse * (kept + (1.0 - kept) / self.factor)
 
+    def _yarn(self, inverse: np.ndarray) -> np.ndarray:
+        dim = 2 * len(inverse)
+
+        def pair_with(turns: float) -> float:
+            """The (fractional) pair that makes so many turns within the original context."""
+            wavelength = self.original_positions / (turns * 2 * math.pi)
+            return dim * math.log(wavelength) / (2 * math.log(self.theta))
+
+        first, last = pair_with(self.fast_turns), pair_with(self.slow_turns)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        # The bounds of transformers, and of the authors: the last one is meant for pairs, yet dim.
+        first, last = max(first, 0), min(last, dim - 1)
+        width = last - first if last != first else 0.001
+        stretched = np.clip((np.arange(len(inverse)) - first) / width, 0.0, 1.0)
+        return inverse * (1.0 - stretched + stretched / self.factor)
+
+    def angles(
+        self, positions: Int[Array, "*b"], lengths: Int[Array, "*b"], dim: int
+    ) -> Float[Array, "*b p"]:
+        """Of each of the p = `dim / 2` pairs, float32.
+
+        Args:
+            lengths: of the sequence in this call of the model, see `rotate`.
+        """
+        angles = positions[..., None].astype(jnp.float32) * _as_last(
+            self.frequencies(dim), positions.ndim
+        )
+        if self.kind != "dynamic" or dim == 2:
+            return angles
+        # theta * s^(d / (d-2)) as the base, in terms of the frequencies.
+        beyond = jnp.maximum(lengths - self.original_positions, 0).astype(jnp.float32)
+        growth = jnp.log1p(beyond * (self.factor / self.original_positions))
+        exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim - 2)
+        return angles * jnp.exp(-growth[..., None] * _as_last(exponents, positions.ndim))
+
 
 def rotate(
-    x: Float[Array, "*b heads d"], positions: Int[Array, "*b"], rope: Rope
+    x: Float[Array, "*b heads d"],
+    positions: Int[Array, "*b"],
+    rope: Rope,
+    lengths: Int[Array, "*b"] | None = None,
 ) -> Float[Array, "*b heads d"]:
-    """Rotate each pair (i, i + d/2) of every head by position times frequency; float32 inside."""
-    turns = positions[..., None, None].astype(jnp.float32)
-    frequencies = jnp.asarray(rope.frequencies(x.shape[-1]))
-    angles = turns * frequencies.reshape((1,) * (turns.ndim - 1) + (-1,))
+    """Rotate each pair (i, i + d/2) of every head by position times frequency; float32 inside.
+
+    Args:
+        lengths: tokens that the sequence has in this call of the model, for the kind "dynamic";
+            those up to the token itself by default, as in a decode step.
+    """
+    lengths = positions + 1 if lengths is None else lengths
+    angles = rope.angles(positions, lengths, x.shape[-1])[..., None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.attention_factor != 1.0:
+        cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
 
 
-_KINDS = ("default", "linear", "llama3")
-
-
-def rope_from_hf(config: Mapping[str, Any]) -> Rope:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    settings = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    kind = settings.get("rope_type") or settings.get("type") or "default"
-    if kind not in _KINDS:
-        raise UnsupportedModelError(
-            f"config.json: rope type {kind!r} is not supported (supported: {', '.join(_KINDS)})"
-        )
-    if settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedModelError("config.json: partial_rotary_factor other than 1 is refused")
-    theta = settings.get("rope_theta", config.get("rope_theta", 10000.0))
-    if kind == "default":
-        return Rope(theta=float(theta))
-    try:
-        factor = float(settings["factor"])
-        if kind == "linear":
-            return Rope(theta=float(theta), kind=kind, factor=factor)
-        return Rope(
-            theta=float(theta),
-            kind=kind,
-            factor=factor,
-            low_frequency_factor=float(settings["low_freq_factor"]),
-            high_frequency_factor=float(settings["high_freq_factor"]),
-            original_positions=int(settings["original_max_position_embeddings"]),
-        )
-    except KeyError as missing:
-        raise UnsupportedModelError(
-            f"config.json: rope type {kind!r} without its setting {missing}"
-        ) from None
+def _as_last(values: np.ndarray, leading: int) -> Float[Array, "*one p"]:
+    """For multiplication with arrays of so many leading axes."""
+    return jnp.asarray(values).reshape((1,) * leading + (-1,))

@@ -1,0 +1,16 @@
+"""Ministral: Mistral, with a sliding window in the layers that its configuration names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.hf import sliding_windows
+from infinigen_jax.models.llama import Embedding, Layer, relative_from_hf
+
+__all__ = ["Embedding", "Layer", "config_from_hf"]
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translate a `config.json` of model_type "ministral"; refuse what is not implemented."""
+    hf = {"num_key_value_heads": 8, **hf}
+    return relative_from_hf(hf, "ministral", **sliding_windows(hf, hf.get("sliding_window", 4096)))

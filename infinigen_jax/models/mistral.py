@@ -1,0 +1,19 @@
+"""Mistral (also Zephyr, OpenHermes and others of its kind): LLaMA, in version 0.1 with a window."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.hf import FULL, refuse_unless, sliding_windows
+from infinigen_jax.models.llama import Embedding, Layer, relative_from_hf
+
+__all__ = ["Embedding", "Layer", "config_from_hf"]
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translate a `config.json` of model_type "mistral"; refuse what is not implemented."""
+    window = hf.get("sliding_window", 4096)
+    mixed = window and FULL in (hf.get("layer_types") or ())
+    refuse_unless(not mixed, "layer_types in a mistral model (model_type ministral has them)")
+    hf = {"num_key_value_heads": 8, **hf, "layer_types": None}
+    return relative_from_hf(hf, "mistral", **sliding_windows(hf, window))

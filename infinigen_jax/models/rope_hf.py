@@ -1,0 +1,112 @@
+"""Reading the rotary embedding from Hugging Face's `config.json`."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from infinigen_jax.errors import UnsupportedModelError
+from infinigen_jax.models.hf import refuse_unless
+from infinigen_jax.models.rope import KINDS, Rope
+
+
+def rope_from_hf(hf: Mapping[str, Any], positions: int) -> Rope:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+    Args:
+        positions: max_position_embeddings.
+
+    Raises:
+        UnsupportedModelError: naming the kind or the setting that is not implemented.
+    """
+    settings = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+    nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
+    refuse_unless(not nested, f"rope_parameters of its own for {', '.join(nested)}")
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in KINDS:
+        raise UnsupportedModelError(
+            f"config.json: rope type {kind!r} is not supported (supported: {', '.join(KINDS)})"
+        )
+    partial = settings.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    refuse_unless(partial in (None, 1), f"partial_rotary_factor {partial}")
+    theta = _positive(settings.get("rope_theta") or hf.get("rope_theta") or 10000.0, "rope_theta")
+    original = int(
+        hf.get("original_max_position_embeddings")
+        or settings.get("original_max_position_embeddings")
+        or positions
+    )
+    _positive(original, "original_max_position_embeddings")
+    read = {"linear": _stretched, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
+    try:
+        found = read[kind](settings, original, positions) if kind != "default" else {}
+    except KeyError as missing:
+        raise UnsupportedModelError(
+            f"config.json: rope type {kind!r} without its setting {missing}"
+        ) from None
+    return Rope(theta=theta, kind=kind, **found)
+
+
+def stretched_positions(rope: Rope, positions: int) -> int:
+    """The longest sequence that a model is made for, of its max_position_embeddings.
+
+    With some kinds that is usually the context before it was stretched.
+    """
+    if rope.kind in ("linear", "dynamic"):
+        return round(positions * rope.factor)
+    if rope.kind == "yarn":
+        return max(positions, round(rope.original_positions * rope.factor))
+    return positions
+
+
+def _stretched(settings: Mapping[str, Any], original: int, positions: int) -> dict[str, Any]:
+    factor = _positive(settings["factor"], "rope factor")
+    refuse_unless(factor >= 1, f"a rope factor below 1 ({factor:g})")
+    return {"factor": factor}
+
+
+def _dynamic(settings: Mapping[str, Any], original: int, positions: int) -> dict[str, Any]:
+    return _stretched(settings, original, positions) | {"original_positions": positions}
+
+
+def _llama3(settings: Mapping[str, Any], original: int, positions: int) -> dict[str, Any]:
+    low = _positive(settings["low_freq_factor"], "low_freq_factor")
+    high = _positive(settings["high_freq_factor"], "high_freq_factor")
+    refuse_unless(high > low, f"high_freq_factor {high:g} with low_freq_factor {low:g}")
+    return _stretched(settings, original, positions) | {
+        "original_positions": original,
+        "low_frequency_factor": low,
+        "high_frequency_factor": high,
+    }
+
+
+def _yarn(settings: Mapping[str, Any], original: int, positions: int) -> dict[str, Any]:
+    if settings["factor"] is None:
+        settings = {**settings, "factor": positions / original}
+    found = _stretched(settings, original, positions)
+    fast = _positive(settings.get("beta_fast") or 32.0, "beta_fast")
+    slow = _positive(settings.get("beta_slow") or 1.0, "beta_slow")
+    attention = settings.get("attention_factor")
+    if attention is None:
+        attention = _yarn_attention(settings, found["factor"])
+    return found | {
+        "original_positions": original,
+        "fast_turns": fast,
+        "slow_turns": slow,
+        "truncate": bool(settings.get("truncate", True)),
+        "attention_factor": _positive(attention, "attention_factor"),
+    }
+
+
+def _yarn_attention(settings: Mapping[str, Any], factor: float) -> float:
+    """0.1 ln(factor) + 1 as in the paper (its equation 22), or DeepSeek's ratio of two such."""
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0
+
+    above, below = settings.get("mscale"), settings.get("mscale_all_dim")
+    return scale(float(above)) / scale(float(below)) if above and below else scale(1.0)
+
+
+def _positive(value: Any, name: str) -> float:
+    number = float(value)
+    refuse_unless(0 < number < math.inf, f"{name} {value}")
+    return number
