@@ -70,7 +70,8 @@ def read(model: Model, tokens: list[list[int]]) -> Prompt:
 
 def start(engine: Engine, prompt: Prompt, new_tokens: int) -> Run:
     """`engine.start`, with the prompt's cache filled in and not computed."""
-    if engine.decoder.policy.observes:  # it learns from queries, which are not kept
+    # Some policies learn from queries, which are not kept; some layers attend to a window.
+    if engine.decoder.policy.observes or engine.model.config.sliding_layers:
         return engine.start(prompt.tokens, new_tokens)
     with mock.patch.object(infinigen_jax.run, "prefill", functools.partial(_fill, prompt)):
         return engine.start(prompt.tokens, new_tokens)
@@ -114,7 +115,7 @@ def _fill(
     states: list[Any] = []
     scales: list[Any] = []
     for i, rows in enumerate(prompt.rows):
-        number = i - decoder.dense_layers
+        number = decoder.host_number(i)
         if number < 0:
             local.append(store.dense(rows, capacity))
             continue

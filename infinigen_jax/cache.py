@@ -1,8 +1,9 @@
 """Where the KV cache lives: the host array, and what stays on the device.
 
-A layer's rows are kept in one of two forms.
+A layer's rows are kept in one of three forms.
 
 `DenseLayer`: all of them on the device (the first layers, whose attention is broad).
+`Sliding`: on the device, a ring of the layer's own window, which is all that it attends to.
 `Resident`: all of them in the host array, slot = position, and on the device only the attention
 sinks and a ring of the most recent tokens, the current one included:
 
@@ -84,6 +85,47 @@ class DenseLayer(NamedTuple):
         return Part(self.keys, self.values, valid[:, None])
 
 
+class Sliding(NamedTuple):
+    """The cache of a layer with a sliding window: position p at p mod n.
+
+    n is the window, or the cache's capacity where that is less.
+    """
+
+    keys: Float[Array, "b k n d"]
+    values: Float[Array, "b k n d"]
+
+    @property
+    def slots(self) -> Slots:
+        return Slots(0, self.keys.shape[2])
+
+    @classmethod
+    def from_prompt(
+        cls,
+        keys: Float[Array, "b s k d"],
+        values: Float[Array, "b s k d"],
+        lengths: Int[Array, " b"],
+        size: int,
+    ) -> "Sliding":
+        """The last `size` tokens of prompts of these lengths."""
+        positions = jnp.maximum(Slots(0, size).positions(lengths - 1), 0)
+
+        def place(x: Array) -> Array:
+            return jnp.take_along_axis(x.swapaxes(1, 2), positions[:, None, :, None], axis=2)
+
+        return cls(place(keys), place(values))
+
+    def write(
+        self, key: Float[Array, "b k d"], value: Float[Array, "b k d"], position: Int[Array, " b"]
+    ) -> "Sliding":
+        """The current token's row, in place where donated."""
+        slot = self.slots.of(position)
+        return Sliding(_put(self.keys, key, slot), _put(self.values, value, slot))
+
+    def part(self, position: Int[Array, " b"]) -> Part:
+        """The window of the current token."""
+        return Part(self.keys, self.values, (self.slots.positions(position) >= 0)[:, None])
+
+
 class Resident(NamedTuple):
     """What stays on the device of a layer whose cache is on the host.
 
@@ -138,6 +180,9 @@ class Resident(NamedTuple):
         return jnp.take_along_axis(self.rows, slots.of(positions)[:, None, :, None], axis=2)
 
 
+Local = DenseLayer | Sliding | Resident  # what the device keeps of a layer
+
+
 class HostLayer(NamedTuple):
     """Where and how the host keeps a layer's rows.
 
@@ -159,7 +204,7 @@ class Cache(NamedTuple):
         host: rows of the layers kept on the host, as `rows.RowFormat` stores them; None if there
             are none.
         states: what the policy keeps on the device for each of them (an index).
-        local: one DenseLayer or Resident per layer.
+        local: of every layer, what the device keeps.
         lengths: tokens cached per sequence.
         scales: of the stored rows, for each layer on the host.
         hot: the hot set of each layer on the host; None where it has none.
@@ -167,7 +212,7 @@ class Cache(NamedTuple):
 
     host: Shaped[Array, "l b k t w"] | None
     states: tuple[Any, ...]
-    local: tuple[DenseLayer | Resident, ...]
+    local: tuple[Local, ...]
     lengths: Int[Array, " b"]
     scales: tuple[Any, ...] = ()
     hot: tuple[HotSet | None, ...] = ()

@@ -8,6 +8,7 @@ resident rows, and from there to the host in `flush`, one donated update every `
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from infinigen_jax.attention import (
     packed,
     start_softmax,
 )
-from infinigen_jax.cache import Cache, DenseLayer, HostLayer, Resident, Slots
+from infinigen_jax.cache import Cache, HostLayer, Local, Resident, Slots
 from infinigen_jax.memory import append_rows, gather_rows, read_block
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.policies.base import Attended, Policy
@@ -114,7 +115,8 @@ class Decoder:
     """The pure functions of a step, for one model architecture and one set of choices.
 
     Attributes:
-        dense_layers: leading layers whose cache stays on the device.
+        dense_layers: leading layers whose cache stays on the device. So does that of layers with
+            a sliding window.
         mesh: axes "data" (sequences) and "model" (KV heads).
         rows: format of the host's rows, see `row_format`.
         hot_set: entries of the hot set, in multiples of a request; 0 for none, else at least 1.
@@ -139,10 +141,25 @@ class Decoder:
     def slots(self) -> Slots:
         return Slots(self.policy.sinks, self.policy.window)
 
+    @functools.cached_property
+    def on_host(self) -> tuple[int, ...]:
+        """The layers that have their cache on the host, by their number in the model."""
+        layers = range(self.dense_layers, self.config.num_layers)
+        return tuple(i for i in layers if self.config.window_of(i) is None)
+
     @property
     def host_layers(self) -> int:
         """How many layers have their cache on the host."""
-        return self.config.num_layers - self.dense_layers
+        return len(self.on_host)
+
+    def host_number(self, layer: int) -> int:
+        """Of a layer of the model, among those on the host; -1 for one that is not."""
+        return self.on_host.index(layer) if layer in self.on_host else -1
+
+    def ring_size(self, layer: int, capacity: int) -> int | None:
+        """Tokens in the cache of a layer with a sliding window; None for other layers."""
+        window = self.config.window_of(layer)
+        return None if window is None else min(window, capacity)
 
     @property
     def row_format(self) -> RowFormat:
@@ -151,16 +168,19 @@ class Decoder:
 
     def streams(self, number: int) -> bool:
         """Whether this host layer is attended whole, block by block."""
-        return self.policy.streams(self.dense_layers + number)
+        return self.policy.streams(self.on_host[number])
 
     @property
     def requests_first(self) -> bool:
         """Whether layer 0 is on the host and no layer before it could request its rows."""
-        return self.policy.ahead and self.dense_layers == 0 and self.host_layers > 0
+        return self.policy.ahead and self.host_number(0) == 0
 
     def fetches_for(self, layer: int) -> int:
-        """The host layer that rows are requested for in a layer of the model, by its input."""
-        return layer - self.dense_layers + self.policy.ahead
+        """The host layer that rows are requested for in a layer of the model, by its input.
+
+        -1 where there is none.
+        """
+        return self.host_number(layer + self.policy.ahead)
 
     def padded_rows(self, capacity: int) -> int | None:
         """Rows that a step moves per sequence and KV head, whatever is meant, of all layers.
@@ -191,14 +211,14 @@ class Decoder:
         self,
         params: Params,
         carry: Carry,
-        local: DenseLayer | Resident,
+        local: Local,
         hot: HotSet | None,
         state: Any,
         host: Shaped[Array, "l b k t w"] | None,
         own: HostLayer | None,
         following: Following | None,
         positions: Int[Array, " b"],
-    ) -> tuple[Carry, DenseLayer | Resident, HotSet | None, Any]:
+    ) -> tuple[Carry, Local, HotSet | None, Any]:
         """One layer of a step.
 
         Args:
@@ -208,7 +228,7 @@ class Decoder:
             hot: the hot set of the layer in `following`, if it has one.
             state: the policy's for this layer, if the policy observes; else None.
             host: the host cache, read-only.
-            own: which of the host's layers this one is; None for a dense layer.
+            own: which of the host's layers this one is; None for one that is on the device.
             following: the layer to fetch rows for, if any: the next one, or this one for policies
                 that do not look ahead.
             positions: of the current tokens.
@@ -235,7 +255,7 @@ class Decoder:
             if started is not None:
                 ticket, q = self.transfer.behind(started.ticket, q)
                 started = started._replace(ticket=ticket)
-            if isinstance(local, DenseLayer):
+            if not isinstance(local, Resident):
                 local = local.write(key, value, positions)
                 o = attend(q, local.part(positions))
             else:
@@ -412,7 +432,7 @@ class Decoder:
         return Tail(jnp.where((missing > 0)[..., None], score, -jnp.inf), mean)
 
     def own_layer(self, weights: Weights, cache: Cache, number: int, at: Any) -> HostLayer | None:
-        """Where the host keeps this host layer's rows; None for a dense layer's number, below 0."""
+        """Where the host keeps this host layer's rows; None for a number below 0, of no layer."""
         if number < 0:
             return None
         mean = weights.policy[number].get("mean") if self.policy.has_tail else None
@@ -452,7 +472,7 @@ class Decoder:
         """The host layer of this number, for the layer before it to speculate."""
         if not 0 <= number < self.host_layers or self.streams(number):
             return None
-        params = weights.params["layers"][self.dense_layers + number]
+        params = weights.params["layers"][self.on_host[number]]
         return Following(params, weights.policy[number], cache.states[number], at)
 
     def embed(self, params: Params, tokens: Int[Array, " b"], positions: Int[Array, " b"]) -> Carry:

@@ -115,8 +115,7 @@ class Engine:
             float(hot_set),
             eviction,
         )
-        host_layers = range(dense_layers, model.config.num_layers)
-        prepared = tuple(chosen.prepare(model, i) for i in host_layers)
+        prepared = tuple(chosen.prepare(model, i) for i in self.decoder.on_host)
         self.weights = jax.device_put(Weights(model.params, prepared), Placement(self.mesh).whole)
 
     def encode(self, prompt: Prompt) -> list[int]:

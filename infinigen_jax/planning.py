@@ -1,7 +1,7 @@
 """How much memory a generation takes, reckoned before anything is allocated."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ class MemoryPlan:
 
     Attributes:
         host_cache: rows of the layers on the host.
-        dense_cache: rows of the layers kept on the device.
+        dense_cache: rows of the layers kept on the device, sliding windows among them.
         index: the policy's state.
         resident: sinks and recent windows; sums of values.
         hot: hot sets with their directories.
@@ -61,12 +61,19 @@ def plan_memory(decoder: Decoder, batch: int, prompt: int, capacity: int) -> Mem
     fetch = 2 * row * (policy.request_size(capacity) if selecting else 0)
     return MemoryPlan(
         host_cache=decoder.host_layers * capacity * stored_row,
-        dense_cache=decoder.dense_layers * capacity * row,
+        dense_cache=row * sum(_tokens_on_device(decoder, capacity)),
         index=index,
         resident=decoder.host_layers * decoder.slots.size * row + selecting * sums,
         hot=hot,
         workspace=max(batch * prompt * width * item + extra, fetch),
     )
+
+
+def _tokens_on_device(decoder: Decoder, capacity: int) -> Iterator[int]:
+    """Of each layer that is not on the host."""
+    for layer in range(decoder.config.num_layers):
+        if layer not in decoder.on_host:
+            yield decoder.ring_size(layer, capacity) or capacity
 
 
 def _bytes(make: Callable[[], Any]) -> int:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
 from infinigen_jax.attention import causal_attention
-from infinigen_jax.cache import Cache, DenseLayer, Resident
+from infinigen_jax.cache import Cache, DenseLayer, Local, Resident, Sliding
 from infinigen_jax.decode import Decoder, Weights
 from infinigen_jax.memory import Placement, allocate_host, write_layer
 from infinigen_jax.models import Params
@@ -30,7 +30,7 @@ class PrefillSteps(NamedTuple):
     """The compiled functions of a prefill."""
 
     embed: Any
-    dense_layer: Any
+    device_layer: Any
     host_layer: Any
     streamed_layer: Any
     hot_set: Any
@@ -65,13 +65,14 @@ def prefill(
         shape = (decoder.host_layers, batch, config.num_kv_heads, capacity, stored.width)
         host = allocate_host(shape, stored.storage, decoder.mesh)
     x = run.embed(weights.params["embedding"], prompts)
-    local: list[DenseLayer | Resident] = []
+    local: list[Local] = []
     states: list[Any] = []
     scales: list[Any] = []
     for i, params in enumerate(weights.params["layers"]):
-        number = i - decoder.dense_layers
+        number = decoder.host_number(i)
         if number < 0:
-            x, layer = run.dense_layer(params, x, capacity=capacity)
+            ring = decoder.ring_size(i, capacity)
+            x, layer = run.device_layer(params, x, lengths, capacity=capacity, ring=ring)
         else:
             run_layer = run.streamed_layer if decoder.streams(number) else run.host_layer
             x, layer, state, fitted, host = run_layer(
@@ -95,8 +96,17 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
     def embed(params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s e"]:
         return decoder.blueprint.embedding(params).embed(tokens, _positions(tokens))
 
-    def dense_layer(params: Params, x: Float[Array, "b s e"], capacity: int) -> tuple:
-        x, keys, values = prompt_layer(decoder.blueprint.layer(params), x)
+    def device_layer(
+        params: Params,
+        x: Float[Array, "b s e"],
+        lengths: Int[Array, " b"],
+        capacity: int,
+        ring: int | None,
+    ) -> tuple:
+        layer = decoder.blueprint.layer(params)
+        x, keys, values = prompt_layer(layer, x, lengths, ring)
+        if ring is not None:
+            return x, Sliding.from_prompt(keys, values, lengths, ring)
         return x, DenseLayer.from_prompt(keys, values, capacity)
 
     def host_layer(
@@ -108,7 +118,8 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         number: Int[Array, ""],
         streams: bool,
     ) -> tuple:
-        x, keys, values, queries = prompt_layer_queries(decoder.blueprint.layer(params), x)
+        layer = decoder.blueprint.layer(params)
+        x, keys, values, queries = prompt_layer_queries(layer, x, lengths)
         rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
         resident, state, scales, host = keep_rows(
             decoder, policy_weights, rows, lengths, host, number, streams
@@ -138,9 +149,9 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
 
     return PrefillSteps(
         embed=jax.jit(embed, out_shardings=at.batch),
-        dense_layer=jax.jit(
-            dense_layer,
-            static_argnames="capacity",
+        device_layer=jax.jit(
+            device_layer,
+            static_argnames=("capacity", "ring"),
             donate_argnums=1,
             out_shardings=(at.batch, at.rows),
         ),
@@ -182,20 +193,36 @@ def keep_rows(
 
 
 def prompt_layer(
-    layer: Layer, x: Float[Array, "b s e"]
+    layer: Layer,
+    x: Float[Array, "b s e"],
+    lengths: Int[Array, " b"] | None = None,
+    window: int | None = None,
 ) -> tuple[Float[Array, "b s e"], Float[Array, "b s k d"], Float[Array, "b s k d"]]:
-    """One layer over whole prompts: its output, keys and values."""
-    x, keys, values, _ = prompt_layer_queries(layer, x)
+    """One layer over whole prompts: its output, keys and values.
+
+    Args:
+        lengths: of the prompts; s by default.
+        window: how many tokens a token attends to, if not all before it.
+    """
+    x, keys, values, _ = prompt_layer_queries(layer, x, lengths, window)
     return x, keys, values
 
 
-def prompt_layer_queries(layer: Layer, x: Float[Array, "b s e"]) -> tuple[Array, ...]:
+def prompt_layer_queries(
+    layer: Layer,
+    x: Float[Array, "b s e"],
+    lengths: Int[Array, " b"] | None = None,
+    window: int | None = None,
+) -> tuple[Array, ...]:
     """As `prompt_layer`, and the queries [b, s, h, d], scaled and rotated."""
     positions = _positions(x[..., 0])
+    whole = jnp.full_like(positions, x.shape[1]) if lengths is None else lengths[:, None]
+    whole = jnp.broadcast_to(whole, positions.shape)
     a = layer.attention_input(x)
-    keys, values = layer.key_value(a, positions)
-    queries = layer.query(a, positions)
-    x = x + layer.attention_output(causal_attention(queries, keys, values))
+    keys, values = layer.key_value(a, positions, whole)
+    queries = layer.query(a, positions, whole)
+    attended = causal_attention(queries, keys, values, window=window)
+    x = x + layer.attention_output(attended)
     return x + layer.mlp(x), keys, values, queries
 
 

@@ -256,14 +256,14 @@ class Run:
         carry = run.embed(weights.params["embedding"], self.drawn, positions)
 
         def following(number: int) -> Any:
-            inside = 0 <= number < decoder.host_layers
-            return decoder.following(weights, cache, number, numbers[number]) if inside else None
+            there = 0 <= number < decoder.host_layers
+            return decoder.following(weights, cache, number, numbers[number]) if there else None
 
         hot, states, updated = list(cache.hot), list(cache.states), []
         if decoder.requests_first and (first := following(0)) is not None:
             carry, hot[0] = run.first(carry, first, hot[0], cache.host, positions)
         for i, params in enumerate(weights.params["layers"]):
-            own = i - decoder.dense_layers
+            own = decoder.host_number(i)
             target = decoder.fetches_for(i)
             ahead = following(target)
             observes = own >= 0 and decoder.policy.observes

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from infinigen_jax.cache import Cache, DenseLayer, HostLayer, Resident
+from infinigen_jax.cache import Cache, HostLayer, Local
 from infinigen_jax.decode import Carry, Counts, Decoder, Fetched, Following, Weights
 from infinigen_jax.memory import Placement
 from infinigen_jax.models import Params
@@ -32,7 +32,7 @@ class Watched(NamedTuple):
         params: of this layer.
         before, after: the carry into it and out of it.
         local: its rows on the device, the current token's included.
-        own: which of the host's layers it is; None for a dense layer.
+        own: which of the host's layers it is; None for one that is on the device.
         selection: what its rows are selected by; None for a layer of which none are selected.
         host: the host cache.
         positions: of the current tokens.
@@ -42,7 +42,7 @@ class Watched(NamedTuple):
     params: Params
     before: Carry
     after: Carry
-    local: DenseLayer | Resident
+    local: Local
     own: HostLayer | None
     selection: Following | None
     host: Array | None
@@ -89,7 +89,6 @@ def steps(decoder: Decoder) -> Steps:
         records = []
         host, positions, hot = cache.host, cache.lengths, list(cache.hot)
         carry = decoder.embed(weights.params["embedding"], tokens, positions)
-        dense = decoder.dense_layers
         number = [jnp.int32(i) for i in range(decoder.host_layers)]
         following = [
             decoder.following(weights, cache, i, number[i]) for i in range(decoder.host_layers)
@@ -99,8 +98,8 @@ def steps(decoder: Decoder) -> Steps:
             carry, hot[0] = decoder.request_first(carry, following[0], hot[0], host, positions)
         local, states = list(cache.local), list(cache.states)
         for i, params in enumerate(weights.params["layers"]):
-            own, ahead = i - dense, decoder.fetches_for(i)
-            fetches = 0 <= ahead < decoder.host_layers
+            own, ahead = decoder.host_number(i), decoder.fetches_for(i)
+            fetches = ahead >= 0
             before = carry
             place = decoder.own_layer(weights, cache, own, number[own] if own >= 0 else None)
             with jax.named_scope(f"layer{i}"):
@@ -139,7 +138,7 @@ def steps(decoder: Decoder) -> Steps:
         host: Array | None,
         states: tuple[Any, ...],
         scales: tuple[Any, ...],
-        local: tuple[DenseLayer | Resident, ...],
+        local: tuple[Local, ...],
         hot: tuple[HotSet | None, ...],
         positions: Array,
         tokens: Array,
@@ -157,7 +156,7 @@ def steps(decoder: Decoder) -> Steps:
         host: Array | None,
         states: tuple[Any, ...],
         scales: tuple[Any, ...],
-        local: tuple[DenseLayer | Resident, ...],
+        local: tuple[Local, ...],
         hot: tuple[HotSet | None, ...],
         positions: Array,
         tokens: Array,

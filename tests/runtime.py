@@ -20,6 +20,16 @@ HF: dict[str, dict[str, Any]] = {
     "mqa": {"model_type": "llama", "num_key_value_heads": 1},
     "opt": {"model_type": "opt", "ffn_dim": 24},
 }
+RELATIVES: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12},
+    "windows": {
+        "model_type": "ministral",
+        "num_key_value_heads": 2,
+        "sliding_window": 9,
+        "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full", "full")],
+    },
+}
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -39,7 +49,7 @@ def random_basis(kv_heads: int, d: int, seed: int) -> Basis:
 
 @functools.cache
 def random_model(name: str, dtype: str = "float32", with_basis: bool | None = None) -> Model:
-    """A model of HF by name, the same object every time, so that compilations are shared.
+    """A model by name, the same object every time, so that compilations are shared.
 
     Weights are larger than usual, and norms and biases random: queries and keys are then large
     enough for attention to choose among tokens, and for layers to differ.
@@ -47,7 +57,7 @@ def random_model(name: str, dtype: str = "float32", with_basis: bool | None = No
     Args:
         with_basis: as after conversion by default (RoPE models have one; OPT's is absorbed).
     """
-    config = config_from_hf(COMMON | HF[name])
+    config = config_from_hf(COMMON | (HF | RELATIVES)[name])
     params = random_params(config, dtype)
     rng = np.random.default_rng(5)
 

@@ -59,10 +59,12 @@ def test_an_unrelated_input_keeps_its_own_kernel():
     np.testing.assert_allclose(same.bias, 0, atol=1e-12)
 
 
-@pytest.fixture(scope="module", params=["llama", "opt"])
+@pytest.fixture(scope="module", params=["llama", "opt", "qwen2", "qwen3"])
 def converted(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("balanced")
-    settings = {"num_key_value_heads": 2} if request.param == "llama" else {}
+    settings = {} if request.param == "opt" else {"num_key_value_heads": 2}
+    if request.param == "qwen3":
+        settings["head_dim"] = 20
     made = make_tiny(folder / "source", request.param, num_hidden_layers=3, **settings)
     return convert(made.folder, folder / "out", calibration=IDS, skew="balanced")
 

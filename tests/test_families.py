@@ -1,44 +1,58 @@
 """LLaMA's relatives and stretched rotary embeddings against transformers, in float32.
 
 Logits of a whole pass; then through convert, load and the engine, token by token, beside
-transformers' own generation with its cache.
+transformers' own decoding with its cache.
 """
 
-import json
+import copy
+import dataclasses
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import logits_of, make_tiny
+from runtime import ALL, SPARSE, counts_of, finished, random_model
+from tiny import LLAMA, TEXT, logits_of, make_tiny
 
 from infinigen_jax import checkpoint
+from infinigen_jax.cache import DenseLayer, Resident, Sliding
 from infinigen_jax.convert import convert
+from infinigen_jax.engine import Engine
+from infinigen_jax.models import config_from_hf
+from infinigen_jax.policies import Full
 
-# Two orders of the same float32 sums over at most 64 terms and 4 layers, logits up to about 10.
+# Two orders of the same float32 sums over at most 64 terms and 3 layers, logits up to about 10.
 TOLERANCE = 1e-4
 
-SLIDES = {"use_sliding_window": True, "sliding_window": 7}
-MIXED = {
-    "sliding_window": 7,
-    "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
-}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+GQA = {"num_key_value_heads": 2}
 
 
-def rope(**settings) -> dict:
+def kinds(pattern: str) -> dict[str, Any]:
+    """Layers with a window of 7 tokens, and without."""
+    names = {"s": "sliding_attention", "f": "full_attention"}
+    return {"sliding_window": 7, "layer_types": [names[kind] for kind in pattern]}
+
+
+def rope(**settings) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0} | settings}
 
 
-MODELS = {
-    "mistral": ("mistral", {"sliding_window": None, "num_key_value_heads": 2}),
-    "mistral 0.1": ("mistral", {"sliding_window": 7, "num_key_value_heads": 2}),
-    "ministral": ("ministral", {**MIXED, "head_dim": 12, "num_key_value_heads": 2}),
-    "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "qwen2 windows": ("qwen2", {**SLIDES, "max_window_layers": 2}),
-    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 20}),
+DYNAMIC = rope(rope_type="dynamic", factor=4.0) | {"max_position_embeddings": 16}
+USED = {"use_sliding_window": True}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("mistral", {"sliding_window": None} | GQA),
+    "mistral 0.1": ("mistral", {"sliding_window": 7} | GQA),
+    "ministral": ("ministral", kinds("fsf") | GQA | {"head_dim": 12}),
+    "qwen2": ("qwen2", GQA | {"tie_word_embeddings": True}),
+    "qwen2 windows": ("qwen2", USED | {"sliding_window": 7, "max_window_layers": 2}),
+    "qwen3": ("qwen3", GQA | {"head_dim": 20}),
     "qwen3 tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
-    "qwen3 windows": ("qwen3", {"head_dim": 20, "use_sliding_window": True, **MIXED}),
+    "qwen3 windows": ("qwen3", USED | kinds("sff") | GQA | {"head_dim": 20}),
     "linear": ("llama", rope(rope_type="linear", factor=4.0)),
-    "dynamic": ("llama", rope(rope_type="dynamic", factor=4.0) | {"max_position_embeddings": 16}),
+    "dynamic": ("llama", DYNAMIC),
     "yarn": ("llama", rope(**YARN)),
     "yarn in qwen3": ("qwen3", rope(**YARN) | {"head_dim": 20}),
     "yarn, all settings": (
@@ -52,7 +66,167 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_a_whole_pass(name, tokens, tmp_path):
     family, settings = MODELS[name]
-    reference = make_tiny(tmp_path / "source", family, num_hidden_layers=4, **settings)
+    reference = make_tiny(tmp_path / "source", family, num_hidden_layers=3, **settings)
     model = checkpoint.load(convert(reference.folder, tmp_path / "out", skew="none"), "float32")
     expected = reference.logits(tokens)
     np.testing.assert_allclose(logits_of(model, tokens), expected, atol=TOLERANCE, rtol=0)
+
+
+PROMPTS = [[int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (27, 5, 14)]
+NEW = 12
+
+
+def greedy(reference: Any, prompt: list[int]) -> tuple[list[int], np.ndarray]:
+    """What transformers generates with its cache, and the logits [NEW, v] that it draws from."""
+    import torch
+
+    model = copy.deepcopy(reference)  # one with dynamic frequencies remembers the longest call
+    logits, past, inputs = [], None, torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(NEW):
+            made = model(inputs, past_key_values=past, use_cache=True)
+            past, inputs = made.past_key_values, made.logits[:, -1:].argmax(-1)
+            logits.append(made.logits[0, -1].numpy())
+    return [int(row.argmax()) for row in logits], np.stack(logits)
+
+
+def record_output(decoder, layer):
+    return layer.after, layer.after.x
+
+
+def decoded(engine: Engine, tokens: list[list[int]]) -> np.ndarray:
+    """Logits [b, NEW - 1, v] of decode steps over given tokens, behind PROMPTS."""
+    run, steps = engine.start(PROMPTS, NEW), []
+    embedding = engine.decoder.blueprint.embedding(engine.weights.params["embedding"])
+    for column in np.array(tokens).T[:-1]:
+        records = run.watch(record_output, column, column)[1]
+        steps.append(np.asarray(embedding.logits(records[-1])))
+    return np.stack(steps, axis=1)
+
+
+OFTEN = ("mistral 0.1", "qwen3 windows", "dynamic", "yarn, all settings")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in MODELS]
+)
+def test_decoding_is_that_of_transformers(name, tmp_path):
+    """Calibrated and skewed; the window fits one prompt whole and moves over the others."""
+    family, settings = MODELS[name]
+    reference = make_tiny(tmp_path / "source", family, num_hidden_layers=3, **settings)
+    model = checkpoint.load(convert(reference.folder, tmp_path / "out", calibration=TEXT))
+    model = dataclasses.replace(model, path=None)  # there is no tokenizer in it
+    expected = [greedy(reference.model, prompt) for prompt in PROMPTS]
+    tokens = [tokens for tokens, _ in expected]
+    everything, full = (Engine(model, policy=policy, dense_layers=1) for policy in (ALL, Full()))
+    for row, (_, of_row) in zip(decoded(everything, tokens), expected, strict=True):
+        np.testing.assert_allclose(row, of_row[1:], atol=TOLERANCE, rtol=0)
+        assert row.argmax(-1).tolist() == of_row[1:].argmax(-1).tolist()
+    assert full.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True).tokens == tokens
+
+
+# Layers with a window.
+
+
+def test_layers_with_a_window_stay_on_the_device():
+    model = random_model("windows")
+    run = finished(Engine(model, policy=SPARSE, dense_layers=1), PROMPTS, NEW)
+    assert run.decoder.on_host == (2, 3)
+    assert [type(local) for local in run.cache.local] == [DenseLayer, Sliding, Resident, Resident]
+    assert run.cache.host is not None and run.cache.host.shape[0] == 2
+    local = run.cache.local[1]
+    assert isinstance(local, Sliding) and local.keys.shape[2] == 9
+    on_device = jax.tree.leaves(run.cache.local[:2])
+    assert run.plan.dense_cache == sum(x.nbytes for x in on_device)
+    counts = counts_of(run)
+    assert counts.any()  # the layer behind the window is speculated by the window's input
+    layerwise = finished(
+        Engine(model, policy=SPARSE, dense_layers=1, schedule="layerwise"), PROMPTS, NEW
+    )
+    assert layerwise.new_tokens == run.new_tokens
+    np.testing.assert_array_equal(counts_of(layerwise), counts)
+
+
+def test_a_first_layer_on_the_host_before_a_window():
+    model = random_model("windows")
+    made = [
+        finished(Engine(model, policy=policy, dense_layers=layers), PROMPTS, NEW).new_tokens
+        for policy, layers in ((ALL, 0), (Full(), 0), (Full(), 4))
+    ]
+    assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.parametrize("size", [1, 4, 9])
+def test_a_ring_holds_the_last_tokens(size):
+    rng = np.random.default_rng(size)
+    lengths, steps = np.array([6, 2, 3]), 11
+    rows = rng.normal(size=(3, 20, 2, 4)).astype(np.float32)  # [b, s, k, d]
+    ring = Sliding.from_prompt(
+        jnp.asarray(rows[:, :6]), jnp.asarray(-rows[:, :6]), jnp.asarray(lengths, jnp.int32), size
+    )
+    for step in range(steps):
+        at = lengths + step
+        new = jnp.asarray(rows[np.arange(3), at])
+        position = jnp.asarray(at, jnp.int32)
+        ring = ring.write(new, -new, position)
+        part = ring.part(position)
+        for b in range(3):
+            kept = np.asarray(part.keys)[b][:, np.asarray(part.valid)[b, 0]]
+            wanted = rows[b, max(0, at[b] - size + 1) : at[b] + 1].swapaxes(0, 1)
+            order = [np.lexsort(x.T) for x in (kept[0], wanted[0])]
+            np.testing.assert_array_equal(kept[:, order[0]], wanted[:, order[1]])
+        np.testing.assert_array_equal(part.values, -np.asarray(part.keys))
+
+
+# Configurations.
+
+HF = LLAMA | {"rope_theta": 1e6, "max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "positions"),
+    [
+        ({"rope_scaling": None}, {"rope_type": "default"}, 32),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, {"factor": 2.0}, 64),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {"factor": 2.0}, 64),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            {"factor": 4.0, "original_max_position_embeddings": 32},
+            128,
+        ),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": None},
+                "original_max_position_embeddings": 8,
+            },
+            {"factor": 4.0, "original_max_position_embeddings": 8},
+            32,
+        ),
+    ],
+)
+def test_configurations_of_before_transformers_5(old, new, positions):
+    kind = (old["rope_scaling"] or {}).get("type", "default")
+    before = config_from_hf(HF | old)
+    settings = {"rope_theta": 1e6, "rope_type": kind} | new
+    after = {name: value for name, value in HF.items() if name != "rope_theta"}
+    assert before == config_from_hf(after | {"rope_parameters": settings})
+    assert before.max_positions == positions and before.rope is not None
+    assert before.rope.theta == 1e6 and before.rope.kind == kind
+
+
+def test_windows_of_configurations():
+    def found(**settings) -> tuple[int | None, tuple[int, ...]]:
+        sizes = {"num_hidden_layers": 3, "num_key_value_heads": 2}
+        config = config_from_hf(LLAMA | sizes | settings)
+        return config.sliding_window, config.sliding_layers
+
+    assert found(model_type="mistral", sliding_window=7) == (7, (0, 1, 2))
+    assert found(model_type="mistral", sliding_window=None) == (None, ())
+    # As many tokens as there are positions, which is what leaving it out means here.
+    assert found(model_type="mistral") == found(model_type="mistral", sliding_window=64)
+    assert found(model_type="mistral", sliding_window=64) == (None, ())
+    qwen = {"model_type": "qwen2", "sliding_window": 7, "max_window_layers": 2}
+    assert found(**qwen) == (None, ())
+    assert found(**qwen, use_sliding_window=True) == (7, (2,))
+    types = ["sliding_attention", "full_attention", "full_attention"]
+    assert found(**qwen, use_sliding_window=True, layer_types=types) == (7, (0,))

@@ -26,6 +26,8 @@ CASES = {
     "rope, gqa": ("gqa", True),
     "rope, mqa": ("mqa", True),
     "rope, no basis": ("gqa", False),
+    "biases on queries and keys": ("qwen2", True),
+    "norms on queries and keys": ("qwen3", True),
 }
 
 
@@ -100,19 +102,20 @@ def test_fewer_columns_are_a_prefix():
         config = model.config
         a, _, positions = inputs(model)
         layer = blueprint(config, model.dtype).layer(model.params["layers"][1])
-        key = jnp.asarray(np.random.default_rng(1).normal(size=(3, config.num_kv_heads, 5, 8)))
+        d = config.head_dim
+        key = jnp.asarray(np.random.default_rng(1).normal(size=(3, config.num_kv_heads, 5, d)))
         key = key.astype(jnp.float32)
-        wide, narrow = (speculation_weights(model, 1, r) for r in (8, 3))
+        wide, narrow = (speculation_weights(model, 1, r) for r in (d, 3))
         np.testing.assert_allclose(
             partial_keys(narrow, key, 3),
-            partial_keys(wide, key, 8)[:, :, :3],
+            partial_keys(wide, key, d)[:, :, :3],
             rtol=1e-5,
             atol=1e-6,
             err_msg=case,
         )
         np.testing.assert_allclose(
             speculate_query(config, layer, narrow, a, positions, 3),
-            speculate_query(config, layer, wide, a, positions, 8)[..., :3],
+            speculate_query(config, layer, wide, a, positions, d)[..., :3],
             rtol=1e-5,
             atol=1e-5,
             err_msg=case,

@@ -44,21 +44,22 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **own: Any) -> ModelCon
     Args:
         own: settings of ModelConfig that the family reads in its own way.
     """
-    settings = common_settings(hf, layers="num_hidden_layers", mlp="intermediate_size")
+    common = common_settings(hf, layers="num_hidden_layers", mlp="intermediate_size")
     activation = hf.get("hidden_act", "silu")
     refuse_unless(activation in ACTIVATIONS, f"hidden_act {activation!r}")
-    rope = rope_from_hf(hf, settings["max_positions"])
-    settings["max_positions"] = stretched_positions(rope, settings["max_positions"])
-    if (own.get("sliding_window") or 0) >= settings["max_positions"]:
+    rope = rope_from_hf(hf, common["max_positions"])
+    settings: dict[str, Any] = {"attention_bias": False, "mlp_bias": False} | common | own
+    settings["max_positions"] = stretched_positions(rope, common["max_positions"])
+    if settings.get("sliding_window", 0) >= settings["max_positions"]:
         # No window at all: such layers are cached on the host like any other.
-        own |= {"sliding_window": None, "sliding_layers": ()}
+        settings |= {"sliding_window": None, "sliding_layers": ()}
     return ModelConfig(
         family=family,
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         activation=activation,
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         rope=rope,
-        **{"attention_bias": False, "mlp_bias": False} | settings | own,
+        **settings,
     )
 
 
