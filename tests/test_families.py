@@ -6,19 +6,24 @@ transformers' own decoding with its cache.
 
 import copy
 import dataclasses
+import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from runtime import ALL, SPARSE, counts_of, finished, random_model
 from tiny import LLAMA, TEXT, logits_of, make_tiny
 
 from infinigen_jax import checkpoint
 from infinigen_jax.cache import DenseLayer, Resident, Sliding
 from infinigen_jax.convert import convert
+from infinigen_jax.convert.reader import read_config
 from infinigen_jax.engine import Engine
+from infinigen_jax.errors import InputError
 from infinigen_jax.models import config_from_hf
 from infinigen_jax.policies import Full
 
@@ -35,8 +40,8 @@ def kinds(pattern: str) -> dict[str, Any]:
     return {"sliding_window": 7, "layer_types": [names[kind] for kind in pattern]}
 
 
-def rope(**settings) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": 10000.0} | settings}
+def rope(**changes) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0} | changes}
 
 
 DYNAMIC = rope(rope_type="dynamic", factor=4.0) | {"max_position_embeddings": 16}
@@ -65,8 +70,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_a_whole_pass(name, tokens, tmp_path):
-    family, settings = MODELS[name]
-    reference = make_tiny(tmp_path / "source", family, num_hidden_layers=3, **settings)
+    family, changes = MODELS[name]
+    reference = make_tiny(tmp_path / "source", family, num_hidden_layers=3, **changes)
     model = checkpoint.load(convert(reference.folder, tmp_path / "out", skew="none"), "float32")
     expected = reference.logits(tokens)
     np.testing.assert_allclose(logits_of(model, tokens), expected, atol=TOLERANCE, rtol=0)
@@ -112,8 +117,8 @@ OFTEN = ("mistral 0.1", "qwen3 windows", "dynamic", "yarn, all settings")
 )
 def test_decoding_is_that_of_transformers(name, tmp_path):
     """Calibrated and skewed; the window fits one prompt whole and moves over the others."""
-    family, settings = MODELS[name]
-    reference = make_tiny(tmp_path / "source", family, num_hidden_layers=3, **settings)
+    family, changes = MODELS[name]
+    reference = make_tiny(tmp_path / "source", family, num_hidden_layers=3, **changes)
     model = checkpoint.load(convert(reference.folder, tmp_path / "out", calibration=TEXT))
     model = dataclasses.replace(model, path=None)  # there is no tokenizer in it
     expected = [greedy(reference.model, prompt) for prompt in PROMPTS]
@@ -207,17 +212,44 @@ HF = LLAMA | {"rope_theta": 1e6, "max_position_embeddings": 32}
 def test_configurations_of_before_transformers_5(old, new, positions):
     kind = (old["rope_scaling"] or {}).get("type", "default")
     before = config_from_hf(HF | old)
-    settings = {"rope_theta": 1e6, "rope_type": kind} | new
+    settled = {"rope_theta": 1e6, "rope_type": kind} | new
     after = {name: value for name, value in HF.items() if name != "rope_theta"}
-    assert before == config_from_hf(after | {"rope_parameters": settings})
+    assert before == config_from_hf(after | {"rope_parameters": settled})
     assert before.max_positions == positions and before.rope is not None
     assert before.rope.theta == 1e6 and before.rope.kind == kind
 
 
+VALUES = st.sampled_from([None, 0, -1, 1, 4.0, 32, 1e300, float("nan"), "4", "many", [], {}, True])
+SETTINGS = (
+    "factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast beta_slow "
+    "attention_factor mscale mscale_all_dim truncate rope_theta partial_rotary_factor"
+).split()
+
+
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn"]),
+    st.dictionaries(st.sampled_from(SETTINGS), VALUES),
+)
+@example("yarn", {"factor": 4.0, "mscale": -4.0, "mscale_all_dim": 1})
+def test_any_rope_settings_are_read_or_refused_in_one_line(tmp_path, kind, rope_settings):
+    parameters = {"rope_type": kind} | rope_settings
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"rope_parameters": parameters}))
+    try:
+        _, config = read_config(tmp_path)
+    except InputError as error:
+        assert "config.json" in str(error) and "\n" not in str(error)
+        return
+    assert config.rope is not None and np.isfinite(config.rope.frequencies(8)).all()
+    assert np.isfinite(config.rope.attention_factor)
+
+
 def test_windows_of_configurations():
-    def found(**settings) -> tuple[int | None, tuple[int, ...]]:
+    def found(**changes) -> tuple[int | None, tuple[int, ...]]:
         sizes = {"num_hidden_layers": 3, "num_key_value_heads": 2}
-        config = config_from_hf(LLAMA | sizes | settings)
+        config = config_from_hf(LLAMA | sizes | changes)
         return config.sliding_window, config.sliding_layers
 
     assert found(model_type="mistral", sliding_window=7) == (7, (0, 1, 2))

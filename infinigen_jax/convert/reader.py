@@ -77,7 +77,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         config = config_from_hf(hf if eos is None else hf | {"eos_token_id": eos})
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{folder}/{error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InputError(f"{folder}/config.json: a setting has a wrong kind ({error})") from None
     return hf, config
 

@@ -29,6 +29,7 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int) -> Rope:
     partial = settings.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     refuse_unless(partial in (None, 1), f"partial_rotary_factor {partial}")
     theta = _positive(settings.get("rope_theta") or hf.get("rope_theta") or 10000.0, "rope_theta")
+    refuse_unless(theta > 1, f"rope_theta {theta:g}")
     original = int(
         hf.get("original_max_position_embeddings")
         or settings.get("original_max_position_embeddings")
