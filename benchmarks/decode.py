@@ -29,6 +29,7 @@ from benchmarks.files import RESULTS, note, write_json
 from benchmarks.measure import measure_context, model_facts
 from benchmarks.report import goals, table
 from benchmarks.waves import Bench
+from infinigen_jax import bandwidths
 from infinigen_jax.checkpoint import Model
 from infinigen_jax.memory import Placement, default_mesh
 
@@ -74,7 +75,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     other, difference = None, None
     if set(options.systems) & set(presets.THEIRS):
         other, difference = _other(model, config)
-    bandwidths = machine.memory_read_bandwidth(), machine.host_to_device_bandwidth()
+    rates = machine.memory_read_bandwidth(), bandwidths.host_to_device_bandwidth()
     described = machine.describe()
     result: dict[str, Any] = {
         "benchmark": "decode",
@@ -85,12 +86,12 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         "score_deviation": shapes.SCORE_DEVIATION,
         "common_share_of_queries": shapes.COMMON,
         "logits_relative_difference": difference,
-        "memory_read_bytes_per_second": bandwidths[0],
-        "host_to_device_bytes_per_second": bandwidths[1],
+        "memory_read_bytes_per_second": rates[0],
+        "host_to_device_bytes_per_second": rates[1],
         "contexts": [],
         "goals": [],
     }
-    bench = Bench(options, model, other, bandwidths, deadline, note)
+    bench = Bench(options, model, other, rates, deadline, note)
     for context in options.contexts:
         done = result["contexts"]
         for entry in measure_context(bench, context):

@@ -5,14 +5,12 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from infinigen_jax import bandwidths
 from infinigen_jax.memory_limits import PINNED_POOL_VARIABLE, available_host_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,48 +65,16 @@ def gpu_environment(shares: bool) -> dict[str, str]:
 
 
 def memory_read_bandwidth(size: int | None = None) -> float:
-    """Bytes per second at which the device reads its memory, all cores together.
-
-    The best of several ways to sum `size` bytes, since a floor calls for the highest rate; by
-    default 0.5 GB on the CPU and 2 GB on a GPU, which would read less in no time.
-    """
+    """As `bandwidths.memory_read_bandwidth`, on the CPU by PyTorch too, if that is faster."""
     size = size or (1 << 29 if jax.default_backend() == "cpu" else 1 << 31)
-    side = 4096
-    x = jax.random.uniform(jax.random.key(0), (size // 4 // side, side), jnp.float32)
-    v = jnp.ones(side, jnp.float32)
-    sums, product = jax.jit(jnp.sum), jax.jit(jnp.matmul)
-    ways: list[Callable[[], Any]] = [lambda: sums(x), lambda: product(x, v)]
-    if jax.default_backend() == "cpu" and _version("torch"):
-        import torch
+    fastest = bandwidths.memory_read_bandwidth(size)
+    if jax.default_backend() != "cpu" or not _version("torch"):
+        return fastest
+    import torch
 
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-        tensor = torch.from_dlpack(x)
-        ways.append(lambda: tensor.sum().item())
-    return size / min(_best(way) for way in ways)
-
-
-def host_to_device_bandwidth(size: int = 1 << 28) -> float | None:
-    """Bytes per second of a copy from pinned host memory; None where there is no such bus."""
-    if jax.default_backend() == "cpu":
-        return None
-    device = jax.devices()[0]
-    here = jax.sharding.SingleDeviceSharding(device)
-    x = jax.random.bits(jax.random.key(0), (size,), jnp.uint8)
-    x = jax.device_put(x, here.with_memory_kind("pinned_host"))
-    return size / _best(lambda: jax.device_put(x, here))
-
-
-def _best(way: Callable[[], Any], repeats: int = 5) -> float:
-    """Least seconds of a call; on a GPU several in a row, which hide their dispatch."""
-    calls = 1 if jax.default_backend() == "cpu" else 8
-    jax.block_until_ready(way())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        results = [way() for _ in range(calls)]
-        jax.block_until_ready(results)
-        times.append((time.perf_counter() - start) / calls)
-    return min(times)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    tensor = torch.ones(size // 4)
+    return max(fastest, size / bandwidths.best_seconds(lambda: tensor.sum().item()))
 
 
 def _cpu_model() -> str:

@@ -8,38 +8,7 @@ from infinigen_jax.checkpoint import Model
 from infinigen_jax.engine import Engine
 from infinigen_jax.planning import plan_memory
 from infinigen_jax.run import Run, round_up_capacity
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """Bytes that one decode step (a token of every sequence) needs; padding is left out.
-
-    Attributes:
-        weights: of all layers and the output projection.
-        device_cache: cached rows of dense layers; all of them in a system without a host cache.
-        index: the policy's state.
-        attended: rows of the other layers that attention reads.
-        link: of those, what has to come from the host, as it is stored there.
-    """
-
-    weights: int
-    device_cache: int
-    index: int
-    attended: int
-    link: int
-
-    @property
-    def memory(self) -> int:
-        """Bytes that are read from the device's memory."""
-        return self.weights + self.device_cache + self.index + self.attended
-
-    def floor_ms(self, memory: float, link: float | None) -> float:
-        """Least milliseconds of a step at these bandwidths, bytes per second.
-
-        Args:
-            link: from host to device, which works while memory is read; None without one.
-        """
-        return 1e3 * max(self.memory / memory, self.link / link if link else 0.0)
+from infinigen_jax.traffic import Traffic
 
 
 def resident_traffic(model: Model, batch: int, context: int) -> Traffic:

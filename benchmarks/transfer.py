@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks import machine
 from benchmarks.files import RESULTS, note, write_json
 from benchmarks.loads import Compute, Shape
-from infinigen_jax import cuda
+from infinigen_jax import bandwidths, cuda
 from infinigen_jax.memory import default_mesh
 from infinigen_jax.selection import Request
 from infinigen_jax.transfer import XlaTransfer
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, path: Path | None) -> dict[str, Any]:
     result: dict[str, Any] = {
         "benchmark": "transfer",
         "machine": machine.describe(),
-        "copy_bytes_per_second": machine.host_to_device_bandwidth(),
+        "copy_bytes_per_second": bandwidths.host_to_device_bandwidth(),
         "memory_read_bytes_per_second": machine.memory_read_bandwidth(),
         "cuda_unavailable": None,
         "measurements": [],

@@ -150,7 +150,7 @@ def load(
     """
     folder = checked_folder(path)
     start_backend()
-    chosen = _checked_dtype(dtype)
+    chosen = checked_dtype(dtype)
     # A folder with one of the two files was converted, and is damaged if the other is missing.
     if not any((folder / name).exists() for name in (MANIFEST_FILE, SKEW_FILE)):
         return _load_through_cache(folder, chosen, verify, notify)
@@ -285,7 +285,7 @@ def _check_inverse(path: Path, query: np.ndarray, key: np.ndarray, orthogonal: b
             raise InputError(f"{path}: the basis of layer {layer} is not {what}; {AGAIN}")
 
 
-def _checked_dtype(dtype: Any) -> jnp.dtype:
+def checked_dtype(dtype: Any) -> jnp.dtype:
     if dtype is None:
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     try:

@@ -15,6 +15,7 @@ from infinigen_jax.memory_limits import (
     format_bytes,
     pinned_pool_limit_bytes,
 )
+from infinigen_jax.workspace import decode_bytes, prefill_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class MemoryPlan:
         index: the policy's state.
         resident: sinks and recent windows; sums of values.
         hot: hot sets with their directories.
-        workspace: the larger of a prompt layer's temporaries and two fetch buffers.
+        workspace: the larger of a prompt layer's temporaries and a decode step's.
     """
 
     host_cache: int
@@ -36,6 +37,11 @@ class MemoryPlan:
     resident: int
     hot: int
     workspace: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of both memories."""
+        return self.host_cache + self.device
 
     @property
     def device(self) -> int:
@@ -53,19 +59,15 @@ def plan_memory(decoder: Decoder, batch: int, prompt: int, capacity: int) -> Mem
     index = selecting * _bytes(lambda: policy.init(config, batch, capacity)) if selecting else 0
     hot = selecting * _bytes(lambda: decoder.empty_hot_set(batch, capacity)) if selecting else 0
     sums = 4 * batch * config.num_kv_heads * config.head_dim if policy.has_tail else 0
-    width = 3 * config.hidden_size + 2 * config.num_heads * config.head_dim
-    width += 3 * config.intermediate_size + 4 * config.num_kv_heads * config.head_dim
-    block = min(512, prompt)
-    # Temporaries of blockwise attention (scores, weights and a copy), and the logits, in float32.
-    extra = 4 * batch * (3 * config.num_heads * block * block + config.vocab_size)
-    fetch = 2 * row * (policy.request_size(capacity) if selecting else 0)
     return MemoryPlan(
         host_cache=decoder.host_layers * capacity * stored_row,
         dense_cache=row * sum(_tokens_on_device(decoder, capacity)),
         index=index,
         resident=decoder.host_layers * decoder.slots.size * row + selecting * sums,
         hot=hot,
-        workspace=max(batch * prompt * width * item + extra, fetch),
+        workspace=max(
+            prefill_bytes(decoder, batch, prompt), decode_bytes(decoder, batch, capacity)
+        ),
     )
 
 

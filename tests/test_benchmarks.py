@@ -19,6 +19,7 @@ from benchmarks import (
 from benchmarks.physics import Memory, resident_traffic
 from benchmarks.systems import MARGIN, settings
 from benchmarks.waves import Bench, needs_of, waves_of
+from infinigen_jax import bandwidths
 from infinigen_jax.engine import Engine
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import InfiniGen
@@ -314,7 +315,7 @@ def test_attention_is_peaked_and_mostly_common_to_all_queries(name):
 
 def test_machine_measures_memory():
     assert 1e8 < machine.memory_read_bandwidth(1 << 24) < 1e13
-    assert machine.host_to_device_bandwidth(1 << 20) is None or jax.default_backend() != "cpu"
+    assert bandwidths.host_to_device_bandwidth(1 << 20) is None or jax.default_backend() != "cpu"
 
 
 def test_plot(result, tmp_path):

@@ -1,0 +1,193 @@
+"""The memory plan against the memory that is taken: `python -m benchmarks.memory`
+
+Each case runs in a process of its own, twice with the same shapes: the first run compiles, the
+second is measured. On the CPU what counts is the process's resident memory, its high-water mark
+less what it had before the weights; on a GPU the allocator's own peak. Writes
+benchmarks/results/memory-cpu.json or memory-gpu.json.
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.files import RESULTS, note, write_json
+
+# Freed memory goes back to the system at once, so that it is not counted with what follows.
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A generation: a shape of benchmarks.shapes, prompts, and the options of `generate`."""
+
+    name: str
+    shape: str
+    prompt: int
+    batch: int = 1
+    new_tokens: int = 64
+    dtype: str = "float32"
+    options: tuple[str, ...] = ()
+
+
+# Prompt and new tokens fill the cache, whose unused rows would take no memory on the CPU.
+HOST = ("--hot-set=2", "--dense-layers=0")
+SMALL = ("--rows=int8", "--index-dtype=float32")
+CASES = (
+    Case("long prompt", "llama", 8128),
+    Case("long prompt, OPT", "opt", 4032),
+    Case("batch of 8", "llama", 960, batch=8),
+    Case("hot set, all layers on the host", "llama", 4032, options=HOST),
+    Case("int8 rows, float32 index", "llama", 4032, options=SMALL),
+    Case("streamed", "llama", 4032, options=("--policy=full",)),
+    Case("all on the device", "llama", 4032, options=("--dense-layers=8",)),
+    Case("bfloat16, wide budget", "opt", 4032, dtype="bfloat16", options=("--budget=0.5",)),
+)
+
+
+def main() -> int:
+    """Measure all cases, or one of them in this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", help="only this one; without it all, each in a process")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    chosen = [case for case in CASES if arguments.case in (None, case.name)]
+    if arguments.child:
+        print(json.dumps(measure(chosen[0])))
+        return 0
+    records = [in_process(case) for case in chosen]
+    for record in records:
+        print(f"{record['name']:32} {line(record)}")
+    if arguments.case is None:
+        from benchmarks.machine import describe, device_name
+
+        result = {"machine": describe(), "cases": records}
+        write_json(RESULTS / f"memory-{device_name()}.json", result)
+    return 0
+
+
+def in_process(case: Case) -> dict[str, Any]:
+    """The record of a case, measured in a new process."""
+    note(case.name)
+    command = [sys.executable, "-m", "benchmarks.memory", "--child", "--case", case.name]
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def line(record: dict[str, Any]) -> str:
+    planned, measured = record["planned"], record["measured"]
+    return (
+        f"planned {planned['total'] / 2**20:8.1f} MiB  measured {measured['total'] / 2**20:8.1f} "
+        f"MiB  planned/measured {record['ratio']:.3f}"
+    )
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Generate twice, and compare the second run's peak with the plan."""
+    import jax
+
+    from infinigen_jax.options import add_engine_options, make_engine, make_policy
+
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    options = parser.parse_args([*case.options, f"--dtype={case.dtype}"])
+    engine = make_engine(random_model(case), make_policy(options), options)
+    plan = generate(engine, case)
+    settle()
+    reset_peak()
+    before, weights = in_use(), sum(x.nbytes for x in jax.tree.leaves(engine.weights))
+    generate(engine, case)
+    total = weights + peak() - before
+    planned = dataclasses.asdict(plan) | {"total": plan.total + weights}
+    return {
+        "name": case.name,
+        "case": dataclasses.asdict(case),
+        "planned": planned,
+        "measured": {"weights": weights, "total": total},
+        "ratio": planned["total"] / total,
+    }
+
+
+def random_model(case: Case) -> Any:
+    """Random weights and bases in a case's shape, as a balanced conversion has them."""
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks.shapes import SHAPES
+    from infinigen_jax.checkpoint import Basis, Model
+    from infinigen_jax.models import config_from_hf
+    from infinigen_jax.models.base import random_params
+
+    config = config_from_hf(SHAPES[case.shape].settings(case.prompt + case.new_tokens))
+    params = random_params(config, case.dtype)
+    square = (config.num_kv_heads, config.head_dim, config.head_dim)
+    keys = jax.random.split(jax.random.key(1), config.num_layers)
+    turns = [jnp.linalg.qr(jax.random.normal(key, square, jnp.float32))[0] for key in keys]
+    bases = [Basis(turn, turn) for turn in turns]
+    return Model.from_params(config, params, case.dtype, bases=bases, skew="svd")
+
+
+def generate(engine: Any, case: Case) -> Any:
+    """Run a case to its end; returns its plan."""
+    from benchmarks.shapes import prompt
+    from infinigen_jax.sampling import Sampling
+
+    prompts = [prompt(engine.model.config, case.prompt, seed) for seed in range(case.batch)]
+    run = engine.start(prompts, case.new_tokens, Sampling())
+    for _ in run.tokens(ignore_eos=True):
+        pass
+    return run.plan
+
+
+def settle() -> None:
+    """Free what nobody refers to."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def on_gpu() -> bool:
+    import jax
+
+    return jax.default_backend() != "cpu"
+
+
+def in_use() -> int:
+    """Bytes of memory: resident, or allocated on the GPU."""
+    return statistics()["bytes_in_use"] if on_gpu() else status("VmRSS")
+
+
+def peak() -> int:
+    """High-water mark of `in_use`."""
+    return statistics()["peak_bytes_in_use"] if on_gpu() else status("VmHWM")
+
+
+def reset_peak() -> None:
+    """On the CPU; a GPU's peak is that of the process, of which both runs are equal."""
+    if not on_gpu():
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def statistics() -> dict[str, int]:
+    import jax
+
+    return jax.devices()[0].memory_stats() or {}
+
+
+def status(name: str) -> int:
+    """A size in /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name + ":"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""What a generation would take, in memory and in time, reckoned from a model's shapes alone."""
+
+import argparse
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infinigen_jax.checkpoint import Ahead, Basis, Model
+from infinigen_jax.convert import DEFAULT_SKEW
+from infinigen_jax.decode import Decoder, Weights
+from infinigen_jax.manifest import AHEAD_FILE, MANIFEST_FILE, read_manifest
+from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.options import make_engine
+from infinigen_jax.planning import MemoryPlan, plan_memory
+from infinigen_jax.policies import Policy
+from infinigen_jax.run import round_up_capacity, round_up_prompt
+from infinigen_jax.traffic import Traffic, planned_traffic
+from infinigen_jax.transfer.cuda import CudaTransfer
+from infinigen_jax.workspace import decode_bytes, prefill_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a generation would run on.
+
+    Attributes:
+        device_memory: bytes; None where the device's memory is the host's.
+        host_memory: bytes.
+        memory_bandwidth: of the device, bytes per second.
+        copy_bandwidth: of rows from the host to where attention reads them, bytes per second.
+    """
+
+    device_memory: int | None
+    host_memory: int
+    memory_bandwidth: float
+    copy_bandwidth: float
+
+    @property
+    def separate(self) -> bool:
+        """Whether device and host have memories of their own, and work at the same time."""
+        return self.device_memory is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a plan may choose; as the options of `generate`."""
+
+    dense_layers: int
+    hot_set: float
+    rows: str
+    budget: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A generation with given settings.
+
+    Attributes:
+        weights: of the model; bases: what conversion found and loading keeps; speculation: the
+            policy's, made of both.
+        prefill, decode: temporaries; the plan's workspace is the larger.
+        seconds: of a decode step, a token of every sequence; what bandwidths allow at best.
+    """
+
+    settings: Settings
+    weights: int
+    bases: int
+    speculation: int
+    prefill: int
+    decode: int
+    plan: MemoryPlan
+    traffic: Traffic
+    seconds: float
+    machine: Machine
+
+    @property
+    def device(self) -> int:
+        """Bytes of device memory at the peak."""
+        return self.weights + self.bases + self.speculation + self.plan.device
+
+    @property
+    def fits(self) -> bool:
+        room = self.machine.device_memory
+        if room is None:
+            return self.device + self.plan.host_cache <= self.machine.host_memory
+        return self.device <= room and self.plan.host_cache <= self.machine.host_memory
+
+
+class Planner:
+    """Forecasts for one model, policy and machine, for any settings.
+
+    Args:
+        config: the architecture.
+        skew: that the model is converted with, and whether its layer-ahead query is corrected.
+        policy, arguments: as for an engine, see `options`.
+
+    Raises:
+        InputError: for options that an engine would refuse.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: Any,
+        skew: tuple[str, bool],
+        policy: Policy,
+        arguments: argparse.Namespace,
+        machine: Machine,
+    ):
+        self.config, self.machine, self.arguments = config, machine, arguments
+        self._shapes = model_shapes(config, jnp.dtype(dtype), *skew)
+        make = functools.partial(self._engine, jnp.dtype(dtype), skew[0], policy)
+        asked, _ = make({})
+        # With all layers on the host there are the policy's weights for all of them.
+        self._decoder, self._weights = make({"dense_layers": 0})
+        reuses = machine.separate and policy.reuses and arguments.hot_set is None
+        budget = getattr(policy, "budget", None)
+        self.asked = Settings(
+            asked.dense_layers, 2.0 if reuses else asked.hot_set, asked.rows, budget
+        )
+
+    def _engine(
+        self, dtype: jnp.dtype, skew: str, policy: Policy, settings: dict[str, Any]
+    ) -> tuple[Decoder, Weights]:
+        """The decoder of an engine, and the shapes of its weights."""
+        made: list[Decoder] = []
+
+        def build(parts: dict[str, Any]) -> Weights:
+            heads = self.config.num_kv_heads, self.config.head_dim
+            mean = (
+                None if skew == "none" else np.zeros((self.config.num_layers, *heads), np.float32)
+            )
+            model = Model(self.config, dtype=dtype, skew=skew, key_mean=mean, **parts)
+            engine = make_engine(model, policy, self.arguments, **settings)
+            made.append(engine.decoder)
+            return engine.weights
+
+        weights = jax.eval_shape(build, self._shapes)
+        decoder = made[0]
+        if self.machine.separate and self.arguments.transfer != "xla":
+            decoder = dataclasses.replace(decoder, transfer=CudaTransfer())
+        return decoder, weights
+
+    def forecast(self, settings: Settings, batch: int, context: int) -> Forecast:
+        """Of `batch` sequences that grow to `context` tokens."""
+        decoder = dataclasses.replace(
+            self._decoder,
+            dense_layers=settings.dense_layers,
+            hot_set=settings.hot_set,
+            rows=settings.rows,
+        )
+        if settings.budget is not None:
+            policy: Any = decoder.policy
+            policy = dataclasses.replace(policy, budget=settings.budget)
+            decoder = dataclasses.replace(decoder, policy=policy)
+        pairs = zip(self._decoder.on_host, self._weights.policy, strict=True)
+        policy_weights = tuple(part for layer, part in pairs if layer in decoder.on_host)
+        weights = Weights(self._weights.params, policy_weights)
+        capacity = round_up_capacity(max(context, decoder.policy.window))
+        prompt = min(round_up_prompt(context), capacity)
+        plan = plan_memory(decoder, batch, prompt, capacity)
+        traffic = planned_traffic(decoder, weights, plan, batch, context, capacity)
+        kept = {name: part for name, part in self._shapes.items() if name != "params"}
+        if kept["ahead"] is not None:  # the projections stay in their file
+            kept["ahead"] = [ahead.basis for ahead in kept["ahead"]]
+        return Forecast(
+            settings=settings,
+            weights=tree_bytes(weights.params),
+            bases=tree_bytes(kept),
+            speculation=tree_bytes(weights.policy),
+            prefill=prefill_bytes(decoder, batch, prompt),
+            decode=decode_bytes(decoder, batch, capacity),
+            plan=plan,
+            traffic=traffic,
+            seconds=self._seconds(decoder, traffic),
+            machine=self.machine,
+        )
+
+    def _seconds(self, decoder: Decoder, traffic: Traffic) -> float:
+        machine = self.machine
+        if machine.separate:
+            return traffic.floor_ms(machine.memory_bandwidth, machine.copy_bandwidth) / 1e3
+        # One memory: rows are read where they are, one by one unless a layer is read whole.
+        streams = all(decoder.streams(number) for number in range(decoder.host_layers))
+        rate = machine.memory_bandwidth if streams else machine.copy_bandwidth
+        others = traffic.memory - traffic.attended
+        return others / machine.memory_bandwidth + traffic.attended / rate
+
+
+def model_shapes(config: ModelConfig, dtype: jnp.dtype, skew: str, corrected: bool) -> Any:
+    """The arrays of a loaded Model that are on the device, by field, as shapes."""
+    plan, count = blueprint(config, dtype), config.num_layers
+    shape = jax.ShapeDtypeStruct
+    square: Any = shape((config.num_kv_heads, config.head_dim, config.head_dim), jnp.float32)
+    pairs = tuple(Basis(square, square) for _ in range(count))
+    width = config.num_heads * config.head_dim
+    projection = {
+        "kernel": shape((config.hidden_size, width), dtype),
+        "bias": shape((width,), dtype),
+    }
+    absorbed = skew == "none" or (skew == "svd" and config.rope is None)
+    return {
+        "params": {"embedding": plan.embedding_shapes, "layers": [plan.layer_shapes] * count},
+        "bases": (None,) * count if absorbed else pairs,
+        "svd_bases": pairs if corrected else None,
+        "ahead": tuple(Ahead(projection, pair) for pair in pairs) if corrected else None,
+    }
+
+
+def skew_of(folder: Path) -> tuple[str, bool]:
+    """How a folder is converted, or would be by default, and whether its query is corrected."""
+    if not (folder / MANIFEST_FILE).exists():
+        return DEFAULT_SKEW, DEFAULT_SKEW == "balanced"
+    manifest = read_manifest(folder)
+    return manifest.skew, AHEAD_FILE in manifest.files
+
+
+def tree_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,192 @@
+"""Command line: what a generation would take, before it. `python -m infinigen_jax.plan --help`
+
+Needs no weights: a folder with a config.json will do. One table goes to stdout.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.options import add_engine_options, make_policy
+from infinigen_jax.output import checked_output, write_json
+
+if TYPE_CHECKING:
+    from infinigen_jax.advice import Advice
+    from infinigen_jax.forecast import Forecast, Machine
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options; those of the engine are the ones of `generate`."""
+    parser = Parser(
+        prog="python -m infinigen_jax.plan",
+        description="Reckon memory and time of a generation, and recommend settings.",
+    )
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="a folder with a config.json (default: embedded)")
+    add("--context", type=int, required=True, metavar="N", help="tokens, prompt and new ones")
+    add("--batch", type=int, default=1, metavar="B", help="sequences (default 1)")
+    add("--device-memory", type=float, metavar="G", help="GiB (default: what this device has)")
+    add("--host-memory", type=float, metavar="G", help="GiB (default: what is free here)")
+    add("--device-bandwidth", type=float, metavar="R", help="GB/s (default: measured here)")
+    add("--copy-bandwidth", type=float, metavar="R", help="GB/s, host to device (measured here)")
+    add_engine_options(parser)
+    add("--json", metavar="F", help="write everything to a file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    return run_command(lambda: plan(arguments))
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """Reckon, print, and write the record."""
+    output = checked_output("--json", arguments.json)
+    for option in ("context", "batch"):
+        if getattr(arguments, option) < 1:
+            raise InputError(f"--{option} {getattr(arguments, option)}: it must be at least 1")
+    for option in ("device_memory", "host_memory", "device_bandwidth", "copy_bandwidth"):
+        value = getattr(arguments, option)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise InputError(f"--{option.replace('_', '-')} {value:g}: it must be above 0")
+    policy = make_policy(arguments)
+    from infinigen_jax.advice import advise
+    from infinigen_jax.backend import start_backend
+    from infinigen_jax.checkpoint import checked_dtype, embedded
+    from infinigen_jax.convert.reader import checked_folder, read_config
+    from infinigen_jax.forecast import Planner, skew_of
+
+    folder = checked_folder(embedded() if arguments.model is None else arguments.model)
+    _, config = read_config(folder)
+    if arguments.context > config.max_positions:
+        raise InputError(
+            f"--context {arguments.context}: the model has {config.max_positions} positions; "
+            "give fewer tokens"
+        )
+    start_backend()
+    machine = this_machine(arguments)
+    # A device with memory of its own is one that runs in bfloat16 by default.
+    wanted = arguments.dtype or ("bfloat16" if machine.separate else None)
+    dtype = checked_dtype(wanted)
+    planner = Planner(config, dtype, skew_of(folder), policy, arguments, machine)
+    advice = advise(planner, arguments.batch, arguments.context)
+    print(report(advice, folder, dtype.name, arguments))
+    if output is not None:
+        write_json("--json", output, record(advice, arguments))
+
+
+def this_machine(arguments: argparse.Namespace) -> "Machine":
+    """As the options say; what they leave open as it is found here."""
+    import jax
+
+    from infinigen_jax import bandwidths
+    from infinigen_jax.forecast import Machine
+    from infinigen_jax.memory_limits import available_device_bytes, available_host_bytes
+
+    device = jax.devices()[0]
+    own = None if device.platform == "cpu" else available_device_bytes(device)
+    if arguments.device_memory is not None:
+        own = int(arguments.device_memory * 2**30)
+    if own is not None and device.platform == "cpu":
+        missing = [
+            option
+            for option in ("device_bandwidth", "copy_bandwidth")
+            if getattr(arguments, option) is None
+        ]
+        if missing:
+            raise InputError(
+                f"--device-memory: JAX has no such device here to measure; give "
+                f"{' and '.join('--' + name.replace('_', '-') for name in missing)} too"
+            )
+    host = arguments.host_memory
+    reads, copies = arguments.device_bandwidth, arguments.copy_bandwidth
+    if copies is None:
+        found = bandwidths.host_to_device_bandwidth() if own is not None else None
+        copies = (found or bandwidths.gather_bandwidth()) / 1e9
+    return Machine(
+        device_memory=own,
+        host_memory=available_host_bytes() if host is None else int(host * 2**30),
+        memory_bandwidth=1e9 * reads if reads else bandwidths.memory_read_bandwidth(),
+        copy_bandwidth=1e9 * copies,
+    )
+
+
+def report(advice: "Advice", folder: Path, dtype: str, arguments: argparse.Namespace) -> str:
+    """The table of what was asked for, and the advice."""
+    from infinigen_jax.advice import verdict
+
+    asked = advice.asked
+    title = (
+        f"{folder.name}, {dtype}: {arguments.batch} x {arguments.context} tokens, "
+        f"--policy {arguments.policy}, --dense-layers {asked.settings.dense_layers}"
+    )
+    return "\n".join([title, *table(asked), *verdict(advice)])
+
+
+def table(forecast: "Forecast") -> list[str]:
+    """Bytes and time, a line each."""
+    from infinigen_jax.memory_limits import format_bytes
+
+    plan, machine, traffic = forecast.plan, forecast.machine, forecast.traffic
+
+    def size(name: str, count: int, remark: str = "") -> str:
+        return f"  {name:<26}{format_bytes(count):>12}{remark and '  ' + remark}"
+
+    def room(available: int | None, needed: int) -> str:
+        if available is None:
+            return ""
+        return f"of {format_bytes(available)}: {'fits' if needed <= available else 'too much'}"
+
+    host = plan.host_cache if machine.separate else plan.host_cache + forecast.device
+    rate = 1e3 * forecast.seconds
+    return [
+        "on the device",
+        size("weights", forecast.weights),
+        size("bases", forecast.bases),
+        size("speculation", forecast.speculation),
+        size("dense layers", plan.dense_cache),
+        size("index", plan.index),
+        size("sinks and window", plan.resident),
+        size("hot set", plan.hot),
+        size("workspace of a prompt", forecast.prefill),
+        size("workspace of a step", forecast.decode, "not at the same time"),
+        size("at the peak", forecast.device, room(machine.device_memory, forecast.device)),
+        "on the host",
+        size("KV cache", plan.host_cache),
+        size("at the peak", host, room(machine.host_memory, host)),
+        "a step, at best",
+        f"  {'read on the device':<26}{format_bytes(traffic.memory):>12}"
+        f"  at {machine.memory_bandwidth / 1e9:.1f} GB/s",
+        f"  {'rows from the host':<26}{format_bytes(traffic.link):>12}"
+        f"  at {machine.copy_bandwidth / 1e9:.1f} GB/s",
+        f"  {'expected':<26}{rate:>9.2f} ms",
+    ]
+
+
+def record(advice: "Advice", arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything, for JSON; bytes, bytes per second and seconds."""
+
+    def of(forecast: "Forecast | None") -> dict[str, Any] | None:
+        if forecast is None:
+            return None
+        more = {"device": forecast.device, "fits": forecast.fits}
+        return dataclasses.asdict(forecast) | more
+
+    given = {name: getattr(arguments, name) for name in ("model", "context", "batch", "policy")}
+    return given | {
+        "asked": of(advice.asked),
+        "full_on_device": of(advice.full),
+        "recommended": of(advice.best),
+        "most_context": advice.most_context,
+        "most_batch": advice.most_batch,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Memory that is taken for a while: by a prompt's layer, and by a decode step."""
+
+from infinigen_jax.decode import Decoder
+
+
+def prefill_bytes(decoder: Decoder, batch: int, prompt: int) -> int:
+    """Temporaries of one layer over prompts of `prompt` tokens."""
+    config = decoder.config
+    width = 3 * config.hidden_size + 2 * config.num_heads * config.head_dim
+    width += 3 * config.intermediate_size + 4 * config.num_kv_heads * config.head_dim
+    block = min(512, prompt)
+    # Of blockwise attention (scores, weights and a copy), and the logits, in float32.
+    extra = 4 * batch * (3 * config.num_heads * block * block + config.vocab_size)
+    return batch * prompt * width * decoder.dtype.itemsize + extra
+
+
+def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
+    """Of a step: two layers' rows on their way, the speculated scores, the logits."""
+    config = decoder.config
+    selecting = any(not decoder.streams(number) for number in range(decoder.host_layers))
+    requested = decoder.policy.request_size(capacity) if selecting else 0
+    row = batch * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
+    moved = 0 if decoder.transfer.in_place and not decoder.hot_set else 2 * requested * row
+    # Scores, what they are ranked by, and which of them pass, in float32.
+    scores = 3 * 4 * batch * config.num_heads * capacity if selecting else 0
+    return moved + scores + 4 * batch * (2 * config.vocab_size + 4 * config.intermediate_size)
