@@ -18,6 +18,7 @@ just in time, because position p becomes eligible when the ring forgets it.
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.attention import Part, packed
@@ -163,12 +164,14 @@ class Resident(NamedTuple):
         self, row: Float[Array, "b k w"], position: Int[Array, " b"], slots: Slots
     ) -> "Resident":
         """The current token's row, in place where donated."""
-        slot, left = slots.of(position), self.left
+        slot, rows, left = slots.of(position), self.rows, self.left
         if left is not None:
-            leaving = jnp.take_along_axis(self.rows, slot[:, None, None, None], axis=2)[:, :, 0]
+            leaving = jnp.take_along_axis(rows, slot[:, None, None, None], axis=2)[:, :, 0]
+            # Read before it is overwritten: otherwise XLA may copy the ring, to read it later.
+            leaving, rows = lax.optimization_barrier((leaving, rows))
             inside = (position - slots.window >= slots.sinks)[:, None, None]
             left = left + jnp.where(inside, _values(leaving).astype(jnp.float32), 0.0)
-        return Resident(_put(self.rows, row, slot), left)
+        return Resident(_put(rows, row, slot), left)
 
     def part(self, position: Int[Array, " b"], slots: Slots) -> Part:
         """Sinks and recent tokens, the current one included."""

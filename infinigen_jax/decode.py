@@ -373,10 +373,10 @@ class Decoder:
     def in_chunks(self) -> bool:
         """Whether attention takes the fetched rows chunk by chunk, as many as are meant.
 
-        On the CPU, where a loop costs little and a request's padding as much as its rows. The
-        weights, which some policies observe, are not kept then.
+        Where the host's memory is the device's: on the CPU a loop costs little, and a request's
+        padding as much as its rows. The weights, which some policies observe, are not kept then.
         """
-        return self.mesh.devices.flat[0].platform == "cpu" and not self.policy.observes
+        return self.transfer.in_place and not self.policy.observes
 
     def attend_chunks(
         self,

@@ -11,11 +11,12 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from compile_for_gpu import Program, compile_for_gpu
 
 from infinigen_jax import cuda
 from infinigen_jax.cache import Cache, DenseLayer, HostLayer, Resident
-from infinigen_jax.checkpoint import Basis, Model
+from infinigen_jax.checkpoint import Ahead, Basis, Model
 from infinigen_jax.decode import Carry, Counts, Decoder, Fetched, Following, Weights
 from infinigen_jax.memory import Placement, default_mesh
 from infinigen_jax.models import ModelConfig, blueprint
@@ -46,7 +47,7 @@ CONFIG = ModelConfig(
     mlp_bias=False,
     rope=Rope(),
 )
-POLICY = InfiniGen(budget=0.05, index_dtype="bfloat16", partial_ratio=0.25, alpha=4.0, tail=False)
+POLICY = InfiniGen(budget=0.05)
 SCALES = ()  # of rows in the model's own format
 
 ROW = 2 * CONFIG.head_dim * DTYPE.itemsize  # bytes of a cached token, of one KV head
@@ -56,6 +57,8 @@ HOST_BYTES = (LAYERS - DENSE) * LAYER_BYTES
 FETCHED = POLICY.request_size(CAPACITY)
 FETCHED_BYTES = HEADS * FETCHED * ROW
 FLUSHED_BYTES = (LAYERS - DENSE) * HEADS * POLICY.window * ROW
+# A layer's ring and sinks, and the sum of the other values.
+RESIDENT_BYTES = HEADS * ((POLICY.sinks + POLICY.window) * ROW + CONFIG.head_dim * 4)
 # The smallest matrices of a layer: to the queries, to keys and values, and the output projection.
 WEIGHT_BYTES = CONFIG.hidden_size * CONFIG.num_heads * CONFIG.head_dim * DTYPE.itemsize
 
@@ -85,6 +88,10 @@ def _placed(tree: Any, sharding: Any) -> Any:
     return jax.tree.map(lambda leaf: _shaped(leaf.shape, leaf.dtype, sharding), tree)
 
 
+def _key_mean() -> Any:
+    return _shaped((CONFIG.num_kv_heads, CONFIG.head_dim), jnp.float32, None)
+
+
 @functools.cache
 def weights() -> Weights:
     """Shapes of everything constant."""
@@ -93,13 +100,24 @@ def weights() -> Weights:
         "embedding": plan.embedding_shapes,
         "layers": [plan.layer_shapes for _ in range(LAYERS)],
     }
-    square = _shaped((CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.head_dim), jnp.float32, None)
+    square = jnp.zeros((CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.head_dim), jnp.float32)
+    basis = Basis(square, square)
+    queries = CONFIG.num_heads * CONFIG.head_dim
+    projection = {
+        "kernel": np.zeros((CONFIG.hidden_size, queries), np.float32),
+        "bias": np.zeros(queries, np.float32),
+    }
 
-    def prepare(params: Any, basis: Basis) -> Any:
-        model = Model.from_params(CONFIG, params, DTYPE, bases=[basis] * LAYERS, skew="svd")
+    def prepare(params: Any) -> Any:
+        model = Model.from_params(CONFIG, params, DTYPE, bases=[basis] * LAYERS, skew="balanced")
+        model = dataclasses.replace(
+            model,
+            ahead=(Ahead(projection, basis),) * LAYERS,
+            key_mean=np.zeros((LAYERS, *square.shape[:2]), np.float32),
+        )
         return tuple(POLICY.prepare(model, i) for i in range(DENSE, LAYERS))
 
-    policy = jax.eval_shape(prepare, params, Basis(square, square))
+    policy = jax.eval_shape(prepare, params)
     return _placed(Weights(params, policy), Placement(default_mesh()).whole)
 
 
@@ -112,7 +130,10 @@ def _cache(hot_set: float = 0.0) -> Cache:
     fitting = decoder(hot_set=hot_set)
     hot = _placed(jax.eval_shape(lambda: fitting.empty_hot_set(b, CAPACITY)), at.rows)
     dense = _shaped((b, k, CAPACITY, d), DTYPE, at.rows)
-    resident = Resident(_shaped((b, k, decoder().slots.size, 2 * d), DTYPE, at.rows))
+    resident = Resident(
+        _shaped((b, k, decoder().slots.size, 2 * d), DTYPE, at.rows),
+        _shaped((b, k, d), jnp.float32, at.rows),
+    )
     local = (DenseLayer(dense, dense),) * DENSE + (resident,) * on_host
     lengths = _shaped((b,), jnp.int32, at.batch)
     return Cache(host, (state,) * on_host, local, lengths, (SCALES,) * on_host, (hot,) * on_host)
@@ -149,7 +170,9 @@ def _carry() -> Carry:
     at = Placement(default_mesh())
     b, k = BATCH, CONFIG.num_kv_heads
     request = Request(
-        _shaped((b, k, FETCHED), jnp.int32, at.rows), _shaped((b, k), jnp.int32, at.rows)
+        _shaped((b, k, FETCHED), jnp.int32, at.rows),
+        _shaped((b, k), jnp.int32, at.rows),
+        rest=_shaped((b, k, CONFIG.group_size), jnp.float32, at.rows),
     )
     rows = _shaped((b, k, FETCHED, 2 * CONFIG.head_dim), DTYPE, at.rows)
     x = _shaped((b, CONFIG.hidden_size), DTYPE, at.batch)
@@ -213,7 +236,7 @@ def fetching_layer() -> Program:
         None,
         None,
         cache.host,
-        HostLayer(_scalar(), SCALES),
+        HostLayer(_scalar(), SCALES, _key_mean()),
         following,
         cache.lengths,
     )

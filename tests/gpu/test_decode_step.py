@@ -68,7 +68,10 @@ def test_fused_step_copies_rows_and_nothing_else():
     program = sp.fused()
     rows = [copy.nbytes for copy in host_copies(program, 1024)]
     assert rows == [sp.FETCHED_BYTES] * len(FETCHING)
-    assert copies(program, 1024) == host_copies(program, 1024)
+    # On the device, at most the empty mask that a layer marks its requested slots in.
+    mask = sp.HEADS * sp.CAPACITY
+    others = [copy.nbytes for copy in copies(program, 1024) if copy not in host_copies(program)]
+    assert set(others) <= {mask} and len(others) <= len(FETCHING)
     assert not large_results(program, sp.WEIGHT_BYTES)  # nor a matrix or a layer's cache made anew
     assert program.memory["temp"] < sp.LAYER_BYTES
     assert program.memory["host_temp"] == sp.FETCHED_BYTES  # one staging buffer serves all layers
@@ -76,8 +79,7 @@ def test_fused_step_copies_rows_and_nothing_else():
 
 def test_fused_step_updates_the_device_cache_in_place():
     dense = sp.DENSE * sp.LAYER_BYTES
-    resident = (sp.LAYERS - sp.DENSE) * sp.HEADS * sp.decoder().slots.size * sp.ROW
-    assert sp.fused().memory["alias"] == dense + resident
+    assert sp.fused().memory["alias"] == dense + (sp.LAYERS - sp.DENSE) * sp.RESIDENT_BYTES
 
 
 def test_layer_overlaps_its_transfer_and_copies_nothing_else():
@@ -86,7 +88,7 @@ def test_layer_overlaps_its_transfer_and_copies_nothing_else():
     assert_work_overlaps(program, pair, "")
     assert [copy.nbytes for copy in copies(program, 1024)] == [sp.FETCHED_BYTES]
     assert not large_results(program, sp.WEIGHT_BYTES)
-    assert program.memory["alias"] == sp.HEADS * sp.decoder().slots.size * sp.ROW
+    assert program.memory["alias"] == sp.RESIDENT_BYTES
 
 
 def test_flush_is_in_place():
@@ -109,7 +111,7 @@ def test_without_a_barrier_the_transfer_is_awaited_at_once():
     """Why `Transfer.wait` ties the rows to the end of the layer."""
     pairs = transfers(sp.fused(sp.UntiedTransfer()))
     assert len(pairs) == len(FETCHING)
-    assert max(len(pair.between) for pair in pairs) < 8
+    assert not any(of(pair.between, "mlp") for pair in pairs)
 
 
 @pytest.mark.parametrize("matrix", ["q", "kv", "o", "gate_up", "down"])
