@@ -7,7 +7,8 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.evaluation import perplexity, recall, retrieval, tasks
@@ -20,23 +21,31 @@ COMMANDS = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """A parser with a sub-parser for each of COMMANDS."""
-    parser = Parser(
-        prog="python -m infinigen_jax.evaluate",
-        description="Measure quality through the engine that generates, for several policies.",
-    )
+PROGRAM = "python -m infinigen_jax.evaluate"
+SUMMARY = "Measure quality through the engine that generates, for several policies."
+
+
+def build_parser(
+    modules: Mapping[str, Any] = COMMANDS, program: str = PROGRAM, summary: str = SUMMARY
+) -> argparse.ArgumentParser:
+    """A parser with a sub-parser for each module; see `infinigen_jax.evaluation`."""
+    parser = Parser(prog=program, description=summary)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, module in COMMANDS.items():
+    for name, module in modules.items():
         module.add_options(
             commands.add_parser(name, help=module.SUMMARY, description=module.__doc__)
         )
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a sub-command; returns the exit status."""
-    arguments = build_parser().parse_args(argv)
+def main(
+    argv: Sequence[str] | None = None,
+    modules: Mapping[str, Any] = COMMANDS,
+    program: str = PROGRAM,
+    summary: str = SUMMARY,
+) -> int:
+    """Run a sub-command, of these modules; returns the exit status."""
+    arguments = build_parser(modules, program, summary).parse_args(argv)
     # The tokenizer's library otherwise remarks on stderr that there is no torch to run models.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -46,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments.quiet:
             print(message, file=sys.stderr, flush=True)
 
-    return run_command(lambda: COMMANDS[arguments.command].run(arguments, say))
+    return run_command(lambda: modules[arguments.command].run(arguments, say))
 
 
 if __name__ == "__main__":

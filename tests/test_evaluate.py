@@ -49,6 +49,7 @@ LINE = {
     "chunks": list,
     "selected_fraction": float,
     "fetched_fraction": float,
+    "attended_fraction": float,
     "hot_set_hit_rate": float,
     "host_to_device_bytes_per_token": float,
     "host_cache_bytes": int,
@@ -108,11 +109,22 @@ def test_traffic_is_what_a_run_says_of_itself():
         run.score(WINDOWS[:2, i], WINDOWS[:2, i + 1])
     shares = (traffic.selected / traffic.tokens, traffic.fetched / traffic.tokens)
     assert shares == pytest.approx(run.fractions())
+    # And what stays on the device: sinks and window of SPARSE, the current token apart.
+    resident = np.mean([(2 + 4 - 1) / n for n in range(CONTEXT - 1, 39)])
+    assert traffic.attended == pytest.approx(traffic.selected + resident * traffic.tokens)
     assert traffic.host_cache_bytes == run.plan.host_cache
     assert traffic.device_index_bytes == run.plan.index > 0
     # On a CPU what is meant moves, in exact rows in float32.
     moved = sum(int(counts.moved.sum()) for counts in run._counts)
     assert traffic.moved_bytes == moved * 2 * chosen.decoder.config.head_dim * 4
+
+
+def test_what_is_attended_is_of_layers_that_select():
+    paper = InfiniGenPaper(budget=0.2, alpha=math.inf, streamed_layers=2)
+    _, traffic = score_windows(engine("gqa", paper), WINDOWS[:2], CONTEXT, batch=2)
+    expected = np.mean([int(0.2 * n) / n for n in range(CONTEXT - 1, 39)])
+    assert traffic.attended / traffic.tokens == pytest.approx(expected)
+    assert traffic.selected / traffic.tokens == pytest.approx((1 + expected) / 2)
 
 
 def with_embedding(value: float) -> Engine:
@@ -276,7 +288,8 @@ def test_table_and_record(tmp_path, text):
             assert type(line[name]) is kind or (line is full and line[name] is None), name
         assert [chunk["to"] for chunk in line["chunks"]] == [36, 48]
     assert full["reference"] and full["difference_nats"] is None
-    assert full["fetched_fraction"] == 1.0 and full["device_index_bytes"] == 0
+    assert full["fetched_fraction"] == full["attended_fraction"] == 1.0
+    assert full["device_index_bytes"] == 0
     assert sparse["settings"]["budget"] == 0.1 and sparse["settings"]["alpha"] == "inf"
     assert 0 < sparse["fetched_fraction"] <= 0.1
     difference = sparse["nats_per_token"] - full["nats_per_token"]

@@ -44,20 +44,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Evaluate all configurations, print their table and write the files."""
+    session = Session.of(arguments, say)
+    lines = measured_lines(session)
+    session.finish(lines)
+    if session.plot is not None:
+        draw(session.plot, panels(lines), f"Perplexity, {session.record['model']['name']}")
+    print(markdown(lines), flush=True)
+
+
+def measured_lines(session: Session) -> list[dict[str, Any]]:
+    """The result's lines, of all configurations of a session."""
+    arguments = session.arguments
     check_window_numbers(arguments)
     text = read_text(arguments.text)
-    session = Session.of(arguments, say)
     model = session.load()
     windows, described = cut_windows(arguments, text, model)
     session.record |= described
     settings = described["settings"]
     total = windows.size - len(windows) * settings["context"]
     measured = session.measure(model, measuring(windows, settings), total, "tokens")
-    lines = with_statistics(measured, settings)
-    session.finish(lines)
-    if session.plot is not None:
-        draw(session.plot, panels(lines), f"Perplexity, {session.record['model']['name']}")
-    print(markdown(lines), flush=True)
+    return with_statistics(measured, settings)
 
 
 def measuring(
@@ -90,6 +96,11 @@ def with_statistics(measured: list[Line], settings: dict[str, int]) -> list[dict
 
 def markdown(lines: list[dict[str, Any]]) -> str:
     """The table for stdout."""
+    return result_table(lines, *quality(lines))
+
+
+def quality(lines: list[dict[str, Any]]) -> tuple[list[str], Callable[[dict[str, Any]], list[str]]]:
+    """Head of the table's columns of quality, and their cells of a line."""
 
     def cells(line: dict[str, Any]) -> list[str]:
         value, change = line["perplexity"], line["perplexity_change_percent"]
@@ -100,7 +111,7 @@ def markdown(lines: list[dict[str, Any]]) -> str:
             "" if change is None else f"{change:+.3f} %",
         ]
 
-    return result_table(lines, ["perplexity", "nats/token", "Δ nats", "Δ perplexity"], cells)
+    return ["perplexity", "nats/token", "Δ nats", "Δ perplexity"], cells
 
 
 def panels(lines: list[dict[str, Any]]) -> list[Panel]:

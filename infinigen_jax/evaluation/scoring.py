@@ -32,6 +32,8 @@ class Traffic:
     Attributes:
         tokens: scored.
         selected, fetched: of each token, rows over rows cached, see `run.Stats`.
+        attended: likewise in the layers that are selected for alone, selected or resident on the
+            device, the token itself apart; 1 if there are none.
         selected_rows, fetched_rows: numbers of rows.
         moved_bytes: from host to device, padding included.
     """
@@ -39,6 +41,7 @@ class Traffic:
     tokens: int = 0
     selected: float = 0.0
     fetched: float = 0.0
+    attended: float = 0.0
     selected_rows: int = 0
     fetched_rows: int = 0
     moved_bytes: int = 0
@@ -142,7 +145,8 @@ def traffic(run: "Run", kept: int) -> Traffic:
     )
     steps = len(selected)
     heads = decoder.config.num_kv_heads
-    cached = (run.prompt_lengths[:kept] + np.arange(steps)[:, None]) * heads * decoder.host_layers
+    past = run.prompt_lengths[:kept] + np.arange(steps)[:, None]
+    cached = past * heads * decoder.host_layers
     cached = np.maximum(cached, 1)  # without layers on the host nothing is cached or selected
     padded = decoder.padded_rows(run.capacity)
     moved = int(fetched.sum()) if padded is None else padded * steps * kept * heads
@@ -151,6 +155,7 @@ def traffic(run: "Run", kept: int) -> Traffic:
         tokens=steps * kept,
         selected=float((selected / cached).sum()),
         fetched=float((fetched / cached).sum()),
+        attended=float(_attended(run, selected, past).sum()),
         selected_rows=int(selected.sum()),
         fetched_rows=int(fetched.sum()),
         moved_bytes=moved * stored.width * stored.storage.itemsize,
@@ -158,3 +163,17 @@ def traffic(run: "Run", kept: int) -> Traffic:
         device_index_bytes=plan.index,
         hot_set_bytes=plan.hot,
     )
+
+
+def _attended(
+    run: "Run", selected: Int[np.ndarray, "s b"], past: Int[np.ndarray, "s b"]
+) -> Float[np.ndarray, "s b"]:
+    """See `Traffic`; of rows selected in all layers, with so many past tokens at each step."""
+    decoder = run.decoder
+    choosing = sum(not decoder.streams(number) for number in range(decoder.host_layers))
+    if not choosing:
+        return np.ones(past.shape)
+    resident = np.minimum(past, decoder.slots.size - 1)
+    heads = decoder.config.num_kv_heads
+    streamed = (decoder.host_layers - choosing) * heads * (past - resident)
+    return ((selected - streamed) / (choosing * heads) + resident) / np.maximum(past, 1)

@@ -196,6 +196,7 @@ def traffic_of(traffic: "Traffic") -> dict[str, Any]:
     return {
         "selected_fraction": traffic.selected / tokens,
         "fetched_fraction": traffic.fetched / tokens,
+        "attended_fraction": traffic.attended / tokens,
         "hot_set_hit_rate": 1 - traffic.fetched_rows / rows if rows else 0.0,
         "host_to_device_bytes_per_token": traffic.moved_bytes / tokens,
         "host_cache_bytes": traffic.host_cache_bytes,

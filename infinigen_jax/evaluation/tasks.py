@@ -40,8 +40,14 @@ SUMMARY = "COPA, OpenBookQA, WinoGrande, PIQA, RTE by likelihood, from jsonl fil
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this sub-command."""
+    add_task_options(parser)
+    add_common_options(parser, batch=8, of="choices")
+
+
+def add_task_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add --data, --shots, --items and --seed."""
     add = parser.add_argument
-    add("--data", nargs="+", metavar="F", required=True, help="jsonl files, plain or .gz")
+    add("--data", nargs="+", metavar="F", required=required, help="jsonl files, plain or .gz")
     add(
         "--shots",
         type=int,
@@ -56,16 +62,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="most items of a file, spread evenly over it (default: all)",
     )
     add("--seed", type=int, default=0, help="of the choice of shots (default 0)")
-    add_common_options(parser, batch=8, of="choices")
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Evaluate all configurations, print their table and write the files."""
+    session = Session.of(arguments, say)
+    lines = measured_lines(session)
+    session.finish(lines)
+    if session.plot is not None:
+        draw(session.plot, panels(lines), f"Tasks, {session.record['model']['name']}")
+    print(markdown(lines), flush=True)
+
+
+def measured_lines(session: Session) -> list[dict[str, Any]]:
+    """The result's lines, of all configurations of a session."""
+    arguments = session.arguments
     check_numbers(arguments, {"items": 1, "batch": 1, "shots": 0})
     files = {Path(path).name.split(".")[0]: read_choices(path) for path in arguments.data}
     if len(files) < len(arguments.data):
         raise InputError("--data: two files of the same name; rename one")
-    session = Session.of(arguments, say)
     model = session.load()
     tasks = {
         name: with_shots(items, arguments.shots, arguments.seed, arguments.items)
@@ -81,11 +96,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     }
     total = sum(map(len, asked.values()))
     measured = session.measure(model, measuring(asked, arguments.batch), total, "choices")
-    lines = with_scores(measured, tasks)
-    session.finish(lines)
-    if session.plot is not None:
-        draw(session.plot, panels(lines), f"Tasks, {session.record['model']['name']}")
-    print(markdown(lines), flush=True)
+    return with_scores(measured, tasks)
 
 
 def with_shots(items: list[Choices], shots: int, seed: int, most: int | None) -> list[Choices]:
@@ -189,6 +200,11 @@ def _answers(items: list[Choices], scores: np.ndarray) -> tuple[np.ndarray, np.n
 
 def markdown(lines: list[dict[str, Any]]) -> str:
     """The table for stdout."""
+    return result_table(lines, *quality(lines))
+
+
+def quality(lines: list[dict[str, Any]]) -> tuple[list[str], Callable[[dict[str, Any]], list[str]]]:
+    """Head of the table's columns of quality, and their cells of a line."""
     tasks = [part["task"] for part in lines[0]["tasks"]]
 
     def cells(line: dict[str, Any]) -> list[str]:
@@ -199,7 +215,7 @@ def markdown(lines: list[dict[str, Any]]) -> str:
             "" if line["same"] is None else percent(line["same"], 1),
         ]
 
-    return result_table(lines, [*tasks, "mean", "normalised", "same"], cells)
+    return [*tasks, "mean", "normalised", "same"], cells
 
 
 def panels(lines: list[dict[str, Any]]) -> list[Panel]:

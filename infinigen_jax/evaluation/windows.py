@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 LARGEST_WINDOW = 2048  # by default
 
 
-def add_window_options(parser: argparse.ArgumentParser) -> None:
+def add_window_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add --text, --window, --context, --windows and --chunk."""
     add = parser.add_argument
-    add("--text", metavar="F", required=True, help="a text in UTF-8")
+    add("--text", metavar="F", required=required, help="a text in UTF-8")
     add(
         "--window",
         type=int,

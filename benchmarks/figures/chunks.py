@@ -1,0 +1,59 @@
+"""Perplexity by position: full cache, InfiniGen and H2O at the same KV size (figure 12).
+
+What is dropped for good is missing more and more as the text goes on; what only stays on the host
+is not.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.figures.common import add_options as add_evaluation_options
+from benchmarks.figures.common import finish, measure
+from infinigen_jax.evaluation.naming import labels
+from infinigen_jax.evaluation.plots import Panel
+from infinigen_jax.evaluation.session import Session
+
+SUMMARY = "perplexity by position, against H2O (figure 12)"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this figure."""
+    add_evaluation_options(
+        parser,
+        data=False,
+        policy=["infinigen", "infinigen-paper", "h2o", "window"],
+        budget=[0.05],
+        context=64,
+        chunk=128,
+    )
+
+
+def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Measure, print the table and write the files."""
+    made = measure(arguments, Session.of(arguments, say))
+    named = list(zip(labels(made.lines), made.lines, strict=True))
+
+    def points(value: str) -> dict[str, list[Any]]:
+        return {
+            label: [(c["to"], c[value]) for c in line["chunks"] if c[value] is not None]
+            for label, line in named
+        }
+
+    changes = points("perplexity_change_percent")
+    panels = [
+        Panel("position, tokens", "perplexity", points("perplexity")),
+        Panel("position, tokens", "perplexity above the full cache's, %", changes),
+    ]
+    ends = [chunk["to"] for chunk in made.lines[0]["chunks"]]
+    finish(made, "figure 12", panels, head=[f"to {end}" for end in ends], cells=chunk_cells)
+
+
+def chunk_cells(line: dict[str, Any]) -> list[str]:
+    """Perplexity of each chunk, or the difference to the full cache's."""
+    return [
+        f"{chunk['perplexity']:.3f}"
+        if chunk["perplexity_change_percent"] is None
+        else f"{chunk['perplexity_change_percent']:+.2f} %"
+        for chunk in line["chunks"]
+    ]

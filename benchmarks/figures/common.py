@@ -1,0 +1,110 @@
+"""What all figures do: options of the evaluation, one table, one file, one diagram."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation import perplexity, tasks
+from infinigen_jax.evaluation.plots import Panel, Point, draw
+from infinigen_jax.evaluation.session import Session, add_common_options, result_table
+from infinigen_jax.evaluation.tasks import add_task_options
+from infinigen_jax.evaluation.windows import add_window_options
+
+Cells = Callable[[dict[str, Any]], list[str]]
+
+
+class Measured(NamedTuple):
+    """Lines of a result, and which of their values is the quality.
+
+    Attributes:
+        quality: name of that value.
+        head, cells: of the table's columns of quality.
+    """
+
+    session: Session
+    lines: list[dict[str, Any]]
+    quality: str
+    title: str
+    head: list[str]
+    cells: Cells
+
+
+def add_options(parser: argparse.ArgumentParser, *, data: bool, **defaults: Any) -> None:
+    """The options of `evaluate perplexity`, and with `data` those of `evaluate tasks`.
+
+    Args:
+        defaults: of options, in place of the evaluation's.
+    """
+    add_window_options(parser, required=not data)
+    if data:
+        add_task_options(parser, required=False)
+    add_common_options(parser, batch=8, of="windows or choices" if data else "windows")
+    parser.set_defaults(**defaults)
+
+
+def measure(arguments: argparse.Namespace, session: Session) -> Measured:
+    """All configurations of a session, on --text or --data, whichever is given.
+
+    Raises:
+        InputError: if neither is, or both are.
+    """
+    data = getattr(arguments, "data", None)
+    if (arguments.text is None) == (data is None):
+        raise InputError("give either --text F, for perplexity, or --data F, for accuracy on tasks")
+    if data is None:
+        lines = perplexity.measured_lines(session)
+        return Measured(session, lines, "perplexity", "perplexity", *perplexity.quality(lines))
+    lines = tasks.measured_lines(session)
+    title = "accuracy, mean of the tasks"
+    return Measured(session, lines, "accuracy", title, *tasks.quality(lines))
+
+
+def finish(
+    made: Measured, number: str, panels: Sequence[Panel], *, head: Sequence[str], cells: Cells
+) -> None:
+    """Write the files and print the table.
+
+    Args:
+        number: of the paper's figure.
+        head, cells: of columns in front of those of quality.
+    """
+    session = made.session
+    session.record["figure"] = f"InfiniGen (OSDI 2024), {number}"
+    session.finish(made.lines)
+    if session.plot is not None:
+        name = session.record["model"]["name"]
+        draw(session.plot, panels, f"{name}: as the paper's {number}")
+    print(
+        result_table(
+            made.lines, [*head, *made.head], lambda line: [*cells(line), *made.cells(line)]
+        ),
+        flush=True,
+    )
+
+
+def nothing(line: dict[str, Any]) -> list[str]:
+    """No columns beside the evaluation's own."""
+    return []
+
+
+def over(
+    lines: Sequence[dict[str, Any]],
+    name: Callable[[dict[str, Any]], str | None],
+    x: Callable[[dict[str, Any]], float],
+    y: str,
+) -> dict[str, list[Point]]:
+    """Points (x, value y) of result lines, in order of x, by name; without those that have none."""
+    found: dict[str, list[Point]] = {}
+    for line in lines:
+        label = name(line)
+        if label is not None and line[y] is not None:
+            found.setdefault(label, []).append((x(line), line[y]))
+    return {label: sorted(points) for label, points in found.items()}
+
+
+def level(lines: Sequence[dict[str, Any]], y: str, xs: Sequence[float]) -> dict[str, list[Point]]:
+    """The reference's value as a line across; nothing without a reference."""
+    if not lines or not lines[0]["reference"] or not xs:
+        return {}
+    return {"full cache": [(min(xs), lines[0][y]), (max(xs), lines[0][y])]}

@@ -1,0 +1,69 @@
+"""Quality against relative KV size (the paper's figure 11).
+
+Relative size: rows that a step attends to, fetched or resident, over the rows cached, in the layers
+that are selected for; of rows in int8 or int4 also their bytes over those in 16 bits. The paper's
+InfiniGen at its pairs of alpha and budget, this package's, H2O and the window at budgets, the full
+cache in smaller rows.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from benchmarks.figures.common import add_options as add_evaluation_options
+from benchmarks.figures.common import finish, level, measure, over
+from infinigen_jax.evaluation.plots import Panel
+from infinigen_jax.evaluation.report import percent
+from infinigen_jax.evaluation.session import Session
+from infinigen_jax.rows import row_format
+
+SUMMARY = "quality against relative KV size (figure 11)"
+BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.4)
+PAPER = ((2, 0.2), (4, 0.2), (5, 0.4), (7, 0.6))  # alpha and budget, of OPT-6.7B
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this figure."""
+    policies = [f"{name}:budget={b}" for name in ("infinigen", "h2o", "window") for b in BUDGETS]
+    policies += [f"infinigen-paper:alpha={a},budget={b}" for a, b in PAPER]
+    add_evaluation_options(
+        parser, data=True, policy=["full", *policies], rows=["auto", "int8", "int4"]
+    )
+
+
+def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Measure, print the table and write the files."""
+    session = Session.of(arguments, say)
+    # Small rows are an alternative to selecting; both together are not in this figure.
+    session.chosen = [c for c in session.chosen if c.rows == "auto" or c.policy.name == "full"]
+    made = measure(arguments, session)
+    head_dim = session.record["model"]["head_dim"]
+    for line in made.lines:
+        line["relative_kv_size"] = relative_size(line, head_dim)
+    sizes = [100 * line["relative_kv_size"] for line in made.lines]
+    lines = level(made.lines, made.quality, sizes) | over(
+        made.lines[1:], name, lambda line: 100 * line["relative_kv_size"], made.quality
+    )
+    finish(
+        made,
+        "figure 11",
+        [Panel("relative KV size, %", made.title, lines)],
+        head=["KV size"],
+        cells=lambda line: [percent(line["relative_kv_size"], 1)],
+    )
+
+
+def name(line: dict[str, Any]) -> str:
+    """Policies that select, each at all its sizes; the full cache, in all its formats."""
+    return "smaller rows" if line["policy"] == "full" else line["policy"]
+
+
+def relative_size(line: dict[str, Any], head_dim: int) -> float:
+    """Of what is attended to, over the whole cache in 16 bits; exact rows count as 16 bits."""
+    rows = line["settings"]["rows"]
+    if rows == "exact":
+        return line["attended_fraction"]
+    bytes_of_row = row_format(rows, jnp.dtype("bfloat16"), head_dim).width
+    return line["attended_fraction"] * bytes_of_row / (2 * head_dim * 2)

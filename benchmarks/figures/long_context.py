@@ -1,0 +1,110 @@
+"""A fixed number of tokens kept, whatever the length (the paper's figure 19).
+
+For each length, windows of so many tokens, of which the last part is scored; every policy attends
+to at most --kept tokens beside the current one, resident and fetched together (the layers that a
+policy keeps or streams whole apart). The paper keeps 64.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.figures.common import Measured, finish, measure
+from benchmarks.figures.common import add_options as add_evaluation_options
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.plots import Panel
+from infinigen_jax.evaluation.session import Session, check_numbers
+
+SUMMARY = "a fixed number of tokens kept at growing length (figure 19)"
+SCORED = 8  # the last of so many parts of a window
+RESIDENT = {"infinigen-paper": (0, 1)}  # sinks and window; the others':
+SINKS = 4
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this figure."""
+    add_evaluation_options(
+        parser, data=False, policy=["infinigen", "infinigen-paper", "h2o", "window"]
+    )
+    add = parser.add_argument
+    add("--kept", type=int, default=64, metavar="N", help="tokens attended to (default 64)")
+    add(
+        "--length",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="tokens of a window (default: powers of two from four times --kept)",
+    )
+
+
+def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Measure, print the table and write the files."""
+    check_numbers(arguments, {"kept": SINKS + 4, "length": 2 * arguments.kept})
+    for given in ("window", "context", "budget"):
+        if getattr(arguments, given) is not None:
+            raise InputError(f"--{given}: this figure sets it; give --length and --kept")
+    if any(":" in name for name in arguments.policy):
+        raise InputError("--policy: this figure sets what is behind a name; give names alone")
+    lines: list[dict[str, Any]] = []
+    made = None
+    for length in arguments.length or _lengths(arguments, say):
+        made = _measure_length(arguments, length, say)
+        lines += [line | {"length": length} for line in made.lines]
+    assert made is not None
+    panels = [
+        Panel("length, tokens", "perplexity", _points(lines, "perplexity")),
+        Panel("length, tokens", "perplexity above the full cache's, %",
+              _points(lines, "perplexity_change_percent")),
+    ]  # fmt: skip
+    # What differs between the lengths belongs to the lines.
+    made.session.record["settings"] |= {"kept": arguments.kept, "window": None, "context": None}
+    finish(
+        made._replace(lines=lines),
+        "figure 19",
+        panels,
+        head=["length"],
+        cells=lambda line: [str(line["length"])],
+    )
+
+
+def _lengths(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[int]:
+    """Powers of two that the model has positions for."""
+    model = Session.of(arguments, say).load()
+    length, made = 4 * arguments.kept, []
+    while length <= model.config.max_positions:
+        made.append(length)
+        length *= 2
+    if not made:
+        raise InputError(
+            f"--kept {arguments.kept}: the model has only {model.config.max_positions} positions; "
+            "lower it"
+        )
+    return made
+
+
+def _measure_length(
+    arguments: argparse.Namespace, length: int, say: Callable[[str], None]
+) -> Measured:
+    """All policies at one length; what was finished before is not repeated."""
+    chosen = copy.copy(arguments)
+    chosen.window, chosen.context = length, length - length // SCORED
+    chosen.policy = [keeping(name, arguments.kept, length) for name in arguments.policy]
+    return measure(chosen, Session.of(chosen, say))
+
+
+def keeping(name: str, kept: int, length: int) -> str:
+    """A policy with settings by which it attends to `kept` past tokens at the end of a window."""
+    if name == "full":
+        return name
+    sinks, window = RESIDENT.get(name, (SINKS, kept // 2 - SINKS + 1))
+    fetched = kept - sinks - (window - 1)
+    return f"{name}:budget={fetched / length},sinks={sinks},window={window}"
+
+
+def _points(lines: list[dict[str, Any]], value: str) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for line in lines:
+        if line[value] is not None:
+            found.setdefault(line["policy"], []).append((line["length"], line[value]))
+    return found

@@ -1,0 +1,63 @@
+"""Sensitivity to alpha and to the partial ratio (the paper's figure 17, its accuracy side).
+
+Both sweeps of the paper (alpha 1 to 9; ratios 0.1 to 1 at alpha 4), with the paper's settings and
+with this package's.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.figures.common import add_options as add_evaluation_options
+from benchmarks.figures.common import finish, level, measure, nothing, over
+from infinigen_jax.evaluation.plots import Panel
+from infinigen_jax.evaluation.session import Session
+
+SUMMARY = "sensitivity to alpha and partial ratio (figure 17)"
+ALPHAS = (1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0)
+RATIOS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+ALPHA = 4.0  # of the sweep over ratios
+OWN_RATIO = {"infinigen-paper": 0.2, "infinigen": 1.0}  # of the sweep over alpha
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this figure."""
+    sweeps: dict[str, None] = {}  # the two meet in a point
+    for name, ratio in OWN_RATIO.items():
+        pairs = [(alpha, ratio) for alpha in ALPHAS] + [(ALPHA, ratio) for ratio in RATIOS]
+        for alpha, own in pairs:
+            sweeps.setdefault(f"{name}:alpha={alpha:g},partial_ratio={own:g}")
+    add_evaluation_options(parser, data=True, policy=list(sweeps), budget=[0.2])
+
+
+def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Measure, print the table and write the files."""
+    made = measure(arguments, Session.of(arguments, say))
+    panels = [
+        Panel("alpha", made.title, sweep(made.lines, made.quality, "alpha", ALPHAS)),
+        Panel("columns in the index, share", made.title,
+              sweep(made.lines, made.quality, "partial_ratio", RATIOS)),
+        Panel("alpha", "rows attended to, share",
+              sweep(made.lines, "attended_fraction", "alpha", ALPHAS, full=False)),
+    ]  # fmt: skip
+    finish(made, "figure 17", panels, head=[], cells=nothing)
+
+
+def sweep(
+    lines: list[dict[str, Any]], y: str, x: str, values: tuple[float, ...], full: bool = True
+) -> dict[str, Any]:
+    """The points of one of the two sweeps."""
+
+    def name(line: dict[str, Any]) -> str | None:
+        settings = line["settings"]
+        if x not in settings:
+            return None
+        held = (
+            settings["partial_ratio"] == OWN_RATIO.get(line["policy"])
+            if x == "alpha"
+            else settings["alpha"] == ALPHA
+        )
+        return line["policy"] if held else None
+
+    across = level(lines, y, values) if full else {}
+    return across | over(lines, name, lambda line: line["settings"][x], y)

@@ -1,0 +1,153 @@
+"""The paper's figures as commands: known answers on a tiny random model, and bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import make_tiny, only
+
+from benchmarks.figures import kv_size, long_context, sensitivity
+from benchmarks.figures.__main__ import FIGURES, main
+from infinigen_jax import evaluate
+from infinigen_jax.checkpoint import embedded
+from infinigen_jax.convert import convert
+
+PROSE = "The old man went down to the sea, and nobody asked him where he had been. " * 8
+SMALL = ("--window", "48", "--context", "40", "--batch", "1", "--windows", "1", "--chunk", "4")
+ITEM = {"query": "It rained", "connector": "because", "choices": ["of the sun.", "no."], "gold": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """Three layers, so that one is left where the paper's settings stream two."""
+    folder = tmp_path_factory.mktemp("figures")
+    made = make_tiny(folder / "source", "llama", vocab_size=1024, num_hidden_layers=3)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (made.folder / name).write_bytes((embedded() / name).read_bytes())
+    return convert(made.folder, folder / "model", calibration=list(range(3, 96)))
+
+
+@pytest.fixture
+def figure(command, model, tmp_path):
+    """`figure(name, ...)` makes a figure; its table and its result."""
+    text = tmp_path / "text.txt"
+    text.write_text(PROSE)
+
+    def call(name: str, *arguments: str, of: tuple[str, ...] = ("--text", str(text))):
+        result = tmp_path / "result.json"
+        files = ("--json", result, "--plot", tmp_path / "plot.svg", "--quiet")
+        status, out, err = command(main, name, "--model", model, *of, *arguments, *files)
+        assert (status, err) == (0, "")
+        assert only(tmp_path) == ["plot.svg", "result.json", "text.txt"]
+        record = json.loads(result.read_text())
+        assert record["figure"].startswith("InfiniGen (OSDI 2024), figure 1")
+        return out.splitlines(), record
+
+    return call
+
+
+def test_relative_sizes():
+    def line(rows: str, attended: float):
+        return {"attended_fraction": attended, "settings": {"rows": rows}}
+
+    assert kv_size.relative_size(line("exact", 0.3), 64) == 0.3
+    # A group of 64 columns of K and of V: a byte each and two bfloat16s, to 16 bytes: 136 -> 144.
+    assert kv_size.relative_size(line("int8", 1.0), 64) == 144 / 256
+    assert kv_size.relative_size(line("int4", 0.5), 64) == 0.5 * 80 / 256
+
+
+def test_kv_size(figure):
+    asked = ("--policy", "full", "infinigen:alpha=inf,budget=0.1", "--rows", "auto", "int8")
+    table, record = figure("kv-size", *SMALL, *asked, "--dense-layers", "1")
+    lines = record["configurations"]
+    assert [(x["policy"], x["settings"]["rows"]) for x in lines] == [
+        ("full", "exact"),
+        ("full", "int8"),
+        ("infinigen", "exact"),
+    ]
+    assert [x["relative_kv_size"] for x in lines][0] == 1 and "KV size" in table[0]
+    # 4 rows of 40 to 46 tokens, and 4 sinks and 31 recent ones.
+    assert lines[2]["relative_kv_size"] == pytest.approx(
+        sum(min(1, (n // 10 + 35) / n) for n in range(39, 47)) / 8
+    )
+
+
+def test_accuracy_on_tasks(figure, tmp_path):
+    data = tmp_path.parent / f"{tmp_path.name}-copa.jsonl"
+    data.write_text("".join(json.dumps(ITEM) + "\n" for _ in range(3)))
+    asked = ("--shots", "1", "--policy", "window:window=4,sinks=0", "--rows", "auto")
+    table, record = figure("kv-size", *asked, of=("--data", str(data)))
+    assert record["settings"]["shots"] == 1 and "normalised" in table[0]
+    assert [line["accuracy"] for line in record["configurations"]][0] in (0.0, 1.0)
+
+
+def test_all_columns_choose_alike_in_any_basis(figure):
+    asked = ("--basis", "none", "svd", "--partial-ratio", "0.2", "1.0", "--no-reference")
+    _, record = figure("skewing", *SMALL, *asked)
+    scores = {
+        (line["settings"]["basis"], line["settings"]["partial_ratio"]): line["nats_per_token"]
+        for line in record["configurations"]
+    }
+    assert scores["none", 1.0] == pytest.approx(scores["svd", 1.0], abs=1e-4)
+    assert len({round(score, 3) for score in scores.values()}) == 3
+
+
+def test_as_many_tokens_are_kept_at_any_length(figure):
+    asked = ("--kept", "16", "--length", "32", "64", "--policy", "infinigen-paper")
+    table, record = figure("long-context", *asked, "--dense-layers", "1", "--no-reference")
+    lines = record["configurations"]
+    assert [line["length"] for line in lines] == [32, 64]
+    column = [cell.strip() for cell in table[0].split("|")].index("length")
+    assert [row.split("|")[column].strip() for row in table[2:]] == ["32", "64"]
+    for line in lines:
+        kept = line["attended_fraction"] * line["length"]
+        assert 14 <= kept <= 16 * 32 / 28  # a share of what is cached, up to its end
+    assert [line["chunks"][0]["from"] for line in lines] == [28, 56]
+
+
+def test_positions(figure):
+    table, record = figure("chunks", *SMALL, "--policy", "window", "--budget", "0.1")
+    assert [cell.strip() for cell in table[0].split("|")][5:7] == ["to 44", "to 48"]
+    change = record["configurations"][1]["chunks"][0]["perplexity_change_percent"]
+    assert f"{change:+.2f} %" in table[3]
+
+
+def test_sweeps_meet_in_a_point():
+    options = evaluate.build_parser(FIGURES)
+    chosen = options.parse_args(["sensitivity", "--text", "t"]).policy
+    assert len(chosen) == len(set(chosen)) == 2 * (len(sensitivity.ALPHAS) + 6 - 1)
+    one = {"policy": "infinigen", "reference": False, "perplexity": 5.0}
+    lines = [
+        one | {"settings": {"alpha": a, "partial_ratio": r}}
+        for a, r in ((4.0, 1.0), (2.0, 1.0), (4.0, 0.4))
+    ]
+    over_alpha = sensitivity.sweep(lines, "perplexity", "alpha", sensitivity.ALPHAS)
+    assert over_alpha == {"infinigen": [(2.0, 5.0), (4.0, 5.0)]}
+    over_ratio = sensitivity.sweep(lines, "perplexity", "partial_ratio", sensitivity.RATIOS)
+    assert over_ratio == {"infinigen": [(0.4, 5.0), (1.0, 5.0)]}
+
+
+def test_bad_input(command, model, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(PROSE)
+    for arguments, message in {
+        ("kv-size",): "give either --text F",
+        ("skewing", "--text", text, "--data", text): "give either --text F",
+        ("chunks",): "--text",
+        ("pie",): "pie",
+        ("long-context", "--text", text, "--window", "48"): "--window: this figure sets it",
+        ("long-context", "--text", text, "--policy", "h2o:window=3"): "give names alone",
+        ("long-context", "--text", text, "--kept", "32", "--model", model): "64 positions",
+        ("skewing", "--text", text, "--basis", "odd"): "--basis odd",
+    }.items():
+        status, out, err = command(main, *arguments)
+        assert status == 2 and out == "" and err.count("\n") == 1 and message in err
+    assert only(tmp_path) == ["text.txt"]
+
+
+def test_kept_rows_are_split_alike():
+    for name in ("infinigen", "h2o", "window"):
+        assert long_context.keeping(name, 64, 512) == f"{name}:budget={32 / 512},sinks=4,window=29"
+    assert long_context.keeping("infinigen-paper", 64, 512).endswith(
+        "budget=0.125,sinks=0,window=1"
+    )
