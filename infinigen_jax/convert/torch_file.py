@@ -11,6 +11,7 @@ import math
 import pickle
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ class TorchFile:
     def __init__(self, path: Path):
         self.path = path
         self._map = map_file(path)
+        self._checked: set[str] = set()  # storages whose checksum is right
         try:
             with zipfile.ZipFile(path) as archive:
                 self._entries = {entry.filename: entry for entry in archive.infolist()}
@@ -112,6 +114,11 @@ class TorchFile:
             raise InputError(f"{self.path}: {name} is compressed; save the model again with torch")
         if size > min(entry.file_size, len(self._map) - begin):
             raise InputError(f"{self.path}: the data of {name} is truncated; get the file again")
+        if storage.key not in self._checked:
+            with memoryview(self._map)[begin : begin + entry.file_size] as stored:
+                if zlib.crc32(stored) != entry.CRC:
+                    raise InputError(f"{self.path}: {name} is damaged; get the file again")
+            self._checked.add(storage.key)
         return np.frombuffer(self._map, storage.dtype, count=storage.count, offset=begin)
 
     def _unpickle(self, data: bytes) -> dict[str, TorchTensor]:

@@ -7,7 +7,6 @@ result file written, the folder goes.
 import hashlib
 import json
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,8 +53,8 @@ class Parts:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
                 return Measurement(arrays, json.loads(str(arrays.pop("values"))))
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-            return None  # damaged: it is measured again
+        except Exception:  # a damaged archive can raise nearly anything
+            return None  # it is measured again
 
     def save(self, settings: dict[str, Any], measured: Measurement) -> None:
         """Keep a measurement, whole or not at all.

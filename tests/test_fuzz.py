@@ -1,0 +1,226 @@
+"""Damaged files: bytes flipped, cut out or put in give the same result or an InputError.
+
+Where a format has no checksum, another result is accepted if it is one that the format allows.
+"""
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import TEXT, make_tiny
+
+from infinigen_jax import checkpoint
+from infinigen_jax.convert import convert
+from infinigen_jax.convert.reader import open_tensors, read_config
+from infinigen_jax.convert.torch_file import TorchFile
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.parts import Measurement, Parts
+from infinigen_jax.manifest import MANIFEST_FILE, read_manifest
+from infinigen_jax.safetensors_io import SafetensorsFile
+from infinigen_jax.tokenization import load_tokenizer
+
+
+class Edit(NamedTuple):
+    """One damage: `cut` bytes at a place, a share of the file, give way to others."""
+
+    place: float
+    cut: int
+    put: bytes
+
+    def apply(self, data: bytes) -> bytes:
+        at = int(self.place * len(data))
+        return data[:at] + self.put + data[at + self.cut :]
+
+
+# Near the start, where headers are, or anywhere.
+places = st.one_of(st.floats(0, 0.999), st.floats(0, 0.05), st.floats(0.95, 0.999))
+few = st.binary(min_size=0, max_size=4) | st.sampled_from(
+    [b'"', b"{", b"-1", b"9" * 30, b"\0", b"null"]
+)
+edits = st.one_of(
+    st.builds(lambda place, put: Edit(place, len(put), put), places, few),  # changed
+    st.builds(Edit, places, st.integers(0, 20), few),  # moved
+    st.builds(lambda place: Edit(place, 1 << 40, b""), places),  # truncated
+)
+damages = st.lists(edits, min_size=1, max_size=3)
+
+
+def damage(path: Path, changes: list[Edit]) -> bool:
+    """Apply the changes to a file; whether they made a difference."""
+    whole = path.read_bytes()
+    data = functools.reduce(lambda data, edit: edit.apply(data), changes, whole)
+    path.write_bytes(data)
+    return data != whole
+
+
+def attempt(read: Callable[[], Any]) -> Any:
+    """What `read` returns; None after an InputError of one line. Anything else is a failure."""
+    try:
+        return read()
+    except InputError as error:
+        assert "\n" not in str(error)
+        return None
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """A source, with a tokenizer, in both formats; its conversion."""
+    root = tmp_path_factory.mktemp("whole")
+    made = make_tiny(root / "source", "llama", num_hidden_layers=1, vocab_size=1024)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(checkpoint.embedded() / name, made.folder / name)
+    convert(made.folder, root / "converted", calibration=TEXT)
+    shutil.copytree(made.folder, root / "sharded")
+    (root / "sharded" / "model.safetensors").unlink()
+    made.model.save_pretrained(root / "sharded", max_shard_size="60KB")
+    torch.save(
+        {"a": torch.arange(60.0).reshape(6, 10).T, "b": torch.ones(7, dtype=torch.bfloat16)},
+        root / "torch.bin",
+    )
+    return root
+
+
+def fresh(folders: Path, name: str, *files: str) -> Path:
+    """A copy to damage, of some files or all; one place, so that the last one can be looked at."""
+    copy = folders.parent / "damaged"
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir()
+    for path in (folders / name).iterdir():
+        if not files or path.name in files:
+            shutil.copyfile(path, copy / path.name)
+    return copy
+
+
+def same(a: Any, b: Any) -> bool:
+    leaves, tree = jax.tree.flatten(a)
+    others, other_tree = jax.tree.flatten(b)
+    return tree == other_tree and all(map(np.array_equal, leaves, others))
+
+
+@settings(max_examples=50)
+@given(data=st.data(), changes=damages)
+def test_converted_folders(folders, data, changes):
+    """Checksums find everything but changes that mean nothing."""
+    whole = checkpoint.load(folders / "converted", "float32")
+    folder = fresh(folders, "converted")
+    name = data.draw(st.sampled_from(sorted(path.name for path in folder.iterdir())))
+    changed = damage(folder / name, changes)
+    model = attempt(lambda: checkpoint.load(folder, "float32"))
+    if model is None:
+        assert changed
+        return
+    assert name == MANIFEST_FILE or not changed
+    assert model.config == whole.config and model.skew == whole.skew
+    assert same((model.params, model.bases), (whole.params, whole.bases))
+    assert same(model.ahead, whole.ahead)
+
+
+@settings(max_examples=200)
+@given(changes=damages)
+def test_manifest(folders, changes):
+    folder = fresh(folders, "converted", MANIFEST_FILE)
+    damage(folder / MANIFEST_FILE, changes)
+    manifest = attempt(lambda: read_manifest(folder))
+    assert manifest is None or (manifest.skew in ("svd", "balanced", "none") and manifest.files)
+
+
+@settings(max_examples=200)
+@given(name=st.sampled_from(["config.json", "generation_config.json"]), changes=damages)
+def test_config(folders, name, changes):
+    folder = fresh(folders, "source", "config.json", "generation_config.json")
+    damage(folder / name, changes)
+    read = attempt(lambda: read_config(folder))
+    if read is not None:
+        config = read[1]
+        sizes = (config.hidden_size, config.num_layers, config.head_dim, config.vocab_size)
+        assert all(type(size) is int and size > 0 for size in sizes)
+        assert config.num_heads % config.num_kv_heads == 0
+        assert all(type(token) is int for token in config.eos_ids)
+
+
+@settings(max_examples=200)
+@given(changes=damages)
+def test_safetensors(folders, changes):
+    path = fresh(folders, "source", "model.safetensors") / "model.safetensors"
+    damage(path, changes)
+    file = attempt(lambda: SafetensorsFile(path))
+    for name in file.tensors if file else ():
+        tensor = file.read(name)
+        assert tensor.shape == file.tensors[name].shape and tensor.nbytes <= path.stat().st_size
+
+
+@settings(max_examples=60)
+@given(data=st.data(), changes=damages)
+def test_shards(folders, data, changes):
+    folder = fresh(folders, "sharded")
+    names = sorted(path.name for path in folder.glob("model*"))
+    damage(folder / data.draw(st.sampled_from(names)), changes)
+    tensors = attempt(lambda: open_tensors(folder))
+    for tensor in (tensors or {}).values():
+        assert tensor.read().shape == tensor.shape and tensor.file.parent == folder
+
+
+def test_torch_data_has_a_checksum(folders):
+    whole = (folders / "torch.bin").read_bytes()
+    at = whole.index(np.arange(60, dtype=np.float32).tobytes())
+    path = folders.parent / "damaged.bin"
+    path.write_bytes(Edit((at + 8.5) / len(whole), 1, b"\x7f").apply(whole))
+    file = TorchFile(path)
+    file.read("b")
+    with pytest.raises(InputError, match="a is damaged"):
+        file.read("a")
+
+
+@settings(max_examples=200)
+@given(changes=damages)
+def test_torch_file(folders, changes):
+    """Its archive has checksums: what is read is what was written."""
+    whole = TorchFile(folders / "torch.bin")
+    path = folders.parent / "damaged.bin"
+    shutil.copyfile(folders / "torch.bin", path)
+    damage(path, changes)
+
+    def read() -> dict[str, np.ndarray]:
+        file = TorchFile(path)
+        return {name: np.array(file.read(name)) for name in file.tensors}
+
+    tensors = attempt(read)
+    if tensors is not None:
+        assert tensors.keys() == whole.tensors.keys()
+        for name, tensor in tensors.items():
+            np.testing.assert_array_equal(tensor, whole.read(name))
+
+
+@settings(max_examples=60)
+@given(name=st.sampled_from(["tokenizer.json", "tokenizer_config.json"]), changes=damages)
+def test_tokenizer(folders, name, changes):
+    folder = fresh(folders, "source", "config.json", "tokenizer.json", "tokenizer_config.json")
+    damage(folder / name, changes)
+    tokenizer = attempt(lambda: load_tokenizer(folder))
+    if tokenizer is not None:
+        assert all(type(token) is int for token in tokenizer.encode("The king said"))
+
+
+@settings(max_examples=200)
+@given(changes=damages)
+def test_saved_measurements(tmp_path_factory, changes):
+    """A damaged part is measured again, never read as another one."""
+    folder = tmp_path_factory.mktemp("parts")
+    parts = Parts(folder / "result.json", {"text": "a"})
+    arrays = {"scores": np.arange(50.0), "positions": np.arange(50)}
+    parts.save({"budget": 0.1}, Measurement(arrays, {"seconds": 1.5}))
+    (path,) = (folder / "result.json.parts").iterdir()
+    damage(path, changes)
+    found = parts.load({"budget": 0.1})
+    if found is not None:
+        assert found.values == {"seconds": 1.5} and found.arrays.keys() == arrays.keys()
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(found.arrays[name], array)
