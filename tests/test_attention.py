@@ -181,13 +181,14 @@ def test_what_is_dropped_is_bounded(true_alpha):
 # Prompts.
 
 
-def dense_causal(q, keys, values) -> np.ndarray:
+def dense_causal(q, keys, values, window: int | None = None) -> np.ndarray:
     b, s, h, d = q.shape
     k = keys.shape[2]
     grouped = np.asarray(q).reshape(b, s, k, h // k, d)
     rows = []
     for i in range(s):
-        valid = np.broadcast_to(np.arange(s) <= i, (b, k, s))
+        seen = (np.arange(s) <= i) & (np.arange(s) > i - (window or s))
+        valid = np.broadcast_to(seen, (b, k, s))
         heads = [np.asarray(x).swapaxes(1, 2) for x in (keys, values)]
         rows.append(dense(grouped[:, i], heads[0], heads[1], valid).reshape(b, h, d))
     return np.stack(rows, 1)
@@ -202,6 +203,17 @@ def test_causal_attention_against_dense(heads, kv_heads):
         for block in blocks:
             got = causal_attention(q, keys, values, block=block)
             np.testing.assert_allclose(got, reference, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "window, blocks", [(1, [4, 64]), (5, [4, 5, 64]), (9, [4]), (30, [8]), (40, [8])]
+)
+def test_causal_attention_within_a_window(window, blocks):
+    q, keys, values = normal((2, 33, 4, 8), 0), normal((2, 33, 2, 8), 1), normal((2, 33, 2, 8), 2)
+    reference = dense_causal(q, keys, values, window)
+    for block in blocks:
+        got = causal_attention(q, keys, values, block=block, window=window)
+        np.testing.assert_allclose(got, reference, atol=TOLERANCE)
 
 
 def test_padding_behind_a_prompt_reaches_only_its_own_outputs():
