@@ -206,6 +206,39 @@ def append_rows(
     return _sharded(local, mesh, specs, CACHE_SPEC)(cache, rows, positions)
 
 
+def store_rows(
+    cache: Shaped[Array, "l b k t w"],
+    rows: Shaped[Array, "l b k n w"],
+    slots: Int[Array, "l b k n"],
+    mesh: Mesh,
+) -> Shaped[Array, "l b k t w"]:
+    """Write n rows of every layer, sequence and KV head, each to its slot. In place where donated.
+
+    Slots are distinct; a row whose slot is t is not written.
+    """
+
+    def local(cache: Array, rows: Array, slots: Array) -> Array:
+        place = [lax.broadcasted_iota(jnp.int32, slots.shape, axis) for axis in range(3)]
+        dimensions = lax.ScatterDimensionNumbers(
+            update_window_dims=(4,),
+            inserted_window_dims=(0, 1, 2, 3),
+            scatter_dims_to_operand_dims=(0, 1, 2, 3),
+        )
+        return lax.scatter(
+            cache,
+            to_host(jnp.stack([*place, slots], axis=-1)),
+            to_host(rows),
+            dimensions,
+            unique_indices=True,
+            mode="drop",
+        )
+
+    slots_spec = PartitionSpec(None, "data", "model", None)
+    return _sharded(local, mesh, (CACHE_SPEC, CACHE_SPEC, slots_spec), CACHE_SPEC)(
+        cache, rows, slots
+    )
+
+
 def _sharded(
     function: Callable[..., Array], mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Array]:

@@ -129,6 +129,19 @@ def plan_by_kernel(
     return HotSet(hot.rows, slots, used, place), Plan(entry, miss)
 
 
+def forget(hot: HotSet, slots: Int[Array, "b k n"]) -> HotSet:
+    """Empty the entries of host slots that get another row; a slot of t is none."""
+    h, capacity = hot.slots.shape[2], hot.place.shape[2]
+    entry = look_up(hot.place, jnp.minimum(slots, capacity - 1)).astype(jnp.int32)
+    target = jnp.where((slots < capacity) & (entry >= 0), entry, h)
+    nothing = jnp.full(slots.shape, -1, jnp.int32)
+    return hot._replace(
+        slots=put(hot.slots, target, nothing),
+        used=put(hot.used, target, nothing),
+        place=put(hot.place, slots, nothing.astype(hot.place.dtype)),
+    )
+
+
 def _keep(
     hot: HotSet, request: Request, positions: Int[Array, " b"], eviction: str
 ) -> Float[Array, "b k h"]:

@@ -1,0 +1,226 @@
+"""The host pool's directory against lists in plain Python."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.pool import (
+    COUNTER_BITS,
+    Pool,
+    first_used,
+    held,
+    insert,
+    of_prompt,
+    parse_limit,
+    touch,
+)
+from infinigen_jax.selection import Request
+
+B, K = 2, 2
+# Eviction, size, window, sinks of the pool and of the device, share of recent rows.
+CASES = [
+    ("fifo", 9, 3, 2, 0, 0.5),
+    ("lru", 9, 3, 2, 2, 0.5),
+    ("lru", 16, 1, 3, 0, 0.9),
+    ("counter", 9, 3, 2, 0, 0.5),
+    ("counter", 6, 4, 0, 1, 0.0),
+]
+inserted = jax.jit(insert, static_argnums=(0, 5))
+touched = jax.jit(touch, static_argnums=0)
+after_prompt = jax.jit(of_prompt, static_argnums=(0, 2, 3, 4, 5))
+held_now = jax.jit(held, static_argnums=2)
+
+
+class Reference:
+    """The pool of one KV head: a dictionary from position to what its eviction goes by."""
+
+    def __init__(self, pool: Pool, size: int, window: int, kept: list[int]):
+        self.pool, self.size, self.window = pool, size, window
+        self.rows = {p: p if pool.eviction == "lru" else 0 for p in kept}
+
+    def request(self, wanted: list[int], now: int) -> None:
+        if self.pool.eviction == "lru":
+            self.rows |= {p: now for p in wanted}
+        if self.pool.eviction == "counter":
+            self.rows |= {p: self.rows[p] + 1 for p in wanted}
+            if wanted and max(self.rows[p] for p in wanted) == 2**COUNTER_BITS - 1:
+                self.rows = {p: count // 2 for p, count in self.rows.items()}
+
+    def insert(self, new: list[int], length: int) -> list[int]:
+        """What is evicted."""
+        free = self.size - len(self.rows)
+        recent = min(int(self.size * self.pool.recent), self.size - self.pool.sinks)
+        recent = max(recent, self.window)
+        safe = [p for p in self.rows if p < self.pool.sinks or p >= length - recent]
+        order = sorted((used, p) for p, used in self.rows.items() if p not in safe)
+        gone = [p for _, p in order[: max(0, len(new) - free)]]
+        for p in gone:
+            del self.rows[p]
+        self.rows |= {p: p if self.pool.eviction == "lru" else 0 for p in new}
+        return gone
+
+
+def contents(positions: jax.Array, used: jax.Array | None) -> list[list[dict[int, int]]]:
+    """The rows of each KV head, as a Reference has them; every row in one slot."""
+    where, by = np.asarray(positions), None if used is None else np.asarray(used)
+    found = []
+    for i in range(B):
+        found.append([])
+        for j in range(K):
+            slots = np.flatnonzero(where[i, j] >= 0)
+            values = np.zeros(len(slots)) if by is None else by[i, j, slots]
+            rows = {int(p): int(u) for p, u in zip(where[i, j, slots], values, strict=True)}
+            assert len(rows) == len(slots)
+            found[i].append(rows)
+    return found
+
+
+@given(st.data())
+@settings(max_examples=15)
+def test_against_dictionaries(data):
+    """Prompts of two lengths, then requests of what is there and flushes, in the engine's order."""
+    draw = data.draw
+    eviction, size, window, pool_sinks, device_sinks, recent = draw(st.sampled_from(CASES))
+    pool = Pool(tokens=size, eviction=eviction, sinks=pool_sinks, recent=recent)
+    rng = np.random.default_rng(draw(st.integers(0, 999), "seed"))
+    lengths = np.array(draw(st.tuples(st.integers(1, 24), st.integers(1, 24)), "lengths"))
+    prompt = after_prompt(pool, jnp.asarray(lengths, jnp.int32), K, 24, size, device_sinks)
+    positions, used = prompt, first_used(pool, prompt)
+    there = contents(positions, used)
+    plain = [[Reference(pool, size, window, sorted(head)) for head in row] for row in there]
+    for i, j in np.ndindex(B, K):  # sinks and the last tokens, and all if there is room
+        there = range(device_sinks, lengths[i])
+        kept = [p for p in there if p < pool_sinks] + [p for p in there if p >= pool_sinks][::-1]
+        assert set(plain[i][j].rows) == set(kept[:size])
+    n, since = 5, 0
+    for _ in range(5 * window):
+        now = jnp.asarray(lengths, jnp.int32)  # of the step's tokens
+        eligible = np.asarray(held_now(positions, now, window))
+        slots, counts = np.zeros((B, K, n), np.int32), np.zeros((B, K), np.int32)
+        for i, j in np.ndindex(B, K):
+            there = np.flatnonzero(eligible[i, j] >= 0)
+            expected = {p for p in plain[i][j].rows if p <= lengths[i] - window}
+            assert set(eligible[i, j, there].tolist()) == expected
+            counts[i, j] = rng.integers(0, min(n, len(there)) + 1)
+            slots[i, j, : counts[i, j]] = rng.permutation(there)[: counts[i, j]]
+            wanted = eligible[i, j, slots[i, j, : counts[i, j]]].tolist()
+            plain[i][j].request(wanted, int(lengths[i]))
+        if used is not None:
+            used = touched(pool, used, Request(jnp.asarray(slots), jnp.asarray(counts)), now)
+        lengths = lengths + 1
+        since += 1
+        if (
+            since < window and rng.random() < 0.8
+        ):  # now and then earlier, as in a batch that changes
+            continue
+        since = 0
+        start = np.maximum(lengths - window, 0)
+        new = start[:, None] + np.arange(window)
+        before = np.asarray(positions)
+        now = jnp.asarray(lengths, jnp.int32)
+        made = inserted(pool, positions, used, jnp.asarray(new, jnp.int32), now, device_sinks)
+        positions, used = made.positions, made.used
+        after, into = contents(positions, used), np.asarray(made.slots)
+        for i, j in np.ndindex(B, K):
+            rows = [p for p in new[i].tolist() if p >= device_sinks and p < lengths[i]]
+            fresh = [p for p in rows if p not in plain[i][j].rows]
+            gone = plain[i][j].insert(fresh, int(lengths[i]))
+            assert after[i][j] == plain[i][j].rows
+            written = into[i, j][into[i, j] < size]
+            assert len(set(written.tolist())) == len(written) == len(fresh) <= window
+            overwritten = before[i, j, written]
+            assert sorted(overwritten[overwritten >= 0].tolist()) == sorted(gone)
+            np.testing.assert_array_equal(
+                np.asarray(made.evicted)[i, j], (into[i, j] < size) & _at(before[i, j], into[i, j])
+            )
+            assert not set(gone) & set(range(pool_sinks)) and len(after[i][j]) <= size
+        again = inserted(pool, positions, used, jnp.asarray(new, jnp.int32), now, device_sinks)
+        assert (np.asarray(again.slots) == size).all() and not np.asarray(again.evicted).any()
+        assert contents(again.positions, again.used) == after
+
+
+def _at(rows: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Whether a slot had a row."""
+    return rows[np.minimum(slots, len(rows) - 1)] >= 0
+
+
+def one_head(eviction: str, size: int, fetches: list[list[int]], **settings) -> tuple[Any, Any]:
+    """Directory after tokens 0 .. size - 1 and some requests; sinks 0, window 1."""
+    pool = Pool(tokens=size, eviction=eviction, sinks=0, **settings)
+    positions = after_prompt(pool, jnp.array([size], jnp.int32), 1, size, size, 0)
+    used = first_used(pool, positions)
+    for number, slots in enumerate(fetches):
+        padded = jnp.asarray(np.resize(slots, (1, 1, 4)), jnp.int32)
+        request = Request(padded, jnp.array([[len(slots)]], jnp.int32))
+        if used is not None:
+            used = touched(pool, used, request, jnp.array([size + number], jnp.int32))
+    new, length = jnp.array([[size]], jnp.int32), jnp.array([size + 1], jnp.int32)
+    return pool, inserted(pool, positions, used, new, length, 0)
+
+
+@pytest.mark.parametrize("eviction, victim", [("fifo", 0), ("lru", 1), ("counter", 2)])
+def test_the_three_orders_differ(eviction, victim):
+    """Tokens 0 to 3, the newest safe; fetched {0, 1}, {0, 1}, {0, 2}."""
+    _, made = one_head(eviction, 4, [[0, 1], [0, 1], [0, 2]], recent=0.5)
+    assert made.slots.tolist() == [[[victim]]] and made.evicted.tolist() == [[[True]]]
+
+
+def test_full_counters_are_halved_in_order():
+    often = 2**COUNTER_BITS - 1
+    fetches = [[0, 1, 2, 3]] + [[0, 1, 2]] * 99 + [[0, 1]] * 100 + [[0]] * (often - 200)
+    _, made = one_head("counter", 5, fetches[:-1], recent=0.0)
+    assert made.used[0, 0, :4].tolist() == [often - 1, 200, 100, 1]
+    _, made = one_head("counter", 5, fetches, recent=0.0)
+    assert made.used[0, 0, :4].tolist() == [often // 2, 100, 50, 0]
+    assert made.slots.tolist() == [[[3]]]  # 3 and 4 are at 0 now, 3 is older
+
+
+def test_sinks_give_way_by_choice():
+    for sinks, victim in ((0, 0), (2, 2)):
+        pool = Pool(tokens=6, eviction="fifo", sinks=sinks)
+        positions = after_prompt(pool, jnp.array([6], jnp.int32), 1, 6, 6, 0)
+        made = inserted(
+            pool, positions, None, jnp.array([[6]], jnp.int32), jnp.array([7], jnp.int32), 0
+        )
+        assert made.slots.tolist() == [[[victim]]]
+
+
+def test_limits():
+    assert Pool(tokens=100).slots(1000, 4, 32) == 100
+    assert Pool(tokens=2000).slots(1000, 4, 32) == 1000
+    assert Pool(share=0.8).slots(1023, 4, 32) == 818 and Pool(share=1.0).slots(9, 4, 32) == 9
+    assert Pool(tokens=32).slots(1000, 4, 32) == 32
+    for pool, sinks in ((Pool(tokens=31), 4), (Pool(tokens=35), 0), (Pool(share=0.03), 4)):
+        with pytest.raises(InputError, match="--pool-tokens .* use at least 3[26]"):
+            pool.slots(1000, sinks, 32)
+    assert parse_limit("80%") == (None, 0.8) and parse_limit("12") == (12, None)
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"tokens": 0}, "--pool-tokens 0"),
+        ({"share": 1.5}, "--pool-tokens 150%"),
+        ({"share": float("nan")}, "--pool-tokens"),
+        ({"tokens": 9, "eviction": "random"}, "--pool-eviction random"),
+        ({"tokens": 9, "sinks": -1}, "--pool-sinks"),
+        ({"tokens": 9, "recent": 1.0}, "recent"),
+        ({"tokens": 9, "share": 0.5}, "either"),
+        ({}, "either"),
+    ],
+)
+def test_limits_out_of_range(wrong, named):
+    with pytest.raises(InputError, match=named):
+        Pool(**wrong)
+
+
+@pytest.mark.parametrize("text", ["many", "8.5", "x%", "", "%"])
+def test_limits_that_are_none(text):
+    with pytest.raises(InputError, match="--pool-tokens"):
+        parse_limit(text)
