@@ -72,12 +72,12 @@ def narrow(
 
 def log_rest(
     scores: Float[Array, "b k g t"],
-    eligible: Bool[Array, "b t"],
+    eligible: Bool[Array, "b kv t"],
     request: Request,
 ) -> Float[Array, "b k g"]:
     """Logarithm of the summed exponentials of what is not requested; -inf if there is nothing."""
     b, k, _, t = scores.shape
     slots = request.slots
-    left = jnp.broadcast_to(eligible[:, None], (b, k, t))
+    left = jnp.broadcast_to(eligible, (b, k, t))
     left = put(left, jnp.where(request.valid, slots, t), jnp.zeros(slots.shape, jnp.bool))
     return jax.nn.logsumexp(jnp.where(left[:, :, None], scores, -jnp.inf), axis=-1)

@@ -138,9 +138,21 @@ class IndexFormat:
 
 
 def write_entries(
-    index: Shaped[Array, "b k e t"], new: Shaped[Array, "b k e n"], positions: Int[Array, " b"]
+    index: Shaped[Array, "b k e t"],
+    new: Shaped[Array, "b k e n"],
+    positions: Int[Array, " b"],
+    slots: Int[Array, "b k n"] | None = None,
 ) -> Shaped[Array, "b k e t"]:
-    """Entries of n tokens of each sequence, from `positions` on; in place where donated."""
+    """Entries of n tokens of each sequence, from `positions` on; in place where donated.
+
+    Args:
+        slots: where else they go, of each KV head; t for an entry that is not written.
+    """
+    if slots is not None:
+        batch = lax.broadcasted_iota(jnp.int32, slots.shape, 0)
+        head = lax.broadcasted_iota(jnp.int32, slots.shape, 1)
+        at = index.at[batch, head, :, slots]
+        return at.set(new.swapaxes(2, 3), mode="drop", unique_indices=True)
     zero = jnp.int32(0)
     for sequence in range(index.shape[0]):
         at = (jnp.int32(sequence), zero, zero, positions[sequence])

@@ -94,7 +94,7 @@ def combine_counts(
 
 def select(
     scores: Float[Array, "b k g t"],
-    eligible: Bool[Array, "b t"],
+    eligible: Bool[Array, "b t"] | Bool[Array, "b kv t"],
     alpha: float,
     cap: Int[Array, " b"],
     size: int,
@@ -104,14 +104,17 @@ def select(
 
     Args:
         scores: speculated attention logits, float32, in units of the true logits.
-        eligible: tokens that may be fetched (cached on the host, not resident on the device).
+        eligible: tokens that may be fetched (cached on the host, not resident on the device), for
+            each KV head or for all.
         alpha: a token passes if its score is above the best score minus alpha (strictly), for any
             query head of the group; `inf` lets every token pass.
         cap: most rows per KV head, for each sequence.
         size: static length n of the request, at least the largest cap.
         mode: see `combine_counts`.
     """
-    scores = jnp.where(eligible[:, None, None], scores, -jnp.inf)
+    if eligible.ndim == 2:
+        eligible = eligible[:, None]
+    scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     passing = group_margin(scores) > -alpha
     counts = jnp.sum(passing, axis=-1, dtype=jnp.int32)
     count = combine_counts(counts, cap[:, None], mode)
@@ -120,7 +123,7 @@ def select(
     if mode == "head":
         chosen = jnp.where(passing, rank, -jnp.inf)
     else:  # the mean may be above a head's own count: the rest comes in order of rank
-        count = jnp.minimum(count, jnp.sum(eligible, axis=-1, dtype=jnp.int32)[:, None])
+        count = jnp.minimum(count, jnp.sum(eligible, axis=-1, dtype=jnp.int32))
     return Request(top_slots(chosen, count, size), count, rank)
 
 

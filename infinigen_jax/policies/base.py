@@ -71,6 +71,8 @@ class Policy(Protocol):
         paged: what is selected depends on when rows were flushed, as where pages are filled row by
             row; a sequence then joins a batch only at a flush.
         window: most recent tokens that stay on the device, the current one included; at least 1.
+        pools: whether the host's cache may have a limit (`pool`): what the policy keeps of a token
+            is by slot, and says nothing of positions.
     """
 
     name: ClassVar[str]
@@ -79,6 +81,7 @@ class Policy(Protocol):
     ahead: ClassVar[bool]
     observes: ClassVar[bool]
     paged: ClassVar[bool]
+    pools: ClassVar[bool]
 
     @property
     def has_tail(self) -> bool:
@@ -132,6 +135,7 @@ class Policy(Protocol):
         state: Any,
         a: Float[Array, "b e"],
         positions: Int[Array, " b"],
+        held: Int[Array, "b k t"] | None = None,
     ) -> Request:
         """Rows for `layer` at the step whose tokens are at `positions`.
 
@@ -139,6 +143,8 @@ class Policy(Protocol):
             layer: the module of the layer that is selected for.
             a: the attention input of the layer before it; its own, if it is the first or the
                 policy does not look `ahead`.
+            held: position of the row in each slot, -1 where there is none to fetch; None without
+                a pool: slot = position then, and what only the host has may be fetched.
         """
         ...
 
@@ -148,8 +154,14 @@ class Policy(Protocol):
         state: Any,
         keys: Float[Array, "b k n d"],
         positions: Int[Array, " b"],
+        slots: Int[Array, "b k n"] | None = None,
     ) -> Any:
-        """Take in the keys of n tokens per sequence, from `positions` on."""
+        """Take in the keys of n tokens per sequence, from `positions` on.
+
+        Args:
+            slots: with a pool, where their rows are, in place of those that were there; t for a
+                token that is left out.
+        """
         ...
 
 
@@ -161,6 +173,7 @@ class Defaults:
     ahead: ClassVar[bool] = True
     observes: ClassVar[bool] = False
     paged: ClassVar[bool] = False
+    pools: ClassVar[bool] = False
 
     @property
     def has_tail(self) -> bool:
@@ -208,9 +221,19 @@ class Budgeted(Defaults):
         share = budget_fraction(self.budget)
         return max(1, capacity * share.numerator // share.denominator)
 
-    def eligible(self, positions: Int[Array, " b"], capacity: int) -> Bool[Array, "b t"]:
-        """Tokens that are on the host only."""
-        return Slots(self.sinks, self.window).eligible(positions, capacity)
+    def eligible(
+        self, positions: Int[Array, " b"], capacity: int, held: Int[Array, "b k t"] | None = None
+    ) -> Bool[Array, "b kv t"]:
+        """Slots of tokens that are on the host only, for each KV head or, kv = 1, for all."""
+        if held is not None:
+            return held >= 0
+        return Slots(self.sinks, self.window).eligible(positions, capacity)[:, None]
+
+    def cached(
+        self, positions: Int[Array, " b"], capacity: int, held: Int[Array, "b k t"] | None = None
+    ) -> Int[Array, " b"]:
+        """Tokens that a budget is a share of: those cached, with a pool at most its size."""
+        return positions if held is None else jnp.minimum(positions, capacity)
 
     def choose(
         self,
@@ -218,20 +241,23 @@ class Budgeted(Defaults):
         positions: Int[Array, " b"],
         alpha: float = math.inf,
         mode: str = "head",
+        held: Int[Array, "b k t"] | None = None,
     ) -> Request:
         """Rows within the budget, of those that are on the host only. See `selection.select`."""
         capacity = scores.shape[3]
         size = self.request_size(capacity)
-        eligible = self.eligible(positions, capacity)
-        if cuda.in_use() and mode == "head" and scores.shape[2] <= calls.MAX_GROUP:
+        eligible = self.eligible(positions, capacity, held)
+        by_position = held is None  # as the kernel takes it
+        if cuda.in_use() and by_position and mode == "head" and scores.shape[2] <= calls.MAX_GROUP:
             share = budget_fraction(self.budget).as_integer_ratio()
             slots, count = calls.select_rows(
                 scores, positions, size, alpha, share, self.sinks, self.window
             )
             # Computed only if somebody uses it.
-            rank = group_rank(jnp.where(eligible[:, None, None], scores, -jnp.inf))
+            rank = group_rank(jnp.where(eligible[:, :, None], scores, -jnp.inf))
             return Request(slots, count, rank)
-        return select(scores, eligible, alpha, budget_rows(self.budget, positions), size, mode)
+        cap = budget_rows(self.budget, self.cached(positions, capacity, held))
+        return select(scores, eligible, alpha, cap, size, mode)
 
 
 def check_budget(budget: float) -> None:

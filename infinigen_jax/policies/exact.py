@@ -26,6 +26,7 @@ class Oracle(Budgeted):
     """
 
     name: ClassVar[str] = "oracle"
+    pools: ClassVar[bool] = True
     ahead: ClassVar[bool] = False
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k d t"]:
@@ -45,10 +46,11 @@ class Oracle(Budgeted):
         state: Float[Array, "b k d t"],
         a: Float[Array, "b e"],
         positions: Int[Array, " b"],
+        held: Int[Array, "b k t"] | None = None,
     ) -> Request:
         query = layer.query(a, positions)
         query = query.reshape(a.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
-        return self._best_of(query, state, positions)
+        return self._best_of(query, state, positions, held)
 
     def append(
         self,
@@ -56,17 +58,20 @@ class Oracle(Budgeted):
         state: Float[Array, "b k d t"],
         keys: Float[Array, "b k n d"],
         positions: Int[Array, " b"],
+        slots: Int[Array, "b k n"] | None = None,
     ) -> Float[Array, "b k d t"]:
-        return write_entries(state, partial_keys(weights, keys, keys.shape[3]), positions)
+        new = partial_keys(weights, keys, keys.shape[3])
+        return write_entries(state, new, positions, slots)
 
     def _best_of(
         self,
         query: Float[Array, "b k g d"],
         keys: Float[Array, "b k d t"],
         positions: Int[Array, " b"],
+        held: Int[Array, "b k t"] | None = None,
     ) -> Request:
         scores = _keys(query.shape[-1]).scores(query, keys)
-        return self.choose(scores, positions)
+        return self.choose(scores, positions, held=held)
 
 
 class Remembered(NamedTuple):
@@ -114,8 +119,9 @@ class PreviousQuery(Oracle):
         state: Remembered,
         a: Float[Array, "b e"],
         positions: Int[Array, " b"],
+        held: Int[Array, "b k t"] | None = None,
     ) -> Request:
-        return self._best_of(state.query, state.keys, positions)
+        return self._best_of(state.query, state.keys, positions, held)
 
     def observe(self, state: Remembered, seen: Attended) -> Remembered:
         return state._replace(query=seen.query.astype(jnp.float32))
@@ -126,8 +132,9 @@ class PreviousQuery(Oracle):
         state: Remembered,
         keys: Float[Array, "b k n d"],
         positions: Int[Array, " b"],
+        slots: Int[Array, "b k n"] | None = None,
     ) -> Remembered:
-        return state._replace(keys=super().append(weights, state.keys, keys, positions))
+        return state._replace(keys=super().append(weights, state.keys, keys, positions, slots))
 
 
 def _keys(head_dim: int) -> IndexFormat:

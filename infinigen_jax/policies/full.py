@@ -22,6 +22,7 @@ class Full(Defaults):
     """
 
     name: ClassVar[str] = "full"
+    pools: ClassVar[bool] = True
 
     sinks: int = 0
     window: int = 1
@@ -48,6 +49,7 @@ class Full(Defaults):
         state: Any,
         a: Float[Array, "b e"],
         positions: Int[Array, " b"],
+        held: Int[Array, "b k t"] | None = None,
     ) -> Request:
         raise TypeError("the full policy streams every row and selects none")
 
@@ -57,5 +59,6 @@ class Full(Defaults):
         state: Any,
         keys: Float[Array, "b k n d"],
         positions: Int[Array, " b"],
+        slots: Int[Array, "b k n"] | None = None,
     ) -> tuple[()]:
         return ()

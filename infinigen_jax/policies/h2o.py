@@ -55,6 +55,7 @@ class H2O(Budgeted):
         state: Float[Array, "b k t"],
         a: Float[Array, "b e"],
         positions: Int[Array, " b"],
+        held: Int[Array, "b k t"] | None = None,
     ) -> Request:
         return self.choose(state[:, :, None], positions)
 
@@ -69,7 +70,7 @@ class H2O(Budgeted):
         positions = jnp.max(seen.resident, axis=-1)
         # What this step could have fetched and the budget has no room for is gone.
         request = self.choose(state[:, :, None], positions)
-        eligible = self.eligible(positions, capacity)[:, None]
+        eligible = self.eligible(positions, capacity)
         slots = jnp.where(request.valid, request.slots, capacity)
         kept = put(jnp.zeros(state.shape, jnp.bool), slots, jnp.ones(slots.shape, jnp.bool))
         return jnp.where(eligible & ~kept, EVICTED, state)
@@ -80,6 +81,7 @@ class H2O(Budgeted):
         state: Float[Array, "b k t"],
         keys: Float[Array, "b k n d"],
         positions: Int[Array, " b"],
+        slots: Int[Array, "b k n"] | None = None,
     ) -> Float[Array, "b k t"]:
         return state
 

@@ -69,6 +69,7 @@ class InfiniGen(Budgeted):
     """
 
     name: ClassVar[str] = "infinigen"
+    pools: ClassVar[bool] = True
 
     alpha: float = 4.0
     partial_ratio: float = 1.0
@@ -141,31 +142,37 @@ class InfiniGen(Budgeted):
         state: Shaped[Array, "b k w t"],
         a: Float[Array, "b e"],
         positions: Int[Array, " b"],
+        held: Int[Array, "b k t"] | None = None,
     ) -> Request:
         index = self.index_format(config.head_dim)
         with jax.named_scope("speculate"):
             query = speculate_query(config, layer, weights, a, positions, index.columns)
             scores = index.scores(query, state)
         with jax.named_scope("select"):
-            request = self._count(scores, positions)
+            request = self._count(scores, positions, held)
             if self.tail:
-                eligible = self.eligible(positions, scores.shape[3])
+                eligible = self.eligible(positions, scores.shape[3], held)
                 request = request._replace(rest=log_rest(scores, eligible, request))
             return request
 
-    def _count(self, scores: Float[Array, "b k g t"], positions: Int[Array, " b"]) -> Request:
+    def _count(
+        self,
+        scores: Float[Array, "b k g t"],
+        positions: Int[Array, " b"],
+        held: Int[Array, "b k t"] | None,
+    ) -> Request:
         """The rows, by the rule of `count`."""
         if self.count in ("head", "mean"):
-            return self.choose(scores, positions, self.alpha, self.count)
+            return self.choose(scores, positions, self.alpha, self.count, held)
         if self.count == "fixed":
-            return self.choose(scores, positions)
+            return self.choose(scores, positions, held=held)
         capacity = scores.shape[3]
-        eligible = self.eligible(positions, capacity)
-        rank = group_rank(jnp.where(eligible[:, None, None], scores, -jnp.inf), between_heads=True)
-        budget = budget_rows(self.budget, positions)
+        eligible = self.eligible(positions, capacity, held)
+        rank = group_rank(jnp.where(eligible[:, :, None], scores, -jnp.inf), between_heads=True)
+        budget = budget_rows(self.budget, self.cached(positions, capacity, held))
         most = POOL * budget if self.count == "pooled" else budget
-        most = jnp.minimum(most, jnp.sum(eligible, axis=-1, dtype=jnp.int32))
-        most = jnp.broadcast_to(most[:, None], rank.shape[:2])
+        most = jnp.minimum(most[:, None], jnp.sum(eligible, axis=-1, dtype=jnp.int32))
+        most = jnp.broadcast_to(most, rank.shape[:2])
         slots = top_slots(rank, most, self.request_size(capacity))
         meant = Request(slots, most).valid
         best = jnp.where(meant, jnp.take_along_axis(rank, slots, axis=2), -jnp.inf)
@@ -181,8 +188,9 @@ class InfiniGen(Budgeted):
         state: Shaped[Array, "b k w t"],
         keys: Float[Array, "b k n d"],
         positions: Int[Array, " b"],
+        slots: Int[Array, "b k n"] | None = None,
     ) -> Shaped[Array, "b k w t"]:
-        return write_entries(state, self._entries(weights, keys), positions)
+        return write_entries(state, self._entries(weights, keys), positions, slots)
 
     def _entries(self, weights: Params, keys: Float[Array, "b k n d"]) -> Shaped[Array, "b k w n"]:
         index = self.index_format(keys.shape[3])

@@ -56,6 +56,7 @@ class Quest(Budgeted):
         state: Bounds,
         a: Float[Array, "b e"],
         positions: Int[Array, " b"],
+        held: Int[Array, "b k t"] | None = None,
     ) -> Request:
         query = layer.query(a, positions).astype(jnp.float32)
         query = query.reshape(a.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
@@ -74,6 +75,7 @@ class Quest(Budgeted):
         state: Bounds,
         keys: Float[Array, "b k n d"],
         positions: Int[Array, " b"],
+        slots: Int[Array, "b k n"] | None = None,
     ) -> Bounds:
         b, k, n, _ = keys.shape
         keys = keys.astype(jnp.float32)

@@ -22,6 +22,7 @@ class Window(Budgeted):
     """See the module's docstring."""
 
     name: ClassVar[str] = "window"
+    pools: ClassVar[bool] = True
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Any:
         # Nothing, in the shape of what it is nothing of: the capacity fixes a request's size.
@@ -38,9 +39,12 @@ class Window(Budgeted):
         state: Any,
         a: Float[Array, "b e"],
         positions: Int[Array, " b"],
+        held: Int[Array, "b k t"] | None = None,
     ) -> Request:
         heads, capacity = state.shape[1:3]
         n = self.request_size(capacity)
+        if held is not None:
+            return self.choose(held.astype(jnp.float32)[:, :, None], positions, held=held)
         newest = positions - self.window
         count = jnp.clip(newest - self.sinks + 1, 0, budget_rows(self.budget, positions))
         place = lax.broadcasted_iota(jnp.int32, (positions.shape[0], n), 1)
@@ -56,5 +60,6 @@ class Window(Budgeted):
         state: Any,
         keys: Float[Array, "b k n d"],
         positions: Int[Array, " b"],
+        slots: Int[Array, "b k n"] | None = None,
     ) -> Any:
         return state
