@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from infinigen_jax.engine import Engine, Generation, Step
     from infinigen_jax.errors import InputError, UnsupportedModelError
     from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
+    from infinigen_jax.pool import Pool
     from infinigen_jax.run import Run, Stats
     from infinigen_jax.sampling import Sampling
 
@@ -25,6 +26,7 @@ _HOMES = {
     "errors": ("InputError", "UnsupportedModelError"),
     "run": ("Run", "Stats"),
     "policies": ("Full", "InfiniGen", "InfiniGenPaper"),
+    "pool": ("Pool",),
     "sampling": ("Sampling",),
 }
 
@@ -37,6 +39,7 @@ __all__ = [
     "InfiniGenPaper",
     "InputError",
     "Model",
+    "Pool",
     "Run",
     "Sampling",
     "Stats",

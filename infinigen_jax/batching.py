@@ -106,7 +106,7 @@ def admission(decoder: Decoder) -> Admission:
         return insert(decoder, cache, one, row), *put_rows((drawn, step), (first, again), row)
 
     at: Any = Placement(decoder.mesh)
-    cache = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows)
+    cache = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
     return Admission(
         insert=jax.jit(replace, donate_argnums=0, out_shardings=(cache, at.batch, at.batch)),
         rest=jax.jit(rest, out_shardings=at.batch),

@@ -4,8 +4,9 @@ A layer's rows are kept in one of three forms.
 
 `DenseLayer`: all of them on the device (the first layers, whose attention is broad).
 `Sliding`: on the device, a ring of the layer's own window, which is all that it attends to.
-`Resident`: all of them in the host array, slot = position, and on the device only the attention
-sinks and a ring of the most recent tokens, the current one included:
+`Resident`: all of them in the host array, slot = position (`pool` has what holds with a limit), and
+on the device only the attention sinks and a ring of the most recent tokens, the current one
+included:
 
     slot      0 .. sinks-1 | sinks .. sinks+window-1
     position  0 .. sinks-1 | the last `window` positions p >= sinks, at (p - sinks) mod window
@@ -22,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.attention import Part, packed
+from infinigen_jax.pool import Kept
 from infinigen_jax.reuse import HotSet
 
 
@@ -156,9 +158,8 @@ class Resident(NamedTuple):
         resident = cls(jnp.take_along_axis(rows, positions[:, None, :, None], axis=2))
         if not sums:
             return resident
-        left = slots.eligible(lengths - 1, rows.shape[2])[:, None, :, None]
-        values = jnp.where(left, _values(rows).astype(jnp.float32), 0.0)
-        return resident._replace(left=jnp.sum(values, axis=2))
+        left = slots.eligible(lengths - 1, rows.shape[2])[:, None]
+        return resident._replace(left=sum_of_values(rows, left))
 
     def write(
         self, row: Float[Array, "b k w"], position: Int[Array, " b"], slots: Slots
@@ -193,11 +194,13 @@ class HostLayer(NamedTuple):
         number: among the layers on the host.
         scales: what it takes to decode the rows, see `rows.RowFormat`.
         key_mean: that the index's keys are less by, for the tail term; None if they are not.
+        positions: of the rows in its pool; None where slot = position.
     """
 
     number: Int[Array, ""]
     scales: Any
     key_mean: Float[Array, "k d"] | None = None
+    positions: Int[Array, "b k t"] | None = None
 
 
 class Cache(NamedTuple):
@@ -210,7 +213,9 @@ class Cache(NamedTuple):
         local: of every layer, what the device keeps.
         lengths: tokens cached per sequence.
         scales: of the stored rows, for each layer on the host.
-        hot: the hot set of each layer on the host; None where it has none.
+        hot: the hot set of each layer on the host; None where it has none. With a pool, what
+            requests leave behind in it as well.
+        pool: positions of each host layer's rows; empty without a limit, slot = position then.
     """
 
     host: Shaped[Array, "l b k t w"] | None
@@ -218,7 +223,20 @@ class Cache(NamedTuple):
     local: tuple[Local, ...]
     lengths: Int[Array, " b"]
     scales: tuple[Any, ...] = ()
-    hot: tuple[HotSet | None, ...] = ()
+    hot: tuple[HotSet | Kept | None, ...] = ()
+    pool: tuple[Int[Array, "b k t"], ...] = ()
+
+    def pool_of(self, number: int) -> Int[Array, "b k t"] | None:
+        """Positions of a host layer's rows; None where slot = position."""
+        return self.pool[number] if self.pool else None
+
+
+def sum_of_values(
+    rows: Float[Array, "b k n w"], counted: Bool[Array, "b kv n"]
+) -> Float[Array, "b k d"]:
+    """Sum over the rows that count; the others may hold anything. Float32."""
+    values = jnp.where(counted[..., None], _values(rows).astype(jnp.float32), 0.0)
+    return jnp.sum(values, axis=2)
 
 
 def _values(rows: Float[Array, "*n w"]) -> Float[Array, "*n d"]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Shaped, UInt
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt
 
 from infinigen_jax import cuda
 from infinigen_jax.attention import (
@@ -34,6 +34,7 @@ from infinigen_jax.cache import Cache, HostLayer, Local, Resident, Slots
 from infinigen_jax.memory import append_rows, gather_rows, read_block
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.policies.base import Attended, Policy
+from infinigen_jax.pool import Kept, Pool, held, touch
 from infinigen_jax.reuse import HotSet, plan, plan_by_kernel
 from infinigen_jax.rows import RowFormat, row_format
 from infinigen_jax.sampling import Sampling, row_keys, sample
@@ -51,6 +52,7 @@ class Following(NamedTuple):
     weights: Params
     state: Any
     number: Int[Array, ""]
+    positions: Int[Array, "b k t"] | None = None
 
 
 class Fetched(NamedTuple):
@@ -95,12 +97,14 @@ class Started(NamedTuple):
     Attributes:
         moved: rows that really cross, per sequence and KV head.
         hot: the hot set with its directory as it will be, its rows as they were.
+        used: of a pool, as it will be.
     """
 
     request: Request
     ticket: Any
     moved: Int[Array, "b k"]
     hot: HotSet | None
+    used: Shaped[Array, "b k t"] | None = None
 
 
 class Weights(NamedTuple):
@@ -121,6 +125,7 @@ class Decoder:
         rows: format of the host's rows, see `row_format`.
         hot_set: entries of the hot set, in multiples of a request; 0 for none, else at least 1.
         eviction: see `reuse.plan`.
+        pool: the limit of the host's cache, if it has one.
     """
 
     config: ModelConfig
@@ -132,6 +137,7 @@ class Decoder:
     rows: str = "auto"
     hot_set: float = 0.0
     eviction: str = "lru"
+    pool: Pool | None = None
 
     @property
     def blueprint(self) -> Blueprint:
@@ -182,6 +188,16 @@ class Decoder:
         """
         return self.host_number(layer + self.policy.ahead)
 
+    def host_slots(self, tokens: int, capacity: int) -> int:
+        """Slots of the host's cache for sequences of up to `tokens`; without a pool the capacity.
+
+        Raises:
+            InputError: if a pool is too small.
+        """
+        if self.pool is None:
+            return capacity
+        return self.pool.slots(tokens, self.policy.sinks, self.policy.window)
+
     def padded_rows(self, capacity: int) -> int | None:
         """Rows that a step moves per sequence and KV head, whatever is meant, of all layers.
 
@@ -212,20 +228,20 @@ class Decoder:
         params: Params,
         carry: Carry,
         local: Local,
-        hot: HotSet | None,
+        hot: HotSet | Kept | None,
         state: Any,
         host: Shaped[Array, "l b k t w"] | None,
         own: HostLayer | None,
         following: Following | None,
         positions: Int[Array, " b"],
-    ) -> tuple[Carry, Local, HotSet | None, Any]:
+    ) -> tuple[Carry, Local, HotSet | Kept | None, Any]:
         """One layer of a step.
 
         Args:
             params: of this layer.
             carry: from the layer before; its `fetched` is this layer's.
             local: this layer's rows on the device.
-            hot: the hot set of the layer in `following`, if it has one.
+            hot: the hot set of the layer in `following`, if it has one; of a pool, what it keeps.
             state: the policy's for this layer, if the policy observes; else None.
             host: the host cache, read-only.
             own: which of the host's layers this one is; None for one that is on the device.
@@ -282,7 +298,7 @@ class Decoder:
                         )
                 else:
                     o = self.attend_streamed(q, resident, host, own, positions)
-                    counts = self.count_streamed(counts, host.shape[3], positions)
+                    counts = self.count_streamed(counts, host.shape[3], own, positions)
             x = x + layer.attention_output(o.reshape(o.shape[0], config.num_heads, -1))
         with jax.named_scope("mlp"):
             x = x + layer.mlp(x)
@@ -296,15 +312,21 @@ class Decoder:
         layer: Any,
         following: Following,
         a: Float[Array, "b e"],
-        hot: HotSet | None,
+        hot: HotSet | Kept | None,
         host: Shaped[Array, "l b k t w"],
         positions: Int[Array, " b"],
     ) -> Started:
         """Select rows for a layer from the attention input before it, and start their transfer."""
+        there = self.held(following.positions, positions)
+        limited = () if there is None else (there,)
         request = self.policy.select(
-            self.config, layer, following.weights, following.state, a, positions
+            self.config, layer, following.weights, following.state, a, positions, *limited
         )
-        moved, planned = request.count, None
+        moved, planned, used = request.count, None, None
+        if isinstance(hot, Kept):
+            assert self.pool is not None
+            used, hot = hot
+            used = None if used is None else touch(self.pool, used, request, positions)
         if hot is not None:
             with jax.named_scope("reuse"):
                 if self.eviction == "lru" and cuda.in_use():
@@ -322,11 +344,11 @@ class Decoder:
                 planned,
                 self.mesh,
             )
-        return Started(request, ticket, moved, hot)
+        return Started(request, ticket, moved, hot, used)
 
     def wait(
         self, started: Started, x: Float[Array, "b e"], counts: Counts
-    ) -> tuple[Float[Array, "b e"], Fetched, HotSet | None, Counts]:
+    ) -> tuple[Float[Array, "b e"], Fetched, HotSet | Kept | None, Counts]:
         """Await the rows that were started, behind the work on x."""
         with jax.named_scope("wait"):
             x, rows, hot_rows = self.transfer.wait(started.ticket, x)
@@ -334,6 +356,8 @@ class Decoder:
         if started.hot is not None:
             assert hot_rows is not None
             hot = started.hot._replace(rows=hot_rows)
+        if self.pool is not None:
+            hot = Kept(started.used, hot)
         return x, Fetched(started.request, rows), hot, counts.add(started.request, started.moved)
 
     def fetched_part(
@@ -426,8 +450,10 @@ class Decoder:
         if own.key_mean is not None:
             mean = own.key_mean.astype(jnp.float32)
             score = score + jnp.einsum("bkgd,kd->bkg", q.astype(jnp.float32), mean)
-        there = jnp.maximum(positions - self.policy.window + 1 - self.policy.sinks, 0)
-        missing = there[:, None] - request.count
+        there = jnp.maximum(positions - self.policy.window + 1 - self.policy.sinks, 0)[:, None]
+        if (rows := self.held(own.positions, positions)) is not None:
+            there = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)
+        missing = there - request.count
         mean = (local.left - taken) / jnp.maximum(missing, 1).astype(jnp.float32)[..., None]
         return Tail(jnp.where((missing > 0)[..., None], score, -jnp.inf), mean)
 
@@ -436,7 +462,21 @@ class Decoder:
         if number < 0:
             return None
         mean = weights.policy[number].get("mean") if self.policy.has_tail else None
-        return HostLayer(at, cache.scales[number], mean)
+        return HostLayer(at, cache.scales[number], mean, cache.pool_of(number))
+
+    def held(
+        self, rows: Int[Array, "b k t"] | None, positions: Int[Array, " b"]
+    ) -> Int[Array, "b k t"] | None:
+        """Positions of a pool's rows that only the host has; None without a pool."""
+        return None if rows is None else held(rows, positions, self.policy.window)
+
+    def on_host_only(
+        self, own: HostLayer, capacity: int, positions: Int[Array, " b"]
+    ) -> Bool[Array, "b kv t"]:
+        """Slots whose rows only the host has, for each KV head or, kv = 1, for all."""
+        if (rows := self.held(own.positions, positions)) is not None:
+            return rows >= 0
+        return self.slots.eligible(positions, capacity)[:, None]
 
     def attend_streamed(
         self,
@@ -449,23 +489,34 @@ class Decoder:
         """Attention over what is resident and all that is on the host, block by block."""
         capacity = host.shape[3]
         block = min(capacity, STREAM_BLOCK)
-        eligible = self.slots.eligible(positions, capacity)
+        eligible = self.on_host_only(own, capacity, positions)
+        # Only a pool may have slots behind its last whole block; they are read with that one's.
+        blocks = -(-capacity // block)
 
         def visit(i: Array, state: Any) -> Any:
-            valid = lax.dynamic_slice_in_dim(eligible, i * block, block, axis=1)[:, None]
-            rows = read_block(host, own.number, i * block, block, self.mesh)
+            start = i * block
+            if capacity % block:
+                start = jnp.minimum(start, capacity - block)
+            valid = lax.dynamic_slice_in_dim(eligible, start, block, axis=2)
+            if capacity % block:
+                again = jnp.arange(block, dtype=jnp.int32) < i * block - start
+                valid = valid & ~again[None, None]
+            rows = read_block(host, own.number, start, block, self.mesh)
             # Slots that were never written may hold NaN, which a weight of 0 does not silence.
             rows = jnp.where(valid[..., None], self.row_format.decode(own.scales, rows), 0)
             return extend_softmax(state, q, packed(rows, valid))
 
         state = extend_softmax(start_softmax(q), q, resident)
-        state = lax.fori_loop(jnp.int32(0), jnp.int32(capacity // block), visit, state)
+        state = lax.fori_loop(jnp.int32(0), jnp.int32(blocks), visit, state)
         return finish_softmax(state, q)
 
-    def count_streamed(self, counts: Counts, capacity: int, positions: Int[Array, " b"]) -> Counts:
+    def count_streamed(
+        self, counts: Counts, capacity: int, own: HostLayer, positions: Int[Array, " b"]
+    ) -> Counts:
         """With all rows of one layer that are on the host only."""
-        rows = jnp.sum(self.slots.eligible(positions, capacity), axis=-1, dtype=jnp.int32)
-        rows = rows * self.config.num_kv_heads
+        there = self.on_host_only(own, capacity, positions)
+        rows = jnp.sum(there, axis=(1, 2), dtype=jnp.int32)
+        rows = rows * (self.config.num_kv_heads // there.shape[1])
         return Counts(counts.selected + rows, counts.moved + rows)
 
     def following(self, weights: Weights, cache: Cache, number: int, at: Any) -> Following | None:
@@ -473,7 +524,8 @@ class Decoder:
         if not 0 <= number < self.host_layers or self.streams(number):
             return None
         params = weights.params["layers"][self.on_host[number]]
-        return Following(params, weights.policy[number], cache.states[number], at)
+        state = cache.states[number]
+        return Following(params, weights.policy[number], state, at, cache.pool_of(number))
 
     def embed(self, params: Params, tokens: Int[Array, " b"], positions: Int[Array, " b"]) -> Carry:
         """The carry into the first layer."""
@@ -485,10 +537,10 @@ class Decoder:
         self,
         carry: Carry,
         following: Following,
-        hot: HotSet | None,
+        hot: HotSet | Kept | None,
         host: Array,
         positions: Int[Array, " b"],
-    ) -> tuple[Carry, HotSet | None]:
+    ) -> tuple[Carry, HotSet | Kept | None]:
         """Fetch for layer 0 when it is on the host: from its own input, with nothing to overlap."""
         layer = self.blueprint.layer(following.params)
         a = layer.attention_input(carry.x)

@@ -15,7 +15,8 @@ from infinigen_jax.checkpoint import Model
 from infinigen_jax.decode import Decoder, Weights
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement, default_mesh
-from infinigen_jax.policies import InfiniGen, Policy
+from infinigen_jax.policies import POLICIES, InfiniGen, Policy
+from infinigen_jax.pool import Pool
 from infinigen_jax.reuse import EVICTIONS
 from infinigen_jax.rows import row_format
 from infinigen_jax.run import Run, Stats
@@ -50,6 +51,17 @@ class Generation:
     stats: Stats
 
 
+def check_pool(pool: Pool | None, policy: Policy) -> None:
+    """Refuse a limit for a policy that cannot have one.
+
+    Raises:
+        InputError: naming the policies that can.
+    """
+    if pool is not None and not policy.pools:
+        names = " or ".join(name for name, kind in POLICIES.items() if kind.pools)
+        raise InputError(f"--pool-tokens: policy {policy.name} cannot have a limit; use {names}")
+
+
 class Engine:
     """Generates text with a model, a policy and a schedule.
 
@@ -65,6 +77,7 @@ class Engine:
             for none, else at least 1. By default 2 with the `cuda` transfer, and none with `xla`,
             where looking rows up costs more than moving them.
         eviction: which of them give way, "lru" or "score", see `reuse.plan`.
+        pool: a limit of the host's cache; None for the whole context.
         mesh: axes "data" and "model"; one device by default.
 
     Raises:
@@ -82,6 +95,7 @@ class Engine:
         rows: str = "auto",
         hot_set: float | None = None,
         eviction: str = "lru",
+        pool: Pool | None = None,
         mesh: Mesh | None = None,
     ):
         chosen: Policy = InfiniGen() if policy is None else policy
@@ -95,6 +109,7 @@ class Engine:
             raise InputError(f"--hot-set {hot_set}: it must be 0, or 1 or more")
         if eviction not in EVICTIONS:
             raise InputError(f"eviction {eviction!r}: use {' or '.join(EVICTIONS)}")
+        check_pool(pool, chosen)
         row_format(rows, model.dtype, model.config.head_dim)
         dense_layers = min(dense_layers, model.config.num_layers)
         self.model = model
@@ -114,6 +129,7 @@ class Engine:
             rows,
             float(hot_set),
             eviction,
+            pool,
         )
         prepared = tuple(chosen.prepare(model, i) for i in self.decoder.on_host)
         self.weights = jax.device_put(Weights(model.params, prepared), Placement(self.mesh).whole)

@@ -163,8 +163,9 @@ class Planner:
         weights = Weights(self._weights.params, policy_weights)
         capacity = round_up_capacity(max(context, decoder.policy.window))
         prompt = min(round_up_prompt(context), capacity)
-        plan = plan_memory(decoder, batch, prompt, capacity)
-        traffic = planned_traffic(decoder, weights, plan, batch, context, capacity)
+        slots = decoder.host_slots(context, capacity)
+        plan = plan_memory(decoder, batch, prompt, capacity, slots)
+        traffic = planned_traffic(decoder, weights, plan, batch, context, capacity, slots)
         kept = {name: part for name, part in self._shapes.items() if name != "params"}
         if kept["ahead"] is not None:  # the projections stay in their file
             kept["ahead"] = [ahead.basis for ahead in kept["ahead"]]
@@ -174,7 +175,7 @@ class Planner:
             bases=tree_bytes(kept),
             speculation=tree_bytes(weights.policy),
             prefill=prefill_bytes(decoder, batch, prompt),
-            decode=decode_bytes(decoder, batch, capacity),
+            decode=decode_bytes(decoder, batch, slots),
             plan=plan,
             traffic=traffic,
             seconds=self._seconds(decoder, traffic),

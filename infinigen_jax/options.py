@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
     from infinigen_jax.engine import Engine
     from infinigen_jax.policies import Policy
+    from infinigen_jax.pool import Pool
 
 POLICY_OPTIONS = (
     "alpha",
@@ -46,8 +47,8 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     """Add the options that `make_policy` and `make_engine` read.
 
     Args:
-        several: the policy and its settings, and --rows, take one or several values, and are lists
-            then; see `evaluation.configurations`.
+        several: the policy and its settings, --rows, --pool-tokens and --pool-eviction take one or
+            several values, and are lists then; see `evaluation.configurations`.
     """
     many: dict[str, Any] = {"nargs": "+"} if several else {}
 
@@ -124,6 +125,20 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         help="rows on the host: auto (exact, default), int8 or int4",
         **many,
     )
+    add(
+        "--pool-tokens",
+        metavar="N",
+        help="most rows on the host, of a layer, sequence and KV head: a number, or a share of the "
+        "context such as 80%%; all (default): no limit",
+        **many,
+    )
+    add(
+        "--pool-eviction",
+        metavar="E",
+        help="which of them give way: counter (default), lru or fifo",
+        **many,
+    )
+    add("--pool-sinks", type=int, metavar="N", help="first tokens that never do (default 4)")
     add("--hot-set", type=float, metavar="M", help="rows kept after use, times the budget; 0: none")
     add("--eviction", default="lru", help="which of those give way: lru (default) or score")
     add("--dtype", help="float32, bfloat16 or float16 (default: float32 on the CPU, else bfloat16)")
@@ -179,6 +194,25 @@ def _value(text: str, value: str, kind: Any) -> Any:
         raise InputError(f"--policy {text}: {value!r} is not {wanted}") from None
 
 
+def make_pool(arguments: argparse.Namespace) -> "Pool | None":
+    """The limit of the host's cache, if there is to be one; its options are single values.
+
+    Raises:
+        InputError: for a value out of range, or an option of a limit without a limit.
+    """
+    from infinigen_jax.pool import Pool, parse_limit
+
+    given = {"eviction": arguments.pool_eviction, "sinks": arguments.pool_sinks}
+    given = {name: value for name, value in given.items() if value is not None}
+    if arguments.pool_tokens in (None, "all"):
+        if arguments.pool_tokens is None and given:
+            raise InputError(f"--pool-{next(iter(given))}: nothing gives way without --pool-tokens")
+        Pool(share=1.0, **given)  # a typo should not pass
+        return None
+    tokens, share = parse_limit(arguments.pool_tokens)
+    return Pool(tokens=tokens, share=share, **given)
+
+
 def make_engine(
     model: "Model", policy: "Policy", arguments: argparse.Namespace, **settings: Any
 ) -> "Engine":
@@ -198,5 +232,6 @@ def make_engine(
         "rows": arguments.rows,
         "hot_set": arguments.hot_set,
         "eviction": arguments.eviction,
+        "pool": make_pool(arguments),
     }
     return Engine(model, policy=policy, **(chosen | settings))

@@ -28,6 +28,7 @@ class MemoryPlan:
         index: the policy's state.
         resident: sinks and recent windows; sums of values.
         hot: hot sets with their directories.
+        pool: directories of a pool.
         workspace: the larger of a prompt layer's temporaries and a decode step's.
     """
 
@@ -36,6 +37,7 @@ class MemoryPlan:
     index: int
     resident: int
     hot: int
+    pool: int
     workspace: int
 
     @property
@@ -46,28 +48,40 @@ class MemoryPlan:
     @property
     def device(self) -> int:
         """Bytes of device memory."""
-        return self.dense_cache + self.index + self.resident + self.hot + self.workspace
+        kept = self.dense_cache + self.index + self.resident + self.hot + self.pool
+        return kept + self.workspace
 
 
-def plan_memory(decoder: Decoder, batch: int, prompt: int, capacity: int) -> MemoryPlan:
-    """Reckon the memory for `batch` prompts padded to `prompt`, in a cache of `capacity` tokens."""
+def plan_memory(
+    decoder: Decoder, batch: int, prompt: int, capacity: int, slots: int | None = None
+) -> MemoryPlan:
+    """Reckon the memory for `batch` prompts padded to `prompt`, in a cache of `capacity` tokens.
+
+    Args:
+        slots: of the host's cache, if it has a limit.
+    """
+    slots = capacity if slots is None else slots
     config, policy, item = decoder.config, decoder.policy, decoder.dtype.itemsize
     row = batch * config.num_kv_heads * 2 * config.head_dim * item
     stored_row = batch * config.num_kv_heads * decoder.row_format.width
     stored_row *= decoder.row_format.storage.itemsize
     selecting = sum(not decoder.streams(number) for number in range(decoder.host_layers))
-    index = selecting * _bytes(lambda: policy.init(config, batch, capacity)) if selecting else 0
-    hot = selecting * _bytes(lambda: decoder.empty_hot_set(batch, capacity)) if selecting else 0
+    index = selecting * _bytes(lambda: policy.init(config, batch, slots)) if selecting else 0
+    hot = selecting * _bytes(lambda: decoder.empty_hot_set(batch, slots)) if selecting else 0
+    pool = 0
+    if decoder.pool is not None:
+        entries = batch * config.num_kv_heads * slots
+        pool = decoder.host_layers * 4 * entries
+        pool += selecting * entries * decoder.pool.use_bytes
     sums = 4 * batch * config.num_kv_heads * config.head_dim if policy.has_tail else 0
     return MemoryPlan(
-        host_cache=decoder.host_layers * capacity * stored_row,
+        host_cache=decoder.host_layers * slots * stored_row,
         dense_cache=row * sum(_tokens_on_device(decoder, capacity)),
         index=index,
         resident=decoder.host_layers * decoder.slots.size * row + selecting * sums,
         hot=hot,
-        workspace=max(
-            prefill_bytes(decoder, batch, prompt), decode_bytes(decoder, batch, capacity)
-        ),
+        pool=pool,
+        workspace=max(prefill_bytes(decoder, batch, prompt), decode_bytes(decoder, batch, slots)),
     )
 
 

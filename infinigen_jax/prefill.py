@@ -18,11 +18,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
 from infinigen_jax.attention import causal_attention
-from infinigen_jax.cache import Cache, DenseLayer, Local, Resident, Sliding
+from infinigen_jax.cache import Cache, DenseLayer, Local, Resident, Sliding, sum_of_values
 from infinigen_jax.decode import Decoder, Weights
 from infinigen_jax.memory import Placement, allocate_host, write_layer
 from infinigen_jax.models import Params
 from infinigen_jax.models.base import Layer
+from infinigen_jax.pool import held
+from infinigen_jax.pooled import start_kept, start_pool
 from infinigen_jax.sampling import Sampling
 
 
@@ -34,6 +36,8 @@ class PrefillSteps(NamedTuple):
     host_layer: Any
     streamed_layer: Any
     hot_set: Any
+    pool: Any
+    kept: Any
     draw: Any
 
 
@@ -45,6 +49,7 @@ def prefill(
     capacity: int,
     sampling: Sampling,
     seed: UInt[Array, ""],
+    slots: int | None = None,
 ) -> tuple[Cache, Int[Array, " b"]]:
     """Process the prompts and draw the first token of each.
 
@@ -52,6 +57,7 @@ def prefill(
         prompts: token numbers, padded on the right.
         lengths: of the prompts, at least 1.
         capacity: tokens per sequence that the cache has room for; at least s.
+        slots: of the host's cache, for a decoder with a pool; else as many as `capacity`.
 
     Returns:
         The cache, and the drawn tokens (which are not in the cache yet).
@@ -59,11 +65,14 @@ def prefill(
     run = prefill_steps(decoder)
     batch = prompts.shape[0]
     config = decoder.config
-    host = None
+    host, pool = None, None
+    slots = capacity if slots is None else slots
     if decoder.host_layers:
         stored = decoder.row_format
-        shape = (decoder.host_layers, batch, config.num_kv_heads, capacity, stored.width)
+        shape = (decoder.host_layers, batch, config.num_kv_heads, slots, stored.width)
         host = allocate_host(shape, stored.storage, decoder.mesh)
+        if decoder.pool is not None:
+            pool = run.pool(lengths, prompts.shape[1], slots)
     x = run.embed(weights.params["embedding"], prompts)
     local: list[Local] = []
     states: list[Any] = []
@@ -76,17 +85,22 @@ def prefill(
         else:
             run_layer = run.streamed_layer if decoder.streams(number) else run.host_layer
             x, layer, state, fitted, host = run_layer(
-                params, weights.policy[number], x, lengths, host, jnp.int32(number)
+                params, weights.policy[number], x, lengths, host, jnp.int32(number), pool
             )
             states.append(state)
             scales.append(fitted)
         local.append(layer)
     tokens = run.draw(weights.params["embedding"], x, lengths, seed, sampling)
     hot = tuple(
-        None if decoder.streams(number) else run.hot_set(batch, capacity)
+        None
+        if decoder.streams(number)
+        else run.hot_set(batch, capacity)
+        if pool is None
+        else run.kept(pool)
         for number in range(decoder.host_layers)
     )
-    return Cache(host, tuple(states), tuple(local), lengths, tuple(scales), hot), tokens
+    pools = () if pool is None else tuple(pool.copy() for _ in hot)
+    return Cache(host, tuple(states), tuple(local), lengths, tuple(scales), hot, pools), tokens
 
 
 @functools.lru_cache(maxsize=64)
@@ -116,13 +130,15 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         lengths: Int[Array, " b"],
         host: Shaped[Array, "l b k t w"],
         number: Int[Array, ""],
+        pool: Int[Array, "b k t"] | None = None,
+        *,
         streams: bool,
     ) -> tuple:
         layer = decoder.blueprint.layer(params)
         x, keys, values, queries = prompt_layer_queries(layer, x, lengths)
         rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
         resident, state, scales, host = keep_rows(
-            decoder, policy_weights, rows, lengths, host, number, streams
+            decoder, policy_weights, rows, lengths, host, number, streams, pool
         )
         if decoder.policy.observes and not streams:
             state = decoder.policy.observe_queries(state, queries, keys, lengths)
@@ -158,6 +174,10 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         host_layer=on_host(streams=False),
         streamed_layer=on_host(streams=True),
         hot_set=jax.jit(decoder.empty_hot_set, static_argnums=(0, 1), out_shardings=at.rows),
+        pool=jax.jit(
+            functools.partial(start_pool, decoder), static_argnums=(1, 2), out_shardings=at.rows
+        ),
+        kept=jax.jit(functools.partial(start_kept, decoder), out_shardings=at.rows),
         draw=jax.jit(draw, static_argnames="sampling", out_shardings=at.batch),
     )
 
@@ -170,6 +190,7 @@ def keep_rows(
     host: Shaped[Array, "l b k t w2"],
     number: Int[Array, ""],
     streams: bool,
+    pool: Int[Array, "b k t"] | None = None,
 ) -> tuple[Resident, Any, Any, Shaped[Array, "l b k t w2"]]:
     """What is kept of a prompt's rows by a layer on the host.
 
@@ -177,17 +198,25 @@ def keep_rows(
         rows: keys and values side by side, in the model's dtype.
         number: of the layer, among those on the host.
         streams: nothing is selected for it.
+        pool: positions of the rows that its slots are to hold, in place of slot = position.
 
     Returns:
         The rows on the device, the policy's state, the scales of the stored rows, the host cache.
     """
     policy, config, stored = decoder.policy, decoder.config, decoder.row_format
-    resident = Resident.from_prompt(rows, lengths, decoder.slots, policy.has_tail and not streams)
+    sums = policy.has_tail and not streams
+    resident = Resident.from_prompt(rows, lengths, decoder.slots, sums and pool is None)
+    scales = stored.fit(rows, lengths)
+    if pool is not None:
+        pool = pool[:, :, : rows.shape[2]]
+        rows = jnp.take_along_axis(rows, jnp.maximum(pool, 0)[..., None], axis=2)
+        if sums:
+            there = held(pool, lengths - 1, policy.window) >= 0
+            resident = resident._replace(left=sum_of_values(rows, there))
     state: Any = ()
     if not streams:
         state = policy.init(config, rows.shape[0], host.shape[3])
         state = policy.observe_prefill(policy_weights, state, rows[..., : config.head_dim])
-    scales = stored.fit(rows, lengths)
     host = write_layer(host, number, stored.encode(scales, rows), decoder.mesh)
     return resident, state, scales, host
 

@@ -46,6 +46,9 @@ class Stats:
         hot_set_hit_rate: share of the rows selected that the hot set had; 0 without one.
         host_cache_bytes, device_index_bytes, hot_set_bytes: size of the host cache, of the policy's
             state and of the hot sets.
+        pool_tokens: most rows that the host may keep of a layer, sequence and KV head; 0 if there
+            is no limit. Those that it keeps are then what counts as cached.
+        pool_bytes: size of the directories on the device that a limit takes.
         compilations_after_warmup: XLA compilations behind the first decode step; 0 is expected.
     """
 
@@ -61,6 +64,8 @@ class Stats:
     host_cache_bytes: int
     device_index_bytes: int
     hot_set_bytes: int
+    pool_tokens: int
+    pool_bytes: int
     compilations_after_warmup: int
     policy: str
     schedule: str
@@ -75,6 +80,8 @@ class Run:
         cache: what is cached now; replaced by every step (its old arrays are donated).
         plan: the memory it takes.
         owners: which prompt each row of the batch belongs to.
+        capacity: tokens of a sequence that the layers on the device have room for.
+        slots: rows of a sequence that the host has room for; as many, but for a pool.
         new_tokens: tokens drawn so far and read back, per prompt.
         texts: their text.
     """
@@ -98,13 +105,15 @@ class Run:
         self._prompts = prompts
         self.owners = Owners(self.prompt_lengths, min(batch or len(prompts), len(prompts)))
         # A flush writes a whole window.
-        self.capacity = round_up_capacity(max(longest + max_new_tokens, self.decoder.policy.window))
+        tokens = longest + max_new_tokens
+        self.capacity = round_up_capacity(max(tokens, self.decoder.policy.window))
+        self.slots = self.decoder.host_slots(tokens, self.capacity)
         rows, padded = self.owners.rows, self._padded_length(longest)
-        self.plan = plan_memory(self.decoder, rows, padded, self.capacity)
+        self.plan = plan_memory(self.decoder, rows, padded, self.capacity, self.slots)
         self._admission = admission(self.decoder) if self.owners.waiting else None
         # A prompt that is admitted later is processed beside the batch.
         together = rows if self._admission is None else rows + 1
-        needed = plan_memory(self.decoder, together, padded, self.capacity)
+        needed = plan_memory(self.decoder, together, padded, self.capacity, self.slots)
         check_memory(needed, engine.mesh.devices.flat[0])
         compilations()
 
@@ -149,6 +158,7 @@ class Run:
             self.capacity,
             self._sampling,
             self._seed,
+            self.slots,
         )
 
     def advance(self) -> None:
@@ -210,6 +220,7 @@ class Run:
             cache.lengths,
             jax.device_put(np.asarray(tokens, np.int32), at.batch),
             jax.device_put(np.asarray(targets, np.int32), at.batch),
+            cache.pool,
         )
         self._replace(new)
         self._counts.append(counts)
@@ -219,7 +230,9 @@ class Run:
         """Take over what a step replaced."""
         cache = self.cache
         states = new.states if self.decoder.policy.observes else cache.states
-        self.cache = new._replace(host=cache.host, scales=cache.scales, states=states)
+        self.cache = new._replace(
+            host=cache.host, scales=cache.scales, states=states, pool=cache.pool
+        )
 
     def _make_room(self) -> None:
         if int(self.owners.cached.max()) >= self.capacity:
@@ -246,6 +259,7 @@ class Run:
             self._seed,
             self._step,
             sampling=self._sampling,
+            pool=cache.pool,
         )
         self._replace(new)
         self._counts.append(counts)
@@ -298,7 +312,9 @@ class Run:
         self._counts.append(carry.counts)
 
     def _flush(self) -> None:
-        if self.cache.host is not None:
+        if self.cache.pool:
+            self.cache = self._steps.flush_pool(self.engine.weights.policy, self.cache)
+        elif self.cache.host is not None:
             cache = self.cache
             host, states = self._steps.flush(
                 self.engine.weights.policy,
@@ -324,7 +340,8 @@ class Run:
         if self._admission is None:
             return
         policy = self.decoder.policy
-        if policy.paged and self._since_flush < policy.window and not self.owners.idle.all():
+        paged = policy.paged or self.decoder.pool is not None  # rows give way at a flush
+        if paged and self._since_flush < policy.window and not self.owners.idle.all():
             return  # its rows are all at the same step of the window
         idle = np.flatnonzero(self.owners.idle)
         for row in idle[: len(self.owners.waiting)]:
@@ -451,6 +468,8 @@ class Run:
             host_cache_bytes=plan.host_cache,
             device_index_bytes=plan.index,
             hot_set_bytes=plan.hot,
+            pool_tokens=0 if decoder.pool is None else self.slots,
+            pool_bytes=plan.pool,
             compilations_after_warmup=0
             if self._compiled is None
             else compilations() - self._compiled,
@@ -480,7 +499,7 @@ class Run:
         """Bytes of rows that were moved to the device, padding included."""
         decoder = self.decoder
         width = decoder.row_format.width * decoder.row_format.storage.itemsize
-        requested = decoder.padded_rows(self.capacity)
+        requested = decoder.padded_rows(self.slots)
         if requested is None:
             return int(rows.moved.sum()) * width
         heads = self.owners.rows * decoder.config.num_kv_heads
@@ -492,8 +511,8 @@ class Run:
         kept, cached = self.owners.history(steps_of)
         if not decoder.host_layers or not kept.any():
             return 0.0
-        cached = cached[kept] * decoder.host_layers * decoder.config.num_kv_heads
-        return float((counts[kept] / cached).mean())
+        cached = np.minimum(cached[kept], self.slots) * decoder.host_layers
+        return float((counts[kept] / (cached * decoder.config.num_kv_heads)).mean())
 
     def _lap(self) -> float:
         now = time.perf_counter()

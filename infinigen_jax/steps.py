@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from infinigen_jax import pooled
 from infinigen_jax.cache import Cache, HostLayer, Local
 from infinigen_jax.decode import Carry, Counts, Decoder, Fetched, Following, Weights
 from infinigen_jax.memory import Placement
 from infinigen_jax.models import Params
+from infinigen_jax.pool import Kept
 from infinigen_jax.reuse import HotSet
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.selection import Request
@@ -59,7 +61,8 @@ class Steps(NamedTuple):
     `scored` is `fused` for given tokens: it returns the log-probability of each next one, and
     `watched` also what a Watch recorded of every layer. `layer`
     and `fetching_layer` are `decode_layer` without and with rows requested for the next layer. Rows
-    that were fetched are not donated: nothing that comes out has their shape twice.
+    that were fetched are not donated: nothing that comes out has their shape twice. `flush_pool`
+    takes and replaces a whole cache.
     """
 
     fused: Any
@@ -71,6 +74,7 @@ class Steps(NamedTuple):
     fetching_layer: Any
     draw: Any
     flush: Any
+    flush_pool: Any
 
 
 @functools.lru_cache(maxsize=64)
@@ -139,14 +143,15 @@ def steps(decoder: Decoder) -> Steps:
         states: tuple[Any, ...],
         scales: tuple[Any, ...],
         local: tuple[Local, ...],
-        hot: tuple[HotSet | None, ...],
+        hot: tuple[HotSet | Kept | None, ...],
         positions: Array,
         tokens: Array,
         seed: Array,
         step: Array,
         sampling: Sampling,
+        pool: tuple[Array, ...] = (),
     ) -> tuple:
-        cache = Cache(host, states, local, positions, scales, hot)
+        cache = Cache(host, states, local, positions, scales, hot, pool)
         x, cache, counts, _ = layers(weights, cache, tokens)
         drawn = decoder.draw(weights.params["embedding"], x, seed, step, sampling)
         return replaced(cache), drawn, step + 1, counts
@@ -157,13 +162,14 @@ def steps(decoder: Decoder) -> Steps:
         states: tuple[Any, ...],
         scales: tuple[Any, ...],
         local: tuple[Local, ...],
-        hot: tuple[HotSet | None, ...],
+        hot: tuple[HotSet | Kept | None, ...],
         positions: Array,
         tokens: Array,
         targets: Array,
+        pool: tuple[Array, ...] = (),
         watch: Watch | None = None,
     ) -> tuple:
-        cache = Cache(host, states, local, positions, scales, hot)
+        cache = Cache(host, states, local, positions, scales, hot, pool)
         x, cache, counts, records = layers(weights, cache, tokens, watch)
         scores, best = decoder.score(weights.params["embedding"], x, targets)
         outcome = replaced(cache), scores, best, counts
@@ -179,6 +185,9 @@ def steps(decoder: Decoder) -> Steps:
     ) -> tuple:
         cache = decoder.flush(policy, Cache(host, states, local, lengths, scales))
         return cache.host, cache.states
+
+    def flush_pool(policy: Any, cache: Cache) -> Cache:
+        return pooled.flush(decoder, policy, cache)
 
     at: Any = Placement(decoder.mesh)
     rest = at.rows if decoder.policy.has_tail else None
@@ -222,4 +231,9 @@ def steps(decoder: Decoder) -> Steps:
             draw, static_argnames="sampling", out_shardings=(at.batch, at.batch, at.batch)
         ),
         flush=jax.jit(flush, donate_argnums=(2, 3), out_shardings=(at.host, at.rows)),
+        flush_pool=jax.jit(
+            flush_pool,
+            donate_argnums=1,
+            out_shardings=Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows),
+        ),
     )

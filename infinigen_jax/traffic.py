@@ -43,14 +43,20 @@ class Traffic:
 
 
 def planned_traffic(
-    decoder: Decoder, weights: Weights, plan: MemoryPlan, batch: int, context: int, capacity: int
+    decoder: Decoder,
+    weights: Weights,
+    plan: MemoryPlan,
+    batch: int,
+    context: int,
+    capacity: int,
+    slots: int,
 ) -> Traffic:
     """Of a step that was not run: every request is taken to be as large as the budget.
 
     Args:
         weights: arrays or their shapes.
         context: tokens of a sequence; layers with a sliding window are read whole.
-        capacity: that `plan` was made for.
+        capacity, slots: that `plan` was made for.
     """
     config = decoder.config
     embedding = weights.params["embedding"]
@@ -58,11 +64,12 @@ def planned_traffic(
     leaves = jax.tree.leaves((weights.params["layers"], head, weights.policy))
     streamed = sum(decoder.streams(number) for number in range(decoder.host_layers))
     selecting = decoder.host_layers - streamed
-    requested = decoder.policy.request_size(context) if selecting else 0
+    on_host = min(context, slots)
+    requested = decoder.policy.request_size(on_host) if selecting else 0
     stored = decoder.row_format.width * decoder.row_format.storage.itemsize
     rows = batch * config.num_kv_heads * stored
-    attended = (selecting * requested + streamed * context) * rows
-    padded = decoder.padded_rows(capacity)
+    attended = (selecting * requested + streamed * on_host) * rows
+    padded = decoder.padded_rows(slots)
     link = int(attended * (1 - HIT_RATE if decoder.hot_set else 1))
     return Traffic(
         weights=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),

@@ -172,7 +172,7 @@ def test_tokens_are_those_without_a_hot_set(schedule, dense_layers, eviction):
     for mine, other in zip(run.cache.local, plain.cache.local, strict=True):
         for x, y in zip(mine, other, strict=True):
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-    hot_sets = [hot for hot in run.cache.hot if hot is not None]
+    hot_sets = [hot for hot in run.cache.hot if isinstance(hot, HotSet)]
     assert len(hot_sets) == len(run.cache.hot)
     for hot in hot_sets:
         consistent(hot)

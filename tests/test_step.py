@@ -11,6 +11,7 @@ from infinigen_jax.cache import DenseLayer, HostLayer
 from infinigen_jax.compilations import compilations
 from infinigen_jax.engine import Engine
 from infinigen_jax.policies import Full, Policy
+from infinigen_jax.reuse import HotSet
 from infinigen_jax.run import Run
 
 HOT = "hot"  # SPARSE with a hot set and packed rows
@@ -126,7 +127,7 @@ def test_the_fused_step_copies_neither_cache_nor_weights(policy):
     assert run.cache.host is not None
     largest = max(x.size for x in jax.tree.leaves(run.engine.model.params["layers"][0]))
     if policy == HOT:  # these weights are smaller than one request
-        assert run.cache.hot[0] is not None
+        assert isinstance(run.cache.hot[0], HotSet)
         largest = run.cache.hot[0].rows.size
     hlo = compiled_fused(run)
     assert max(copies(hlo), default=0) < min(run.cache.host[0].size, largest)

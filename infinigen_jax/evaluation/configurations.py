@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.options import make_engine, make_policy
+from infinigen_jax.options import make_engine, make_policy, make_pool
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
     from infinigen_jax.engine import Engine
     from infinigen_jax.policies import Policy
+    from infinigen_jax.pool import Pool
 
 LISTS = (
     "policy",
@@ -24,6 +25,8 @@ LISTS = (
     "count",
     "tail",
     "rows",
+    "pool_tokens",
+    "pool_eviction",
 )
 
 
@@ -33,11 +36,13 @@ class Configuration:
 
     Attributes:
         rows: format of the host's rows, see `rows.row_format`.
+        pool: limit of the host's cache, if it has one.
         options: the command line's, those that may be lists as the single values of this line.
     """
 
     policy: "Policy"
     rows: str
+    pool: "Pool | None"
     options: argparse.Namespace = dataclasses.field(compare=False)
 
     @property
@@ -50,6 +55,7 @@ class Configuration:
         for name in ("alpha", "partial_ratio", "basis", "query", "count", "tail"):
             if hasattr(self.policy, name) and vars(self.options)[name] is not None:
                 parts.append(f"{name} {vars(self.options)[name]}")
+        parts += [] if self.pool is None else [self.pool.label]
         return " ".join([*parts, self.rows])
 
     def engine(self, model: "Model") -> "Engine":
@@ -69,13 +75,14 @@ def configurations(arguments: argparse.Namespace, *, reference: bool) -> list[Co
     values = [getattr(arguments, name) or [None] for name in LISTS]
     combinations: list[Any] = list(itertools.product(*values))
     if reference:
-        full = {"policy": "full", "rows": "auto"}
+        full = {"policy": "full", "rows": "auto", "pool_tokens": "all"}
         combinations.insert(0, tuple(full.get(name) for name in LISTS))
     found: dict[Configuration, None] = {}
     for combination in combinations:
         options = copy.copy(arguments)
         vars(options).update(zip(LISTS, combination, strict=True))
-        found.setdefault(Configuration(make_policy(options), options.rows, options))
+        policy, pool = make_policy(options), make_pool(options)
+        found.setdefault(Configuration(policy, options.rows, pool, options))
     return list(found)
 
 
@@ -83,11 +90,13 @@ def check(chosen: list[Configuration], model: "Model") -> None:
     """Refuse now what the last engine would refuse after the work of the others.
 
     Raises:
-        InputError: for a row format that this model cannot have.
+        InputError: for a row format that this model cannot have, or a limit that a policy cannot.
     """
+    from infinigen_jax.engine import check_pool
     from infinigen_jax.rows import row_format
 
     for configuration in chosen:
+        check_pool(configuration.pool, configuration.policy)
         row_format(configuration.rows, model.dtype, model.config.head_dim)
 
 
@@ -99,6 +108,7 @@ def settings_of(engine: "Engine") -> dict[str, Any]:
     policy = {k: "inf" if v == float("inf") else v for k, v in policy.items()}
     return policy | {
         "rows": decoder.row_format.name,
+        "pool": "all" if decoder.pool is None else decoder.pool.label,
         "dense_layers": decoder.dense_layers,
         "hot_set": decoder.hot_set,
         "eviction": decoder.eviction,

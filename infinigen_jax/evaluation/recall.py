@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.naming import labels
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.plots import Panel, against_fraction, draw
@@ -66,6 +67,8 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     check_window_numbers(arguments)
     text = read_text(arguments.text)
     session = Session.of(arguments, say)
+    if any(configuration.pool is not None for configuration in session.chosen):
+        raise InputError("--pool-tokens: recall looks for rows by their position; leave it out")
     model = session.load()
     windows, described = cut_windows(arguments, text, model)
     settings = described["settings"] | {"states": arguments.states}

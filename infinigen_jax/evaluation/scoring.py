@@ -146,9 +146,9 @@ def traffic(run: "Run", kept: int) -> Traffic:
     steps = len(selected)
     heads = decoder.config.num_kv_heads
     past = run.prompt_lengths[:kept] + np.arange(steps)[:, None]
-    cached = past * heads * decoder.host_layers
+    cached = np.minimum(past, run.slots) * heads * decoder.host_layers
     cached = np.maximum(cached, 1)  # without layers on the host nothing is cached or selected
-    padded = decoder.padded_rows(run.capacity)
+    padded = decoder.padded_rows(run.slots)
     moved = int(fetched.sum()) if padded is None else padded * steps * kept * heads
     stored = decoder.row_format
     return Traffic(
@@ -175,5 +175,5 @@ def _attended(
         return np.ones(past.shape)
     resident = np.minimum(past, decoder.slots.size - 1)
     heads = decoder.config.num_kv_heads
-    streamed = (decoder.host_layers - choosing) * heads * (past - resident)
+    streamed = (decoder.host_layers - choosing) * heads * np.minimum(past - resident, run.slots)
     return ((selected - streamed) / (choosing * heads) + resident) / np.maximum(past, 1)
