@@ -39,6 +39,7 @@ from infinigen_jax.memory_limits import available_device_bytes, format_bytes
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.safetensors_io import SafetensorsFile
 from infinigen_jax.tokenization import load_tokenizer
+from infinigen_jax.weights import check_weights, placed
 
 logger = logging.getLogger("infinigen_jax")
 
@@ -135,6 +136,7 @@ def load(
     *,
     verify: bool = True,
     notify: Callable[[str], None] = logger.warning,
+    weights: str = "device",
 ) -> Model:
     """Load a model folder, converted or straight from Hugging Face.
 
@@ -144,6 +146,7 @@ def load(
             on the CPU and bfloat16 elsewhere.
         verify: compare the SHA-256 of every file with the one recorded at conversion.
         notify: called with a line of text when the folder has to be converted first.
+        weights: "device", or "host" to keep those of the layers in host memory, see `weights`.
 
     Raises:
         InputError: naming the file or setting that is at fault, and the remedy.
@@ -151,10 +154,11 @@ def load(
     folder = checked_folder(path)
     start_backend()
     chosen = checked_dtype(dtype)
+    check_weights(weights)
     # A folder with one of the two files was converted, and is damaged if the other is missing.
     if not any((folder / name).exists() for name in (MANIFEST_FILE, SKEW_FILE)):
-        return _load_through_cache(folder, chosen, verify, notify)
-    return _load_converted(folder, chosen, verify)
+        return _load_through_cache(folder, chosen, verify, notify, weights)
+    return _load_converted(folder, chosen, verify, weights)
 
 
 def embedded(name: str = "tiny-llama") -> Path:
@@ -164,14 +168,14 @@ def embedded(name: str = "tiny-llama") -> Path:
     return Path(__file__).parent / "embedded" / name
 
 
-def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool) -> Model:
+def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) -> Model:
     manifest = read_manifest(folder)
     if verify:
         verify_files(folder, manifest)
     _, config = read_config(folder)
     skewing = _read_skew(folder, manifest, config)
     plan = blueprint(config, dtype)
-    _check_room(folder, plan)
+    _check_room(folder, plan, weights)
     sources = match(open_tensors(folder), plan, folder)
     slots = expected(plan)
 
@@ -182,23 +186,26 @@ def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool) -> Model:
 
     params = {
         "embedding": read_tree(slots.embedding, sources, join),
-        "layers": [read_tree(layer, sources, join) for layer in slots.layers],
+        "layers": [placed(read_tree(layer, sources, join), weights) for layer in slots.layers],
     }
     # Copies may be under way; the file may change from here on.
     jax.block_until_ready(params)
     return Model(config, params, dtype, skew=manifest.skew, path=folder, **skewing)
 
 
-def _check_room(folder: Path, plan: Blueprint) -> None:
+def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
     """Refuse a model whose weights do not fit, before any is read."""
-    layers = [plan.layer_shapes] * plan.config.num_layers
+    together = plan.config.num_layers
+    if weights == "host" and jax.default_backend() != "cpu":
+        together = min(2, together)  # at a time
+    layers = [plan.layer_shapes] * together
     leaves = jax.tree.leaves([plan.embedding_shapes, layers])
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     room = available_device_bytes(jax.devices()[0])
     if room is not None and needed > room:
         raise InputError(
             f"{folder}: the weights need {format_bytes(needed)}, and {format_bytes(room)} are "
-            "available; use a smaller model or --dtype bfloat16"
+            "available; use --weights host, a smaller model or --dtype bfloat16"
         )
 
 
@@ -298,7 +305,11 @@ def checked_dtype(dtype: Any) -> jnp.dtype:
 
 
 def _load_through_cache(
-    folder: Path, dtype: jnp.dtype, verify: bool, notify: Callable[[str], None]
+    folder: Path,
+    dtype: jnp.dtype,
+    verify: bool,
+    notify: Callable[[str], None],
+    weights: str,
 ) -> Model:
     from infinigen_jax.convert import convert
 
@@ -307,13 +318,13 @@ def _load_through_cache(
     with _cache_lock(destination):
         if destination.exists():
             try:
-                return _load_converted(destination, dtype, verify)
+                return _load_converted(destination, dtype, verify, weights)
             except InputError as error:
                 notify(f"the cached conversion is unusable and is made again ({error})")
         else:
             notify(f"{folder} is not converted yet: converting it into {destination}")
         convert(folder, destination, force=True)
-        return _load_converted(destination, dtype, verify)
+        return _load_converted(destination, dtype, verify, weights)
 
 
 @contextlib.contextmanager

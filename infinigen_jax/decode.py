@@ -126,6 +126,7 @@ class Decoder:
         hot_set: entries of the hot set, in multiples of a request; 0 for none, else at least 1.
         eviction: see `reuse.plan`.
         pool: the limit of the host's cache, if it has one.
+        weights_on_host: see `weights`.
     """
 
     config: ModelConfig
@@ -138,6 +139,7 @@ class Decoder:
     hot_set: float = 0.0
     eviction: str = "lru"
     pool: Pool | None = None
+    weights_on_host: bool = False
 
     @property
     def blueprint(self) -> Blueprint:

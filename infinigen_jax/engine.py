@@ -23,6 +23,7 @@ from infinigen_jax.run import Run, Stats
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.steps import SCHEDULES
 from infinigen_jax.transfer import make_transfer
+from infinigen_jax.weights import check_weights, placement
 
 Prompt = str | Sequence[int]
 HOT_SET = 2.0  # by default, in multiples of a request
@@ -78,6 +79,8 @@ class Engine:
             where looking rows up costs more than moving them.
         eviction: which of them give way, "lru" or "score", see `reuse.plan`.
         pool: a limit of the host's cache; None for the whole context.
+        weights: "device", or "host": the layers' weights are kept in host memory and brought for
+            each step, see `weights`; equal results. `load` takes it as well.
         mesh: axes "data" and "model"; one device by default.
 
     Raises:
@@ -96,6 +99,7 @@ class Engine:
         hot_set: float | None = None,
         eviction: str = "lru",
         pool: Pool | None = None,
+        weights: str = "device",
         mesh: Mesh | None = None,
     ):
         chosen: Policy = InfiniGen() if policy is None else policy
@@ -110,6 +114,7 @@ class Engine:
         if eviction not in EVICTIONS:
             raise InputError(f"eviction {eviction!r}: use {' or '.join(EVICTIONS)}")
         check_pool(pool, chosen)
+        check_weights(weights)
         row_format(rows, model.dtype, model.config.head_dim)
         dense_layers = min(dense_layers, model.config.num_layers)
         self.model = model
@@ -130,9 +135,13 @@ class Engine:
             float(hot_set),
             eviction,
             pool,
+            weights == "host",
         )
         prepared = tuple(chosen.prepare(model, i) for i in self.decoder.on_host)
-        self.weights = jax.device_put(Weights(model.params, prepared), Placement(self.mesh).whole)
+        whole = Placement(self.mesh).whole
+        layers = placement(model.params["layers"], weights, self.mesh)
+        params = jax.device_put(model.params, {"embedding": whole, "layers": layers})
+        self.weights = Weights(params, jax.device_put(prepared, whole))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token numbers of a prompt.

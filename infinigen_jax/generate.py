@@ -78,9 +78,8 @@ def generate(arguments: argparse.Namespace) -> None:
     )
     policy = make_policy(arguments)
     widen_pinned_pool()
-    model = load(
-        embedded() if arguments.model is None else arguments.model, arguments.dtype, notify=say
-    )
+    folder = embedded() if arguments.model is None else arguments.model
+    model = load(folder, arguments.dtype, notify=say, weights=arguments.weights)
     engine = make_engine(model, policy, arguments, schedule=arguments.schedule)
     encoded = [engine.encode(prompt) for prompt in prompts]
     run = engine.start(encoded, arguments.max_new_tokens, sampling, arguments.batch)

@@ -141,6 +141,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     add("--pool-sinks", type=int, metavar="N", help="first tokens that never do (default 4)")
     add("--hot-set", type=float, metavar="M", help="rows kept after use, times the budget; 0: none")
     add("--eviction", default="lru", help="which of those give way: lru (default) or score")
+    add("--weights", default="device", help="where the layers' weights are: device or host")
     add("--dtype", help="float32, bfloat16 or float16 (default: float32 on the CPU, else bfloat16)")
 
 
@@ -233,5 +234,6 @@ def make_engine(
         "hot_set": arguments.hot_set,
         "eviction": arguments.eviction,
         "pool": make_pool(arguments),
+        "weights": arguments.weights,
     }
     return Engine(model, policy=policy, **(chosen | settings))

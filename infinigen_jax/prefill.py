@@ -26,6 +26,7 @@ from infinigen_jax.models.base import Layer
 from infinigen_jax.pool import held
 from infinigen_jax.pooled import start_kept, start_pool
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.weights import bring
 
 
 class PrefillSteps(NamedTuple):
@@ -78,6 +79,8 @@ def prefill(
     states: list[Any] = []
     scales: list[Any] = []
     for i, params in enumerate(weights.params["layers"]):
+        if decoder.weights_on_host:
+            params, x = bring(decoder.mesh)(params, x)
         number = decoder.host_number(i)
         if number < 0:
             ring = decoder.ring_size(i, capacity)

@@ -24,6 +24,7 @@ from infinigen_jax.prefill import prefill
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.steps import Watch, steps
 from infinigen_jax.text import TextStream
+from infinigen_jax.weights import bring
 
 if TYPE_CHECKING:
     from infinigen_jax.engine import Engine
@@ -276,13 +277,19 @@ class Run:
         hot, states, updated = list(cache.hot), list(cache.states), []
         if decoder.requests_first and (first := following(0)) is not None:
             carry, hot[0] = run.first(carry, first, hot[0], cache.host, positions)
-        for i, params in enumerate(weights.params["layers"]):
+        stored, params = weights.params["layers"], weights.params["layers"][0]
+        if decoder.weights_on_host:
+            params, x = bring(decoder.mesh)(params, carry.x)
+            carry = carry._replace(x=x)
+        for i in range(len(stored)):
             own = decoder.host_number(i)
             target = decoder.fetches_for(i)
             ahead = following(target)
             observes = own >= 0 and decoder.policy.observes
             hands_over = ahead is not None and decoder.policy.ahead
-            carry, local, new_hot, state = (run.fetching_layer if hands_over else run.layer)(
+            run_layer = run.fetching_layer if hands_over else run.layer
+            upcoming = stored[i + 1 : i + 2]
+            carry, local, new_hot, state, coming = run_layer(
                 params,
                 carry,
                 cache.local[i],
@@ -292,7 +299,9 @@ class Run:
                 decoder.own_layer(weights, cache, own, numbers[own] if own >= 0 else None),
                 ahead,
                 positions,
+                stored=upcoming if decoder.weights_on_host else [],
             )
+            params = coming or (upcoming and upcoming[0])
             updated.append(local)
             if ahead is not None:
                 hot[target] = new_hot

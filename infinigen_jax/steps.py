@@ -22,6 +22,7 @@ from infinigen_jax.pool import Kept
 from infinigen_jax.reuse import HotSet
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.selection import Request
+from infinigen_jax.weights import await_copy, start_copy
 
 SCHEDULES = ("fused", "layerwise")
 
@@ -81,6 +82,31 @@ class Steps(NamedTuple):
 def steps(decoder: Decoder) -> Steps:
     """Jit a decoder's functions; engines with equal settings share the compilations."""
 
+    def begin_layer(
+        carry: Carry, params: Params | None, stored: list[Params]
+    ) -> tuple[Carry, Params, Params | None]:
+        """A layer's parameters on the device, and the next one's on their way there.
+
+        Args:
+            params: those of this layer, if the layer before it had them brought.
+            stored: this layer's and the next one's, wherever they are kept.
+        """
+        if not decoder.weights_on_host:
+            return carry, stored[0], None
+        x, coming = carry.x, None
+        if params is None:
+            params, x = start_copy(stored[0], x)
+        if len(stored) > 1:
+            coming, x = start_copy(stored[1], x)
+        return carry._replace(x=x), params, coming
+
+    def end_layer(carry: Carry, coming: Params | None) -> tuple[Carry, Params | None]:
+        """The next layer's parameters are there when this layer is done."""
+        if coming is None:
+            return carry, None
+        coming, x = await_copy(coming, carry.x)
+        return carry._replace(x=x), coming
+
     def layers(
         weights: Weights, cache: Cache, tokens: Array, watch: Watch | None = None
     ) -> tuple[Array, Cache, Counts, tuple[Any, ...]]:
@@ -101,7 +127,9 @@ def steps(decoder: Decoder) -> Steps:
             assert host is not None
             carry, hot[0] = decoder.request_first(carry, following[0], hot[0], host, positions)
         local, states = list(cache.local), list(cache.states)
-        for i, params in enumerate(weights.params["layers"]):
+        all_params, params = weights.params["layers"], None
+        for i in range(len(all_params)):
+            carry, params, coming = begin_layer(carry, params, all_params[i : i + 2])
             own, ahead = decoder.host_number(i), decoder.fetches_for(i)
             fetches = ahead >= 0
             before = carry
@@ -122,11 +150,13 @@ def steps(decoder: Decoder) -> Steps:
                 hot[ahead] = new_hot
             if own >= 0 and decoder.policy.observes:
                 states[own] = state
+            carry, coming = end_layer(carry, coming)
             if watch is not None:
                 chosen = following[own] if own >= 0 else None
                 seen = Watched(i, params, before, carry, local[i], place, chosen, host, positions)
                 carry, record = watch(decoder, seen)
                 records.append(record)
+            params = coming
         cache = cache._replace(
             local=tuple(local), hot=tuple(hot), states=tuple(states), lengths=positions + 1
         )
@@ -197,10 +227,13 @@ def steps(decoder: Decoder) -> Steps:
     bare = Carry(at.batch, None, counts)
 
     def layer(fetches: bool):
-        def run(*arguments: Any) -> tuple:
-            return decoder.decode_layer(*arguments)
+        def run(params: Params, into: Carry, *arguments: Any, stored: Any = ()) -> tuple:
+            into, _, coming = begin_layer(into, params, [params, *stored])
+            outcome, *rest = decoder.decode_layer(params, into, *arguments)
+            outcome, coming = end_layer(outcome, coming)
+            return outcome, *rest, coming
 
-        out = (carry if fetches else bare, at.rows, at.rows, at.rows)
+        out = (carry if fetches else bare, at.rows, at.rows, at.rows, at.whole)
         return jax.jit(run, donate_argnums=(2, 3, 4), out_shardings=out)
 
     donated = (2, 4, 5) if decoder.policy.observes else (4, 5)

@@ -153,7 +153,8 @@ def _engine(options: dict[str, Any]) -> "Engine":
     arguments = parser.parse_args(given)
     policy = make_policy(arguments)
     folder = embedded() if arguments.model is None else arguments.model
-    return make_engine(load(folder, arguments.dtype), policy, arguments)
+    model = load(folder, arguments.dtype, weights=arguments.weights)
+    return make_engine(model, policy, arguments)
 
 
 def main() -> int:

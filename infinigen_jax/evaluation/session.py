@@ -110,7 +110,8 @@ class Session:
 
         self.folder = embedded() if self.arguments.model is None else self.arguments.model
         widen_pinned_pool()
-        model = load(self.folder, self.arguments.dtype, notify=self.say)
+        given = self.arguments
+        model = load(self.folder, given.dtype, notify=self.say, weights=given.weights)
         check(self.chosen, model)
         return model
 

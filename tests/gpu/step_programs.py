@@ -27,6 +27,7 @@ from infinigen_jax.sampling import Sampling
 from infinigen_jax.selection import Request
 from infinigen_jax.steps import steps
 from infinigen_jax.transfer import Transfer, XlaTransfer
+from infinigen_jax.weights import STAYS, placement
 
 LAYERS, DENSE, BATCH, CAPACITY, PROMPT = 6, 2, 2, 8192, 256
 DTYPE = jnp.dtype(jnp.bfloat16)
@@ -59,6 +60,13 @@ FETCHED_BYTES = HEADS * FETCHED * ROW
 FLUSHED_BYTES = (LAYERS - DENSE) * HEADS * POLICY.window * ROW
 # A layer's ring and sinks, and the sum of the other values.
 RESIDENT_BYTES = HEADS * ((POLICY.sinks + POLICY.window) * ROW + CONFIG.head_dim * 4)
+# What comes from the host of a layer's weights, where they live there.
+MOVED = [
+    leaf.size * leaf.dtype.itemsize
+    for name, tree in blueprint(CONFIG, DTYPE).layer_shapes.items()
+    for leaf in jax.tree.leaves(tree)
+    if name not in STAYS
+]
 # The smallest matrices of a layer: to the queries, to keys and values, and the output projection.
 WEIGHT_BYTES = CONFIG.hidden_size * CONFIG.num_heads * CONFIG.head_dim * DTYPE.itemsize
 
@@ -178,6 +186,29 @@ def _carry() -> Carry:
     x = _shaped((b, CONFIG.hidden_size), DTYPE, at.batch)
     fetched = _shaped((b,), jnp.int32, at.batch)
     return Carry(x, Fetched(request, rows), Counts(fetched, fetched))
+
+
+@functools.cache
+def fused_with_weights_on_host() -> Program:
+    """The whole step, greedy, with the layers' weights in host memory."""
+    cache, constant = _cache(), weights()
+    layers = constant.params["layers"]
+    places = placement(layers, "host", default_mesh())
+    layers = jax.tree.map(lambda x, place: _shaped(x.shape, x.dtype, place), layers, places)
+    return compile_for_gpu(
+        steps(dataclasses.replace(decoder(), weights_on_host=True)).fused,
+        constant._replace(params=constant.params | {"layers": layers}),
+        cache.host,
+        cache.states,
+        cache.scales,
+        cache.local,
+        cache.hot,
+        cache.lengths,
+        cache.lengths,
+        _scalar(jnp.uint32),
+        cache.lengths,
+        Sampling(),
+    )
 
 
 @functools.cache

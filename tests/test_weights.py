@@ -1,0 +1,89 @@
+"""Weights in host memory give what weights on the device give."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from runtime import NEW, RAGGED, SPARSE, counts_of, engine, finished
+
+from infinigen_jax import generate
+from infinigen_jax.checkpoint import embedded, load
+from infinigen_jax.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.policies import Full
+from infinigen_jax.weights import STAYS
+
+HOT: dict[str, Any] = {"hot_set": 1.5, "rows": "int8"}
+
+
+def kinds(layers: Any) -> dict[str, set[str | None]]:
+    """Memory kinds of each part of the layers."""
+    return {
+        name: {x.sharding.memory_kind for x in jax.tree.leaves([each[name] for each in layers])}
+        for name in layers[0]
+    }
+
+
+def assert_on_host(layers: Any) -> None:
+    found = kinds(layers)
+    assert {n for n, kind in found.items() if kind == {"pinned_host"}} == set(found) - set(STAYS)
+    assert all(kind in ({"pinned_host"}, {"device"}) for kind in found.values())
+
+
+@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+@pytest.mark.parametrize(
+    "name, policy, dense_layers, settings",
+    [("gqa", SPARSE, 0, {}), ("opt", SPARSE, 2, HOT), ("gqa", Full(), 1, {})],
+    ids=["gqa", "opt", "full"],
+)
+def test_equal_outputs(name, policy, dense_layers, settings, schedule):
+    made = engine(name, policy, dense_layers, schedule, weights="host", **settings)
+    assert_on_host(made.weights.params["layers"])
+    rest = (made.weights.params["embedding"], made.weights.policy)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(rest)} == {"device"}
+    run = finished(made)
+    assert run.stats().compilations_after_warmup == 0
+    other = finished(engine(name, policy, dense_layers, schedule, **settings))
+    assert run.new_tokens == other.new_tokens
+    np.testing.assert_array_equal(counts_of(run), counts_of(other))
+    assert_on_host(made.weights.params["layers"])
+
+
+def test_scores_and_batches():
+    made = engine("gqa", SPARSE, 2, weights="host")
+    scores = [
+        np.asarray(e.start(RAGGED, NEW).score(np.array([5, 6, 7]), np.array([8, 9, 10])))
+        for e in (made, engine("gqa", SPARSE, 2))
+    ]
+    np.testing.assert_array_equal(scores[0], scores[1])
+    whole = made.generate(RAGGED, max_new_tokens=NEW).tokens
+    assert made.generate(RAGGED, max_new_tokens=NEW, batch=2).tokens == whole
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-opt"])
+def test_loading_onto_the_host(name):
+    model = load(embedded(name), weights="host")
+    assert_on_host(model.params["layers"])
+    here = load(embedded(name))
+    assert kinds(here.params["layers"])["q"] == kinds(here.params["layers"])["kv"] == {"device"}
+    jax.tree.map(np.testing.assert_array_equal, model.params, here.params)
+    prompts = ["The king said to the", "It was a dark and stormy night"]
+    texts = [Engine(m, weights=w).generate(prompts, max_new_tokens=8).texts for m, w in
+             ((model, "host"), (here, "device"))]  # fmt: skip
+    assert texts[0] == texts[1]
+
+
+def test_the_command(command):
+    arguments = ("--prompt", "The king said", "--max-new-tokens", "4", "--quiet")
+    expected = command(generate.main, *arguments)
+    assert expected[0] == 0
+    assert command(generate.main, *arguments, "--weights", "host") == expected
+    status, out, err = command(generate.main, *arguments, "--weights", "disk")
+    assert (status, out) == (2, "") and err.startswith("error: --weights disk")
+    assert err.count("\n") == 1
+
+
+def test_places_that_do_not_exist():
+    with pytest.raises(InputError, match="--weights disk"):
+        engine("gqa", weights="disk")
