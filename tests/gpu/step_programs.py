@@ -22,6 +22,8 @@ from infinigen_jax.memory import Placement, default_mesh
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.models.rope import Rope
 from infinigen_jax.policies import InfiniGen
+from infinigen_jax.pool import Pool
+from infinigen_jax.pooled import start_kept
 from infinigen_jax.prefill import prefill_steps
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.selection import Request
@@ -286,6 +288,17 @@ def flush() -> Program:
         cache.scales,
         cache.lengths,
     )
+
+
+@functools.cache
+def flush_pool() -> Program:
+    """The same into a pool of so many slots as there were positions."""
+    at, cache, on_host = Placement(default_mesh()), _cache(), LAYERS - DENSE
+    limited = dataclasses.replace(decoder(), pool=Pool(tokens=CAPACITY))
+    positions = _shaped((BATCH, CONFIG.num_kv_heads, CAPACITY), jnp.int32, at.rows)
+    kept = _placed(jax.eval_shape(lambda x: start_kept(limited, x), positions), at.rows)
+    pooled = cache._replace(hot=(kept,) * on_host, pool=(positions,) * on_host)
+    return compile_for_gpu(steps(limited).flush_pool, weights().policy, pooled)
 
 
 @functools.cache

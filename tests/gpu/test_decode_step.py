@@ -99,6 +99,15 @@ def test_flush_is_in_place():
     assert not large_results(program, sp.FLUSHED_BYTES + 1)
 
 
+def test_flush_into_a_pool_is_in_place():
+    """One scatter to the host; the rows that give way are read before."""
+    program = sp.flush_pool()
+    assert program.memory["host_alias"] == sp.HOST_BYTES
+    assert_no_copy_larger_than(program, sp.FLUSHED_BYTES)
+    assert program.memory["host_temp"] <= sp.FLUSHED_BYTES
+    assert not large_results(program, sp.LAYER_BYTES)
+
+
 def test_prompt_layer_writes_the_host_cache_in_place():
     program = sp.prompt_layer()
     assert_updated_in_place(program, sp.HOST_BYTES)
