@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny import make_tiny, only
 
-from benchmarks.figures import kv_size, long_context, sensitivity
+from benchmarks.figures import kv_size, long_context, pool, sensitivity
 from benchmarks.figures.__main__ import FIGURES, main
 from infinigen_jax import evaluate
 from infinigen_jax.checkpoint import embedded
@@ -40,7 +40,7 @@ def figure(command, model, tmp_path):
         assert (status, err) == (0, "")
         assert only(tmp_path) == ["plot.svg", "result.json", "text.txt"]
         record = json.loads(result.read_text())
-        assert record["figure"].startswith("InfiniGen (OSDI 2024), figure 1")
+        assert record["figure"].startswith("InfiniGen (OSDI 2024), ")
         return out.splitlines(), record
 
     return call
@@ -103,6 +103,21 @@ def test_as_many_tokens_are_kept_at_any_length(figure):
         kept = line["attended_fraction"] * line["length"]
         assert 14 <= kept <= 16 * 32 / 28  # a share of what is cached, up to its end
     assert [line["chunks"][0]["from"] for line in lines] == [28, 56]
+
+
+def test_limits_of_the_pool(figure):
+    asked = ("--policy", "infinigen:window=4,sinks=2", "--dense-layers", "1", "--windows", "1")
+    limits = ("--pool-tokens", "all", "50%", "--pool-eviction", "fifo", "counter")
+    table, record = figure("pool", "--window", "64", "--context", "20", *asked, *limits)
+    full, unlimited, *lines = record["configurations"]
+    assert [pool.eviction(line) for line in lines] == ["fifo", "counter"]
+    assert [pool.limit(line) for line in lines] == [50, 50]
+    assert unlimited["settings"]["pool"] == "all" and unlimited["change_by_pool_percent"] == 0
+    for line, row in zip(lines, table[4:], strict=True):
+        ratio = line["perplexity"] / unlimited["perplexity"]
+        assert line["change_by_pool_percent"] == pytest.approx(100 * (ratio - 1)) != 0
+        assert f"{line['change_by_pool_percent']:+.3f} %" in row
+        assert line["host_cache_bytes"] < unlimited["host_cache_bytes"]
 
 
 def test_positions(figure):

@@ -7,6 +7,7 @@
     skewing       figure 13   with and without skewing
     sensitivity   figure 17   alpha and partial ratio (accuracy)
     long-context  figure 19   64 tokens kept at growing length
+    pool          table 2     limits of the host pool, by what gives way
 
 Each is a set of defaults for the options of `infinigen_jax.evaluate` (which all remain), with a
 table and a diagram of its own; what is measured, and how, is `infinigen_jax.evaluation`'s business.

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from benchmarks.figures import chunks, kv_size, long_context, sensitivity, skewing
+from benchmarks.figures import chunks, kv_size, long_context, pool, sensitivity, skewing
 from infinigen_jax import evaluate
 
 SUMMARY = "The paper's accuracy figures, through the engine that generates."
@@ -13,6 +13,7 @@ FIGURES = {
     "skewing": skewing,
     "sensitivity": sensitivity,
     "long-context": long_context,
+    "pool": pool,
 }
 
 
