@@ -560,12 +560,16 @@ class Decoder:
     ) -> Int[Array, " b"]:
         """Next tokens from the last layer's output; each row's own `step`, see `row_keys`."""
         with jax.named_scope("sample"):
-            logits = self.blueprint.embedding(params).logits(x)
+            logits = self.logits(params, x)
             # The same stream of random numbers for every row: a prompt continues the same way in
             # any place of any batch. (Equal prompts therefore continue equally.)
             rows = jnp.zeros(x.shape[0], jnp.int32)
             keys = None if sampling.greedy else row_keys(seed, rows, step)
             return sample(logits, sampling, keys)
+
+    def logits(self, params: Params, x: Float[Array, "b e"]) -> Float[Array, "b v"]:
+        """Of the next tokens, from the last layer's output; float32."""
+        return self.blueprint.embedding(params).logits(x)
 
     def score(
         self, params: Params, x: Float[Array, "b e"], targets: Int[Array, " b"]

@@ -81,6 +81,8 @@ class Engine:
         pool: a limit of the host's cache; None for the whole context.
         weights: "device", or "host": the layers' weights are kept in host memory and brought for
             each step, see `weights`; equal results. `load` takes it as well.
+        check: whether every stage's output is looked at for a NaN or an infinity, which ends a run
+            with `checking.NotFiniteError`. Takes the fused schedule.
         mesh: axes "data" and "model"; one device by default.
 
     Raises:
@@ -100,6 +102,7 @@ class Engine:
         eviction: str = "lru",
         pool: Pool | None = None,
         weights: str = "device",
+        check: bool = False,
         mesh: Mesh | None = None,
     ):
         chosen: Policy = InfiniGen() if policy is None else policy
@@ -119,6 +122,7 @@ class Engine:
         dense_layers = min(dense_layers, model.config.num_layers)
         self.model = model
         self.schedule = schedule
+        self.check = check
         self.mesh = mesh or default_mesh()
         mover = make_transfer(transfer)
         if hot_set is None:

@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=0, metavar="K")
     add("--top-p", type=float, default=1.0, metavar="P")
     add("--seed", type=int, default=0, metavar="S")
+    add("--check", action="store_true", help="stop at a NaN or an infinity, and say where it is")
     add("--ignore-eos", action="store_true", help="go on behind the end-of-text token")
     add("--stats-json", metavar="F", help="write tokens, texts and measurements to a file")
     add("--quiet", action="store_true", help="no messages on stderr but errors")
@@ -80,7 +81,8 @@ def generate(arguments: argparse.Namespace) -> None:
     widen_pinned_pool()
     folder = embedded() if arguments.model is None else arguments.model
     model = load(folder, arguments.dtype, notify=say, weights=arguments.weights)
-    engine = make_engine(model, policy, arguments, schedule=arguments.schedule)
+    chosen = {"schedule": arguments.schedule, "check": arguments.check}
+    engine = make_engine(model, policy, arguments, **chosen)
     encoded = [engine.encode(prompt) for prompt in prompts]
     run = engine.start(encoded, arguments.max_new_tokens, sampling, arguments.batch)
     print_texts(run, ignore_eos=arguments.ignore_eos)

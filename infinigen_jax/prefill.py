@@ -11,6 +11,7 @@ other rows exist there only while the layer runs.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,9 @@ from infinigen_jax.pool import held
 from infinigen_jax.pooled import start_kept, start_pool
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.weights import bring
+
+# Given a stage, its output [b, s, e], and each sequence's first position and number of tokens.
+Look = Callable[[int, Array, Array, Array], None]
 
 
 class PrefillSteps(NamedTuple):
@@ -51,6 +55,7 @@ def prefill(
     sampling: Sampling,
     seed: UInt[Array, ""],
     slots: int | None = None,
+    look: Look | None = None,
 ) -> tuple[Cache, Int[Array, " b"]]:
     """Process the prompts and draw the first token of each.
 
@@ -59,6 +64,7 @@ def prefill(
         lengths: of the prompts, at least 1.
         capacity: tokens per sequence that the cache has room for; at least s.
         slots: of the host's cache, for a decoder with a pool; else as many as `capacity`.
+        look: called with every stage's output, see `checking.Places`.
 
     Returns:
         The cache, and the drawn tokens (which are not in the cache yet).
@@ -74,7 +80,11 @@ def prefill(
         host = allocate_host(shape, stored.storage, decoder.mesh)
         if decoder.pool is not None:
             pool = run.pool(lengths, prompts.shape[1], slots)
-    x = run.embed(weights.params["embedding"], prompts)
+    embedding = weights.params["embedding"]
+    look = look or (lambda stage, x, start, count: None)
+    x = run.embed(embedding, prompts)
+    none = jnp.zeros_like(lengths)
+    look(0, x, none, lengths)
     local: list[Local] = []
     states: list[Any] = []
     scales: list[Any] = []
@@ -93,7 +103,8 @@ def prefill(
             states.append(state)
             scales.append(fitted)
         local.append(layer)
-    tokens = run.draw(weights.params["embedding"], x, lengths, seed, sampling)
+        look(i + 1, x, none, lengths)
+    tokens = run.draw(embedding, x, lengths, seed, sampling)
     hot = tuple(
         None
         if decoder.streams(number)

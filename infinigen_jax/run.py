@@ -7,7 +7,7 @@ the one synchronisation of a token; which rows are fetched never passes through 
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 
 from infinigen_jax.batching import IDLE, Owners, admission
 from infinigen_jax.cache import Cache
+from infinigen_jax.checking import Places, refuse
 from infinigen_jax.compilations import compilations
 from infinigen_jax.decode import STREAM_BLOCK, Counts
 from infinigen_jax.errors import InputError
@@ -129,7 +130,8 @@ class Run:
         self._step = jax.device_put(np.ones(rows, np.int32), at.batch)
         self._since_flush = 0
         self._counts: list[Counts] = []
-        self.cache, self.drawn = self._prefill(prompts[:rows])
+        self._place: list[jax.Array] = []
+        self.cache, self.drawn = self._prefill(range(rows))
         self.drawn.block_until_ready()
         self.prefill_seconds = self._lap()
         self._times: list[float] = []
@@ -144,23 +146,28 @@ class Run:
         most = min(self.capacity, self.engine.model.config.max_positions)
         return min(round_up_prompt(longest), most)
 
-    def _prefill(self, prompts: list[list[int]]) -> tuple[Cache, jax.Array]:
+    def _prefill(self, numbers: Sequence[int]) -> tuple[Cache, jax.Array]:
         """The cache of these prompts alone, and their first tokens."""
-        at = Placement(self.engine.mesh)
+        at, prompts = Placement(self.engine.mesh), [self._prompts[number] for number in numbers]
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         tokens = np.zeros((len(prompts), self._padded_length(int(lengths.max()))), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
-        return prefill(
+        weights = self.engine.weights
+        look = Places(self.decoder, weights.params["embedding"], len(prompts))
+        outcome = prefill(
             self.decoder,
-            self.engine.weights,
+            weights,
             jax.device_put(tokens, at.batch),
             jax.device_put(lengths, at.batch),
             self.capacity,
             self._sampling,
             self._seed,
             self.slots,
+            look if self.engine.check else None,
         )
+        refuse([look.place], self.decoder.config.num_layers, numbers)
+        return outcome
 
     def advance(self) -> None:
         """Dispatch one decode step: `drawn` becomes the next tokens. Does not wait.
@@ -170,7 +177,7 @@ class Run:
         """
         self._make_room()
         with jax.transfer_guard("disallow"):
-            if self.engine.schedule == "fused":
+            if self.engine.schedule == "fused" or self.engine.check:
                 self._advance_fused()
             else:
                 self._advance_layerwise()
@@ -247,8 +254,8 @@ class Run:
         self.owners.step()
 
     def _advance_fused(self) -> None:
-        cache = self.cache
-        new, self.drawn, self._step, counts = self._steps.fused(
+        cache, step = self.cache, self._steps.checked if self.engine.check else self._steps.fused
+        new, self.drawn, self._step, counts, *self._place = step(
             self.engine.weights,
             cache.host,
             cache.states,
@@ -366,7 +373,7 @@ class Run:
         self.drawn.block_until_ready()
         self._times[-1] += self._lap()  # of a step that is under way
         before = compilations()
-        one, first = self._prefill([self._prompts[prompt]])
+        one, first = self._prefill([prompt])
         at = jax.device_put(np.int32(row), Placement(self.engine.mesh).whole)
         self.cache, self.drawn, self._step = self._admission.insert(
             self.cache, self.drawn, self._step, one, first, at
@@ -384,11 +391,12 @@ class Run:
         """Yield the drawn tokens, step by step; None for prompts that wait or have ended."""
         eos = set() if ignore_eos else set(self.engine.model.config.eos_ids)
         while True:
-            drawn = self.drawn
+            drawn, place = self.drawn, self._place
             # Once steps are compiled, the device has its next one before the host reads this one's.
             ahead = self._compiled is not None and self._goes_on(1)
             if ahead:
                 self.advance()
+            refuse(place, self.decoder.config.num_layers, self.owners.owner)
             values = self._take(np.asarray(drawn), eos)
             yield values
             if self.owners.idle.all() and not self.owners.waiting:

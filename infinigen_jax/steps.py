@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from infinigen_jax import pooled
 from infinigen_jax.cache import Cache, HostLayer, Local
+from infinigen_jax.checking import finite_after, first_place
 from infinigen_jax.decode import Carry, Counts, Decoder, Fetched, Following, Weights
 from infinigen_jax.memory import Placement
 from infinigen_jax.models import Params
@@ -59,6 +60,7 @@ Watch = Callable[[Decoder, Watched], tuple[Carry, Any]]
 class Steps(NamedTuple):
     """The compiled functions of a Decoder; the cache arrays that they replace are donated.
 
+    `checked` is `fused` that also returns the first place that is not finite, see `checking`;
     `scored` is `fused` for given tokens: it returns the log-probability of each next one, and
     `watched` also what a Watch recorded of every layer. `layer`
     and `fetching_layer` are `decode_layer` without and with rows requested for the next layer. Rows
@@ -67,6 +69,7 @@ class Steps(NamedTuple):
     """
 
     fused: Any
+    checked: Any
     scored: Any
     watched: Any
     embed: Any
@@ -180,11 +183,18 @@ def steps(decoder: Decoder) -> Steps:
         step: Array,
         sampling: Sampling,
         pool: tuple[Array, ...] = (),
+        checks: bool = False,
     ) -> tuple:
         cache = Cache(host, states, local, positions, scales, hot, pool)
-        x, cache, counts, _ = layers(weights, cache, tokens)
-        drawn = decoder.draw(weights.params["embedding"], x, seed, step, sampling)
-        return replaced(cache), drawn, step + 1, counts
+        embedding, watch = weights.params["embedding"], finite_after if checks else None
+        x, cache, counts, finite = layers(weights, cache, tokens, watch)
+        drawn = decoder.draw(embedding, x, seed, step, sampling)
+        outcome = replaced(cache), drawn, step + 1, counts
+        if not checks:
+            return outcome
+        ends = decoder.embed(embedding, tokens, positions).x, decoder.logits(embedding, x)
+        first, last = (jnp.all(jnp.isfinite(end), axis=-1) for end in ends)
+        return *outcome, first_place((first, *finite, last), positions)
 
     def scored(
         weights: Weights,
@@ -244,6 +254,12 @@ def steps(decoder: Decoder) -> Steps:
             static_argnames="sampling",
             donate_argnums=donated,
             out_shardings=(step, at.batch, at.batch, counts),
+        ),
+        checked=jax.jit(
+            functools.partial(fused, checks=True),
+            static_argnames="sampling",
+            donate_argnums=donated,
+            out_shardings=(step, at.batch, at.batch, counts, at.batch),
         ),
         scored=jax.jit(
             scored,

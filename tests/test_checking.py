@@ -1,0 +1,142 @@
+"""--check: a NaN or an infinity is reported with layer and position, wherever it arises."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from infinigen_jax import checkpoint, generate
+from infinigen_jax.checking import NotFiniteError
+from infinigen_jax.checkpoint import Model
+from infinigen_jax.convert import convert
+from infinigen_jax.engine import Engine
+from infinigen_jax.models import config_from_hf
+from infinigen_jax.models.base import random_params
+from infinigen_jax.sampling import Sampling
+
+LAYERS, VOCABULARY, BAD = 4, 48, 7
+HF = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(config_from_hf(HF), "float32")
+
+
+def engine(params, **settings) -> Engine:
+    model = Model.from_params(config_from_hf(HF), params, "float32")
+    return Engine(model, check=True, **settings)
+
+
+def spoiled(params, *path, value=jnp.nan):
+    """The parameters with one number in a leaf replaced."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    names = [jax.tree_util.keystr(place, simple=True, separator=".") for place, _ in leaves]
+    at = names.index(".".join(map(str, path)))
+    arrays = [leaf for _, leaf in leaves]
+    arrays[at] = arrays[at].at[(BAD,) * arrays[at].ndim].set(value)
+    return jax.tree.unflatten(tree, arrays)
+
+
+def place(error: pytest.ExceptionInfo[NotFiniteError]) -> tuple[str, int, int]:
+    text = str(error.value)
+    found = re.match(r"--check: the (.+) of prompt (\d+) holds a NaN .* at position (\d+); ", text)
+    assert found and "\n" not in text
+    return found[1], int(found[2]), int(found[3])
+
+
+PROMPTS = [[3] * 5, [4] * 12, [5] * 9]
+
+
+def test_finite_numbers_are_left_alone(params):
+    """The same tokens, and nothing is compiled behind the first step."""
+    checked = engine(params).generate(PROMPTS, max_new_tokens=40)
+    plain = engine(params)
+    plain.check = False
+    assert checked.tokens == plain.generate(PROMPTS, max_new_tokens=40).tokens
+    assert checked.stats.compilations_after_warmup == 0
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_weights_that_are_not_finite(params, layer, value):
+    """Found while the prompt is read, at its first token."""
+    bad = spoiled(params, "layers", layer, "down", "kernel", value=value)
+    with pytest.raises(NotFiniteError) as error:
+        engine(bad).start(PROMPTS, 4)
+    assert place(error) == (f"output of layer {layer}", 1, 0)
+
+
+def test_a_token_in_a_prompt(params):
+    """An embedding that is not finite: the first of its tokens."""
+    bad = spoiled(params, "embedding", "tokens", "embedding")
+    prompts = [PROMPTS[0], [4, 4, 4, BAD, 4, BAD], PROMPTS[2]]
+    with pytest.raises(NotFiniteError) as error:
+        engine(bad).start(prompts, 4)
+    assert place(error) == ("embedding", 2, 3)
+
+
+def test_the_head(params):
+    with pytest.raises(NotFiniteError) as error:
+        engine(spoiled(params, "embedding", "head", "kernel")).start(PROMPTS[:2], 4)
+    assert place(error) == ("logits", 1, 4)
+
+
+@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+def test_a_token_that_was_drawn(params, schedule):
+    """In a decode step, of the sequence that it happens to, at its own position."""
+    bad = spoiled(params, "embedding", "tokens", "embedding")
+    run = engine(bad, schedule=schedule).start(PROMPTS, 8, Sampling())
+    tokens = run.tokens(ignore_eos=True)
+    next(tokens)
+    next(tokens)
+    run.drawn, following = run.drawn.at[1].set(BAD), int(run.cache.lengths[1])
+    with pytest.raises(NotFiniteError) as error:
+        for _ in tokens:
+            pass
+    what, prompt, position = place(error)
+    assert (what, prompt) == ("embedding", 2)
+    assert position == following > len(PROMPTS[1])
+
+
+def test_overflow_in_float16_inside_a_layer(params):
+    """Weights that are finite themselves."""
+    large = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+    for name in ("gate_up", "down"):
+        large["layers"][1][name]["kernel"] *= jnp.float16(2e4)
+    model = Model.from_params(config_from_hf(HF), large, "float16")
+    with pytest.raises(NotFiniteError) as error:
+        Engine(model, check=True).start(PROMPTS, 4)
+    assert place(error)[0] == "output of layer 1"
+
+
+def test_command_line(tmp_path: Path, command):
+    """A converted model with a damaged layer: one line with --check, text without."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in checkpoint.embedded().iterdir():
+        if file.suffix in (".json", ".safetensors") and not file.name.startswith("infinigen"):
+            (source / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.3.mlp.down_proj.weight"
+    tensors[name] = np.full_like(tensors[name], np.nan)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    convert(source, tmp_path / "out", skew="none")
+    given = ("--model", tmp_path / "out", "--prompt", "The king", "--max-new-tokens", "3")
+    status, out, errors = command(generate.main, *given, "--check")
+    assert status == 2 and out == "" and errors.splitlines()[-1].startswith("error: --check: ")
+    assert "layer 3 of prompt 1" in errors and "at position 0" in errors
+    assert command(generate.main, *given)[0] == 0
