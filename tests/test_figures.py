@@ -134,7 +134,7 @@ def test_sweeps_meet_in_a_point():
     one = {"policy": "infinigen", "reference": False, "perplexity": 5.0}
     lines = [
         one | {"settings": {"alpha": a, "partial_ratio": r}}
-        for a, r in ((4.0, 1.0), (2.0, 1.0), (4.0, 0.4))
+        for a, r in ((4.0, 1.0), (2.0, 1.0), (4.0, 0.4), ("inf", 1.0))
     ]
     over_alpha = sensitivity.sweep(lines, "perplexity", "alpha", sensitivity.ALPHAS)
     assert over_alpha == {"infinigen": [(2.0, 5.0), (4.0, 5.0)]}

@@ -44,7 +44,10 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         line["relative_kv_size"] = relative_size(line, head_dim)
     sizes = [100 * line["relative_kv_size"] for line in made.lines]
     lines = level(made.lines, made.quality, sizes) | over(
-        made.lines[1:], name, lambda line: 100 * line["relative_kv_size"], made.quality
+        [x for x in made.lines if not x["reference"]],
+        name,
+        lambda line: 100 * line["relative_kv_size"],
+        made.quality,
     )
     finish(
         made,

@@ -34,7 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Measure, print the table and write the files."""
     made = measure(arguments, Session.of(arguments, say))
-    unlimited = next((x for x in made.lines[1:] if x["settings"]["pool"] == "all"), None)
+    own = [x for x in made.lines if not x["reference"]]
+    unlimited = next((x for x in own if x["settings"]["pool"] == "all"), None)
     for line in made.lines:
         line["change_by_pool_percent"] = None if unlimited is None else change(line, unlimited)
     panel = Panel(

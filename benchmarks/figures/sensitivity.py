@@ -50,7 +50,7 @@ def sweep(
 
     def name(line: dict[str, Any]) -> str | None:
         settings = line["settings"]
-        if x not in settings:
+        if not isinstance(settings.get(x), float):  # none, or no limit
             return None
         held = (
             settings["partial_ratio"] == OWN_RATIO.get(line["policy"])
