@@ -21,6 +21,7 @@ from infinigen_jax.policies import Policy
 from infinigen_jax.run import round_up_capacity, round_up_prompt
 from infinigen_jax.traffic import Traffic, planned_traffic
 from infinigen_jax.transfer.cuda import CudaTransfer
+from infinigen_jax.weights import STAYS
 from infinigen_jax.workspace import decode_bytes, prefill_bytes
 
 
@@ -61,14 +62,17 @@ class Forecast:
     """A generation with given settings.
 
     Attributes:
-        weights: of the model; bases: what conversion found and loading keeps; speculation: the
-            policy's, made of both.
+        weights: of the model on the device; with those in host memory, two layers' on their way.
+        weights_on_host: of the model in host memory.
+        bases: what conversion found and loading keeps.
+        speculation: the policy's, made of both.
         prefill, decode: temporaries; the plan's workspace is the larger.
         seconds: of a decode step, a token of every sequence; what bandwidths allow at best.
     """
 
     settings: Settings
     weights: int
+    weights_on_host: int
     bases: int
     speculation: int
     prefill: int
@@ -84,11 +88,16 @@ class Forecast:
         return self.weights + self.bases + self.speculation + self.plan.device
 
     @property
+    def host(self) -> int:
+        """Bytes of host memory, the device's not among them."""
+        return self.plan.host_cache + self.weights_on_host
+
+    @property
     def fits(self) -> bool:
         room = self.machine.device_memory
         if room is None:
-            return self.device + self.plan.host_cache <= self.machine.host_memory
-        return self.device <= room and self.plan.host_cache <= self.machine.host_memory
+            return self.device + self.host <= self.machine.host_memory
+        return self.device <= room and self.host <= self.machine.host_memory
 
 
 class Planner:
@@ -169,9 +178,12 @@ class Planner:
         kept = {name: part for name, part in self._shapes.items() if name != "params"}
         if kept["ahead"] is not None:  # the projections stay in their file
             kept["ahead"] = [ahead.basis for ahead in kept["ahead"]]
+        brought, layer = brought_bytes(decoder, weights)
+        traffic = dataclasses.replace(traffic, link=traffic.link + brought)
         return Forecast(
             settings=settings,
-            weights=tree_bytes(weights.params),
+            weights=tree_bytes(weights.params) - brought + 2 * layer,
+            weights_on_host=brought,
             bases=tree_bytes(kept),
             speculation=tree_bytes(weights.policy),
             prefill=prefill_bytes(decoder, batch, prompt),
@@ -219,6 +231,15 @@ def skew_of(folder: Path) -> tuple[str, bool]:
         return DEFAULT_SKEW, DEFAULT_SKEW == "balanced"
     manifest = read_manifest(folder)
     return manifest.skew, AHEAD_FILE in manifest.files
+
+
+def brought_bytes(decoder: Decoder, weights: Weights) -> tuple[int, int]:
+    """Of the weights that are kept in host memory: all, and one layer's."""
+    if not decoder.weights_on_host:
+        return 0, 0
+    layers = weights.params["layers"]
+    moved = [{n: part for n, part in layer.items() if n not in STAYS} for layer in layers]
+    return tree_bytes(moved), tree_bytes(moved[0])
 
 
 def tree_bytes(tree: Any) -> int:

@@ -143,7 +143,7 @@ def table(forecast: "Forecast") -> list[str]:
             return ""
         return f"of {format_bytes(available)}: {'fits' if needed <= available else 'too much'}"
 
-    host = plan.host_cache if machine.separate else plan.host_cache + forecast.device
+    host = forecast.host + (0 if machine.separate else forecast.device)
     rate = 1e3 * forecast.seconds
     return [
         "on the device",
@@ -154,11 +154,13 @@ def table(forecast: "Forecast") -> list[str]:
         size("index", plan.index),
         size("sinks and window", plan.resident),
         size("hot set", plan.hot),
+        size("directories of a pool", plan.pool),
         size("workspace of a prompt", forecast.prefill),
         size("workspace of a step", forecast.decode, "not at the same time"),
         size("at the peak", forecast.device, room(machine.device_memory, forecast.device)),
         "on the host",
         size("KV cache", plan.host_cache),
+        size("weights", forecast.weights_on_host),
         size("at the peak", host, room(machine.host_memory, host)),
         "a step, at best",
         f"  {'read on the device':<26}{format_bytes(traffic.memory):>12}"

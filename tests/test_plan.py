@@ -67,6 +67,7 @@ def folder(tmp_path_factory) -> Path:
         ("--policy=infinigen-paper", "--index-dtype=float32"),
         ("--policy=full", "--dense-layers=9"),
         ("--policy=quest",),
+        ("--pool-tokens=128",),
     ],
 )
 def test_the_bytes_are_those_that_are_allocated(name, options):
@@ -83,7 +84,7 @@ def test_the_bytes_are_those_that_are_allocated(name, options):
     cache, expected = run.cache, forecast.plan
     assert expected.host_cache == tree_bytes(cache.host)
     assert expected.index == tree_bytes(cache.states)
-    assert expected.hot == tree_bytes(cache.hot)
+    assert expected.hot + expected.pool == tree_bytes((cache.hot, cache.pool))
     dense = [local for local in cache.local if isinstance(local, DenseLayer)]
     assert expected.dense_cache == tree_bytes(dense)
     assert expected.resident == tree_bytes([x for x in cache.local if isinstance(x, Resident)])
@@ -114,6 +115,17 @@ def test_a_slow_bus_makes_for_a_smaller_budget(folder):
     same = planner(folder, Machine(80 * GIB, 99 * GIB, 2e12, 1e9), *chosen, "--budget=0.08")
     kept = advice.best_settings(same, 1, 16384)
     assert kept is not None and kept.settings.budget == 0.08
+
+
+def test_weights_in_host_memory(folder):
+    """Of a model that the device has no room for."""
+    machine = Machine(12 * GIB, 256 * GIB, 2e12, 5e10)
+    here, there = (planner(folder, machine, f"--weights={place}") for place in ("device", "host"))
+    here, there = (made.forecast(made.asked, 1, 4096) for made in (here, there))
+    assert there.fits and not here.fits
+    assert here.weights < there.weights + there.weights_on_host < here.weights * 1.1
+    assert there.host == there.plan.host_cache + there.weights_on_host
+    assert there.seconds > there.weights_on_host / machine.copy_bandwidth
 
 
 def test_a_small_host_takes_small_rows(folder):
