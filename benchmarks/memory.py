@@ -35,7 +35,7 @@ class Case:
     shape: str
     prompt: int
     batch: int = 1
-    new_tokens: int = 64
+    new_tokens: int = 32
     dtype: str = "float32"
     options: tuple[str, ...] = ()
 
@@ -44,14 +44,13 @@ class Case:
 HOST = ("--hot-set=2", "--dense-layers=0")
 SMALL = ("--rows=int8", "--index-dtype=float32")
 CASES = (
-    Case("long prompt", "llama", 8128),
-    Case("long prompt, OPT", "opt", 4032),
-    Case("batch of 8", "llama", 960, batch=8),
-    Case("hot set, all layers on the host", "llama", 4032, options=HOST),
-    Case("int8 rows, float32 index", "llama", 4032, options=SMALL),
-    Case("streamed", "llama", 4032, options=("--policy=full",)),
-    Case("all on the device", "llama", 4032, options=("--dense-layers=8",)),
-    Case("bfloat16, wide budget", "opt", 4032, dtype="bfloat16", options=("--budget=0.5",)),
+    Case("long prompt", "llama", 4064),
+    Case("batch of 8", "llama", 480, batch=8),
+    Case("hot set, all layers on the host", "llama", 2016, options=HOST),
+    Case("int8 rows, float32 index", "llama", 2016, options=SMALL),
+    Case("bfloat16, wide budget, OPT", "opt", 2016, dtype="bfloat16", options=("--budget=0.5",)),
+    Case("streamed", "llama", 2016, options=("--policy=full",)),
+    Case("all on the device", "llama", 2016, options=("--dense-layers=8",)),
 )
 
 
@@ -65,14 +64,15 @@ def main() -> int:
     if arguments.child:
         print(json.dumps(measure(chosen[0])))
         return 0
-    records = [in_process(case) for case in chosen]
-    for record in records:
-        print(f"{record['name']:32} {line(record)}")
-    if arguments.case is None:
-        from benchmarks.machine import describe, device_name
+    from benchmarks.machine import describe, device_name
 
-        result = {"machine": describe(), "cases": records}
-        write_json(RESULTS / f"memory-{device_name()}.json", result)
+    records = []
+    for case in chosen:
+        records.append(in_process(case))
+        print(f"{case.name:32} {line(records[-1])}", flush=True)
+        if arguments.case is None:
+            result = {"machine": describe(), "cases": records}
+            write_json(RESULTS / f"memory-{device_name()}.json", result)
     return 0
 
 

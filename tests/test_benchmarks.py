@@ -11,6 +11,7 @@ import pytest
 from benchmarks import (
     decode,
     machine,
+    memory,
     presets,
     prompts,
     report,
@@ -311,6 +312,16 @@ def test_attention_is_peaked_and_mostly_common_to_all_queries(name):
     partial = jnp.einsum("shd,hdr->shr", q, jnp.repeat(basis.query, model.config.group_size, 0))
     energy = jnp.sum(partial**2, axis=(0, 1))
     assert float(energy[:quarter].sum() / energy.sum()) > 0.5
+
+
+def test_memory_against_its_plan():
+    """In this process, where a toy's memory is lost among other things."""
+    case = memory.Case("toy", "toy", 120, batch=2, new_tokens=8)
+    record = memory.measure(case)
+    assert record["planned"]["host_cache"] == 2 * 128 * 1 * 2 * 2 * 16 * 4
+    assert record["measured"]["total"] > record["measured"]["weights"] > 0
+    assert record["ratio"] == record["planned"]["total"] / record["measured"]["total"]
+    assert "planned/measured" in memory.line(record)
 
 
 def test_machine_measures_memory():
