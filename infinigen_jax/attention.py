@@ -37,7 +37,7 @@ def packed(rows: Float[Array, "b k n w"], valid: Bool[Array, "b kv n"]) -> Part:
 
 
 class Tail(NamedTuple):
-    """All that is attended to besides, as one token.
+    """All that is attended to besides, as m tokens, each in the place of many.
 
     Attributes:
         score: natural logarithm of the summed exponentials of its tokens' scores, float32; -inf
@@ -45,8 +45,8 @@ class Tail(NamedTuple):
         value: the mean of their values, float32; finite in any case.
     """
 
-    score: Float[Array, "b k g"]
-    value: Float[Array, "b k d"]
+    score: Float[Array, "b k g m"]
+    value: Float[Array, "b k m d"]
 
 
 def attend(q: Float[Array, "b k g d"], *parts: Part) -> Float[Array, "b k g d"]:
@@ -68,20 +68,22 @@ def attend_weighted(
         output += _weighted_sum(of_parts[-1], part.values, q.shape[-1])
         start = stop
     if tail is not None:
-        output, share = _with_tail(output, jax.nn.logsumexp(scores, axis=-1), tail)
-        of_parts = [weights * (1.0 - share) for weights in of_parts]
+        output, kept = _with_tail(output, jax.nn.logsumexp(scores, axis=-1), tail)
+        of_parts = [weights * kept for weights in of_parts]
     return output.astype(q.dtype), of_parts
 
 
 def _with_tail(
     output: Float[Array, "b k g d"], log_total: Float[Array, "b k g"], tail: Tail
 ) -> tuple[Float[Array, "b k g d"], Float[Array, "b k g 1"]]:
-    """The output with the tail in it, and the tail's share of the weights.
+    """The output with the tail in it, and what the weights of the other tokens sum to.
 
     A factor of exactly 1, and a term of exactly 0, where there is no tail.
     """
-    share = jax.nn.sigmoid(tail.score - log_total)[..., None]
-    return output * (1.0 - share) + share * tail.value[:, :, None], share
+    total = jnp.logaddexp(log_total, jax.nn.logsumexp(tail.score, axis=-1))
+    kept = jnp.exp(log_total - total)[..., None]
+    shares = jnp.exp(tail.score - total[..., None])
+    return output * kept + jnp.einsum("bkgm,bkmd->bkgd", shares, tail.value), kept
 
 
 class Softmax(NamedTuple):

@@ -28,10 +28,15 @@ from infinigen_jax.reuse import HotSet
 
 
 class Slots(NamedTuple):
-    """The geometry of the resident rows; static."""
+    """The geometry of the resident rows; static.
+
+    Attributes:
+        tail_block: tokens of a block of `Resident.left`; 0 if all are one.
+    """
 
     sinks: int
     window: int
+    tail_block: int = 0
 
     @property
     def size(self) -> int:
@@ -50,6 +55,10 @@ class Slots(NamedTuple):
         position = jnp.where(slot < self.sinks, slot, ring)
         lowest = jnp.where(slot < self.sinks, 0, self.sinks)
         return jnp.where((position >= lowest) & (position <= newest), position, -1)
+
+    def blocks(self, capacity: int) -> int:
+        """Blocks of a cache with room for `capacity` tokens."""
+        return -(-capacity // self.tail_block) if self.tail_block else 1
 
     def eligible(self, current: Int[Array, " b"], capacity: int) -> Bool[Array, "b t"]:
         """Positions that only the host has: neither sinks nor in the ring."""
@@ -134,12 +143,12 @@ class Resident(NamedTuple):
 
     Attributes:
         rows: sinks and recent tokens.
-        left: sum of the values of all other tokens, those that only the host has; float32, None
-            where no tail term asks for it.
+        left: sums of the values of all other tokens, those that only the host has, by blocks of
+            positions; float32, None where no tail term asks for them.
     """
 
     rows: Float[Array, "b k n w"]
-    left: Float[Array, "b k d"] | None = None
+    left: Float[Array, "b k m d"] | None = None
 
     @classmethod
     def from_prompt(
@@ -147,19 +156,19 @@ class Resident(NamedTuple):
         rows: Float[Array, "b k s w"],
         lengths: Int[Array, " b"],
         slots: Slots,
-        sums: bool = False,
+        blocks: int = 0,
     ) -> "Resident":
         """The sinks and last tokens of prompts of these lengths.
 
         Args:
-            sums: keep the sum of the other tokens' values.
+            blocks: keep the sums of the other tokens' values, by so many blocks.
         """
         positions = jnp.maximum(slots.positions(lengths - 1), 0)
         resident = cls(jnp.take_along_axis(rows, positions[:, None, :, None], axis=2))
-        if not sums:
+        if not blocks:
             return resident
         left = slots.eligible(lengths - 1, rows.shape[2])[:, None]
-        return resident._replace(left=sum_of_values(rows, left))
+        return resident._replace(left=sums_of_values(rows, left, blocks, slots.tail_block))
 
     def write(
         self, row: Float[Array, "b k w"], position: Int[Array, " b"], slots: Slots
@@ -170,8 +179,12 @@ class Resident(NamedTuple):
             leaving = jnp.take_along_axis(rows, slot[:, None, None, None], axis=2)[:, :, 0]
             # Read before it is overwritten: otherwise XLA may copy the ring, to read it later.
             leaving, rows = lax.optimization_barrier((leaving, rows))
-            inside = (position - slots.window >= slots.sinks)[:, None, None]
-            left = left + jnp.where(inside, _values(leaving).astype(jnp.float32), 0.0)
+            gone = position - slots.window
+            values = _values(leaving).astype(jnp.float32)
+            values = jnp.where((gone >= slots.sinks)[:, None, None], values, 0.0)
+            block = jnp.maximum(gone, 0) // slots.tail_block if slots.tail_block else gone * 0
+            before = jnp.take_along_axis(left, block[:, None, None, None], axis=2)[:, :, 0]
+            left = _put(left, before + values, block)
         return Resident(_put(rows, row, slot), left)
 
     def part(self, position: Int[Array, " b"], slots: Slots) -> Part:
@@ -195,12 +208,14 @@ class HostLayer(NamedTuple):
         scales: what it takes to decode the rows, see `rows.RowFormat`.
         key_mean: that the index's keys are less by, for the tail term; None if they are not.
         positions: of the rows in its pool; None where slot = position.
+        tail: the policy's weights and state of this layer, for a tail by its own query.
     """
 
     number: Int[Array, ""]
     scales: Any
     key_mean: Float[Array, "k d"] | None = None
     positions: Int[Array, "b k t"] | None = None
+    tail: Any = None
 
 
 class Cache(NamedTuple):
@@ -231,12 +246,19 @@ class Cache(NamedTuple):
         return self.pool[number] if self.pool else None
 
 
-def sum_of_values(
-    rows: Float[Array, "b k n w"], counted: Bool[Array, "b kv n"]
-) -> Float[Array, "b k d"]:
-    """Sum over the rows that count; the others may hold anything. Float32."""
+def sums_of_values(
+    rows: Float[Array, "b k n w"], counted: Bool[Array, "b kv n"], blocks: int = 1, size: int = 0
+) -> Float[Array, "b k m d"]:
+    """Sums over the rows that count; the others may hold anything. Float32.
+
+    Args:
+        blocks, size: the number m of blocks, and how many rows each has; 0: one has all.
+    """
     values = jnp.where(counted[..., None], _values(rows).astype(jnp.float32), 0.0)
-    return jnp.sum(values, axis=2)
+    b, k, n, d = values.shape
+    size = size or n
+    values = jnp.pad(values, ((0, 0), (0, 0), (0, blocks * size - n), (0, 0)))
+    return jnp.sum(values.reshape(b, k, blocks, size, d), axis=3)
 
 
 def _values(rows: Float[Array, "*n w"]) -> Float[Array, "*n d"]:

@@ -74,10 +74,16 @@ def log_rest(
     scores: Float[Array, "b k g t"],
     eligible: Bool[Array, "b kv t"],
     request: Request,
-) -> Float[Array, "b k g"]:
-    """Logarithm of the summed exponentials of what is not requested; -inf if there is nothing."""
-    b, k, _, t = scores.shape
+    blocks: int = 1,
+) -> Float[Array, "b k g m"]:
+    """Logarithm of the summed exponentials of what is not requested; -inf if there is nothing.
+
+    Args:
+        blocks: of consecutive slots, each summed for itself; their number m divides t.
+    """
+    b, k, g, t = scores.shape
     slots = request.slots
     left = jnp.broadcast_to(eligible, (b, k, t))
     left = put(left, jnp.where(request.valid, slots, t), jnp.zeros(slots.shape, jnp.bool))
-    return jax.nn.logsumexp(jnp.where(left[:, :, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(left[:, :, None], scores, -jnp.inf).reshape(b, k, g, blocks, t // blocks)
+    return jax.nn.logsumexp(scores, axis=-1)

@@ -31,6 +31,7 @@ from infinigen_jax.attention import (
     start_softmax,
 )
 from infinigen_jax.cache import Cache, HostLayer, Local, Resident, Slots
+from infinigen_jax.counting import log_rest
 from infinigen_jax.memory import append_rows, gather_rows, read_block
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.policies.base import Attended, Policy
@@ -147,7 +148,7 @@ class Decoder:
 
     @property
     def slots(self) -> Slots:
-        return Slots(self.policy.sinks, self.policy.window)
+        return Slots(self.policy.sinks, self.policy.window, self.policy.tail_block)
 
     @functools.cached_property
     def on_host(self) -> tuple[int, ...]:
@@ -446,25 +447,54 @@ class Decoder:
             taken: sum of the values that were fetched.
         """
         score = request.rest
+        if own.tail is not None:
+            return self.tail_blocks(q, request, local, own, positions)
         if score is None:
             return None
         assert local.left is not None
         if own.key_mean is not None:
             mean = own.key_mean.astype(jnp.float32)
-            score = score + jnp.einsum("bkgd,kd->bkg", q.astype(jnp.float32), mean)
+            score = score + jnp.einsum("bkgd,kd->bkg", q.astype(jnp.float32), mean)[..., None]
         there = jnp.maximum(positions - self.policy.window + 1 - self.policy.sinks, 0)[:, None]
         if (rows := self.held(own.positions, positions)) is not None:
             there = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)
-        missing = there - request.count
-        mean = (local.left - taken) / jnp.maximum(missing, 1).astype(jnp.float32)[..., None]
+        missing = (there - request.count)[..., None]
+        mean = local.left - taken[:, :, None]
+        mean = mean / jnp.maximum(missing, 1).astype(jnp.float32)[..., None]
         return Tail(jnp.where((missing > 0)[..., None], score, -jnp.inf), mean)
+
+    def tail_blocks(
+        self,
+        q: Float[Array, "b k g d"],
+        request: Request,
+        local: Resident,
+        own: HostLayer,
+        positions: Int[Array, " b"],
+    ) -> Tail:
+        """What was not fetched as one token a block, by the scores that the layer's own query has.
+
+        A block's value is the mean of all its tokens that only the host has, fetched or not.
+        """
+        assert local.left is not None
+        with jax.named_scope("tail"):
+            weights, state = own.tail
+            scores = self.policy.own_scores(weights, state, q)
+            capacity, blocks = scores.shape[3], local.left.shape[2]
+            eligible = self.slots.eligible(positions, capacity)
+            score = log_rest(scores, eligible[:, None], request, blocks)
+            there = jnp.sum(eligible.reshape(-1, blocks, capacity // blocks), axis=-1)
+            there = jnp.maximum(there, 1).astype(jnp.float32)
+            return Tail(score, local.left / there[:, None, :, None])
 
     def own_layer(self, weights: Weights, cache: Cache, number: int, at: Any) -> HostLayer | None:
         """Where the host keeps this host layer's rows; None for a number below 0, of no layer."""
         if number < 0:
             return None
-        mean = weights.policy[number].get("mean") if self.policy.has_tail else None
-        return HostLayer(at, cache.scales[number], mean, cache.pool_of(number))
+        own, scales = weights.policy[number], cache.scales[number]
+        if self.slots.tail_block and not self.streams(number):
+            return HostLayer(at, scales, tail=(own, cache.states[number]))
+        mean = own.get("mean") if self.policy.has_tail else None
+        return HostLayer(at, scales, mean, cache.pool_of(number))
 
     def held(
         self, rows: Int[Array, "b k t"] | None, positions: Int[Array, " b"]

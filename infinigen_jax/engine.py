@@ -118,6 +118,9 @@ class Engine:
             raise InputError(f"eviction {eviction!r}: use {' or '.join(EVICTIONS)}")
         check_pool(pool, chosen)
         check_weights(weights)
+        if pool is not None and isinstance(chosen, InfiniGen):
+            # The slots of a pool are in no order, so that neighbours have nothing in common.
+            chosen = dataclasses.replace(chosen, tail_tokens=0)
         row_format(rows, model.dtype, model.config.head_dim)
         dense_layers = min(dense_layers, model.config.num_layers)
         self.model = model

@@ -73,7 +73,8 @@ def plan_memory(
         entries = batch * config.num_kv_heads * slots
         pool = decoder.host_layers * 4 * entries
         pool += selecting * entries * decoder.pool.use_bytes
-    sums = 4 * batch * config.num_kv_heads * config.head_dim if policy.has_tail else 0
+    blocks = decoder.slots.blocks(slots) if policy.has_tail else 0
+    sums = 4 * batch * config.num_kv_heads * blocks * config.head_dim
     return MemoryPlan(
         host_cache=decoder.host_layers * slots * stored_row,
         dense_cache=row * sum(_tokens_on_device(decoder, capacity)),

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.cache import Cache, Resident, sum_of_values
+from infinigen_jax.cache import Cache, Resident, sums_of_values
 from infinigen_jax.decode import Decoder
 from infinigen_jax.memory import gather_rows, store_rows
 from infinigen_jax.models import Params
@@ -80,11 +80,11 @@ def _left(
     decoder: Decoder,
     cache: Cache,
     number: int,
-    left: Float[Array, "b k d"],
+    left: Float[Array, "b k 1 d"],
     rows: Float[Array, "b k n w"],
     stored: Any,
     place: Insertion,
-) -> Float[Array, "b k d"]:
+) -> Float[Array, "b k 1 d"]:
     """The sum of the values that only the host has, without those of the rows that give way.
 
     They are read back as they are stored. Rows enter the sum, later on, as they were before they
@@ -94,8 +94,9 @@ def _left(
     stored_rows, scales = decoder.row_format, cache.scales[number]
     old = jnp.minimum(place.slots, cache.host.shape[3] - 1)
     gone = gather_rows(cache.host, jnp.int32(number), old, decoder.mesh)
-    left = left - sum_of_values(stored_rows.decode(scales, gone), place.evicted)
+    left = left - sums_of_values(stored_rows.decode(scales, gone), place.evicted)
     if stored_rows.exact:
         return left
     new = place.slots < cache.host.shape[3]
-    return left + sum_of_values(stored_rows.decode(scales, stored), new) - sum_of_values(rows, new)
+    left = left + sums_of_values(stored_rows.decode(scales, stored), new)
+    return left - sums_of_values(rows, new)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
 from infinigen_jax.attention import causal_attention
-from infinigen_jax.cache import Cache, DenseLayer, Local, Resident, Sliding, sum_of_values
+from infinigen_jax.cache import Cache, DenseLayer, Local, Resident, Sliding, sums_of_values
 from infinigen_jax.decode import Decoder, Weights
 from infinigen_jax.memory import Placement, allocate_host, write_layer
 from infinigen_jax.models import Params
@@ -219,14 +219,15 @@ def keep_rows(
     """
     policy, config, stored = decoder.policy, decoder.config, decoder.row_format
     sums = policy.has_tail and not streams
-    resident = Resident.from_prompt(rows, lengths, decoder.slots, sums and pool is None)
+    blocks = decoder.slots.blocks(host.shape[3]) if sums and pool is None else 0
+    resident = Resident.from_prompt(rows, lengths, decoder.slots, blocks)
     scales = stored.fit(rows, lengths)
     if pool is not None:
         pool = pool[:, :, : rows.shape[2]]
         rows = jnp.take_along_axis(rows, jnp.maximum(pool, 0)[..., None], axis=2)
         if sums:
             there = held(pool, lengths - 1, policy.window) >= 0
-            resident = resident._replace(left=sum_of_values(rows, there))
+            resident = resident._replace(left=sums_of_values(rows, there))
     state: Any = ()
     if not streams:
         state = policy.init(config, rows.shape[0], host.shape[3])

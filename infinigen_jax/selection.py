@@ -32,7 +32,7 @@ class Request(NamedTuple):
     slots: Int[Array, "b k n"]
     count: Int[Array, "b k"]
     rank: Float[Array, "b k t"] | None = None
-    rest: Float[Array, "b k g"] | None = None
+    rest: Float[Array, "b k g 1"] | None = None
 
     @property
     def valid(self) -> Bool[Array, "b k n"]:

@@ -12,6 +12,7 @@ Beside the paper's there is a balanced basis, and a query corrected on calibrati
 
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -181,6 +182,33 @@ def speculate_query(
     if "query" not in weights:
         return q[..., :columns]
     return jnp.einsum("bkgd,kdr->bkgr", q.astype(jnp.float32), weights["query"])
+
+
+def own_query_weights(weights: Params) -> Params:
+    """What takes a layer's own query to the index's coordinates, beside `speculation_weights`.
+
+    {"own" [k, r, d]}, the inverse of the keys' change of basis, if there is one: the basis of a
+    guessed query is not quite that. Of an index without all columns, the pseudo-inverse: the
+    scores are then those of the keys' shadows on its columns.
+    """
+    if "key" not in weights:
+        return {}
+    with jax.default_matmul_precision("highest"):
+        return {"own": jnp.linalg.pinv(weights["key"].astype(jnp.float32))}
+
+
+def own_query(
+    weights: Params, query: Float[Array, "b k g d"], columns: int
+) -> Float[Array, "b k g r"]:
+    """A layer's own query, scaled and rotated, in the index's coordinates; float32.
+
+    Its product with an entry is the attention logit, less that of the mean key if there is a
+    "centre" among the weights.
+    """
+    query = query.astype(jnp.float32)
+    if "own" in weights:
+        return jnp.einsum("bkgd,krd->bkgr", query, weights["own"])
+    return query[..., :columns]
 
 
 def partial_keys(

@@ -230,7 +230,7 @@ def steps(decoder: Decoder) -> Steps:
         return pooled.flush(decoder, policy, cache)
 
     at: Any = Placement(decoder.mesh)
-    rest = at.rows if decoder.policy.has_tail else None
+    rest = at.rows if decoder.policy.has_tail and not decoder.policy.tail_block else None
     fetched = Fetched(Request(at.rows, at.rows, None, rest), at.rows)
     counts = Counts(at.batch, at.batch)
     carry = Carry(at.batch, fetched, counts)

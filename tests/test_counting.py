@@ -78,7 +78,8 @@ def selected(count: str, budget: float = 0.2, **settings):
     scores = rng.normal(size=(2, 3, 2, 128)).astype(np.float32) * np.array([1, 2, 4])[:, None, None]
     scores = scores.astype(np.float32)
     positions = np.array([100, 57])
-    request = jax.jit(policy._count)(jnp.asarray(scores), jnp.asarray(positions, jnp.int32))
+    at = jnp.asarray(positions, jnp.int32)
+    request = jax.jit(policy._count)(jnp.asarray(scores), at, None)
     probability = np.zeros((2, 3, 128))
     for i in range(2):
         seen = slice(2, positions[i] - 3)
@@ -149,22 +150,25 @@ def test_schedules_batches_and_hot_sets_change_nothing(count, tail):
 # The tail.
 
 
-def test_the_rest_is_what_was_not_chosen():
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_the_rest_is_what_was_not_chosen(blocks):
     rng = np.random.default_rng(0)
     scores = (50 * rng.normal(size=(2, 2, 3, 16))).astype(np.float32)  # overflows without a peak
     eligible = np.arange(16)[None] < np.array([[12], [3]])
     slots = jnp.asarray([[[3, 5, 0], [1, 0, 0]], [[0, 1, 2], [2, 0, 0]]], jnp.int32)
     count = jnp.asarray([[2, 1], [3, 0]], jnp.int32)
-    got = np.asarray(log_rest(jnp.asarray(scores), jnp.asarray(eligible), Request(slots, count)))
-    for i, j in np.ndindex(2, 2):
+    request, size = Request(slots, count), 16 // blocks
+    got = np.asarray(log_rest(jnp.asarray(scores), jnp.asarray(eligible)[:, None], request, blocks))
+    for i, j, m in np.ndindex(2, 2, blocks):
         chosen = np.asarray(slots)[i, j, : int(count[i, j])]
-        left = [t for t in range(16) if eligible[i, t] and t not in chosen]
+        block = range(m * size, (m + 1) * size)
+        left = [t for t in block if eligible[i, t] and t not in chosen]
         if not left:
-            assert (got[i, j] == -np.inf).all()
+            assert (got[i, j, :, m] == -np.inf).all()
             continue
         s = scores[i, j][:, left].astype(np.float64)
         expected = s.max(axis=-1) + np.log(np.exp(s - s.max(axis=-1, keepdims=True)).sum(axis=-1))
-        np.testing.assert_allclose(got[i, j], expected, rtol=1e-6)
+        np.testing.assert_allclose(got[i, j, :, m], expected, rtol=1e-6)
     assert not np.isfinite(got[1, 0]).any()
 
 
@@ -180,7 +184,9 @@ def test_a_tail_is_the_attention_that_equal_values_and_true_scores_would_give():
     left = jnp.arange(9) >= 5
     same = jnp.where(left[:, None], rows[:, :, 5:6], rows)  # keys and values equal in the rest
     scores = jnp.einsum("bkgd,bknd->bkgn", q, same[..., :4])
-    tail = Tail(jax.nn.logsumexp(scores[..., 5:], axis=-1), same[:, :, 5, 4:])
+    values = jnp.stack([same[:, :, 5, 4:]] * 2, axis=2)
+    apart = [jax.nn.logsumexp(scores[..., a:b], axis=-1) for a, b in ((5, 6), (6, 9))]
+    tail = Tail(jnp.stack(apart, axis=-1), values)
     part = packed(same, jnp.broadcast_to(~left, (2, 1, 9)))
     whole = packed(same, jnp.ones((2, 1, 9), bool))
     got, (weights,) = attend_weighted(q, part, tail=tail)
@@ -193,22 +199,32 @@ def test_a_tail_is_the_attention_that_equal_values_and_true_scores_would_give():
 def test_no_tail_changes_no_bit(score):
     q, rows = attention_inputs()
     part = packed(rows, jnp.ones((2, 1, 9), bool))
-    tail = Tail(jnp.full((2, 3, 2), score, jnp.float32), jnp.ones((2, 3, 4), jnp.float32))
+    tail = Tail(jnp.full((2, 3, 2, 5), score, jnp.float32), jnp.ones((2, 3, 5, 4), jnp.float32))
     np.testing.assert_array_equal(attend_weighted(q, part, tail=tail)[0], attend(q, part))
 
 
-def test_the_sum_of_values_is_that_of_what_only_the_host_has():
-    slots = Slots(2, 4)
+@pytest.mark.parametrize("block", [0, 4])
+def test_the_sum_of_values_is_that_of_what_only_the_host_has(block):
+    slots = Slots(2, 4, block)
+    blocks = slots.blocks(20)
+    assert blocks == (5 if block else 1)
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(2, 3, 20, 8)).astype(np.float32)
     lengths = np.array([9, 3])
     resident = Resident.from_prompt(
-        jnp.asarray(rows[:, :, :12]), jnp.asarray(lengths, jnp.int32), slots, sums=True
+        jnp.asarray(rows[:, :, :12]), jnp.asarray(lengths, jnp.int32), slots, blocks
     )
     for step in range(8):
         for i in range(2):
             last = lengths[i] + step - 1
-            expected = rows[i, :, 2 : max(2, last - 4 + 1), 4:].sum(axis=1)
+            gone = np.arange(2, max(2, last - 4 + 1))
+            expected = np.stack(
+                [
+                    rows[i][:, gone[gone // (block or 20) == m], 4:].sum(axis=1)
+                    for m in range(blocks)
+                ],
+                axis=1,
+            )
             assert resident.left is not None
             np.testing.assert_allclose(resident.left[i], expected, rtol=1e-5, atol=1e-5)
         position = jnp.asarray(lengths + step, jnp.int32)
@@ -245,18 +261,32 @@ def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
 
 
 TAILED = InfiniGen(budget=0.1, window=4, sinks=2, index_dtype="float32", count="fixed", tail=True)
+ONE_MEAN = dataclasses.replace(TAILED, tail_tokens=0)
 
 
+@pytest.mark.parametrize("tokens", [0, 8, 64])
 @pytest.mark.parametrize("name", ["gqa", "opt"])
-def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name):
+def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
     model = one_layer(name)
     full = scores_of(model, Full())
     without = scores_of(model, dataclasses.replace(TAILED, tail=False))
-    with_tail = scores_of(model, TAILED)
+    with_tail = scores_of(model, dataclasses.replace(TAILED, tail_tokens=tokens))
     assert np.abs(with_tail - full).mean() < 0.9 * np.abs(without - full).mean()
 
 
-def test_the_mean_key_does_not_enter_a_tail_twice():
+@pytest.mark.parametrize("name", ["gqa", "opt"])
+@pytest.mark.parametrize("count", ["fixed", "head"])
+def test_a_tail_of_single_tokens_is_the_full_cache(name, count):
+    """The index has every key, and the sums every value: whatever is fetched, nothing is lost."""
+    model = random_model(name)
+    policy = dataclasses.replace(TAILED, tail_tokens=1, count=count, budget=0.05)
+    np.testing.assert_allclose(
+        scores_of(model, policy), scores_of(model, Full()), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("TAILED", [TAILED, ONE_MEAN])
+def test_the_mean_key_does_not_enter_a_tail_twice(TAILED):
     """Scores of centred keys, and the constant added at the end, are the scores as they were."""
     config = random_model("gqa").config
     shape = (config.num_layers, config.num_kv_heads, config.head_dim)

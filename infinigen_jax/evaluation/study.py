@@ -96,7 +96,7 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
     # As the policy `oracle` ranks: the group's softmax over what can be fetched, summed.
     best = top_mask(group_rank(far_scores), wanted) & eligible[:, None]
     everything, had, could = _attended(near, resident.values, far, rows, fetched, best)
-    if request.rest is not None:
+    if decoder.policy.has_tail:
         had = _with_tail(decoder, watched, q, resident)
 
     is_past = slots.positions(positions) != positions[:, None]

@@ -89,6 +89,14 @@ class Policy(Protocol):
         ...
 
     @property
+    def tail_block(self) -> int:
+        """Tokens of a block, if what is left out is attended as a mean for each block of positions.
+
+        By `own_scores` then, not `Request.rest`. 0 if it is one mean or nothing.
+        """
+        ...
+
+    @property
     def sinks(self) -> int: ...
     @property
     def window(self) -> int: ...
@@ -148,6 +156,12 @@ class Policy(Protocol):
         """
         ...
 
+    def own_scores(
+        self, weights: Params, state: Any, query: Float[Array, "b k g d"]
+    ) -> Float[Array, "b k g t"]:
+        """Attention logits of all slots, nearly, by the layer's own query; for `tail_block`."""
+        ...
+
     def append(
         self,
         weights: Params,
@@ -178,6 +192,15 @@ class Defaults:
     @property
     def has_tail(self) -> bool:
         return False
+
+    @property
+    def tail_block(self) -> int:
+        return 0
+
+    def own_scores(
+        self, weights: Params, state: Any, query: Float[Array, "b k g d"]
+    ) -> Float[Array, "b k g t"]:
+        raise NotImplementedError  # asked for by policies with a `tail_block` only
 
     def streams(self, layer: int) -> bool:
         return False

@@ -25,6 +25,8 @@ from infinigen_jax.selection import Request, budget_rows, group_rank, top_slots
 from infinigen_jax.speculation import (
     BASES,
     QUERIES,
+    own_query,
+    own_query_weights,
     partial_columns,
     partial_keys,
     speculate_query,
@@ -34,6 +36,7 @@ from infinigen_jax.speculation import (
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
 
+TAIL_TOKENS = [2**i for i in range(8)]  # they divide every capacity
 COUNTS = ("head", "fixed", "pooled", "top-p", "mean")
 
 
@@ -64,8 +67,10 @@ class InfiniGen(Budgeted):
             with the longest queries first; or "auto", the one that the model was converted with.
         query: "plain", from the layer before's input as it is, as in the paper; "corrected" on
             calibration text; or "auto", corrected where the model has what it takes.
-        tail: attend to what is not fetched as well, as to one token: the mean of its values, with
-            the weight that it has by its speculated scores.
+        tail: attend to what is not fetched as well.
+        tail_tokens: so many neighbours as to one token, the mean of their values, with the weight
+            that they have by the scores of the layer's own query with the index; a power of two
+            up to 128. 0: all as to one token, by the speculated scores.
     """
 
     name: ClassVar[str] = "infinigen"
@@ -83,6 +88,7 @@ class InfiniGen(Budgeted):
     query: str = "auto"
     mass: float = 0.9
     tail: bool = True
+    tail_tokens: int = 64
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,12 +109,18 @@ class InfiniGen(Budgeted):
             raise InputError(f"--query {self.query}: use {' or '.join(QUERIES)}")
         if self.count not in COUNTS:
             raise InputError(f"--count {self.count}: use {' or '.join(COUNTS)}")
+        if self.tail_tokens and self.tail_tokens not in TAIL_TOKENS:
+            raise InputError(f"tail_tokens {self.tail_tokens}: use 0 or a power of two up to 128")
         if not 0 < self.mass <= 1:
             raise InputError(f"--mass {self.mass}: it must be above 0 and at most 1")
 
     @property
     def has_tail(self) -> bool:
         return self.tail
+
+    @property
+    def tail_block(self) -> int:
+        return self.tail_tokens if self.tail else 0
 
     def request_size(self, capacity: int) -> int:
         size = super().request_size(capacity)
@@ -122,9 +134,10 @@ class InfiniGen(Budgeted):
 
     def prepare(self, model: "Model", layer: int) -> Params:
         index = self.index_format(model.config.head_dim)
-        return speculation_weights(
+        weights = speculation_weights(
             model, layer, index.columns, index.quantised or self.tail, self.basis, self.query
         )
+        return weights | (own_query_weights(weights) if self.tail_block else {})
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k w t"]:
         return self.index_format(config.head_dim).empty(batch, config.num_kv_heads, capacity)
@@ -150,7 +163,7 @@ class InfiniGen(Budgeted):
             scores = index.scores(query, state)
         with jax.named_scope("select"):
             request = self._count(scores, positions, held)
-            if self.tail:
+            if self.tail and not self.tail_block:
                 eligible = self.eligible(positions, scores.shape[3], held)
                 request = request._replace(rest=log_rest(scores, eligible, request))
             return request
@@ -181,6 +194,16 @@ class InfiniGen(Budgeted):
         else:
             keep = holding(best - math.log(scores.shape[2]), self.mass)
         return Request(*narrow(slots, keep), rank)
+
+    def own_scores(
+        self, weights: Params, state: Shaped[Array, "b k w t"], query: Float[Array, "b k g d"]
+    ) -> Float[Array, "b k g t"]:
+        index = self.index_format(query.shape[-1])
+        scores = index.scores(own_query(weights, query, index.columns), state)
+        if "mean" not in weights:
+            return scores
+        mean = weights["mean"].astype(jnp.float32)
+        return scores + jnp.einsum("bkgd,kd->bkg", query.astype(jnp.float32), mean)[..., None]
 
     def append(
         self,
