@@ -22,6 +22,7 @@ from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.models.forward import causal_attention
 from infinigen_jax.skew import GuessMoments, Moments, guess_moments
 from infinigen_jax.speculation import projected_query
+from infinigen_jax.spread import offsets, spread_guess, spread_moments
 from infinigen_jax.tokenization import load_tokenizer
 
 AHEAD = ("kernel", "bias")
@@ -72,8 +73,9 @@ def windows(
     """Cut token ids into windows of all the model's positions, the last one padded.
 
     Not into shorter ones of equal length: rotated queries and keys turn with the position, and a
-    basis from the first positions alone loses its worth behind them (docs/quality.md). If the text
-    starts with the beginning-of-sequence token, every window does.
+    basis from the first positions alone loses its worth behind them (docs/quality.md); what no
+    window reaches is left to `spread`. If the text starts with the beginning-of-sequence token,
+    every window does.
     """
     ids = ids[:limit]
     if len(ids) < config.head_dim:
@@ -127,12 +129,16 @@ class Calibrator:
         self._inputs: list[Array] = []  # of the layer before and of this one
         self._queries: Array | None = None
         self._valid = jnp.asarray(tokens.valid)
+        self._places = offsets(config.rope, config.max_positions, tokens.ids.shape[1])
         plan = blueprint(config, jnp.float32)
         positions = jnp.broadcast_to(jnp.arange(tokens.ids.shape[1]), tokens.ids.shape)
         self._hidden = plan.embedding(embedding).embed(jnp.asarray(tokens.ids), positions)
 
     def layer(self, params: Params) -> Moments:
-        """Run the next layer with these float32 parameters; its query and key moments."""
+        """Run the next layer with these float32 parameters; its query and key moments.
+
+        They are those of the text at all places where the model has positions for it.
+        """
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
             step = _step(self._config, self._ahead, self._config.window_of(self._done))
             self._hidden, sums, seen = step(params, self._hidden, self._valid)
@@ -144,7 +150,11 @@ class Calibrator:
         query_gram, key_gram, key_sum = (np.asarray(s, np.float64).sum(axis=0) for s in sums)
         if not np.isfinite(query_gram).all() or not np.isfinite(key_gram).all():
             raise InputError("the weights give queries or keys that are not finite; get them again")
-        return Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
+        found = Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
+        if self._places == 1:
+            return found
+        assert self._config.rope is not None
+        return spread_moments(found, self._config.rope, self._places)
 
     def ahead(self, params: Params) -> tuple[Projection, GuessMoments]:
         """For the layer that `layer` ran last: its query of the input of the layer before.
@@ -152,7 +162,8 @@ class Calibrator:
         Of the first layer, whose rows are fetched by its own input, the query is the true one.
 
         Returns:
-            The corrected projection; moments of the queries that it gives, scaled and rotated.
+            The corrected projection; moments of the queries that it gives, scaled and rotated, at
+            all places as in `layer`.
         """
         config, valid = self._config, np.asarray(self._valid)
         before, own = (np.asarray(x)[valid] for x in self._inputs)
@@ -168,7 +179,11 @@ class Calibrator:
                 jnp.full(valid.shape, valid.shape[1]),
             )
         guesses, queries = (np.asarray(x)[valid] for x in (guesses, self._queries))
-        return fitted, guess_moments(guesses, queries, config.num_kv_heads)
+        found = guess_moments(guesses, queries, config.num_kv_heads)
+        if self._places == 1:
+            return fitted, found
+        assert config.rope is not None
+        return fitted, spread_guess(found, config.rope, self._places)
 
 
 Sums = tuple[Float[Array, "w k d d"], Float[Array, "w k d d"], Float[Array, "w k d"]]

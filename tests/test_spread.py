@@ -1,0 +1,103 @@
+"""Moments at positions that the text does not reach, against texts that stand there."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime import random_model
+
+from benchmarks import calibration
+from infinigen_jax.convert import calibrate
+from infinigen_jax.convert.calibrate import Calibrator, windows
+from infinigen_jax.models.rope import Rope, rotate
+from infinigen_jax.skew import guess_moments, moments
+from infinigen_jax.spread import offsets, spread_guess, spread_moments
+
+ROPE = Rope(theta=100.0)
+
+
+def standing_at(place: int, *vectors: np.ndarray) -> list[np.ndarray]:
+    """Vectors [t, heads, d] of a text whose first token is at this position."""
+    return [
+        np.asarray(rotate(jnp.asarray(x), jnp.arange(len(x), dtype=jnp.int32) + place, ROPE))
+        for x in vectors
+    ]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([1, 2, 7, 40]), st.sampled_from([2, 6, 8]), st.integers(0, 2**32 - 1))
+def test_the_closed_form_is_the_mean_over_all_places(number, d, seed):
+    rng = np.random.default_rng(seed)
+    q, guess, k = (
+        rng.normal(1.0, 1.0, size=(9, heads, d)).astype(np.float32) for heads in (4, 4, 2)
+    )
+    places = [standing_at(place, q, guess, k) for place in range(number)]
+    sums = [moments(q, k) for q, _, k in places]
+    spread = spread_moments(sums[0], ROPE, number)
+    for name in ("query_gram", "key_gram", "key_sum"):
+        mean = np.mean([getattr(each, name) for each in sums], axis=0)
+        np.testing.assert_allclose(getattr(spread, name), mean, rtol=1e-4, atol=1e-4)
+    guesses = [guess_moments(guess, q, 2) for q, guess, _ in places]
+    spread = spread_guess(guesses[0], ROPE, number)
+    for name in ("gram", "cross"):
+        mean = np.mean([getattr(each, name) for each in guesses], axis=0)
+        np.testing.assert_allclose(getattr(spread, name), mean, rtol=1e-4, atol=1e-4)
+
+
+def test_places():
+    assert offsets(None, 1000, 10) == 1  # learned positions
+    assert offsets(ROPE, 1000, 1000) == offsets(ROPE, 1000, 1001) == 1
+    assert offsets(ROPE, 1000, 600) == 401
+    dynamic = dataclasses.replace(ROPE, kind="dynamic", factor=4.0, original_positions=250)
+    assert offsets(dynamic, 1000, 100) == 151
+
+
+def calibrated(ids: np.ndarray, config, model):
+    """Moments of layer 1 and of its guessed query, over one window."""
+    cut = dataclasses.replace(config, max_positions=len(ids))
+    text = windows(ids, cut, 1000, "text", b"")
+    calibrator = Calibrator(config, text, model.params["embedding"], ahead=True)
+    for params in model.params["layers"][:2]:
+        found = calibrator.layer(params)
+    return found, calibrator.ahead(model.params["layers"][1])[1]
+
+
+def test_the_benchmark_calibrates_in_each_way():
+    config = dataclasses.replace(random_model("gqa").config, max_positions=30)
+    ids = np.arange(3, 93, dtype=np.int32)
+    shapes = {}
+    for way in calibration.WAYS:
+        with calibration.calibrating(way, 10):
+            text = calibrate.windows(ids, config, 90, "text", b"")
+            shapes[way] = (*text.ids.shape, calibrate.offsets(config.rope, 30, text.ids.shape[1]))
+    assert list(shapes.values()) == [(3, 30, 1), (9, 10, 1), (9, 10, 21)]
+
+
+def test_the_benchmark_goes_on_with_the_same_settings_only(tmp_path):
+    path, settings = tmp_path / "result.json", {"seen": 256}
+    assert calibration.finished(path, settings) == []
+    path.write_text(json.dumps(settings | {"machine": {}, "lines": [{"policy": "default"}]}))
+    assert calibration.finished(path, settings) == [{"policy": "default"}]
+    assert calibration.finished(path, {"seen": 128}) == []
+
+
+@pytest.mark.parametrize("name", ["gqa", "qwen3"])
+def test_calibration_is_as_if_the_text_stood_everywhere(name):
+    model = random_model(name)
+    ids = np.random.default_rng(3).integers(3, 96, 20).astype(np.int32)
+    config = dataclasses.replace(model.config, max_positions=20)
+    assert config.rope is not None
+    near = calibrated(ids, config, model)
+    far = calibrated(ids, dataclasses.replace(config, max_positions=25), model)
+    for found, wanted in zip(
+        far,
+        (spread_moments(near[0], config.rope, 6), spread_guess(near[1], config.rope, 6)),
+        strict=True,
+    ):
+        for value, expected in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=1e-12)
+    assert np.abs(far[0].key_sum - near[0].key_sum).max() > 0.1
