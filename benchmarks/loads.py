@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.memory import Placement, allocate_host, default_mesh, write_layer
+from infinigen_jax.memory import Placement, allocate_host, default_mesh, write_span
 from infinigen_jax.selection import Request
+from infinigen_jax.span import Span
 
 GROUPS = (8, 8)  # sequences, KV heads
 CACHE_BYTES = 1 << 30  # of the host array
@@ -38,8 +39,9 @@ class Shape:
         """A host cache of one layer with random bytes."""
         mesh = default_mesh()
         host = allocate_host((1, *GROUPS, self.capacity, self.row), jnp.uint8, mesh)
+        whole = Span.whole(GROUPS[0], self.capacity)
         fill = jax.jit(
-            lambda host, rows: write_layer(host, jnp.int32(0), rows, mesh),
+            lambda host, rows: write_span(host, jnp.int32(0), rows, whole, mesh),
             donate_argnums=0,
             out_shardings=Placement(mesh).host,
         )

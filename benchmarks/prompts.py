@@ -12,16 +12,18 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import infinigen_jax.run
 from infinigen_jax.cache import Cache, DenseLayer
 from infinigen_jax.checkpoint import Model
 from infinigen_jax.decode import Decoder, Weights
 from infinigen_jax.engine import Engine
-from infinigen_jax.memory import Placement, allocate_host, default_mesh
+from infinigen_jax.memory import Placement, default_mesh
 from infinigen_jax.models import ModelConfig, blueprint
-from infinigen_jax.prefill import keep_rows, prefill_steps, prompt_layer
+from infinigen_jax.prefill import chunk_layer, empty_cache, keep_rows, prefill_steps
 from infinigen_jax.run import Run
+from infinigen_jax.span import Span
 
 
 class Prompt(NamedTuple):
@@ -30,7 +32,7 @@ class Prompt(NamedTuple):
     Attributes:
         tokens: of each sequence.
         rows: keys and values of each layer, [b, k, s, 2d], on the device.
-        last: [b, 1, e], the last layer's output for the last token.
+        last: [b, e], the last layer's output for the last token.
         seconds: that reading took.
     """
 
@@ -62,7 +64,7 @@ def read(model: Model, tokens: list[list[int]]) -> Prompt:
         x = embed(model.params["embedding"], jnp.asarray([ids], jnp.int32))
         for i, params in enumerate(model.params["layers"]):
             x, rows[i] = layer(params, x, rows[i], jnp.int32(sequence))
-        last.append(x[:, -1:])
+        last.append(x[:, -1])
     prompt = Prompt(tokens, rows, jax.device_put(jnp.concatenate(last), at.batch), 0.0)
     jax.block_until_ready(prompt.last)
     return prompt._replace(seconds=time.perf_counter() - start)
@@ -86,10 +88,9 @@ def _reading(config: ModelConfig, dtype: Any) -> tuple[Any, Any]:
         return plan.embedding(params).embed(tokens, positions)
 
     def layer(params: Any, x: jax.Array, rows: jax.Array, sequence: jax.Array) -> tuple:
-        x, keys, values = prompt_layer(plan.layer(params), x)
-        new = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
+        done = chunk_layer(plan.layer(params), x, Span.whole(1, x.shape[1]))
         zero = jnp.int32(0)
-        return x, jax.lax.dynamic_update_slice(rows, new, (sequence, zero, zero, zero))
+        return done.x, jax.lax.dynamic_update_slice(rows, done.rows, (sequence, zero, zero, zero))
 
     return jax.jit(embed), jax.jit(layer, donate_argnums=(1, 2))
 
@@ -98,45 +99,39 @@ def _fill(
     prompt: Prompt,
     decoder: Decoder,
     weights: Weights,
-    prompts: jax.Array,
-    lengths: jax.Array,
+    prompts: np.ndarray,
+    lengths: np.ndarray,
     capacity: int,
     sampling: Any,
     seed: jax.Array,
+    *_: Any,
 ) -> tuple[Cache, jax.Array]:
     """Stands in for `infinigen_jax.prefill.prefill`."""
-    batch, config, stored = prompts.shape[0], decoder.config, decoder.row_format
-    run, store = prefill_steps(decoder), _storing(decoder)
-    host = None
-    if decoder.host_layers:
-        shape = (decoder.host_layers, batch, config.num_kv_heads, capacity, stored.width)
-        host = allocate_host(shape, stored.storage, decoder.mesh)
-    local: list[Any] = []
-    states: list[Any] = []
-    scales: list[Any] = []
+    cache = empty_cache(decoder, len(prompts), capacity)
+    run, store, at = prefill_steps(decoder), _storing(decoder), Placement(decoder.mesh)
+    local, states, scales = list(cache.local), list(cache.states), list(cache.scales)
+    host, span = cache.host, Span(cache.lengths, jax.device_put(lengths, at.batch))
     for i, rows in enumerate(prompt.rows):
         number = decoder.host_number(i)
         if number < 0:
-            local.append(store.dense(rows, capacity))
+            local[i] = store.dense(local[i], rows, span)
             continue
-        layer, state, fitted, host = store.host(
+        local[i], states[number], scales[number], host = store.host(
             weights.policy[number],
             rows,
-            lengths,
+            span,
+            local[i],
+            states[number],
+            scales[number],
             host,
             jnp.int32(number),
             streams=decoder.streams(number),
         )
-        local.append(layer)
-        states.append(state)
-        scales.append(fitted)
-    last = jnp.ones_like(lengths)  # of the one token that `prompt.last` has
-    drawn = run.draw(weights.params["embedding"], prompt.last, last, seed, sampling)
-    hot = tuple(
-        None if decoder.streams(number) else run.hot_set(batch, capacity)
-        for number in range(decoder.host_layers)
+    drawn = run.draw(
+        weights.params["embedding"], prompt.last, seed, jnp.zeros_like(span.start), sampling
     )
-    return Cache(host, tuple(states), tuple(local), lengths, tuple(scales), hot), drawn
+    filled = Cache(host, tuple(states), tuple(local), span.end, tuple(scales), cache.hot)
+    return filled, drawn
 
 
 class _Storing(NamedTuple):
@@ -146,19 +141,13 @@ class _Storing(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _storing(decoder: Decoder) -> _Storing:
-    d = decoder.config.head_dim
-
-    def dense(rows: jax.Array, capacity: int) -> DenseLayer:
-        rows = rows.swapaxes(1, 2)
-        return DenseLayer.from_prompt(rows[..., :d], rows[..., d:], capacity)
-
     at = Placement(decoder.mesh)
     return _Storing(
-        jax.jit(dense, static_argnums=1, out_shardings=at.rows),
+        jax.jit(DenseLayer.extend, donate_argnums=0, out_shardings=at.rows),
         jax.jit(
             functools.partial(keep_rows, decoder),
             static_argnames="streams",
-            donate_argnums=3,
+            donate_argnums=(3, 4, 6),
             out_shardings=(at.rows, at.rows, at.rows, at.host),
         ),
     )

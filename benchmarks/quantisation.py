@@ -30,8 +30,9 @@ from infinigen_jax.attention import MASKED
 from infinigen_jax.checkpoint import Model
 from infinigen_jax.index import IndexFormat
 from infinigen_jax.models import blueprint
-from infinigen_jax.prefill import prompt_layer
+from infinigen_jax.prefill import chunk_layer
 from infinigen_jax.rows import RowFormat, Scales, row_format
+from infinigen_jax.span import Span
 from infinigen_jax.speculation import (
     partial_columns,
     partial_keys,
@@ -142,8 +143,9 @@ def read(model: Model, tokens: list[int]) -> tuple[list[jax.Array], list[Sample]
         a = layer.attention_input(x)
         queries = layer.query(a, positions)[0].swapaxes(0, 1)
         queries = queries.reshape(config.num_kv_heads, config.group_size, *queries.shape[1:])
-        x, keys, values = prompt_layer(layer, x)
-        return x, a[0], Sample(queries, keys[0].swapaxes(0, 1), values[0].swapaxes(0, 1))
+        done = chunk_layer(layer, x, Span.whole(*ids.shape))
+        keys, values = jnp.split(done.rows[0], 2, axis=-1)
+        return done.x, a[0], Sample(queries, keys, values)
 
     x = plan.embedding(model.params["embedding"]).embed(ids, positions)
     inputs, samples = [], []

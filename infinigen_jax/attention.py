@@ -1,4 +1,4 @@
-"""Attention: causal over a prompt, and of one token over cached rows. Softmax in float32.
+"""Attention of one token over cached rows. Softmax in float32.
 
 Queries come grouped, [b, k, g, d]: the g query heads that read KV head k, already scaled.
 """
@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 MASKED = -1e30  # finite, so that a block without a valid row makes no NaN
 
@@ -144,76 +143,3 @@ def _weighted_sum(
         return jnp.sum(sums, axis=2)[..., -d:]
     sums = jnp.einsum("bkgn,bknd->bkgd", weights, values, preferred_element_type=jnp.float32)
     return sums[..., -d:]
-
-
-def causal_attention(
-    q: Float[Array, "b s h d"],
-    keys: Float[Array, "b s k d"],
-    values: Float[Array, "b s k d"],
-    block: int = 512,
-    window: int | None = None,
-) -> Float[Array, "b s h d"]:
-    """Causal attention over prompts padded on the right; query heads are grouped by KV head.
-
-    Memory beyond the operands is one block of scores [b, h, block, block]: the lower triangle of
-    block pairs is visited in one scan, with the softmax kept online. A padded position only ever
-    reaches outputs of padded positions.
-
-    Args:
-        window: how many tokens, itself included, a token attends to; None for all before it.
-            Block pairs beyond it are not visited.
-    """
-    b, s, h, d = q.shape
-    k = keys.shape[2]
-    window = s if window is None else window
-    block = min(block, s)
-    padded = -(-s // block) * block
-
-    def blocks(x: Array, heads: int) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, padded - s), (0, 0), (0, 0)))
-        return x.reshape(b, padded // block, block, heads, d).swapaxes(0, 1)
-
-    queries = blocks(q, h).reshape(-1, b, block, k, h // k, d)
-    keys, values = blocks(keys, k), blocks(values, k)
-    count = padded // block
-    first_key = [max(0, i * block - window + 1) // block for i in range(count)]
-    pairs = [(i, j, first_key[i]) for i in range(count) for j in range(first_key[i], i + 1)]
-    pairs = jnp.array(pairs, jnp.int32)
-    offset = lax.broadcasted_iota(jnp.int32, (block, block), 1) - lax.broadcasted_iota(
-        jnp.int32, (block, block), 0
-    )
-
-    def visit(carry: tuple[Softmax, Array], pair: Int[Array, " 3"]) -> tuple[tuple, None]:
-        state, output = carry
-        i, j = pair[0], pair[1]
-        first = j == pair[2]
-        state = jax.tree.map(lambda x, fresh: jnp.where(first, fresh, x), state, empty)
-        scores = jnp.einsum(
-            "bqkgd,bnkd->bkgqn", queries[i], keys[j], preferred_element_type=jnp.float32
-        )
-        # Queries whose window begins in a later block have their sums of this one wiped there.
-        distance = (i - j) * block - offset
-        scores = jnp.where((distance >= 0) & (distance < window), scores, MASKED)
-        peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
-        kept = jnp.exp(state.peak - peak)
-        weights = jnp.exp(scores - peak[..., None])
-        added = jnp.einsum(
-            "bkgqn,bnkd->bkgqd",
-            weights.astype(values.dtype),
-            values[j],
-            preferred_element_type=jnp.float32,
-        )
-        total = state.total * kept + jnp.sum(weights, axis=-1)
-        weighted = state.weighted * kept[..., None] + added
-        result = (weighted / total[..., None]).astype(q.dtype)
-        # Written for every j; what stays is the last one, j = i, which has seen every key.
-        output = lax.dynamic_update_index_in_dim(output, result, i, 0)
-        return (Softmax(peak, total, weighted), output), None
-
-    shape = (b, k, h // k, block)
-    zeros = jnp.zeros((*shape, d), jnp.float32)
-    empty = Softmax(jnp.full(shape, MASKED, jnp.float32), zeros[..., 0], zeros)
-    output = jnp.zeros((count, *shape, d), q.dtype)
-    (_, output), _ = lax.scan(visit, (empty, output), pairs)
-    output = output.transpose(1, 0, 4, 2, 3, 5).reshape(b, padded, h, d)
-    return output[:, :s]

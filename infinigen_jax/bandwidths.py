@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.memory import allocate_host, default_mesh, gather_rows, write_layer
+from infinigen_jax.memory import allocate_host, default_mesh, gather_rows, write_span
+from infinigen_jax.span import Span
 
 ROW = 128  # elements of a gathered row, float32
 
@@ -45,7 +46,8 @@ def gather_bandwidth(size: int = 1 << 27) -> float:
     mesh = default_mesh()
     cache = allocate_host((1, 1, heads, tokens, ROW), jnp.float32, mesh)
     # Memory that was never written is not there to be read.
-    write = jax.jit(lambda c, x: write_layer(c, jnp.int32(0), x, mesh), donate_argnums=0)
+    whole = Span.whole(1, tokens)
+    write = jax.jit(lambda c, x: write_span(c, jnp.int32(0), x, whole, mesh), donate_argnums=0)
     cache = write(cache, jnp.ones((1, heads, tokens, ROW), jnp.float32))
     chosen = np.random.default_rng(0).permuted(np.tile(np.arange(tokens), (heads, 1)), axis=1)
     slots = jnp.asarray(np.sort(chosen[None, :, : tokens // 20], axis=2), jnp.int32)

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from infinigen_jax.attention import Part, packed
 from infinigen_jax.pool import Kept
 from infinigen_jax.reuse import HotSet
+from infinigen_jax.span import Span, put_span
 
 
 class Slots(NamedTuple):
@@ -73,16 +74,16 @@ class DenseLayer(NamedTuple):
     values: Float[Array, "b k t d"]
 
     @classmethod
-    def from_prompt(
-        cls, keys: Float[Array, "b s k d"], values: Float[Array, "b s k d"], capacity: int
-    ) -> "DenseLayer":
-        """Room for `capacity` tokens, the prompt's written in front."""
+    def empty(cls, shape: tuple[int, int, int, int], dtype: Any) -> "DenseLayer":
+        """Of [b, k, t, d]."""
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-        def place(x: Array) -> Array:
-            x = x.swapaxes(1, 2)
-            return jnp.pad(x, ((0, 0), (0, 0), (0, capacity - x.shape[2]), (0, 0)))
-
-        return cls(place(keys), place(values))
+    def extend(self, rows: Float[Array, "b k c w"], span: Span) -> "DenseLayer":
+        """A chunk's rows, in place where donated."""
+        keys, values = jnp.split(rows, 2, axis=-1)
+        return DenseLayer(
+            put_span(self.keys, keys, span, axis=2), put_span(self.values, values, span, axis=2)
+        )
 
     def write(
         self, key: Float[Array, "b k d"], value: Float[Array, "b k d"], position: Int[Array, " b"]
@@ -111,20 +112,17 @@ class Sliding(NamedTuple):
         return Slots(0, self.keys.shape[2])
 
     @classmethod
-    def from_prompt(
-        cls,
-        keys: Float[Array, "b s k d"],
-        values: Float[Array, "b s k d"],
-        lengths: Int[Array, " b"],
-        size: int,
-    ) -> "Sliding":
-        """The last `size` tokens of prompts of these lengths."""
-        positions = jnp.maximum(Slots(0, size).positions(lengths - 1), 0)
+    def empty(cls, shape: tuple[int, int, int, int], dtype: Any) -> "Sliding":
+        """Of [b, k, n, d]."""
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-        def place(x: Array) -> Array:
-            return jnp.take_along_axis(x.swapaxes(1, 2), positions[:, None, :, None], axis=2)
-
-        return cls(place(keys), place(values))
+    def extend(self, rows: Float[Array, "b k c w"], span: Span) -> "Sliding":
+        """A chunk's rows, as far as they stay in the window."""
+        keys, values = jnp.split(rows, 2, axis=-1)
+        return Sliding(
+            _moved_on(self.keys, keys, span, self.slots),
+            _moved_on(self.values, values, span, self.slots),
+        )
 
     def write(
         self, key: Float[Array, "b k d"], value: Float[Array, "b k d"], position: Int[Array, " b"]
@@ -151,24 +149,26 @@ class Resident(NamedTuple):
     left: Float[Array, "b k m d"] | None = None
 
     @classmethod
-    def from_prompt(
-        cls,
-        rows: Float[Array, "b k s w"],
-        lengths: Int[Array, " b"],
-        slots: Slots,
-        blocks: int = 0,
+    def empty(
+        cls, batch: int, heads: int, width: int, slots: Slots, dtype: Any, blocks: int = 0
     ) -> "Resident":
-        """The sinks and last tokens of prompts of these lengths.
+        """Without any token.
 
         Args:
             blocks: keep the sums of the other tokens' values, by so many blocks.
         """
-        positions = jnp.maximum(slots.positions(lengths - 1), 0)
-        resident = cls(jnp.take_along_axis(rows, positions[:, None, :, None], axis=2))
-        if not blocks:
-            return resident
-        left = slots.eligible(lengths - 1, rows.shape[2])[:, None]
-        return resident._replace(left=sums_of_values(rows, left, blocks, slots.tail_block))
+        rows = jnp.zeros((batch, heads, slots.size, width), dtype)
+        left = jnp.zeros((batch, heads, blocks, width // 2), jnp.float32) if blocks else None
+        return cls(rows, left)
+
+    def extend(self, rows: Float[Array, "b k c w"], span: Span, slots: Slots) -> "Resident":
+        """The sinks and last tokens, once a chunk's rows are added."""
+        left, size = self.left, rows.shape[2]
+        if left is not None:
+            left = _add_leaving(left, self.rows, slots.positions(span.start - 1), span, slots)
+            new = jnp.where(span.holds(size), span.positions(size), -1)
+            left = _add_leaving(left, rows, new, span, slots)
+        return Resident(_moved_on(self.rows, rows, span, slots), left)
 
     def write(
         self, row: Float[Array, "b k w"], position: Int[Array, " b"], slots: Slots
@@ -264,6 +264,35 @@ def sums_of_values(
 def _values(rows: Float[Array, "*n w"]) -> Float[Array, "*n d"]:
     """The second half of rows."""
     return rows[..., rows.shape[-1] // 2 :]
+
+
+def _moved_on(
+    ring: Float[Array, "b k n w"], rows: Float[Array, "b k c w"], span: Span, slots: Slots
+) -> Float[Array, "b k n w"]:
+    """Resident rows, once a chunk's rows are added."""
+    positions = slots.positions(span.end - 1)
+    new = jnp.clip(positions - span.start[:, None], 0, rows.shape[2] - 1)
+    new = jnp.take_along_axis(rows, new[:, None, :, None], axis=2)
+    fresh = (positions >= span.start[:, None])[:, None, :, None]
+    return jnp.where(fresh, new.astype(ring.dtype), ring)
+
+
+def _add_leaving(
+    left: Float[Array, "b k m d"],
+    rows: Float[Array, "b k n w"],
+    positions: Int[Array, "b n"],
+    span: Span,
+    slots: Slots,
+) -> Float[Array, "b k m d"]:
+    """Add the values of those rows that a chunk drives out; a position below 0 is none."""
+    leaves = (positions >= slots.sinks) & (positions < span.end[:, None] - slots.window)
+    values = jnp.where(leaves[:, None, :, None], _values(rows).astype(jnp.float32), 0.0)
+    if not slots.tail_block:
+        return left + jnp.sum(values, axis=2, keepdims=True)
+    block = jnp.where(leaves, positions // slots.tail_block, left.shape[2])[:, None]
+    batch = jnp.arange(left.shape[0], dtype=jnp.int32)[:, None, None]
+    head = jnp.arange(left.shape[1], dtype=jnp.int32)[None, :, None]
+    return left.at[batch, head, block].add(values, mode="drop")
 
 
 def _put(

@@ -40,6 +40,7 @@ from infinigen_jax.reuse import HotSet, plan, plan_by_kernel
 from infinigen_jax.rows import RowFormat, row_format
 from infinigen_jax.sampling import Sampling, row_keys, sample
 from infinigen_jax.selection import Request
+from infinigen_jax.span import Span
 from infinigen_jax.transfer import Transfer
 
 STREAM_BLOCK = 1024  # tokens of a streamed block
@@ -624,10 +625,11 @@ class Decoder:
         stored = jnp.stack([self.row_format.encode(scales, rows) for scales, rows in pairs])
         host = append_rows(cache.host, stored, start, self.mesh)
         d = self.config.head_dim
+        span = Span(start, jnp.minimum(cache.lengths, self.policy.window))
         states = tuple(
             state
             if self.streams(i)
-            else self.policy.append(policy[i], state, rows[i][..., :d], start)
+            else self.policy.append(policy[i], state, rows[i][..., :d], span)
             for i, state in enumerate(cache.states)
         )
         return cache._replace(host=host, states=states)

@@ -17,6 +17,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement, default_mesh
 from infinigen_jax.policies import POLICIES, InfiniGen, Policy
 from infinigen_jax.pool import Pool
+from infinigen_jax.prefill import Notify
 from infinigen_jax.reuse import EVICTIONS
 from infinigen_jax.rows import row_format
 from infinigen_jax.run import Run, Stats
@@ -83,6 +84,8 @@ class Engine:
             each step, see `weights`; equal results. `load` takes it as well.
         check: whether every stage's output is looked at for a NaN or an infinity, which ends a run
             with `checking.NotFiniteError`. Takes the fused schedule.
+        prefill_chunk: most tokens of a prompt that are read at a time; by default
+            `prefill.longest_chunk`.
         mesh: axes "data" and "model"; one device by default.
 
     Raises:
@@ -103,6 +106,7 @@ class Engine:
         pool: Pool | None = None,
         weights: str = "device",
         check: bool = False,
+        prefill_chunk: int | None = None,
         mesh: Mesh | None = None,
     ):
         chosen: Policy = InfiniGen() if policy is None else policy
@@ -121,11 +125,14 @@ class Engine:
         if pool is not None and isinstance(chosen, InfiniGen):
             # The slots of a pool are in no order, so that neighbours have nothing in common.
             chosen = dataclasses.replace(chosen, tail_tokens=0)
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise InputError(f"--prefill-chunk {prefill_chunk}: it must be at least 1")
         row_format(rows, model.dtype, model.config.head_dim)
         dense_layers = min(dense_layers, model.config.num_layers)
         self.model = model
         self.schedule = schedule
         self.check = check
+        self.prefill_chunk = prefill_chunk
         self.mesh = mesh or default_mesh()
         mover = make_transfer(transfer)
         if hot_set is None:
@@ -181,12 +188,15 @@ class Engine:
         max_new_tokens: int,
         sampling: Sampling | None = None,
         batch: int | None = None,
+        notify: Notify | None = None,
     ) -> Run:
         """Process prompts, given as token numbers, and draw their first tokens.
 
         Args:
             batch: most prompts at once; the others are begun when one of them ends. By default
                 all.
+            notify: called with the tokens read of the longest prompt, and all of them, when a chunk
+                of it is done; not for a prompt that is read in one piece.
 
         Raises:
             InputError: if the model has too few positions, or memory is too small.
@@ -208,7 +218,7 @@ class Engine:
                 "new tokens or a shorter prompt"
             )
         sampling = sampling or Sampling()
-        return Run(self, [list(p) for p in prompts], max_new_tokens, sampling, batch)
+        return Run(self, [list(p) for p in prompts], max_new_tokens, sampling, batch, notify)
 
     def stream(
         self,

@@ -18,7 +18,8 @@ from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.options import make_engine
 from infinigen_jax.planning import MemoryPlan, plan_memory
 from infinigen_jax.policies import Policy
-from infinigen_jax.run import round_up_capacity, round_up_prompt
+from infinigen_jax.prefill import chunk_for
+from infinigen_jax.run import round_up_capacity
 from infinigen_jax.traffic import Traffic, planned_traffic
 from infinigen_jax.transfer.cuda import CudaTransfer
 from infinigen_jax.weights import STAYS
@@ -171,9 +172,9 @@ class Planner:
         policy_weights = tuple(part for layer, part in pairs if layer in decoder.on_host)
         weights = Weights(self._weights.params, policy_weights)
         capacity = round_up_capacity(max(context, decoder.policy.window))
-        prompt = min(round_up_prompt(context), capacity)
+        chunk = min(chunk_for(decoder, batch, context, None), capacity)
         slots = decoder.host_slots(context, capacity)
-        plan = plan_memory(decoder, batch, prompt, capacity, slots)
+        plan = plan_memory(decoder, batch, chunk, capacity, slots)
         traffic = planned_traffic(decoder, weights, plan, batch, context, capacity, slots)
         kept = {name: part for name, part in self._shapes.items() if name != "params"}
         if kept["ahead"] is not None:  # the projections stay in their file
@@ -186,7 +187,7 @@ class Planner:
             weights_on_host=brought,
             bases=tree_bytes(kept),
             speculation=tree_bytes(weights.policy),
-            prefill=prefill_bytes(decoder, batch, prompt),
+            prefill=prefill_bytes(decoder, batch, chunk),
             decode=decode_bytes(decoder, batch, slots),
             plan=plan,
             traffic=traffic,

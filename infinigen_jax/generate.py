@@ -18,6 +18,7 @@ from infinigen_jax.options import add_engine_options, make_engine, make_policy
 from infinigen_jax.output import checked_output, write_json
 
 if TYPE_CHECKING:
+    from infinigen_jax.prefill import Notify
     from infinigen_jax.run import Run
 
 DEFAULT_PROMPT = "It was a dark and stormy night, and the old man"
@@ -84,12 +85,29 @@ def generate(arguments: argparse.Namespace) -> None:
     chosen = {"schedule": arguments.schedule, "check": arguments.check}
     engine = make_engine(model, policy, arguments, **chosen)
     encoded = [engine.encode(prompt) for prompt in prompts]
-    run = engine.start(encoded, arguments.max_new_tokens, sampling, arguments.batch)
+    progress = None if arguments.quiet else prompt_progress()
+    run = engine.start(encoded, arguments.max_new_tokens, sampling, arguments.batch, progress)
     print_texts(run, ignore_eos=arguments.ignore_eos)
     say(summary(run))
     if stats_file is not None:
         record = {"tokens": run.new_tokens, "texts": run.texts} | dataclasses.asdict(run.stats())
         write_json("--stats-json", stats_file, record)
+
+
+def prompt_progress() -> "Notify":
+    """Shows on stderr how far a prompt of several chunks is read."""
+    from tqdm import tqdm
+
+    bars: list[tqdm] = []
+
+    def notify(done: int, total: int) -> None:
+        if not bars:
+            bars.append(tqdm(total=total, desc="prompt", unit=" tokens"))
+        bars[0].update(done - bars[0].n)
+        if done == total:
+            bars[0].close()
+
+    return notify
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from infinigen_jax.quantize import affine_codes
+from infinigen_jax.span import Span, put_span
 
 INDEX_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 CODE_BITS = {"int8": 8, "int4": 4}
@@ -140,21 +141,17 @@ class IndexFormat:
 def write_entries(
     index: Shaped[Array, "b k e t"],
     new: Shaped[Array, "b k e n"],
-    positions: Int[Array, " b"],
+    span: Span,
     slots: Int[Array, "b k n"] | None = None,
 ) -> Shaped[Array, "b k e t"]:
-    """Entries of n tokens of each sequence, from `positions` on; in place where donated.
+    """Entries of a chunk's tokens; in place where donated.
 
     Args:
         slots: where else they go, of each KV head; t for an entry that is not written.
     """
-    if slots is not None:
-        batch = lax.broadcasted_iota(jnp.int32, slots.shape, 0)
-        head = lax.broadcasted_iota(jnp.int32, slots.shape, 1)
-        at = index.at[batch, head, :, slots]
-        return at.set(new.swapaxes(2, 3), mode="drop", unique_indices=True)
-    zero = jnp.int32(0)
-    for sequence in range(index.shape[0]):
-        at = (jnp.int32(sequence), zero, zero, positions[sequence])
-        index = lax.dynamic_update_slice(index, new[sequence : sequence + 1], at)
-    return index
+    if slots is None:
+        return put_span(index, new, span, axis=3)
+    batch = lax.broadcasted_iota(jnp.int32, slots.shape, 0)
+    head = lax.broadcasted_iota(jnp.int32, slots.shape, 1)
+    at = index.at[batch, head, :, slots]
+    return at.set(new.swapaxes(2, 3), mode="drop", unique_indices=True)

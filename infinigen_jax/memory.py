@@ -21,6 +21,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
+from infinigen_jax.span import Span, place_span
+
 HOST = "pinned_host"
 CACHE_SPEC = PartitionSpec(None, "data", "model", None, None)
 BATCH_SPEC = PartitionSpec("data")
@@ -142,21 +144,33 @@ def read_block(
     )
 
 
-def write_layer(
+def write_span(
     cache: Shaped[Array, "l b k t w"],
     layer: Int[Array, ""],
-    rows: Shaped[Array, "b k n w"],
+    rows: Shaped[Array, "b k c w"],
+    span: Span,
     mesh: Mesh,
 ) -> Shaped[Array, "l b k t w"]:
-    """Write a layer's first n slots (a prompt's rows). In place where the cache is donated."""
+    """Write a chunk's rows into one layer, each sequence's at its own place.
 
-    def local(cache: Array, layer: Array, rows: Array) -> Array:
-        zero = jnp.int32(0)
-        return lax.dynamic_update_slice(cache, to_host(rows[None]), (layer, zero, zero, zero, zero))
+    Nothing else is changed: of padding, and beyond the end, what is there is written again. In
+    place where the cache is donated.
+    """
 
-    return _sharded(local, mesh, (CACHE_SPEC, PartitionSpec(), ROWS_SPEC), CACHE_SPEC)(
-        cache, layer, rows
-    )
+    def local(cache: Array, layer: Array, rows: Array, start: Array, count: Array) -> Array:
+        (_, _, k, t, w), size, zero = cache.shape, rows.shape[2], jnp.int32(0)
+        at, token, inside = place_span(size, t, Span(start, count))
+        for sequence in range(cache.shape[1]):
+            where = (layer, jnp.int32(sequence), zero, at[sequence], zero)
+            old = lax.dynamic_slice(cache, where, (1, 1, k, size, w))
+            old = to_device(old.reshape(k, size, w))
+            new = jnp.take(rows[sequence], token[sequence], axis=1, mode="clip")
+            new = jnp.where(inside[sequence][None, :, None], new, old)
+            cache = lax.dynamic_update_slice(cache, to_host(new[None, None]), where)
+        return cache
+
+    specs = (CACHE_SPEC, PartitionSpec(), ROWS_SPEC, BATCH_SPEC, BATCH_SPEC)
+    return _sharded(local, mesh, specs, CACHE_SPEC)(cache, layer, rows, span.start, span.count)
 
 
 def write_block(

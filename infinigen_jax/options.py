@@ -142,6 +142,12 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     add("--hot-set", type=float, metavar="M", help="rows kept after use, times the budget; 0: none")
     add("--eviction", default="lru", help="which of those give way: lru (default) or score")
     add("--weights", default="device", help="where the layers' weights are: device or host")
+    add(
+        "--prefill-chunk",
+        default="auto",
+        metavar="N",
+        help="tokens of a prompt read at a time (default auto: 1024 on the CPU, else to 4096)",
+    )
     add("--dtype", help="float32, bfloat16 or float16 (default: float32 on the CPU, else bfloat16)")
 
 
@@ -214,6 +220,20 @@ def make_pool(arguments: argparse.Namespace) -> "Pool | None":
     return Pool(tokens=tokens, share=share, **given)
 
 
+def chunk_option(text: str) -> int | None:
+    """What --prefill-chunk asks for; None is for the engine to choose.
+
+    Raises:
+        InputError: for anything but `auto` and a whole number.
+    """
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(f"--prefill-chunk {text}: give a number of tokens, or auto") from None
+
+
 def make_engine(
     model: "Model", policy: "Policy", arguments: argparse.Namespace, **settings: Any
 ) -> "Engine":
@@ -235,5 +255,6 @@ def make_engine(
         "eviction": arguments.eviction,
         "pool": make_pool(arguments),
         "weights": arguments.weights,
+        "prefill_chunk": chunk_option(arguments.prefill_chunk),
     }
     return Engine(model, policy=policy, **(chosen | settings))

@@ -53,11 +53,12 @@ class MemoryPlan:
 
 
 def plan_memory(
-    decoder: Decoder, batch: int, prompt: int, capacity: int, slots: int | None = None
+    decoder: Decoder, batch: int, chunk: int, capacity: int, slots: int | None = None
 ) -> MemoryPlan:
-    """Reckon the memory for `batch` prompts padded to `prompt`, in a cache of `capacity` tokens.
+    """Reckon the memory for `batch` sequences, in a cache of `capacity` tokens.
 
     Args:
+        chunk: tokens of a prompt that are read at a time.
         slots: of the host's cache, if it has a limit.
     """
     slots = capacity if slots is None else slots
@@ -82,7 +83,7 @@ def plan_memory(
         resident=decoder.host_layers * decoder.slots.size * row + selecting * sums,
         hot=hot,
         pool=pool,
-        workspace=max(prefill_bytes(decoder, batch, prompt), decode_bytes(decoder, batch, slots)),
+        workspace=max(prefill_bytes(decoder, batch, chunk), decode_bytes(decoder, batch, slots)),
     )
 
 

@@ -11,6 +11,7 @@ from infinigen_jax.memory import gather_rows, store_rows
 from infinigen_jax.models import Params
 from infinigen_jax.pool import Insertion, Kept, first_used, insert, of_prompt
 from infinigen_jax.reuse import forget
+from infinigen_jax.span import Span
 
 
 def start_pool(
@@ -52,7 +53,8 @@ def flush(decoder: Decoder, policy: tuple[Params, ...], cache: Cache) -> Cache:
             held = None if kept.hot is None else forget(kept.hot, place.slots)
             hot[i] = Kept(place.used, held)
             keys = rows[i][..., : decoder.config.head_dim]
-            states[i] = decoder.policy.append(policy[i], states[i], keys, start, place.slots)
+            span = Span(start, jnp.full_like(start, decoder.policy.window))
+            states[i] = decoder.policy.append(policy[i], states[i], keys, span, place.slots)
     slots = jnp.stack([place.slots for place in places])
     host = store_rows(cache.host, jnp.stack(stored), slots, decoder.mesh)
     return cache._replace(

@@ -97,6 +97,13 @@ class RowFormat:
         room = _aligned(self.code_bytes + 8 * fewest) - self.code_bytes
         return max(m for m in range(fewest, room // 8 + 1) if d % m == 0)
 
+    def no_scales(self, batch: int, kv_heads: int) -> Any:
+        """The scales of sequences without any token, see `fit`."""
+        if self.exact:
+            return ()
+        ones = jnp.ones((batch, kv_heads, 2 * self.head_dim), jnp.float32)
+        return Scales(jnp.zeros_like(ones), ones)
+
     def fit(self, rows: Float[Array, "b k s w"], lengths: Int[Array, " b"]) -> Any:
         """The scales of each sequence, from its prompt: Scales, or () for exact rows.
 

@@ -21,7 +21,7 @@ from infinigen_jax.decode import STREAM_BLOCK, Counts
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement
 from infinigen_jax.planning import check_memory, plan_memory
-from infinigen_jax.prefill import prefill
+from infinigen_jax.prefill import Notify, chunk_for, prefill
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.steps import Watch, steps
 from infinigen_jax.text import TextStream
@@ -97,6 +97,7 @@ class Run:
         max_new_tokens: int,
         sampling: Sampling,
         batch: int | None = None,
+        notify: Notify | None = None,
     ):
         self._clock = time.perf_counter()
         self.engine = engine
@@ -110,12 +111,13 @@ class Run:
         tokens = longest + max_new_tokens
         self.capacity = round_up_capacity(max(tokens, self.decoder.policy.window))
         self.slots = self.decoder.host_slots(tokens, self.capacity)
-        rows, padded = self.owners.rows, self._padded_length(longest)
-        self.plan = plan_memory(self.decoder, rows, padded, self.capacity, self.slots)
+        rows = self.owners.rows
+        chunk = self._chunk_length(longest, rows)
+        self.plan = plan_memory(self.decoder, rows, chunk, self.capacity, self.slots)
         self._admission = admission(self.decoder) if self.owners.waiting else None
         # A prompt that is admitted later is processed beside the batch.
         together = rows if self._admission is None else rows + 1
-        needed = plan_memory(self.decoder, together, padded, self.capacity, self.slots)
+        needed = plan_memory(self.decoder, together, chunk, self.capacity, self.slots)
         check_memory(needed, engine.mesh.devices.flat[0])
         compilations()
 
@@ -131,7 +133,7 @@ class Run:
         self._since_flush = 0
         self._counts: list[Counts] = []
         self._place: list[jax.Array] = []
-        self.cache, self.drawn = self._prefill(range(rows))
+        self.cache, self.drawn = self._prefill(range(rows), notify)
         self.drawn.block_until_ready()
         self.prefill_seconds = self._lap()
         self._times: list[float] = []
@@ -142,15 +144,18 @@ class Run:
         self.texts = [""] * len(prompts)
         self._streams: dict[int, TextStream] = {}
 
-    def _padded_length(self, longest: int) -> int:
-        most = min(self.capacity, self.engine.model.config.max_positions)
-        return min(round_up_prompt(longest), most)
+    def _chunk_length(self, longest: int, rows: int) -> int:
+        """Of prompts of this many rows."""
+        most = self.engine.prefill_chunk
+        return min(chunk_for(self.decoder, rows, longest, most), self.capacity)
 
-    def _prefill(self, numbers: Sequence[int]) -> tuple[Cache, jax.Array]:
+    def _prefill(
+        self, numbers: Sequence[int], notify: Notify | None = None
+    ) -> tuple[Cache, jax.Array]:
         """The cache of these prompts alone, and their first tokens."""
-        at, prompts = Placement(self.engine.mesh), [self._prompts[number] for number in numbers]
+        prompts = [self._prompts[number] for number in numbers]
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        tokens = np.zeros((len(prompts), self._padded_length(int(lengths.max()))), np.int32)
+        tokens = np.zeros((len(prompts), int(lengths.max())), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         weights = self.engine.weights
@@ -158,12 +163,14 @@ class Run:
         outcome = prefill(
             self.decoder,
             weights,
-            jax.device_put(tokens, at.batch),
-            jax.device_put(lengths, at.batch),
+            tokens,
+            lengths,
             self.capacity,
             self._sampling,
             self._seed,
             self.slots,
+            self.engine.prefill_chunk,
+            notify,
             look if self.engine.check else None,
         )
         refuse([look.place], self.decoder.config.num_layers, numbers)
@@ -381,8 +388,8 @@ class Run:
         self.owners.give(row, prompt)
         self.drawn.block_until_ready()
         self.prefill_seconds += self._lap()
-        # The first prompt of a padded length belongs to the warm-up.
-        length = self._padded_length(int(self.prompt_lengths[prompt]))
+        # The first prompt of a chunk length belongs to the warm-up.
+        length = self._chunk_length(int(self.prompt_lengths[prompt]), 1)
         if self._compiled is not None and length not in self._admitted_lengths:
             self._compiled += compilations() - before
         self._admitted_lengths.add(length)
@@ -540,10 +547,4 @@ class Run:
 def round_up_capacity(tokens: int) -> int:
     """Capacities come in a few sizes, so that few programs are compiled; multiples of a block."""
     unit = 128 if tokens <= STREAM_BLOCK else STREAM_BLOCK
-    return -(-tokens // unit) * unit
-
-
-def round_up_prompt(tokens: int) -> int:
-    """Padded prompt lengths: multiples of 64 up to 512, then of 512."""
-    unit = 64 if tokens <= 512 else 512
     return -(-tokens // unit) * unit

@@ -1,17 +1,22 @@
 """Memory that is taken for a while: by a prompt's layer, and by a decode step."""
 
+import jax
+
 from infinigen_jax.decode import Decoder
+from infinigen_jax.prompt_attention import BLOCK, CPU_WIDE_TILE, DEVICE_TILE_BYTES
 
 
-def prefill_bytes(decoder: Decoder, batch: int, prompt: int) -> int:
-    """Temporaries of one layer over prompts of `prompt` tokens."""
+def prefill_bytes(decoder: Decoder, batch: int, chunk: int) -> int:
+    """Temporaries of one layer over a chunk of so many tokens of each prompt."""
     config = decoder.config
     width = 3 * config.hidden_size + 2 * config.num_heads * config.head_dim
     width += 3 * config.intermediate_size + 4 * config.num_kv_heads * config.head_dim
-    block = min(512, prompt)
-    # Of blockwise attention (scores, weights and a copy), and the logits, in float32.
-    extra = 4 * batch * (3 * config.num_heads * block * block + config.vocab_size)
-    return batch * prompt * width * decoder.dtype.itemsize + extra
+    # Scores and weights of the tiles at a time, and the logits, in float32; two blocks of rows.
+    together = jax.default_backend() != "cpu"
+    scores = DEVICE_TILE_BYTES if together else 4 * CPU_WIDE_TILE * BLOCK
+    blocks = 2 * batch * config.num_kv_heads * BLOCK * 2 * config.head_dim * decoder.dtype.itemsize
+    extra = 2 * scores + blocks + 4 * batch * config.vocab_size
+    return batch * chunk * width * decoder.dtype.itemsize + extra
 
 
 def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:

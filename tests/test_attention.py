@@ -1,4 +1,4 @@
-"""Attention over parts and over prompts, against dense softmax attention in NumPy."""
+"""Attention of one token over parts, against dense softmax attention in NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,6 @@ import pytest
 from infinigen_jax.attention import (
     Part,
     attend,
-    causal_attention,
     extend_softmax,
     finish_softmax,
     packed,
@@ -176,48 +175,3 @@ def test_what_is_dropped_is_bounded(true_alpha):
     norms = np.linalg.norm(np.concatenate([current.values, part.values], 2), axis=-1).max(-1)
     error = np.linalg.norm(np.asarray(full - sparse)[:, :, 0], axis=-1)
     assert (error <= 2 * dropped * norms + 1e-6).all()
-
-
-# Prompts.
-
-
-def dense_causal(q, keys, values, window: int | None = None) -> np.ndarray:
-    b, s, h, d = q.shape
-    k = keys.shape[2]
-    grouped = np.asarray(q).reshape(b, s, k, h // k, d)
-    rows = []
-    for i in range(s):
-        seen = (np.arange(s) <= i) & (np.arange(s) > i - (window or s))
-        valid = np.broadcast_to(seen, (b, k, s))
-        heads = [np.asarray(x).swapaxes(1, 2) for x in (keys, values)]
-        rows.append(dense(grouped[:, i], heads[0], heads[1], valid).reshape(b, h, d))
-    return np.stack(rows, 1)
-
-
-@pytest.mark.parametrize("heads, kv_heads", [(2, 2), (6, 2)])
-def test_causal_attention_against_dense(heads, kv_heads):
-    for s, blocks in ((1, [512]), (13, [1, 5, 512]), (33, [7])):
-        q = normal((2, s, heads, 8), s)
-        keys, values = (normal((2, s, kv_heads, 8), s + i) for i in (1, 2))
-        reference = dense_causal(q, keys, values)
-        for block in blocks:
-            got = causal_attention(q, keys, values, block=block)
-            np.testing.assert_allclose(got, reference, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    "window, blocks", [(1, [4, 64]), (5, [4, 5, 64]), (9, [4]), (30, [8]), (40, [8])]
-)
-def test_causal_attention_within_a_window(window, blocks):
-    q, keys, values = normal((2, 33, 4, 8), 0), normal((2, 33, 2, 8), 1), normal((2, 33, 2, 8), 2)
-    reference = dense_causal(q, keys, values, window)
-    for block in blocks:
-        got = causal_attention(q, keys, values, block=block, window=window)
-        np.testing.assert_allclose(got, reference, atol=TOLERANCE)
-
-
-def test_padding_behind_a_prompt_reaches_only_its_own_outputs():
-    q, keys, values = (normal((1, 21, 2, 8), i) for i in range(3))
-    short = causal_attention(q[:, :13], keys[:, :13], values[:, :13], block=8)
-    padded = causal_attention(q, keys, values, block=8)
-    np.testing.assert_allclose(padded[:, :13], short, atol=TOLERANCE)

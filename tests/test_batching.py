@@ -142,7 +142,7 @@ def test_nothing_is_compiled_or_moved_behind_the_first_admission():
 
 
 def _insertion(run: Run) -> str:
-    one, first = run._prefill([[5, 6, 7]])
+    one, first = run._prefill([0])
     at = jax.device_put(np.int32(0))
     insert = admission(run.decoder).insert
     return insert.lower(run.cache, run.drawn, run._step, one, first, at).compile().as_text()

@@ -17,8 +17,9 @@ from infinigen_jax.memory import (
     default_mesh,
     gather_rows,
     read_block,
-    write_layer,
+    write_span,
 )
+from infinigen_jax.span import Span, put_span
 
 SHAPE = (3, 2, 2, 40, 6)  # layers, sequences, KV heads, slots, row
 MESH = default_mesh()
@@ -77,7 +78,8 @@ def test_resident_rows_follow_the_tokens(sinks, window):
     slots, lengths, longest = Slots(sinks, window), np.array([1, 5, 12], np.int32), 12
     rows = np.arange(1, 41, dtype=np.float32)  # the row of position p is p + 1 everywhere
     prompt = jnp.asarray(np.broadcast_to(rows[:longest, None], (3, 2, longest, 4)))
-    resident = Resident.from_prompt(prompt, jnp.asarray(lengths), slots)
+    resident = Resident.empty(3, 2, 4, slots, jnp.float32)
+    resident = resident.extend(prompt, Span.first(jnp.asarray(lengths)), slots)
 
     def check(current: np.ndarray) -> None:
         part = resident.part(jnp.asarray(current), slots)
@@ -99,29 +101,71 @@ def test_resident_rows_follow_the_tokens(sinks, window):
     np.testing.assert_array_equal(since[:, 1, :, 2], expected)
 
 
+@settings(max_examples=25)
+@given(geometry, st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), max_size=4))
+def test_resident_rows_of_a_text_that_comes_in_chunks(sizes, chunks):
+    """However it is cut: the same rows, the same sum of the others."""
+    slots, rows = Slots(*sizes), normal(2, 3, 40, 8)
+    whole = np.array([sum(c[i] for c in chunks) for i in range(2)], np.int32)
+    expected = extended(slots, rows, np.zeros(2, np.int32), whole, 40)
+    got, start = None, np.zeros(2, np.int32)
+    for counts in chunks:
+        got = extended(slots, rows, start, np.array(counts, np.int32), 9, got)
+        start += counts
+    if got is not None:
+        held = np.asarray(slots.positions(jnp.asarray(whole) - 1)) >= 0
+        for i in range(2):
+            np.testing.assert_array_equal(got.rows[i][:, held[i]], expected.rows[i][:, held[i]])
+        assert got.left is not None and expected.left is not None
+        np.testing.assert_allclose(got.left, expected.left, atol=1e-5)
+
+
+def extended(
+    slots: Slots,
+    rows: np.ndarray,
+    start: np.ndarray,
+    count: np.ndarray,
+    size: int,
+    resident: Resident | None = None,
+) -> Resident:
+    """With `count` of the rows from `start` on, in a chunk of `size` with NaN for padding."""
+    chunk = np.full((2, 3, size, 8), np.nan, np.float32)
+    for i in range(2):
+        chunk[i, :, : count[i]] = rows[i, :, start[i] : start[i] + count[i]]
+    resident = resident or Resident.empty(2, 3, 8, slots, jnp.float32, blocks=1)
+    span = Span(jnp.asarray(start), jnp.asarray(count))
+    return resident.extend(jnp.asarray(chunk), span, slots)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
 def test_dense_layers_hold_everything():
-    keys, values = (jnp.asarray(np.random.default_rng(i).normal(size=(2, 5, 3, 4))) for i in (0, 1))
-    keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
-    layer = DenseLayer.from_prompt(keys, values, 8)
+    rows = np.random.default_rng(0).normal(size=(2, 3, 5, 8)).astype(np.float32)
+    layer = DenseLayer.empty((2, 3, 8, 4), jnp.float32)
+    layer = layer.extend(jnp.asarray(rows), Span.first(jnp.array([5, 2], jnp.int32)))
     at = jnp.array([5, 2], jnp.int32)
     layer = layer.write(jnp.ones((2, 3, 4)), jnp.full((2, 3, 4), 2.0), at)
     part = layer.part(at)
     assert part.valid[:, 0].tolist() == [[True] * 6 + [False] * 2, [True] * 3 + [False] * 5]
-    np.testing.assert_array_equal(part.keys[0, :, :5], keys[0].swapaxes(0, 1))
-    np.testing.assert_array_equal(part.values[1, :, :2], values[1, :2].swapaxes(0, 1))
+    np.testing.assert_array_equal(part.keys[0, :, :5], rows[0, ..., :4])
+    np.testing.assert_array_equal(part.values[1, :, :2], rows[1, :, :2, 4:])
     assert (part.keys[0, :, 5] == 1).all() and (part.values[1, :, 2] == 2).all()
 
 
 # The host array.
 
+write = jax.jit(functools.partial(write_span, mesh=MESH), donate_argnums=0)
+
 
 def filled(seed: int = 0, shape: tuple = SHAPE) -> tuple[jax.Array, np.ndarray]:
     """A host cache written layer by layer, and the same in NumPy."""
     expected = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-    write = jax.jit(functools.partial(write_layer, mesh=MESH), donate_argnums=0)
     cache = allocate_host(shape, jnp.float32, MESH)
+    whole = Span.whole(shape[1], shape[3])
     for layer in range(shape[0]):
-        cache = write(cache, jnp.int32(layer), jnp.asarray(expected[layer]))
+        cache = write(cache, jnp.int32(layer), jnp.asarray(expected[layer]), whole)
     return cache, expected
 
 
@@ -139,13 +183,25 @@ def test_the_cache_is_in_pinned_host_memory():
     np.testing.assert_array_equal(copied(written), expected)
 
 
-def test_writing_fewer_rows_leaves_the_others():
+spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), min_size=2, max_size=2)
+
+
+@settings(max_examples=20)
+@given(spans)
+def test_written_chunks_leave_everything_else(places):
+    """Also at the very end, where a chunk with its padding does not fit."""
+    starts = np.array([at for at, _ in places], np.int32)
+    counts = np.minimum([n for _, n in places], SHAPE[3] - starts).astype(np.int32)
     cache, expected = filled()
-    write = jax.jit(functools.partial(write_layer, mesh=MESH), donate_argnums=0)
-    rows = np.full((2, 2, 7, 6), 5.0, np.float32)
-    cache = write(cache, jnp.int32(1), jnp.asarray(rows))
-    expected[1, :, :, :7] = rows
+    rows = np.random.default_rng(1).normal(size=(2, 2, 7, 6)).astype(np.float32)
+    rows[:, :, -1] = np.nan if counts.max() < 7 else rows[:, :, -1]
+    span = Span(jnp.asarray(starts), jnp.asarray(counts))
+    cache = write(cache, jnp.int32(1), jnp.asarray(rows), span)
+    on_device = put_span(jnp.asarray(expected[1]), jnp.asarray(rows), span, axis=2)
+    for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        expected[1, i, :, start : start + count] = rows[i, :, :count]
     np.testing.assert_array_equal(copied(cache), expected)
+    np.testing.assert_array_equal(on_device, expected[1])
 
 
 def test_gathered_rows():
@@ -189,11 +245,10 @@ def test_updates_are_in_place():
     cache, _ = filled()
     rows, at = jnp.ones((3, 2, 2, 5, 6)), jnp.array([1, 7], jnp.int32)
     append(*(filled()[0], rows, at))  # compiled before
-    write = jax.jit(functools.partial(write_layer, mesh=MESH), donate_argnums=0)
     address = cache.unsafe_buffer_pointer()
     cache = append(cache, rows, at)
     assert cache.unsafe_buffer_pointer() == address
-    cache = write(cache, jnp.int32(2), jnp.ones((2, 2, 9, 6)))
+    cache = write(cache, jnp.int32(2), jnp.ones((2, 2, 9, 6)), Span.whole(2, 9))
     assert cache.unsafe_buffer_pointer() == address
     assert cache.sharding.memory_kind == "pinned_host"
 
@@ -210,7 +265,7 @@ def test_the_programs_hold_no_copy_of_a_layer():
     layer, at = jnp.int32(1), jnp.array([1, 7], jnp.int32)
     donated = {
         append_rows: (jnp.ones((3, 2, 2, 5, 16)), at),
-        write_layer: (layer, jnp.ones((2, 2, 9, 16))),
+        write_span: (layer, jnp.ones((2, 2, 9, 16)), Span.whole(2, 9)),
     }
     read = {
         gather_rows: (layer, jnp.zeros((2, 2, 9), jnp.int32)),

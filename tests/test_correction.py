@@ -74,13 +74,14 @@ def attention_inputs(model) -> list[jax.Array]:
     plan = blueprint(model.config, model.dtype)
     windows = jnp.asarray(IDS[:392]).reshape(7, 56)
     positions = jnp.broadcast_to(jnp.arange(56), windows.shape)
-    from infinigen_jax.prefill import prompt_layer
+    from infinigen_jax.prefill import chunk_layer
+    from infinigen_jax.span import Span
 
     x, found = plan.embedding(model.params["embedding"]).embed(windows, positions), []
     for params in model.params["layers"]:
         layer = plan.layer(params)
         found.append(layer.attention_input(x))
-        x = prompt_layer(layer, x)[0]
+        x = chunk_layer(layer, x, Span.whole(*x.shape[:2])).x
     return found
 
 

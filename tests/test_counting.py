@@ -20,6 +20,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.policies import Full, InfiniGen
 from infinigen_jax.policies.base import Policy
 from infinigen_jax.selection import Request
+from infinigen_jax.span import Span
 
 seeds = st.integers(0, 2**32 - 1)
 RULES = ["fixed", "pooled", "top-p"]
@@ -211,8 +212,8 @@ def test_the_sum_of_values_is_that_of_what_only_the_host_has(block):
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(2, 3, 20, 8)).astype(np.float32)
     lengths = np.array([9, 3])
-    resident = Resident.from_prompt(
-        jnp.asarray(rows[:, :, :12]), jnp.asarray(lengths, jnp.int32), slots, blocks
+    resident = Resident.empty(2, 3, 8, slots, jnp.float32, blocks).extend(
+        jnp.asarray(rows[:, :, :12]), Span.first(jnp.asarray(lengths, jnp.int32)), slots
     )
     for step in range(8):
         for i in range(2):

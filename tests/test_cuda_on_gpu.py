@@ -13,9 +13,10 @@ from infinigen_jax import cuda
 from infinigen_jax.cache import Slots
 from infinigen_jax.cuda import calls
 from infinigen_jax.engine import Engine
-from infinigen_jax.memory import allocate_host, default_mesh, write_layer
+from infinigen_jax.memory import allocate_host, default_mesh, write_span
 from infinigen_jax.reuse import HotSet, Plan, plan
 from infinigen_jax.selection import Request, budget_fraction, budget_rows, group_rank, select
+from infinigen_jax.span import Span
 from infinigen_jax.transfer.cuda import CudaTransfer
 from infinigen_jax.transfer.xla import XlaTransfer
 
@@ -40,8 +41,9 @@ def host_cache(b: int, k: int, w: int, dtype: Any) -> jax.Array:
     """Random bits of the dtype's size, layer by layer."""
     random = np.random.default_rng(0)
     cache = allocate_host((LAYERS, b, k, CAPACITY, w), dtype, default_mesh())
+    whole = Span.whole(b, CAPACITY)
     write = jax.jit(
-        lambda cache, i, rows: write_layer(cache, i, rows, default_mesh()), donate_argnums=0
+        lambda cache, i, rows: write_span(cache, i, rows, whole, default_mesh()), donate_argnums=0
     )
     for layer in range(LAYERS):
         rows = random.integers(0, 100, (b, k, CAPACITY, w)).astype(dtype)

@@ -17,9 +17,10 @@ from infinigen_jax.cache import Slots
 from infinigen_jax.cuda import calls
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.memory import allocate_host, default_mesh, write_layer
+from infinigen_jax.memory import allocate_host, default_mesh, write_span
 from infinigen_jax.reuse import HotSet, Plan, plan
 from infinigen_jax.selection import Request, budget_fraction, budget_rows, select
+from infinigen_jax.span import Span
 from infinigen_jax.transfer import CudaTransfer, XlaTransfer, make_transfer
 
 pytestmark = [
@@ -51,7 +52,8 @@ def host_cache(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
     random = np.random.default_rng(seed)
     values = random.integers(0, 100, shape).astype(dtype)
     cache = allocate_host(shape, dtype, default_mesh())
-    write = jax.jit(lambda cache, i, rows: write_layer(cache, i, rows, default_mesh()))
+    whole = Span.whole(shape[1], shape[3])
+    write = jax.jit(lambda cache, i, rows: write_span(cache, i, rows, whole, default_mesh()))
     for layer in range(shape[0]):
         cache = write(cache, jnp.int32(layer), jnp.asarray(values[layer]))
     return cache

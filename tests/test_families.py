@@ -26,6 +26,7 @@ from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import config_from_hf
 from infinigen_jax.policies import Full
+from infinigen_jax.span import Span
 
 # Two orders of the same float32 sums over at most 64 terms and 3 layers, logits up to about 10.
 TOLERANCE = 1e-4
@@ -166,9 +167,9 @@ def test_a_ring_holds_the_last_tokens(size):
     rng = np.random.default_rng(size)
     lengths, steps = np.array([6, 2, 3]), 11
     rows = rng.normal(size=(3, 20, 2, 4)).astype(np.float32)  # [b, s, k, d]
-    ring = Sliding.from_prompt(
-        jnp.asarray(rows[:, :6]), jnp.asarray(-rows[:, :6]), jnp.asarray(lengths, jnp.int32), size
-    )
+    prompt = jnp.asarray(np.concatenate([rows, -rows], axis=-1)[:, :6].swapaxes(1, 2))
+    ring = Sliding.empty((3, 2, size, 4), jnp.float32)
+    ring = ring.extend(prompt, Span.first(jnp.asarray(lengths, jnp.int32)))
     for step in range(steps):
         at = lengths + step
         new = jnp.asarray(rows[np.arange(3), at])

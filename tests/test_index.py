@@ -13,6 +13,7 @@ from infinigen_jax.engine import Engine
 from infinigen_jax.index import INDEX_DTYPES, IndexFormat
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import InfiniGen
+from infinigen_jax.span import Span
 from infinigen_jax.speculation import partial_keys, speculation_weights
 
 encode = jax.jit(IndexFormat.encode, static_argnums=0)
@@ -89,11 +90,14 @@ def test_appending_writes_the_entries_that_a_prompt_would(name):
     weights = policy.prepare(model, 2)
     keys = jnp.asarray(np.random.default_rng(2).normal(size=(2, 2, 24, 8)), jnp.float32)
     read = jax.jit(
-        lambda keys: policy.observe_prefill(weights, policy.init(model.config, 2, 40), keys)
+        lambda keys: policy.append(
+            weights, policy.init(model.config, 2, 40), keys, Span.whole(2, keys.shape[2])
+        )
     )
     whole, starts = read(keys), jnp.asarray([10, 6], jnp.int32)
     new = jnp.stack([keys[0, :, 10:20], keys[1, :, 6:16]])
-    state = jax.jit(policy.append)(weights, read(keys[:, :, :10]), new, starts)
+    span = Span(starts, jnp.full(2, 10, jnp.int32))
+    state = jax.jit(policy.append)(weights, read(keys[:, :, :10]), new, span)
     for sequence, stop in ((0, 20), (1, 16)):
         np.testing.assert_array_equal(state[sequence, ..., :stop], whole[sequence, ..., :stop])
 
@@ -111,7 +115,9 @@ def test_selections_hardly_change():
         keys = layer.key_value(inputs, positions)[0].swapaxes(1, 2)
         policy = InfiniGen(alpha=np.inf, budget=0.25, window=8, partial_ratio=1.0, index_dtype=name)
         weights = policy.prepare(model, 2)
-        state = policy.observe_prefill(weights, policy.init(config, 2, 200), keys)
+        state = policy.append(
+            weights, policy.init(config, 2, 200), keys, Span.whole(2, keys.shape[2])
+        )
         return policy.select(config, layer, weights, state, inputs[:, -1], positions[:, -1])
 
     chosen = {}

@@ -20,7 +20,7 @@ from infinigen_jax.policies import (
     Window,
 )
 from infinigen_jax.policies.base import Attended
-from infinigen_jax.policies.h2o import prompt_attention
+from infinigen_jax.span import Span
 
 KINDS = [Window, H2O, Quest, PreviousQuery, Oracle]
 B, K, G, D, T = 2, 2, 2, 8, 128
@@ -61,6 +61,12 @@ def chosen(policy, state, query=None) -> list[list[set[int]]]:
     return [[set(slots[i, j, : count[i, j]].tolist()) for j in range(K)] for i in range(B)]
 
 
+def filled(policy, keys: np.ndarray):
+    """The policy's state when it has seen these keys [b, k, n, d]."""
+    span = Span.whole(B, keys.shape[2])
+    return policy.append({}, policy.init(CONFIG, B, T), jnp.asarray(keys), span)
+
+
 def eligible(i: int) -> np.ndarray:
     return np.arange(SINKS, POSITIONS[i] - RECENT + 1)
 
@@ -91,7 +97,7 @@ def test_window_takes_the_most_recent():
 def test_oracle_takes_the_largest_weights_of_the_group():
     keys, query = drawn(B, K, T, D, seed=1), drawn(B, K, G, D, seed=2)
     policy = Oracle(**settings())
-    state = policy.observe_prefill({}, policy.init(CONFIG, B, T), jnp.asarray(keys))
+    state = filled(policy, keys)
     got = chosen(policy, state, query)
     scores = np.einsum("bkgd,bktd->bkgt", query, keys)
     for i, j in np.ndindex(B, K):
@@ -103,8 +109,8 @@ def test_oracle_takes_the_largest_weights_of_the_group():
 def test_the_previous_query_selects_for_the_next_token():
     keys, query = drawn(B, K, T, D, seed=1), drawn(B, K, G, D, seed=2)
     policy, oracle = PreviousQuery(**settings()), Oracle(**settings())
-    state = policy.observe_prefill({}, policy.init(CONFIG, B, T), jnp.asarray(keys))
-    exact = oracle.observe_prefill({}, oracle.init(CONFIG, B, T), jnp.asarray(keys))
+    state = filled(policy, keys)
+    exact = filled(oracle, keys)
     nothing = jnp.zeros((B, K, 1))
     seen = Attended(
         jnp.asarray(query),
@@ -118,7 +124,10 @@ def test_the_previous_query_selects_for_the_next_token():
     prompt = drawn(B, 50, K * G, D, seed=3)
     lengths = np.array([50, 20])
     state = policy.observe_queries(
-        state, jnp.asarray(prompt), jnp.zeros((B, 50, K, D)), jnp.asarray(lengths, jnp.int32)
+        state,
+        jnp.asarray(prompt),
+        jnp.zeros((B, K, T)),
+        Span.first(jnp.asarray(lengths, jnp.int32)),
     )
     last = np.stack([prompt[i, n - 1] for i, n in enumerate(lengths)]).reshape(B, K, G, D)
     assert chosen(policy, state) == chosen(oracle, exact, last)
@@ -128,10 +137,10 @@ def test_quest_takes_whole_pages_by_their_bounds():
     keys, query = drawn(B, K, T, D, seed=1), drawn(B, K, G, D, seed=2)
     page = 4
     policy = Quest(**settings(page=page))
-    state = policy.observe_prefill({}, policy.init(CONFIG, B, T), jnp.asarray(keys[:, :, :40]))
+    state = filled(policy, keys[:, :, :40])
     for start in range(40, T, 8):  # and the rest as flushes bring it
-        at = jnp.full((B,), start, jnp.int32)
-        state = policy.append({}, state, jnp.asarray(keys[:, :, start : start + 8]), at)
+        span = Span(jnp.full((B,), start, jnp.int32), jnp.full((B,), 8, jnp.int32))
+        state = policy.append({}, state, jnp.asarray(keys[:, :, start : start + 8]), span)
     pages = keys.reshape(B, K, T // page, page, D)
     least, most = pages.min(axis=3), pages.max(axis=3)
     products = [np.einsum("bkgd,bkpd->bkgpd", query, x) for x in (least, most)]
@@ -142,21 +151,6 @@ def test_quest_takes_whole_pages_by_their_bounds():
     for i, j in np.ndindex(B, K):
         rank = np.repeat(softmax(bound[i, j]).sum(axis=0), page)
         assert got[i][j] == best(rank, i)
-
-
-def test_attention_that_a_prompt_receives():
-    queries, keys = drawn(B, 30, K * G, D, seed=1), drawn(B, 30, K, D, seed=2)
-    lengths = np.array([30, 11])
-    got = prompt_attention(
-        jnp.asarray(queries), jnp.asarray(keys), jnp.asarray(lengths, jnp.int32), block=8
-    )
-    expected = np.zeros((B, K, 30))
-    for i in range(B):
-        for row in range(lengths[i]):
-            for head in range(K * G):
-                scores = keys[i, : row + 1, head // G] @ queries[i, row, head]
-                expected[i, head // G, : row + 1] += softmax(scores)
-    np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_h2o_evicts_for_good():

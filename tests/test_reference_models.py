@@ -25,10 +25,9 @@ from benchmarks.reference_models.schedule import FLOOR, Clock, learning_rate
 from benchmarks.reference_models.synthetic import KINDS, Synthetic
 from benchmarks.reference_models.training import Settings, _Job
 from benchmarks.reference_models.training import train as run_training
-from infinigen_jax.attention import causal_attention
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import blueprint, config_from_hf
-from infinigen_jax.models.forward import forward
+from infinigen_jax.models.forward import causal_attention, forward
 
 SMOKE = SIZES["smoke"]
 WORDS = "the old man went down to a quiet harbour and she said nothing of it all day long".split()
@@ -236,7 +235,7 @@ def test_attention_and_its_gradient(together: bool, monkeypatch: pytest.MonkeyPa
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
         gradients(functools.partial(attention.blocked_attention, together=together)),
-        gradients(causal_attention),
+        gradients(jax.vmap(causal_attention)),
     )
 
 

@@ -10,9 +10,10 @@ from runtime import ALL, RAGGED, SPARSE, counts_of, engine, finished
 
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.memory import allocate_host, default_mesh, write_layer
+from infinigen_jax.memory import allocate_host, default_mesh, write_span
 from infinigen_jax.reuse import HotSet, Plan, place_dtype, plan
 from infinigen_jax.selection import Request
+from infinigen_jax.span import Span
 from infinigen_jax.transfer import XlaTransfer
 
 planned = jax.jit(plan, static_argnums=3)
@@ -132,7 +133,8 @@ def test_rows_through_a_hot_set_are_the_rows(n):
     rng = np.random.default_rng(1)
     mesh = default_mesh()
     values = jnp.asarray(rng.normal(size=(b, k, t, w)), jnp.float32)
-    write = jax.jit(lambda host, rows: write_layer(host, jnp.int32(1), rows, mesh))
+    whole = Span.whole(b, t)
+    write = jax.jit(lambda host, rows: write_span(host, jnp.int32(1), rows, whole, mesh))
     host = write(allocate_host((2, b, k, t, w), jnp.float32, mesh), values)
     transfer = XlaTransfer()
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.attention import causal_attention
 from infinigen_jax.models import Blueprint, Params
+from infinigen_jax.prompt_attention import causal_attention
 
 SHARES = (0.01, 0.05, 0.1)
 QUERIES = 64  # of a window, evenly spread over its second half

@@ -4,12 +4,12 @@ A policy is a frozen dataclass (static under jit) with pure functions over devic
 keeps that state, one per layer on the host, and calls, in this order:
 
     prepare(model, layer)        once: arrays needed to select for a layer, beside its own weights
-    init(config, batch, ...)     in prefill: empty state
-    observe_prefill(...)         in prefill: the prompt's keys
-    observe_queries(...)         in prefill, if it `observes`: the prompt's queries
+    init(config, batch, ...)     before prefill: empty state
+    append(...)                  keys: of each chunk of a prompt, and later of the recent window,
+                                 when it is flushed
+    observe_queries(...)         behind that for a chunk, if it `observes`: its queries
     select(...)                  each step: which rows the layer is to get
     observe(...)                 each step behind the attention, if it `observes`
-    append(...)                  when the recent window is flushed: the keys of its rows
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ from infinigen_jax.selection import (
     group_rank,
     select,
 )
+from infinigen_jax.span import Span
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
@@ -117,18 +118,18 @@ class Policy(Protocol):
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Any: ...
 
-    def observe_prefill(
-        self, weights: Params, state: Any, keys: Float[Array, "b k s d"]
-    ) -> Any: ...
-
     def observe_queries(
         self,
         state: Any,
-        queries: Float[Array, "b s h d"],
-        keys: Float[Array, "b s k d"],
-        lengths: Int[Array, " b"],
+        queries: Float[Array, "b c h d"],
+        received: Float[Array, "b k t"],
+        span: Span,
     ) -> Any:
-        """Take in a prompt's queries, scaled and rotated; called only if the policy `observes`."""
+        """Take in a chunk's queries, scaled and rotated; called only if the policy `observes`.
+
+        Args:
+            received: the attention weight of each slot, summed over these queries.
+        """
         ...
 
     def observe(self, state: Any, seen: Attended) -> Any:
@@ -167,10 +168,10 @@ class Policy(Protocol):
         weights: Params,
         state: Any,
         keys: Float[Array, "b k n d"],
-        positions: Int[Array, " b"],
+        span: Span,
         slots: Int[Array, "b k n"] | None = None,
     ) -> Any:
-        """Take in the keys of n tokens per sequence, from `positions` on.
+        """Take in the keys of some tokens; what their padding holds must not matter.
 
         Args:
             slots: with a pool, where their rows are, in place of those that were there; t for a
@@ -211,9 +212,9 @@ class Defaults:
     def observe_queries(
         self,
         state: Any,
-        queries: Float[Array, "b s h d"],
-        keys: Float[Array, "b s k d"],
-        lengths: Int[Array, " b"],
+        queries: Float[Array, "b c h d"],
+        received: Float[Array, "b k t"],
+        span: Span,
     ) -> Any:
         return state
 

@@ -7,7 +7,6 @@ for saving memory.
 import dataclasses
 from typing import ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -15,6 +14,7 @@ from infinigen_jax.index import IndexFormat, write_entries
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import Attended, Budgeted
 from infinigen_jax.selection import Request
+from infinigen_jax.span import Span
 from infinigen_jax.speculation import partial_keys
 
 
@@ -31,12 +31,6 @@ class Oracle(Budgeted):
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k d t"]:
         return _keys(config.head_dim).empty(batch, config.num_kv_heads, capacity)
-
-    def observe_prefill(
-        self, weights: Params, state: Float[Array, "b k d t"], keys: Float[Array, "b k s d"]
-    ) -> Float[Array, "b k d t"]:
-        new = partial_keys(weights, keys, keys.shape[3])
-        return jax.lax.dynamic_update_slice(state, new, (0, 0, 0, 0))
 
     def select(
         self,
@@ -57,11 +51,11 @@ class Oracle(Budgeted):
         weights: Params,
         state: Float[Array, "b k d t"],
         keys: Float[Array, "b k n d"],
-        positions: Int[Array, " b"],
+        span: Span,
         slots: Int[Array, "b k n"] | None = None,
     ) -> Float[Array, "b k d t"]:
         new = partial_keys(weights, keys, keys.shape[3])
-        return write_entries(state, new, positions, slots)
+        return write_entries(state, new, span, slots)
 
     def _best_of(
         self,
@@ -96,20 +90,17 @@ class PreviousQuery(Oracle):
         shape = (batch, config.num_kv_heads, config.group_size, config.head_dim)
         return Remembered(super().init(config, batch, capacity), jnp.zeros(shape, jnp.float32))
 
-    def observe_prefill(
-        self, weights: Params, state: Remembered, keys: Float[Array, "b k s d"]
-    ) -> Remembered:
-        return state._replace(keys=super().observe_prefill(weights, state.keys, keys))
-
     def observe_queries(
         self,
         state: Remembered,
-        queries: Float[Array, "b s h d"],
-        keys: Float[Array, "b s k d"],
-        lengths: Int[Array, " b"],
+        queries: Float[Array, "b c h d"],
+        received: Float[Array, "b k t"],
+        span: Span,
     ) -> Remembered:
-        last = jnp.take_along_axis(queries, (lengths - 1)[:, None, None, None], axis=1)[:, 0]
-        return state._replace(query=last.reshape(state.query.shape).astype(jnp.float32))
+        last = jnp.maximum(span.count - 1, 0)[:, None, None, None]
+        last = jnp.take_along_axis(queries, last, axis=1).reshape(state.query.shape)
+        new = (span.count > 0)[:, None, None, None]
+        return state._replace(query=jnp.where(new, last.astype(jnp.float32), state.query))
 
     def select(
         self,
@@ -131,10 +122,10 @@ class PreviousQuery(Oracle):
         weights: Params,
         state: Remembered,
         keys: Float[Array, "b k n d"],
-        positions: Int[Array, " b"],
+        span: Span,
         slots: Int[Array, "b k n"] | None = None,
     ) -> Remembered:
-        return state._replace(keys=super().append(weights, state.keys, keys, positions, slots))
+        return state._replace(keys=super().append(weights, state.keys, keys, span, slots))
 
 
 def _keys(head_dim: int) -> IndexFormat:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import Defaults
 from infinigen_jax.selection import Request
+from infinigen_jax.span import Span
 
 if TYPE_CHECKING:
     pass
@@ -36,11 +37,6 @@ class Full(Defaults):
     def init(self, config: ModelConfig, batch: int, capacity: int) -> tuple[()]:
         return ()
 
-    def observe_prefill(
-        self, weights: Params, state: Any, keys: Float[Array, "b k s d"]
-    ) -> tuple[()]:
-        return ()
-
     def select(
         self,
         config: ModelConfig,
@@ -58,7 +54,7 @@ class Full(Defaults):
         weights: Params,
         state: Any,
         keys: Float[Array, "b k n d"],
-        positions: Int[Array, " b"],
+        span: Span,
         slots: Int[Array, "b k n"] | None = None,
     ) -> tuple[()]:
         return ()

@@ -9,15 +9,14 @@ kept.
 import dataclasses
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import Attended, Budgeted
 from infinigen_jax.reuse import put
 from infinigen_jax.selection import Request
+from infinigen_jax.span import Span
 
 EVICTED = -jnp.inf
 
@@ -32,20 +31,14 @@ class H2O(Budgeted):
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k t"]:
         return jnp.zeros((batch, config.num_kv_heads, capacity), jnp.float32)
 
-    def observe_prefill(
-        self, weights: Params, state: Float[Array, "b k t"], keys: Float[Array, "b k s d"]
-    ) -> Float[Array, "b k t"]:
-        return state
-
     def observe_queries(
         self,
         state: Float[Array, "b k t"],
-        queries: Float[Array, "b s h d"],
-        keys: Float[Array, "b s k d"],
-        lengths: Int[Array, " b"],
+        queries: Float[Array, "b c h d"],
+        received: Float[Array, "b k t"],
+        span: Span,
     ) -> Float[Array, "b k t"]:
-        received = prompt_attention(queries, keys, lengths)
-        return lax.dynamic_update_slice(state, received, (0, 0, 0))
+        return state + received
 
     def select(
         self,
@@ -80,40 +73,7 @@ class H2O(Budgeted):
         weights: Params,
         state: Float[Array, "b k t"],
         keys: Float[Array, "b k n d"],
-        positions: Int[Array, " b"],
+        span: Span,
         slots: Int[Array, "b k n"] | None = None,
     ) -> Float[Array, "b k t"]:
         return state
-
-
-def prompt_attention(
-    queries: Float[Array, "b s h d"],
-    keys: Float[Array, "b s k d"],
-    lengths: Int[Array, " b"],
-    block: int = 256,
-) -> Float[Array, "b k s"]:
-    """Attention weight that each of a prompt's tokens receives from all its queries.
-
-    Summed over a KV head's query heads. In blocks of queries: a block of scores is
-    [b, k, g, block, s].
-    """
-    b, s, h, d = queries.shape
-    k = keys.shape[2]
-    block = min(block, s)
-    padded = -(-s // block) * block
-    queries = jnp.pad(queries, ((0, 0), (0, padded - s), (0, 0), (0, 0)))
-    queries = queries.reshape(b, padded // block, block, k, h // k, d).swapaxes(0, 1)
-    column = jnp.arange(s, dtype=jnp.int32)
-
-    def add(received: Array, inputs: tuple[Array, Array]) -> tuple[Array, None]:
-        q, number = inputs
-        row = number * block + jnp.arange(block, dtype=jnp.int32)
-        scores = jnp.einsum("bqkgd,bskd->bkgqs", q, keys, preferred_element_type=jnp.float32)
-        causal = (column[None] <= row[:, None])[None, None, None]
-        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-        inside = row[None] < lengths[:, None]
-        weights = jnp.where(inside[:, None, None, :, None], weights, 0.0)
-        return received + jnp.sum(weights, axis=(2, 3)), None
-
-    numbers = jnp.arange(padded // block, dtype=jnp.int32)
-    return lax.scan(add, jnp.zeros((b, k, s), jnp.float32), (queries, numbers))[0]

@@ -22,6 +22,7 @@ from infinigen_jax.index import INDEX_DTYPES, IndexFormat, write_entries
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import Budgeted
 from infinigen_jax.selection import Request, budget_rows, group_rank, top_slots
+from infinigen_jax.span import Span
 from infinigen_jax.speculation import (
     BASES,
     QUERIES,
@@ -142,11 +143,6 @@ class InfiniGen(Budgeted):
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k w t"]:
         return self.index_format(config.head_dim).empty(batch, config.num_kv_heads, capacity)
 
-    def observe_prefill(
-        self, weights: Params, state: Shaped[Array, "b k w t"], keys: Float[Array, "b k s d"]
-    ) -> Shaped[Array, "b k w t"]:
-        return jax.lax.dynamic_update_slice(state, self._entries(weights, keys), (0, 0, 0, 0))
-
     def select(
         self,
         config: ModelConfig,
@@ -210,10 +206,10 @@ class InfiniGen(Budgeted):
         weights: Params,
         state: Shaped[Array, "b k w t"],
         keys: Float[Array, "b k n d"],
-        positions: Int[Array, " b"],
+        span: Span,
         slots: Int[Array, "b k n"] | None = None,
     ) -> Shaped[Array, "b k w t"]:
-        return write_entries(state, self._entries(weights, keys), positions, slots)
+        return write_entries(state, self._entries(weights, keys), span, slots)
 
     def _entries(self, weights: Params, keys: Float[Array, "b k n d"]) -> Shaped[Array, "b k w n"]:
         index = self.index_format(keys.shape[3])

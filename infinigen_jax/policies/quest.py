@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import Budgeted
 from infinigen_jax.selection import Request, group_rank
+from infinigen_jax.span import Span
 
 
 class Bounds(NamedTuple):
@@ -42,12 +43,6 @@ class Quest(Budgeted):
         shape = (batch, config.num_kv_heads, -(-capacity // self.page), config.head_dim)
         return Bounds(jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf))
 
-    def observe_prefill(
-        self, weights: Params, state: Bounds, keys: Float[Array, "b k s d"]
-    ) -> Bounds:
-        # Padding behind a short prompt is taken in too and only loosens bounds of its last pages.
-        return self.append(weights, state, keys, jnp.zeros(keys.shape[0], jnp.int32))
-
     def select(
         self,
         config: ModelConfig,
@@ -74,12 +69,13 @@ class Quest(Budgeted):
         weights: Params,
         state: Bounds,
         keys: Float[Array, "b k n d"],
-        positions: Int[Array, " b"],
+        span: Span,
         slots: Int[Array, "b k n"] | None = None,
     ) -> Bounds:
         b, k, n, _ = keys.shape
         keys = keys.astype(jnp.float32)
-        page = (positions[:, None] + jnp.arange(n, dtype=jnp.int32)[None]) // self.page
+        page = span.positions(n) // self.page
+        page = jnp.where(span.holds(n), page, state.least.shape[2])  # which is none
         at = (
             jnp.arange(b, dtype=jnp.int32)[:, None, None],
             jnp.arange(k, dtype=jnp.int32)[None, :, None],

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import Budgeted
 from infinigen_jax.selection import Request, budget_rows
+from infinigen_jax.span import Span
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,9 +28,6 @@ class Window(Budgeted):
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Any:
         # Nothing, in the shape of what it is nothing of: the capacity fixes a request's size.
         return jnp.zeros((batch, config.num_kv_heads, capacity, 0), jnp.int8)
-
-    def observe_prefill(self, weights: Params, state: Any, keys: Float[Array, "b k s d"]) -> Any:
-        return state
 
     def select(
         self,
@@ -59,7 +57,7 @@ class Window(Budgeted):
         weights: Params,
         state: Any,
         keys: Float[Array, "b k n d"],
-        positions: Int[Array, " b"],
+        span: Span,
         slots: Int[Array, "b k n"] | None = None,
     ) -> Any:
         return state

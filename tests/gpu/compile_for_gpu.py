@@ -115,6 +115,7 @@ def compile_for_gpu(
     *args,
     options: dict[str, Any] | None = None,
     target_config: str = H200,
+    static: dict[str, Any] | None = None,
     **jit_options,
 ) -> Program:
     """Compile `fun(*args)` for a GPU.
@@ -129,13 +130,14 @@ def compile_for_gpu(
             {"xla_disable_automatic_host_compute_offload": True}; the latter turns arithmetic and
             gathers on host memory into a compile error.
         target_config: the GPU, see H200.
+        static: keyword arguments of a jitted function that are static.
         **jit_options: for jax.jit, such as donate_argnums.
 
     The function is traced with the CPU as the default backend (so jax.default_backend() is "cpu"
     inside it) and lowered for CUDA (so lax.platform_dependent takes the cuda branch).
     """
     jitted = fun if hasattr(fun, "trace") and not jit_options else jax.jit(fun, **jit_options)
-    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
+    lowered = jitted.trace(*args, **(static or {})).lower(lowering_platforms=("cuda",))
     executable = _compile(lowered, options, target_config)
     statistics = executable.get_compiled_memory_stats()
     memory = {

@@ -27,6 +27,7 @@ from infinigen_jax.pooled import start_kept
 from infinigen_jax.prefill import prefill_steps
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.selection import Request
+from infinigen_jax.span import Span
 from infinigen_jax.steps import steps
 from infinigen_jax.transfer import Transfer, XlaTransfer
 from infinigen_jax.weights import STAYS, placement
@@ -303,15 +304,35 @@ def flush_pool() -> Program:
 
 @functools.cache
 def prompt_layer() -> Program:
-    """One layer on the host over a prompt."""
+    """One layer on the host over a chunk of a prompt."""
     at = Placement(default_mesh())
     cache, constant = _cache(), weights()
     return compile_for_gpu(
         prefill_steps(decoder()).host_layer,
         constant.params["layers"][DENSE],
-        constant.policy[0],
         _shaped((BATCH, PROMPT, CONFIG.hidden_size), DTYPE, at.batch),
-        cache.lengths,
+        SCALES,
         cache.host,
         _scalar(),
+        Span(cache.lengths, cache.lengths),
+        cache.lengths,
+    )
+
+
+@functools.cache
+def keep_rows() -> Program:
+    """What that layer writes."""
+    at = Placement(default_mesh())
+    cache, constant = _cache(), weights()
+    return compile_for_gpu(
+        prefill_steps(decoder()).keep,
+        constant.policy[0],
+        _shaped((BATCH, CONFIG.num_kv_heads, PROMPT, 2 * CONFIG.head_dim), DTYPE, at.rows),
+        Span(cache.lengths, cache.lengths),
+        cache.local[-1],
+        cache.states[-1],
+        SCALES,
+        cache.host,
+        _scalar(),
+        static={"streams": False},
     )

@@ -108,8 +108,16 @@ def test_flush_into_a_pool_is_in_place():
     assert not large_results(program, sp.LAYER_BYTES)
 
 
-def test_prompt_layer_writes_the_host_cache_in_place():
+def test_prompt_layer_reads_the_host_cache_where_it_is():
+    """Earlier rows come block by block, whatever the capacity."""
     program = sp.prompt_layer()
+    assert program.memory["host_temp"] == 0
+    assert_no_copy_larger_than(program, sp.LAYER_BYTES // 4)
+    assert not large_results(program, sp.LAYER_BYTES)
+
+
+def test_a_chunks_rows_are_written_in_place():
+    program = sp.keep_rows()
     assert_updated_in_place(program, sp.HOST_BYTES)
     assert program.memory["host_temp"] == 0
     assert_no_copy_larger_than(program, sp.PROMPT * sp.HEADS * sp.ROW)

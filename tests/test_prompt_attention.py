@@ -1,0 +1,187 @@
+"""Attention of chunks, against dense softmax attention in NumPy in float64."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinigen_jax import prompt_attention
+from infinigen_jax.cache import Sliding
+from infinigen_jax.prefill import device_rows
+from infinigen_jax.prompt_attention import Earlier, attend_chunk, causal_attention
+from infinigen_jax.received import attention_received
+from infinigen_jax.span import Span
+
+TOLERANCE = 4e-6  # float32, sums over at most some hundred terms of size 1
+
+
+def normal(*shape: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def prompts(b: int, s: int, h: int, k: int, d: int = 8) -> Any:
+    """Queries, keys and values."""
+    heads = enumerate((h, k, k))
+    return tuple(jnp.asarray(normal(b, s, n, d, seed=s + i)) for i, n in heads)
+
+
+def weights_of(q: Any, keys: Any, window: int = 10**6) -> np.ndarray:
+    """Causal attention weights [b, k, g, s, s]."""
+    b, s, h, d = q.shape
+    k = keys.shape[2]
+    q, keys = np.asarray(q, np.float64), np.asarray(keys, np.float64)
+    grouped = q.reshape(b, s, k, h // k, d)
+    scores = np.einsum("bqkgd,bnkd->bkgqn", grouped, keys)
+    visible = np.tri(s, dtype=bool) & ~np.tri(s, k=-window, dtype=bool)
+    scores = np.where(visible, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def dense(q: Any, keys: Any, values: Any, window: int = 10**6) -> np.ndarray:
+    output = np.einsum("bkgqn,bnkd->bqkgd", weights_of(q, keys, window), values)
+    return output.reshape(q.shape)
+
+
+@pytest.fixture(params=["one by one", "together"])
+def attend(request) -> Any:
+    """`attend_chunk`, both ways of going through the heads: the accelerators' is the second."""
+
+    def run(
+        q: Any, keys: Any, values: Any, earlier: Earlier | None = None, window: int | None = None
+    ) -> Any:
+        together = request.param == "together"
+        return prompt_attention._attend(earlier, window, together, q, keys, values).output
+
+    return run
+
+
+def small_blocks(monkeypatch) -> None:
+    for name, size in (("OWN_BLOCK", 7), ("CPU_TILE", 10), ("CPU_WIDE_TILE", 30)):
+        monkeypatch.setattr(prompt_attention, name, size)
+
+
+@pytest.mark.parametrize("h, k", [(2, 2), (6, 2), (4, 1)])
+def test_causal_attention(h, k, attend, monkeypatch):
+    small_blocks(monkeypatch)
+    for s in (1, 7, 33):
+        q, keys, values = prompts(2, s, h, k)
+        got = attend(q, keys, values)
+        np.testing.assert_allclose(got, dense(q, keys, values), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [1, 5, 13])
+def test_windows(window, attend, monkeypatch):
+    """Of a chunk alone, and behind a ring that holds the window before it."""
+    small_blocks(monkeypatch)
+    q, keys, values = prompts(2, 40, 4, 2)
+    expected = dense(q, keys, values, window)
+    got = attend(q, keys, values, window=window)
+    np.testing.assert_allclose(got, expected, atol=TOLERANCE)
+    starts = [20, 3]
+    own = [cut(x, starts, 11) for x in (q, keys, values)]
+    ring = Sliding.empty((2, 2, window, 8), jnp.float32)
+    rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
+    before = Span.first(jnp.array(starts, jnp.int32))
+    span = Span(before.end, before.count)
+    earlier = device_rows(ring.extend(rows, before), span)
+    got = attend(*own, earlier._replace(size=min(4, window)), window=window)
+    np.testing.assert_allclose(got, cut(expected, starts, 11), atol=TOLERANCE)
+
+
+def test_blocks_of_their_true_size():
+    q, keys, values = prompts(1, 600, 4, 2)
+    np.testing.assert_allclose(
+        causal_attention(q, keys, values), dense(q, keys, values), atol=TOLERANCE
+    )
+
+
+def test_padding_behind_a_prompt_reaches_only_its_own_outputs():
+    q, keys, values = prompts(1, 21, 2, 2)
+    short = causal_attention(q[:, :13], keys[:, :13], values[:, :13])
+    np.testing.assert_allclose(causal_attention(q, keys, values)[:, :13], short, atol=TOLERANCE)
+
+
+def test_half_precision_keeps_its_type_and_a_float32_softmax():
+    q, keys, values = (jnp.asarray(x, jnp.bfloat16) for x in prompts(2, 40, 4, 2))
+    output = causal_attention(q, keys, values)
+    assert output.dtype == jnp.bfloat16
+    exact: Any = [np.asarray(x, np.float32) for x in (q, keys, values)]
+    expected = dense(*exact)
+    # The rounding of the weights and of the output, relative 2^-9 each, of values up to about 3.
+    np.testing.assert_allclose(output.astype(jnp.float32), expected, atol=3 * 2**-8)
+
+
+def cut(x: Any, starts: list[int], size: int) -> Any:
+    """`size` tokens of each sequence; zeros behind the end."""
+    rows = [row[start : start + size] for row, start in zip(np.asarray(x), starts, strict=True)]
+    return jnp.asarray(np.stack([np.pad(r, ((0, size - len(r)), (0, 0), (0, 0))) for r in rows]))
+
+
+def stored(keys: Any, values: Any, capacity: int) -> list[jax.Array]:
+    """[b, k, t, d], NaN behind the rows."""
+    shape = ((0, 0), (0, 0), (0, capacity - keys.shape[1]), (0, 0))
+    return [
+        jnp.asarray(np.pad(np.asarray(x).swapaxes(1, 2), shape, constant_values=np.nan))
+        for x in (keys, values)
+    ]
+
+
+def earlier_rows(tables: list[jax.Array], size: int, starts: Any) -> Earlier:
+    def read(at: jax.Array, size: int) -> tuple[Any, Any]:
+        keys, values = (jax.lax.dynamic_slice_in_dim(x, at, size, axis=2) for x in tables)
+        return keys, values
+
+    return Earlier(read, size, tables[0].shape[2], jnp.asarray(starts, jnp.int32))
+
+
+@pytest.mark.parametrize("h, k", [(2, 2), (6, 2)])
+@pytest.mark.parametrize("starts", [[20, 20], [17, 0], [0, 0], [3, 29]])
+def test_chunks_go_on_where_the_rows_before_them_end(h, k, starts, attend, monkeypatch):
+    small_blocks(monkeypatch)
+    q, keys, values = prompts(2, 40, h, k)
+    expected = dense(q, keys, values)
+    own: Any = [cut(x, starts, 11) for x in (q, keys, values)]
+    for size in (8, 45):
+        before = earlier_rows(stored(keys, values, 45), size, starts)
+        got = attend(*own, before)
+        np.testing.assert_allclose(got, cut(expected, starts, 11), atol=TOLERANCE)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 45), min_size=2, max_size=2), st.sampled_from([1, 13, 31]))
+def test_any_chunk_after_any_beginning(starts, size):
+    q, keys, values = prompts(2, 61, 4, 2)
+    expected = dense(q, keys, values)
+    own: Any = [cut(x, starts, 16) for x in (q, keys, values)]
+    got = attend_in_blocks(stored(keys, values, 64), jnp.array(starts, jnp.int32), *own, size=size)
+    np.testing.assert_allclose(got, cut(expected, starts, 16), atol=TOLERANCE)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def attend_in_blocks(tables, starts, *own, size: int) -> jax.Array:
+    q, keys, values = own
+    return attend_chunk(q, keys, values, earlier_rows(tables, size, starts)).output
+
+
+@pytest.mark.parametrize(
+    "starts, counts", [([0, 0], [13, 4]), ([20, 5], [11, 13]), ([9, 9], [0, 2])]
+)
+def test_attention_that_slots_receive(starts, counts):
+    q, keys, values = prompts(2, 40, 4, 2)
+    own: Any = [cut(x, starts, 13) for x in (q, keys, values)]
+    span = Span(jnp.array(starts, jnp.int32), jnp.array(counts, jnp.int32))
+    before = earlier_rows(stored(keys, values, 45), 8, starts)
+    log_sum = attend_chunk(own[0], own[1], own[2], before).log_sum
+    got = attention_received(own[0], own[1], log_sum, span, before)
+    weights = weights_of(q, keys).sum(axis=2)  # [b, k, query, key]
+    expected = np.zeros((2, 2, 45))
+    for i in range(2):
+        rows = weights[i, :, starts[i] : starts[i] + counts[i]]
+        expected[i, :, :40] = rows.sum(axis=1)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
