@@ -1,0 +1,134 @@
+"""Long contexts: memory that does not grow with them, and positions up to a million."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import SPARSE, engine
+
+from infinigen_jax.memory import Placement, allocate_host, default_mesh, gather_rows, write_span
+from infinigen_jax.prefill import host_rows, prefill_steps
+from infinigen_jax.prompt_attention import attend_chunk
+from infinigen_jax.span import Span
+from infinigen_jax.steps import steps
+
+CHUNK = 256
+
+
+def shaped(tree: Any, sharding: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+@functools.cache
+def compiled(name: str, capacity: int, rows: str = "auto") -> Any:
+    """A chunk's program in a cache of so many slots, from shapes alone."""
+    chosen = engine("gqa", SPARSE, 1, rows=rows)
+    decoder, at = chosen.decoder, Placement(default_mesh())
+    run, config, stored = prefill_steps(decoder), decoder.config, decoder.row_format
+    b, k, w = 2, config.num_kv_heads, 2 * config.head_dim
+    cache = shaped(jax.eval_shape(lambda: run.empty(b, capacity, capacity)), at.rows)
+    shape = (decoder.host_layers, b, k, capacity, stored.width)
+    host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)
+    x = jax.ShapeDtypeStruct((b, CHUNK, config.hidden_size), decoder.dtype, sharding=at.batch)
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole)
+    lengths = shaped(cache.lengths, at.batch)
+    span, params = Span(lengths, lengths), chosen.weights.params["layers"][1]
+    if name == "host layer":
+        lowered = run.host_layer.lower(params, x, cache.scales[0], host, number, span, lengths)
+    elif name == "layer on the device":
+        lowered = run.device_layer.lower(params, x, cache.local[0], span, lengths, window=None)
+    else:
+        new = jax.ShapeDtypeStruct((b, k, CHUNK, w), decoder.dtype, sharding=at.rows)
+        lowered = run.keep.lower(
+            chosen.weights.policy[0],
+            new,
+            span,
+            cache.local[1],
+            cache.states[0],
+            cache.scales[0],
+            host,
+            number,
+            streams=False,
+        )
+    return lowered.compile()
+
+
+@pytest.mark.parametrize("rows", ["auto", "int4"])
+@pytest.mark.parametrize("name", ["host layer", "layer on the device", "rows kept"])
+def test_temporaries_do_not_grow_with_the_prompt(name, rows):
+    """Of 4 chunks, and of 256. What stays is the cache, and the device's part of it the index."""
+    if name == "layer on the device" and rows != "auto":
+        pytest.skip("its rows are always exact")
+    short, long = (compiled(name, n, rows).memory_analysis() for n in (4 * CHUNK, 256 * CHUNK))
+    assert long.temp_size_in_bytes <= short.temp_size_in_bytes * 1.01
+    assert long.temp_size_in_bytes < 2**27
+    if name == "rows kept":  # the host's cache and the index are updated where they are
+        assert long.alias_size_in_bytes > 0.99 * long.output_size_in_bytes
+
+
+def test_a_chunk_at_the_end_of_128k_tokens():
+    """Against dense attention in float64: slots, masks and blocks of earlier rows."""
+    tokens, chunk = 131072, 64
+    decoder = engine("gqa", SPARSE).decoder
+    k, h, d = decoder.config.num_kv_heads, decoder.config.num_heads, decoder.config.head_dim
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(1, k, tokens, 2 * d)).astype(np.float32)
+    q = rng.normal(size=(1, chunk, h, d)).astype(np.float32)
+    start = tokens - chunk
+    host = allocate_host((2, 1, k, tokens, 2 * d), jnp.float32, decoder.mesh)
+    write = jax.jit(functools.partial(write_span, mesh=decoder.mesh), donate_argnums=0)
+    whole = Span.whole(1, 4096)
+    for at in range(0, start, 4096):
+        new = jnp.asarray(rows[:, :, at : at + 4096])
+        host = write(host, jnp.int32(1), new, Span(whole.start + at, whole.count))
+    span = Span(jnp.array([start], jnp.int32), jnp.array([chunk], jnp.int32))
+
+    @jax.jit
+    def attend(host, q, keys, values):
+        earlier = host_rows(decoder, host, jnp.int32(1), (), span)
+        return attend_chunk(q, keys, values, earlier).output
+
+    own = np.split(rows[:, :, start:].swapaxes(1, 2), 2, axis=-1)
+    got = np.asarray(attend(host, jnp.asarray(q), *(jnp.asarray(x) for x in own)))
+    keys, values = np.split(rows[0].astype(np.float64), 2, axis=-1)
+    for head, row in ((0, 0), (h - 1, 17), (1, chunk - 1)):
+        kv = head // (h // k)
+        scores = keys[kv, : start + row + 1] @ q[0, row, head].astype(np.float64)
+        weights = np.exp(scores - scores.max())
+        expected = weights @ values[kv, : start + row + 1] / weights.sum()
+        np.testing.assert_allclose(got[0, row, head], expected, atol=1e-5)
+
+
+def test_rows_are_gathered_from_a_million_slots():
+    slots, width = 1 << 20, 4
+    mesh = default_mesh()
+    host = allocate_host((2, 1, 2, slots, width), jnp.float32, mesh)
+    write = jax.jit(functools.partial(write_span, mesh=mesh), donate_argnums=0)
+    for at in (0, slots // 2, slots - 8):
+        new = jnp.broadcast_to(at + jnp.arange(8.0)[None, None, :, None], (1, 2, 8, width))
+        span = Span(jnp.array([at], jnp.int32), jnp.array([8], jnp.int32))
+        host = write(host, jnp.int32(1), new, span)
+    wanted = jnp.array([[[3, slots // 2 + 5, slots - 1], [7, slots // 2, slots - 8]]], jnp.int32)
+    rows = jax.jit(functools.partial(gather_rows, mesh=mesh))(host, jnp.int32(1), wanted)
+    np.testing.assert_array_equal(rows[..., 0], wanted)
+
+
+def test_a_step_with_a_million_slots_compiles():
+    """From shapes alone: no index overflows, and no temporary but the scores grows so far."""
+    chosen = engine("gqa", SPARSE, 1)
+    decoder, at, capacity = chosen.decoder, Placement(default_mesh()), 1 << 20
+    run, stored = prefill_steps(decoder), decoder.row_format
+    cache = jax.eval_shape(lambda: run.empty(1, capacity, capacity))
+    shape = (decoder.host_layers, 1, decoder.config.num_kv_heads, capacity, stored.width)
+    host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)
+    states, scales, local, hot = (
+        shaped(x, at.rows) for x in (cache.states, cache.scales, cache.local, cache.hot)
+    )
+    lengths = shaped(cache.lengths, at.batch)
+    lowered = steps(decoder).scored.lower(
+        chosen.weights, host, states, scales, local, hot, lengths, lengths, lengths, ()
+    )
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 2**31
