@@ -59,6 +59,7 @@ class PrefillSteps(NamedTuple):
     empty: Any
     embed: Any
     device_layer: Any
+    keep_on_device: Any
     host_layer: Any
     observed_layer: Any
     keep: Any
@@ -250,8 +251,8 @@ def _layers(
 ) -> tuple[Array, Cache]:
     """All layers over a chunk.
 
-    Reading the host's rows and writing the chunk's are two programs: in one, XLA would copy the
-    whole host cache between them.
+    Reading earlier rows and writing the chunk's are two programs: in one, XLA would copy the whole
+    cache between them.
     """
     run, at, policy = prefill_steps(decoder), Placement(decoder.mesh), decoder.policy
     local, states, scales = list(cache.local), list(cache.states), list(cache.scales)
@@ -263,7 +264,8 @@ def _layers(
         number = decoder.host_number(i)
         if number < 0:
             window = decoder.config.window_of(i)
-            x, local[i] = run.device_layer(params, x, local[i], span, lengths, window=window)
+            x, rows = run.device_layer(params, x, local[i], span, lengths, window=window)
+            local[i] = run.keep_on_device(local[i], rows, span)
             look(i + 1, x, *span)
             continue
         streams, place = decoder.streams(number), jax.device_put(np.int32(number), at.whole)
@@ -330,11 +332,16 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         span: Span,
         lengths: Int[Array, " b"],
         window: int | None,
-    ) -> tuple[Array, DenseLayer | Sliding]:
+    ) -> tuple[Array, Array]:
         earlier = device_rows(local, span)
         layer = decoder.blueprint.layer(params)
         done = chunk_layer(layer, x, span, lengths, earlier, window)
-        return done.x, local.extend(done.rows, span)
+        return done.x, done.rows
+
+    def keep_on_device(
+        local: DenseLayer | Sliding, rows: Float[Array, "b k c w"], span: Span
+    ) -> DenseLayer | Sliding:
+        return local.extend(rows, span)
 
     def host_layer(
         params: Params,
@@ -390,9 +397,10 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         device_layer=jax.jit(
             device_layer,
             static_argnames="window",
-            donate_argnums=(1, 2),
+            donate_argnums=1,
             out_shardings=(at.batch, at.rows),
         ),
+        keep_on_device=jax.jit(keep_on_device, donate_argnums=0, out_shardings=at.rows),
         host_layer=on_host(observed=False),
         observed_layer=on_host(observed=True),
         keep=jax.jit(

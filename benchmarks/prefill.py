@@ -1,0 +1,217 @@
+"""How fast prompts are read, beside transformers, and the device memory that it takes.
+
+    python -m benchmarks.prefill
+    python -m benchmarks.prefill --prompts 4096 --rounds 5 --memory 16384 65536
+
+The same random weights in both, which take turns; each time is that of a prompt from tokens to the
+first token, compiled before. Memory is what the compiler says of the programs of a chunk, so its
+prompts need not be run: temporaries, and beside them what is there to stay.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import machine, shapes
+from benchmarks.files import RESULTS, note, write_json
+from infinigen_jax.engine import Engine
+from infinigen_jax.memory import Placement
+from infinigen_jax.planning import plan_memory
+from infinigen_jax.prefill import chunk_for, prefill_steps
+from infinigen_jax.run import round_up_capacity
+from infinigen_jax.span import Span
+
+GROWTH = (16384, 65536, 1.2)  # memory beside the index and dense layers: at most so much more
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.prefill", description="Measure the reading of prompts."
+    )
+    add = parser.add_argument
+    add("--shape", choices=shapes.SHAPES, default="llama", help="of the random model")
+    add("--dtype", default="float32")
+    add("--prompts", type=int, nargs="*", default=[4096, 16384], metavar="N", help="timed")
+    add("--memory", type=int, nargs="*", default=[4096, 16384, 65536], metavar="N")
+    add("--rounds", type=int, default=3, help="timed rounds, both systems in each (default 3)")
+    add("--chunk", type=int, help="tokens of a prompt read at a time (default: the engine's own)")
+    add("--json", type=Path, help="result file")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    path = options.json or RESULTS / f"prefill-{machine.device_name()}.json"
+    result = measure(options, path)
+    print(table(result))
+    note(f"written to {path}")
+    return 0
+
+
+def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Everything in the result file, which is written as far as it got."""
+    from benchmarks.torch_systems import logits_difference, torch_model
+
+    shape = shapes.SHAPES[options.shape]
+    config = shape.settings(max([*options.prompts, *options.memory]) + 2)
+    model = shapes.peaked_model(shape, config["max_position_embeddings"], options.dtype)
+    engine = Engine(model, prefill_chunk=options.chunk)
+    other = torch_model(model, config) if options.prompts else None
+    result: dict[str, Any] = {
+        "benchmark": "prefill",
+        "machine": machine.describe(),
+        "settings": {name: getattr(options, name) for name in ("shape", "dtype", "rounds")},
+        "logits_relative_difference": other
+        and logits_difference(model, other, shapes.prompt(model.config, 64)),
+        "memory": [memory(engine, tokens) for tokens in options.memory],
+        "times": [],
+    }
+    write_json(path, result)
+    for tokens in options.prompts:
+        prompt = shapes.prompt(model.config, tokens)
+        engine.start([prompt], 1)  # compiles
+        rounds = [
+            {"infinigen": ours(engine, prompt), "transformers": theirs(other, prompt)}
+            for _ in range(options.rounds)
+        ]
+        result["times"].append(summary(tokens, rounds))
+        write_json(path, result)
+    return result
+
+
+def ours(engine: Engine, prompt: list[int]) -> float:
+    """Seconds to the first token."""
+    return engine.start([prompt], 1).prefill_seconds
+
+
+def theirs(model: Any, prompt: list[int]) -> float:
+    """The same of transformers, with its default cache."""
+    import torch
+    import transformers
+
+    ids = torch.tensor([prompt], device=model.device)
+    start = time.perf_counter()
+    with torch.inference_mode():
+        cache = transformers.DynamicCache(config=model.config)
+        output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output.logits[:, -1].argmax(dim=-1).tolist()
+    return time.perf_counter() - start
+
+
+def summary(tokens: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians; the ratio is the median of the rounds' own ratios."""
+    ratios = [r["transformers"] / r["infinigen"] for r in rounds]
+    seconds = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+    return {
+        "tokens": tokens,
+        "rounds": rounds,
+        "tokens_per_second": {name: tokens / value for name, value in seconds.items()},
+        "transformers_over_infinigen": statistics.median(ratios),
+    }
+
+
+def memory(engine: Engine, tokens: int) -> dict[str, Any]:
+    """Device bytes of reading one prompt of so many tokens, by what they are for."""
+    capacity = round_up_capacity(tokens + 1)
+    chunk = min(chunk_for(engine.decoder, 1, tokens, engine.prefill_chunk), capacity)
+    plan = plan_memory(engine.decoder, 1, chunk, capacity)
+    return {
+        "tokens": tokens,
+        "chunk": chunk,
+        "temporaries": max(temporaries(engine, chunk, capacity)),
+        "index": plan.index,
+        "dense": plan.dense_cache,
+        "resident": plan.resident,
+        "host_cache": plan.host_cache,
+    }
+
+
+def temporaries(engine: Engine, chunk: int, capacity: int) -> list[int]:
+    """Bytes that each of a chunk's programs takes beside its operands, results included."""
+    decoder, weights = engine.decoder, engine.weights
+    run, config, stored = prefill_steps(decoder), decoder.config, decoder.row_format
+    at = Placement(decoder.mesh)
+
+    def shaped(tree: Any, sharding: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+    empty = jax.eval_shape(lambda: run.empty(1, capacity, capacity))
+    lengths = shaped(empty.lengths, at.batch)
+    cache = shaped(empty._replace(lengths=None), at.rows)
+    k, w = config.num_kv_heads, 2 * config.head_dim
+    host = jax.ShapeDtypeStruct(
+        (decoder.host_layers, 1, k, capacity, stored.width), stored.storage, sharding=at.host
+    )
+    x = jax.ShapeDtypeStruct((1, chunk, config.hidden_size), decoder.dtype, sharding=at.batch)
+    rows = jax.ShapeDtypeStruct((1, k, chunk, w), decoder.dtype, sharding=at.rows)
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole)
+    span, layers = Span(lengths, lengths), weights.params["layers"]
+    first = decoder.on_host[0]
+    lowered = [
+        run.host_layer.lower(layers[first], x, cache.scales[0], host, number, span, lengths),
+        run.keep.lower(
+            weights.policy[0],
+            rows,
+            span,
+            cache.local[first],
+            cache.states[0],
+            cache.scales[0],
+            host,
+            number,
+            streams=False,
+        ),
+    ]
+    if first > 0:
+        lowered += [
+            run.device_layer.lower(layers[0], x, cache.local[0], span, lengths, window=None),
+            run.keep_on_device.lower(cache.local[0], rows, span),
+        ]
+    found = [program.compile().memory_analysis() for program in lowered]
+    new = [s.output_size_in_bytes - s.alias_size_in_bytes for s in found]
+    return [s.temp_size_in_bytes + more for s, more in zip(found, new, strict=True)]
+
+
+def table(result: dict[str, Any]) -> str:
+    """Both parts in Markdown."""
+    lines = [
+        "| tokens | infinigen, tokens/s | transformers, tokens/s | ratio |",
+        "|---|---|---|---|",
+    ]
+    for entry in result["times"]:
+        speeds = entry["tokens_per_second"]
+        lines.append(
+            f"| {entry['tokens']:,} | {speeds['infinigen']:.0f} | {speeds['transformers']:.0f} "
+            f"| {entry['transformers_over_infinigen']:.2f} |"
+        )
+    parts = ("temporaries", "resident", "index", "dense", "host_cache")
+    lines += ["", f"| MB at tokens | {' | '.join(parts)} |", "|---" * (len(parts) + 1) + "|"]
+    for entry in result["memory"]:
+        cells = [f"{entry[part] / 1e6:.1f}" for part in parts]
+        lines.append(f"| {entry['tokens']:,} | {' | '.join(cells)} |")
+    growth = growth_of(result["memory"])
+    if growth is not None:
+        short, long, most = GROWTH
+        lines += [
+            "",
+            f"Beside index and dense layers, {long} over {short}: {growth:.2f} (<= {most})",
+        ]
+    return "\n".join(lines)
+
+
+def growth_of(entries: list[dict[str, Any]]) -> float | None:
+    """Memory beside index and dense layers, at the longer of GROWTH over the shorter."""
+    rest = {entry["tokens"]: entry["temporaries"] + entry["resident"] for entry in entries}
+    short, long, _ = GROWTH
+    return rest[long] / rest[short] if short in rest and long in rest else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
