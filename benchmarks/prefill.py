@@ -27,7 +27,7 @@ from infinigen_jax.prefill import chunk_for, prefill_steps
 from infinigen_jax.run import round_up_capacity
 from infinigen_jax.span import Span
 
-GROWTH = (16384, 65536, 1.2)  # memory beside the index and dense layers: at most so much more
+GROWTH = (16384, 65536, 1.2)  # temporaries: at most so much more
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -201,14 +201,14 @@ def table(result: dict[str, Any]) -> str:
         short, long, most = GROWTH
         lines += [
             "",
-            f"Beside index and dense layers, {long} over {short}: {growth:.2f} (<= {most})",
+            f"Temporaries, {long} over {short}: {growth:.2f} (<= {most})",
         ]
     return "\n".join(lines)
 
 
 def growth_of(entries: list[dict[str, Any]]) -> float | None:
-    """Memory beside index and dense layers, at the longer of GROWTH over the shorter."""
-    rest = {entry["tokens"]: entry["temporaries"] + entry["resident"] for entry in entries}
+    """Memory beside what is cached, at the longer of GROWTH over the shorter."""
+    rest = {entry["tokens"]: entry["temporaries"] for entry in entries}
     short, long, _ = GROWTH
     return rest[long] / rest[short] if short in rest and long in rest else None
 
