@@ -4,8 +4,10 @@
     always       embeddings, what a policy prepared, and of each layer what its queries are made by:
                  rows are requested for layer l+1 at the beginning of layer l
 
-In the fused step the copy of layer l+1's weights is tied to layer l at both ends, so that it runs
-beside it and no earlier: otherwise XLA would start all copies at once.
+In the fused step the copy of layer l+1's weights is tied to layer l at both ends, so that two
+layers' worth is on the device and no more: otherwise XLA would start all copies at once. Compiled
+for a GPU, that holds, but most of the copies are awaited as soon as they are started, and the
+fetched rows as well: they do not overlap with the layer's work yet.
 """
 
 import functools
