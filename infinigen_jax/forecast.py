@@ -15,7 +15,7 @@ from infinigen_jax.convert import DEFAULT_SKEW
 from infinigen_jax.decode import Decoder, Weights
 from infinigen_jax.manifest import AHEAD_FILE, MANIFEST_FILE, read_manifest
 from infinigen_jax.models import ModelConfig, blueprint
-from infinigen_jax.options import make_engine
+from infinigen_jax.options import chunk_option, make_engine
 from infinigen_jax.planning import MemoryPlan, plan_memory
 from infinigen_jax.policies import Policy
 from infinigen_jax.prefill import chunk_for
@@ -123,6 +123,7 @@ class Planner:
         machine: Machine,
     ):
         self.config, self.machine, self.arguments = config, machine, arguments
+        self._chunk = chunk_option(arguments.prefill_chunk)
         self._shapes = model_shapes(config, jnp.dtype(dtype), *skew)
         make = functools.partial(self._engine, jnp.dtype(dtype), skew[0], policy)
         asked, _ = make({})
@@ -172,7 +173,7 @@ class Planner:
         policy_weights = tuple(part for layer, part in pairs if layer in decoder.on_host)
         weights = Weights(self._weights.params, policy_weights)
         capacity = round_up_capacity(max(context, decoder.policy.window))
-        chunk = min(chunk_for(decoder, batch, context, None), capacity)
+        chunk = min(chunk_for(decoder, batch, context, self._chunk), capacity)
         slots = decoder.host_slots(context, capacity)
         plan = plan_memory(decoder, batch, chunk, capacity, slots)
         traffic = planned_traffic(decoder, weights, plan, batch, context, capacity, slots)
