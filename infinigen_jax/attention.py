@@ -41,11 +41,12 @@ class Tail(NamedTuple):
     Attributes:
         score: natural logarithm of the summed exponentials of its tokens' scores, float32; -inf
             if there are none.
-        value: the mean of their values, float32; finite in any case.
+        values: the sum of the values of `count` of its tokens, float32; finite in any case.
     """
 
     score: Float[Array, "b k g m"]
-    value: Float[Array, "b k m d"]
+    values: Float[Array, "b k m d"]
+    count: Int[Array, "b kv m"]
 
 
 def attend(q: Float[Array, "b k g d"], *parts: Part) -> Float[Array, "b k g d"]:
@@ -81,8 +82,9 @@ def _with_tail(
     """
     total = jnp.logaddexp(log_total, jax.nn.logsumexp(tail.score, axis=-1))
     kept = jnp.exp(log_total - total)[..., None]
-    shares = jnp.exp(tail.score - total[..., None])
-    return output * kept + jnp.einsum("bkgm,bkmd->bkgd", shares, tail.value), kept
+    count = jnp.maximum(tail.count, 1).astype(jnp.float32)[:, :, None]
+    shares = jnp.exp(tail.score - total[..., None]) / count
+    return output * kept + jnp.einsum("bkgm,bkmd->bkgd", shares, tail.values), kept
 
 
 class Softmax(NamedTuple):

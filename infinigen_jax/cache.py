@@ -177,8 +177,9 @@ class Resident(NamedTuple):
         slot, rows, left = slots.of(position), self.rows, self.left
         if left is not None:
             leaving = jnp.take_along_axis(rows, slot[:, None, None, None], axis=2)[:, :, 0]
-            # Read before it is overwritten: otherwise XLA may copy the ring, to read it later.
-            leaving, rows = lax.optimization_barrier((leaving, rows))
+            # Read before it is overwritten, or XLA may copy the ring to read it later; not before
+            # the new row is there, or it may do so under the transfer for an earlier layer.
+            leaving, rows, row = lax.optimization_barrier((leaving, rows, row))
             gone = position - slots.window
             values = _values(leaving).astype(jnp.float32)
             values = jnp.where((gone >= slots.sinks)[:, None, None], values, 0.0)

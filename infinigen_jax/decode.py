@@ -460,9 +460,8 @@ class Decoder:
         if (rows := self.held(own.positions, positions)) is not None:
             there = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)
         missing = (there - request.count)[..., None]
-        mean = local.left - taken[:, :, None]
-        mean = mean / jnp.maximum(missing, 1).astype(jnp.float32)[..., None]
-        return Tail(jnp.where((missing > 0)[..., None], score, -jnp.inf), mean)
+        score = jnp.where((missing > 0)[..., None], score, -jnp.inf)
+        return Tail(score, local.left - taken[:, :, None], missing)
 
     def tail_blocks(
         self,
@@ -483,9 +482,8 @@ class Decoder:
             capacity, blocks = scores.shape[3], local.left.shape[2]
             eligible = self.slots.eligible(positions, capacity)
             score = log_rest(scores, eligible[:, None], request, blocks)
-            there = jnp.sum(eligible.reshape(-1, blocks, capacity // blocks), axis=-1)
-            there = jnp.maximum(there, 1).astype(jnp.float32)
-            return Tail(score, local.left / there[:, None, :, None])
+            by_block = eligible.reshape(-1, 1, blocks, capacity // blocks)
+            return Tail(score, local.left, jnp.sum(by_block, axis=-1, dtype=jnp.int32))
 
     def own_layer(self, weights: Weights, cache: Cache, number: int, at: Any) -> HostLayer | None:
         """Where the host keeps this host layer's rows; None for a number below 0, of no layer."""

@@ -187,7 +187,8 @@ def test_a_tail_is_the_attention_that_equal_values_and_true_scores_would_give():
     scores = jnp.einsum("bkgd,bknd->bkgn", q, same[..., :4])
     values = jnp.stack([same[:, :, 5, 4:]] * 2, axis=2)
     apart = [jax.nn.logsumexp(scores[..., a:b], axis=-1) for a, b in ((5, 6), (6, 9))]
-    tail = Tail(jnp.stack(apart, axis=-1), values)
+    counts = jnp.asarray([[[1, 3]]], jnp.int32)
+    tail = Tail(jnp.stack(apart, axis=-1), values * counts[..., None], counts)
     part = packed(same, jnp.broadcast_to(~left, (2, 1, 9)))
     whole = packed(same, jnp.ones((2, 1, 9), bool))
     got, (weights,) = attend_weighted(q, part, tail=tail)
@@ -200,7 +201,8 @@ def test_a_tail_is_the_attention_that_equal_values_and_true_scores_would_give():
 def test_no_tail_changes_no_bit(score):
     q, rows = attention_inputs()
     part = packed(rows, jnp.ones((2, 1, 9), bool))
-    tail = Tail(jnp.full((2, 3, 2, 5), score, jnp.float32), jnp.ones((2, 3, 5, 4), jnp.float32))
+    scores = jnp.full((2, 3, 2, 5), score, jnp.float32)
+    tail = Tail(scores, jnp.ones((2, 3, 5, 4), jnp.float32), jnp.ones((2, 1, 5), jnp.int32))
     np.testing.assert_array_equal(attend_weighted(q, part, tail=tail)[0], attend(q, part))
 
 

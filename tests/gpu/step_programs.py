@@ -61,8 +61,9 @@ HOST_BYTES = (LAYERS - DENSE) * LAYER_BYTES
 FETCHED = POLICY.request_size(CAPACITY)
 FETCHED_BYTES = HEADS * FETCHED * ROW
 FLUSHED_BYTES = (LAYERS - DENSE) * HEADS * POLICY.window * ROW
-# A layer's ring and sinks, and the sum of the other values.
-RESIDENT_BYTES = HEADS * ((POLICY.sinks + POLICY.window) * ROW + CONFIG.head_dim * 4)
+# A layer's ring and sinks, and the sums of the other values.
+BLOCKS = CAPACITY // POLICY.tail_block
+RESIDENT_BYTES = HEADS * ((POLICY.sinks + POLICY.window) * ROW + BLOCKS * CONFIG.head_dim * 4)
 # What comes from the host of a layer's weights, where they live there.
 MOVED = [
     leaf.size * leaf.dtype.itemsize
@@ -97,10 +98,6 @@ def _shaped(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
 
 def _placed(tree: Any, sharding: Any) -> Any:
     return jax.tree.map(lambda leaf: _shaped(leaf.shape, leaf.dtype, sharding), tree)
-
-
-def _key_mean() -> Any:
-    return _shaped((CONFIG.num_kv_heads, CONFIG.head_dim), jnp.float32, None)
 
 
 @functools.cache
@@ -143,7 +140,7 @@ def _cache(hot_set: float = 0.0) -> Cache:
     dense = _shaped((b, k, CAPACITY, d), DTYPE, at.rows)
     resident = Resident(
         _shaped((b, k, decoder().slots.size, 2 * d), DTYPE, at.rows),
-        _shaped((b, k, d), jnp.float32, at.rows),
+        _shaped((b, k, BLOCKS, d), jnp.float32, at.rows),
     )
     local = (DenseLayer(dense, dense),) * DENSE + (resident,) * on_host
     lengths = _shaped((b,), jnp.int32, at.batch)
@@ -183,7 +180,6 @@ def _carry() -> Carry:
     request = Request(
         _shaped((b, k, FETCHED), jnp.int32, at.rows),
         _shaped((b, k), jnp.int32, at.rows),
-        rest=_shaped((b, k, CONFIG.group_size), jnp.float32, at.rows),
     )
     rows = _shaped((b, k, FETCHED, 2 * CONFIG.head_dim), DTYPE, at.rows)
     x = _shaped((b, CONFIG.hidden_size), DTYPE, at.batch)
@@ -229,19 +225,19 @@ def scanned() -> Program:
         numbers = jnp.arange(LAYERS - DENSE, dtype=jnp.int32)
 
         def body(carry: Carry, inputs: Any) -> tuple:
-            number, params, resident = inputs
+            number, params, resident, weights, state = inputs
             ahead = jnp.minimum(number + 1, LAYERS - DENSE - 1)
             following = jax.tree.map(
                 lambda x: jax.lax.dynamic_index_in_dim(x, ahead, 0, keepdims=False),
                 Following(layers, policy, states, numbers),
             )
-            own = HostLayer(number, SCALES)
+            own = HostLayer(number, SCALES, tail=(weights, state))
             carry, resident, _, _ = decoder().decode_layer(
                 params, carry, resident, None, None, host, own, following, at
             )
             return carry, resident
 
-        return jax.lax.scan(body, carry, (numbers, layers, local))
+        return jax.lax.scan(body, carry, (numbers, layers, local, policy, states))
 
     return compile_for_gpu(
         jax.jit(step),
@@ -270,7 +266,7 @@ def fetching_layer() -> Program:
         None,
         None,
         cache.host,
-        HostLayer(_scalar(), SCALES, _key_mean()),
+        HostLayer(_scalar(), SCALES, tail=(constant.policy[0], cache.states[0])),
         following,
         cache.lengths,
     )
@@ -295,10 +291,13 @@ def flush() -> Program:
 def flush_pool() -> Program:
     """The same into a pool of so many slots as there were positions."""
     at, cache, on_host = Placement(default_mesh()), _cache(), LAYERS - DENSE
-    limited = dataclasses.replace(decoder(), pool=Pool(tokens=CAPACITY))
+    policy = dataclasses.replace(POLICY, tail_tokens=0)
+    limited = dataclasses.replace(decoder(), policy=policy, pool=Pool(tokens=CAPACITY))
     positions = _shaped((BATCH, CONFIG.num_kv_heads, CAPACITY), jnp.int32, at.rows)
     kept = _placed(jax.eval_shape(lambda x: start_kept(limited, x), positions), at.rows)
-    pooled = cache._replace(hot=(kept,) * on_host, pool=(positions,) * on_host)
+    left = _shaped((BATCH, CONFIG.num_kv_heads, 1, CONFIG.head_dim), jnp.float32, at.rows)
+    local = (*cache.local[:DENSE], *[x._replace(left=left) for x in cache.local[DENSE:]])
+    pooled = cache._replace(hot=(kept,) * on_host, pool=(positions,) * on_host, local=local)
     return compile_for_gpu(steps(limited).flush_pool, weights().policy, pooled)
 
 
