@@ -188,7 +188,7 @@ def test_a_tail_is_the_attention_that_equal_values_and_true_scores_would_give():
     values = jnp.stack([same[:, :, 5, 4:]] * 2, axis=2)
     apart = [jax.nn.logsumexp(scores[..., a:b], axis=-1) for a, b in ((5, 6), (6, 9))]
     counts = jnp.asarray([[[1, 3]]], jnp.int32)
-    tail = Tail(jnp.stack(apart, axis=-1), values * counts[..., None], counts)
+    tail = Tail(jnp.stack(apart, axis=-1), values * counts[..., None].astype(jnp.float32), counts)
     part = packed(same, jnp.broadcast_to(~left, (2, 1, 9)))
     whole = packed(same, jnp.ones((2, 1, 9), bool))
     got, (weights,) = attend_weighted(q, part, tail=tail)
