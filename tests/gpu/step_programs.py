@@ -32,7 +32,7 @@ from infinigen_jax.steps import steps
 from infinigen_jax.transfer import Transfer, XlaTransfer
 from infinigen_jax.weights import STAYS, placement
 
-LAYERS, DENSE, BATCH, CAPACITY, PROMPT = 6, 2, 2, 8192, 256
+LAYERS, DENSE, BATCH, CAPACITY, PROMPT = 6, 2, 2, 8192, 128
 DTYPE = jnp.dtype(jnp.bfloat16)
 CONFIG = ModelConfig(
     family="llama",
