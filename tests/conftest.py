@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,19 @@ import pytest
 # Most of the time of these tests is compilation of programs that run once; LLVM's optimisation
 # is a third of it. A level in the environment has precedence.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "")
+
+# Programs are compiled once for all modules, workers and processes of a run. (Without a folder of
+# their own: the first process to come here makes one, and the others inherit its environment.)
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    programs = tempfile.TemporaryDirectory(prefix="infinigen-jax-tests-")
+    os.environ |= {
+        "JAX_COMPILATION_CACHE_DIR": programs.name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    jax.config.update("jax_compilation_cache_dir", programs.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # Before anything imports the package: its annotations are checked on every call.
 jaxtyping.install_import_hook("infinigen_jax", "beartype.beartype")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks import (
     decode,
@@ -37,6 +38,16 @@ SYSTEMS = [
 MEASURED = [name for name in SYSTEMS if name != "transformers-offloaded"]
 OURS = [name for name in MEASURED if name in presets.OURS]
 TOKENS, ROUNDS, STEPS, TRACED = 3, 2, 33, 2  # 33 single steps: one of them flushes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_this_process():
+    """Traces do not know the parts of a program that was compiled by another process."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +129,7 @@ def test_shares_of_a_traced_step_add_up(systems, name):
     selects = name != "full-device"
     assert (parts["speculation"] > 0, parts["selection"] > 0) == (selects, selects)
     assert (parts["transfer"] > 0) == (traced["transfer_ms"] > 0)
-    assert not selects or traced["transfer_ms"] > 0
+    assert traced["transfer_ms"] == 0  # the CPU reads rows where they are, in its attention
     assert traced["guessed_share"] < 0.05
     assert {f"layer{i}" for i in range(3)} <= traced["layers_ms"].keys()
 
@@ -201,7 +212,7 @@ def test_a_memory_cap_refuses_what_does_not_fit():
     options.device_memory = (weights + needs["full-device"].device) / 1e9 - 1e-9
     _, absent = needs_of(bench, CONTEXT)
     refused = {name for name, entry in absent.items() if entry["absent"] == "refused"}
-    assert {"full-device", "transformers"} <= refused
+    assert "full-device" in refused
     assert not {"full-streamed", "infinigen"} & refused
     assert "device memory" in absent["full-device"]["reason"]
 
