@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         "budget": options.budget,
     }
     result: dict[str, Any] = settings | {"machine": machine.describe(), "lines": []}
-    result["lines"] = finished(options.json, settings)
+    result["lines"] = finished(options.json, result)
     for way in WAYS:
         if time.monotonic() > deadline or way in {line["calibration"] for line in result["lines"]}:
             continue
@@ -80,12 +80,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def finished(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an interrupted run with the same settings has measured."""
+def finished(path: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an interrupted run with the same settings has measured, of the same code."""
     if not path.exists():
         return []
+
+    def known(run: dict[str, Any]) -> dict[str, Any]:
+        rest = {name: run[name] for name in run if name not in ("machine", "lines")}
+        return rest | {"commit": run["machine"]["commit"]}
+
     before = json.loads(path.read_text())
-    return before["lines"] if settings.items() <= before.items() else []
+    return before["lines"] if known(before) == known(result) else []
 
 
 def policies(budget: float) -> dict[str, InfiniGen]:
