@@ -22,7 +22,7 @@ from infinigen_jax.prefill import chunk_for
 from infinigen_jax.run import round_up_capacity
 from infinigen_jax.traffic import Traffic, planned_traffic
 from infinigen_jax.transfer.cuda import CudaTransfer
-from infinigen_jax.weights import STAYS
+from infinigen_jax.weights import in_host_memory
 from infinigen_jax.workspace import decode_bytes, prefill_bytes
 
 
@@ -240,7 +240,7 @@ def brought_bytes(decoder: Decoder, weights: Weights) -> tuple[int, int]:
     if not decoder.weights_on_host:
         return 0, 0
     layers = weights.params["layers"]
-    moved = [{n: part for n, part in layer.items() if n not in STAYS} for layer in layers]
+    moved = [in_host_memory(layer) for layer in layers]
     return tree_bytes(moved), tree_bytes(moved[0])
 
 

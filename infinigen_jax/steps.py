@@ -23,7 +23,7 @@ from infinigen_jax.pool import Kept
 from infinigen_jax.reuse import HotSet
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.selection import Request
-from infinigen_jax.weights import await_copy, start_copy
+from infinigen_jax.weights import await_copy, compiler_options, start_copy
 
 SCHEDULES = ("fused", "layerwise")
 
@@ -229,6 +229,7 @@ def steps(decoder: Decoder) -> Steps:
     def flush_pool(policy: Any, cache: Cache) -> Cache:
         return pooled.flush(decoder, policy, cache)
 
+    options = compiler_options() if decoder.weights_on_host else None
     at: Any = Placement(decoder.mesh)
     rest = at.rows if decoder.policy.has_tail and not decoder.policy.tail_block else None
     fetched = Fetched(Request(at.rows, at.rows, None, rest), at.rows)
@@ -244,7 +245,7 @@ def steps(decoder: Decoder) -> Steps:
             return outcome, *rest, coming
 
         out = (carry if fetches else bare, at.rows, at.rows, at.rows, at.whole)
-        return jax.jit(run, donate_argnums=(2, 3, 4), out_shardings=out)
+        return jax.jit(run, donate_argnums=(2, 3, 4), out_shardings=out, compiler_options=options)
 
     donated = (2, 4, 5) if decoder.policy.observes else (4, 5)
     step = Cache(None, at.rows, at.rows, at.batch, (), at.rows)
@@ -254,23 +255,27 @@ def steps(decoder: Decoder) -> Steps:
             static_argnames="sampling",
             donate_argnums=donated,
             out_shardings=(step, at.batch, at.batch, counts),
+            compiler_options=options,
         ),
         checked=jax.jit(
             functools.partial(fused, checks=True),
             static_argnames="sampling",
             donate_argnums=donated,
             out_shardings=(step, at.batch, at.batch, counts, at.batch),
+            compiler_options=options,
         ),
         scored=jax.jit(
             scored,
             donate_argnums=donated,
             out_shardings=(step, at.batch, at.batch, counts),
+            compiler_options=options,
         ),
         watched=jax.jit(
             scored,
             static_argnames="watch",
             donate_argnums=donated,
             out_shardings=(step, at.batch, at.batch, counts, at.batch),
+            compiler_options=options,
         ),
         embed=jax.jit(decoder.embed, out_shardings=bare),
         first=jax.jit(decoder.request_first, donate_argnums=2, out_shardings=(carry, at.rows)),

@@ -1,19 +1,19 @@
 """Weights in host memory, for models larger than the device: streamed one layer ahead.
 
     layer l      on the device: its weights, and those of layer l+1 on their way
-    always       embeddings, what a policy prepared, and of each layer what its queries are made by:
-                 rows are requested for layer l+1 at the beginning of layer l
+    always       embeddings, what a policy prepared, and of each layer its vectors, and what its
+                 queries are made by: rows are requested for layer l+1 at the beginning of layer l
 
 In the fused step the copy of layer l+1's weights is tied to layer l at both ends, so that two
-layers' worth is on the device and no more: otherwise XLA would start all copies at once. Compiled
-for a GPU, that holds, but most of the copies are awaited as soon as they are started, and the
-fetched rows as well: they do not overlap with the layer's work yet.
+layers' worth is on the device and no more: otherwise XLA would start all copies at once.
 """
 
 import functools
+import logging
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
@@ -22,8 +22,13 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.memory import HOST, Placement, default_mesh, to_device
 from infinigen_jax.models import Params
 
+logger = logging.getLogger(__name__)
+
 WEIGHTS = ("device", "host")
 STAYS = ("attention_norm", "q", "q_norm")
+# XLA's limit of asynchronous work under way: two by default, and a third copy is started only
+# when the first has been awaited. A step begins with those of two layers, a matrix each.
+IN_FLIGHT = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
 
 
 def check_weights(weights: str) -> None:
@@ -32,15 +37,27 @@ def check_weights(weights: str) -> None:
         raise InputError(f"--weights {weights}: use {' or '.join(WEIGHTS)}")
 
 
+def in_host_memory(layer: Any) -> Any:
+    """Of a layer's parameters, or shapes of them, those to be in host memory; None for the others.
+
+    A copy of a vector, norm or bias, would take as long to start as it saves.
+    """
+
+    def choose(path: Any, leaf: Any) -> Any:
+        return leaf if path[0].key not in STAYS and leaf.ndim > 1 else None
+
+    return jax.tree_util.tree_map_with_path(choose, layer)
+
+
 def placement(layers: Any, weights: str, mesh: Mesh) -> Any:
     """Where each array of the layers' parameters lives: a tree of shardings."""
     device = Placement(mesh).whole
     host = NamedSharding(mesh, device.spec, memory_kind=HOST)
 
-    def place(path: Any, leaf: Any) -> NamedSharding:
-        return host if weights == "host" and path[1].key not in STAYS else device
+    def place(leaf: Any, moved: Any) -> NamedSharding:
+        return device if weights == "device" or moved is None else host
 
-    return jax.tree_util.tree_map_with_path(place, layers)
+    return [jax.tree.map(place, layer, in_host_memory(layer)) for layer in layers]
 
 
 def placed(layer: Params, weights: str) -> Params:
@@ -53,9 +70,13 @@ def placed(layer: Params, weights: str) -> Params:
 
 def start_copy(params: Params, x: Array) -> tuple[Params, Array]:
     """A layer's parameters, on their way to the device from where x is computed on."""
-    moved = {name: value for name, value in params.items() if name not in STAYS}
-    x, moved = lax.optimization_barrier((x, moved))
-    return params | jax.tree.map(to_device, moved), x
+    x, moved = lax.optimization_barrier((x, in_host_memory(params)))
+    return jax.tree.map(lambda p, m: p if m is None else to_device(m), params, moved), x
+
+
+def await_copy(params: Params, x: Array) -> tuple[Params, Array]:
+    """The parameters, there when x is."""
+    return lax.optimization_barrier((params, x))
 
 
 @functools.cache
@@ -69,6 +90,12 @@ def bring(mesh: Mesh) -> Any:
     return jax.jit(copied, donate_argnums=1, out_shardings=(at.whole, at.batch))
 
 
-def await_copy(params: Params, x: Array) -> tuple[Params, Array]:
-    """The parameters, there when x is."""
-    return lax.optimization_barrier((params, x))
+@functools.cache
+def compiler_options() -> dict[str, int] | None:
+    """For the functions in which layers' weights are copied beside other work."""
+    try:
+        jax.jit(lambda: jnp.int32(0), compiler_options=IN_FLIGHT)()
+    except jax.errors.JaxRuntimeError as error:
+        logger.warning("--weights host: copies will hardly overlap, %s", error)
+        return None
+    return IN_FLIGHT

@@ -12,7 +12,9 @@ import importlib.metadata
 from collections.abc import Callable
 
 import step_programs as sp
-from compile_for_gpu import Instruction, Program, async_pairs, copies, large_results, schedule
+from compile_for_gpu import Program
+from hlo import Instruction
+from reading import async_pairs, copies, large_results, schedule
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "fused": sp.fused,

@@ -30,7 +30,7 @@ from infinigen_jax.selection import Request
 from infinigen_jax.span import Span
 from infinigen_jax.steps import steps
 from infinigen_jax.transfer import Transfer, XlaTransfer
-from infinigen_jax.weights import STAYS, placement
+from infinigen_jax.weights import in_host_memory, placement
 
 LAYERS, DENSE, BATCH, CAPACITY, PROMPT = 6, 2, 2, 8192, 128
 DTYPE = jnp.dtype(jnp.bfloat16)
@@ -67,9 +67,7 @@ RESIDENT_BYTES = HEADS * ((POLICY.sinks + POLICY.window) * ROW + BLOCKS * CONFIG
 # What comes from the host of a layer's weights, where they live there.
 MOVED = [
     leaf.size * leaf.dtype.itemsize
-    for name, tree in blueprint(CONFIG, DTYPE).layer_shapes.items()
-    for leaf in jax.tree.leaves(tree)
-    if name not in STAYS
+    for leaf in jax.tree.leaves(in_host_memory(blueprint(CONFIG, DTYPE).layer_shapes))
 ]
 # The smallest matrices of a layer: to the queries, to keys and values, and the output projection.
 WEIGHT_BYTES = CONFIG.hidden_size * CONFIG.num_heads * CONFIG.head_dim * DTYPE.itemsize
@@ -86,9 +84,19 @@ class UntiedTransfer(XlaTransfer):
 
 
 @functools.cache
-def decoder(transfer: Transfer | None = None, hot_set: float = 0.0) -> Decoder:
-    chosen = transfer or XlaTransfer()
-    return Decoder(CONFIG, DTYPE, POLICY, chosen, DENSE, default_mesh(), hot_set=hot_set)
+def decoder(
+    transfer: Transfer | None = None, hot_set: float = 0.0, weights_on: str = "device"
+) -> Decoder:
+    return Decoder(
+        CONFIG,
+        DTYPE,
+        POLICY,
+        transfer or XlaTransfer(),
+        DENSE,
+        default_mesh(),
+        hot_set=hot_set,
+        weights_on_host=weights_on == "host",
+    )
 
 
 def _shaped(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
@@ -101,7 +109,7 @@ def _placed(tree: Any, sharding: Any) -> Any:
 
 
 @functools.cache
-def weights() -> Weights:
+def weights(weights_on: str = "device") -> Weights:
     """Shapes of everything constant."""
     plan = blueprint(CONFIG, DTYPE)
     params = {
@@ -126,7 +134,14 @@ def weights() -> Weights:
         return tuple(POLICY.prepare(model, i) for i in range(DENSE, LAYERS))
 
     policy = jax.eval_shape(prepare, params)
-    return _placed(Weights(params, policy), Placement(default_mesh()).whole)
+    constant = _placed(Weights(params, policy), Placement(default_mesh()).whole)
+    layers = constant.params["layers"]
+    there = jax.tree.map(
+        lambda x, place: _shaped(x.shape, x.dtype, place),
+        layers,
+        placement(layers, weights_on, default_mesh()),
+    )
+    return constant._replace(params=constant.params | {"layers": there})
 
 
 def _cache(hot_set: float = 0.0) -> Cache:
@@ -152,14 +167,16 @@ def _scalar(dtype: Any = jnp.int32) -> Any:
 
 
 @functools.cache
-def fused(transfer: Transfer | None = None, hot_set: float = 0.0) -> Program:
+def fused(
+    transfer: Transfer | None = None, hot_set: float = 0.0, weights_on: str = "device"
+) -> Program:
     """The whole step, greedy; with the `cuda` transfer, selection and reuse by kernels as well."""
     cache = _cache(hot_set)
     kernels = transfer is not None and transfer.name == "cuda"
     with mock.patch.object(cuda, "in_use", lambda: kernels):
         return compile_for_gpu(
-            steps(decoder(transfer, hot_set)).fused,
-            weights(),
+            steps(decoder(transfer, hot_set, weights_on)).fused,
+            weights(weights_on),
             cache.host,
             cache.states,
             cache.scales,
@@ -185,29 +202,6 @@ def _carry() -> Carry:
     x = _shaped((b, CONFIG.hidden_size), DTYPE, at.batch)
     fetched = _shaped((b,), jnp.int32, at.batch)
     return Carry(x, Fetched(request, rows), Counts(fetched, fetched))
-
-
-@functools.cache
-def fused_with_weights_on_host() -> Program:
-    """The whole step, greedy, with the layers' weights in host memory."""
-    cache, constant = _cache(), weights()
-    layers = constant.params["layers"]
-    places = placement(layers, "host", default_mesh())
-    layers = jax.tree.map(lambda x, place: _shaped(x.shape, x.dtype, place), layers, places)
-    return compile_for_gpu(
-        steps(dataclasses.replace(decoder(), weights_on_host=True)).fused,
-        constant._replace(params=constant.params | {"layers": layers}),
-        cache.host,
-        cache.states,
-        cache.scales,
-        cache.local,
-        cache.hot,
-        cache.lengths,
-        cache.lengths,
-        _scalar(jnp.uint32),
-        cache.lengths,
-        Sampling(),
-    )
 
 
 @functools.cache
@@ -252,14 +246,15 @@ def scanned() -> Program:
 
 
 @functools.cache
-def fetching_layer() -> Program:
+def fetching_layer(weights_on: str = "device") -> Program:
     """One layer on the host that fetches for the next one, as the layerwise schedule runs it."""
     cache, constant = _cache(), weights()
     following = Following(
         constant.params["layers"][-1], constant.policy[-1], cache.states[-1], _scalar()
     )
+    upcoming = weights("host").params["layers"][-1:]
     return compile_for_gpu(
-        steps(decoder()).fetching_layer,
+        steps(decoder(weights_on=weights_on)).fetching_layer,
         constant.params["layers"][DENSE],
         _carry(),
         cache.local[-1],
@@ -269,6 +264,7 @@ def fetching_layer() -> Program:
         HostLayer(_scalar(), SCALES, tail=(constant.policy[0], cache.states[0])),
         following,
         cache.lengths,
+        keywords={"stored": upcoming} if weights_on == "host" else None,
     )
 
 
@@ -333,5 +329,5 @@ def keep_rows() -> Program:
         SCALES,
         cache.host,
         _scalar(),
-        static={"streams": False},
+        keywords={"streams": False},
     )

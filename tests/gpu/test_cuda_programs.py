@@ -8,17 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 import step_programs as sp
-from compile_for_gpu import (
-    Instruction,
-    Program,
-    compile_for_gpu,
-    copies,
-    host_copies,
-    large_results,
-    on_device,
-    register_placeholder,
-    schedule,
-)
+from compile_for_gpu import Program, compile_for_gpu, on_device
+from hlo import Instruction
+from placeholders import register_placeholder
+from reading import copies, host_copies, large_results, schedule
 
 from infinigen_jax.cuda import calls
 from infinigen_jax.cuda.launch import LAUNCH, START, WAIT

@@ -6,10 +6,10 @@ schedule: `python tests/gpu/show_schedule.py`.
 
 import pytest
 import step_programs as sp
-from compile_for_gpu import (
+from compile_for_gpu import Program
+from hlo import Instruction
+from reading import (
     AsyncPair,
-    Instruction,
-    Program,
     assert_no_copy_larger_than,
     assert_updated_in_place,
     async_pairs,

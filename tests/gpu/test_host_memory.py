@@ -7,20 +7,18 @@ These hold the facts that the package rests on, one operation at a time, and at 
 import jax
 import jax.numpy as jnp
 import pytest
-from compile_for_gpu import (
+from compile_for_gpu import compile_for_gpu, on_device, on_host
+from jax import lax
+from placeholders import register_placeholder
+from reading import (
     assert_no_copy_larger_than,
     assert_updated_in_place,
     async_pairs,
     between_custom_calls,
-    compile_for_gpu,
     copies,
     host_copies,
     large_results,
-    on_device,
-    on_host,
-    register_placeholder,
 )
-from jax import lax
 
 LAYERS, BATCH, HEADS, CAPACITY, ROW = 2, 3, 4, 1024, 256
 FETCHED = 32

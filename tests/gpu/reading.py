@@ -1,0 +1,131 @@
+"""What a compiled program launches, copies, makes anew and overlaps.
+
+assert_no_copy_larger_than(program, 1 << 20)
+assert_updated_in_place(program, cache_bytes)
+for pair in async_pairs(program):
+    print(pair.start.name, [i.name for i in pair.between])
+"""
+
+from typing import NamedTuple
+
+from compile_for_gpu import Program
+from hlo import Instruction, computations
+
+_NO_NEW_BUFFER = frozenset(
+    "parameter constant tuple get-tuple-element bitcast while conditional call opt-barrier "
+    "after-all add-dependency".split()
+)
+_BOOKKEEPING = _NO_NEW_BUFFER - {"while", "conditional", "call"}
+
+
+class AsyncPair(NamedTuple):
+    """A start, the work that is launched while it runs, and the done that waits for it."""
+
+    start: Instruction
+    done: Instruction
+    between: tuple[Instruction, ...]
+
+
+def schedule(program: Program) -> dict[str, list[Instruction]]:
+    """What is launched, by computation: no fused bodies and no bookkeeping."""
+    everything = computations(program.hlo)
+    inlined = {i.inlines for body in everything.values() for i in body}
+    return {
+        name: [i for i in body if i.opcode not in _BOOKKEEPING]
+        for name, body in everything.items()
+        if name not in inlined
+    }
+
+
+def copies(program: Program, min_bytes: int = 0) -> list[Instruction]:
+    """Every copy of at least min_bytes, inside fusions too."""
+    return [
+        i
+        for body in computations(program.hlo).values()
+        for i in body
+        if i.opcode in ("copy", "copy-start") and i.nbytes >= min_bytes
+    ]
+
+
+def host_copies(program: Program, min_bytes: int = 0) -> list[Instruction]:
+    """The copies that read or write pinned host memory: transfers, and host-to-host copies."""
+    bodies = computations(program.hlo)
+
+    def touches_host(copy):
+        defined = {i.name: i for i in bodies[copy.computation]}
+        involved = [copy] + [defined[name] for name in copy.operands if name in defined]
+        return any(buffer.on_host for i in involved for buffer in i.results)
+
+    return [copy for copy in copies(program, min_bytes) if touches_host(copy)]
+
+
+def large_results(program: Program, min_bytes: int) -> list[Instruction]:
+    """Everything launched that fills a new buffer of at least min_bytes, be it a copy or not.
+
+    Finds what a search for copies misses: the cache converted, transposed, sliced or gathered as a
+    whole. Operations that only pass buffers on are left out, and so are updates: if one of them is
+    not in place, a copy in front of it or the temporaries in `memory` tell.
+    """
+    bodies = computations(program.hlo)
+
+    def fills_buffer(i):
+        parts = [i, *bodies.get(i.inlines, [])]
+        in_place = any(
+            part.opcode in ("dynamic-update-slice", "scatter") and part.nbytes >= min_bytes
+            for part in parts
+        )
+        return not (
+            in_place
+            or i.opcode in _NO_NEW_BUFFER
+            or i.opcode.endswith(("-done", "-update"))
+            or "output_to_operand_aliasing" in i.text
+            or i.target == "AllocateBuffer"
+        )
+
+    launched = [i for body in schedule(program).values() for i in body]
+    return [i for i in launched if i.nbytes >= min_bytes and fills_buffer(i)]
+
+
+def async_pairs(program: Program) -> list[AsyncPair]:
+    """Every asynchronous operation, with the work scheduled between its start and its done.
+
+    An empty `between` means that nothing overlaps with it.
+    """
+    pairs = []
+    for body in schedule(program).values():
+        for position, start in enumerate(body):
+            if not start.opcode.endswith("-start"):
+                continue
+            for end in range(position + 1, len(body)):
+                if body[end].opcode.endswith("-done") and start.name in body[end].operands:
+                    pairs.append(AsyncPair(start, body[end], tuple(body[position + 1 : end])))
+    return pairs
+
+
+def between_custom_calls(program: Program, first: str, last: str) -> list[Instruction]:
+    """The work scheduled between a custom call to `first` and the next one to `last`.
+
+    For a transfer that is started by one FFI call and awaited by another: what overlaps with it.
+    Raises ValueError where the two do not occur in this order in any computation.
+    """
+    for body in schedule(program).values():
+        targets = [i.target for i in body]
+        if first in targets:
+            begin = targets.index(first)
+            return body[begin + 1 : targets.index(last, begin)]
+    raise ValueError(f"no custom call to {first}")
+
+
+def assert_no_copy_larger_than(program: Program, limit_bytes: int) -> None:
+    """Raise AssertionError, naming the instructions, if anything above the limit is copied."""
+    offenders = copies(program, limit_bytes + 1)
+    listing = "\n".join(f"  {i.computation}: {i.text[:200]}" for i in offenders)
+    assert not offenders, f"copies of more than {limit_bytes} bytes:\n{listing}"
+
+
+def assert_updated_in_place(program: Program, cache_bytes: int) -> None:
+    """Raise AssertionError unless a donated host cache of this size is returned in its own buffer,
+    and no pinned temporary of that size exists."""
+    alias, temp = program.memory["host_alias"], program.memory["host_temp"]
+    assert alias >= cache_bytes, f"only {alias} bytes of host memory are aliased, not {cache_bytes}"
+    assert temp < cache_bytes, f"{temp} bytes of pinned temporaries, the cache has {cache_bytes}"

@@ -1,0 +1,98 @@
+"""Weights in host memory: those of layer l+1 come while layer l computes, compiled for a GPU."""
+
+import pytest
+import step_programs as sp
+from compile_for_gpu import Program
+from hlo import Instruction
+from placeholders import register_placeholder
+from reading import AsyncPair, async_pairs, host_copies, large_results, schedule
+
+from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
+from infinigen_jax.transfer import Transfer, XlaTransfer
+from infinigen_jax.transfer.cuda import CudaTransfer
+
+MATRICES = len(sp.MOVED)
+# Beside the weights: activations, fetched rows, and what a step makes of its index.
+REST = sp.FETCHED_BYTES + sum(sp.MOVED) // 4
+
+
+@pytest.fixture(autouse=True)
+def placeholders(gpu_compiler: None) -> None:
+    register_placeholder(LAUNCH, START, WAIT)
+
+
+def weight_copies(program: Program) -> list[AsyncPair]:
+    return [pair for pair in async_pairs(program) if pair.start.nbytes in sp.MOVED]
+
+
+def products(work: list[Instruction], scope: str) -> list[str]:
+    """Names of the matrix products in a named scope, and of a layer's other kernels for them."""
+    return [i.name for i in work if f"/{scope}/" in i.op_name and "dot_general" in i.op_name]
+
+
+def launched(program: Program) -> list[Instruction]:
+    return [i for body in schedule(program).values() for i in body]
+
+
+def assert_beside(program: Program, pair: AsyncPair, layer: str) -> None:
+    """The copy is started before what the layer computes with its rows, and awaited behind it."""
+    everything, between = launched(program), list(pair.between)
+    attention = products(everything, f"{layer}attention")
+    mlp = products(everything, f"{layer}mlp")
+    assert len(attention) >= 3 and len(mlp) >= 2
+    assert set(mlp) <= set(products(between, f"{layer}mlp"))
+    # The projection to q, k and v may come before: it is one product with the speculation's.
+    beside = products(between, f"{layer}attention")
+    assert set(attention[1:]) <= set(beside)
+
+
+@pytest.mark.parametrize("transfer", [XlaTransfer(), CudaTransfer()], ids=["xla", "cuda"])
+def test_every_layer_hides_the_copy_of_the_next_ones_weights(transfer: Transfer):
+    program = sp.fused(transfer, weights_on="host")
+    pairs = weight_copies(program)
+    assert sorted(p.start.nbytes for p in pairs) == sorted(sp.MOVED * sp.LAYERS)
+    for layer in range(sp.LAYERS - 1):
+        coming = pairs[MATRICES * (layer + 1) :][:MATRICES]
+        assert sorted(pair.start.nbytes for pair in coming) == sorted(sp.MOVED)
+        for pair in coming:
+            assert_beside(program, pair, f"layer{layer}/")
+            assert not products(list(pair.between), f"layer{layer + 1}/mlp")
+
+
+def test_copies_begin_with_the_layer():
+    """With the `cuda` transfer, which has no copy of its own to wait for, before anything else."""
+    work = launched(sp.fused(CudaTransfer(), weights_on="host"))
+    for layer in range(1, sp.LAYERS - 1):
+        first = next(i for i, each in enumerate(work) if f"/layer{layer}/" in each.op_name)
+        before = work[first - MATRICES : first]
+        assert sorted(i.nbytes for i in before) == sorted(sp.MOVED)
+        assert {i.opcode for i in before} == {"copy-start"}
+
+
+@pytest.mark.parametrize("transfer", [XlaTransfer(), CudaTransfer()], ids=["xla", "cuda"])
+def test_weights_are_copied_once_and_two_layers_of_them_are_there(transfer: Transfer):
+    program = sp.fused(transfer, weights_on="host")
+    copied = [i.nbytes for i in host_copies(program, min(sp.MOVED))]
+    rows = [sp.FETCHED_BYTES] * (sp.LAYERS - sp.DENSE) if transfer.name == "xla" else []
+    assert sorted(copied) == sorted(sp.MOVED * sp.LAYERS + [n for n in rows if n >= min(sp.MOVED)])
+    made = large_results(program, min(sp.MOVED))
+    assert all(i.opcode == "copy-start" for i in made)
+    assert program.memory["temp"] < 2 * sum(sp.MOVED) + REST
+    staged = sp.FETCHED_BYTES if transfer.name == "xla" else 0
+    assert program.memory["host_temp"] == staged
+
+
+def test_rows_still_come_beside_the_layer():
+    program = sp.fused(weights_on="host")
+    rows = [pair for pair in async_pairs(program) if pair.start.nbytes == sp.FETCHED_BYTES]
+    assert len(rows) == sp.LAYERS - sp.DENSE
+    for layer, pair in enumerate(rows, sp.DENSE - 1):
+        assert_beside(program, pair, f"layer{layer}/")
+
+
+def test_a_layer_of_its_own_call_hides_them_too():
+    program = sp.fetching_layer("host")
+    pairs = weight_copies(program)
+    assert sorted(pair.start.nbytes for pair in pairs) == sorted(sp.MOVED)
+    for pair in pairs:
+        assert_beside(program, pair, "")
