@@ -77,12 +77,14 @@ def test_the_benchmark_calibrates_in_each_way():
     assert list(shapes.values()) == [(3, 30, 1), (9, 10, 1), (9, 10, 21)]
 
 
-def test_the_benchmark_goes_on_with_the_same_settings_only(tmp_path):
-    path, settings = tmp_path / "result.json", {"seen": 256}
-    assert calibration.finished(path, settings) == []
-    path.write_text(json.dumps(settings | {"machine": {}, "lines": [{"policy": "default"}]}))
-    assert calibration.finished(path, settings) == [{"policy": "default"}]
-    assert calibration.finished(path, {"seen": 128}) == []
+def test_the_benchmark_goes_on_with_the_same_settings_and_code_only(tmp_path):
+    path, run = tmp_path / "result.json", {"seen": 256, "machine": {"commit": "a", "date": "1"}}
+    assert calibration.finished(path, run) == []
+    path.write_text(json.dumps(run | {"lines": [{"policy": "default"}]}))
+    again = run | {"machine": {"commit": "a", "date": "2"}}
+    assert calibration.finished(path, again) == [{"policy": "default"}]
+    assert calibration.finished(path, again | {"seen": 128}) == []
+    assert calibration.finished(path, run | {"machine": {"commit": "b", "date": "1"}}) == []
 
 
 @pytest.mark.parametrize("name", ["gqa", "qwen3"])
