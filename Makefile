@@ -20,7 +20,7 @@ generate: $(VENV)/.base
 	@$(RUN) infinigen_jax.generate $(ARGS)
 
 test: $(VENV)/.test
-	@$(RUN) pytest -q -n 2
+	@$(RUN) pytest -q -n 2 --dist worksteal
 
 lint: $(VENV)/.dev
 	@$(RUN) ruff check
