@@ -21,6 +21,9 @@ HF: dict[str, dict[str, Any]] = {
     "opt": {"model_type": "opt", "ffn_dim": 24},
 }
 RELATIVES: dict[str, dict[str, Any]] = {
+    # Behind one dense layer, one that the device speculates for and one that the host does not
+    # hand on: every kind of layer, in less to compile.
+    "short": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 3},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12},
     "windows": {
@@ -76,6 +79,17 @@ def random_model(name: str, dtype: str = "float32", with_basis: bool | None = No
             random_basis(config.num_kv_heads, config.head_dim, i) for i in range(config.num_layers)
         ]
     return Model.from_params(config, params, dtype, bases=bases)
+
+
+def first_layers(name: str, number: int = 1, **changes: Any) -> Model:
+    """`random_model(name)` without its other layers."""
+    model = dataclasses.replace(random_model(name), **changes)
+    return dataclasses.replace(
+        model,
+        config=dataclasses.replace(model.config, num_layers=number),
+        params={**model.params, "layers": model.params["layers"][:number]},
+        bases=model.bases and model.bases[:number],
+    )
 
 
 def without_eos(model: Model) -> Model:
