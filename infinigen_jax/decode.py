@@ -31,7 +31,6 @@ from infinigen_jax.attention import (
     start_softmax,
 )
 from infinigen_jax.cache import Cache, HostLayer, Local, Resident, Slots
-from infinigen_jax.counting import log_rest
 from infinigen_jax.memory import append_rows, gather_rows, read_block
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.policies.base import Attended, Policy
@@ -478,11 +477,10 @@ class Decoder:
         assert local.left is not None
         with jax.named_scope("tail"):
             weights, state = own.tail
-            scores = self.policy.own_scores(weights, state, q)
-            capacity, blocks = scores.shape[3], local.left.shape[2]
-            eligible = self.slots.eligible(positions, capacity)
-            score = log_rest(scores, eligible[:, None], request, blocks)
-            by_block = eligible.reshape(-1, 1, blocks, capacity // blocks)
+            score = self.policy.own_rest(weights, state, q, request, positions)
+            blocks = score.shape[3]
+            eligible = self.slots.eligible(positions, blocks * self.policy.tail_block)
+            by_block = eligible.reshape(-1, 1, blocks, self.policy.tail_block)
             return Tail(score, local.left, jnp.sum(by_block, axis=-1, dtype=jnp.int32))
 
     def own_layer(self, weights: Weights, cache: Cache, number: int, at: Any) -> HostLayer | None:

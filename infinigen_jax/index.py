@@ -15,7 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped, UInt32
 
+from infinigen_jax import cuda
+from infinigen_jax.cache import Slots
+from infinigen_jax.counting import log_rest
+from infinigen_jax.cuda import scoring
 from infinigen_jax.quantize import affine_codes
+from infinigen_jax.selection import Request
 from infinigen_jax.span import Span, put_span
 
 INDEX_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
@@ -58,6 +63,11 @@ class IndexFormat:
         """e, elements of a token."""
         return self.code_words + 1 if self.quantised else self.columns
 
+    @property
+    def by_kernel(self) -> bool:
+        """Whether programs that are traced now score by a kernel."""
+        return self.quantised and self.columns <= scoring.MAX_COLUMNS and cuda.in_use()
+
     def empty(self, batch: int, kv_heads: int, capacity: int) -> Shaped[Array, "b k e t"]:
         return jnp.zeros((batch, kv_heads, self.entries, capacity), self.dtype)
 
@@ -83,6 +93,8 @@ class IndexFormat:
             query = query.astype(index.dtype)
             return jnp.einsum("bkgr,bkrt->bkgt", query, index, preferred_element_type=jnp.float32)
         query = query.astype(jnp.float32)
+        if self.by_kernel:
+            return scoring.index_scores(query, index, CODE_BITS[self.name])
         parameters = index[:, :, -1]
         step = lax.bitcast_convert_type(parameters >> 16 << 16, jnp.float32)
         low = lax.bitcast_convert_type(parameters << 16, jnp.float32)
@@ -92,6 +104,32 @@ class IndexFormat:
         by_word = by_word.reshape(*query.shape[:3], self.code_words, size)
         sums = lax.platform_dependent(by_word, index, cpu=self._looped, default=self._reduced)
         return sums * step[:, :, None] + low[:, :, None] * jnp.sum(query, axis=-1, keepdims=True)
+
+    def log_rest(
+        self,
+        query: Float[Array, "b k g r"],
+        index: Shaped[Array, "b k e t"],
+        request: Request,
+        positions: Int[Array, " b"],
+        slots: Slots,
+    ) -> Float[Array, "b k g m"]:
+        """`counting.log_rest` of the scores, by block of `slots`, of what only the host has."""
+        capacity = index.shape[3]
+        blocks = slots.blocks(capacity)
+        if self.by_kernel and capacity // blocks <= scoring.MAX_RUN:
+            return scoring.index_rest(
+                query.astype(jnp.float32),
+                index,
+                CODE_BITS[self.name],
+                positions,
+                request.slots,
+                request.count,
+                blocks,
+                slots.sinks,
+                slots.window,
+            )
+        eligible = slots.eligible(positions, capacity)[:, None]
+        return log_rest(self.scores(query, index), eligible, request, blocks)
 
     def _products(
         self, query: Float[Array, "*w c"], words: UInt32[Array, "*v t"]
@@ -133,7 +171,7 @@ class IndexFormat:
     def _reduced(
         self, query: Float[Array, "b k g w c"], index: UInt32[Array, "b k e t"]
     ) -> Float[Array, "b k g t"]:
-        """For the GPU: one kernel, kept apart from the uses of the scores by a barrier."""
+        """For a GPU without our kernels: one launch; a barrier keeps the scores' uses apart."""
         sums = jnp.sum(self._products(query, index[:, :, None, :-1]), axis=3)
         return lax.optimization_barrier(sums)
 

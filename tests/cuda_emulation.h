@@ -224,6 +224,10 @@ T atomicAdd(T* address, T value) {
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 
+inline unsigned atomicOr(unsigned* address, unsigned value) {
+  return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
+}
+
 template <typename T>
 T __ldcs(const T* address) {
   return *address;
@@ -237,6 +241,7 @@ To emulation_cast(From value) {
   return result;
 }
 inline float __int_as_float(int x) { return emulation_cast<float>(x); }
+inline float __uint_as_float(unsigned x) { return emulation_cast<float>(x); }
 inline unsigned __float_as_uint(float x) { return emulation_cast<unsigned>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }

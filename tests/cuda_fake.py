@@ -7,10 +7,14 @@ go of their operands, gets garbage. The kernels themselves are the emulation's.
 
 import collections
 import ctypes
+import functools
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
+from cuda_emulation import Emulator
 
 from infinigen_jax.cuda.driver import SIGNATURES, Driver
 from infinigen_jax.cuda.ffi import Frame
@@ -18,6 +22,8 @@ from infinigen_jax.cuda.launch import KERNELS, Launcher
 
 XLA_STREAM, CONTEXT, MODULE, OWN_STREAM = 7, 100, 200, 300
 FIRST_FUNCTION, FIRST_EVENT = 1000, 2000
+PARAMETERS = {"gather_rows": 9, "gather_rows_hot": 14, "select_rows": 14, "plan_reuse": 17}
+PARAMETERS |= {"index_scores": 8, "index_rest": 16}
 
 
 class Function:
@@ -115,7 +121,7 @@ class FakeCuda:
     def _cuLaunchKernel(self, function: int, *arguments: Any) -> None:
         blocks, _, _, threads, _, _, _, stream, parameters, _ = arguments
         name = KERNELS[function - FIRST_FUNCTION]
-        count = {"gather_rows": 9, "gather_rows_hot": 14, "select_rows": 14}.get(name, 17)
+        count = PARAMETERS[name.rstrip("_0123456789")]
         # The driver copies the parameters before it returns.
         values = [
             ctypes.c_uint64.from_buffer_copy(ctypes.string_at(address, 8))
@@ -149,3 +155,15 @@ def install(kernel: Callable[[str, int, int, int], None]) -> FakeCuda:
     launcher = FakeLauncher(Driver(fake), lambda architecture: f"code for {architecture}".encode())
     launcher.register(jax.default_backend())
     return fake
+
+
+@functools.cache
+def emulated() -> FakeCuda:
+    """The driver whose kernels are the emulation's. XLA keeps one set of handlers a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        emulator = Emulator(Path(folder))
+    return install(
+        lambda name, blocks, threads, parameters: emulator.launch(
+            name, blocks, min(threads, 64), parameters, 1
+        )
+    )

@@ -13,6 +13,7 @@ from infinigen_jax import cuda
 from infinigen_jax.cache import Slots
 from infinigen_jax.cuda import calls
 from infinigen_jax.engine import Engine
+from infinigen_jax.index import IndexFormat
 from infinigen_jax.memory import allocate_host, default_mesh, write_span
 from infinigen_jax.reuse import HotSet, Plan, plan
 from infinigen_jax.selection import Request, budget_fraction, budget_rows, group_rank, select
@@ -154,6 +155,26 @@ def test_selection(b: int, k: int, g: int, t: int, budget: float, alpha: float, 
         own, other = (np.sort(rank[i][x[i][: count[i]]]) for x in (slots, expected.slots))
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
         assert np.all(np.diff(slots[i][: count[i]]) > 0) and not slots[i][count[i] :].any()
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+@pytest.mark.parametrize("b, k, g, r, t", [(2, 8, 4, 128, 8192), (1, 2, 7, 30, 1152)])
+def test_scores(monkeypatch: pytest.MonkeyPatch, name: str, b: int, k: int, g: int, r: int, t: int):
+    random, slots = np.random.default_rng(0), Slots(4, 32, 64)
+    index = IndexFormat(name, r)
+    query = jnp.asarray(random.normal(0, 1, (b, k, g, r)), jnp.float32)
+    keys = jnp.asarray(random.normal(0, 1, (b, k, r, t)), jnp.float32)
+    wanted, positions = request(b, k, t // 10, t, 0), jnp.asarray([t - 1, t // 3][:b], jnp.int32)
+    entries = jax.jit(index.encode)(keys)
+
+    def both(query: Any, entries: Any) -> Any:
+        rest = index.log_rest(query, entries, wanted, positions, slots)
+        return index.scores(query, entries), rest
+
+    own = jax.jit(both)(query, entries)
+    monkeypatch.setattr(cuda, "in_use", lambda: False)
+    expected = jax.jit(lambda *x: both(*x))(query, entries)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), own, expected)
 
 
 @pytest.mark.parametrize("wide", [False, True])

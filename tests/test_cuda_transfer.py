@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_emulation import Emulator, compiler
-from cuda_fake import OWN_STREAM, XLA_STREAM, FakeCuda, install
+from cuda_emulation import compiler
+from cuda_fake import OWN_STREAM, XLA_STREAM, FakeCuda, emulated
 from runtime import SPARSE, engine, random_model, tokens_of
 
 from infinigen_jax import cuda
@@ -29,18 +29,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
-    emulator = Emulator(tmp_path_factory.mktemp("emulation"))
-    return install(
-        lambda name, blocks, threads, parameters: emulator.launch(
-            name, blocks, min(threads, 64), parameters, 1
-        )
-    )
-
-
 @pytest.fixture
-def driver(installed: FakeCuda) -> Iterator[FakeCuda]:
+def driver() -> Iterator[FakeCuda]:
+    installed = emulated()
     installed.calls.clear()
     yield installed
     installed.failing.clear()

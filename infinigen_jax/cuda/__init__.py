@@ -3,6 +3,7 @@
     gather.cu           rows from pinned host memory, beside XLA's work (transfer/cuda.py)
     top.cu, select.cu   the choice of rows to fetch, one launch instead of many
     plan.cu             the hot set's bookkeeping, one launch instead of many
+    score.cu            scores by a quantised index, which is read once for all query heads
 
 Nothing here needs more than JAX's CUDA wheels: NVRTC compiles the sources (`nvrtc`), the driver's
 interface launches them (`driver`, `launch`), XLA calls handlers written in Python (`ffi`).
@@ -20,7 +21,7 @@ from infinigen_jax.cuda.launch import Launcher
 from infinigen_jax.cuda.nvrtc import CompileError, kernels
 
 SWITCH = "INFINIGEN_JAX_KERNELS"
-SOURCES = ("gather.cu", "top.cu", "select.cu", "plan.cu")
+SOURCES = ("gather.cu", "top.cu", "select.cu", "plan.cu", "score.cu")
 
 
 def source() -> str:

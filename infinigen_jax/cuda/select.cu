@@ -14,8 +14,6 @@
 
 constexpr int MAX_GROUP = 128;
 
-__device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
-
 // Integer of the same order; 0 is below that of every finite number.
 __device__ inline unsigned ordered(float x) {
   const unsigned bits = __float_as_uint(x + 0.0f);  // -0.0 and 0.0 are equal
@@ -43,10 +41,10 @@ __device__ inline void measure(const float* scores, int first, int end, bool wit
     }
     peak = highest;
   }
-  const float highest = reduce(peak, [](float a, float b) { return fmaxf(a, b); });
+  const float highest = reduce(peak, larger);
   const bool any = highest > minus_infinity();
   if (with_total) {
-    total = reduce(any ? total * expf(peak - highest) : 0.0f, [](float a, float b) { return a + b; });
+    total = reduce(any ? total * expf(peak - highest) : 0.0f, added);
   }
   if (threadIdx.x == 0) {
     *peak_out = any ? highest : 0.0f;

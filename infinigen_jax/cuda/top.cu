@@ -14,13 +14,20 @@ __device__ inline int warp() { return threadIdx.x / WARP; }
 __device__ inline int warps() { return blockDim.x / WARP; }
 __device__ inline unsigned lanes_below() { return (1u << lane()) - 1; }
 
-// Combines a value of every thread; all get the result, combined in one order.
+// Combines a value of every lane of a warp; all get the result, combined in one order.
 template <typename T, typename Combine>
-__device__ T reduce(T value, Combine combine) {
-  __shared__ T partial[WARP];
+__device__ inline T reduce_warp(T value, Combine combine) {
   for (int offset = WARP / 2; offset > 0; offset /= 2) {
     value = combine(value, __shfl_xor_sync(ALL, value, offset));
   }
+  return value;
+}
+
+// The same for every thread of the block.
+template <typename T, typename Combine>
+__device__ T reduce(T value, Combine combine) {
+  __shared__ T partial[WARP];
+  value = reduce_warp(value, combine);
   if (lane() == 0) partial[warp()] = value;
   __syncthreads();
   value = partial[0];
@@ -28,6 +35,10 @@ __device__ T reduce(T value, Combine combine) {
   __syncthreads();
   return value;
 }
+
+__device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
+__device__ inline float larger(float a, float b) { return fmaxf(a, b); }
+__device__ inline float added(float a, float b) { return a + b; }
 
 __device__ inline int sum(int value) {
   return reduce(value, [](int a, int b) { return a + b; });

@@ -93,7 +93,7 @@ class Policy(Protocol):
     def tail_block(self) -> int:
         """Tokens of a block, if what is left out is attended as a mean for each block of positions.
 
-        By `own_scores` then, not `Request.rest`. 0 if it is one mean or nothing.
+        By `own_rest` then, not `Request.rest`. 0 if it is one mean or nothing.
         """
         ...
 
@@ -157,10 +157,15 @@ class Policy(Protocol):
         """
         ...
 
-    def own_scores(
-        self, weights: Params, state: Any, query: Float[Array, "b k g d"]
-    ) -> Float[Array, "b k g t"]:
-        """Attention logits of all slots, nearly, by the layer's own query; for `tail_block`."""
+    def own_rest(
+        self,
+        weights: Params,
+        state: Any,
+        query: Float[Array, "b k g d"],
+        request: Request,
+        positions: Int[Array, " b"],
+    ) -> Float[Array, "b k g m"]:
+        """`log_rest` of each block of a `tail_block`, nearly, by the layer's own query."""
         ...
 
     def append(
@@ -198,9 +203,14 @@ class Defaults:
     def tail_block(self) -> int:
         return 0
 
-    def own_scores(
-        self, weights: Params, state: Any, query: Float[Array, "b k g d"]
-    ) -> Float[Array, "b k g t"]:
+    def own_rest(
+        self,
+        weights: Params,
+        state: Any,
+        query: Float[Array, "b k g d"],
+        request: Request,
+        positions: Int[Array, " b"],
+    ) -> Float[Array, "b k g m"]:
         raise NotImplementedError  # asked for by policies with a `tail_block` only
 
     def streams(self, layer: int) -> bool:

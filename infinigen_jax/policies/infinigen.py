@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from infinigen_jax.cache import Slots
 from infinigen_jax.counting import POOL, holding, log_rest, narrow, pooled
 from infinigen_jax.errors import InputError
 from infinigen_jax.index import INDEX_DTYPES, IndexFormat, write_entries
@@ -191,15 +192,22 @@ class InfiniGen(Budgeted):
             keep = holding(best - math.log(scores.shape[2]), self.mass)
         return Request(*narrow(slots, keep), rank)
 
-    def own_scores(
-        self, weights: Params, state: Shaped[Array, "b k w t"], query: Float[Array, "b k g d"]
-    ) -> Float[Array, "b k g t"]:
+    def own_rest(
+        self,
+        weights: Params,
+        state: Shaped[Array, "b k w t"],
+        query: Float[Array, "b k g d"],
+        request: Request,
+        positions: Int[Array, " b"],
+    ) -> Float[Array, "b k g m"]:
         index = self.index_format(query.shape[-1])
-        scores = index.scores(own_query(weights, query, index.columns), state)
+        own = own_query(weights, query, index.columns)
+        slots = Slots(self.sinks, self.window, self.tail_block)
+        rest = index.log_rest(own, state, request, positions, slots)
         if "mean" not in weights:
-            return scores
+            return rest
         mean = weights["mean"].astype(jnp.float32)
-        return scores + jnp.einsum("bkgd,kd->bkg", query.astype(jnp.float32), mean)[..., None]
+        return rest + jnp.einsum("bkgd,kd->bkg", query.astype(jnp.float32), mean)[..., None]
 
     def append(
         self,

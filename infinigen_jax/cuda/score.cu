@@ -1,0 +1,208 @@
+// Scores of cached tokens by an index of 4- or 8-bit codes (index.py), read once.
+//
+//   query   [b][k][g][columns]      float32, in the index's coordinates
+//   index   [b][k][words + 1][t]    codes, the first column lowest; then step and lowest value
+//
+//   index_scores
+//   scores  [b][k][g][t]            of every slot
+//
+//   index_rest
+//   positions [b], slots [b][k][n], count [b][k]    current tokens, and what is requested
+//   rest    [b][k][g][t / run]      log(sum(exp(score))) of each run of slots, of those of sinks ..
+//                                   position - window that are not requested; -inf where none is
+//
+// A block takes every `tiles`th tile of slots of one (b, k). A lane has LANE_SLOTS slots of it, and
+// unpacks each code once for HEADS query heads; further heads go over the tile again, which is in the
+// cache by then.
+//
+// A code becomes a float without conversion: put into the low bits of 2^23, of which 2^23 is then
+// subtracted. It stays where it is in its half of a word, a power of two too large; so is the query
+// too small.
+
+constexpr int HEADS = 4;
+constexpr int LANE_SLOTS = 2;
+constexpr int MAX_COLUMNS = 256;
+constexpr int MAX_TILE = 512;
+constexpr unsigned TWO_TO_23 = 0x4b000000u;
+
+struct alignas(16) Column {
+  float of[HEADS];
+};
+
+struct Query {
+  Column column[MAX_COLUMNS];
+  float sum[HEADS];
+};
+
+// HEADS heads of a query, zeros behind the last one. `shared` is there for all behind the barrier.
+template <int BITS>
+__device__ inline void load_query(const float* query, int heads, int columns, int words,
+                                  Query* shared) {
+  constexpr int HALF = 16 / BITS;
+  for (int i = threadIdx.x; i < words * 2 * HALF; i += blockDim.x) {
+    const float scale = __int_as_float((127 - i % HALF * BITS) << 23);
+    for (int head = 0; head < HEADS; ++head) {
+      const bool there = head < heads && i < columns;
+      shared->column[i].of[head] = there ? query[head * columns + i] * scale : 0.0f;
+    }
+  }
+  for (int head = warp(); head < HEADS; head += warps()) {
+    float total = 0;
+    for (int i = lane(); head < heads && i < columns; i += WARP) total += query[head * columns + i];
+    total = reduce_warp(total, added);
+    if (lane() == 0) shared->sum[head] = total;
+  }
+  __syncthreads();
+}
+
+// Of the slots first, first + blockDim.x, ...; those beyond the end have the last one's scores.
+template <int BITS>
+__device__ inline void score_slots(const unsigned* __restrict__ index, int capacity, int words,
+                                   const Query& query, int first,
+                                   float (&score)[LANE_SLOTS][HEADS]) {
+  constexpr int HALF = 16 / BITS;
+  constexpr unsigned MASK = (1u << BITS) - 1;
+  float sum[LANE_SLOTS][HEADS] = {};
+  int slot[LANE_SLOTS];
+#pragma unroll
+  for (int j = 0; j < LANE_SLOTS; ++j) slot[j] = min(first + j * (int)blockDim.x, capacity - 1);
+
+#pragma unroll 4
+  for (int i = 0; i < words; ++i) {
+    const unsigned* row = index + (unsigned long long)i * capacity;
+    unsigned word[LANE_SLOTS];
+#pragma unroll
+    for (int j = 0; j < LANE_SLOTS; ++j) word[j] = row[slot[j]];
+#pragma unroll
+    for (int c = 0; c < 2 * HALF; ++c) {
+      const Column column = query.column[i * 2 * HALF + c];
+#pragma unroll
+      for (int j = 0; j < LANE_SLOTS; ++j) {
+        const unsigned half = c < HALF ? word[j] : word[j] >> 16;
+        const unsigned in_place = half & (MASK << (c % HALF * BITS));
+        const float code = __uint_as_float(in_place | TWO_TO_23) - __uint_as_float(TWO_TO_23);
+#pragma unroll
+        for (int head = 0; head < HEADS; ++head) sum[j][head] += column.of[head] * code;
+      }
+    }
+  }
+  const unsigned* parameters = index + (unsigned long long)words * capacity;
+#pragma unroll
+  for (int j = 0; j < LANE_SLOTS; ++j) {
+    const unsigned both = parameters[slot[j]];
+    const float step = __uint_as_float(both & 0xffff0000u), low = __uint_as_float(both << 16);
+#pragma unroll
+    for (int head = 0; head < HEADS; ++head) {
+      score[j][head] = sum[j][head] * step + low * query.sum[head];
+    }
+  }
+}
+
+template <int BITS>
+__device__ inline void scores(const float* query, const unsigned* index, float* scores, int group,
+                              int columns, int words, int capacity, int tiles) {
+  __shared__ Query shared;
+  const unsigned long long pair = blockIdx.x / tiles;
+  const int tile = LANE_SLOTS * blockDim.x;
+  query += pair * group * columns;
+  index += pair * (words + 1) * capacity;
+  scores += pair * group * capacity;
+  for (int begin = 0; begin < group; begin += HEADS) {
+    load_query<BITS>(query + begin * columns, group - begin, columns, words, &shared);
+    for (int start = blockIdx.x % tiles * tile; start < capacity; start += tiles * tile) {
+      float score[LANE_SLOTS][HEADS];
+      score_slots<BITS>(index, capacity, words, shared, start + threadIdx.x, score);
+      for (int j = 0; j < LANE_SLOTS; ++j) {
+        const int slot = start + j * blockDim.x + threadIdx.x;
+        for (int head = 0; head < HEADS; ++head) {
+          if (slot < capacity && begin + head < group) {
+            scores[(unsigned long long)(begin + head) * capacity + slot] = score[j][head];
+          }
+        }
+      }
+    }
+    __syncthreads();  // the next heads' query takes this one's place
+  }
+}
+
+// log(sum(exp(x))) of a run, by a warp.
+__device__ inline float log_sum(const float* x, int run) {
+  float peak = minus_infinity(), total = 0;
+  for (int i = lane(); i < run; i += WARP) peak = fmaxf(peak, x[i]);
+  peak = reduce_warp(peak, larger);
+  if (peak == minus_infinity()) return peak;
+  for (int i = lane(); i < run; i += WARP) total += expf(x[i] - peak);
+  return peak + logf(reduce_warp(total, added));
+}
+
+// Marks which slots of a tile are requested.
+__device__ inline void mark(const int* slots, int count, int start, int tile, unsigned* requested) {
+  for (int i = threadIdx.x; i < MAX_TILE / WARP; i += blockDim.x) requested[i] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    const int at = slots[i] - start;
+    if (at >= 0 && at < tile) atomicOr(requested + at / WARP, 1u << at % WARP);
+  }
+  __syncthreads();
+}
+
+template <int BITS>
+__device__ inline void rest(const float* query, const unsigned* index, const int* positions,
+                            const int* slots, const int* count, float* rest, int heads, int group,
+                            int columns, int words, int capacity, int tiles, int size, int run,
+                            int sinks, int window) {
+  __shared__ Query shared;
+  __shared__ unsigned requested[MAX_TILE / WARP];
+  __shared__ float tile_scores[HEADS][MAX_TILE];
+  const unsigned long long pair = blockIdx.x / tiles;
+  const int tile = LANE_SLOTS * blockDim.x, runs = tile / run;
+  const int end = min(positions[pair / heads] - window + 1, capacity);
+  query += pair * group * columns;
+  index += pair * (words + 1) * capacity;
+  slots += pair * size;
+  rest += pair * group * (capacity / run);
+
+  for (int start = blockIdx.x % tiles * tile; start < capacity; start += tiles * tile) {
+    mark(slots, count[pair], start, tile, requested);
+    // Nothing of the index is read for what the host does not have yet.
+    const bool any = start < end && start + tile > sinks;
+    for (int begin = 0; begin < group; begin += HEADS) {
+      load_query<BITS>(query + begin * columns, group - begin, columns, words, &shared);
+      float score[LANE_SLOTS][HEADS];
+      if (any) score_slots<BITS>(index, capacity, words, shared, start + threadIdx.x, score);
+      for (int j = 0; j < LANE_SLOTS; ++j) {
+        const int at = j * blockDim.x + threadIdx.x, slot = start + at;
+        const bool counts = any && slot >= sinks && slot < end &&
+                            !(requested[at / WARP] >> at % WARP & 1);
+        for (int head = 0; head < HEADS; ++head) {
+          tile_scores[head][at] = counts ? score[j][head] : minus_infinity();
+        }
+      }
+      __syncthreads();
+      for (int i = warp(); i < min(HEADS, group - begin) * runs; i += warps()) {
+        const int head = i / runs, at = i % runs * run;
+        if (start + at >= capacity) continue;
+        const float value = log_sum(tile_scores[head] + at, run);
+        const unsigned long long row = begin + head;
+        if (lane() == 0) rest[row * (capacity / run) + (start + at) / run] = value;
+      }
+      __syncthreads();  // the next scores and query take the place of these
+    }
+  }
+}
+
+#define SCORE_KERNELS(BITS)                                                                      \
+  extern "C" __global__ void __launch_bounds__(MAX_TILE / LANE_SLOTS) index_scores_##BITS(       \
+      const float* query, const unsigned* index, float* out, int group, int columns, int words,  \
+      int capacity, int tiles) {                                                                 \
+    scores<BITS>(query, index, out, group, columns, words, capacity, tiles);                     \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(MAX_TILE / LANE_SLOTS) index_rest_##BITS(         \
+      const float* query, const unsigned* index, const int* positions, const int* slots,         \
+      const int* count, float* out, int heads, int group, int columns, int words, int capacity,  \
+      int tiles, int size, int run, int sinks, int window) {                                     \
+    rest<BITS>(query, index, positions, slots, count, out, heads, group, columns, words,         \
+               capacity, tiles, size, run, sinks, window);                                       \
+  }
+SCORE_KERNELS(4)
+SCORE_KERNELS(8)

@@ -1,0 +1,109 @@
+"""Scoring the index, in programs compiled for a GPU: LLaMA-3-8B, 8 sequences of 16384 tokens.
+
+Of a layer: the index has 71 MB, its scores 17 MB, and its codes would have 537 MB in float32.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+import step_programs as sp
+from compile_for_gpu import Program, compile_for_gpu, on_device
+from hlo import Instruction, computations
+from placeholders import register_placeholder
+from reading import schedule
+
+from infinigen_jax import cuda
+from infinigen_jax.cache import HostLayer, Resident
+from infinigen_jax.cuda.launch import LAUNCH
+from infinigen_jax.decode import Decoder
+from infinigen_jax.memory import default_mesh
+from infinigen_jax.policies import InfiniGen
+from infinigen_jax.selection import Request
+from infinigen_jax.transfer import XlaTransfer
+
+B, K, G, D, T = 8, 8, 4, 128, 16384
+POLICY = InfiniGen()
+SCORES_BYTES = 4 * B * K * G * T
+INDEX = jax.eval_shape(lambda: POLICY.index_format(D).empty(B, K, T))
+
+
+@pytest.fixture(autouse=True)
+def placeholders(gpu_compiler: None) -> None:
+    register_placeholder(LAUNCH)
+
+
+def array(*shape: int, dtype: Any = sp.DTYPE) -> Any:
+    """The stand-in for one on the device."""
+    return on_device(shape, dtype)
+
+
+def launches(program: Program) -> list[Instruction]:
+    return [i for body in schedule(program).values() for i in body]
+
+
+@functools.cache
+def speculated(kernels: bool) -> Program:
+    """Scores by the query of the layer before."""
+
+    def scores(query: Any, index: Any) -> Any:
+        return POLICY.index_format(D).scores(query, index)
+
+    with mock.patch.object(cuda, "in_use", lambda: kernels):
+        query = array(B, K, G, D, dtype=jnp.float32)
+        return compile_for_gpu(scores, query, array(*INDEX.shape, dtype=INDEX.dtype))
+
+
+@functools.cache
+def tail(kernels: bool) -> Program:
+    """Scores of the tail in blocks, by the layer's own query."""
+    heads = {"num_heads": K * G, "num_kv_heads": K, "head_dim": D, "max_positions": T}
+    config = dataclasses.replace(sp.CONFIG, **heads)
+    decoder = Decoder(config, sp.DTYPE, POLICY, XlaTransfer(), 0, default_mesh())
+
+    def scores(q: Any, weights: Any, index: Any, request: Request, local: Resident, at: Any):
+        own = HostLayer(jnp.int32(0), (), tail=(weights, index))
+        return decoder.tail_blocks(q, request, local, own, at).score
+
+    of_head = array(K, D, dtype=jnp.float32)
+    size = POLICY.request_size(T)
+    with mock.patch.object(cuda, "in_use", lambda: kernels):
+        return compile_for_gpu(
+            scores,
+            array(B, K, G, D),
+            {"own": array(K, D, D, dtype=jnp.float32), "mean": of_head, "centre": of_head},
+            array(*INDEX.shape, dtype=INDEX.dtype),
+            Request(array(B, K, size, dtype=jnp.int32), array(B, K, dtype=jnp.int32)),
+            Resident(
+                array(B, K, decoder.slots.size, 2 * D),
+                array(B, K, T // POLICY.tail_block, D, dtype=jnp.float32),
+            ),
+            array(B, dtype=jnp.int32),
+        )
+
+
+def test_speculation_is_one_launch():
+    (launch,) = launches(speculated(True))
+    assert launch.target == LAUNCH and launch.nbytes == SCORES_BYTES
+
+
+def test_the_tail_reads_the_index_once_and_stores_no_scores():
+    program = tail(True)
+    work = launches(program)
+    assert len(work) <= 6 and sum(i.target == LAUNCH for i in work) == 1
+    everything = [i for body in computations(program.hlo).values() for i in body]
+    (index,) = (i.name for i in everything if [r.shape for r in i.results] == [INDEX.shape])
+    assert [i.target for i in everything if index in i.operands] == [LAUNCH]
+    assert max(i.nbytes for i in work) <= SCORES_BYTES // POLICY.tail_block
+    assert program.memory["temp"] < 2**20
+
+
+@pytest.mark.parametrize("made", [speculated, tail])
+def test_without_kernels_codes_are_not_written_out(made: Any):
+    """XLA stores the scores, and each token's step and lowest value, but no unpacked code."""
+    work = launches(made(False))
+    assert max(i.nbytes for i in work) == SCORES_BYTES

@@ -1,0 +1,157 @@
+"""The kernels that score the index: emulated, against the JAX reference; and through XLA."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_emulation import Emulator, compiler
+from cuda_fake import emulated
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinigen_jax import cuda
+from infinigen_jax.cache import Slots
+from infinigen_jax.counting import log_rest
+from infinigen_jax.cuda import scoring
+from infinigen_jax.index import CODE_BITS, IndexFormat
+from infinigen_jax.selection import Request
+
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="needs g++"),
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU on the CPU"),
+]
+
+# Sequences, KV heads, group, columns, capacity: heads beyond those that share a code, columns that
+# do not fill their words, capacities of less than a tile and of several.
+SHAPES = [(2, 2, 1, 16, 128), (1, 1, 4, 128, 384), (1, 2, 6, 19, 256), (1, 1, 9, 5, 128)]
+SHAPES += [(1, 1, 2, 256, 128)]
+reference_scores = jax.jit(IndexFormat.scores, static_argnums=0)
+reference_rest = jax.jit(log_rest, static_argnames="blocks")
+
+
+@st.composite
+def cases(draw: Any) -> dict[str, Any]:
+    """A query, the index of random keys, and its format."""
+    b, k, g, r, t = draw(st.sampled_from(SHAPES))
+    index = IndexFormat(draw(st.sampled_from(sorted(CODE_BITS))), r)
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    keys = random.normal(0, 1, (b, k, r, t)) * 10.0 ** random.integers(-2, 2, (1, 1, 1, t))
+    query = random.normal(0, 1, (b, k, g, r)).astype(np.float32)
+    return {
+        "format": index,
+        "query": query,
+        "index": np.asarray(index.encode(jnp.asarray(keys, jnp.float32))),
+        "random": random,
+        "grid": (draw(st.sampled_from([32, 64, 256])), draw(st.integers(0, 1000))),
+        "tiles": draw(st.integers(1, 3)),
+    }
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("emulation"))
+
+
+def assert_close(own: Any, reference: Any, query: np.ndarray, keys: float) -> None:
+    """Within the rounding of a sum whose terms are that large."""
+    terms = np.abs(query).sum(axis=-1).max() * keys
+    np.testing.assert_allclose(own, reference, rtol=2e-6, atol=2e-6 * max(terms, 1))
+
+
+def largest(case: dict[str, Any]) -> float:
+    """Magnitude of a key in the index."""
+    words = case["index"][:, :, -1]
+    step, low = ((x.view(np.float32)) for x in (words >> 16 << 16, words << 16))
+    return float(np.max(np.abs(low) + step * (2 ** CODE_BITS[case["format"].name] - 1)))
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_scores(emulator: Emulator, case: dict[str, Any]):
+    query, index, bits = case["query"], case["index"], CODE_BITS[case["format"].name]
+    b, k, g, r = query.shape
+    t, words = index.shape[3], index.shape[2] - 1
+    own = np.full((b, k, g, t), np.nan, np.float32)
+    emulator.run(
+        *(f"index_scores_{bits}", b * k * case["tiles"], *case["grid"], query, index, own),
+        *(g, r, words, t, case["tiles"]),
+    )
+    expected = reference_scores(case["format"], jnp.asarray(query), jnp.asarray(index))
+    assert_close(own, expected, query, largest(case))
+
+
+def request(random: np.random.Generator, b: int, k: int, n: int, t: int) -> Request:
+    """Slots in any order."""
+    slots = np.stack([random.permutation(t)[:n] for _ in range(b * k)]).reshape(b, k, n)
+    count = random.integers(0, n + 1, (b, k))
+    slots[np.arange(n) >= count[..., None]] = 0
+    return Request(jnp.asarray(slots, jnp.int32), jnp.asarray(count, jnp.int32))
+
+
+@settings(max_examples=60)
+@given(cases(), st.sampled_from([1, 16, 64, 128]), st.integers(0, 5), st.sampled_from([1, 9, 32]))
+def test_rest(emulator: Emulator, case: dict[str, Any], run: int, sinks: int, window: int):
+    query, index, bits = case["query"], case["index"], CODE_BITS[case["format"].name]
+    b, k, g, r = query.shape
+    t, words, n = index.shape[3], index.shape[2] - 1, 37
+    threads, seed = case["grid"]
+    positions = case["random"].integers(0, t, b).astype(np.int32)
+    wanted = request(case["random"], b, k, n, t)
+    own = np.full((b, k, g, t // run), np.nan, np.float32)
+    emulator.run(
+        *(f"index_rest_{bits}", b * k * case["tiles"], max(threads, 64), seed, query, index),
+        *(positions, np.asarray(wanted.slots), np.asarray(wanted.count), own),
+        *(k, g, r, words, t, case["tiles"], n, run, sinks, window),
+    )
+    scores = reference_scores(case["format"], jnp.asarray(query), jnp.asarray(index))
+    eligible = Slots(sinks, window).eligible(jnp.asarray(positions), t)[:, None]
+    expected = np.asarray(reference_rest(scores, eligible, wanted, blocks=t // run))
+    np.testing.assert_array_equal(own == -np.inf, expected == -np.inf)
+    there = expected > -np.inf
+    assert_close(own[there], expected[there], query, largest(case))
+
+
+@pytest.mark.parametrize("name", sorted(CODE_BITS))
+def test_through_xla(monkeypatch: pytest.MonkeyPatch, name: str):
+    driver = emulated()
+    driver.calls.clear()
+    b, k, g, r, t, slots = 2, 2, 3, 24, 1152, Slots(4, 32, 64)
+    random, index = np.random.default_rng(0), IndexFormat(name, r)
+    query = jnp.asarray(random.normal(0, 1, (b, k, g, r)), jnp.float32)
+    entries = index.encode(jnp.asarray(random.normal(0, 1, (b, k, r, t)), jnp.float32))
+    wanted = request(random, b, k, 100, t)
+    positions = jnp.array([t - 1, 300], jnp.int32)
+
+    def both(query: Any, entries: Any) -> tuple:
+        rest = index.log_rest(query, entries, wanted, positions, slots)
+        return index.scores(query, entries), rest
+
+    expected = jax.jit(both)(query, entries)
+    monkeypatch.setattr(cuda, "in_use", lambda: True)
+    own = jax.jit(lambda *x: both(*x))(query, entries)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), own, expected)
+    bits = CODE_BITS[name]
+    assert driver.kernels() == {f"index_scores_{bits}": 1, f"index_rest_{bits}": 1}
+
+
+def test_each_device_scores_its_own_part(monkeypatch: pytest.MonkeyPatch):
+    """A kernel is called on shards, as XLA cannot divide it."""
+    seen = []
+
+    def run(kernel: str, operands: tuple, out: Any, integers: tuple) -> Any:
+        seen.append(operands[1].shape)
+        return jnp.zeros(out.shape, out.dtype)
+
+    monkeypatch.setattr(scoring, "_run", run)
+    mesh = jax.sharding.AbstractMesh((1, 2), ("data", "model"))
+    rows = jax.NamedSharding(mesh, jax.P("data", "model"))
+    query = jax.ShapeDtypeStruct((3, 4, 2, 8), jnp.float32, sharding=rows)
+    index = jax.ShapeDtypeStruct((3, 4, 2, 128), jnp.uint32, sharding=rows)
+    scores = (
+        jax.jit(lambda query, index: scoring.index_scores(query, index, 4))
+        .trace(query, index)
+        .out_info
+    )
+    assert seen == [(3, 2, 2, 128)] and scores.shape == (3, 4, 2, 128)
