@@ -15,7 +15,7 @@ import numpy as np
 from compile_for_gpu import Program, compile_for_gpu
 
 from infinigen_jax import cuda
-from infinigen_jax.cache import Cache, DenseLayer, HostLayer, Resident
+from infinigen_jax.cache import Cache, HostLayer
 from infinigen_jax.checkpoint import Ahead, Basis, Model
 from infinigen_jax.decode import Carry, Counts, Decoder, Fetched, Following, Weights
 from infinigen_jax.memory import Placement, default_mesh
@@ -51,6 +51,11 @@ CONFIG = ModelConfig(
     mlp_bias=False,
     rope=Rope(),
 )
+# Every other layer attends to a window.
+WINDOW = 1024
+SLIDING = dataclasses.replace(
+    CONFIG, family="ministral", sliding_window=WINDOW, sliding_layers=(1, 3, 5)
+)
 POLICY = InfiniGen(budget=0.05)
 SCALES = ()  # of rows in the model's own format
 
@@ -85,10 +90,13 @@ class UntiedTransfer(XlaTransfer):
 
 @functools.cache
 def decoder(
-    transfer: Transfer | None = None, hot_set: float = 0.0, weights_on: str = "device"
+    transfer: Transfer | None = None,
+    hot_set: float = 0.0,
+    weights_on: str = "device",
+    config: ModelConfig = CONFIG,
 ) -> Decoder:
     return Decoder(
-        CONFIG,
+        config,
         DTYPE,
         POLICY,
         transfer or XlaTransfer(),
@@ -109,9 +117,9 @@ def _placed(tree: Any, sharding: Any) -> Any:
 
 
 @functools.cache
-def weights(weights_on: str = "device") -> Weights:
+def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights:
     """Shapes of everything constant."""
-    plan = blueprint(CONFIG, DTYPE)
+    plan = blueprint(config, DTYPE)
     params = {
         "embedding": plan.embedding_shapes,
         "layers": [plan.layer_shapes for _ in range(LAYERS)],
@@ -125,13 +133,13 @@ def weights(weights_on: str = "device") -> Weights:
     }
 
     def prepare(params: Any) -> Any:
-        model = Model.from_params(CONFIG, params, DTYPE, bases=[basis] * LAYERS, skew="balanced")
+        model = Model.from_params(config, params, DTYPE, bases=[basis] * LAYERS, skew="balanced")
         model = dataclasses.replace(
             model,
             ahead=(Ahead(projection, basis),) * LAYERS,
             key_mean=np.zeros((LAYERS, *square.shape[:2]), np.float32),
         )
-        return tuple(POLICY.prepare(model, i) for i in range(DENSE, LAYERS))
+        return tuple(POLICY.prepare(model, i) for i in decoder(config=config).on_host)
 
     policy = jax.eval_shape(prepare, params)
     constant = _placed(Weights(params, policy), Placement(default_mesh()).whole)
@@ -144,22 +152,14 @@ def weights(weights_on: str = "device") -> Weights:
     return constant._replace(params=constant.params | {"layers": there})
 
 
-def _cache(hot_set: float = 0.0) -> Cache:
-    at = Placement(default_mesh())
-    b, k, d = BATCH, CONFIG.num_kv_heads, CONFIG.head_dim
-    host = _shaped((LAYERS - DENSE, b, k, CAPACITY, 2 * d), DTYPE, at.host)
-    state = _placed(jax.eval_shape(lambda: POLICY.init(CONFIG, b, CAPACITY)), at.rows)
-    on_host = LAYERS - DENSE
-    fitting = decoder(hot_set=hot_set)
-    hot = _placed(jax.eval_shape(lambda: fitting.empty_hot_set(b, CAPACITY)), at.rows)
-    dense = _shaped((b, k, CAPACITY, d), DTYPE, at.rows)
-    resident = Resident(
-        _shaped((b, k, decoder().slots.size, 2 * d), DTYPE, at.rows),
-        _shaped((b, k, BLOCKS, d), jnp.float32, at.rows),
-    )
-    local = (DenseLayer(dense, dense),) * DENSE + (resident,) * on_host
-    lengths = _shaped((b,), jnp.int32, at.batch)
-    return Cache(host, (state,) * on_host, local, lengths, (SCALES,) * on_host, (hot,) * on_host)
+def _cache(made: Decoder | None = None) -> Cache:
+    at, made = Placement(default_mesh()), made or decoder()
+    empty = prefill_steps(made).empty
+    cache = jax.eval_shape(lambda: empty(BATCH, CAPACITY, CAPACITY))
+    host = (made.host_layers, BATCH, CONFIG.num_kv_heads, CAPACITY, 2 * CONFIG.head_dim)
+    lengths = _placed(cache.lengths, at.batch)
+    cache = _placed(cache._replace(lengths=None), at.rows)
+    return cache._replace(host=_shaped(host, DTYPE, at.host), lengths=lengths)
 
 
 def _scalar(dtype: Any = jnp.int32) -> Any:
@@ -168,15 +168,18 @@ def _scalar(dtype: Any = jnp.int32) -> Any:
 
 @functools.cache
 def fused(
-    transfer: Transfer | None = None, hot_set: float = 0.0, weights_on: str = "device"
+    transfer: Transfer | None = None,
+    hot_set: float = 0.0,
+    weights_on: str = "device",
+    config: ModelConfig = CONFIG,
 ) -> Program:
     """The whole step, greedy; with the `cuda` transfer, selection and reuse by kernels as well."""
-    cache = _cache(hot_set)
-    kernels = transfer is not None and transfer.name == "cuda"
-    with mock.patch.object(cuda, "in_use", lambda: kernels):
+    made = decoder(transfer, hot_set, weights_on, config)
+    cache = _cache(made)
+    with mock.patch.object(cuda, "in_use", lambda: made.transfer.name == "cuda"):
         return compile_for_gpu(
-            steps(decoder(transfer, hot_set, weights_on)).fused,
-            weights(weights_on),
+            steps(made).fused,
+            weights(weights_on, config),
             cache.host,
             cache.states,
             cache.scales,
