@@ -55,7 +55,7 @@ def test_a_pool_has_the_best_of_all_heads(seed, total):
         np.testing.assert_array_equal(np.sort(row[kept])[::-1], finite[:total])
 
 
-@given(seeds, st.floats(0.05, 1.0))
+@given(seeds, st.sampled_from([0.05, 0.3, 0.5, 0.8, 0.95, 1.0]))  # compiled for each
 def test_top_p_holds_the_mass_with_the_fewest(seed, mass):
     rank = ranks(seed)
     keep = np.asarray(jax.jit(holding, static_argnums=1)(jnp.asarray(rank), mass))

@@ -106,9 +106,9 @@ def test_as_many_tokens_are_kept_at_any_length(figure):
 
 
 def test_limits_of_the_pool(figure):
-    asked = ("--policy", "infinigen:window=4,sinks=2", "--dense-layers", "1", "--windows", "1")
+    asked = ("--policy", "infinigen:window=4,sinks=2", "--dense-layers", "1")
     limits = ("--pool-tokens", "all", "50%", "--pool-eviction", "fifo", "counter")
-    table, record = figure("pool", "--window", "64", "--context", "20", *asked, *limits)
+    table, record = figure("pool", *SMALL, *asked, *limits)
     full, unlimited, *lines = record["configurations"]
     assert [pool.eviction(line) for line in lines] == ["fifo", "counter"]
     assert [pool.limit(line) for line in lines] == [50, 50]

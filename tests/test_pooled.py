@@ -324,7 +324,7 @@ def test_limits_in_an_evaluation(command, tmp_path):
     """A table with and without; the reference has no limit."""
     text, file = tmp_path / "text", tmp_path / "out.json"
     text.write_text("The old man went down to the sea, and nobody asked him. " * 40)
-    windows = ("--window", "128", "--context", "80", "--windows", "1", "--quiet", "--json", file)
+    windows = ("--window", "64", "--context", "48", "--windows", "1", "--quiet", "--json", file)
     pools = ("--pool-tokens", "all", "50%", "--pool-eviction", "counter", "fifo")
     status, out, err = command(
         evaluate.main, "perplexity", "--text", text, *windows, *pools, "--policy", "full"
@@ -334,7 +334,7 @@ def test_limits_in_an_evaluation(command, tmp_path):
     settings = [line["settings"] for line in lines]
     assert [s["pool"] for s in settings] == ["all", "50% counter", "50% fifo"]
     assert [line["reference"] for line in lines] == [True, False, False]
-    assert lines[1]["host_cache_bytes"] * 128 == lines[0]["host_cache_bytes"] * 63
+    assert lines[1]["host_cache_bytes"] * 128 == lines[0]["host_cache_bytes"] * 31
     # A streamed layer uses every row in every step: the order makes no difference.
     assert lines[1]["nats_per_token"] == lines[2]["nats_per_token"] != lines[0]["nats_per_token"]
     assert "| 50% counter |" in out and "| 50% fifo " in out
