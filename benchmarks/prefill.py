@@ -23,7 +23,8 @@ from benchmarks.files import RESULTS, note, write_json
 from infinigen_jax.engine import Engine
 from infinigen_jax.memory import Placement
 from infinigen_jax.planning import plan_memory
-from infinigen_jax.prefill import chunk_for, prefill_steps
+from infinigen_jax.prefill import chunk_for
+from infinigen_jax.prompt_steps import prefill_steps
 from infinigen_jax.run import round_up_capacity
 from infinigen_jax.span import Span
 

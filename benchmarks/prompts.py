@@ -21,7 +21,9 @@ from infinigen_jax.decode import Decoder, Weights
 from infinigen_jax.engine import Engine
 from infinigen_jax.memory import Placement, default_mesh
 from infinigen_jax.models import ModelConfig, blueprint
-from infinigen_jax.prefill import chunk_layer, empty_cache, keep_rows, prefill_steps
+from infinigen_jax.prefill import empty_cache
+from infinigen_jax.prompt_layer import chunk_layer, keep_rows
+from infinigen_jax.prompt_steps import prefill_steps
 from infinigen_jax.run import Run
 from infinigen_jax.span import Span
 

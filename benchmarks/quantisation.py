@@ -30,7 +30,7 @@ from infinigen_jax.attention import MASKED
 from infinigen_jax.checkpoint import Model
 from infinigen_jax.index import IndexFormat
 from infinigen_jax.models import blueprint
-from infinigen_jax.prefill import chunk_layer
+from infinigen_jax.prompt_layer import chunk_layer
 from infinigen_jax.rows import RowFormat, Scales, row_format
 from infinigen_jax.span import Span
 from infinigen_jax.speculation import (

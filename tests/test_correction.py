@@ -74,7 +74,7 @@ def attention_inputs(model) -> list[jax.Array]:
     plan = blueprint(model.config, model.dtype)
     windows = jnp.asarray(IDS[:392]).reshape(7, 56)
     positions = jnp.broadcast_to(jnp.arange(56), windows.shape)
-    from infinigen_jax.prefill import chunk_layer
+    from infinigen_jax.prompt_layer import chunk_layer
     from infinigen_jax.span import Span
 
     x, found = plan.embedding(model.params["embedding"]).embed(windows, positions), []

@@ -11,8 +11,9 @@ from runtime import SPARSE, engine
 
 from benchmarks.prefill import temporaries
 from infinigen_jax.memory import Placement, allocate_host, default_mesh, gather_rows, write_span
-from infinigen_jax.prefill import host_rows, prefill_steps
 from infinigen_jax.prompt_attention import attend_chunk
+from infinigen_jax.prompt_layer import host_rows
+from infinigen_jax.prompt_steps import prefill_steps
 from infinigen_jax.span import Span
 from infinigen_jax.steps import steps
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from runtime import ALL, NEW, RAGGED, SPARSE, engine, random_model, tokens_of
 
-from infinigen_jax import prefill as module
+from infinigen_jax import prompt_layer
 from infinigen_jax.cache import Cache, Resident
 from infinigen_jax.compilations import compilations
 from infinigen_jax.engine import Engine
@@ -34,7 +34,7 @@ CAPACITY = 256
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks before a chunk. Compiled programs are kept by decoder, so for the module."""
-    monkeypatch.setattr(module, "BLOCK", 48)
+    monkeypatch.setattr(prompt_layer, "BLOCK", 48)
 
 
 def read(chosen: Engine, prompts: list[list[int]], chunk: int | None = None) -> tuple[Cache, Any]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from infinigen_jax import prompt_attention
 from infinigen_jax.cache import Sliding
-from infinigen_jax.prefill import device_rows
 from infinigen_jax.prompt_attention import Earlier, attend_chunk, causal_attention
+from infinigen_jax.prompt_layer import device_rows
 from infinigen_jax.received import attention_received
 from infinigen_jax.span import Span
 

@@ -24,7 +24,7 @@ from infinigen_jax.models.rope import Rope
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.pool import Pool
 from infinigen_jax.pooled import start_kept
-from infinigen_jax.prefill import prefill_steps
+from infinigen_jax.prompt_steps import prefill_steps
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.selection import Request
 from infinigen_jax.span import Span
