@@ -34,7 +34,7 @@ from infinigen_jax.prompt_steps import prefill_steps
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.span import Span
 from infinigen_jax.steps import steps
-from infinigen_jax.weights import bring
+from infinigen_jax.weights import bring, merged
 
 CHUNK = 1024  # tokens of a sequence in a chunk, at most, on the CPU
 CHUNK_UNIT = 64
@@ -234,20 +234,28 @@ def _layers(
     local, states, scales = list(cache.local), list(cache.states), list(cache.scales)
     host, look = cache.host, look or (lambda stage, x, start, count: None)
     look(0, x, *span)
-    for i, params in enumerate(weights.params["layers"]):
-        if decoder.weights_on_host:
-            params, x = bring(decoder.mesh)(params, x)
+    layers, coming = weights.params["layers"], None
+    for i, params in enumerate(layers):
+        stored = tuple(layers[i + 1 : i + 2]) if decoder.weights_on_host else ()
+        if coming is not None:
+            params = merged(params, coming)
+        elif decoder.weights_on_host:
+            params, x = bring(decoder.mesh, params, x)
         number = decoder.host_number(i)
         if number < 0:
             window = decoder.config.window_of(i)
-            x, rows = run.device_layer(params, x, local[i], span, lengths, window=window)
+            x, rows, coming = run.device_layer(
+                params, x, local[i], span, lengths, window=window, stored=stored
+            )
             local[i] = run.keep_on_device(local[i], rows, span)
             look(i + 1, x, *span)
             continue
         streams, place = decoder.streams(number), jax.device_put(np.int32(number), at.whole)
         observed = policy.observes and not streams
         layer = run.observed_layer if observed else run.host_layer
-        x, rows, seen = layer(params, x, scales[number], host, place, span, lengths)
+        x, rows, seen, coming = layer(
+            params, x, scales[number], host, place, span, lengths, stored=stored
+        )
         local[i], states[number], scales[number], host = run.keep(
             weights.policy[number],
             rows,

@@ -16,10 +16,15 @@ from infinigen_jax.prompt_layer import chunk_layer, device_rows, host_rows, keep
 from infinigen_jax.received import attention_received
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.span import Span
+from infinigen_jax.weights import await_copy, compiler_options, start_next
 
 
 class PrefillSteps(NamedTuple):
-    """The compiled functions of reading; the cache arrays that they replace are donated."""
+    """The compiled functions of reading; the cache arrays that they replace are donated.
+
+    The layers' last result is what was brought of the next layer's weights, if they were given as
+    `stored`, see `weights`.
+    """
 
     empty: Any
     embed: Any
@@ -75,11 +80,14 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         span: Span,
         lengths: Int[Array, " b"],
         window: int | None,
-    ) -> tuple[Array, Array]:
+        stored: tuple[Params, ...] = (),
+    ) -> tuple[Array, Array, Any]:
+        coming, x = start_next(stored, x)
         earlier = device_rows(local, span)
         layer = decoder.blueprint.layer(params)
         done = chunk_layer(layer, x, span, lengths, earlier, window)
-        return done.x, done.rows
+        coming, x = await_copy(coming, done.x)
+        return x, done.rows, coming
 
     def keep_on_device(
         local: DenseLayer | Sliding, rows: Float[Array, "b k c w"], span: Span
@@ -95,14 +103,17 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         span: Span,
         lengths: Int[Array, " b"],
         observed: bool,
-    ) -> tuple[Array, Array, Any]:
+        stored: tuple[Params, ...] = (),
+    ) -> tuple[Array, Array, Any, Any]:
+        coming, x = start_next(stored, x)
         earlier = host_rows(decoder, host, number, scales, span)
         done = chunk_layer(decoder.blueprint.layer(params), x, span, lengths, earlier)
+        coming, x = await_copy(coming, done.x)
         if not observed:
-            return done.x, done.rows, None
+            return x, done.rows, None, coming
         log_sum = done.attended.log_sum
         received = attention_received(done.queries, done.keys, log_sum, span, earlier)
-        return done.x, done.rows, (done.queries, received)
+        return x, done.rows, (done.queries, received), coming
 
     def last(
         x: Float[Array, "b c e"], span: Span, before: Float[Array, "b e"]
@@ -122,12 +133,14 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         return decoder.draw(params, x, seed, step, sampling)
 
     at: Any = Placement(decoder.mesh)
+    options = compiler_options() if decoder.weights_on_host else None
 
     def on_host(observed: bool) -> Any:
         return jax.jit(
             functools.partial(host_layer, observed=observed),
             donate_argnums=1,
-            out_shardings=(at.batch, at.rows, (at.batch, at.rows) if observed else None),
+            out_shardings=(at.batch, at.rows, (at.batch, at.rows) if observed else None, at.whole),
+            compiler_options=options,
         )
 
     return PrefillSteps(
@@ -141,7 +154,8 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
             device_layer,
             static_argnames="window",
             donate_argnums=1,
-            out_shardings=(at.batch, at.rows),
+            out_shardings=(at.batch, at.rows, at.whole),
+            compiler_options=options,
         ),
         keep_on_device=jax.jit(keep_on_device, donate_argnums=0, out_shardings=at.rows),
         host_layer=on_host(observed=False),

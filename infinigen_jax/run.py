@@ -25,7 +25,7 @@ from infinigen_jax.prefill import Notify, chunk_for, prefill
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.steps import Watch, steps
 from infinigen_jax.text import TextStream
-from infinigen_jax.weights import bring
+from infinigen_jax.weights import bring, merged
 
 if TYPE_CHECKING:
     from infinigen_jax.engine import Engine
@@ -293,7 +293,7 @@ class Run:
             carry, hot[0] = run.first(carry, first, hot[0], cache.host, positions)
         stored, params = weights.params["layers"], weights.params["layers"][0]
         if decoder.weights_on_host:
-            params, x = bring(decoder.mesh)(params, carry.x)
+            params, x = bring(decoder.mesh, params, carry.x)
             carry = carry._replace(x=x)
         for i in range(len(stored)):
             own = decoder.host_number(i)
@@ -315,7 +315,8 @@ class Run:
                 positions,
                 stored=upcoming if decoder.weights_on_host else [],
             )
-            params = coming or (upcoming and upcoming[0])
+            if upcoming:
+                params = upcoming[0] if coming is None else merged(upcoming[0], coming)
             updated.append(local)
             if ahead is not None:
                 hot[target] = new_hot

@@ -6,7 +6,7 @@ Unrolled, not scanned: a scan over stacked weights copies every weight once a to
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from infinigen_jax.pool import Kept
 from infinigen_jax.reuse import HotSet
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.selection import Request
-from infinigen_jax.weights import await_copy, compiler_options, start_copy
+from infinigen_jax.weights import await_copy, compiler_options, merged, start_copy, start_next
 
 SCHEDULES = ("fused", "layerwise")
 
@@ -86,9 +86,9 @@ def steps(decoder: Decoder) -> Steps:
     """Jit a decoder's functions; engines with equal settings share the compilations."""
 
     def begin_layer(
-        carry: Carry, params: Params | None, stored: list[Params]
-    ) -> tuple[Carry, Params, Params | None]:
-        """A layer's parameters on the device, and the next one's on their way there.
+        carry: Carry, params: Params | None, stored: Sequence[Params]
+    ) -> tuple[Carry, Params, Any]:
+        """A layer's parameters on the device, and what the next one has to have brought there.
 
         Args:
             params: those of this layer, if the layer before it had them brought.
@@ -96,17 +96,15 @@ def steps(decoder: Decoder) -> Steps:
         """
         if not decoder.weights_on_host:
             return carry, stored[0], None
-        x, coming = carry.x, None
+        x = carry.x
         if params is None:
-            params, x = start_copy(stored[0], x)
-        if len(stored) > 1:
-            coming, x = start_copy(stored[1], x)
+            brought, x = start_copy(stored[0], x)
+            params = merged(stored[0], brought)
+        coming, x = start_next(stored[1:], x)
         return carry._replace(x=x), params, coming
 
-    def end_layer(carry: Carry, coming: Params | None) -> tuple[Carry, Params | None]:
-        """The next layer's parameters are there when this layer is done."""
-        if coming is None:
-            return carry, None
+    def end_layer(carry: Carry, coming: Any) -> tuple[Carry, Any]:
+        """What the next layer needs is there when this layer is done."""
         coming, x = await_copy(coming, carry.x)
         return carry._replace(x=x), coming
 
@@ -159,7 +157,7 @@ def steps(decoder: Decoder) -> Steps:
                 seen = Watched(i, params, before, carry, local[i], place, chosen, host, positions)
                 carry, record = watch(decoder, seen)
                 records.append(record)
-            params = coming
+            params = None if coming is None else merged(all_params[i + 1], coming)
         cache = cache._replace(
             local=tuple(local), hot=tuple(hot), states=tuple(states), lengths=positions + 1
         )

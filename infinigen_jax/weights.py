@@ -10,6 +10,7 @@ layers' worth is on the device and no more: otherwise XLA would start all copies
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -68,23 +69,41 @@ def placed(layer: Params, weights: str) -> Params:
     return jax.device_put(layer, there)
 
 
-def start_copy(params: Params, x: Array) -> tuple[Params, Array]:
-    """A layer's parameters, on their way to the device from where x is computed on."""
+def start_copy(params: Params, x: Array) -> tuple[Any, Array]:
+    """What a layer has in host memory, on its way to the device from where x is computed on."""
     x, moved = lax.optimization_barrier((x, in_host_memory(params)))
-    return jax.tree.map(lambda p, m: p if m is None else to_device(m), params, moved), x
+    return jax.tree.map(to_device, moved), x
 
 
-def await_copy(params: Params, x: Array) -> tuple[Params, Array]:
-    """The parameters, there when x is."""
-    return lax.optimization_barrier((params, x))
+def start_next(stored: Sequence[Params], x: Array) -> tuple[Any, Array]:
+    """The same of the first of these layers; None of none."""
+    return start_copy(stored[0], x) if stored else (None, x)
+
+
+def await_copy(coming: Any, x: Array) -> tuple[Any, Array]:
+    """What was started, there when x is."""
+    return (None, x) if coming is None else lax.optimization_barrier((coming, x))
+
+
+def merged(params: Params, brought: Any) -> Params:
+    """A layer's parameters, all on the device.
+
+    Those that stay there are not passed through compiled functions, which would copy them.
+    """
+    return jax.tree.map(lambda stays, moved: stays if moved is None else moved, params, brought)
+
+
+def bring(mesh: Mesh, params: Params, x: Array) -> tuple[Params, Array]:
+    """A layer's parameters, copied at once behind what x is computed by; x is donated."""
+    brought, x = _bring(mesh)(in_host_memory(params), x)
+    return merged(params, brought), x
 
 
 @functools.cache
-def bring(mesh: Mesh) -> Any:
-    """A compiled function (params, x) -> (params, x): a layer's parameters, copied at once."""
+def _bring(mesh: Mesh) -> Any:
     at = Placement(mesh)
 
-    def copied(params: Params, x: Array) -> tuple[Params, Array]:
+    def copied(params: Params, x: Array) -> tuple[Any, Array]:
         return await_copy(*start_copy(params, x))
 
     return jax.jit(copied, donate_argnums=1, out_shardings=(at.whole, at.batch))

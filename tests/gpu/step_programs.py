@@ -301,12 +301,13 @@ def flush_pool() -> Program:
 
 
 @functools.cache
-def prompt_layer() -> Program:
+def prompt_layer(weights_on: str = "device") -> Program:
     """One layer on the host over a chunk of a prompt."""
     at = Placement(default_mesh())
     cache, constant = _cache(), weights()
+    upcoming = tuple(weights("host").params["layers"][-1:])
     return compile_for_gpu(
-        prefill_steps(decoder()).host_layer,
+        prefill_steps(decoder(weights_on=weights_on)).host_layer,
         constant.params["layers"][DENSE],
         _shaped((BATCH, PROMPT, CONFIG.hidden_size), DTYPE, at.batch),
         SCALES,
@@ -314,6 +315,7 @@ def prompt_layer() -> Program:
         _scalar(),
         Span(cache.lengths, cache.lengths),
         cache.lengths,
+        keywords={"stored": upcoming} if weights_on == "host" else None,
     )
 
 

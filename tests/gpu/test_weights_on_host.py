@@ -5,7 +5,7 @@ import step_programs as sp
 from compile_for_gpu import Program
 from hlo import Instruction
 from placeholders import register_placeholder
-from reading import AsyncPair, async_pairs, host_copies, large_results, schedule
+from reading import AsyncPair, async_pairs, copies, host_copies, large_results, schedule
 
 from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
 from infinigen_jax.transfer import Transfer, XlaTransfer
@@ -96,3 +96,22 @@ def test_a_layer_of_its_own_call_hides_them_too():
     assert sorted(pair.start.nbytes for pair in pairs) == sorted(sp.MOVED)
     for pair in pairs:
         assert_beside(program, pair, "")
+    assert_nothing_else_is_copied(program)
+
+
+def test_a_prompts_layer_hides_them_too():
+    program = sp.prompt_layer("host")
+    pairs = weight_copies(program)
+    assert sorted(pair.start.nbytes for pair in pairs) == sorted(sp.MOVED)
+    (work,) = (body for body in schedule(program).values() if pairs[0].start in body)
+    first = next(i for i, each in enumerate(work) if each.op_name.endswith("dot_general"))
+    last = max(i for i, each in enumerate(work) if each.op_name.endswith("dot_general"))
+    for pair in pairs:
+        assert work.index(pair.start) < first < last < work.index(pair.done)
+    assert_nothing_else_is_copied(program)
+
+
+def assert_nothing_else_is_copied(program: Program) -> None:
+    """Not the parameters that stay on the device either, with those that are brought."""
+    others = [i for i in copies(program, min(sp.MOVED)) if i.opcode != "copy-start"]
+    assert not others
