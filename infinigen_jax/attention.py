@@ -113,6 +113,15 @@ def extend_softmax(state: Softmax, q: Float[Array, "b k g d"], part: Part) -> So
     return Softmax(peak, total, weighted)
 
 
+def join_softmax(one: Softmax, other: Softmax) -> Softmax:
+    """Of the rows of both, none of which is in both."""
+    peak = jnp.maximum(one.peak, other.peak)
+    kept = [jnp.exp(part.peak - peak) for part in (one, other)]
+    total = one.total * kept[0] + other.total * kept[1]
+    weighted = one.weighted * kept[0][..., None] + other.weighted * kept[1][..., None]
+    return Softmax(peak, total, weighted)
+
+
 def finish_softmax(
     state: Softmax, q: Float[Array, "b k g d"], tail: Tail | None = None
 ) -> Float[Array, "b k g d"]:

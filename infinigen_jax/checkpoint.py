@@ -44,6 +44,9 @@ from infinigen_jax.weights import check_weights, placed
 logger = logging.getLogger("infinigen_jax")
 
 DTYPES = ("float32", "bfloat16", "float16")
+DENSE_LOSS = 0.15  # docs/policies-infinigen.md
+DENSE_AMONG = 4
+DENSE_UNKNOWN = 2
 EMBEDDED = ("tiny-llama", "tiny-opt")
 
 
@@ -85,6 +88,8 @@ class Model:
         energies: [L, k, d] float32, the calibration queries' along the columns of the paper's
             bases; None where those are absorbed or unknown.
         ahead: likewise, one per layer: what the corrected layer-ahead query needs.
+        sparse_loss: [L, 2] float32, what each layer's attention loses with few rows, chosen by
+            its own query and by the layer before's, see `convert.loss`.
         path: the converted folder; None for a model made by `from_params`.
     """
 
@@ -99,6 +104,21 @@ class Model:
     svd_bases: tuple[Basis, ...] | None = None
     energies: np.ndarray | None = None
     ahead: tuple[Ahead, ...] | None = None
+    sparse_loss: np.ndarray | None = None
+
+    def dense_layers(self, ahead: bool) -> int:
+        """How many leading layers to keep on the device, as few of their rows are not enough.
+
+        Up to the last of the first DENSE_AMONG layers that loses more than DENSE_LOSS. Where the
+        conversion did not measure it, DENSE_UNKNOWN, as in the paper.
+
+        Args:
+            ahead: whether rows are chosen by a query of the layer before.
+        """
+        if self.sparse_loss is None or not np.isfinite(self.sparse_loss).all():
+            return DENSE_UNKNOWN
+        loss = self.sparse_loss[:DENSE_AMONG, int(ahead)]
+        return int(np.max(np.flatnonzero(loss > DENSE_LOSS), initial=-1)) + 1
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -234,6 +254,7 @@ def _read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[st
     if manifest.skew == "none":
         return {"bases": none}
     found: dict[str, Any] = {"key_mean": np.array(file.read("key_mean"))}
+    found["sparse_loss"] = read_loss(file, config)
     if manifest.absorbed:
         return found | {"bases": none}
     found["bases"] = _bases(query, key)
@@ -249,6 +270,14 @@ def _read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[st
         projections = _read_projections(folder / AHEAD_FILE, config)
         found["ahead"] = tuple(map(Ahead, projections, _bases(*pair)))
     return found
+
+
+def read_loss(file: SafetensorsFile, config: ModelConfig) -> np.ndarray | None:
+    """`Model.sparse_loss`; conversions did not always have it."""
+    if "sparse_loss" not in file.tensors:
+        return None
+    _check_tensor(file, "sparse_loss", (config.num_layers, 2), ("float32",))
+    return np.array(file.read("sparse_loss"))
 
 
 def _read_projections(path: Path, config: ModelConfig) -> list[Params]:

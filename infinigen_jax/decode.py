@@ -21,17 +21,18 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt
 from infinigen_jax import cuda
 from infinigen_jax.attention import (
     Part,
-    Softmax,
     Tail,
     attend,
     attend_weighted,
     extend_softmax,
     finish_softmax,
+    join_softmax,
     packed,
     start_softmax,
 )
 from infinigen_jax.cache import Cache, HostLayer, Local, Resident, Slots
-from infinigen_jax.memory import append_rows, gather_rows, read_block
+from infinigen_jax.in_place import attend_requested
+from infinigen_jax.memory import append_rows, gather_jobs, gather_rows, read_block
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.policies.base import Attended, Policy
 from infinigen_jax.pool import Kept, Pool, held, touch
@@ -43,7 +44,6 @@ from infinigen_jax.span import Span
 from infinigen_jax.transfer import Transfer
 
 STREAM_BLOCK = 1024  # tokens of a streamed block
-CHUNK = 128  # requested rows, per KV head, that the CPU attends to at once: they stay in its cache
 
 
 class Following(NamedTuple):
@@ -268,8 +268,7 @@ class Decoder:
                 x, fetched, hot, counts = self.wait(started, x, counts)
                 carry, started = carry._replace(fetched=fetched), None
         with jax.named_scope("attention"):
-            q = layer.query(a, positions)
-            q = q.reshape(q.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
+            q = config.grouped(layer.query(a, positions))
             key, value = layer.key_value(a, positions)
             if started is not None:
                 ticket, q = self.transfer.behind(started.ticket, q)
@@ -372,30 +371,6 @@ class Decoder:
             rows = gather_rows(host, own.number, fetched.request.slots, self.mesh)
         return packed(self.row_format.decode(own.scales, rows), fetched.request.valid)
 
-    def fetched_chunk(
-        self,
-        fetched: Fetched,
-        start: Int[Array, ""],
-        size: int,
-        host: Shaped[Array, "l b k t w"],
-        own: HostLayer,
-    ) -> Part:
-        """The request's rows from place `start` on; those that are there twice are not valid."""
-        n = fetched.request.slots.shape[2]
-        first = jnp.minimum(start, n - size)
-
-        def cut(x: Array) -> Array:
-            return lax.dynamic_slice_in_dim(x, first, size, axis=2)
-
-        if fetched.rows is None:
-            rows = gather_rows(host, own.number, cut(fetched.request.slots), self.mesh)
-        else:
-            rows = cut(fetched.rows)
-        new = first + jnp.arange(size, dtype=jnp.int32) >= start
-        return packed(
-            self.row_format.decode(own.scales, rows), cut(fetched.request.valid) & new[None, None]
-        )
-
     @property
     def in_chunks(self) -> bool:
         """Whether attention takes the fetched rows chunk by chunk, as many as are meant.
@@ -403,7 +378,7 @@ class Decoder:
         Where the host's memory is the device's: on the CPU a loop costs little, and a request's
         padding as much as its rows. The weights, which some policies observe, are not kept then.
         """
-        return self.transfer.in_place and not self.policy.observes
+        return self.transfer.in_place and not self.policy.observes and self.mesh.size == 1
 
     def attend_chunks(
         self,
@@ -415,28 +390,27 @@ class Decoder:
         own: HostLayer,
         positions: Int[Array, " b"],
     ) -> Float[Array, "b k g d"]:
-        """Attention over what is resident and what was fetched, in chunks of the latter."""
-        request = fetched.request
-        size = min(CHUNK, request.slots.shape[2])
+        """Attention over what is resident and what was fetched, as many rows as are meant."""
 
-        def visit(i: Array, state: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
-            softmax, taken = state
-            part = self.fetched_chunk(fetched, i * size, size, host, own)
-            if request.rest is not None:
-                taken = taken + part.taken(q.shape[-1])
-            return extend_softmax(softmax, q, part), taken
+        def read(head: Array, place: Array, slots: Array) -> Array:
+            if fetched.rows is None:
+                rows = gather_jobs(host, own.number, head, slots)
+            else:
+                rows = fetched.rows.reshape(-1, *fetched.rows.shape[2:])[head[:, None], place][None]
+            scales = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[head][None], own.scales)
+            return self.row_format.decode(scales, rows)
 
-        softmax = extend_softmax(start_softmax(q), q, resident)
-        taken = jnp.zeros_like(q[:, :, 0], dtype=jnp.float32)
-        chunks = (jnp.max(request.count) + (size - 1)) // size
-        softmax, taken = lax.fori_loop(jnp.int32(0), chunks, visit, (softmax, taken))
-        return finish_softmax(softmax, q, self.tail(q, request, taken, local, own, positions))
+        one_mean = own.tail is None and fetched.request.rest is not None
+        softmax, taken = attend_requested(q, fetched.request, read, sums=one_mean)
+        softmax = join_softmax(extend_softmax(start_softmax(q), q, resident), softmax)
+        tail = self.tail(q, fetched.request, taken, local, own, positions)
+        return finish_softmax(softmax, q, tail)
 
     def tail(
         self,
         q: Float[Array, "b k g d"],
         request: Request,
-        taken: Float[Array, "b k d"],
+        taken: Float[Array, "b k d"] | None,
         local: Resident,
         own: HostLayer,
         positions: Int[Array, " b"],
@@ -444,14 +418,14 @@ class Decoder:
         """What only the host has and was not fetched, as one token, if the policy wants that.
 
         Args:
-            taken: sum of the values that were fetched.
+            taken: sum of the values that were fetched; for a tail of one mean.
         """
         score = request.rest
         if own.tail is not None:
             return self.tail_blocks(q, request, local, own, positions)
         if score is None:
             return None
-        assert local.left is not None
+        assert local.left is not None and taken is not None
         if own.key_mean is not None:
             mean = own.key_mean.astype(jnp.float32)
             score = score + jnp.einsum("bkgd,kd->bkg", q.astype(jnp.float32), mean)[..., None]
@@ -476,8 +450,10 @@ class Decoder:
         """
         assert local.left is not None
         with jax.named_scope("tail"):
-            weights, state = own.tail
-            score = self.policy.own_rest(weights, state, q, request, positions)
+            score = request.rest
+            if score is None:
+                weights, state = own.tail
+                score = self.policy.own_rest(weights, state, q, request, positions)
             blocks = score.shape[3]
             eligible = self.slots.eligible(positions, blocks * self.policy.tail_block)
             by_block = eligible.reshape(-1, 1, blocks, self.policy.tail_block)

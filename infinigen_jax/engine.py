@@ -71,7 +71,7 @@ class Engine:
         model: from `load`.
         policy: which cached rows are fetched; `InfiniGen()` by default.
         dense_layers: leading layers whose cache stays on the device in full; by default what the
-            policy says, in general 2.
+            policy says: 2, but for InfiniGen those that need it, see `Model.dense_layers`.
         schedule: "fused" or "layerwise"; equal results.
         transfer: "auto", "xla" or "cuda".
         rows: how the host stores a token's row: "auto" in the model's dtype, "int8" or "int4".
@@ -110,9 +110,7 @@ class Engine:
         mesh: Mesh | None = None,
     ):
         chosen: Policy = InfiniGen() if policy is None else policy
-        if dense_layers is None:
-            dense_layers = chosen.dense_layers
-        if dense_layers < 0:
+        if dense_layers is not None and dense_layers < 0:
             raise InputError(f"--dense-layers {dense_layers}: it must be 0 or more")
         if schedule not in SCHEDULES:
             raise InputError(f"--schedule {schedule}: use {' or '.join(SCHEDULES)}")
@@ -128,7 +126,6 @@ class Engine:
         if prefill_chunk is not None and prefill_chunk < 1:
             raise InputError(f"--prefill-chunk {prefill_chunk}: it must be at least 1")
         row_format(rows, model.dtype, model.config.head_dim)
-        dense_layers = min(dense_layers, model.config.num_layers)
         self.model = model
         self.schedule = schedule
         self.check = check
@@ -138,6 +135,14 @@ class Engine:
         if hot_set is None:
             crosses = mover.masks and not mover.in_place
             hot_set = HOT_SET if crosses and chosen.reuses else 0.0
+        if isinstance(chosen, InfiniGen) and chosen.query == "auto" and mover.in_place:
+            # Nothing to hide: the rows are where they are attended to, or are copied there anyway.
+            chosen = dataclasses.replace(chosen, query="own")
+        if dense_layers is None:
+            dense_layers = chosen.dense_layers
+        if dense_layers is None:
+            dense_layers = model.dense_layers(chosen.ahead)
+        dense_layers = min(dense_layers, model.config.num_layers)
         self.decoder = Decoder(
             model.config,
             model.dtype,

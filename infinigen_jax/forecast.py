@@ -4,22 +4,23 @@ import argparse
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.checkpoint import Ahead, Basis, Model
+from infinigen_jax.checkpoint import Ahead, Basis, Model, read_loss
 from infinigen_jax.convert import DEFAULT_SKEW
 from infinigen_jax.decode import Decoder, Weights
-from infinigen_jax.manifest import AHEAD_FILE, MANIFEST_FILE, read_manifest
+from infinigen_jax.manifest import AHEAD_FILE, MANIFEST_FILE, SKEW_FILE, read_manifest
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.options import chunk_option, make_engine
 from infinigen_jax.planning import MemoryPlan, plan_memory
-from infinigen_jax.policies import Policy
+from infinigen_jax.policies import InfiniGen, Policy
 from infinigen_jax.prefill import chunk_for
 from infinigen_jax.run import round_up_capacity
+from infinigen_jax.safetensors_io import SafetensorsFile
 from infinigen_jax.traffic import Traffic, planned_traffic
 from infinigen_jax.transfer.cuda import CudaTransfer
 from infinigen_jax.weights import in_host_memory
@@ -101,12 +102,25 @@ class Forecast:
         return self.device <= room and self.host <= self.machine.host_memory
 
 
+class Conversion(NamedTuple):
+    """What a forecast needs to know of a model's conversion.
+
+    Attributes:
+        corrected: whether it has a corrected layer-ahead query.
+        sparse_loss: see `Model`.
+    """
+
+    skew: str
+    corrected: bool
+    sparse_loss: np.ndarray | None = None
+
+
 class Planner:
     """Forecasts for one model, policy and machine, for any settings.
 
     Args:
         config: the architecture.
-        skew: that the model is converted with, and whether its layer-ahead query is corrected.
+        conversion: of the model.
         policy, arguments: as for an engine, see `options`.
 
     Raises:
@@ -117,15 +131,19 @@ class Planner:
         self,
         config: ModelConfig,
         dtype: Any,
-        skew: tuple[str, bool],
+        conversion: Conversion,
         policy: Policy,
         arguments: argparse.Namespace,
         machine: Machine,
     ):
         self.config, self.machine, self.arguments = config, machine, arguments
         self._chunk = chunk_option(arguments.prefill_chunk)
-        self._shapes = model_shapes(config, jnp.dtype(dtype), *skew)
-        make = functools.partial(self._engine, jnp.dtype(dtype), skew[0], policy)
+        self._shapes = model_shapes(config, jnp.dtype(dtype), conversion.skew, conversion.corrected)
+        if isinstance(policy, InfiniGen) and policy.query == "auto" and machine.separate:
+            # As an engine chooses there; one that is made here would not look ahead.
+            query = "corrected" if conversion.corrected else "plain"
+            policy = dataclasses.replace(policy, query=query)
+        make = functools.partial(self._engine, jnp.dtype(dtype), conversion, policy)
         asked, _ = make({})
         # With all layers on the host there are the policy's weights for all of them.
         self._decoder, self._weights = make({"dense_layers": 0})
@@ -136,17 +154,24 @@ class Planner:
         )
 
     def _engine(
-        self, dtype: jnp.dtype, skew: str, policy: Policy, settings: dict[str, Any]
+        self, dtype: jnp.dtype, conversion: Conversion, policy: Policy, settings: dict[str, Any]
     ) -> tuple[Decoder, Weights]:
         """The decoder of an engine, and the shapes of its weights."""
         made: list[Decoder] = []
 
         def build(parts: dict[str, Any]) -> Weights:
             heads = self.config.num_kv_heads, self.config.head_dim
-            mean = (
-                None if skew == "none" else np.zeros((self.config.num_layers, *heads), np.float32)
+            mean = None
+            if conversion.skew != "none":
+                mean = np.zeros((self.config.num_layers, *heads), np.float32)
+            model = Model(
+                self.config,
+                dtype=dtype,
+                skew=conversion.skew,
+                key_mean=mean,
+                sparse_loss=conversion.sparse_loss,
+                **parts,
             )
-            model = Model(self.config, dtype=dtype, skew=skew, key_mean=mean, **parts)
             engine = make_engine(model, policy, self.arguments, **settings)
             made.append(engine.decoder)
             return engine.weights
@@ -227,12 +252,13 @@ def model_shapes(config: ModelConfig, dtype: jnp.dtype, skew: str, corrected: bo
     }
 
 
-def skew_of(folder: Path) -> tuple[str, bool]:
-    """How a folder is converted, or would be by default, and whether its query is corrected."""
+def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
+    """How a folder is converted, or would be by default."""
     if not (folder / MANIFEST_FILE).exists():
-        return DEFAULT_SKEW, DEFAULT_SKEW == "balanced"
+        return Conversion(DEFAULT_SKEW, DEFAULT_SKEW == "balanced")
     manifest = read_manifest(folder)
-    return manifest.skew, AHEAD_FILE in manifest.files
+    loss = read_loss(SafetensorsFile(folder / SKEW_FILE), config)
+    return Conversion(manifest.skew, AHEAD_FILE in manifest.files, loss)
 
 
 def brought_bytes(decoder: Decoder, weights: Weights) -> tuple[int, int]:

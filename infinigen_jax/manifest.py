@@ -3,6 +3,7 @@
     infinigen.json          format version, skewing method, calibration, SHA-256 of every file
     infinigen.safetensors   query_basis, key_basis  [L, k, d, d] float32
                             eigenvalues, key_mean   [L, k, d]    float32 (absent with skew none)
+                            sparse_loss             [L, 2]       float32 (likewise)
 
 and with skew balanced, which keeps the svd's beside its own:
 
@@ -12,7 +13,9 @@ and with skew balanced, which keeps the svd's beside its own:
                                   in the dtype of the weights: the corrected query projection
 
 The ahead_ bases are the balanced ones for the query of that projection (`skew.reduced_rank_basis`);
-the others are for the true one. Folders that were written before these existed lack them.
+the others are for the true one. Folders that were written before these existed, or `sparse_loss`
+did, lack them. That is the relative error of a layer's attention with few rows, chosen by its own
+query and by the one of a layer ahead, NaN where the text is too short (`convert.loss`).
 
 `eigenvalues` are those of the calibration queries' Gram matrix, descending. `key_mean` is in the
 coordinates of the keys that the converted weights produce.

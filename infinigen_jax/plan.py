@@ -60,7 +60,7 @@ def plan(arguments: argparse.Namespace) -> None:
     from infinigen_jax.backend import start_backend
     from infinigen_jax.checkpoint import checked_dtype, embedded
     from infinigen_jax.convert.reader import checked_folder, read_config
-    from infinigen_jax.forecast import Planner, skew_of
+    from infinigen_jax.forecast import Planner, conversion_of
 
     folder = checked_folder(embedded() if arguments.model is None else arguments.model)
     _, config = read_config(folder)
@@ -74,7 +74,7 @@ def plan(arguments: argparse.Namespace) -> None:
     # A device with memory of its own is one that runs in bfloat16 by default.
     wanted = arguments.dtype or ("bfloat16" if machine.separate else None)
     dtype = checked_dtype(wanted)
-    planner = Planner(config, dtype, skew_of(folder), policy, arguments, machine)
+    planner = Planner(config, dtype, conversion_of(folder, config), policy, arguments, machine)
     advice = advise(planner, arguments.batch, arguments.context)
     print(report(advice, folder, dtype.name, arguments))
     if output is not None:

@@ -25,14 +25,15 @@ class Request(NamedTuple):
         count: how many of the slots are meant, per sequence and KV head.
         rank: order of preference among all slots, for whoever has to choose rows to give up; None
             where it is not known or not wanted any more.
-        rest: logarithm of the summed exponentials of the speculated scores of what is on the host
-            only and not meant, for each query head; None without a tail term.
+        rest: logarithm of the summed exponentials of the scores of what is on the host only and
+            not meant, for each query head, of all of it (m = 1) or of each block of slots; None
+            where there is no tail, or where it is scored when the layer attends.
     """
 
     slots: Int[Array, "b k n"]
     count: Int[Array, "b k"]
     rank: Float[Array, "b k t"] | None = None
-    rest: Float[Array, "b k g 1"] | None = None
+    rest: Float[Array, "b k g m"] | None = None
 
     @property
     def valid(self) -> Bool[Array, "b k n"]:

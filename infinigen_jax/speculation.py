@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
 
 BASES = ("auto", "svd", "balanced", "none")
-QUERIES = ("auto", "plain", "corrected")
+QUERIES = ("auto", "plain", "corrected", "own")
 
 
 def partial_columns(head_dim: int, ratio: float) -> int:
@@ -87,7 +87,7 @@ def speculation_weights(
         centred: also give the mean calibration key, where it is known: "centre" [k, r] in the
             index's coordinates, "mean" [k, d] in those of the cached keys.
         basis: one of BASES.
-        query: one of QUERIES.
+        query: one of QUERIES. The layer's own needs nothing but the index's weights.
 
     Raises:
         InputError: for a basis or a query that the model was not converted for.
@@ -119,6 +119,8 @@ def speculation_weights(
         if pair is not None:
             mean = jnp.einsum("kd,kdr->kr", mean, pair.key)
         weights["centre"] = mean[..., :columns]
+    if query == "own":
+        return weights
     if config.rope is None:
         return weights | _partial_projection(config, projection, pair, columns)
     if corrected is not None:
@@ -135,7 +137,8 @@ def projected_query(
 ) -> Float[Array, "*b h d"]:
     """As `Layer.query`, with another projection {"kernel" [e, h*d], "bias" [h*d]}."""
     q = a @ projection["kernel"]
-    q = q + jnp.broadcast_to(projection["bias"], q.shape)
+    if "bias" in projection:
+        q = q + jnp.broadcast_to(projection["bias"], q.shape)
     return layer.finish_query(q, positions, lengths)
 
 
@@ -178,7 +181,7 @@ def speculate_query(
         q = projected_query(layer, weights["ahead"], a, positions)
     else:
         q = layer.query(a, positions)
-    q = q.reshape(a.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
+    q = config.grouped(q)
     if "query" not in weights:
         return q[..., :columns]
     return jnp.einsum("bkgd,kdr->bkgr", q.astype(jnp.float32), weights["query"])
@@ -209,6 +212,14 @@ def own_query(
     if "own" in weights:
         return jnp.einsum("bkgd,krd->bkgr", query, weights["own"])
     return query[..., :columns]
+
+
+def mean_score(weights: Params, query: Float[Array, "b k g d"]) -> Float[Array, "b k g 1"]:
+    """The mean key's logit by a true query, which centred scores lack; 0 if there is none."""
+    if "mean" not in weights:
+        return jnp.zeros((*query.shape[:3], 1), jnp.float32)
+    mean = weights["mean"].astype(jnp.float32)
+    return jnp.einsum("bkgd,kd->bkg", query.astype(jnp.float32), mean)[..., None]
 
 
 def partial_keys(

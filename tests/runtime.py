@@ -98,8 +98,16 @@ def without_eos(model: Model) -> Model:
 
 
 # A small window and few sinks, so that most rows are on the host and flushes are frequent.
+# Its rows are requested one layer ahead, as where they have to be moved.
 SPARSE = InfiniGen(
-    budget=0.2, window=4, sinks=2, partial_ratio=0.5, index_dtype="auto", alpha=4.0, tail=False
+    budget=0.2,
+    window=4,
+    sinks=2,
+    partial_ratio=0.5,
+    index_dtype="auto",
+    alpha=4.0,
+    query="plain",
+    tail=False,
 )
 ALL = dataclasses.replace(SPARSE, budget=1.0, partial_ratio=0.25, alpha=float("inf"))
 

@@ -261,7 +261,9 @@ def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
     return np.stack([np.asarray(run.score(tokens[:, i], tokens[:, i + 1])) for i in steps])
 
 
-TAILED = InfiniGen(budget=0.1, window=4, sinks=2, index_dtype="float32", count="fixed", tail=True)
+TAILED = InfiniGen(
+    budget=0.1, window=4, sinks=2, index_dtype="float32", count="fixed", query="plain", tail=True
+)
 ONE_MEAN = dataclasses.replace(TAILED, tail_tokens=0)
 
 

@@ -14,7 +14,7 @@ from tiny import only
 from infinigen_jax import advice, checkpoint, plan
 from infinigen_jax.cache import DenseLayer, Resident
 from infinigen_jax.convert.reader import read_config
-from infinigen_jax.forecast import Machine, Planner, skew_of, tree_bytes
+from infinigen_jax.forecast import Machine, Planner, conversion_of, tree_bytes
 from infinigen_jax.memory_limits import available_host_bytes
 from infinigen_jax.options import make_engine, make_policy
 from infinigen_jax.sampling import Sampling
@@ -42,7 +42,9 @@ def planner(folder: Path, machine: Machine, *options: str) -> Planner:
     arguments = parsed(*options)
     dtype = jnp.dtype("bfloat16" if machine.separate else "float32")
     _, config = read_config(folder)
-    return Planner(config, dtype, skew_of(folder), make_policy(arguments), arguments, machine)
+    return Planner(
+        config, dtype, conversion_of(folder, config), make_policy(arguments), arguments, machine
+    )
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """Calibration: run a text through the model, one layer at a time, and collect q and k moments.
 
 Only the hidden states of the text and one layer's weights are in memory; for the correction of the
-layer-ahead query also the attention inputs of two layers and the queries of one. All arithmetic is
+layer-ahead query, and for what few rows lose, also the attention inputs of two layers and the
+queries, keys and values of one. All arithmetic is
 float32 with full-precision products, whatever the checkpoint's dtype.
 """
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from infinigen_jax.convert.loss import squared_errors
 from infinigen_jax.correction import Projection, corrected_projection
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import ModelConfig, Params, blueprint
@@ -112,7 +114,7 @@ class Calibrator:
         config: the architecture.
         tokens: the text.
         embedding: the embedding's parameters, float32.
-        ahead: keep what `ahead` needs.
+        keep: what `ahead` and `loss` need.
     """
 
     def __init__(
@@ -120,14 +122,15 @@ class Calibrator:
         config: ModelConfig,
         tokens: CalibrationTokens,
         embedding: Params,
-        ahead: bool = False,
+        keep: bool = False,
     ):
         self._config = config
         self._count = tokens.count
-        self._ahead = ahead
+        self._keep = keep
         self._done = 0  # layers
         self._inputs: list[Array] = []  # of the layer before and of this one
-        self._queries: Array | None = None
+        self._attended: tuple[Array, Array, Array] | None = None  # queries, keys and values
+        self._guesses: Array | None = None
         self._valid = jnp.asarray(tokens.valid)
         self._places = offsets(config.rope, config.max_positions, tokens.ids.shape[1])
         plan = blueprint(config, jnp.float32)
@@ -140,11 +143,12 @@ class Calibrator:
         They are those of the text at all places where the model has positions for it.
         """
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
-            step = _step(self._config, self._ahead, self._config.window_of(self._done))
+            step = _step(self._config, self._keep, self._config.window_of(self._done))
             self._hidden, sums, seen = step(params, self._hidden, self._valid)
         self._done += 1
         if seen is not None:
-            self._queries, inputs = seen
+            inputs, *attended = seen
+            self._attended, self._guesses = tuple(attended), None
             self._inputs = [*(self._inputs or [inputs])[-1:], inputs]
         # Summed over windows in float64, on the host.
         query_gram, key_gram, key_sum = (np.asarray(s, np.float64).sum(axis=0) for s in sums)
@@ -169,21 +173,52 @@ class Calibrator:
         before, own = (np.asarray(x)[valid] for x in self._inputs)
         query = params["q"]
         fitted = corrected_projection(before, own, query["kernel"], query.get("bias"))
-        assert self._queries is not None
-        with jax.default_matmul_precision("highest"):
-            guesses = projected_query(
-                blueprint(config, jnp.float32).layer(params),
-                {name: jnp.asarray(getattr(fitted, name), jnp.float32) for name in AHEAD},
-                self._inputs[0],
-                jnp.broadcast_to(jnp.arange(valid.shape[1]), valid.shape),
-                jnp.full(valid.shape, valid.shape[1]),
-            )
-        guesses, queries = (np.asarray(x)[valid] for x in (guesses, self._queries))
+        assert self._attended is not None
+        projection = {n: jnp.asarray(getattr(fitted, n), jnp.float32) for n in AHEAD}
+        self._guesses = self._guess(params, projection)
+        guesses, queries = (np.asarray(x)[valid] for x in (self._guesses, self._attended[0]))
         found = guess_moments(guesses, queries, config.num_kv_heads)
         if self._places == 1:
             return fitted, found
         assert config.rope is not None
         return fitted, spread_guess(found, config.rope, self._places)
+
+    def loss(self, params: Params) -> Float[np.ndarray, "2"]:
+        """For the layer that `layer` ran last: relative error of its attention with few rows.
+
+        Returns:
+            With rows chosen by its own queries, and by those of the layer before: corrected, if
+            `ahead` was called, else plain. NaN if no window is long enough. See `convert.loss`.
+        """
+        assert self._attended is not None
+        guesses, self._guesses = self._guesses, None
+        if guesses is None:
+            guesses = self._guess(params, params["q"])
+        queries, keys, values = self._attended
+        self._attended = None
+        with jax.default_matmul_precision("highest"):
+            squares = squared_errors(
+                self._config, params, queries, guesses, keys, values, self._valid
+            )
+        whole, *errors = np.asarray(squares, np.float64).sum(axis=0)
+        with np.errstate(invalid="ignore"):
+            return np.sqrt(np.array(errors) / whole).astype(np.float32)
+
+    def _guess(self, params: Params, projection: Params) -> Float[Array, "w s h d"]:
+        """The layer's queries by a projection of the layer before's attention input."""
+        with jax.default_matmul_precision("highest"):
+            return _projected(self._config, params, projection, self._inputs[0])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _projected(
+    config: ModelConfig, params: Params, projection: Params, inputs: Float[Array, "w s e"]
+) -> Float[Array, "w s h d"]:
+    """A layer's queries, scaled and rotated, by another projection of other inputs."""
+    windows, length, _ = inputs.shape
+    positions = jnp.broadcast_to(jnp.arange(length), (windows, length))
+    layer = blueprint(config, jnp.float32).layer(params)
+    return projected_query(layer, projection, inputs, positions, jnp.full_like(positions, length))
 
 
 Sums = tuple[Float[Array, "w k d d"], Float[Array, "w k d d"], Float[Array, "w k d"]]
@@ -194,7 +229,7 @@ def _step(config: ModelConfig, keep: bool, sliding: int | None) -> Callable[...,
     """One layer over all windows; compiled once, it serves every layer of a kind.
 
     Args:
-        keep: also return the layer's queries and attention inputs.
+        keep: also return the layer's attention inputs, queries, keys and values.
         sliding: the layer's own window, if it has one.
     """
     plan = blueprint(config, jnp.float32)
@@ -216,7 +251,8 @@ def _step(config: ModelConfig, keep: bool, sliding: int | None) -> Callable[...,
         )
         attended = causal_attention(queries, keys, values, window=sliding)
         x = x + layer.attention_output(attended)
-        return x + layer.mlp(x), sums, (queries, a) if keep else None
+        seen = (a, queries, keys, values) if keep else None
+        return x + layer.mlp(x), sums, seen
 
     def step(params: Params, x: Float[Array, "w s e"], valid: Bool[Array, "w s"]) -> Any:
         return jax.lax.map(lambda pair: window(params, *pair), (x, valid))

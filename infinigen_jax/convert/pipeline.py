@@ -184,7 +184,7 @@ class _Job:
         if self.tokens is None:
             return None
         params = read_tree(self.slots.embedding, self.sources, _joined)
-        return Calibrator(self.config, self.tokens, params, ahead=self.skew == "balanced")
+        return Calibrator(self.config, self.tokens, params, keep=True)
 
     def _calibrate(self, calibrator: Calibrator | None, slots: list[Slot]) -> Any:
         """Run a layer, keep its statistics.
@@ -197,8 +197,10 @@ class _Job:
         params = read_tree(slots, self.sources, _joined)
         seen = calibrator.layer(params)
         if self.skew == "svd":
+            self._keep(sparse_loss=calibrator.loss(params))
             return self._svd(seen)
         projection, guess = calibrator.ahead(params)
+        self._keep(sparse_loss=calibrator.loss(params))
         orthogonal, eigenvalues = svd_basis(seen)
         query, key, _ = balanced_basis(seen)
         ahead_query, ahead_key, _ = reduced_rank_basis(seen, guess)
@@ -279,6 +281,7 @@ def _needed(
     weights = sum(tensor_bytes(dtype, tensor.shape) for tensor in sources.values())
     heads, size = config.num_layers * config.num_kv_heads, config.head_dim
     bases = 4 * heads * ((5 if skew == "balanced" else 2) * size * size + 2 * size)
+    bases += 8 * config.num_layers
     if skew == "balanced":
         width = config.num_heads * config.head_dim
         bases += config.num_layers * tensor_bytes(dtype, (config.hidden_size + 1, width))

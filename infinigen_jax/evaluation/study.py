@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.attention import Part, attend_weighted
 from infinigen_jax.cache import Resident
-from infinigen_jax.decode import Carry, Decoder
+from infinigen_jax.decode import Carry, Decoder, Fetched
 from infinigen_jax.memory import read_block
 from infinigen_jax.models.base import Layer
 from infinigen_jax.reuse import put
@@ -75,8 +75,7 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
     layer = decoder.blueprint.layer(watched.params)
     x = watched.before.x
     a = layer.attention_input(x)
-    q = layer.query(a, positions)
-    q = q.reshape(q.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
+    q = config.grouped(layer.query(a, positions))
     capacity = watched.host.shape[3]
     eligible = slots.eligible(positions, capacity)
     rows = read_block(watched.host, watched.own.number, jnp.int32(0), capacity, decoder.mesh)
@@ -97,7 +96,7 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
     best = top_mask(group_rank(far_scores), wanted) & eligible[:, None]
     everything, had, could = _attended(near, resident.values, far, rows, fetched, best)
     if decoder.policy.has_tail:
-        had = _with_tail(decoder, watched, q, resident)
+        had = _with_tail(decoder, watched, request, q, resident)
 
     is_past = slots.positions(positions) != positions[:, None]
     near = jnp.sum(jnp.where(is_past[:, None, None], near, 0.0), axis=-1)
@@ -144,15 +143,19 @@ def _request(decoder: Decoder, watched: Watched, layer: Layer, a: Float[Array, "
 
 
 def _with_tail(
-    decoder: Decoder, watched: Watched, q: Float[Array, "b k g d"], resident: Part
+    decoder: Decoder,
+    watched: Watched,
+    request: Request,
+    q: Float[Array, "b k g d"],
+    resident: Part,
 ) -> Float[Array, "b k g d"]:
     """What the engine's step attended to: the rows it had, and a term for those it had not."""
-    fetched, own, local = watched.before.fetched, watched.own, watched.local
-    assert fetched is not None and own is not None and isinstance(local, Resident)
-    assert watched.host is not None
+    own, local = watched.own, watched.local
+    assert watched.host is not None and own is not None and isinstance(local, Resident)
+    fetched = watched.before.fetched or Fetched(request, None)
     part = decoder.fetched_part(fetched, watched.host, own)
     taken = part.taken(q.shape[-1])
-    tail = decoder.tail(q, fetched.request, taken, local, own, watched.positions)
+    tail = decoder.tail(q, request, taken, local, own, watched.positions)
     return attend_weighted(q, resident, part, tail=tail)[0]
 
 

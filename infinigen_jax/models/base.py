@@ -62,6 +62,10 @@ class ModelConfig:
         """Query heads per KV head (1 for multi-head attention)."""
         return self.num_heads // self.num_kv_heads
 
+    def grouped(self, query: Float[Array, "*b h d"]) -> Float[Array, "*b k g d"]:
+        """Query heads by the KV head that they share."""
+        return query.reshape(*query.shape[:-2], self.num_kv_heads, self.group_size, self.head_dim)
+
     def window_of(self, layer: int) -> int | None:
         """How many tokens a layer attends to at most; None for all."""
         return self.sliding_window if layer in self.sliding_layers else None

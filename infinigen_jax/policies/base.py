@@ -63,7 +63,8 @@ class Policy(Protocol):
     Attributes:
         name: as on the command line.
         sinks: first tokens that stay on the device.
-        dense_layers: leading layers that stay on the device in full, unless the engine is told.
+        dense_layers: leading layers that stay on the device in full, unless the engine is told;
+            None: those that lose too much otherwise, see `Model.dense_layers`.
         ahead: `select` sees the attention input of the layer before, so that the transfer runs
             beside that layer; if not, the layer's own, and the layer waits for its rows.
         observes: `observe` is called and returns the next state. It is not for policies that
@@ -77,12 +78,14 @@ class Policy(Protocol):
     """
 
     name: ClassVar[str]
-    dense_layers: ClassVar[int]
+    dense_layers: ClassVar[int | None]
     reuses: ClassVar[bool]
-    ahead: ClassVar[bool]
     observes: ClassVar[bool]
     paged: ClassVar[bool]
     pools: ClassVar[bool]
+
+    @property
+    def ahead(self) -> bool: ...
 
     @property
     def has_tail(self) -> bool:
@@ -93,7 +96,7 @@ class Policy(Protocol):
     def tail_block(self) -> int:
         """Tokens of a block, if what is left out is attended as a mean for each block of positions.
 
-        By `own_rest` then, not `Request.rest`. 0 if it is one mean or nothing.
+        By `own_rest` then, unless `Request.rest` says it already. 0 if it is one mean or nothing.
         """
         ...
 
@@ -188,12 +191,15 @@ class Policy(Protocol):
 class Defaults:
     """What most policies have in common; see `Policy`."""
 
-    dense_layers: ClassVar[int] = 2
+    dense_layers: ClassVar[int | None] = 2
     reuses: ClassVar[bool] = True
-    ahead: ClassVar[bool] = True
     observes: ClassVar[bool] = False
     paged: ClassVar[bool] = False
     pools: ClassVar[bool] = False
+
+    @property
+    def ahead(self) -> bool:
+        return True
 
     @property
     def has_tail(self) -> bool:

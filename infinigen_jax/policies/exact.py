@@ -27,7 +27,10 @@ class Oracle(Budgeted):
 
     name: ClassVar[str] = "oracle"
     pools: ClassVar[bool] = True
-    ahead: ClassVar[bool] = False
+
+    @property
+    def ahead(self) -> bool:
+        return False
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k d t"]:
         return _keys(config.head_dim).empty(batch, config.num_kv_heads, capacity)
@@ -42,8 +45,7 @@ class Oracle(Budgeted):
         positions: Int[Array, " b"],
         held: Int[Array, "b k t"] | None = None,
     ) -> Request:
-        query = layer.query(a, positions)
-        query = query.reshape(a.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
+        query = config.grouped(layer.query(a, positions))
         return self._best_of(query, state, positions, held)
 
     def append(
@@ -83,8 +85,11 @@ class PreviousQuery(Oracle):
     """
 
     name: ClassVar[str] = "previous-query"
-    ahead: ClassVar[bool] = True
     observes: ClassVar[bool] = True
+
+    @property
+    def ahead(self) -> bool:
+        return True
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Remembered:
         shape = (batch, config.num_kv_heads, config.group_size, config.head_dim)

@@ -27,6 +27,7 @@ from infinigen_jax.span import Span
 from infinigen_jax.speculation import (
     BASES,
     QUERIES,
+    mean_score,
     own_query,
     own_query_weights,
     partial_columns,
@@ -67,8 +68,11 @@ class InfiniGen(Budgeted):
             that are on the host are streamed whole, as the paper does with layers 0 and 1.
         basis: of the index: "svd", the paper's; "balanced"; "none", the keys' own columns, those
             with the longest queries first; or "auto", the one that the model was converted with.
-        query: "plain", from the layer before's input as it is, as in the paper; "corrected" on
-            calibration text; or "auto", corrected where the model has what it takes.
+        query: that rows are selected by: "plain", from the layer before's input as it is, as in
+            the paper; "corrected" on calibration text; "own", the layer's true one, for which the
+            layer waits; or "auto": its own where rows are attended to in the host's memory itself,
+            so that a prefetch has nothing to hide (`Engine`), else corrected where the model has
+            what it takes.
         tail: attend to what is not fetched as well.
         tail_tokens: so many neighbours as to one token, the mean of their values, with the weight
             that they have by the scores of the layer's own query with the index; a power of two
@@ -76,6 +80,7 @@ class InfiniGen(Budgeted):
     """
 
     name: ClassVar[str] = "infinigen"
+    dense_layers: ClassVar[int | None] = None
     pools: ClassVar[bool] = True
 
     alpha: float = 4.0
@@ -117,6 +122,10 @@ class InfiniGen(Budgeted):
             raise InputError(f"--mass {self.mass}: it must be above 0 and at most 1")
 
     @property
+    def ahead(self) -> bool:
+        return self.query != "own"
+
+    @property
     def has_tail(self) -> bool:
         return self.tail
 
@@ -136,10 +145,9 @@ class InfiniGen(Budgeted):
 
     def prepare(self, model: "Model", layer: int) -> Params:
         index = self.index_format(model.config.head_dim)
-        weights = speculation_weights(
-            model, layer, index.columns, index.quantised or self.tail, self.basis, self.query
-        )
-        return weights | (own_query_weights(weights) if self.tail_block else {})
+        centred = index.quantised or self.tail
+        weights = speculation_weights(model, layer, index.columns, centred, self.basis, self.query)
+        return weights | (own_query_weights(weights) if self.tail_block or not self.ahead else {})
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k w t"]:
         return self.index_format(config.head_dim).empty(batch, config.num_kv_heads, capacity)
@@ -155,15 +163,43 @@ class InfiniGen(Budgeted):
         held: Int[Array, "b k t"] | None = None,
     ) -> Request:
         index = self.index_format(config.head_dim)
+        true = None if self.ahead else config.grouped(layer.query(a, positions))
         with jax.named_scope("speculate"):
-            query = speculate_query(config, layer, weights, a, positions, index.columns)
+            if true is None:
+                query = speculate_query(config, layer, weights, a, positions, index.columns)
+            else:
+                query = own_query(weights, true, index.columns)
             scores = index.scores(query, state)
         with jax.named_scope("select"):
             request = self._count(scores, positions, held)
-            if self.tail and not self.tail_block:
-                eligible = self.eligible(positions, scores.shape[3], held)
-                request = request._replace(rest=log_rest(scores, eligible, request))
-            return request
+        with jax.named_scope("tail"):
+            return request._replace(
+                rest=self._rest(weights, scores, request, positions, true, held)
+            )
+
+    def _rest(
+        self,
+        weights: Params,
+        scores: Float[Array, "b k g t"],
+        request: Request,
+        positions: Int[Array, " b"],
+        query: Float[Array, "b k g d"] | None,
+        held: Int[Array, "b k t"] | None,
+    ) -> Float[Array, "b k g m"] | None:
+        """For the tail, of the scores that there are; None if it is scored later.
+
+        Args:
+            query: the true one, if the scores are by it.
+        """
+        capacity = scores.shape[3]
+        if not self.tail or (self.tail_block and query is None):
+            return None
+        eligible = self.eligible(positions, capacity, held)
+        if not self.tail_block:
+            return log_rest(scores, eligible, request)
+        assert query is not None
+        rest = log_rest(scores, eligible, request, capacity // self.tail_block)
+        return rest + mean_score(weights, query)
 
     def _count(
         self,
@@ -204,10 +240,7 @@ class InfiniGen(Budgeted):
         own = own_query(weights, query, index.columns)
         slots = Slots(self.sinks, self.window, self.tail_block)
         rest = index.log_rest(own, state, request, positions, slots)
-        if "mean" not in weights:
-            return rest
-        mean = weights["mean"].astype(jnp.float32)
-        return rest + jnp.einsum("bkgd,kd->bkg", query.astype(jnp.float32), mean)[..., None]
+        return rest + mean_score(weights, query)
 
     def append(
         self,

@@ -20,7 +20,7 @@ class InfiniGenPaper(InfiniGen):
     """See the module's docstring. The paper's alpha is 4 for OPT and 5 for LLaMA."""
 
     name: ClassVar[str] = "infinigen-paper"
-    dense_layers: ClassVar[int] = 0
+    dense_layers: ClassVar[int | None] = 0
     reuses: ClassVar[bool] = False
 
     alpha: float = 4.0

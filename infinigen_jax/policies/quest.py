@@ -34,10 +34,13 @@ class Quest(Budgeted):
     """
 
     name: ClassVar[str] = "quest"
-    ahead: ClassVar[bool] = False
     paged: ClassVar[bool] = True
 
     page: int = 16
+
+    @property
+    def ahead(self) -> bool:
+        return False
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Bounds:
         shape = (batch, config.num_kv_heads, -(-capacity // self.page), config.head_dim)
@@ -53,8 +56,7 @@ class Quest(Budgeted):
         positions: Int[Array, " b"],
         held: Int[Array, "b k t"] | None = None,
     ) -> Request:
-        query = layer.query(a, positions).astype(jnp.float32)
-        query = query.reshape(a.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
+        query = config.grouped(layer.query(a, positions)).astype(jnp.float32)
         # The larger product comes from the largest key where q > 0 and from the least elsewhere.
         least, most = (jnp.where(jnp.isfinite(x), x, 0) for x in state)
         bound = jnp.einsum("bkgd,bkpd->bkgp", jnp.maximum(query, 0), most)

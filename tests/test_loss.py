@@ -1,0 +1,117 @@
+"""What a layer loses with few rows, as a conversion measures it, and which layers stay dense."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import random_model
+from tiny import make_tiny
+
+from infinigen_jax import checkpoint
+from infinigen_jax.convert import convert, loss
+from infinigen_jax.convert.calibrate import Calibrator, windows
+from infinigen_jax.engine import Engine
+from infinigen_jax.models import blueprint
+from infinigen_jax.policies import InfiniGenPaper, Quest
+
+IDS = np.random.default_rng(0).integers(3, 96, 700).tolist()
+
+
+@pytest.mark.parametrize("name", ["gqa", "opt"])
+def test_against_loops_over_tokens(name):
+    model = random_model(name)
+    config, params = model.config, model.params["layers"][0]
+    rng = np.random.default_rng(1)
+    count, length = 330, 340
+    q, guess, k, v = (
+        jnp.asarray(rng.normal(size=(1, length, heads, config.head_dim)), jnp.float32)
+        for heads in (config.num_heads, config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    )
+    valid = jnp.arange(length)[None] < count
+    found = np.asarray(loss.squared_errors(config, params, q, guess, k, v, valid))[0]
+
+    layer, square, error = blueprint(config, jnp.float32).layer(params), 0.0, 0.0
+    bias = layer.attention_output(jnp.zeros((config.num_heads, config.head_dim)))
+    for i in range(loss.STEPS):
+        at = count - 1 - i * (count // 2) // loss.STEPS
+        both = []
+        for rows in (length, int(np.float32(at) * np.float32(loss.BUDGET))):
+            heads = []
+            for kv in range(config.num_kv_heads):
+                group = range(kv * config.group_size, (kv + 1) * config.group_size)
+                assert len(group) == 1 or name == "gqa"
+                heads += [
+                    _group(np.asarray(q[0]), np.asarray(k[0, :, kv]), np.asarray(v[0, :, kv]),
+                           group, h, at, rows)
+                    for h in group
+                ]  # fmt: skip
+            both.append(np.asarray(layer.attention_output(jnp.asarray(heads, jnp.float32)) - bias))
+        square += np.sum(both[0] ** 2)
+        error += np.sum((both[1] - both[0]) ** 2)
+    np.testing.assert_allclose(found[:2], [square, error], rtol=2e-3)
+    assert found[2] > found[1]  # a guess that has nothing to do with the query
+
+
+def _group(q, k, v, group, head: int, at: int, count: int) -> np.ndarray:
+    """A head's attention: rows chosen for its group exactly, block means of the others."""
+    far = np.array([t for t in range(loss.SINKS, at + 1) if at - t >= loss.RECENT])
+    total = np.zeros(len(far))
+    for h in group:
+        score = np.exp(k[far] @ q[at, h] - np.max(k[far] @ q[at, h]))
+        total += score / score.sum()
+    chosen = set(far[np.argsort(-total, kind="stable")[:count]].tolist())
+    weight = np.exp(k[: at + 1] @ q[at, head] - np.max(k[: at + 1] @ q[at, head]))
+    weight /= weight.sum()
+    near = [t for t in range(at + 1) if t not in far or t in chosen]
+    o = weight[near] @ v[near]
+    for block in set((far // loss.BLOCK).tolist()):
+        inside = far[far // loss.BLOCK == block]
+        rest = sum(weight[t] for t in inside if t not in chosen)
+        o = o + rest * v[inside].mean(axis=0)
+    return o
+
+
+def test_what_cannot_be_told_is_not_measured():
+    model = random_model("gqa")
+    text = windows(np.asarray(IDS[:200], np.int32), model.config, 200, "text", b"")
+    calibrator = Calibrator(model.config, text, model.params["embedding"], keep=True)
+    calibrator.layer(model.params["layers"][0])
+    assert np.isnan(calibrator.loss(model.params["layers"][0])).all()
+
+
+@pytest.mark.parametrize("skew", ["svd", "balanced"])
+def test_a_conversion_measures_every_layer(tmp_path, skew):
+    made = make_tiny(tmp_path / "source", "llama", max_position_embeddings=512)
+    model = checkpoint.load(convert(made.folder, tmp_path / "out", calibration=IDS, skew=skew))
+    assert model.sparse_loss is not None
+    assert model.sparse_loss.shape == (model.config.num_layers, 2)
+    assert np.all((model.sparse_loss > 0) & (model.sparse_loss < 1))
+    own, ahead = model.sparse_loss.T
+    np.testing.assert_allclose(own[0], ahead[0], rtol=1e-5)  # layer 0 is guessed from its own input
+    assert np.all(own <= ahead + 1e-3)
+
+
+def with_loss(own: list[float], ahead: list[float]) -> checkpoint.Model:
+    model = random_model("gqa")
+    loss = np.stack([own, ahead], axis=1).astype(np.float32)
+    return dataclasses.replace(model, sparse_loss=loss)
+
+
+def test_the_layers_up_to_the_last_that_loses_much_stay_on_the_device():
+    assert with_loss([0.1, 0.3, 0.0], [0.1, 0.3, 0.2]).dense_layers(ahead=False) == 2
+    assert with_loss([0.1, 0.3, 0.0], [0.1, 0.3, 0.2]).dense_layers(ahead=True) == 3
+    assert with_loss([0.1, 0.1, 0.1], [0.1, 0.1, 0.1]).dense_layers(ahead=True) == 0
+    late = [0.0] * checkpoint.DENSE_AMONG + [0.5]
+    assert with_loss(late, late).dense_layers(ahead=True) == 0
+    assert random_model("gqa").dense_layers(ahead=True) == checkpoint.DENSE_UNKNOWN
+    unknown = [0.0, float("nan"), 0.0]
+    assert with_loss(unknown, unknown).dense_layers(ahead=True) == checkpoint.DENSE_UNKNOWN
+
+
+def test_the_engine_asks_the_model_for_infinigen_only():
+    model = with_loss([0.2, 0.0, 0.0], [0.0, 0.0, 0.0])
+    assert Engine(model).decoder.dense_layers == 1
+    assert Engine(model, dense_layers=2).decoder.dense_layers == 2
+    assert Engine(model, policy=Quest()).decoder.dense_layers == 2
+    assert Engine(model, policy=InfiniGenPaper()).decoder.dense_layers == 0

@@ -1,0 +1,68 @@
+"""Rows chosen by a layer's own query: where they are attended to in place, with no prefetch."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from runtime import RAGGED, SPARSE, engine, random_model, tokens_of
+from test_counting import TAILED, first_layers, scores_of
+
+from infinigen_jax.engine import Engine
+from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Oracle
+from infinigen_jax.pool import Pool
+from infinigen_jax.transfer.xla import XlaTransfer
+
+OWN = dataclasses.replace(SPARSE, query="own", partial_ratio=1.0, index_dtype="float32")
+FIXED = dataclasses.replace(OWN, alpha=float("inf"), count="fixed")
+
+
+@pytest.mark.parametrize("name", ["gqa", "opt"])
+def test_with_an_exact_index_it_chooses_what_the_oracle_does(name):
+    model = random_model(name)
+    oracle = Oracle(budget=FIXED.budget, window=FIXED.window, sinks=FIXED.sinks)
+    own, best = (scores_of(model, policy) for policy in (FIXED, oracle))
+    np.testing.assert_allclose(own, best, rtol=1e-4, atol=1e-4)
+    ahead = dataclasses.replace(FIXED, query="plain")
+    assert np.abs(scores_of(model, ahead) - best).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gqa", "opt"])
+def test_its_tail_is_the_one_that_is_scored_when_a_layer_attends(name):
+    """Of an only layer the query before it is its own: nothing but the tail's way differs."""
+    model = first_layers(name)
+    own = dataclasses.replace(TAILED, query="own", tail_tokens=8)
+    ahead = dataclasses.replace(own, query="plain")
+    np.testing.assert_allclose(scores_of(model, own), scores_of(model, ahead), rtol=1e-4, atol=1e-4)
+    single = dataclasses.replace(own, tail_tokens=1, budget=0.05)
+    np.testing.assert_allclose(
+        scores_of(model, single), scores_of(model, Full()), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_both_schedules_and_every_place_in_a_batch_draw_the_same():
+    policy = dataclasses.replace(OWN, tail=True, index_dtype="int4")
+    batch = tokens_of(engine("gqa", policy, 0))
+    assert tokens_of(engine("gqa", policy, 0, "layerwise")) == batch
+    assert tokens_of(engine("gqa", policy, 0), RAGGED[:1]) == batch[:1]
+
+
+def test_the_engine_chooses_it_where_nothing_has_to_be_moved(monkeypatch):
+    model = random_model("gqa")
+
+    def query_of(policy, **settings) -> str:
+        chosen = Engine(model, policy=policy, **settings).decoder.policy
+        assert isinstance(chosen, InfiniGen)
+        return chosen.query
+
+    assert query_of(InfiniGen()) == "own"
+    assert query_of(InfiniGen(), pool=Pool(tokens=64)) == "own"
+    assert query_of(InfiniGen(query="plain")) == "plain"
+    assert query_of(InfiniGenPaper()) == "plain"
+    monkeypatch.setattr("infinigen_jax.engine.make_transfer", lambda name: XlaTransfer())
+    assert query_of(InfiniGen()) == "auto"
+
+
+def test_a_hot_set_changes_no_token():
+    policy = dataclasses.replace(OWN, tail=True)
+    plain, kept = (tokens_of(engine("gqa", policy, 1, hot_set=size)) for size in (0.0, 2.0))
+    assert plain == kept
