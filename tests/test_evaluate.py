@@ -1,6 +1,5 @@
-"""The evaluate command line and its package: known answers, and how it refuses bad input."""
+"""The evaluate command line: what it measures and writes, and how it refuses bad input."""
 
-import dataclasses
 import json
 import math
 import os
@@ -9,31 +8,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import ALL, SPARSE, engine, random_model
-from tiny import ROOT, logits_of, only
+from runtime import random_model
+from tiny import ROOT, only
 
 from infinigen_jax import evaluate, generate, planning
-from infinigen_jax.checkpoint import Model, embedded
-from infinigen_jax.engine import Engine
+from infinigen_jax.checkpoint import embedded
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.configurations import Configuration, configurations
 from infinigen_jax.evaluation.naming import labels, labels_over_budgets, name_columns
 from infinigen_jax.evaluation.perplexity import markdown
-from infinigen_jax.evaluation.report import table
-from infinigen_jax.evaluation.scoring import score_windows
 from infinigen_jax.evaluation.session import measurements
-from infinigen_jax.evaluation.statistics import statistics
-from infinigen_jax.evaluation.texts import TokenizedText, read_text, tokenize
 from infinigen_jax.options import make_engine, make_policy
-from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Quest, Window
+from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest, Window
 
-CONTEXT = 12
-WINDOWS = np.random.default_rng(3).integers(3, 96, (5, 40)).astype(np.int32)
 PROSE = "The old man went down to the sea, and nobody asked him where he had been. " * 12
 LINE = {
     "policy": str,
@@ -57,172 +47,6 @@ LINE = {
     "hot_set_bytes": int,
     "seconds": float,
 }
-
-
-def reference_nats(model: Model, windows: np.ndarray, context: int) -> np.ndarray:
-    """Of the plain forward pass, in float64."""
-    logits = logits_of(model, windows).astype(np.float64)[:, context - 1 : -1]
-    logits -= logits.max(axis=-1, keepdims=True)
-    chosen = np.take_along_axis(logits, windows[:, context:, None], axis=-1)[..., 0]
-    return np.log(np.exp(logits).sum(axis=-1)) - chosen
-
-
-# Scores.
-
-
-@pytest.mark.parametrize("name", ["gqa", "opt"])
-def test_the_full_cache_scores_as_the_plain_forward_pass(name):
-    nats, traffic = score_windows(engine(name, Full()), WINDOWS, CONTEXT, batch=2)
-    expected = reference_nats(random_model(name), WINDOWS, CONTEXT)
-    assert nats.shape == expected.shape == (5, 28) and nats.dtype == np.float64
-    assert nats.mean() == pytest.approx(expected.mean(), rel=1e-5)
-    # A token's is a difference of logits of the order of 100 in float32.
-    np.testing.assert_allclose(nats, expected, atol=2e-4)
-    assert traffic.tokens == 5 * 28 and traffic.selected == traffic.fetched == traffic.tokens
-
-
-def test_scores_and_traffic_do_not_depend_on_the_batch():
-    (first, here), (second, there) = (
-        score_windows(engine("gqa", SPARSE), WINDOWS, CONTEXT, batch) for batch in (2, 9)
-    )
-    np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-5)
-    assert here.selected_rows == there.selected_rows and here.tokens == there.tokens == 5 * 28
-    assert here.fetched_rows == there.fetched_rows and here.moved_bytes == there.moved_bytes
-    assert here.selected == pytest.approx(there.selected)
-    assert there.host_cache_bytes == here.host_cache_bytes * 5 // 2
-
-
-def test_without_a_limit_infinigen_is_the_full_cache():
-    full, _ = score_windows(engine("gqa", Full()), WINDOWS, CONTEXT, batch=2)
-    everything, _ = score_windows(engine("gqa", ALL), WINDOWS, CONTEXT, batch=2)
-    np.testing.assert_allclose(everything, full, rtol=1e-5, atol=1e-4)
-    sparse, traffic = score_windows(engine("gqa", SPARSE), WINDOWS, CONTEXT, batch=2)
-    assert np.abs(sparse - full).max() > 1e-2
-    assert 0 < traffic.selected / traffic.tokens <= SPARSE.budget
-
-
-def test_traffic_is_what_a_run_says_of_itself():
-    chosen = engine("gqa", SPARSE)
-    _, traffic = score_windows(chosen, WINDOWS[:2], CONTEXT, batch=2)
-    run = chosen.start(WINDOWS[:2, : CONTEXT - 1].tolist(), 28)
-    for i in range(CONTEXT - 1, 39):
-        run.score(WINDOWS[:2, i], WINDOWS[:2, i + 1])
-    shares = (traffic.selected / traffic.tokens, traffic.fetched / traffic.tokens)
-    assert shares == pytest.approx(run.fractions())
-    # And what stays on the device: sinks and window of SPARSE, the current token apart.
-    resident = np.mean([(2 + 4 - 1) / n for n in range(CONTEXT - 1, 39)])
-    assert traffic.attended == pytest.approx(traffic.selected + resident * traffic.tokens)
-    assert traffic.host_cache_bytes == run.plan.host_cache
-    assert traffic.device_index_bytes == run.plan.index > 0
-    # On a CPU what is meant moves, in exact rows in float32.
-    moved = sum(int(counts.moved.sum()) for counts in run._counts)
-    assert traffic.moved_bytes == moved * 2 * chosen.decoder.config.head_dim * 4
-
-
-def test_what_is_attended_is_of_layers_that_select():
-    paper = InfiniGenPaper(budget=0.2, alpha=math.inf, streamed_layers=2)
-    _, traffic = score_windows(engine("gqa", paper), WINDOWS[:2], CONTEXT, batch=2)
-    expected = np.mean([int(0.2 * n) / n for n in range(CONTEXT - 1, 39)])
-    assert traffic.attended / traffic.tokens == pytest.approx(expected)
-    assert traffic.selected / traffic.tokens == pytest.approx((1 + expected) / 2)
-
-
-def with_embedding(value: float) -> Engine:
-    """SPARSE, with every number of the embedding and the final norm replaced."""
-    model = random_model("gqa")
-    filled = jax.tree.map(lambda x: jnp.full_like(x, value), model.params["embedding"])
-    changed = dataclasses.replace(model, params=model.params | {"embedding": filled})
-    return Engine(changed, policy=SPARSE)
-
-
-def test_uniform_predictions():
-    nats, _ = score_windows(with_embedding(0), WINDOWS, CONTEXT, batch=2)
-    np.testing.assert_allclose(nats, math.log(96), rtol=1e-6)
-    assert statistics(nats, None, CONTEXT, 16)["perplexity"] == pytest.approx(96)
-
-
-def test_a_model_that_gives_no_numbers():
-    with pytest.raises(InputError, match="not finite"):
-        score_windows(with_embedding(math.nan), WINDOWS, CONTEXT, batch=2)
-
-
-# Statistics.
-
-
-def test_chunks_combine_to_the_whole():
-    rng = np.random.default_rng(0)
-    full = rng.exponential(3, (7, 50))
-    nats = full + rng.normal(0.01, 0.1, full.shape)
-    result = statistics(nats, full, context=20, chunk=16)
-    chunks = result["chunks"]
-    assert [(c["from"], c["to"]) for c in chunks] == [(20, 36), (36, 52), (52, 68), (68, 70)]
-    assert sum(c["tokens"] for c in chunks) == result["tokens"] == 350
-    for name in ("nats_per_token", "difference_nats"):
-        total = sum(c[name] * c["tokens"] for c in chunks)
-        assert total / 350 == pytest.approx(result[name])
-    assert chunks[1]["perplexity"] == pytest.approx(np.exp(nats[:, 16:32].mean()))
-
-
-def test_differences_are_paired():
-    full = np.random.default_rng(0).exponential(3, (6, 40))
-    shift = np.linspace(0.01, 0.03, 6)[:, None]
-    result = statistics(full + shift, full, context=2, chunk=256)
-    assert result["difference_nats"] == pytest.approx(0.02)
-    expected = np.std(shift, ddof=1) / np.sqrt(6)
-    assert result["difference_standard_error"] == pytest.approx(expected)
-    assert result["standard_error"] > 10 * expected
-    assert result["perplexity_change_percent"] == pytest.approx(100 * math.expm1(0.02))
-    alone = statistics(full[:1], None, context=2, chunk=256)
-    assert alone["standard_error"] is None and alone["difference_nats"] is None
-    assert statistics(full + 1000, full, 2, 256)["perplexity"] is None  # overflow, not infinity
-
-
-def test_tables():
-    lines = table(["a", "number"], [["x", "1"], ["longer", "-20.5"]]).splitlines()
-    assert lines == [
-        "| a      | number |",
-        "| ------ | -----: |",
-        "| x      |      1 |",
-        "| longer |  -20.5 |",
-    ]
-
-
-# Texts.
-
-
-def test_windows_are_counted_and_spread():
-    tokens = TokenizedText((1,), np.arange(100, dtype=np.int32))
-    assert tokens.windows(11) == 10 and tokens.windows(12) == 9
-    windows = tokens.cut(11)
-    assert windows.shape == (10, 11) and windows.dtype == np.int32
-    assert (windows[:, 0] == 1).all() and (windows[:, 1:].ravel() == np.arange(100)).all()
-    assert tokens.cut(11, 4)[:, 1].tolist() == [0, 20, 50, 70]
-    assert tokens.cut(11, 99).shape == (10, 11)
-    assert TokenizedText((), np.arange(100, dtype=np.int32)).cut(10).shape == (10, 10)
-    with pytest.raises(InputError, match="only 101 tokens; lower --window to at most 101"):
-        tokens.cut(102)
-    with pytest.raises(InputError, match="give a longer --text$"):
-        TokenizedText((1,), np.zeros(1, np.int32)).cut(3)
-
-
-def test_text_with_a_mark_and_odd_characters(tmp_path):
-    file = tmp_path / "text.txt"
-    content = "Caf\u00e9 \U0001f30a \x00\u200b \ufffd\n\ttabs\n"
-    file.write_bytes(b"\xef\xbb\xbf" + content.replace("\n", "\r\n").encode())
-    text = read_text(str(file))
-    assert text.content == content and text.name == "text.txt" and len(text.sha256) == 64
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(embedded()))
-    tokens = tokenize(text, tokenizer, 1024)
-    assert tokenizer.decode(tokens.tokens.tolist()) == content
-    # As a prompt of the generate command.
-    assert [*tokens.prefix, *tokens.tokens.tolist()] == tokenizer.encode(content)
-    with pytest.raises(InputError, match="tokenizer is not this model's"):
-        tokenize(text, tokenizer, 5)
-
-
-# The command.
 
 
 @pytest.fixture
@@ -395,7 +219,8 @@ def test_several_policies_and_budgets_in_one_table():
     )
     chosen = configurations(arguments, reference=False)
     model, sizes = random_model("gqa"), {"context": 20, "chunk": 16, "batch": 2}
-    measure = perplexity.measuring(WINDOWS[:2], sizes)
+    windows = np.random.default_rng(3).integers(3, 96, (2, 40)).astype(np.int32)
+    measure = perplexity.measuring(windows, sizes)
     measured = list(measurements(model, chosen, measure, 40, "tokens", arguments))
     lines = perplexity.with_statistics(measured, sizes)
     assert [line["difference_nats"] for line in lines] == [None] * 3
