@@ -1,10 +1,11 @@
-"""What the handlers of the `cuda` transfer cost on the host: microseconds for each call.
+"""What the handlers of the kernels cost on the host: microseconds for each call.
 
     JAX_PLATFORMS=cpu python -m benchmarks.ffi_handler [--layers N]
 
-XLA calls a start and a wait for every layer that fetches, on the thread that enqueues the step. The
-driver is a stand-in whose functions do nothing, so that the handlers' own time shows; the real
-one's calls come on top. Prints a line for each handler, and what they make for a step.
+XLA calls a start and a wait for every layer that fetches, and launches kernels in line: scores,
+selection and the tail's scores. All on the thread that enqueues the step. The driver is a stand-in
+whose functions do nothing, so that the handlers' own time shows; the real one's calls come on top.
+Prints a line for each handler, and what they make for a step.
 """
 
 import argparse
@@ -19,13 +20,14 @@ import jax.numpy as jnp
 
 from benchmarks import machine
 from benchmarks.files import RESULTS, write_json
-from infinigen_jax.cuda import ffi
+from infinigen_jax.cuda import ffi, scoring
 from infinigen_jax.cuda.calls import Gather, await_gather, start_gather
 from infinigen_jax.cuda.driver import Driver
-from infinigen_jax.cuda.launch import Device, Launcher
+from infinigen_jax.cuda.launch import KERNELS, Device, Launcher
 
 CALLS = 256  # in one compiled function
 REPEATS = 30
+IN_LINE = 3  # launches of a layer without a hot set
 
 
 NOTHING = "pthread_getconcurrency"  # of libc: whatever it is given, returns 0 at once
@@ -45,7 +47,7 @@ class IdleLauncher(Launcher):
 
     def __init__(self):
         super().__init__(Driver(Idle()), lambda architecture: b"")
-        self.streams[0] = Device(0, (0,) * 8, 0, 0, 0)
+        self.streams[0] = Device(0, (0,) * len(KERNELS), 0, 0, 0)
 
     def stream(self, frame: ffi.Frame) -> int:
         # The CPU has no stream to tell; asking costs as much.
@@ -67,6 +69,20 @@ def start_and_wait(count: int, both: bool) -> Callable[..., Any]:
             assert isinstance(gather, Gather)
             hot = await_gather(gather)[1] if both else gather.hot
         return hot
+
+    return jax.jit(many)
+
+
+def in_line(count: int) -> Callable[..., Any]:
+    """A compiled function of `count` launches, of the kernel with most parameters but one."""
+
+    def many(index: Any, slots: Any, counts: Any) -> Any:
+        query = jnp.zeros((1, 2, 1, 2))
+        for _ in range(count):
+            query = scoring.index_rest(
+                *(query, index, 4, jnp.zeros(1, jnp.int32), slots, counts), 2, 4, 32
+            )
+        return query
 
     return jax.jit(many)
 
@@ -101,10 +117,14 @@ def main() -> None:
     one = microseconds(start_and_wait(1, both=True), arguments)
     starts = (microseconds(start_and_wait(CALLS, both=False), arguments) - one) / CALLS
     pairs = (microseconds(start_and_wait(CALLS, both=True), arguments) - one) / CALLS
-    print(f"start: {starts:.2f} us\nwait:  {pairs - starts:.2f} us")
-    print(f"{layers} layers: {pairs * layers / 1e3:.3f} ms a step, without the driver's own time")
-    result = {"start_us": starts, "wait_us": pairs - starts, "layers": layers}
-    result |= {"step_ms": pairs * layers / 1e3}
+    scored = jnp.zeros((1, 2, 2, 128), jnp.uint32), slots, arguments[2]
+    launches = microseconds(in_line(CALLS), scored) - microseconds(in_line(1), scored)
+    launches /= CALLS - 1
+    step = (pairs + IN_LINE * launches) * layers / 1e3
+    print(f"start: {starts:.2f} us\nwait:  {pairs - starts:.2f} us\nlaunch: {launches:.2f} us")
+    print(f"{layers} layers: {step:.3f} ms a step, without the driver's own time")
+    result = {"start_us": starts, "wait_us": pairs - starts, "launch_us": launches}
+    result |= {"layers": layers, "step_ms": step}
     write_json(options.json, {"benchmark": "ffi_handler", "machine": machine.describe()} | result)
 
 
