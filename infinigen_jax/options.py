@@ -100,7 +100,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     add(
         "--query",
         metavar="Q",
-        help="ahead of its layer: auto (default), plain or corrected",
+        help="that rows are chosen by: auto (default), plain, corrected or own",
         **many,
     )
     add(
@@ -116,7 +116,12 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         default=None,
         help="attend to the mean of what is not fetched (default: yes)",
     )
-    add("--dense-layers", type=int, metavar="N", help="layers on the device (default 2)")
+    add(
+        "--dense-layers",
+        type=int,
+        metavar="N",
+        help="first layers on the device (default: those that need it)",
+    )
     add("--transfer", default="auto", help="auto (default), xla or cuda")
     add(
         "--rows",

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 WORD = 32  # bits of the words that a selection mask is packed into
 GROUPS = 16  # of words that a position is compared with at once
-CHUNK = 256  # places that are filled at once where only those that are marked are
+CHUNK = 2048  # places that are filled at once where only those that are marked are
 
 
 class Request(NamedTuple):
@@ -276,8 +276,9 @@ def compact(mask: Bool[Array, "b k t"], size: int, chunk: int | None = None) -> 
     of a few groups of words, by a binary search inside the group, and by halving inside the word.
 
     Args:
-        chunk: fill only places that a mark is found for, so many at once (the others are 0). For
-            the CPU: a loop whose length is not known is a round trip to the host on a GPU.
+        chunk: fill only places that a mark is found for (the others are 0), so many at once, of
+            whichever rows. For the CPU: a loop whose length is not known is a round trip to the
+            host on a GPU.
     """
     b, k, t = mask.shape
     words = -(-t // WORD)
@@ -286,22 +287,42 @@ def compact(mask: Bool[Array, "b k t"], size: int, chunk: int | None = None) -> 
     marks = jnp.where(mask.reshape(b * k, words, WORD), weights[None, None], jnp.uint32(0))
     packed = jnp.sum(marks, axis=-1, dtype=jnp.uint32)
     ends = jnp.cumsum(lax.population_count(packed).astype(jnp.int32), axis=-1)
-    nth_marks = jax.vmap(_nth_marks, in_axes=(0, 0, None))
-    if chunk is None or chunk >= size:
+    if chunk is None or chunk >= b * k * size:
+        nth_marks = jax.vmap(_nth_marks, in_axes=(0, 0, None))
         slots = nth_marks(packed, ends, jnp.arange(size, dtype=jnp.int32))
     else:
-
-        def fill(i: Array, slots: Array) -> Array:
-            # The last chunk begins earlier, so that it ends with the places.
-            first = jnp.minimum(i * chunk, size - chunk)
-            index = first + jnp.arange(chunk, dtype=jnp.int32)
-            found = nth_marks(packed, ends, index)
-            return lax.dynamic_update_slice(slots, found, (jnp.int32(0), first))
-
-        chunks = (jnp.minimum(jnp.max(ends[:, -1]), size) + (chunk - 1)) // chunk
-        slots = jnp.zeros((b * k, size), jnp.int32)
-        slots = lax.fori_loop(jnp.int32(0), chunks, fill, slots)
+        slots = _compact_together(packed, ends, size, chunk)
     return jnp.minimum(slots, t - 1).reshape(b, k, size)
+
+
+def _compact_together(
+    packed: UInt32[Array, "r v"], ends: Int[Array, "r v"], size: int, chunk: int
+) -> Int[Array, "r n"]:
+    """Positions of the first n = `size` marks of each row, 0 behind them.
+
+    Rows have very different numbers of marks: all that are wanted are found as if they were of one
+    long row, `chunk` at a time, and then handed out.
+    """
+    rows, words = packed.shape
+    marks = ends[:, -1]
+    before = jnp.cumsum(marks) - marks
+    wanted = jnp.minimum(marks, size)
+    starts = jnp.cumsum(wanted) - wanted
+    together = (ends + before[:, None]).reshape(-1)
+
+    def fill(i: Array, places: Array) -> Array:
+        index = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        row = jnp.sum(starts[None, 1:] <= index[:, None], axis=-1, dtype=jnp.int32)
+        nth = before[row] + index - starts[row]
+        found = _nth_marks(packed.reshape(-1), together, nth) - row * (words * WORD)
+        return lax.dynamic_update_slice(places, found, (i * chunk,))
+
+    chunks = (starts[-1] + wanted[-1] + (chunk - 1)) // chunk
+    places = jnp.zeros((-(-rows * size // chunk) * chunk,), jnp.int32)
+    places = lax.fori_loop(jnp.int32(0), chunks, fill, places)
+    place = jnp.arange(size, dtype=jnp.int32)[None]
+    there = place < wanted[:, None]
+    return jnp.where(there, places[jnp.where(there, starts[:, None] + place, 0)], 0)
 
 
 def _nth_marks(packed: Array, ends: Array, index: Int[Array, " n"]) -> Int[Array, " n"]:
