@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from infinigen_jax.cache import Cache
 from infinigen_jax.decode import STREAM_BLOCK, Decoder
-from infinigen_jax.memory import Placement, read_block, write_block
+from infinigen_jax.memory import Placement, read_block, shared_slots, write_block
 
 IDLE = -1
 
@@ -122,7 +122,9 @@ def insert(decoder: Decoder, cache: Cache, one: Cache, row: Int[Array, ""]) -> C
     host = cache.host
     if host is not None:
         assert one.host is not None
-        host = copy_sequence(host, one.host, row, one.lengths[0], decoder)
+        shared = shared_slots(one.host, 1)
+        own = one.lengths[0] - shared
+        host = copy_rows(host, one.host, row, jnp.int32(shared), own, decoder)
     others = put_rows(cache._replace(host=None), one._replace(host=None), row)
     return others._replace(host=host)
 
@@ -134,25 +136,30 @@ def put_rows(batch: Any, one: Any, row: Int[Array, ""]) -> Any:
     )
 
 
-def copy_sequence(
-    host: Shaped[Array, "l b k t w"],
-    one: Shaped[Array, "l 1 k t w"],
+def copy_rows(
+    host: Shaped[Array, "l a k t w"],
+    one: Shaped[Array, "l n k s w"],
     row: Int[Array, ""],
-    length: Int[Array, ""],
+    start: Int[Array, ""],
+    count: Int[Array, ""],
     decoder: Decoder,
-) -> Shaped[Array, "l b k t w"]:
-    """The first `length` host rows of one sequence, block by block over the device.
+) -> Shaped[Array, "l a k t w"]:
+    """Fill a row of the host's array with slots of another array's one sequence, block by block.
 
     One program for all lengths, and one block of device memory.
+
+    Args:
+        start: slot of the sequence that the row begins with.
+        count: how many; what is behind them is arbitrary then.
     """
     layers, _, _, capacity, _ = host.shape
     block = min(capacity, STREAM_BLOCK)
-    blocks = (length + block - 1) // block
+    blocks = (count + block - 1) // block
 
     def copy(i: Array, host: Array) -> Array:
-        layer, start = i // blocks, i % blocks * block
-        rows = read_block(one, layer, start, block, decoder.mesh)
-        return write_block(host, layer, row, start, rows, decoder.mesh)
+        layer, place = i // blocks, jnp.minimum(i % blocks * block, capacity - block)
+        rows = read_block(one, layer, start + place, block, decoder.mesh, 1)
+        return write_block(host, layer, row, place, rows, decoder.mesh)
 
     return lax.fori_loop(jnp.int32(0), layers * blocks, copy, host)
 

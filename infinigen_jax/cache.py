@@ -234,7 +234,7 @@ class Cache(NamedTuple):
         pool: positions of each host layer's rows; empty without a limit, slot = position then.
     """
 
-    host: Shaped[Array, "l b k t w"] | None
+    host: Shaped[Array, "l a k t w"] | None
     states: tuple[Any, ...]
     local: tuple[Local, ...]
     lengths: Int[Array, " b"]

@@ -32,7 +32,13 @@ from infinigen_jax.attention import (
 )
 from infinigen_jax.cache import Cache, HostLayer, Local, Resident, Slots
 from infinigen_jax.in_place import attend_requested
-from infinigen_jax.memory import append_rows, gather_jobs, gather_rows, read_block
+from infinigen_jax.memory import (
+    append_rows,
+    capacity_of,
+    gather_jobs,
+    gather_rows,
+    read_block,
+)
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.policies.base import Attended, Policy
 from infinigen_jax.pool import Kept, Pool, held, touch
@@ -233,7 +239,7 @@ class Decoder:
         local: Local,
         hot: HotSet | Kept | None,
         state: Any,
-        host: Shaped[Array, "l b k t w"] | None,
+        host: Shaped[Array, "l a k t w"] | None,
         own: HostLayer | None,
         following: Following | None,
         positions: Int[Array, " b"],
@@ -300,7 +306,8 @@ class Decoder:
                         )
                 else:
                     o = self.attend_streamed(q, resident, host, own, positions)
-                    counts = self.count_streamed(counts, host.shape[3], own, positions)
+                    capacity = capacity_of(host, x.shape[0])
+                    counts = self.count_streamed(counts, capacity, own, positions)
             x = x + layer.attention_output(o.reshape(o.shape[0], config.num_heads, -1))
         with jax.named_scope("mlp"):
             x = x + layer.mlp(x)
@@ -315,7 +322,7 @@ class Decoder:
         following: Following,
         a: Float[Array, "b e"],
         hot: HotSet | Kept | None,
-        host: Shaped[Array, "l b k t w"],
+        host: Shaped[Array, "l a k t w"],
         positions: Int[Array, " b"],
     ) -> Started:
         """Select rows for a layer from the attention input before it, and start their transfer."""
@@ -363,7 +370,7 @@ class Decoder:
         return x, Fetched(started.request, rows), hot, counts.add(started.request, started.moved)
 
     def fetched_part(
-        self, fetched: Fetched, host: Shaped[Array, "l b k t w"], own: HostLayer
+        self, fetched: Fetched, host: Shaped[Array, "l a k t w"], own: HostLayer
     ) -> Part:
         """All rows of a request, for attention."""
         rows = fetched.rows
@@ -385,7 +392,7 @@ class Decoder:
         q: Float[Array, "b k g d"],
         resident: Part,
         fetched: Fetched,
-        host: Shaped[Array, "l b k t w"],
+        host: Shaped[Array, "l a k t w"],
         local: Resident,
         own: HostLayer,
         positions: Int[Array, " b"],
@@ -394,7 +401,7 @@ class Decoder:
 
         def read(head: Array, place: Array, slots: Array) -> Array:
             if fetched.rows is None:
-                rows = gather_jobs(host, own.number, head, slots)
+                rows = gather_jobs(host, own.number, head, slots, q.shape[0])
             else:
                 rows = fetched.rows.reshape(-1, *fetched.rows.shape[2:])[head[:, None], place][None]
             scales = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[head][None], own.scales)
@@ -487,12 +494,12 @@ class Decoder:
         self,
         q: Float[Array, "b k g d"],
         resident: Part,
-        host: Shaped[Array, "l b k t w"],
+        host: Shaped[Array, "l a k t w"],
         own: HostLayer,
         positions: Int[Array, " b"],
     ) -> Float[Array, "b k g d"]:
         """Attention over what is resident and all that is on the host, block by block."""
-        capacity = host.shape[3]
+        capacity = capacity_of(host, q.shape[0])
         block = min(capacity, STREAM_BLOCK)
         eligible = self.on_host_only(own, capacity, positions)
         # Only a pool may have slots behind its last whole block; they are read with that one's.
@@ -506,7 +513,7 @@ class Decoder:
             if capacity % block:
                 again = jnp.arange(block, dtype=jnp.int32) < i * block - start
                 valid = valid & ~again[None, None]
-            rows = read_block(host, own.number, start, block, self.mesh)
+            rows = read_block(host, own.number, start, block, self.mesh, q.shape[0])
             # Slots that were never written may hold NaN, which a weight of 0 does not silence.
             rows = jnp.where(valid[..., None], self.row_format.decode(own.scales, rows), 0)
             return extend_softmax(state, q, packed(rows, valid))

@@ -6,8 +6,16 @@ neither (tests/gpu reads the compiled program), and every access to host memory 
 They run inside `jax.shard_map`, because automatic partitioning of host gathers does not compile;
 on the ordinary mesh of one device that costs nothing.
 
-The host cache is one array [l, b, k, t, w]: layers kept on the host, sequences, KV heads, slots,
+The host cache is one array [l, a, k, t, w]: layers kept on the host, sequences, KV heads, slots,
 and a row of width w that holds a token's key and value side by side (w = 2d, or packed bytes).
+
+Along a there are the b sequences, and behind them what all of them begin with, stored once:
+
+    slots of every sequence    0 .. t-1     t .. 2t-1    2t .. 3t-1
+    a = b + 2 rows of slots    row b        row b + 1    the sequence's own row
+
+Ordinarily a = b, and a sequence has its t slots to itself. The functions here take a sequence's
+slots, from 0, unless they say otherwise; those that write take own ones only.
 """
 
 import functools
@@ -65,6 +73,34 @@ class Placement(NamedTuple):
         return NamedSharding(self.mesh, CACHE_SPEC, memory_kind=HOST)
 
 
+def capacity_of(cache: Shaped[Array, "l a k t w"], batch: int) -> int:
+    """Slots of each of the `batch` sequences, the shared ones included."""
+    return shared_slots(cache, batch) + cache.shape[3]
+
+
+def shared_slots(cache: Shaped[Array, "l a k t w"], batch: int) -> int:
+    """How many slots, the first ones, are the same for all of the `batch` sequences."""
+    return (cache.shape[1] - batch) * cache.shape[3]
+
+
+def kernel_slots(
+    cache: Shaped[Array, "l a k t w"], layer: Int[Array, ""], slots: Int[Array, "b k n"]
+) -> Int[Array, "b k n"]:
+    """What slots are called by a kernel that takes the cache for [l, b, k, t, w].
+
+    It counts rows from the place where a sequence and KV head of a layer would begin. (On one
+    device of the sequences, or inside `shard_map`.)
+    """
+    shared = shared_slots(cache, slots.shape[0])
+    if not shared:
+        return slots
+    k, t = cache.shape[2:4]
+    sequence = lax.broadcasted_iota(jnp.int32, slots.shape, 0)
+    rows = slots.shape[0] + slots // t - sequence  # behind the sequence's own
+    place = jnp.where(slots < shared, rows * (k * t) + slots % t, slots - shared)
+    return layer * (shared * k) + place
+
+
 def to_host(x: Array) -> Array:
     """Move to pinned host memory (inside jit)."""
     return jax.device_put(x, jax.memory.Space.Host)
@@ -95,7 +131,7 @@ def _allocation(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Any:
 
 
 def gather_rows(
-    cache: Shaped[Array, "l b k t w"],
+    cache: Shaped[Array, "l a k t w"],
     layer: Int[Array, ""],
     slots: Int[Array, "b k n"],
     mesh: Mesh,
@@ -109,6 +145,7 @@ def gather_rows(
 
     def local(cache: Array, layer: Array, slots: Array) -> Array:
         sequence = lax.broadcasted_iota(jnp.int32, slots.shape, 0)
+        sequence, slots = _stored_at(cache, slots.shape[0], sequence, slots)
         head = lax.broadcasted_iota(jnp.int32, slots.shape, 1)
         indices = jnp.stack([jnp.broadcast_to(layer, slots.shape), sequence, head, slots], axis=-1)
         dimensions = lax.GatherDimensionNumbers(
@@ -124,15 +161,29 @@ def gather_rows(
     )
 
 
+def _stored_at(cache: Array, batch: int, sequence: Array, slots: Array) -> tuple[Array, Array]:
+    """The row of the array that a sequence's slot is in, and its slot there."""
+    shared, size = shared_slots(cache, batch), cache.shape[3]
+    if not shared:
+        return sequence, slots
+    own = slots >= shared
+    return (
+        jnp.where(own, sequence, batch + slots // size),
+        jnp.where(own, slots - shared, slots % size),
+    )
+
+
 def gather_jobs(
-    cache: Shaped[Array, "l b k t w"],
+    cache: Shaped[Array, "l a k t w"],
     layer: Int[Array, ""],
     head: Int[Array, " p"],
     slots: Int[Array, "p c"],
+    batch: int,
 ) -> Shaped[Array, "1 p c w"]:
     """As `gather_rows` on one device, for a list of KV heads, counted through all sequences."""
     sequence, head = head // cache.shape[2], head % cache.shape[2]
-    places = [layer, sequence[:, None], head[:, None], slots]
+    row, slots = _stored_at(cache, batch, sequence[:, None], slots)
+    places = [layer, row, head[:, None], slots]
     indices = jnp.stack([jnp.broadcast_to(x, slots.shape) for x in places], axis=-1)
     dimensions = lax.GatherDimensionNumbers(
         offset_dims=(2,), collapsed_slice_dims=(0, 1, 2, 3), start_index_map=(0, 1, 2, 3)
@@ -143,13 +194,22 @@ def gather_jobs(
 
 
 def read_block(
-    cache: Shaped[Array, "l b k t w"],
+    cache: Shaped[Array, "l a k t w"],
     layer: Int[Array, ""],
     start: Int[Array, ""],
     size: int,
     mesh: Mesh,
+    batch: int | None = None,
 ) -> Shaped[Array, "b k n w"]:
-    """`size` consecutive slots of one layer, from `start`, moved to device memory."""
+    """`size` consecutive slots of one layer, from `start`, moved to device memory.
+
+    Args:
+        batch: number of the sequences; without it all rows of the array are read as they are.
+    """
+    if batch is not None and cache.shape[1] > batch:
+        slots = start + jnp.arange(size, dtype=jnp.int32)
+        slots = jnp.broadcast_to(slots, (batch, cache.shape[2], size))
+        return gather_rows(cache, layer, slots, mesh)
 
     def local(cache: Array, layer: Array, start: Array) -> Array:
         _, b, k, _, w = cache.shape
@@ -163,12 +223,12 @@ def read_block(
 
 
 def write_span(
-    cache: Shaped[Array, "l b k t w"],
+    cache: Shaped[Array, "l a k t w"],
     layer: Int[Array, ""],
     rows: Shaped[Array, "b k c w"],
     span: Span,
     mesh: Mesh,
-) -> Shaped[Array, "l b k t w"]:
+) -> Shaped[Array, "l a k t w"]:
     """Write a chunk's rows into one layer, each sequence's at its own place.
 
     Nothing else is changed: of padding, and beyond the end, what is there is written again. In
@@ -177,8 +237,9 @@ def write_span(
 
     def local(cache: Array, layer: Array, rows: Array, start: Array, count: Array) -> Array:
         (_, _, k, t, w), size, zero = cache.shape, rows.shape[2], jnp.int32(0)
+        start = start - shared_slots(cache, rows.shape[0])
         at, token, inside = place_span(size, t, Span(start, count))
-        for sequence in range(cache.shape[1]):
+        for sequence in range(rows.shape[0]):
             where = (layer, jnp.int32(sequence), zero, at[sequence], zero)
             old = lax.dynamic_slice(cache, where, (1, 1, k, size, w))
             old = to_device(old.reshape(k, size, w))
@@ -192,16 +253,16 @@ def write_span(
 
 
 def write_block(
-    cache: Shaped[Array, "l b k t w"],
+    cache: Shaped[Array, "l a k t w"],
     layer: Int[Array, ""],
     sequence: Int[Array, ""],
     start: Int[Array, ""],
     rows: Shaped[Array, "1 k n w"],
     mesh: Mesh,
-) -> Shaped[Array, "l b k t w"]:
-    """Write n rows of one layer and sequence, from slot `start`. In place where donated.
+) -> Shaped[Array, "l a k t w"]:
+    """Write n rows of one layer and row of the array, from its slot `start`.
 
-    The mesh has one device for the sequences. Clamped as in `append_rows`.
+    In place where donated. The mesh has one device for the sequences. Clamped as in `append_rows`.
     """
 
     def local(cache: Array, layer: Array, sequence: Array, start: Array, rows: Array) -> Array:
@@ -215,11 +276,11 @@ def write_block(
 
 
 def append_rows(
-    cache: Shaped[Array, "l b k t w"],
+    cache: Shaped[Array, "l a k t w"],
     rows: Shaped[Array, "l b k n w"],
     positions: Int[Array, " b"],
     mesh: Mesh,
-) -> Shaped[Array, "l b k t w"]:
+) -> Shaped[Array, "l a k t w"]:
     """Write n rows of every layer at each sequence's own position. In place where donated.
 
     A position beyond t - n would be clamped and overwrite older rows: capacity is the caller's to
@@ -227,8 +288,8 @@ def append_rows(
     """
 
     def local(cache: Array, rows: Array, positions: Array) -> Array:
-        zero = jnp.int32(0)
-        for sequence in range(cache.shape[1]):
+        zero, positions = jnp.int32(0), positions - shared_slots(cache, rows.shape[1])
+        for sequence in range(rows.shape[1]):
             one = to_host(lax.slice_in_dim(rows, sequence, sequence + 1, axis=1))
             at = (zero, jnp.int32(sequence), zero, positions[sequence], zero)
             cache = lax.dynamic_update_slice(cache, one, at)
@@ -239,11 +300,11 @@ def append_rows(
 
 
 def store_rows(
-    cache: Shaped[Array, "l b k t w"],
+    cache: Shaped[Array, "l a k t w"],
     rows: Shaped[Array, "l b k n w"],
     slots: Int[Array, "l b k n"],
     mesh: Mesh,
-) -> Shaped[Array, "l b k t w"]:
+) -> Shaped[Array, "l a k t w"]:
     """Write n rows of every layer, sequence and KV head, each to its slot. In place where donated.
 
     Slots are distinct; a row whose slot is t is not written.

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax.cache import DenseLayer, Resident, Sliding, sums_of_values
 from infinigen_jax.decode import Decoder
-from infinigen_jax.memory import read_block, write_span
+from infinigen_jax.memory import capacity_of, read_block, write_span
 from infinigen_jax.models import Params
 from infinigen_jax.models.base import Layer
 from infinigen_jax.pool import held
@@ -75,13 +75,14 @@ def device_rows(local: DenseLayer | Sliding, span: Span) -> Earlier:
 
 
 def host_rows(
-    decoder: Decoder, host: Shaped[Array, "l b k t w"], number: Array, scales: Any, span: Span
+    decoder: Decoder, host: Shaped[Array, "l a k t w"], number: Array, scales: Any, span: Span
 ) -> Earlier:
     """A host layer's rows before a chunk."""
-    capacity = host.shape[3]
+    batch = span.start.shape[0]
+    capacity = capacity_of(host, batch)
 
     def read(at: Array, size: int) -> tuple[Array, Array]:
-        stored = read_block(host, number, at, size, decoder.mesh)
+        stored = read_block(host, number, at, size, decoder.mesh, batch)
         keys, values = jnp.split(decoder.row_format.decode(scales, stored), 2, axis=-1)
         return keys, values
 
@@ -96,13 +97,13 @@ def keep_rows(
     local: Resident,
     state: Any,
     scales: Any,
-    host: Shaped[Array, "l b k t w2"],
+    host: Shaped[Array, "l a k t w2"],
     number: Int[Array, ""],
     seen: Any = None,
     pool: Int[Array, "b k t"] | None = None,
     *,
     streams: bool,
-) -> tuple[Resident, Any, Any, Shaped[Array, "l b k t w2"]]:
+) -> tuple[Resident, Any, Any, Shaped[Array, "l a k t w2"]]:
     """What a layer on the host keeps of a chunk's rows.
 
     Args:

@@ -98,7 +98,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         params: Params,
         x: Float[Array, "b c e"],
         scales: Any,
-        host: Shaped[Array, "l b k t w"],
+        host: Shaped[Array, "l a k t w"],
         number: Int[Array, ""],
         span: Span,
         lengths: Int[Array, " b"],

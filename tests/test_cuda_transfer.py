@@ -95,6 +95,27 @@ def test_rows_are_those_of_the_reference(driver: FakeCuda, b, k, n, w, dtype):
 
 
 @pytest.mark.parametrize("b, k, n, w, dtype", SHAPES)
+def test_slots_that_sequences_share(driver: FakeCuda, b, k, n, w, dtype):
+    """Two rows of the array behind the sequences' own: 40 slots that are the same for all."""
+    host = host_cache((3, b + 2, k, 20, w), dtype)
+    x = jnp.ones((b, 4))
+    for seed in range(5):
+        layer = jnp.int32(seed % 3)
+        wanted = request((b, k, n), 60, seed)
+        _, expected, _ = run(XlaTransfer(), host, layer, wanted, None, None, x)
+        _, rows, _ = run(CudaTransfer(), host, layer, wanted, None, None, x)
+        np.testing.assert_array_equal(rows, expected)
+        stored = np.asarray(host)[seed % 3].astype(np.float32)
+        for i, head, j in np.ndindex(b, k, n):
+            slot = int(wanted.slots[i, head, j])
+            row = (
+                stored[b + slot // 20, head, slot % 20] if slot < 40 else stored[i, head, slot - 40]
+            )
+            if j < int(wanted.count[i, head]):
+                np.testing.assert_array_equal(np.float32(rows[i, head, j]), row)
+
+
+@pytest.mark.parametrize("b, k, n, w, dtype", SHAPES)
 def test_the_hot_set_is_that_of_the_reference(driver: FakeCuda, b, k, n, w, dtype):
     host = host_cache((2, b, k, 30, w), dtype)
     empty = HotSet.empty(b, k, n + 3, w, 30, dtype)

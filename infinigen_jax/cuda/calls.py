@@ -30,7 +30,7 @@ class Gather(NamedTuple):
 
 
 def start_gather(
-    host: Shaped[Array, "l b k t w"],
+    host: Shaped[Array, "l a k t w"],
     layer: Int[Array, ""],
     slots: Int[Array, "b k n"],
     count: Int[Array, "b k"],
@@ -43,6 +43,7 @@ def start_gather(
     """Start to gather rows of a layer on the own stream. See gather.cu.
 
     Args:
+        slots: as `memory.kernel_slots` calls them.
         count: how many of the slots are meant; behind them the rows are zeros.
         hot, entry, miss: the hot set's rows and its plan, or None.
         blocks, threads: at most so many blocks of so many threads do it.
@@ -50,8 +51,9 @@ def start_gather(
     Raises:
         InputError: the rows are not whole vectors of 16 bytes, or too many for one launch.
     """
-    _, b, k, t, w = host.shape
-    n, size = slots.shape[2], w * host.dtype.itemsize
+    t, w = host.shape[3:]
+    b, k, n = slots.shape
+    size = w * host.dtype.itemsize
     if size % VECTOR:
         raise InputError(f"--transfer cuda: rows of {size} bytes; they must be multiples of 16")
     vectors = size // VECTOR

@@ -36,7 +36,7 @@ class Transfer(Protocol):
 
     def start(
         self,
-        host: Shaped[Array, "l b k t w"],
+        host: Shaped[Array, "l a k t w"],
         layer: Int[Array, ""],
         request: Request,
         hot_rows: Shaped[Array, "b k h w"] | None,

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax import cuda
 from infinigen_jax.cuda.calls import Gather, await_gather, start_gather
-from infinigen_jax.memory import CACHE_SPEC, ROWS_SPEC
+from infinigen_jax.memory import CACHE_SPEC, ROWS_SPEC, kernel_slots
 from infinigen_jax.reuse import Plan
 from infinigen_jax.selection import Request
 from infinigen_jax.transfer.xla import XlaTransfer, xla_transfer
@@ -54,7 +54,7 @@ class CudaTransfer:
 
     def start(
         self,
-        host: Shaped[Array, "l b k t w"],
+        host: Shaped[Array, "l a k t w"],
         layer: Int[Array, ""],
         request: Request,
         hot_rows: Shaped[Array, "b k h w"] | None,
@@ -63,9 +63,10 @@ class CudaTransfer:
     ) -> Ticket:
         directory = () if plan is None else (hot_rows, plan.entry, plan.miss)
 
-        def local(*arrays: Any) -> Gather:
-            hot = arrays[4:] or (None, None, None)
-            return start_gather(*arrays[:4], *hot, blocks=self.blocks, threads=self.threads)
+        def local(host: Array, layer: Array, slots: Array, count: Array, *hot: Any) -> Gather:
+            slots, hot = kernel_slots(host, layer, slots), hot or (None, None, None)
+            size = {"blocks": self.blocks, "threads": self.threads}
+            return start_gather(host, layer, slots, count, *hot, **size)
 
         arrays = (host, layer, request.slots, request.count, *directory)
         out = _gather_specs(plan is not None)

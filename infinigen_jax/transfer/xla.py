@@ -39,7 +39,7 @@ class XlaTransfer:
 
     def start(
         self,
-        host: Shaped[Array, "l b k t w"],
+        host: Shaped[Array, "l a k t w"],
         layer: Int[Array, ""],
         request: Request,
         hot_rows: Shaped[Array, "b k h w"] | None,
@@ -78,7 +78,7 @@ def xla_transfer() -> XlaTransfer:
 
 
 def move_missing(
-    host: Shaped[Array, "l b k t w"],
+    host: Shaped[Array, "l a k t w"],
     layer: Int[Array, ""],
     slots: Int[Array, "b k n"],
     hot_rows: Shaped[Array, "b k h w"],
