@@ -17,7 +17,7 @@ import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -33,6 +33,7 @@ DTYPES = {
     "I32": np.dtype(np.int32),
     "I16": np.dtype(np.int16),
     "I8": np.dtype(np.int8),
+    "U32": np.dtype(np.uint32),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
@@ -77,6 +78,11 @@ class SafetensorsFile:
         count = math.prod(info.shape)
         flat = np.frombuffer(self._map, info.dtype, count=count, offset=info.begin)
         return flat.reshape(info.shape)
+
+    @property
+    def content(self) -> mmap.mmap | bytes:
+        """The whole file."""
+        return self._map
 
     def _parse(self) -> dict[str, TensorInfo]:
         size = len(self._map)
@@ -148,14 +154,14 @@ class SafetensorsWriter:
     """Writes a safetensors file, tensors in the order of `layout`, hashing while it writes.
 
     Args:
-        path: the file to create.
+        path: the file to create, or one that is open for writing and that `close` leaves open.
         layout: name -> (dtype, shape) of every tensor, in the order in which `add` will be called.
         metadata: strings for the header; {"format": "pt"} is what transformers asks for.
     """
 
     def __init__(
         self,
-        path: Path,
+        path: Path | BinaryIO,
         layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
         metadata: Mapping[str, str] | None = None,
     ):
@@ -175,12 +181,18 @@ class SafetensorsWriter:
             position = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # keeps the data aligned for readers that map it
-        self._file = open(path, "wb")  # closed by close()
+        self._owned = isinstance(path, Path)
+        self._file = open(path, "wb") if isinstance(path, Path) else path  # closed by close()
         try:
             self._write(struct.pack("<Q", len(text)) + text)
         except BaseException:
-            self._file.close()
+            self._release()
             raise
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of what is written so far."""
+        return self._hash.digest()
 
     def add(self, name: str, tensor: np.ndarray) -> None:
         """Append the next tensor; its name, dtype and shape must be the ones announced."""
@@ -198,14 +210,18 @@ class SafetensorsWriter:
             raise ValueError(f"tensors never written: {', '.join(self._pending)}")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
+        self._release()
         return self._hash.hexdigest()
 
     def __enter__(self) -> "SafetensorsWriter":
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._file.close()
+        self._release()
+
+    def _release(self) -> None:
+        if self._owned:
+            self._file.close()
 
     def _write(self, data: bytes | memoryview) -> None:
         self._file.write(data)

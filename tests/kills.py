@@ -128,7 +128,31 @@ def parts(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     return work, check
 
 
+def saved(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
+    """Saving a conversation over the one that is in FOLDER/talk."""
+    import numpy as np
+
+    from infinigen_jax.saved import SavedFile, write_saved
+
+    shape = (3, 5000, 7)
+
+    def write(name: str, number: float) -> None:
+        rows = np.full(shape, number, np.float32)
+        layout = {"rows": (rows.dtype, shape)}
+        write_saved(folder / "talk", {"is": name}, layout, [("rows", rows)])
+
+    def check() -> str:
+        file = SavedFile(folder / "talk")
+        rows = file.read("rows", np.float32, shape)
+        assert rows.min() == rows.max() == {"old": 1, "new": 2}[file.record["is"]]
+        return file.record["is"]
+
+    write("old", 1)
+    return lambda: write("new", 2), check
+
+
 if __name__ == "__main__":
-    what = {made.__name__: made for made in (conversion, conversion_without_exchange, file, parts)}
+    kinds = (conversion, conversion_without_exchange, file, parts, saved)
+    what = {made.__name__: made for made in kinds}
     chosen = Path(sys.argv[2])
     kill_everywhere(*what[sys.argv[1]](chosen), chosen)

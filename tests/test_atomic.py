@@ -56,6 +56,12 @@ def test_measurements_killed_anywhere_are_whole_or_absent(tmp_path):
     assert len(only(tmp_path / "result.json.parts")) == 1
 
 
+def test_a_conversation_killed_anywhere_is_the_old_one_or_the_new_one(tmp_path):
+    found, at = killed("saved", tmp_path)
+    assert len(at) >= 3 and set(found) == {"old", "new"} and found == sorted(found, reverse=True)
+    assert only(tmp_path) == ["talk"]
+
+
 def test_failures_leave_nothing(tmp_path):
     with pytest.raises(RuntimeError), whole_file(tmp_path / "file") as file:
         file.write(b"half")

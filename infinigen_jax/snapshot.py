@@ -1,0 +1,103 @@
+"""The cache of one sequence as arrays for a file, and back.
+
+    host.N      [k, n, w] rows of host layer N, of the n tokens that are cached
+    leaf.N      the other arrays but hot sets, in the order of the cache's tree; of a layer that is
+                wholly on the device n tokens, too
+
+Hot sets are left out: they change what moves, never a result.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infinigen_jax.cache import Cache, DenseLayer
+from infinigen_jax.decode import STREAM_BLOCK, Decoder
+from infinigen_jax.memory import Placement, write_block
+from infinigen_jax.prefill import empty_cache
+from infinigen_jax.saved import SavedFile
+
+Layout = dict[str, tuple[np.dtype, tuple[int, ...]]]
+
+
+def layout(cache: Cache, length: int) -> Layout:
+    """Dtype and shape of each array that `arrays` gives, in its order."""
+    found: Layout = {}
+    if cache.host is not None:
+        layers, _, k, _, w = cache.host.shape
+        found = {f"host.{n}": (np.dtype(cache.host.dtype), (k, length, w)) for n in range(layers)}
+    for i, (leaf, by_token) in enumerate(_leaves(cache)):
+        shape = (*leaf.shape[:2], length, leaf.shape[3]) if by_token else leaf.shape
+        found[f"leaf.{i}"] = (np.dtype(leaf.dtype), shape)
+    return found
+
+
+def arrays(cache: Cache, length: int) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of a cache of one sequence, whose rows are all on the host.
+
+    Those of the host are views: they must be gone before the cache is donated.
+    """
+    if cache.host is not None:
+        rows = np.asarray(cache.host)
+        for layer in range(len(rows)):
+            yield f"host.{layer}", rows[layer, 0, :, :length]
+    for i, (leaf, by_token) in enumerate(_leaves(cache)):
+        array = np.asarray(leaf)
+        yield f"leaf.{i}", array[:, :, :length] if by_token else array
+
+
+def restore(decoder: Decoder, capacity: int, length: int, file: SavedFile) -> Cache:
+    """The cache that was saved, on the decoder's device and in host memory.
+
+    Raises:
+        InputError: if it is not one of such a decoder and capacity.
+    """
+    cache = empty_cache(decoder, 1, capacity)
+    saved = {name: file.read(name, *kind) for name, kind in layout(cache, length).items()}
+    leaves = []
+    for i, (leaf, by_token) in enumerate(_leaves(cache)):
+        array = saved[f"leaf.{i}"]
+        if by_token:
+            array = np.pad(array, ((0, 0), (0, 0), (0, leaf.shape[2] - length), (0, 0)))
+        # Never alias the mapped file: the array is to be donated.
+        leaves.append(jax.device_put(array, leaf.sharding, may_alias=False))
+    tree = jax.tree.structure(_kept(cache))
+    states, local, lengths, scales = jax.tree.unflatten(tree, leaves)
+    host = cache.host
+    for layer in range(decoder.host_layers):
+        host = _fill(decoder, host, layer, saved[f"host.{layer}"])
+    return cache._replace(host=host, states=states, local=local, lengths=lengths, scales=scales)
+
+
+def _kept(cache: Cache) -> tuple[Any, ...]:
+    return cache.states, cache.local, cache.lengths, cache.scales
+
+
+def _leaves(cache: Cache) -> list[tuple[Any, bool]]:
+    """The arrays but the host's, each with whether it is [1, k, t, d] of which n tokens count."""
+    layers = [layer for layer in cache.local if isinstance(layer, DenseLayer)]
+    by_token = {id(leaf) for leaf in jax.tree.leaves(layers)}
+    return [(leaf, id(leaf) in by_token) for leaf in jax.tree.leaves(_kept(cache))]
+
+
+def _fill(decoder: Decoder, host: Any, layer: int, rows: np.ndarray) -> Any:
+    """One layer's rows, block by block: one program for all lengths."""
+    at, block = Placement(decoder.mesh), min(host.shape[3], STREAM_BLOCK)
+    for start in range(0, rows.shape[1], block):
+        piece = rows[None, :, start : start + block]
+        piece = np.pad(piece, ((0, 0), (0, 0), (0, block - piece.shape[2]), (0, 0)))
+        numbers = (jax.device_put(np.int32(i), at.whole) for i in (layer, start))
+        host = _writer(decoder)(host, *numbers, jax.device_put(piece, at.rows))
+    return host
+
+
+@functools.lru_cache(maxsize=16)
+def _writer(decoder: Decoder) -> Any:
+    def write(host: Any, layer: Any, start: Any, rows: Any) -> Any:
+        return write_block(host, layer, jnp.int32(0), start, rows, decoder.mesh)
+
+    return jax.jit(write, donate_argnums=0, out_shardings=Placement(decoder.mesh).host)
