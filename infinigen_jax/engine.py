@@ -7,6 +7,8 @@ for step in engine.stream(["Once upon a time"], max_new_tokens=64):
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh
@@ -25,6 +27,9 @@ from infinigen_jax.sampling import Sampling
 from infinigen_jax.steps import SCHEDULES
 from infinigen_jax.transfer import make_transfer
 from infinigen_jax.weights import check_weights, placement
+
+if TYPE_CHECKING:
+    from infinigen_jax.conversation import Conversation
 
 Prompt = str | Sequence[int]
 HOT_SET = 2.0  # by default, in multiples of a request
@@ -162,8 +167,11 @@ class Engine:
         params = jax.device_put(model.params, {"embedding": whole, "layers": layers})
         self.weights = Weights(params, jax.device_put(prepared, whole))
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, *, first: bool = True) -> list[int]:
         """Token numbers of a prompt.
+
+        Args:
+            first: it begins a text; what goes on with one gets no special tokens.
 
         Raises:
             InputError: for an empty prompt or a token that the model does not have.
@@ -175,7 +183,7 @@ class Engine:
                 raise InputError("--prompt: not UTF-8 text; convert it first")
             if self.model.tokenizer is None:
                 raise InputError("this model has no tokenizer; give prompts as token numbers")
-            prompt = self.model.tokenizer.encode(prompt)
+            prompt = self.model.tokenizer.encode(prompt, add_special_tokens=first)
         tokens = [int(token) for token in prompt]
         if not tokens:
             raise InputError("--prompt: the prompt has no tokens; give at least one")
@@ -194,6 +202,7 @@ class Engine:
         sampling: Sampling | None = None,
         batch: int | None = None,
         notify: Notify | None = None,
+        share: bool = False,
     ) -> Run:
         """Process prompts, given as token numbers, and draw their first tokens.
 
@@ -202,6 +211,8 @@ class Engine:
                 all.
             notify: called with the tokens read of the longest prompt, and all of them, when a chunk
                 of it is done; not for a prompt that is read in one piece.
+            share: what all prompts begin with is read once and stored once, see `prefix`. The
+                result is that of prompts read in chunks.
 
         Raises:
             InputError: if the model has too few positions, or memory is too small.
@@ -223,7 +234,64 @@ class Engine:
                 "new tokens or a shorter prompt"
             )
         sampling = sampling or Sampling()
-        return Run(self, [list(p) for p in prompts], max_new_tokens, sampling, batch, notify)
+        given = [list(prompt) for prompt in prompts]
+        return Run(self, given, max_new_tokens, sampling, batch, notify, share=share)
+
+    def conversation(
+        self, sampling: Sampling | None = None, context: int | None = None
+    ) -> "Conversation":
+        """A conversation, which keeps its cache from turn to turn.
+
+        Args:
+            context: tokens that it has room for; by default 4096, or the model's positions if
+                they are fewer.
+
+        Raises:
+            InputError: for a context that the model does not have, or an engine with a pool.
+        """
+        from infinigen_jax.conversation import Conversation
+
+        return Conversation(self, sampling, context)
+
+    def resume(self, path: str | Path) -> "Conversation":
+        """Go on with a conversation that was saved, with the same model and settings.
+
+        Raises:
+            InputError: if the file is damaged, or of another model or other settings.
+        """
+        from infinigen_jax.conversation import Conversation
+
+        return Conversation.resume(self, path)
+
+    def encode_behind(self, prefix: Prompt, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token numbers of prompts that all come behind the same; text is tokenised as a whole.
+
+        Raises:
+            InputError: as for `encode`, or if some are text and others are not.
+        """
+        whole = []
+        for prompt in prompts:
+            if not len(prefix):
+                whole.append(self.encode(prompt))
+            elif isinstance(prompt, str) and isinstance(prefix, str):
+                whole.append(self.encode(prefix + prompt))
+            elif isinstance(prompt, str) or isinstance(prefix, str):
+                raise InputError("prefix: give it as the prompts, as text or as token numbers")
+            else:
+                whole.append(self.encode([*prefix, *prompt]))
+        return whole
+
+    def _begin(
+        self,
+        prompts: Sequence[Prompt],
+        prefix: Prompt,
+        max_new_tokens: int,
+        sampling: Sampling | None,
+        batch: int | None,
+    ) -> Run:
+        """As `start`, for text as well."""
+        encoded = self.encode_behind(prefix, prompts)
+        return self.start(encoded, max_new_tokens, sampling, batch, share=bool(len(prefix)))
 
     def stream(
         self,
@@ -233,13 +301,15 @@ class Engine:
         *,
         ignore_eos: bool = False,
         batch: int | None = None,
+        prefix: Prompt = "",
     ) -> Iterator[Step]:
         """Yield a Step per token until every sequence has ended or has `max_new_tokens`.
 
         Args:
             batch: most sequences at once, see `start`.
+            prefix: what comes before every prompt, text if they are text; read and stored once.
         """
-        run = self.start([self.encode(p) for p in prompts], max_new_tokens, sampling, batch)
+        run = self._begin(prompts, prefix, max_new_tokens, sampling, batch)
         for tokens in run.tokens(ignore_eos=ignore_eos):
             yield Step(tokens, run.push_text(tokens))
         tail = run.finish_text()
@@ -254,9 +324,10 @@ class Engine:
         *,
         ignore_eos: bool = False,
         batch: int | None = None,
+        prefix: Prompt = "",
     ) -> Generation:
         """The whole result, in the prompts' order; arguments as for `stream`."""
-        run = self.start([self.encode(p) for p in prompts], max_new_tokens, sampling, batch)
+        run = self._begin(prompts, prefix, max_new_tokens, sampling, batch)
         for tokens in run.tokens(ignore_eos=ignore_eos):
             run.push_text(tokens)
         run.finish_text()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infinigen_jax.chat import add_chat_options, chat, check_chat_options
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.options import add_engine_options, make_engine, make_policy
 from infinigen_jax.output import checked_output, write_json
@@ -34,6 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", metavar="DIR", help="converted or Hugging Face folder (default: embedded)")
     add("--prompt", action="append", metavar="TEXT", help="may be given several times")
     add("--prompt-file", metavar="F", help="a file whose whole text is one more prompt")
+    add("--prefix", metavar="TEXT", help="before every prompt; read and stored once")
+    add("--prefix-file", metavar="F", help="the same, a file's whole text")
     add("--max-new-tokens", type=int, default=64, metavar="N")
     add("--batch", type=int, metavar="N", help="most prompts at once (default: all)")
     add_engine_options(parser)
@@ -42,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=0, metavar="K")
     add("--top-p", type=float, default=1.0, metavar="P")
     add("--seed", type=int, default=0, metavar="S")
+    add_chat_options(parser)
     add("--check", action="store_true", help="stop at a NaN or an infinity, and say where it is")
     add("--ignore-eos", action="store_true", help="go on behind the end-of-text token")
     add("--stats-json", metavar="F", help="write tokens, texts and measurements to a file")
@@ -61,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def generate(arguments: argparse.Namespace) -> None:
     """Load, generate, print, and write the stats."""
-    prompts = read_prompts(arguments)
+    check_chat_options(arguments)
+    prompts, prefix = read_prompts(arguments), read_prefix(arguments)
     stats_file = checked_output("--stats-json", arguments.stats_json)
     # Before the heavy imports, so that a bad option is reported at once.
     from infinigen_jax.backend import widen_pinned_pool
@@ -84,9 +89,13 @@ def generate(arguments: argparse.Namespace) -> None:
     model = load(folder, arguments.dtype, notify=say, weights=arguments.weights)
     chosen = {"schedule": arguments.schedule, "check": arguments.check}
     engine = make_engine(model, policy, arguments, **chosen)
-    encoded = [engine.encode(prompt) for prompt in prompts]
+    if arguments.chat:
+        chat(engine, arguments, sampling, prompts, say)
+        return
+    encoded = engine.encode_behind(prefix, prompts or [DEFAULT_PROMPT])
     progress = None if arguments.quiet else prompt_progress()
-    run = engine.start(encoded, arguments.max_new_tokens, sampling, arguments.batch, progress)
+    given = (arguments.max_new_tokens, sampling, arguments.batch, progress)
+    run = engine.start(encoded, *given, share=bool(prefix))
     print_texts(run, ignore_eos=arguments.ignore_eos)
     say(summary(run))
     if stats_file is not None:
@@ -105,26 +114,46 @@ def prompt_progress() -> "Notify":
             bars.append(tqdm(total=total, desc="prompt", unit=" tokens"))
         bars[0].update(done - bars[0].n)
         if done == total:
-            bars[0].close()
+            bars.pop().close()
 
     return notify
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """The prompts of --prompt and --prompt-file, or the default one."""
+    """The prompts of --prompt and --prompt-file."""
     prompts = list(arguments.prompt or [])
     if arguments.prompt_file is not None:
-        path = Path(arguments.prompt_file)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise InputError(f"--prompt-file {path}: not UTF-8 text; convert it first") from None
-        except OSError as error:
-            raise InputError(f"--prompt-file {path}: {error.strerror}; give a text file") from None
-        if not text:
-            raise InputError(f"--prompt-file {path}: the file is empty; give some text")
-        prompts.append(text)
-    return prompts or [DEFAULT_PROMPT]
+        prompts.append(read_text("--prompt-file", arguments.prompt_file))
+    return prompts
+
+
+def read_prefix(arguments: argparse.Namespace) -> str:
+    """The text of --prefix or --prefix-file, empty without them."""
+    if arguments.prefix is not None and arguments.prefix_file is not None:
+        raise InputError("--prefix: not with --prefix-file; leave one of them out")
+    if arguments.prefix == "":
+        raise InputError("--prefix: it is empty; give at least one character")
+    if arguments.prefix_file is not None:
+        return read_text("--prefix-file", arguments.prefix_file)
+    return arguments.prefix or ""
+
+
+def read_text(option: str, name: str) -> str:
+    """A file's text, not empty.
+
+    Raises:
+        InputError: naming the option.
+    """
+    path = Path(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{option} {path}: not UTF-8 text; convert it first") from None
+    except OSError as error:
+        raise InputError(f"{option} {path}: {error.strerror}; give a text file") from None
+    if not text:
+        raise InputError(f"{option} {path}: the file is empty; give some text")
+    return text
 
 
 def print_texts(run: "Run", *, ignore_eos: bool) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,8 +20,9 @@ from infinigen_jax.compilations import compilations
 from infinigen_jax.decode import STREAM_BLOCK, Counts
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement
-from infinigen_jax.planning import check_memory, plan_memory
-from infinigen_jax.prefill import Notify, chunk_for, prefill
+from infinigen_jax.planning import MemoryPlan, check_memory, plan_memory
+from infinigen_jax.prefill import Notify, chunk_for, extend, prefill
+from infinigen_jax.prefix import common_prefix, plan_sharing, spread
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.steps import Watch, steps
 from infinigen_jax.text import TextStream
@@ -37,6 +38,7 @@ class Stats:
 
     Attributes:
         prompt_tokens, new_tokens: totals over the batch.
+        prompt_tokens_read: of the former those that were computed, a shared prefix's once.
         prefill_seconds: from the call to the first token.
         decode_seconds, decode_tokens_per_second: whole batch, without the first decode step, which
             may compile (unless it is the only one).
@@ -55,6 +57,7 @@ class Stats:
     """
 
     prompt_tokens: int
+    prompt_tokens_read: int
     new_tokens: int
     prefill_seconds: float
     decode_seconds: float
@@ -75,6 +78,20 @@ class Stats:
     rows: str
 
 
+class Begun(NamedTuple):
+    """A cache that a run goes on with.
+
+    Attributes:
+        cache: None for an empty one; its arrays are donated.
+        cached: how many of each prompt's tokens it has, the first ones; fewer than all.
+        drawn: tokens drawn before, for each prompt.
+    """
+
+    cache: Cache | None
+    cached: list[int]
+    drawn: int = 0
+
+
 class Run:
     """One generation in progress; made by `Engine.start`.
 
@@ -86,6 +103,7 @@ class Run:
         slots: rows of a sequence that the host has room for; as many, but for a pool.
         new_tokens: tokens drawn so far and read back, per prompt.
         texts: their text.
+        tokens_read: of the prompts, all that were computed: not those that were cached.
     """
 
     cache: Cache
@@ -98,7 +116,17 @@ class Run:
         sampling: Sampling,
         batch: int | None = None,
         notify: Notify | None = None,
+        begun: Begun | None = None,
+        capacity: int | None = None,
+        share: bool = False,
     ):
+        """As in `Engine.start`, and:
+
+        Args:
+            begun: go on with this cache, of the first prompts.
+            capacity: of its layers, if it is not what the prompts and the new tokens need.
+            share: read what all prompts begin with once, and store it once, see `prefix`.
+        """
         self._clock = time.perf_counter()
         self.engine = engine
         self.decoder = engine.decoder
@@ -109,16 +137,21 @@ class Run:
         self.owners = Owners(self.prompt_lengths, min(batch or len(prompts), len(prompts)))
         # A flush writes a whole window.
         tokens = longest + max_new_tokens
-        self.capacity = round_up_capacity(max(tokens, self.decoder.policy.window))
+        self._sharing = None
+        if share and (prefix := common_prefix(prompts)):
+            self._sharing = plan_sharing(self.decoder, prefix, tokens, self.owners.rows)
+            capacity = self._sharing.capacity
+        self.capacity = capacity or round_up_capacity(max(tokens, self.decoder.policy.window))
         self.slots = self.decoder.host_slots(tokens, self.capacity)
         rows = self.owners.rows
-        chunk = self._chunk_length(longest, rows)
-        self.plan = plan_memory(self.decoder, rows, chunk, self.capacity, self.slots)
+        begun = begun or Begun(None, [0] * rows)
+        chunk = self._chunk_length(longest - min(begun.cached), rows)
+        self.plan = self._plan(rows, 0, chunk)
         self._admission = admission(self.decoder) if self.owners.waiting else None
-        # A prompt that is admitted later is processed beside the batch.
-        together = rows if self._admission is None else rows + 1
-        needed = plan_memory(self.decoder, together, chunk, self.capacity, self.slots)
-        check_memory(needed, engine.mesh.devices.flat[0])
+        # A prompt that is admitted later is processed beside the batch, and so is a prefix.
+        beside = (self._admission is not None) + (self._sharing is not None)
+        if begun.cache is None:
+            check_memory(self._plan(rows, beside, chunk), engine.mesh.devices.flat[0])
         compilations()
 
         # The seed is an argument, not part of the compiled program.
@@ -129,11 +162,18 @@ class Run:
         self._numbers = [
             jax.device_put(np.int32(i), at.whole) for i in range(self.decoder.host_layers)
         ]
-        self._step = jax.device_put(np.ones(rows, np.int32), at.batch)
+        self._step = jax.device_put(np.full(rows, begun.drawn + 1, np.int32), at.batch)
         self._since_flush = 0
+        self.tokens_read = 0
         self._counts: list[Counts] = []
         self._place: list[jax.Array] = []
-        self.cache, self.drawn = self._prefill(range(rows), notify)
+        self._prefix: Cache | None = None
+        if self._sharing is not None:
+            prefix = [prompts[0][: self._sharing.tokens]]
+            self._prefix = self._read(prefix, [0], Begun(None, [0]), notify)[0]
+        self.cache, self.drawn = self._prefill(range(rows), begun, notify)
+        if self._admission is None:
+            self._prefix = None
         self.drawn.block_until_ready()
         self.prefill_seconds = self._lap()
         self._times: list[float] = []
@@ -144,37 +184,63 @@ class Run:
         self.texts = [""] * len(prompts)
         self._streams: dict[int, TextStream] = {}
 
+    def _plan(self, rows: int, beside: int, chunk: int) -> MemoryPlan:
+        """Memory of a batch, and of some sequences beside it."""
+        together = rows + beside
+        plan = plan_memory(self.decoder, together, chunk, self.capacity, self.slots)
+        if self._sharing is None:
+            return plan
+        slots = self._sharing.host_rows(rows) * self._sharing.own + beside * self.capacity
+        host = plan.host_cache // (together * self.capacity) * slots
+        return dataclasses.replace(plan, host_cache=host)
+
     def _chunk_length(self, longest: int, rows: int) -> int:
         """Of prompts of this many rows."""
         most = self.engine.prefill_chunk
         return min(chunk_for(self.decoder, rows, longest, most), self.capacity)
 
     def _prefill(
-        self, numbers: Sequence[int], notify: Notify | None = None
+        self, numbers: Sequence[int], begun: Begun | None = None, notify: Notify | None = None
     ) -> tuple[Cache, jax.Array]:
         """The cache of these prompts alone, and their first tokens."""
-        prompts = [self._prompts[number] for number in numbers]
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        tokens = np.zeros((len(prompts), int(lengths.max())), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
+        begun = begun or Begun(None, [0] * len(numbers))
+        if self._prefix is not None:
+            assert self._sharing is not None
+            cache = spread(self.decoder, self._prefix, len(numbers), self._sharing)
+            begun = Begun(cache, [self._sharing.tokens] * len(numbers))
+        return self._read([self._prompts[i] for i in numbers], numbers, begun, notify)
+
+    def _read(
+        self,
+        prompts: list[list[int]],
+        numbers: Sequence[int],
+        begun: Begun,
+        notify: Notify | None,
+    ) -> tuple[Cache, jax.Array]:
+        """Process what is not cached of prompts of these numbers."""
+        rest = [prompt[n:] for prompt, n in zip(prompts, begun.cached, strict=True)]
+        lengths = np.array([len(prompt) for prompt in rest], np.int32)
+        tokens = np.zeros((len(rest), int(lengths.max())), np.int32)
+        for row, prompt in zip(tokens, rest, strict=True):
             row[: len(prompt)] = prompt
-        weights = self.engine.weights
-        look = Places(self.decoder, weights.params["embedding"], len(prompts))
-        outcome = prefill(
-            self.decoder,
-            weights,
-            tokens,
-            lengths,
-            self.capacity,
-            self._sampling,
-            self._seed,
-            self.slots,
-            self.engine.prefill_chunk,
-            notify,
-            look if self.engine.check else None,
-        )
-        refuse([look.place], self.decoder.config.num_layers, numbers)
+        self.tokens_read += int(lengths.sum())
+        weights, sampling, seed = self.engine.weights, self._sampling, self._seed
+        places = Places(self.decoder, weights.params["embedding"], len(prompts))
+        chunk, look = self.engine.prefill_chunk, places if self.engine.check else None
+        if begun.cache is None:
+            given = (self.decoder, weights, tokens, lengths, self.capacity)
+            outcome = prefill(*given, sampling, seed, self.slots, chunk, notify, look)
+        else:
+            step = np.full(len(prompts), begun.drawn, np.int32)
+            step = jax.device_put(step, Placement(self.engine.mesh).batch)
+            given = (self.decoder, weights, begun.cache, tokens, lengths)
+            outcome = extend(*given, sampling, seed, step, chunk, notify, look)
+        refuse([places.place], self.decoder.config.num_layers, numbers)
         return outcome
+
+    def settle(self) -> None:
+        """Bring every row that is cached to the host."""
+        self._flush()
 
     def advance(self) -> None:
         """Dispatch one decode step: `drawn` becomes the next tokens. Does not wait.
@@ -482,6 +548,7 @@ class Run:
         selected, fetched = (self._fraction(counts, steps_of) for counts in rows)
         return Stats(
             prompt_tokens=int(self.prompt_lengths.sum()),
+            prompt_tokens_read=self.tokens_read,
             new_tokens=sum(map(len, self.new_tokens)),
             prefill_seconds=self.prefill_seconds,
             decode_seconds=seconds,

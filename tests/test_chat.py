@@ -1,0 +1,172 @@
+"""Chatting: what the model is given of the messages, and the command line."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import ROOT
+
+from infinigen_jax import generate
+from infinigen_jax.chat import Chat
+from infinigen_jax.checkpoint import embedded, load
+from infinigen_jax.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.policies import Full
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(load(embedded(), "float32"), policy=Full(window=8))
+
+
+@pytest.fixture
+def template(tmp_path) -> Path:
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture
+def talk(command, monkeypatch) -> Callable[..., tuple[Any, str, str]]:
+    """`talk(lines, *arguments)` is the command with these lines on stdin."""
+
+    def call(lines: str, *arguments: Any) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        return command(generate.main, "--chat", "--max-new-tokens", 6, *arguments)
+
+    return call
+
+
+def test_the_model_gets_the_template_of_all_messages(engine, template):
+    """Also of answers that end by themselves, and of those that the template alters."""
+    tokenizer = engine.model.tokenizer
+    for ends in (False, True):
+        conversation = engine.conversation(context=300)
+        chat = Chat(conversation, str(template), "Be brief.")
+        for text in ("The king said", "And then?", "Who?"):
+            answer = "".join(chat.answer(text, 7, ignore_eos=True))
+            assert conversation.messages[-1] == {"role": "assistant", "content": answer}
+            if ends:  # as if the model had said so
+                conversation.tokens.append(tokenizer.eos_token_id)
+        roles = [message["role"] for message in conversation.messages]
+        assert roles == ["system"] + ["user", "assistant"] * 3
+        said = tokenizer.decode(conversation.tokens)
+        rest, expected = said, []
+        for message in conversation.messages:
+            mark = f"[{message['role']}]"
+            assert rest.count(mark) >= 1, (rest, mark)
+            _, _, rest = rest.partition(mark)
+            expected.append(rest.partition("</s>")[0])
+        contents = [message["content"].strip() for message in conversation.messages]
+        assert [text.strip() for text in expected] == contents
+        assert said.count("</s>") == 6 + ends and said.count("<s>") == 1
+
+
+def test_plain_text_goes_on(engine):
+    conversation = engine.conversation(context=300)
+    chat = Chat(conversation, "plain")
+    first = "".join(chat.answer("The king said", 5))
+    second = "".join(chat.answer("and the queen", 5))
+    text = engine.model.tokenizer.decode(conversation.tokens, skip_special_tokens=True)
+    assert text == f"The king said{first}\nand the queen{second}"
+    assert first == engine.generate(["The king said"], max_new_tokens=5).texts[0]
+
+
+def test_a_conversation_at_the_command_line(talk, template, tmp_path):
+    plain = ("--chat-template", template, "--context", 200)
+    status, out, err = talk("The king said\n\nAnd then?\nWho?", *plain)
+    answers = out.splitlines()
+    assert status == 0 and out.endswith("\n") and err.count(" read in ") == 3
+    assert "of 200 tokens" in err and "fetched" in err and "tokens/s" in err
+    status, out, err = talk("", *plain, "--prompt", "The king said", "--prompt", "And then?")
+    assert status == 0 and out == "\n".join(answers[: len(out.splitlines())]) + "\n"
+
+    saved = tmp_path / "saved"
+    shared = ("--chat-template", template, "--quiet")
+    first = talk("The king said\n", *shared, "--context", 200, "--save", saved)
+    second = talk("And then?\nWho?\n", *shared, "--resume", saved, "--save", saved)
+    assert first[0] == second[0] == 0 and first[2] == second[2] == ""
+    assert (first[1] + second[1]).splitlines() == answers
+    status, out, err = talk("", *shared, "--resume", saved, "--temperature", "0.5")
+    assert (status, out) == (2, "") and "leave --temperature" in err
+
+
+def test_a_full_context(talk, tmp_path):
+    saved = tmp_path / "saved"
+    given = ("--chat-template", "plain", "--context", 16, "--save", saved)
+    status, out, err = talk("The king said\n" * 9, *given)
+    assert status == 2 and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("error: --context 16: the conversation has 1")
+    assert f"tokens saved to {saved}" in err and saved.is_file() and out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("--chat",), "--chat-template plain"),
+        (("--chat", "--batch", "2"), "--batch: not with --chat"),
+        (("--chat", "--stats-json", "x"), "--stats-json: not with --chat"),
+        (("--save", "x"), "--save: only with --chat"),
+        (("--context", "9"), "--context: only with --chat"),
+        (("--chat", "--resume", "x", "--context", "9"), "--context: a resumed conversation"),
+        (("--chat", "--save", "/missing/x"), "--save /missing/x: cannot be written"),
+        (("--chat", "--chat-template", "/missing"), "--chat-template /missing: No such file"),
+        (("--chat", "--resume", "/missing"), "--resume /missing: no such file"),
+        (("--chat", "--context", "99999"), "--context 99999: give 2 to 1024"),
+        (("--chat", "--pool-tokens", "50"), "--pool-tokens: a conversation keeps every row"),
+    ],
+)
+def test_what_is_refused(arguments, wanted, command, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The king said\n"))
+    status, out, err = command(generate.main, *arguments)
+    assert (status, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("error: ") and wanted in err
+
+
+def test_a_template_that_refuses(engine, tmp_path):
+    path = tmp_path / "template"
+    path.write_text("{{ raise_exception('no\nsystem') }}")
+    with pytest.raises(InputError, match=r"refuses this \(no system\)"):
+        list(Chat(engine.conversation(), str(path)).answer("The king"))
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation():
+    """A long answer is broken off; the next line is answered behind what was said of it."""
+    arguments = ("--chat", "--chat-template", "plain", "--context", "1000")
+    with subprocess.Popen(
+        [sys.executable, "-m", "infinigen_jax.generate", *arguments, "--max-new-tokens", "900"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        summaries, rest = break_off_twice(process)
+    assert (process.returncode, *rest) == (0, b"", b"")
+    answered = [int(line.split(" answered")[0].split()[-1]) for line in summaries]
+    said = [int(line.split(" of 1000")[0].removeprefix("[")) for line in summaries]
+    assert max(answered) < 400 and said[1] > said[0] + answered[1]
+
+
+def break_off_twice(process: subprocess.Popen[bytes]) -> tuple[list[str], tuple[bytes, bytes]]:
+    """What is said on stderr behind each turn, and what comes after both."""
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    summaries = []
+    for _ in range(2):
+        process.stdin.write(b"The king said\n")
+        process.stdin.flush()
+        assert os.read(process.stdout.fileno(), 1)
+        process.send_signal(signal.SIGINT)
+        summaries.append(process.stderr.readline().decode())
+        assert os.read(process.stdout.fileno(), 1 << 16).endswith(b"\n")
+    return summaries, process.communicate(timeout=120)

@@ -1,0 +1,198 @@
+"""A beginning that a batch shares is read once and stored once, and changes no token."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime import ALL, NEW, SPARSE, engine, random_model, tokens_of
+
+from infinigen_jax import generate
+from infinigen_jax.compilations import compilations
+from infinigen_jax.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.policies import H2O, Full, Policy
+from infinigen_jax.pool import Pool
+from infinigen_jax.prefix import UNIT, common_prefix, plan_sharing
+from infinigen_jax.run import Run
+from infinigen_jax.sampling import Sampling
+
+
+def numbers(seed: int, count: int) -> list[int]:
+    return [int(i) for i in np.random.default_rng(seed).integers(3, 96, count)]
+
+
+PREFIX = numbers(1, 141)
+ENDS = [numbers(2, 1), numbers(3, 37), numbers(4, 12), numbers(5, 70), numbers(6, 3)]
+WHOLE = [[*PREFIX, *end] for end in ENDS]
+SETTINGS: dict[str, tuple[Policy, dict[str, Any]]] = {
+    "infinigen": (SPARSE, {}),
+    "all-on-host": (ALL, {"dense_layers": 0, "hot_set": 1.5, "schedule": "layerwise"}),
+    "full": (Full(window=4), {"dense_layers": 1}),
+    "h2o": (H2O(budget=0.2, window=4, sinks=2), {}),
+}
+
+
+def shared(made: Engine, **settings: Any) -> Run:
+    run = made.start(WHOLE, NEW, share=True, **settings)
+    for _ in run.tokens(ignore_eos=True):
+        pass
+    return run
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_tokens_are_those_of_whole_prompts(name):
+    policy, settings = SETTINGS[name]
+    made = engine("gqa", policy, **settings)
+    run = shared(made)
+    assert run.new_tokens == tokens_of(made, WHOLE, ignore_eos=True)
+    assert run.tokens_read == len(PREFIX) + sum(map(len, ENDS))
+
+
+def test_layers_with_sliding_windows():
+    made = engine("windows", ALL, 1)
+    assert shared(made).new_tokens == tokens_of(made, WHOLE, ignore_eos=True)
+
+
+def test_prompts_that_are_admitted_later():
+    made, sampling = engine("gqa"), Sampling(temperature=1.0, seed=4)
+    run = shared(made, batch=2, sampling=sampling)
+    assert run.new_tokens == tokens_of(made, WHOLE, sampling=sampling, ignore_eos=True)
+    assert run.tokens_read == len(PREFIX) + sum(map(len, ENDS))
+
+
+def test_small_rows_are_what_they_are_in_chunks():
+    """A prefix is the first chunk, which decides how rows are scaled."""
+    prefix, ends = PREFIX[:128], ENDS[1:4:2]
+    prompts = [[*prefix, *end] for end in ends]
+    chunked = Engine(random_model("gqa"), policy=SPARSE, rows="int8", prefill_chunk=128)
+    expected = tokens_of(chunked, prompts, ignore_eos=True)
+    given = tokens_of(engine("gqa", rows="int8"), ends, prefix=prefix, ignore_eos=True)
+    assert given == expected
+
+
+def test_rows_are_stored_once():
+    made = engine("gqa")
+    run, whole = shared(made), made.start(WHOLE, NEW)
+    host = run.cache.host
+    assert host is not None and whole.cache.host is not None
+    # One unit is shared by the five sequences, and one is each one's own.
+    assert host.shape == (2, 5 + 1, 2, UNIT, 16) and run.capacity == 2 * UNIT
+    assert whole.cache.host.shape == (2, 5, 2, 2 * UNIT, 16)
+    assert run.stats().host_cache_bytes == host.nbytes < 0.61 * whole.cache.host.nbytes
+    assert host.sharding.memory_kind == "pinned_host"
+    rows = np.array(jax.device_put(host, jax.memory.Space.Device))
+    expected = np.array(jax.device_put(whole.cache.host, jax.memory.Space.Device))
+    for i, end in enumerate(ENDS):
+        np.testing.assert_allclose(rows[:, 5], expected[:, i, :, :UNIT], atol=2e-4, rtol=2e-4)
+        own = len(PREFIX) + len(end) - UNIT
+        got, wanted = rows[:, i, :, :own], expected[:, i, :, UNIT : UNIT + own]
+        np.testing.assert_allclose(got, wanted, atol=2e-4, rtol=2e-4)
+
+
+def test_nothing_is_compiled_or_moved_later():
+    made = engine("gqa")
+    shared(made, batch=2)
+    before = compilations()
+    run = made.start([[*PREFIX, *end[::-1]] for end in ENDS], NEW, batch=2, share=True)
+    assert run.cache.host is not None
+    address = run.cache.host.unsafe_buffer_pointer()
+    for _ in run.tokens(ignore_eos=True):
+        assert run.cache.host.unsafe_buffer_pointer() == address
+    assert compilations() == before and run.stats().compilations_after_warmup == 0
+
+
+def test_long_and_short_prefixes():
+    made = engine("gqa")
+    for prompts in (
+        [PREFIX, PREFIX],  # equal prompts
+        [PREFIX[:5], PREFIX],
+        [[5, 6], [5, 7]],
+        [[5], [6, 7]],  # nothing
+        [PREFIX],
+    ):
+        run = made.start(prompts, 5, share=True)
+        for _ in run.tokens(ignore_eos=True):
+            pass
+        assert run.new_tokens == tokens_of(made, prompts, 5, ignore_eos=True)
+
+
+def test_text_is_tokenised_whole():
+    class Letters:
+        """ "ab" is one token."""
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [ord(c) % 90 for c in text.replace("ab", "z")]
+
+    model = dataclasses.replace(random_model("gqa"), given_tokenizer=Letters())
+    made = Engine(model, policy=SPARSE)
+    assert made.encode_behind("xxa", ["b", "c"]) == [made.encode("xxz"), made.encode("xxac")]
+    with pytest.raises(InputError, match="as text or as token numbers"):
+        made.encode_behind("xxa", [[5]])
+
+
+def test_the_command(command, tmp_path):
+    text, stats = "Once upon a time there was an old king. " * 30, tmp_path / "stats.json"
+    (tmp_path / "file").write_text(text)
+    ends = ("He said", "The queen said to him", "Then")
+    short = ("--max-new-tokens", 5, "--quiet", "--stats-json", stats)
+    asked = [x for end in ends for x in ("--prompt", end)]
+    expected = command(generate.main, *[x for e in ends for x in ("--prompt", text + e)], *short)
+    whole = json.loads(stats.read_text())
+    assert command(generate.main, "--prefix-file", tmp_path / "file", *asked, *short) == expected
+    record = json.loads(stats.read_text())
+    assert record["tokens"] == whole["tokens"] and expected[0] == 0
+    assert record["prompt_tokens"] == whole["prompt_tokens"] == whole["prompt_tokens_read"]
+    assert record["prompt_tokens_read"] < 0.4 * record["prompt_tokens"]
+    assert record["host_cache_bytes"] < 0.8 * whole["host_cache_bytes"]
+    again = command(generate.main, "--prefix", text, *asked, *short, "--batch", "2")
+    assert again == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (("--prefix", ""), "--prefix: it is empty"),
+        (("--prefix", "a", "--prefix-file", "b"), "--prefix: not with --prefix-file"),
+        (("--prefix-file", "/missing"), "--prefix-file /missing: No such file"),
+        (("--prefix", "a", "--chat"), "--prefix: not with --chat"),
+    ],
+)
+def test_options_that_are_refused(given, wanted, command):
+    status, out, err = command(generate.main, *given)
+    assert (status, out) == (2, "") and err.count("\n") == 1 and wanted in err
+
+
+def test_what_is_refused():
+    with pytest.raises(InputError, match="--pool-tokens: not with a shared prefix"):
+        engine("gqa", pool=Pool(tokens=50)).generate(ENDS, None, NEW, prefix=PREFIX)
+
+
+@settings(max_examples=200)
+@given(
+    prefix=st.integers(1, 5000),
+    own=st.integers(1, 3000),
+    batch=st.integers(1, 40),
+)
+def test_plans_have_room_and_waste_nothing(prefix, own, batch):
+    decoder = engine("gqa").decoder
+    plan = plan_sharing(decoder, prefix, prefix + own, batch)
+    assert plan.capacity >= prefix + own and plan.own % UNIT == 0
+    assert plan.rows * plan.own <= max(0, prefix - decoder.policy.window)
+    slots = plan.host_rows(batch) * plan.own
+    assert slots <= batch * -(-(prefix + own) // UNIT) * UNIT
+    if prefix > 4 * (own + UNIT) and batch > 8:
+        assert slots < 0.6 * batch * (prefix + own)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_common_prefixes(prompts):
+    n = common_prefix(prompts)
+    assert all(prompt[:n] == prompts[0][:n] and len(prompt) > n for prompt in prompts)
+    longer = {tuple(prompt[: n + 1]) for prompt in prompts}
+    assert len(longer) > 1 or min(map(len, prompts)) == n + 1
