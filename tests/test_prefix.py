@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from runtime import ALL, NEW, SPARSE, engine, random_model, tokens_of
 
 from infinigen_jax import generate
+from infinigen_jax.checkpoint import embedded
 from infinigen_jax.compilations import compilations
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
@@ -20,6 +21,7 @@ from infinigen_jax.pool import Pool
 from infinigen_jax.prefix import UNIT, common_prefix, plan_sharing
 from infinigen_jax.run import Run
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.tokenization import load_tokenizer
 
 
 def numbers(seed: int, count: int) -> list[int]:
@@ -29,11 +31,11 @@ def numbers(seed: int, count: int) -> list[int]:
 PREFIX = numbers(1, 141)
 ENDS = [numbers(2, 1), numbers(3, 37), numbers(4, 12), numbers(5, 70), numbers(6, 3)]
 WHOLE = [[*PREFIX, *end] for end in ENDS]
-SETTINGS: dict[str, tuple[Policy, dict[str, Any]]] = {
-    "infinigen": (SPARSE, {}),
-    "all-on-host": (ALL, {"dense_layers": 0, "hot_set": 1.5, "schedule": "layerwise"}),
-    "full": (Full(window=4), {"dense_layers": 1}),
-    "h2o": (H2O(budget=0.2, window=4, sinks=2), {}),
+SETTINGS: dict[str, tuple[str, Policy, dict[str, Any]]] = {
+    "infinigen": ("gqa", SPARSE, {}),
+    "layerwise": ("windows", ALL, {"dense_layers": 0, "hot_set": 1.5, "schedule": "layerwise"}),
+    "full": ("opt", Full(window=4), {"dense_layers": 1}),
+    "h2o": ("gqa", H2O(budget=0.2, window=4, sinks=2), {}),
 }
 
 
@@ -46,16 +48,11 @@ def shared(made: Engine, **settings: Any) -> Run:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_tokens_are_those_of_whole_prompts(name):
-    policy, settings = SETTINGS[name]
-    made = engine("gqa", policy, **settings)
+    model, policy, settings = SETTINGS[name]
+    made = engine(model, policy, **settings)
     run = shared(made)
     assert run.new_tokens == tokens_of(made, WHOLE, ignore_eos=True)
     assert run.tokens_read == len(PREFIX) + sum(map(len, ENDS))
-
-
-def test_layers_with_sliding_windows():
-    made = engine("windows", ALL, 1)
-    assert shared(made).new_tokens == tokens_of(made, WHOLE, ignore_eos=True)
 
 
 def test_prompts_that_are_admitted_later():
@@ -106,15 +103,9 @@ def test_nothing_is_compiled_or_moved_later():
     assert compilations() == before and run.stats().compilations_after_warmup == 0
 
 
-def test_long_and_short_prefixes():
+def test_equal_prompts_and_prompts_without_a_prefix():
     made = engine("gqa")
-    for prompts in (
-        [PREFIX, PREFIX],  # equal prompts
-        [PREFIX[:5], PREFIX],
-        [[5, 6], [5, 7]],
-        [[5], [6, 7]],  # nothing
-        [PREFIX],
-    ):
+    for prompts in ([PREFIX, PREFIX], [[5], [6, 7]]):  # the same, and nothing
         run = made.start(prompts, 5, share=True)
         for _ in run.tokens(ignore_eos=True):
             pass
@@ -136,21 +127,17 @@ def test_text_is_tokenised_whole():
 
 
 def test_the_command(command, tmp_path):
-    text, stats = "Once upon a time there was an old king. " * 30, tmp_path / "stats.json"
+    text, stats = "Once upon a time there was an old king. " * 12, tmp_path / "stats.json"
     (tmp_path / "file").write_text(text)
-    ends = ("He said", "The queen said to him", "Then")
-    short = ("--max-new-tokens", 5, "--quiet", "--stats-json", stats)
-    asked = [x for end in ends for x in ("--prompt", end)]
-    expected = command(generate.main, *[x for e in ends for x in ("--prompt", text + e)], *short)
-    whole = json.loads(stats.read_text())
-    assert command(generate.main, "--prefix-file", tmp_path / "file", *asked, *short) == expected
+    asked = [x for end in ("He said", "Then") for x in ("--prompt", end)]
+    short = ("--max-new-tokens", 3, "--quiet", "--stats-json", stats)
+    status, out, err = command(generate.main, "--prefix-file", tmp_path / "file", *asked, *short)
     record = json.loads(stats.read_text())
-    assert record["tokens"] == whole["tokens"] and expected[0] == 0
-    assert record["prompt_tokens"] == whole["prompt_tokens"] == whole["prompt_tokens_read"]
-    assert record["prompt_tokens_read"] < 0.4 * record["prompt_tokens"]
-    assert record["host_cache_bytes"] < 0.8 * whole["host_cache_bytes"]
-    again = command(generate.main, "--prefix", text, *asked, *short, "--batch", "2")
-    assert again == expected
+    assert (status, err) == (0, "") and out == "".join(t + "\n" for t in record["texts"])
+    encode = load_tokenizer(embedded()).encode
+    whole = [encode(text + end) for end in ("He said", "Then")]
+    assert record["prompt_tokens"] == sum(map(len, whole))
+    assert record["prompt_tokens_read"] == record["prompt_tokens"] - common_prefix(whole)
 
 
 @pytest.mark.parametrize(
