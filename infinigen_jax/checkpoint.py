@@ -44,7 +44,7 @@ from infinigen_jax.weights import check_weights, placed
 logger = logging.getLogger("infinigen_jax")
 
 DTYPES = ("float32", "bfloat16", "float16")
-DENSE_LOSS = 0.15  # docs/policies-infinigen.md
+DENSE_LOSS = 0.03  # docs/policies-infinigen.md
 DENSE_AMONG = 4
 DENSE_UNKNOWN = 2
 EMBEDDED = ("tiny-llama", "tiny-opt")
@@ -88,8 +88,8 @@ class Model:
         energies: [L, k, d] float32, the calibration queries' along the columns of the paper's
             bases; None where those are absorbed or unknown.
         ahead: likewise, one per layer: what the corrected layer-ahead query needs.
-        sparse_loss: [L, 2] float32, what each layer's attention loses with few rows, chosen by
-            its own query and by the layer before's, see `convert.loss`.
+        sparse_loss: [L, 2] float32, relative error behind each layer's attention with few rows,
+            chosen by its own query and by the layer before's, see `convert.loss`.
         path: the converted folder; None for a model made by `from_params`.
     """
 

@@ -14,8 +14,9 @@ and with skew balanced, which keeps the svd's beside its own:
 
 The ahead_ bases are the balanced ones for the query of that projection (`skew.reduced_rank_basis`);
 the others are for the true one. Folders that were written before these existed, or `sparse_loss`
-did, lack them. That is the relative error of a layer's attention with few rows, chosen by its own
-query and by the one of a layer ahead, NaN where the text is too short (`convert.loss`).
+did, lack them. That is the relative error of the hidden state behind a layer's attention with few
+rows, chosen by its own query and by the one of a layer ahead, NaN where the text is too short
+(`convert.loss`).
 
 `eigenvalues` are those of the calibration queries' Gram matrix, descending. `key_mean` is in the
 coordinates of the keys that the converted weights produce.

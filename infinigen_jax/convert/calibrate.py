@@ -129,7 +129,7 @@ class Calibrator:
         self._keep = keep
         self._done = 0  # layers
         self._inputs: list[Array] = []  # of the layer before and of this one
-        self._attended: tuple[Array, Array, Array] | None = None  # queries, keys and values
+        self._attended: tuple[Array, ...] | None = None  # hidden states, queries, keys, values
         self._guesses: Array | None = None
         self._valid = jnp.asarray(tokens.valid)
         self._places = offsets(config.rope, config.max_positions, tokens.ids.shape[1])
@@ -176,7 +176,7 @@ class Calibrator:
         assert self._attended is not None
         projection = {n: jnp.asarray(getattr(fitted, n), jnp.float32) for n in AHEAD}
         self._guesses = self._guess(params, projection)
-        guesses, queries = (np.asarray(x)[valid] for x in (self._guesses, self._attended[0]))
+        guesses, queries = (np.asarray(x)[valid] for x in (self._guesses, self._attended[1]))
         found = guess_moments(guesses, queries, config.num_kv_heads)
         if self._places == 1:
             return fitted, found
@@ -184,7 +184,7 @@ class Calibrator:
         return fitted, spread_guess(found, config.rope, self._places)
 
     def loss(self, params: Params) -> Float[np.ndarray, "2"]:
-        """For the layer that `layer` ran last: relative error of its attention with few rows.
+        """For the layer that `layer` ran last: relative error that few rows make.
 
         Returns:
             With rows chosen by its own queries, and by those of the layer before: corrected, if
@@ -194,11 +194,11 @@ class Calibrator:
         guesses, self._guesses = self._guesses, None
         if guesses is None:
             guesses = self._guess(params, params["q"])
-        queries, keys, values = self._attended
+        hidden, queries, keys, values = self._attended
         self._attended = None
         with jax.default_matmul_precision("highest"):
             squares = squared_errors(
-                self._config, params, queries, guesses, keys, values, self._valid
+                self._config, params, hidden, queries, guesses, keys, values, self._valid
             )
         whole, *errors = np.asarray(squares, np.float64).sum(axis=0)
         with np.errstate(invalid="ignore"):
@@ -229,7 +229,8 @@ def _step(config: ModelConfig, keep: bool, sliding: int | None) -> Callable[...,
     """One layer over all windows; compiled once, it serves every layer of a kind.
 
     Args:
-        keep: also return the layer's attention inputs, queries, keys and values.
+        keep: also return the layer's attention inputs, hidden states into it, queries, keys and
+            values.
         sliding: the layer's own window, if it has one.
     """
     plan = blueprint(config, jnp.float32)
@@ -249,9 +250,9 @@ def _step(config: ModelConfig, keep: bool, sliding: int | None) -> Callable[...,
             jnp.einsum("skd,ske->kde", k, k),
             k.sum(axis=0),
         )
+        seen = (a, x, queries, keys, values) if keep else None
         attended = causal_attention(queries, keys, values, window=sliding)
         x = x + layer.attention_output(attended)
-        seen = (a, queries, keys, values) if keep else None
         return x + layer.mlp(x), sums, seen
 
     def step(params: Params, x: Float[Array, "w s e"], valid: Bool[Array, "w s"]) -> Any:
