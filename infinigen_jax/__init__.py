@@ -17,17 +17,19 @@ if TYPE_CHECKING:
     from infinigen_jax.errors import InputError, UnsupportedModelError
     from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
     from infinigen_jax.pool import Pool
-    from infinigen_jax.run import Run, Stats
+    from infinigen_jax.run import Run
     from infinigen_jax.sampling import Sampling
+    from infinigen_jax.stats import Stats
 
 _HOMES = {
     "checkpoint": ("Basis", "Model", "embedded", "load"),
     "engine": ("Engine", "Generation", "Step"),
     "errors": ("InputError", "UnsupportedModelError"),
-    "run": ("Run", "Stats"),
+    "run": ("Run",),
     "policies": ("Full", "InfiniGen", "InfiniGenPaper"),
     "pool": ("Pool",),
     "sampling": ("Sampling",),
+    "stats": ("Stats",),
 }
 
 __all__ = [

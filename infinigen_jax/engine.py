@@ -22,8 +22,9 @@ from infinigen_jax.pool import Pool
 from infinigen_jax.prefill import Notify
 from infinigen_jax.reuse import EVICTIONS
 from infinigen_jax.rows import row_format
-from infinigen_jax.run import Run, Stats
+from infinigen_jax.run import Run
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.stats import Stats
 from infinigen_jax.steps import SCHEDULES
 from infinigen_jax.transfer import make_transfer
 from infinigen_jax.weights import check_weights, placement

@@ -24,58 +24,13 @@ from infinigen_jax.planning import MemoryPlan, check_memory, plan_memory
 from infinigen_jax.prefill import Notify, chunk_for, extend, prefill
 from infinigen_jax.prefix import common_prefix, plan_sharing, spread
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.stats import Stats, bytes_moved, fraction, rows_per_step
 from infinigen_jax.steps import Watch, steps
 from infinigen_jax.text import TextStream
 from infinigen_jax.weights import bring, merged
 
 if TYPE_CHECKING:
     from infinigen_jax.engine import Engine
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """What a generation took.
-
-    Attributes:
-        prompt_tokens, new_tokens: totals over the batch.
-        prompt_tokens_read: of the former those that were computed, a shared prefix's once.
-        prefill_seconds: from the call to the first token.
-        decode_seconds, decode_tokens_per_second: whole batch, without the first decode step, which
-            may compile (unless it is the only one).
-        selected_fraction: rows selected over rows cached, mean over steps, host layers, KV heads
-            and sequences.
-        fetched_fraction: likewise of the rows that had to be fetched: those selected that the hot
-            set did not have. Padding that a transfer moves beside them is not counted here...
-        host_to_device_bytes_per_token: ...but it is here: all bytes of rows that were moved.
-        hot_set_hit_rate: share of the rows selected that the hot set had; 0 without one.
-        host_cache_bytes, device_index_bytes, hot_set_bytes: size of the host cache, of the policy's
-            state and of the hot sets.
-        pool_tokens: most rows that the host may keep of a layer, sequence and KV head; 0 if there
-            is no limit. Those that it keeps are then what counts as cached.
-        pool_bytes: size of the directories on the device that a limit takes.
-        compilations_after_warmup: XLA compilations behind the first decode step; 0 is expected.
-    """
-
-    prompt_tokens: int
-    prompt_tokens_read: int
-    new_tokens: int
-    prefill_seconds: float
-    decode_seconds: float
-    decode_tokens_per_second: float
-    selected_fraction: float
-    fetched_fraction: float
-    hot_set_hit_rate: float
-    host_to_device_bytes_per_token: float
-    host_cache_bytes: int
-    device_index_bytes: int
-    hot_set_bytes: int
-    pool_tokens: int
-    pool_bytes: int
-    compilations_after_warmup: int
-    policy: str
-    schedule: str
-    transfer: str
-    rows: str
 
 
 class Begun(NamedTuple):
@@ -544,8 +499,8 @@ class Run:
         later = slice(2, None) if len(self._times) > 2 else slice(1, None)
         timed = sum(self._decoded[later])
         seconds = sum(self._times[later], 0.0)
-        rows = self._rows_per_step(steps_of)
-        selected, fetched = (self._fraction(counts, steps_of) for counts in rows)
+        rows, (selected, fetched) = self._rows(steps_of)
+        moved = bytes_moved(decoder, rows, self.slots, self.owners.rows, len(self._times[1:]))
         return Stats(
             prompt_tokens=int(self.prompt_lengths.sum()),
             prompt_tokens_read=self.tokens_read,
@@ -556,7 +511,7 @@ class Run:
             selected_fraction=selected,
             fetched_fraction=fetched,
             hot_set_hit_rate=1 - float(rows.moved.sum()) / max(1, int(rows.selected.sum())),
-            host_to_device_bytes_per_token=self._bytes_moved(rows) / max(1, int(steps_of.sum())),
+            host_to_device_bytes_per_token=moved / max(1, int(steps_of.sum())),
             host_cache_bytes=plan.host_cache,
             device_index_bytes=plan.index,
             hot_set_bytes=plan.hot,
@@ -574,37 +529,15 @@ class Run:
     def fractions(self) -> tuple[float, float]:
         """Rows selected, and rows fetched, over rows cached: means over all steps so far."""
         steps_of = np.full(len(self.new_tokens), self.capacity)  # however many there were
-        rows = self._rows_per_step(steps_of)
-        return self._fraction(rows.selected, steps_of), self._fraction(rows.moved, steps_of)
+        return self._rows(steps_of)[1]
 
-    def _rows_per_step(self, steps_of: np.ndarray) -> Counts:
-        """Counts as numpy [steps, b], 0 where no token came of them that was kept."""
-        kept, _ = self.owners.history(steps_of)
-
-        def stack(field: str) -> Any:
-            rows = [np.asarray(getattr(counts, field)) for counts in self._counts]
-            return np.where(kept, np.stack(rows), 0) if rows else np.zeros(kept.shape, np.int32)
-
-        return Counts(stack("selected"), stack("moved"))
-
-    def _bytes_moved(self, rows: Counts) -> int:
-        """Bytes of rows that were moved to the device, padding included."""
-        decoder = self.decoder
-        width = decoder.row_format.width * decoder.row_format.storage.itemsize
-        requested = decoder.padded_rows(self.slots)
-        if requested is None:
-            return int(rows.moved.sum()) * width
-        heads = self.owners.rows * decoder.config.num_kv_heads
-        return len(self._times[1:]) * heads * requested * width
-
-    def _fraction(self, counts: Any, steps_of: np.ndarray) -> float:
-        """Of the rows cached: mean over the steps that made a token that was kept."""
-        decoder = self.decoder
+    def _rows(self, steps_of: np.ndarray) -> tuple[Counts, tuple[float, float]]:
+        """Rows of the steps that made a token that was kept, and as fractions of those cached."""
         kept, cached = self.owners.history(steps_of)
-        if not decoder.host_layers or not kept.any():
-            return 0.0
-        cached = np.minimum(cached[kept], self.slots) * decoder.host_layers
-        return float((counts[kept] / (cached * decoder.config.num_kv_heads)).mean())
+        rows = rows_per_step(self._counts, kept)
+        cached = np.minimum(cached, self.slots)
+        selected, moved = (fraction(self.decoder, of, kept, cached) for of in rows)
+        return rows, (selected, moved)
 
     def _lap(self) -> float:
         now = time.perf_counter()
