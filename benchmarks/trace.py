@@ -32,6 +32,7 @@ SCOPES = {
     "select": "selection",
     "fetch": "transfer",
     "attention": "attention",
+    "tail": "attention",
     "mlp": "mlp",
     "wait": "exposed wait",
     "sample": "sampling",

@@ -179,7 +179,7 @@ class Chat:
             # The answer ended with the token that the template puts behind it.
             text = text.removeprefix(self._tokenizer.decode(said[-1:]))
         special = self._plain and not said
-        return self._tokenizer.encode(text, add_special_tokens=special)
+        return self._tokenizer.encode(text, add_special_tokens=special, verbose=False)
 
     def summary(self, seconds: float) -> str:
         """A line for a person about the last turn."""

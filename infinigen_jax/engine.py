@@ -184,7 +184,7 @@ class Engine:
                 raise InputError("--prompt: not UTF-8 text; convert it first")
             if self.model.tokenizer is None:
                 raise InputError("this model has no tokenizer; give prompts as token numbers")
-            prompt = self.model.tokenizer.encode(prompt, add_special_tokens=first)
+            prompt = self.model.tokenizer.encode(prompt, add_special_tokens=first, verbose=False)
         tokens = [int(token) for token in prompt]
         if not tokens:
             raise InputError("--prompt: the prompt has no tokens; give at least one")
