@@ -1,7 +1,9 @@
 """The one exception that means "the input is at fault", and how a command line reports it."""
 
 import argparse
+import contextlib
 import errno
+import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -52,6 +54,9 @@ def run_command(command: Callable[[], int | None]) -> int:
             raise
         message = OUT_OF_MEMORY
     except BrokenPipeError:
+        # What is left in stdout's buffer would fail again when the interpreter ends, with 120.
+        with open(os.devnull, "wb") as nowhere, contextlib.suppress(OSError):
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         sys.stderr.close()
         return 141
     except OSError as error:

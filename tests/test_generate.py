@@ -270,6 +270,7 @@ def test_prompts(refused, tmp_path):
     assert "--prompt" in refused("--prompt", "")
     assert "/absent" in refused("--prompt-file", tmp_path / "absent")
     assert "--prompt-file" in refused("--prompt-file", tmp_path)
+    assert "leaves room" in refused("--prompt", "and so on " * 500)  # and no remark beside it
     binary = tmp_path / "binary"
     binary.write_bytes(b"\x80\xff\x00")
     assert "not UTF-8" in refused("--prompt-file", binary)
