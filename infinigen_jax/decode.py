@@ -380,7 +380,7 @@ class Decoder:
 
     @property
     def in_chunks(self) -> bool:
-        """Whether attention takes the fetched rows chunk by chunk, as many as are meant.
+        """Whether attention takes as many of the fetched rows as are meant, see `in_place`.
 
         Where the host's memory is the device's: on the CPU a loop costs little, and a request's
         padding as much as its rows. The weights, which some policies observe, are not kept then.

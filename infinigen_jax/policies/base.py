@@ -217,7 +217,7 @@ class Defaults:
         request: Request,
         positions: Int[Array, " b"],
     ) -> Float[Array, "b k g m"]:
-        raise NotImplementedError  # asked for by policies with a `tail_block` only
+        raise TypeError(f"{type(self).__name__} has no tail in blocks to be scored")
 
     def streams(self, layer: int) -> bool:
         return False
