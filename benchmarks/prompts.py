@@ -16,8 +16,9 @@ import numpy as np
 
 import infinigen_jax.run
 from infinigen_jax.cache import Cache, DenseLayer
+from infinigen_jax.carry import Weights
 from infinigen_jax.checkpoint import Model
-from infinigen_jax.decode import Decoder, Weights
+from infinigen_jax.decode import Decoder
 from infinigen_jax.engine import Engine
 from infinigen_jax.memory import Placement, default_mesh
 from infinigen_jax.models import ModelConfig, blueprint

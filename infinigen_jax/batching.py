@@ -21,7 +21,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
 from infinigen_jax.cache import Cache
-from infinigen_jax.decode import STREAM_BLOCK, Decoder
+from infinigen_jax.decode import Decoder
+from infinigen_jax.host_attention import STREAM_BLOCK
 from infinigen_jax.memory import Placement, read_block, shared_slots, write_block
 
 IDLE = -1

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import Mesh
 
+from infinigen_jax.carry import Weights
 from infinigen_jax.checkpoint import Model
-from infinigen_jax.decode import Decoder, Weights
+from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement, default_mesh
 from infinigen_jax.policies import POLICIES, InfiniGen, Policy

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infinigen_jax.carry import Weights
 from infinigen_jax.checkpoint import Ahead, Basis, Model, read_loss
 from infinigen_jax.convert import DEFAULT_SKEW
-from infinigen_jax.decode import Decoder, Weights
+from infinigen_jax.decode import Decoder
 from infinigen_jax.manifest import AHEAD_FILE, MANIFEST_FILE, SKEW_FILE, read_manifest
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.options import chunk_option, make_engine

@@ -27,7 +27,8 @@ import numpy as np
 from jaxtyping import Array, Int, UInt
 
 from infinigen_jax.cache import Cache, DenseLayer
-from infinigen_jax.decode import Decoder, Weights
+from infinigen_jax.carry import Weights
+from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement, allocate_host
 from infinigen_jax.prompt_steps import prefill_steps

@@ -15,10 +15,11 @@ import numpy as np
 
 from infinigen_jax.batching import IDLE, Owners, admission
 from infinigen_jax.cache import Cache
+from infinigen_jax.carry import Counts
 from infinigen_jax.checking import Places, refuse
 from infinigen_jax.compilations import compilations
-from infinigen_jax.decode import STREAM_BLOCK, Counts
 from infinigen_jax.errors import InputError
+from infinigen_jax.host_attention import STREAM_BLOCK
 from infinigen_jax.memory import Placement
 from infinigen_jax.planning import MemoryPlan, check_memory, plan_memory
 from infinigen_jax.prefill import Notify, chunk_for, extend, prefill

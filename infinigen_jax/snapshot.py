@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from infinigen_jax.cache import Cache, DenseLayer
-from infinigen_jax.decode import STREAM_BLOCK, Decoder
+from infinigen_jax.decode import Decoder
+from infinigen_jax.host_attention import STREAM_BLOCK
 from infinigen_jax.memory import Placement, write_block
 from infinigen_jax.prefill import empty_cache
 from infinigen_jax.saved import SavedFile

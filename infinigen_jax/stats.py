@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from infinigen_jax.decode import Counts, Decoder
+from infinigen_jax.carry import Counts
+from infinigen_jax.decode import Decoder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,9 @@ from jaxtyping import Array
 
 from infinigen_jax import pooled
 from infinigen_jax.cache import Cache, HostLayer, Local
+from infinigen_jax.carry import Carry, Counts, Fetched, Following, Weights
 from infinigen_jax.checking import finite_after, first_place
-from infinigen_jax.decode import Carry, Counts, Decoder, Fetched, Following, Weights
+from infinigen_jax.decode import Decoder
 from infinigen_jax.memory import Placement
 from infinigen_jax.models import Params
 from infinigen_jax.pool import Kept

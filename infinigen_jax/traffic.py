@@ -4,7 +4,8 @@ import dataclasses
 
 import jax
 
-from infinigen_jax.decode import Decoder, Weights
+from infinigen_jax.carry import Weights
+from infinigen_jax.decode import Decoder
 from infinigen_jax.planning import MemoryPlan
 
 HIT_RATE = 0.6  # of a hot set of twice a request, supposed for a step that was not measured yet

@@ -186,10 +186,10 @@ def test_full_with_a_window_streams_only_older_rows():
 
 
 def test_caches_of_several_stream_blocks(monkeypatch):
-    from infinigen_jax import decode
+    from infinigen_jax import host_attention
 
     full = finished(engine("gqa", Full()))
-    monkeypatch.setattr(decode, "STREAM_BLOCK", 32)
+    monkeypatch.setattr(host_attention, "STREAM_BLOCK", 32)
     blocks = Engine(random_model("gqa"), policy=Full(window=3))  # another policy: compiled anew
     assert finished(blocks).new_tokens == full.new_tokens
 

@@ -25,6 +25,7 @@ from infinigen_jax import evaluate, generate
 from infinigen_jax.cache import DenseLayer, Resident
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
+from infinigen_jax.host_attention import held
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import POLICIES, Full, Oracle, PreviousQuery, Window
 from infinigen_jax.pool import Kept, Pool
@@ -266,7 +267,7 @@ def test_a_window_of_the_most_recent_rows_in_the_pool():
     run = engine("gqa", policy, pool=fifo).start(RAGGED, NEW)
     for _ in range(NEW - 1):
         run.advance()
-    there = np.asarray(run.decoder.held(run.cache.pool[0], run.cache.lengths))
+    there = np.asarray(held(run.decoder, run.cache.pool[0], run.cache.lengths))
     layer: Any = Masked("gqa").layers[0]
     nothing = jnp.zeros((3, 4))
     request = policy.select(

@@ -22,7 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.attention import Part, attend_weighted
 from infinigen_jax.cache import Resident
-from infinigen_jax.decode import Carry, Decoder, Fetched
+from infinigen_jax.carry import Carry, Fetched
+from infinigen_jax.decode import Decoder
+from infinigen_jax.host_attention import fetched_part, tail_term
 from infinigen_jax.memory import read_block
 from infinigen_jax.models.base import Layer
 from infinigen_jax.reuse import put
@@ -153,9 +155,9 @@ def _with_tail(
     own, local = watched.own, watched.local
     assert watched.host is not None and own is not None and isinstance(local, Resident)
     fetched = watched.before.fetched or Fetched(request, None)
-    part = decoder.fetched_part(fetched, watched.host, own)
+    part = fetched_part(decoder, fetched, watched.host, own)
     taken = part.taken(q.shape[-1])
-    tail = decoder.tail(q, request, taken, local, own, watched.positions)
+    tail = tail_term(decoder, q, request, taken, local, own, watched.positions)
     return attend_weighted(q, resident, part, tail=tail)[0]
 
 

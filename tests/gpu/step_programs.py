@@ -16,8 +16,9 @@ from compile_for_gpu import Program, compile_for_gpu
 
 from infinigen_jax import cuda
 from infinigen_jax.cache import Cache, HostLayer
+from infinigen_jax.carry import Carry, Counts, Fetched, Following, Weights
 from infinigen_jax.checkpoint import Ahead, Basis, Model
-from infinigen_jax.decode import Carry, Counts, Decoder, Fetched, Following, Weights
+from infinigen_jax.decode import Decoder
 from infinigen_jax.memory import Placement, default_mesh
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.models.rope import Rope

@@ -21,6 +21,7 @@ from infinigen_jax import cuda
 from infinigen_jax.cache import HostLayer, Resident
 from infinigen_jax.cuda.launch import LAUNCH
 from infinigen_jax.decode import Decoder
+from infinigen_jax.host_attention import tail_blocks
 from infinigen_jax.memory import default_mesh
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.selection import Request
@@ -67,7 +68,7 @@ def tail(kernels: bool) -> Program:
 
     def scores(q: Any, weights: Any, index: Any, request: Request, local: Resident, at: Any):
         own = HostLayer(jnp.int32(0), (), tail=(weights, index))
-        return decoder.tail_blocks(q, request, local, own, at).score
+        return tail_blocks(decoder, q, request, local, own, at).score
 
     of_head = array(K, D, dtype=jnp.float32)
     size = POLICY.request_size(T)
