@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.attention import Part, packed
+from infinigen_jax.bits import from_kept, to_kept
 from infinigen_jax.pool import Kept
 from infinigen_jax.reuse import HotSet
 from infinigen_jax.span import Span, put_span
@@ -68,10 +69,10 @@ class Slots(NamedTuple):
 
 
 class DenseLayer(NamedTuple):
-    """A layer's cache, wholly on the device."""
+    """A layer's cache, wholly on the device; its numbers as they are kept there, see `bits`."""
 
-    keys: Float[Array, "b k t d"]
-    values: Float[Array, "b k t d"]
+    keys: Shaped[Array, "b k t d"]
+    values: Shaped[Array, "b k t d"]
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int], dtype: Any) -> "DenseLayer":
@@ -80,7 +81,7 @@ class DenseLayer(NamedTuple):
 
     def extend(self, rows: Float[Array, "b k c w"], span: Span) -> "DenseLayer":
         """A chunk's rows, in place where donated."""
-        keys, values = jnp.split(rows, 2, axis=-1)
+        keys, values = jnp.split(to_kept(rows, self.keys.dtype), 2, axis=-1)
         return DenseLayer(
             put_span(self.keys, keys, span, axis=2), put_span(self.values, values, span, axis=2)
         )
@@ -91,21 +92,22 @@ class DenseLayer(NamedTuple):
         """The current token's row, in place where donated."""
         return DenseLayer(_put(self.keys, key, position), _put(self.values, value, position))
 
-    def part(self, position: Int[Array, " b"]) -> Part:
-        """Everything up to the current token."""
+    def part(self, position: Int[Array, " b"], dtype: Any) -> Part:
+        """Everything up to the current token, as numbers of the model's dtype."""
         capacity = self.keys.shape[2]
         valid = jnp.arange(capacity, dtype=jnp.int32)[None] <= position[:, None]
-        return Part(self.keys, self.values, valid[:, None])
+        keys, values = (from_kept(x, dtype) for x in self)
+        return Part(keys, values, valid[:, None])
 
 
 class Sliding(NamedTuple):
     """The cache of a layer with a sliding window: position p at p mod n.
 
-    n is the window, or the cache's capacity where that is less.
+    n is the window, or the cache's capacity where that is less. Numbers are kept as in DenseLayer.
     """
 
-    keys: Float[Array, "b k n d"]
-    values: Float[Array, "b k n d"]
+    keys: Shaped[Array, "b k n d"]
+    values: Shaped[Array, "b k n d"]
 
     @property
     def slots(self) -> Slots:
@@ -118,7 +120,7 @@ class Sliding(NamedTuple):
 
     def extend(self, rows: Float[Array, "b k c w"], span: Span) -> "Sliding":
         """A chunk's rows, as far as they stay in the window."""
-        keys, values = jnp.split(rows, 2, axis=-1)
+        keys, values = jnp.split(to_kept(rows, self.keys.dtype), 2, axis=-1)
         return Sliding(
             _moved_on(self.keys, keys, span, self.slots),
             _moved_on(self.values, values, span, self.slots),
@@ -131,9 +133,11 @@ class Sliding(NamedTuple):
         slot = self.slots.of(position)
         return Sliding(_put(self.keys, key, slot), _put(self.values, value, slot))
 
-    def part(self, position: Int[Array, " b"]) -> Part:
-        """The window of the current token."""
-        return Part(self.keys, self.values, (self.slots.positions(position) >= 0)[:, None])
+    def part(self, position: Int[Array, " b"], dtype: Any) -> Part:
+        """The window of the current token, as numbers of the model's dtype."""
+        valid = (self.slots.positions(position) >= 0)[:, None]
+        keys, values = (from_kept(x, dtype) for x in self)
+        return Part(keys, values, valid)
 
 
 class Resident(NamedTuple):
@@ -268,8 +272,8 @@ def _values(rows: Float[Array, "*n w"]) -> Float[Array, "*n d"]:
 
 
 def _moved_on(
-    ring: Float[Array, "b k n w"], rows: Float[Array, "b k c w"], span: Span, slots: Slots
-) -> Float[Array, "b k n w"]:
+    ring: Shaped[Array, "b k n w"], rows: Shaped[Array, "b k c w"], span: Span, slots: Slots
+) -> Shaped[Array, "b k n w"]:
     """Resident rows, once a chunk's rows are added."""
     positions = slots.positions(span.end - 1)
     new = jnp.clip(positions - span.start[:, None], 0, rows.shape[2] - 1)
@@ -297,11 +301,11 @@ def _add_leaving(
 
 
 def _put(
-    cache: Float[Array, "b k t w"], row: Float[Array, "b k w"], slot: Int[Array, " b"]
-) -> Float[Array, "b k t w"]:
+    cache: Shaped[Array, "b k t w"], row: Float[Array, "b k w"], slot: Int[Array, " b"]
+) -> Shaped[Array, "b k t w"]:
     """cache[i, j, slot[i]] = row[i, j] as one scatter with the batch axes leading."""
     batch = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
     head = jnp.arange(cache.shape[1], dtype=jnp.int32)[None]
     return cache.at[batch, head, slot[:, None]].set(
-        row.astype(cache.dtype), mode="promise_in_bounds", unique_indices=True
+        to_kept(row, cache.dtype), mode="promise_in_bounds", unique_indices=True
     )

@@ -132,8 +132,8 @@ class Conversation:
             "tokens": self.tokens,
             "messages": self.messages,
         }
-        contents = layout(begun.cache, self.cached), arrays(begun.cache, self.cached)
-        write_saved(Path(path), record, *contents)
+        kept = self.engine.decoder, begun.cache, self.cached
+        write_saved(Path(path), record, layout(*kept), arrays(*kept))
 
     @classmethod
     def resume(cls, engine: "Engine", path: str | Path) -> "Conversation":

@@ -81,7 +81,7 @@ class Decoder(Layout):
                 started = started._replace(ticket=ticket)
             if not isinstance(local, Resident):
                 local = local.write(key, value, positions)
-                o = attend(q, local.part(positions))
+                o = attend(q, local.part(positions, self.dtype))
             else:
                 assert host is not None and own is not None
                 local = local.write(jnp.concatenate([key, value], axis=-1), positions, self.slots)

@@ -7,6 +7,7 @@ import math
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from infinigen_jax.bits import kept_dtype
 from infinigen_jax.cache import Slots
 from infinigen_jax.models import Blueprint, ModelConfig, blueprint
 from infinigen_jax.policies.base import Policy
@@ -74,7 +75,17 @@ class Layout:
     @property
     def row_format(self) -> RowFormat:
         """How the host stores a token's row."""
-        return row_format(self.rows, self.dtype, self.config.head_dim)
+        return row_format(self.rows, self.dtype, self.config.head_dim, self.as_bits)
+
+    @property
+    def as_bits(self) -> bool:
+        """Whether rows of two-byte numbers are kept as integers: on the CPU, see `bits`."""
+        return self.transfer.in_place
+
+    @property
+    def kept_dtype(self) -> jnp.dtype:
+        """Of the rows of layers whose cache is on the device."""
+        return kept_dtype(self.dtype, self.as_bits)
 
     def streams(self, number: int) -> bool:
         """Whether this host layer is attended whole, block by block."""

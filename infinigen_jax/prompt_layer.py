@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from infinigen_jax.bits import from_kept
 from infinigen_jax.cache import DenseLayer, Resident, Sliding, sums_of_values
 from infinigen_jax.decode import Decoder
 from infinigen_jax.memory import capacity_of, read_block, write_span
@@ -60,12 +61,13 @@ def chunk_layer(
     return Done(x, rows, queries, keys, attended)
 
 
-def device_rows(local: DenseLayer | Sliding, span: Span) -> Earlier:
+def device_rows(local: DenseLayer | Sliding, span: Span, dtype: Any) -> Earlier:
     """The rows before a chunk of a layer whose cache is on the device."""
     capacity = local.keys.shape[2]
 
     def read(at: Array, size: int) -> tuple[Array, Array]:
-        keys, values = (jax.lax.dynamic_slice_in_dim(x, at, size, axis=2) for x in local)
+        rows = (jax.lax.dynamic_slice_in_dim(x, at, size, axis=2) for x in local)
+        keys, values = (from_kept(x, dtype) for x in rows)
         return keys, values
 
     positions = None

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
 from infinigen_jax.cache import Cache, DenseLayer, Local, Resident, Sliding
+from infinigen_jax.compiler import layer_options
 from infinigen_jax.decode import Decoder
 from infinigen_jax.memory import Placement
 from infinigen_jax.models import Params
@@ -16,7 +17,7 @@ from infinigen_jax.prompt_layer import chunk_layer, device_rows, host_rows, keep
 from infinigen_jax.received import attention_received
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.span import Span
-from infinigen_jax.weights import await_copy, compiler_options, start_next
+from infinigen_jax.weights import await_copy, start_next
 
 
 class PrefillSteps(NamedTuple):
@@ -57,7 +58,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
                     blocks = 1 if decoder.pool is not None else decoder.slots.blocks(slots)
                 return Resident.empty(batch, k, 2 * d, decoder.slots, decoder.dtype, blocks)
             kind = DenseLayer if ring is None else Sliding
-            return kind.empty((batch, k, ring or capacity, d), decoder.dtype)
+            return kind.empty((batch, k, ring or capacity, d), decoder.kept_dtype)
 
         return Cache(
             None,
@@ -83,7 +84,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         stored: tuple[Params, ...] = (),
     ) -> tuple[Array, Array, Any]:
         coming, x = start_next(stored, x)
-        earlier = device_rows(local, span)
+        earlier = device_rows(local, span, decoder.dtype)
         layer = decoder.blueprint.layer(params)
         done = chunk_layer(layer, x, span, lengths, earlier, window)
         coming, x = await_copy(coming, done.x)
@@ -133,7 +134,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         return decoder.draw(params, x, seed, step, sampling)
 
     at: Any = Placement(decoder.mesh)
-    options = compiler_options() if decoder.weights_on_host else None
+    options = layer_options(decoder)
 
     def on_host(observed: bool) -> Any:
         return jax.jit(

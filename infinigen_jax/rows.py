@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax.bits import from_kept, kept_dtype, to_kept
 from infinigen_jax.errors import InputError
 from infinigen_jax.quantize import affine_codes, from_bytes, pack_halves, to_bytes, unpack_halves
 
@@ -52,11 +53,13 @@ class RowFormat:
         name: "exact", "int8" or "int4".
         dtype: of the model; what `decode` returns.
         head_dim: d; an unpacked row has 2d columns.
+        as_bits: exact rows of two-byte numbers are stored as integers, see `bits`.
     """
 
     name: str
     dtype: jnp.dtype
     head_dim: int
+    as_bits: bool = False
 
     @property
     def exact(self) -> bool:
@@ -70,7 +73,7 @@ class RowFormat:
     @property
     def storage(self) -> jnp.dtype:
         """Of a stored row."""
-        return jnp.dtype(self.dtype if self.exact else jnp.uint8)
+        return kept_dtype(self.dtype, self.as_bits) if self.exact else jnp.dtype(jnp.uint8)
 
     @property
     def width(self) -> int:
@@ -139,7 +142,7 @@ class RowFormat:
         read back as NaN.
         """
         if self.exact:
-            return rows.astype(self.dtype)
+            return to_kept(rows.astype(self.dtype), self.storage)
         x = (self._rounded(rows) - scales.centre[:, :, None]) / scales.spread[:, :, None]
         codes, step, low = affine_codes(x.reshape(*x.shape[:3], 2 * self.groups, -1), self.bits)
         codes = codes.reshape(x.shape)
@@ -154,7 +157,7 @@ class RowFormat:
         Bytes that `encode` did not write give arbitrary numbers, NaN among them.
         """
         if self.exact:
-            return stored
+            return from_kept(stored, self.dtype)
         groups, last = 2 * self.groups, self.code_bytes
         codes = stored[..., :last] if self.bits == 8 else unpack_halves(stored[..., :last])
         codes = codes.reshape(*codes.shape[:3], groups, -1).astype(jnp.float32)
@@ -174,11 +177,12 @@ class RowFormat:
         return lax.reduce_precision(rows.astype(jnp.float32), kind.nexp, kind.nmant)
 
 
-def row_format(name: str, dtype: Any, head_dim: int) -> RowFormat:
+def row_format(name: str, dtype: Any, head_dim: int, as_bits: bool = False) -> RowFormat:
     """The row format of an option.
 
     Args:
         name: one of ROW_FORMATS; "auto" keeps rows exact, in the model's dtype.
+        as_bits: see `RowFormat`.
 
     Raises:
         InputError: for another name, or a head size that cannot be cut into groups of 32 to 64
@@ -186,7 +190,8 @@ def row_format(name: str, dtype: Any, head_dim: int) -> RowFormat:
     """
     if name not in ROW_FORMATS:
         raise InputError(f"--rows {name}: not supported; use one of {', '.join(ROW_FORMATS)}")
-    chosen = RowFormat("exact" if name == "auto" else name, jnp.dtype(dtype), head_dim)
+    kind = "exact" if name == "auto" else name
+    chosen = RowFormat(kind, jnp.dtype(dtype), head_dim, as_bits)
     if not chosen.exact and not chosen.groups:
         raise InputError(
             f"--rows {name}: heads of {head_dim} columns cannot be cut into groups of "

@@ -4,7 +4,8 @@
     leaf.N      the other arrays but hot sets, in the order of the cache's tree; of a layer that is
                 wholly on the device n tokens, too
 
-Hot sets are left out: they change what moves, never a result.
+Hot sets are left out: they change what moves, never a result. Rows of two-byte numbers are numbers
+in the file, also where they are kept as integers (`bits`).
 """
 
 import functools
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infinigen_jax.bits import number_dtype
 from infinigen_jax.cache import Cache, DenseLayer
 from infinigen_jax.decode import Decoder
 from infinigen_jax.host_attention import STREAM_BLOCK
@@ -25,29 +27,30 @@ from infinigen_jax.saved import SavedFile
 Layout = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
 
-def layout(cache: Cache, length: int) -> Layout:
+def layout(decoder: Decoder, cache: Cache, length: int) -> Layout:
     """Dtype and shape of each array that `arrays` gives, in its order."""
     found: Layout = {}
     if cache.host is not None:
         layers, _, k, _, w = cache.host.shape
-        found = {f"host.{n}": (np.dtype(cache.host.dtype), (k, length, w)) for n in range(layers)}
+        dtype = number_dtype(cache.host.dtype, decoder.dtype)
+        found = {f"host.{n}": (dtype, (k, length, w)) for n in range(layers)}
     for i, (leaf, by_token) in enumerate(_leaves(cache)):
         shape = (*leaf.shape[:2], length, leaf.shape[3]) if by_token else leaf.shape
-        found[f"leaf.{i}"] = (np.dtype(leaf.dtype), shape)
+        found[f"leaf.{i}"] = (number_dtype(leaf.dtype, decoder.dtype), shape)
     return found
 
 
-def arrays(cache: Cache, length: int) -> Iterator[tuple[str, np.ndarray]]:
+def arrays(decoder: Decoder, cache: Cache, length: int) -> Iterator[tuple[str, np.ndarray]]:
     """The arrays of a cache of one sequence, whose rows are all on the host.
 
     Those of the host are views: they must be gone before the cache is donated.
     """
     if cache.host is not None:
-        rows = np.asarray(cache.host)
+        rows = _numbers(decoder, cache.host)
         for layer in range(len(rows)):
             yield f"host.{layer}", rows[layer, 0, :, :length]
     for i, (leaf, by_token) in enumerate(_leaves(cache)):
-        array = np.asarray(leaf)
+        array = _numbers(decoder, leaf)
         yield f"leaf.{i}", array[:, :, :length] if by_token else array
 
 
@@ -58,13 +61,15 @@ def restore(decoder: Decoder, capacity: int, length: int, file: SavedFile) -> Ca
         InputError: if it is not one of such a decoder and capacity.
     """
     cache = empty_cache(decoder, 1, capacity)
-    saved = {name: file.read(name, *kind) for name, kind in layout(cache, length).items()}
+    kinds = layout(decoder, cache, length)
+    saved = {name: file.read(name, *kind) for name, kind in kinds.items()}
     leaves = []
     for i, (leaf, by_token) in enumerate(_leaves(cache)):
         array = saved[f"leaf.{i}"]
         if by_token:
             array = np.pad(array, ((0, 0), (0, 0), (0, leaf.shape[2] - length), (0, 0)))
         # Never alias the mapped file: the array is to be donated.
+        array = array.view(leaf.dtype)
         leaves.append(jax.device_put(array, leaf.sharding, may_alias=False))
     tree = jax.tree.structure(_kept(cache))
     states, local, lengths, scales = jax.tree.unflatten(tree, leaves)
@@ -72,6 +77,12 @@ def restore(decoder: Decoder, capacity: int, length: int, file: SavedFile) -> Ca
     for layer in range(decoder.host_layers):
         host = _fill(decoder, host, layer, saved[f"host.{layer}"])
     return cache._replace(host=host, states=states, local=local, lengths=lengths, scales=scales)
+
+
+def _numbers(decoder: Decoder, array: Any) -> np.ndarray:
+    """A view of an array, of numbers."""
+    array = np.asarray(array)
+    return array.view(number_dtype(array.dtype, decoder.dtype))
 
 
 def _kept(cache: Cache) -> tuple[Any, ...]:
@@ -91,6 +102,7 @@ def _fill(decoder: Decoder, host: Any, layer: int, rows: np.ndarray) -> Any:
     for start in range(0, rows.shape[1], block):
         piece = rows[None, :, start : start + block]
         piece = np.pad(piece, ((0, 0), (0, 0), (0, block - piece.shape[2]), (0, 0)))
+        piece = piece.view(host.dtype)
         numbers = (jax.device_put(np.int32(i), at.whole) for i in (layer, start))
         host = _writer(decoder)(host, *numbers, jax.device_put(piece, at.rows))
     return host

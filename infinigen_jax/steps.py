@@ -17,6 +17,7 @@ from infinigen_jax import pooled
 from infinigen_jax.cache import Cache, HostLayer, Local
 from infinigen_jax.carry import Carry, Counts, Fetched, Following, Weights
 from infinigen_jax.checking import finite_after, first_place
+from infinigen_jax.compiler import step_options
 from infinigen_jax.decode import Decoder
 from infinigen_jax.memory import Placement
 from infinigen_jax.models import Params
@@ -24,7 +25,7 @@ from infinigen_jax.pool import Kept
 from infinigen_jax.reuse import HotSet
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.selection import Request
-from infinigen_jax.weights import await_copy, compiler_options, merged, start_copy, start_next
+from infinigen_jax.weights import await_copy, merged, start_copy, start_next
 
 SCHEDULES = ("fused", "layerwise")
 
@@ -228,7 +229,7 @@ def steps(decoder: Decoder) -> Steps:
     def flush_pool(policy: Any, cache: Cache) -> Cache:
         return pooled.flush(decoder, policy, cache)
 
-    options = compiler_options() if decoder.weights_on_host else None
+    options = step_options(decoder)
     at: Any = Placement(decoder.mesh)
     rest = at.rows if decoder.policy.has_tail and not decoder.policy.tail_block else None
     fetched = Fetched(Request(at.rows, at.rows, None, rest), at.rows)

@@ -9,12 +9,10 @@ layers' worth is on the device and no more: otherwise XLA would start all copies
 """
 
 import functools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
@@ -23,13 +21,8 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.memory import HOST, Placement, default_mesh, to_device
 from infinigen_jax.models import Params
 
-logger = logging.getLogger(__name__)
-
 WEIGHTS = ("device", "host")
 STAYS = ("attention_norm", "q", "q_norm")
-# XLA's limit of asynchronous work under way: two by default, and a third copy is started only
-# when the first has been awaited. A step begins with those of two layers, a matrix each.
-IN_FLIGHT = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
 
 
 def check_weights(weights: str) -> None:
@@ -107,14 +100,3 @@ def _bring(mesh: Mesh) -> Any:
         return await_copy(*start_copy(params, x))
 
     return jax.jit(copied, donate_argnums=1, out_shardings=(at.whole, at.batch))
-
-
-@functools.cache
-def compiler_options() -> dict[str, int] | None:
-    """For the functions in which layers' weights are copied beside other work."""
-    try:
-        jax.jit(lambda: jnp.int32(0), compiler_options=IN_FLIGHT)()
-    except jax.errors.JaxRuntimeError as error:
-        logger.warning("--weights host: copies will hardly overlap, %s", error)
-        return None
-    return IN_FLIGHT

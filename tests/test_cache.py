@@ -147,7 +147,7 @@ def test_dense_layers_hold_everything():
     layer = layer.extend(jnp.asarray(rows), Span.first(jnp.array([5, 2], jnp.int32)))
     at = jnp.array([5, 2], jnp.int32)
     layer = layer.write(jnp.ones((2, 3, 4)), jnp.full((2, 3, 4), 2.0), at)
-    part = layer.part(at)
+    part = layer.part(at, jnp.float32)
     assert part.valid[:, 0].tolist() == [[True] * 6 + [False] * 2, [True] * 3 + [False] * 5]
     np.testing.assert_array_equal(part.keys[0, :, :5], rows[0, ..., :4])
     np.testing.assert_array_equal(part.values[1, :, :2], rows[1, :, :2, 4:])

@@ -175,7 +175,7 @@ def test_a_ring_holds_the_last_tokens(size):
         new = jnp.asarray(rows[np.arange(3), at])
         position = jnp.asarray(at, jnp.int32)
         ring = ring.write(new, -new, position)
-        part = ring.part(position)
+        part = ring.part(position, jnp.float32)
         for b in range(3):
             kept = np.asarray(part.keys)[b][:, np.asarray(part.valid)[b, 0]]
             wanted = rows[b, max(0, at[b] - size + 1) : at[b] + 1].swapaxes(0, 1)

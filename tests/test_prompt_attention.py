@@ -90,7 +90,7 @@ def test_windows(window, attend, monkeypatch):
     rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
     before = Span.first(jnp.array(starts, jnp.int32))
     span = Span(before.end, before.count)
-    earlier = device_rows(ring.extend(rows, before), span)
+    earlier = device_rows(ring.extend(rows, before), span, jnp.float32)
     got = attend(*own, earlier._replace(size=min(4, window)), window=window)
     np.testing.assert_allclose(got, cut(expected, starts, 11), atol=TOLERANCE)
 

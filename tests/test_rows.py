@@ -74,6 +74,11 @@ def test_exact_rows_are_left_alone(dtype):
     rows = random_rows(dtype=dtype)
     assert form.fit(rows, jnp.asarray([1, 2])) == ()
     assert form.encode((), rows) is rows and form.decode((), rows) is rows
+    bits = row_format("auto", dtype, 32, as_bits=True)
+    stored = bits.encode((), rows)
+    assert stored.dtype == bits.storage and stored.nbytes == rows.nbytes
+    back = np.asarray(bits.decode((), stored))
+    assert back.dtype == rows.dtype and back.tobytes() == np.asarray(rows).tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

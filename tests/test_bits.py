@@ -1,0 +1,116 @@
+"""Two-byte numbers on the CPU: kept as integers, so that XLA converts no cache as a whole."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import SPARSE, random_model
+
+from infinigen_jax.bits import from_kept, kept_dtype, number_dtype, to_kept
+from infinigen_jax.cache import Cache
+from infinigen_jax.engine import Engine
+from infinigen_jax.memory import Placement, default_mesh
+from infinigen_jax.prompt_steps import prefill_steps
+from infinigen_jax.saved import SavedFile
+from infinigen_jax.span import Span
+from infinigen_jax.steps import steps
+from infinigen_jax.transfer import XlaTransfer
+
+CAPACITY = 1 << 16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_there_and_back(dtype):
+    x = jnp.asarray([0.0, -0.0, 1.5, -3e-5, jnp.inf, jnp.nan, 65504.0], dtype)
+    kept = kept_dtype(dtype, as_bits=True)
+    stored = to_kept(x, kept)
+    assert stored.dtype == kept == (jnp.float32 if dtype == "float32" else jnp.uint16)
+    back = from_kept(stored, dtype)
+    assert back.dtype == number_dtype(kept, dtype) == jnp.dtype(dtype)
+    np.testing.assert_array_equal(np.asarray(back).view(np.uint8), np.asarray(x).view(np.uint8))
+    assert kept_dtype(dtype, as_bits=False) == jnp.dtype(dtype)
+
+
+def shaped(tree: Any, sharding: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def cache_of(engine: Engine) -> Cache:
+    """Shapes of a large cache."""
+    decoder, at = engine.decoder, Placement(default_mesh())
+    empty, stored = prefill_steps(decoder).empty, decoder.row_format
+    cache: Any = jax.eval_shape(lambda: empty(1, CAPACITY, CAPACITY))
+    lengths = shaped(cache.lengths, at.batch)
+    cache = shaped(cache._replace(lengths=None), at.rows)
+    shape = (decoder.host_layers, 1, decoder.config.num_kv_heads, CAPACITY, stored.width)
+    host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)
+    return cache._replace(host=host, lengths=lengths)
+
+
+def step(engine: Engine, cache: Cache) -> Any:
+    lengths = cache.lengths
+    arguments = (engine.weights, cache.host, cache.states, cache.scales, cache.local, cache.hot)
+    return steps(engine.decoder).scored.lower(*arguments, lengths, lengths, lengths, ())
+
+
+def flush(engine: Engine, cache: Cache) -> Any:
+    arguments = (engine.weights.policy, cache.local, cache.host, cache.states, cache.scales)
+    return steps(engine.decoder).flush.lower(*arguments, cache.lengths)
+
+
+def device_layer(engine: Engine, cache: Cache) -> Any:
+    """Keeping a chunk's rows in a layer on the device."""
+    at, config, c = Placement(default_mesh()), engine.decoder.config, 256
+    rows = (1, config.num_kv_heads, c, 2 * config.head_dim)
+    rows = jax.ShapeDtypeStruct(rows, engine.decoder.dtype, sharding=at.rows)
+    span = Span(cache.lengths, cache.lengths)
+    return prefill_steps(engine.decoder).keep_on_device.lower(cache.local[0], rows, span)
+
+
+def largest_numbers(hlo: str) -> int:
+    """Elements of the largest floating-point array that a compiled program makes."""
+    made = re.findall(r"= (?:f32|bf16|f16)\[([\d,]+)\]\S* (?!parameter|get-tuple)", hlo)
+    return max((int(np.prod([int(n) for n in shape.split(",")])) for shape in made), default=0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("program", [step, flush, device_layer])
+def test_no_program_converts_a_cache(program, dtype):
+    """A product takes its factors in float32: a layer on the device is as much as is converted."""
+    engine = Engine(random_model("gqa", dtype), policy=SPARSE, dense_layers=1)
+    cache = cache_of(engine)
+    assert cache.host is not None and cache.host.dtype == jnp.uint16
+    compiled = program(engine, cache).compile()
+    layer = cache.host.size // cache.host.shape[0]
+    assert largest_numbers(compiled.as_text()) < layer
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes < cache.host.size * cache.host.dtype.itemsize
+    )
+
+
+def test_what_it_would_be_without():
+    engine = Engine(random_model("gqa", "bfloat16"), policy=SPARSE, dense_layers=1)
+    engine.decoder = dataclasses.replace(engine.decoder, transfer=XlaTransfer(in_place=False))
+    cache = cache_of(engine)
+    assert cache.host is not None and cache.host.dtype == jnp.bfloat16
+    assert largest_numbers(flush(engine, cache).compile().as_text()) >= cache.host.size
+
+
+def test_a_saved_conversation_has_numbers(tmp_path):
+    """Whatever they are kept as: the file is of no machine."""
+    engine = Engine(random_model("windows", "bfloat16"), policy=SPARSE, dense_layers=1)
+    conversation = engine.conversation(context=100)
+    list(conversation.turn(list(range(3, 40)), 5, ignore_eos=True))
+    conversation.save(tmp_path / "talk")
+    header = SavedFile(tmp_path / "talk")
+    resumed = engine.resume(tmp_path / "talk")
+    answers = []
+    for talk in (conversation, resumed):
+        answers.append([step.tokens[0] for step in talk.turn([5, 6], 9, ignore_eos=True)])
+    assert answers[0] == answers[1]
+    assert b"bfloat16" in header.path.read_bytes()[:20000]
+    assert b"uint16" not in header.path.read_bytes()[:20000]
