@@ -7,7 +7,8 @@ import jax
 from infinigen_jax.checkpoint import Model
 from infinigen_jax.engine import Engine
 from infinigen_jax.planning import plan_memory
-from infinigen_jax.run import Run, round_up_capacity
+from infinigen_jax.prompt_reader import round_up_capacity
+from infinigen_jax.run import Run
 from infinigen_jax.traffic import Traffic
 
 

@@ -24,8 +24,8 @@ from infinigen_jax.engine import Engine
 from infinigen_jax.memory import Placement
 from infinigen_jax.planning import plan_memory
 from infinigen_jax.prefill import chunk_for
+from infinigen_jax.prompt_reader import round_up_capacity
 from infinigen_jax.prompt_steps import prefill_steps
-from infinigen_jax.run import round_up_capacity
 from infinigen_jax.span import Span
 
 GROWTH = (16384, 65536, 1.2)  # temporaries: at most so much more
@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
 
 def ours(engine: Engine, prompt: list[int]) -> float:
     """Seconds to the first token."""
-    return engine.start([prompt], 1).prefill_seconds
+    return engine.start([prompt], 1).clock.prefill
 
 
 def theirs(model: Any, prompt: list[int]) -> float:

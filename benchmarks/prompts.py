@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import infinigen_jax.run
+from infinigen_jax import prompt_reader
 from infinigen_jax.cache import Cache, DenseLayer
 from infinigen_jax.carry import Weights
 from infinigen_jax.checkpoint import Model
@@ -78,7 +78,7 @@ def start(engine: Engine, prompt: Prompt, new_tokens: int) -> Run:
     # Some policies learn from queries, which are not kept; some layers attend to a window.
     if engine.decoder.policy.observes or engine.model.config.sliding_layers:
         return engine.start(prompt.tokens, new_tokens)
-    with mock.patch.object(infinigen_jax.run, "prefill", functools.partial(_fill, prompt)):
+    with mock.patch.object(prompt_reader, "prefill", functools.partial(_fill, prompt)):
         return engine.start(prompt.tokens, new_tokens)
 
 

@@ -23,7 +23,8 @@ import numpy as np
 from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
 from infinigen_jax.manifest import read_manifest
-from infinigen_jax.run import Begun, Run, round_up_capacity
+from infinigen_jax.prompt_reader import Begun, round_up_capacity
+from infinigen_jax.run import Run
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.saved import SavedFile, write_saved
 from infinigen_jax.snapshot import arrays, layout, restore

@@ -20,7 +20,7 @@ from infinigen_jax.options import chunk_option, make_engine
 from infinigen_jax.planning import MemoryPlan, plan_memory
 from infinigen_jax.policies import InfiniGen, Policy
 from infinigen_jax.prefill import chunk_for
-from infinigen_jax.run import round_up_capacity
+from infinigen_jax.prompt_reader import round_up_capacity
 from infinigen_jax.safetensors_io import SafetensorsFile
 from infinigen_jax.traffic import Traffic, planned_traffic
 from infinigen_jax.transfer.cuda import CudaTransfer

@@ -56,6 +56,11 @@ class Sampling:
         """Whether the likeliest token is always taken, so that no keys are needed."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
+    @property
+    def unseeded(self) -> "Sampling":
+        """The same for every seed, so that programs are not compiled for each."""
+        return dataclasses.replace(self, seed=0)
+
 
 def row_keys(
     seed: int | Integer[Array, ""],

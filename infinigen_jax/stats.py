@@ -1,12 +1,16 @@
 """What a generation took: times, and rows that were selected and moved."""
 
 import dataclasses
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from infinigen_jax.carry import Counts
 from infinigen_jax.decode import Decoder
+
+if TYPE_CHECKING:
+    from infinigen_jax.run import Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,80 @@ class Stats:
     schedule: str
     transfer: str
     rows: str
+
+
+class Clock:
+    """Times of a run, in seconds; what passed since the last call belongs to the next one.
+
+    Attributes:
+        prefill: until the first tokens, and of prompts that were admitted later.
+    """
+
+    def __init__(self):
+        self.prefill = 0.0
+        self._last = time.perf_counter()
+        self._steps: list[float] = []  # until the tokens of each step were read
+        self._made: list[int] = []  # tokens that a step made; those behind a prompt do not count
+
+    def read_prompts(self) -> None:
+        self.prefill += self._lap()
+
+    def step(self, made: int) -> None:
+        """The tokens of a step were read."""
+        self._steps.append(self._lap())
+        self._made.append(made)
+
+    def step_went_on(self) -> None:
+        """The next step was under way, and has been waited for."""
+        self._steps[-1] += self._lap()
+
+    @property
+    def decode_steps(self) -> int:
+        return len(self._steps[1:])
+
+    def decoding(self) -> tuple[float, int]:
+        """Seconds and tokens, without the first decode step unless it is the only one."""
+        later = slice(2, None) if len(self._steps) > 2 else slice(1, None)
+        return sum(self._steps[later], 0.0), sum(self._made[later])
+
+    def _lap(self) -> float:
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        return elapsed
+
+
+def stats_of(run: "Run") -> Stats:
+    """What a run took, up to now."""
+    decoder, plan, clock = run.decoder, run.plan, run.clock
+    steps_of = np.array([max(0, len(tokens) - 1) for tokens in run.new_tokens])  # decode steps
+    seconds, timed = clock.decoding()
+    kept, cached = run.owners.history(steps_of)
+    rows = rows_per_step(run.counts, kept)
+    cached = np.minimum(cached, run.slots)
+    selected, fetched = (fraction(decoder, of, kept, cached) for of in rows)
+    moved = bytes_moved(decoder, rows, run.slots, run.owners.rows, clock.decode_steps)
+    return Stats(
+        prompt_tokens=int(run.prompt_lengths.sum()),
+        prompt_tokens_read=run.tokens_read,
+        new_tokens=sum(map(len, run.new_tokens)),
+        prefill_seconds=clock.prefill,
+        decode_seconds=seconds,
+        decode_tokens_per_second=timed / seconds if seconds else 0.0,
+        selected_fraction=selected,
+        fetched_fraction=fetched,
+        hot_set_hit_rate=1 - float(rows.moved.sum()) / max(1, int(rows.selected.sum())),
+        host_to_device_bytes_per_token=moved / max(1, int(steps_of.sum())),
+        host_cache_bytes=plan.host_cache,
+        device_index_bytes=plan.index,
+        hot_set_bytes=plan.hot,
+        pool_tokens=0 if decoder.pool is None else run.slots,
+        pool_bytes=plan.pool,
+        compilations_after_warmup=run.late_compilations,
+        policy=decoder.policy.name,
+        schedule=run.engine.schedule,
+        transfer=decoder.transfer.name,
+        rows=decoder.row_format.name,
+    )
 
 
 def rows_per_step(counts: list[Counts], kept: np.ndarray) -> Counts:

@@ -1,6 +1,12 @@
 """Text from tokens as they come, without decoding everything again for each token."""
 
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any
+
+from infinigen_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from infinigen_jax.checkpoint import Model
 
 REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are not, or not yet, a character
 
@@ -98,3 +104,51 @@ class TextStream:
             byte = len(name) == 6 and name.startswith("<0x") and name.endswith(">")
             known = self._anchor_memo[token] = not byte and self._raw([token, token]) != ""
         return known
+
+
+class Texts:
+    """Text of several sequences, as their tokens come.
+
+    Attributes:
+        whole: of each, what is certain by now.
+    """
+
+    def __init__(self, model: "Model", sequences: int):
+        self.whole = [""] * sequences
+        self._model = model
+        self._streams: dict[int, TextStream] = {}
+
+    def push(self, tokens: list[int | None]) -> list[str]:
+        """Text that one step's tokens complete, per sequence; None for one that has ended."""
+        pieces = [""] * len(tokens)
+        for i, token in enumerate(tokens):
+            if token is not None and self._tokenizer is not None:
+                stream = self._streams.get(i) or TextStream(self._tokenizer)
+                self._streams[i] = stream
+                pieces[i] = stream.push([token])
+            elif i in self._streams:
+                # What was held back is text before anything is printed behind it.
+                pieces[i] = self._streams.pop(i).finish()
+        return self._add(pieces)
+
+    def finish(self) -> list[str]:
+        """Text that was held back because a character was incomplete, per sequence."""
+        pieces = [""] * len(self.whole)
+        while self._streams:
+            i, stream = self._streams.popitem()
+            pieces[i] = stream.finish()
+        return self._add(pieces)
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            return self._model.tokenizer
+        except InputError:
+            # Missing or damaged; a prompt of text would have been refused with this error, for
+            # one of token numbers it is not needed.
+            return None
+
+    def _add(self, pieces: list[str]) -> list[str]:
+        for i, piece in enumerate(pieces):
+            self.whole[i] += piece
+        return pieces

@@ -141,7 +141,7 @@ def tokens_of(engine: Engine, prompts=RAGGED, new: int = NEW, **settings) -> lis
 
 def counts_of(run: Run) -> np.ndarray:
     """Rows selected by each step, for each sequence."""
-    return np.stack([np.asarray(counts.selected) for counts in run._counts])
+    return np.stack([np.asarray(counts.selected) for counts in run.counts])
 
 
 def finished(engine: Engine, prompts=RAGGED, new: int = NEW) -> Run:

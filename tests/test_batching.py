@@ -120,7 +120,7 @@ def test_idle_rows_rest():
             assert run.owners.cached[row] <= max(SPARSE.window, len(PROMPTS[1]) + 4) + 1
     assert run.new_tokens == [tokens_of(made, [prompt], 60)[0] for prompt in prompts]
     assert len(run.new_tokens[2]) > 30 < resting
-    selected = np.stack([np.asarray(counts.selected) for counts in run._counts])
+    selected = np.stack([np.asarray(counts.selected) for counts in run.counts])
     assert selected[-20:].any(axis=0).sum() == 1  # one row's
 
 
@@ -143,10 +143,10 @@ def test_nothing_is_compiled_or_moved_behind_the_first_admission():
 
 
 def _insertion(run: Run) -> str:
-    one, first = run._prefill([0])
+    one, first = run._reader.read([0])
     at = jax.device_put(np.int32(0))
     insert = admission(run.decoder).insert
-    return insert.lower(run.cache, run.drawn, run._step, one, first, at).compile().as_text()
+    return insert.lower(run.cache, run.drawn, run._draws, one, first, at).compile().as_text()
 
 
 @settings(max_examples=60, deadline=None)

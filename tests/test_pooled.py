@@ -151,8 +151,8 @@ def test_slots_hold_what_the_directory_says(policy, rows):
         for pool in (None, SMALL)
     )
     d = run.decoder.config.head_dim
-    free._flush()
-    run._flush()
+    free.settle()
+    run.settle()
     assert run.cache.host is not None and free.cache.host is not None
     whole, mine = (
         np.asarray(jax.device_put(r.cache.host, jax.memory.Space.Device))[0] for r in (free, run)
@@ -225,7 +225,7 @@ def test_the_limit_is_what_is_allocated():
 def test_the_flush_is_in_place():
     run = engine("gqa", TAIL, pool=SMALL).start(RAGGED, NEW)
     assert run.cache.host is not None
-    run._flush()
+    run.settle()
     before = [x.unsafe_buffer_pointer() for x in (run.cache.host, *run.cache.states)]
     for _ in range(2 * TAIL.window):
         run.advance()
@@ -236,7 +236,7 @@ def test_the_step_without_a_limit_is_the_same_program():
     """A pool adds nothing to a step that has none: no argument, no operation."""
     run = engine("gqa", SPARSE).start(RAGGED, NEW)
     assert run.cache.pool == () and not jax.tree.leaves((run.cache.hot, run.cache.pool))
-    ahead = run.decoder.following(run.engine.weights, run.cache, 0, run._numbers[0])
+    ahead = run.decoder.following(run.engine.weights, run.cache, 0, run.dispatcher.numbers[0])
     assert ahead is not None and ahead.positions is None
     assert not any(isinstance(local, DenseLayer) for local in run.cache.local[2:])
 

@@ -189,7 +189,7 @@ def test_tokens_are_those_without_a_hot_set(schedule, dense_layers, eviction):
 def test_a_hot_set_of_everything_misses_each_row_once():
     run = finished(engine("gqa", ALL, 2, hot_set=1.0), RAGGED, 30)
     assert run.new_tokens == finished(engine("gqa", ALL), RAGGED, 30).new_tokens
-    moved = np.stack([np.asarray(counts.moved) for counts in run._counts])
+    moved = np.stack([np.asarray(counts.moved) for counts in run.counts])
     eligible = np.maximum(run.prompt_lengths + 29 - ALL.window - ALL.sinks, 0)
     np.testing.assert_array_equal(moved.sum(axis=0), eligible * 2 * 2)
 

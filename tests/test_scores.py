@@ -18,6 +18,7 @@ from infinigen_jax.evaluation.scoring import score_windows
 from infinigen_jax.evaluation.statistics import statistics
 from infinigen_jax.evaluation.texts import TokenizedText, read_text, tokenize
 from infinigen_jax.policies import Full, InfiniGenPaper
+from infinigen_jax.stats import fraction, rows_per_step
 
 CONTEXT = 12
 WINDOWS = np.random.default_rng(3).integers(3, 96, (5, 40)).astype(np.int32)
@@ -72,14 +73,16 @@ def test_traffic_is_what_a_run_says_of_itself():
     for i in range(CONTEXT - 1, 39):
         run.score(WINDOWS[:2, i], WINDOWS[:2, i + 1])
     shares = (traffic.selected / traffic.tokens, traffic.fetched / traffic.tokens)
-    assert shares == pytest.approx(run.fractions())
+    kept, cached = run.owners.history(np.full(2, run.capacity))  # every step
+    rows = rows_per_step(run.counts, kept)
+    assert shares == pytest.approx(tuple(fraction(run.decoder, of, kept, cached) for of in rows))
     # And what stays on the device: sinks and window of SPARSE, the current token apart.
     resident = np.mean([(2 + 4 - 1) / n for n in range(CONTEXT - 1, 39)])
     assert traffic.attended == pytest.approx(traffic.selected + resident * traffic.tokens)
     assert traffic.host_cache_bytes == run.plan.host_cache
     assert traffic.device_index_bytes == run.plan.index > 0
     # On a CPU what is meant moves, in exact rows in float32.
-    moved = sum(int(counts.moved.sum()) for counts in run._counts)
+    moved = sum(int(counts.moved.sum()) for counts in run.counts)
     assert traffic.moved_bytes == moved * 2 * chosen.decoder.config.head_dim * 4
 
 

@@ -13,6 +13,7 @@ from infinigen_jax.engine import Engine
 from infinigen_jax.policies import Full, Policy
 from infinigen_jax.reuse import HotSet
 from infinigen_jax.run import Run
+from infinigen_jax.steps import steps
 
 HOT = "hot"  # SPARSE with a hot set and packed rows
 
@@ -35,7 +36,7 @@ def test_bytes_and_fractions(schedule):
     row = 2 * d * 4
     assert stats.host_cache_bytes == layers * 3 * heads * capacity * row
     assert run.cache.host is not None and run.cache.host.nbytes == stats.host_cache_bytes
-    moved = sum(int(counts.moved.sum()) for counts in run._counts)
+    moved = sum(int(counts.moved.sum()) for counts in run.counts)
     assert 0 < moved <= (NEW - 1) * 3 * layers * heads * 25  # 25 = 0.2 * 128
     per_token = moved * row / (3 * (NEW - 1))
     assert stats.host_to_device_bytes_per_token == pytest.approx(per_token, abs=0)
@@ -115,8 +116,9 @@ def copies(hlo: str) -> list[int]:
 def compiled_fused(run: Run) -> str:
     cache, weights = run.cache, run.engine.weights
     arguments = (cache.host, cache.states, cache.scales, cache.local, cache.hot, cache.lengths)
-    lowered = run._steps.fused.lower(
-        weights, *arguments, run.drawn, run._seed, run._step, sampling=run._sampling
+    seed, sampling = run.dispatcher.seed, run.dispatcher.sampling
+    lowered = steps(run.decoder).fused.lower(
+        weights, *arguments, run.drawn, seed, run._draws, sampling=sampling
     )
     return lowered.compile().as_text()
 
@@ -136,24 +138,25 @@ def test_the_fused_step_copies_neither_cache_nor_weights(policy):
 
 def test_the_layerwise_step_and_the_flush_copy_no_cache():
     run = engine("gqa", SPARSE, 2, "layerwise").start(RAGGED, NEW)
-    cache, weights, at = run.cache, run.engine.weights, run._numbers
+    cache, weights, at = run.cache, run.engine.weights, run.dispatcher.numbers
+    compiled = steps(run.decoder)
     assert cache.host is not None
     layers = weights.params["layers"]
-    carry = run._steps.embed(weights.params["embedding"], run.drawn, cache.lengths)
+    carry = compiled.embed(weights.params["embedding"], run.drawn, cache.lengths)
     ahead = [run.decoder.following(weights, cache, i, at[i]) for i in range(2)]
     hot = cache.hot[0]
     arguments = (layers[1], carry, cache.local[1], hot, None, cache.host, None, ahead[0])
-    dense = run._steps.fetching_layer.lower(*arguments, cache.lengths).compile().as_text()
-    carry, *_ = run._steps.fetching_layer(*arguments, cache.lengths)
+    dense = compiled.fetching_layer.lower(*arguments, cache.lengths).compile().as_text()
+    carry, *_ = compiled.fetching_layer(*arguments, cache.lengths)
     own = HostLayer(at[0], cache.scales[0])
     sparse = (layers[2], carry, cache.local[2], cache.hot[1], None, cache.host, own, ahead[1])
     programs = {
         "dense": dense,
-        "sparse": run._steps.fetching_layer.lower(*sparse, cache.lengths).compile().as_text(),
+        "sparse": compiled.fetching_layer.lower(*sparse, cache.lengths).compile().as_text(),
     }
     for name, hlo in programs.items():
         assert max(copies(hlo), default=0) < cache.host[0].size, name
     again = run.engine.start(RAGGED, NEW).cache  # what was donated above is gone
     flush = (again.local, again.host, again.states, again.scales, again.lengths)
-    flushed = run._steps.flush.lower(weights.policy, *flush).compile().as_text()
+    flushed = compiled.flush.lower(weights.policy, *flush).compile().as_text()
     assert max(copies(flushed), default=0) < cache.host[0].size

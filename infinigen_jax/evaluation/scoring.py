@@ -138,7 +138,7 @@ def traffic(run: "Run", kept: int) -> Traffic:
     """What moved in all steps of a run so far, for its first `kept` sequences."""
     decoder, plan = run.decoder, run.plan
     selected, fetched = (
-        np.stack([np.asarray(getattr(counts, name)) for counts in run._counts])[:, :kept].astype(
+        np.stack([np.asarray(getattr(counts, name)) for counts in run.counts])[:, :kept].astype(
             np.int64
         )
         for name in ("selected", "moved")

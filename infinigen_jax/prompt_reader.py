@@ -1,0 +1,164 @@
+"""Reading a run's prompts: the shape of its cache, what they share, and what of them is cached."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from infinigen_jax.cache import Cache
+from infinigen_jax.checking import Places, refuse
+from infinigen_jax.dispatch import Dispatcher
+from infinigen_jax.host_attention import STREAM_BLOCK
+from infinigen_jax.memory import Placement
+from infinigen_jax.planning import MemoryPlan, plan_memory
+from infinigen_jax.prefill import Notify, chunk_for, extend, prefill
+from infinigen_jax.prefix import common_prefix, plan_sharing, spread
+
+if TYPE_CHECKING:
+    from infinigen_jax.engine import Engine
+
+
+class Begun(NamedTuple):
+    """A cache that a run goes on with.
+
+    Attributes:
+        cache: None for an empty one; its arrays are donated.
+        cached: how many of each prompt's tokens it has, the first ones; fewer than all.
+        drawn: tokens drawn before, for each prompt.
+    """
+
+    cache: Cache | None
+    cached: list[int]
+    drawn: int = 0
+
+    @classmethod
+    def empty(cls, rows: int) -> "Begun":
+        return cls(None, [0] * rows)
+
+
+class PromptReader:
+    """Reads prompts into caches that have room for their ends as well.
+
+    Attributes:
+        capacity: tokens of a sequence that the layers on the device have room for.
+        slots: rows of a sequence that the host has room for; as many, but for a pool.
+        tokens_read: of the prompts, all that were computed so far: not those that were cached.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        dispatcher: Dispatcher,
+        prompts: list[list[int]],
+        tokens: int,
+        rows: int,
+        capacity: int | None,
+        share: bool,
+    ):
+        """For a batch.
+
+        Args:
+            tokens: of the longest sequence, with its end.
+            rows: sequences at once.
+            capacity, share: as in `Run`.
+        """
+        self.decoder = engine.decoder
+        self.tokens_read = 0
+        self._engine = engine
+        self._dispatcher = dispatcher
+        self._prompts = prompts
+        self._sharing = None
+        if share and (prefix := common_prefix(prompts)):
+            self._sharing = plan_sharing(self.decoder, prefix, tokens, rows)
+            capacity = self._sharing.capacity
+        # A flush writes a whole window.
+        self.capacity = capacity or round_up_capacity(max(tokens, self.decoder.policy.window))
+        self.slots = self.decoder.host_slots(tokens, self.capacity)
+        self._prefix: Cache | None = None
+
+    @property
+    def shares(self) -> bool:
+        """Whether the prompts have a prefix that is read and stored once."""
+        return self._sharing is not None
+
+    def plan(self, rows: int, beside: int, chunk: int) -> MemoryPlan:
+        """Memory of a batch, and of some sequences beside it."""
+        together = rows + beside
+        plan = plan_memory(self.decoder, together, chunk, self.capacity, self.slots)
+        if self._sharing is None:
+            return plan
+        slots = self._sharing.host_rows(rows) * self._sharing.own + beside * self.capacity
+        host = plan.host_cache // (together * self.capacity) * slots
+        return dataclasses.replace(plan, host_cache=host)
+
+    def chunk_length(self, longest: int, rows: int) -> int:
+        """Of prompts of this many rows, the longest of so many tokens."""
+        most = self._engine.prefill_chunk
+        return min(chunk_for(self.decoder, rows, longest, most), self.capacity)
+
+    def read_prefix(self, notify: Notify | None) -> None:
+        """Read what the prompts share, if they do; `read` goes on from there."""
+        if self._sharing is not None:
+            prefix = [self._prompts[0][: self._sharing.tokens]]
+            self._prefix = self._read(prefix, [0], Begun.empty(1), notify)[0]
+
+    def drop_prefix(self) -> None:
+        """No prompt is read any more that begins with it."""
+        self._prefix = None
+
+    def read(
+        self, numbers: Sequence[int], begun: Begun | None = None, notify: Notify | None = None
+    ) -> tuple[Cache, Int[Array, " b"]]:
+        """The cache of these prompts alone, and their first tokens.
+
+        Args:
+            begun: what is cached of them; by default what all prompts share.
+        """
+        if self._prefix is not None:
+            assert self._sharing is not None
+            cache = spread(self.decoder, self._prefix, len(numbers), self._sharing)
+            begun = Begun(cache, [self._sharing.tokens] * len(numbers))
+        begun = begun or Begun.empty(len(numbers))
+        return self._read([self._prompts[i] for i in numbers], numbers, begun, notify)
+
+    def _read(
+        self,
+        prompts: list[list[int]],
+        numbers: Sequence[int],
+        begun: Begun,
+        notify: Notify | None,
+    ) -> tuple[Cache, Int[Array, " b"]]:
+        """Process what is not cached of prompts of these numbers."""
+        rest = [prompt[n:] for prompt, n in zip(prompts, begun.cached, strict=True)]
+        lengths = np.array([len(prompt) for prompt in rest], np.int32)
+        tokens = np.zeros((len(rest), int(lengths.max())), np.int32)
+        for row, prompt in zip(tokens, rest, strict=True):
+            row[: len(prompt)] = prompt
+        self.tokens_read += int(lengths.sum())
+        engine, weights, sampling = (
+            self._engine,
+            self._dispatcher.weights,
+            self._dispatcher.sampling,
+        )
+        seed = self._dispatcher.seed
+        places = Places(self.decoder, weights.params["embedding"], len(prompts))
+        chunk, look = engine.prefill_chunk, places if engine.check else None
+        if begun.cache is None:
+            given = (self.decoder, weights, tokens, lengths, self.capacity)
+            outcome = prefill(*given, sampling, seed, self.slots, chunk, notify, look)
+        else:
+            step = np.full(len(prompts), begun.drawn, np.int32)
+            step = jax.device_put(step, Placement(engine.mesh).batch)
+            given = (self.decoder, weights, begun.cache, tokens, lengths)
+            outcome = extend(*given, sampling, seed, step, chunk, notify, look)
+        refuse([places.place], self.decoder.config.num_layers, numbers)
+        return outcome
+
+
+def round_up_capacity(tokens: int) -> int:
+    """Capacities come in a few sizes, so that few programs are compiled; multiples of a block."""
+    unit = 128 if tokens <= STREAM_BLOCK else STREAM_BLOCK
+    return -(-tokens // unit) * unit
