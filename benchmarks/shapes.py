@@ -18,6 +18,7 @@ import numpy as np
 
 from infinigen_jax.checkpoint import Basis, Model
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
+from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf
 from infinigen_jax.skew import svd_basis
 
@@ -115,7 +116,7 @@ def peaked_model(shape: Shape, positions: int, dtype: str, seed: int = 0) -> Mod
     params = {"embedding": make(_Shapes.of(plan.embedding_shapes), keys[0]), "layers": layers}
     bases, losses = _calibrated(config, params, seed)
     model = Model.from_params(config, params, dtype, bases=bases, skew="svd")
-    return dataclasses.replace(model, sparse_loss=losses)
+    return dataclasses.replace(model, sparse_loss=losses[:, :, BUDGETS.index(BUDGET)])
 
 
 def prompt(config: ModelConfig, tokens: int, seed: int = 1) -> list[int]:

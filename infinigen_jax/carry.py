@@ -1,11 +1,14 @@
 """What a decode step hands from layer to layer."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax.models import Params
+from infinigen_jax.policies.base import Policy
 from infinigen_jax.reuse import HotSet
 from infinigen_jax.selection import Request
 
@@ -17,14 +20,27 @@ class Weights(NamedTuple):
     policy: tuple[Params, ...]
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """A layer's own settings of the policy; static."""
+
+    policy: Policy
+
+
 class Following(NamedTuple):
-    """What layer l needs of layer l+1 to speculate for it."""
+    """What layer l needs of layer l+1 to speculate for it.
+
+    Attributes:
+        own: where they are not those of all layers.
+    """
 
     params: Params
     weights: Params
     state: Any
     number: Int[Array, ""]
     positions: Int[Array, "b k t"] | None = None
+    own: Own | None = None
 
 
 class Fetched(NamedTuple):

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from infinigen_jax.backend import start_backend
+from infinigen_jax.budgets import Curves
 from infinigen_jax.convert import DEFAULT_SKEW
 from infinigen_jax.convert.mapping import TRANSFORMS, expected, match, read_tree
 from infinigen_jax.convert.reader import checked_folder, open_tensors, read_config
@@ -90,6 +91,7 @@ class Model:
         ahead: likewise, one per layer: what the corrected layer-ahead query needs.
         sparse_loss: [L, 2] float32, relative error behind each layer's attention with few rows,
             chosen by its own query and by the layer before's, see `convert.loss`.
+        row_loss: [L, 2, m] float32, likewise with each of `row_shares` [m] of the rows.
         path: the converted folder; None for a model made by `from_params`.
     """
 
@@ -105,6 +107,8 @@ class Model:
     energies: np.ndarray | None = None
     ahead: tuple[Ahead, ...] | None = None
     sparse_loss: np.ndarray | None = None
+    row_loss: np.ndarray | None = None
+    row_shares: np.ndarray | None = None
 
     def dense_layers(self, ahead: bool) -> int:
         """How many leading layers to keep on the device, as few of their rows are not enough.
@@ -119,6 +123,25 @@ class Model:
             return DENSE_UNKNOWN
         loss = self.sparse_loss[:DENSE_AMONG, int(ahead)]
         return int(np.max(np.flatnonzero(loss > DENSE_LOSS), initial=-1)) + 1
+
+    def curves(self, ahead: bool) -> Curves:
+        """What each layer loses by its share of the rows.
+
+        Args:
+            ahead: as for `dense_layers`.
+
+        Raises:
+            InputError: if the conversion did not measure it.
+        """
+        loss, shares = self.row_loss, self.row_shares
+        if loss is None or shares is None or not np.isfinite(loss).all():
+            raise InputError(
+                "--layer-budgets calibrated: the model's conversion did not measure what its "
+                "layers lose; convert it again, with a calibration text of at least 320 tokens"
+            )
+        errors = tuple(tuple(map(float, layer)) for layer in loss[:, int(ahead)])
+        # As they were meant: float32 has no 0.1.
+        return Curves(tuple(round(float(share), 6) for share in shares), errors)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -254,7 +277,7 @@ def _read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[st
     if manifest.skew == "none":
         return {"bases": none}
     found: dict[str, Any] = {"key_mean": np.array(file.read("key_mean"))}
-    found["sparse_loss"] = read_loss(file, config)
+    found |= read_loss(file, config)
     if manifest.absorbed:
         return found | {"bases": none}
     found["bases"] = _bases(query, key)
@@ -272,12 +295,25 @@ def _read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[st
     return found
 
 
-def read_loss(file: SafetensorsFile, config: ModelConfig) -> np.ndarray | None:
-    """`Model.sparse_loss`; conversions did not always have it."""
-    if "sparse_loss" not in file.tensors:
-        return None
-    _check_tensor(file, "sparse_loss", (config.num_layers, 2), ("float32",))
-    return np.array(file.read("sparse_loss"))
+def read_loss(file: SafetensorsFile, config: ModelConfig) -> dict[str, np.ndarray]:
+    """The fields of a Model on what few rows lose; conversions did not always have them."""
+    shapes: dict[str, tuple[int, ...]] = {"sparse_loss": (config.num_layers, 2)}
+    if (shares := file.tensors.get("row_shares")) is not None:
+        count = shares.shape[0] if len(shares.shape) == 1 else 0
+        shapes |= {"row_shares": (count,), "row_loss": (config.num_layers, 2, count)}
+    found = {}
+    for name in shapes.keys() & file.tensors.keys():
+        _check_tensor(file, name, shapes[name], ("float32",))
+        found[name] = np.array(file.read(name))
+    shares = found.get("row_shares")
+    if shares is not None and not _ascending(shares):
+        raise InputError(f"{file.path}: row_shares are not ascending shares; {AGAIN}")
+    return found
+
+
+def _ascending(shares: np.ndarray) -> bool:
+    bounded = np.concatenate([[0.0], shares, [1.0]])
+    return bool(len(shares) and np.all(np.diff(bounded) > 0))
 
 
 def _read_projections(path: Path, config: ModelConfig) -> list[Params]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt
 from infinigen_jax import cuda
 from infinigen_jax.attention import attend
 from infinigen_jax.cache import Cache, HostLayer, Local, Resident
-from infinigen_jax.carry import Carry, Counts, Fetched, Following, Started, Weights
+from infinigen_jax.carry import Carry, Counts, Fetched, Following, Own, Started, Weights
 from infinigen_jax.host_attention import attend_fetched, attend_streamed, count_streamed, held
 from infinigen_jax.layout import Layout
 from infinigen_jax.memory import append_rows, capacity_of
@@ -113,7 +113,8 @@ class Decoder(Layout):
         """Select rows for a layer from the attention input before it, and start their transfer."""
         there = held(self, following.positions, positions)
         limited = () if there is None else (there,)
-        request = self.policy.select(
+        policy = self.policy if following.own is None else following.own.policy
+        request = policy.select(
             self.config, layer, following.weights, following.state, a, positions, *limited
         )
         moved, planned, used = request.count, None, None
@@ -170,7 +171,8 @@ class Decoder(Layout):
             return None
         params = weights.params["layers"][self.on_host[number]]
         state = cache.states[number]
-        return Following(params, weights.policy[number], state, at, cache.pool_of(number))
+        own = None if self.curves is None else Own(self.policies[number])
+        return Following(params, weights.policy[number], state, at, cache.pool_of(number), own)
 
     def embed(self, params: Params, tokens: Int[Array, " b"], positions: Int[Array, " b"]) -> Carry:
         """The carry into the first layer."""

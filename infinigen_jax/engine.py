@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import Mesh
 
+from infinigen_jax.budgets import Curves
 from infinigen_jax.carry import Weights
 from infinigen_jax.checkpoint import Model
 from infinigen_jax.decode import Decoder
@@ -69,6 +70,17 @@ def check_pool(pool: Pool | None, policy: Policy) -> None:
     if pool is not None and not policy.pools:
         names = " or ".join(name for name, kind in POLICIES.items() if kind.pools)
         raise InputError(f"--pool-tokens: policy {policy.name} cannot have a limit; use {names}")
+
+
+def curves_for(model: Model, policy: Policy) -> Curves | None:
+    """What a budget is shared out among the layers by, if the policy wants that.
+
+    Raises:
+        InputError: if the model's conversion did not measure it.
+    """
+    if isinstance(policy, InfiniGen) and policy.layer_budgets == "calibrated":
+        return model.curves(policy.ahead)
+    return None
 
 
 class Engine:
@@ -162,6 +174,7 @@ class Engine:
             eviction,
             pool,
             weights == "host",
+            curves_for(model, chosen),
         )
         prepared = tuple(chosen.prepare(model, i) for i in self.decoder.on_host)
         whole = Placement(self.mesh).whole

@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import functools
+import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,12 +110,12 @@ class Conversion(NamedTuple):
 
     Attributes:
         corrected: whether it has a corrected layer-ahead query.
-        sparse_loss: see `Model`.
+        losses: the fields of `Model` on what few rows lose.
     """
 
     skew: str
     corrected: bool
-    sparse_loss: np.ndarray | None = None
+    losses: Mapping[str, np.ndarray] = types.MappingProxyType({})
 
 
 class Planner:
@@ -170,7 +172,7 @@ class Planner:
                 dtype=dtype,
                 skew=conversion.skew,
                 key_mean=mean,
-                sparse_loss=conversion.sparse_loss,
+                **conversion.losses,
                 **parts,
             )
             engine = make_engine(model, policy, self.arguments, **settings)

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from infinigen_jax.bits import kept_dtype
+from infinigen_jax.budgets import Curves, share_out
 from infinigen_jax.cache import Slots
 from infinigen_jax.models import Blueprint, ModelConfig, blueprint
 from infinigen_jax.policies.base import Policy
@@ -30,6 +32,7 @@ class Layout:
         eviction: see `reuse.plan`.
         pool: the limit of the host's cache, if it has one.
         weights_on_host: see `weights`.
+        curves: what layers lose by their share of the rows, if the budget is shared out by that.
     """
 
     config: ModelConfig
@@ -43,6 +46,7 @@ class Layout:
     eviction: str = "lru"
     pool: Pool | None = None
     weights_on_host: bool = False
+    curves: Curves | None = None
 
     @property
     def blueprint(self) -> Blueprint:
@@ -92,6 +96,26 @@ class Layout:
         return self.policy.streams(self.on_host[number])
 
     @property
+    def selecting(self) -> tuple[int, ...]:
+        """The host layers whose rows are selected: all but those that are streamed."""
+        return tuple(i for i in range(self.host_layers) if not self.streams(i))
+
+    @functools.cached_property
+    def policies(self) -> tuple[Policy, ...]:
+        """The policy of each host layer: with its own budget, where a budget is shared out."""
+        found: list[Any] = [self.policy] * self.host_layers
+        if self.curves is not None and self.selecting:
+            layers = [self.on_host[number] for number in self.selecting]
+            shares = share_out(self.curves, layers, found[0].budget)
+            for number, share in zip(self.selecting, shares, strict=True):
+                found[number] = dataclasses.replace(found[number], budget=share)
+        return tuple(found)
+
+    def request_sizes(self, capacity: int) -> list[int]:
+        """Static numbers of rows that are fetched per sequence and KV head, of each layer."""
+        return [self.policies[number].request_size(capacity) for number in self.selecting]
+
+    @property
     def requests_first(self) -> bool:
         """Whether layer 0 is on the host and no layer before it could request its rows."""
         return self.policy.ahead and self.host_number(0) == 0
@@ -129,19 +153,18 @@ class Layout:
         only what is meant moves.
         """
         streamed = sum(self.streams(number) for number in range(self.host_layers))
-        selecting = self.host_layers - streamed
-        if selecting and (self.transfer.masks or self.hot_set):
+        if self.selecting and (self.transfer.masks or self.hot_set):
             return None
-        request = self.policy.request_size(capacity) if selecting else 0
-        return streamed * capacity + selecting * request
+        return streamed * capacity + sum(self.request_sizes(capacity))
 
-    def hot_entries(self, capacity: int) -> int:
-        """Entries of a layer's hot set, per sequence and KV head."""
-        return min(capacity, math.ceil(self.hot_set * self.policy.request_size(capacity)))
+    def hot_entries(self, number: int, capacity: int) -> int:
+        """Entries of a host layer's hot set, per sequence and KV head."""
+        size = self.policies[number].request_size(capacity)
+        return min(capacity, math.ceil(self.hot_set * size))
 
-    def empty_hot_set(self, batch: int, capacity: int) -> HotSet | None:
-        """A hot set for one layer, if there are to be any."""
-        size, stored = self.hot_entries(capacity), self.row_format
+    def empty_hot_set(self, number: int, batch: int, capacity: int) -> HotSet | None:
+        """A hot set for a host layer, if there are to be any."""
+        size, stored = self.hot_entries(number, capacity), self.row_format
         if not size:
             return None
         heads = self.config.num_kv_heads

@@ -4,6 +4,8 @@
     infinigen.safetensors   query_basis, key_basis  [L, k, d, d] float32
                             eigenvalues, key_mean   [L, k, d]    float32 (absent with skew none)
                             sparse_loss             [L, 2]       float32 (likewise)
+                            row_loss                [L, 2, m]    float32 (likewise)
+                            row_shares              [m]          float32 (likewise)
 
 and with skew balanced, which keeps the svd's beside its own:
 
@@ -13,10 +15,11 @@ and with skew balanced, which keeps the svd's beside its own:
                                   in the dtype of the weights: the corrected query projection
 
 The ahead_ bases are the balanced ones for the query of that projection (`skew.reduced_rank_basis`);
-the others are for the true one. Folders that were written before these existed, or `sparse_loss`
-did, lack them. That is the relative error of the hidden state behind a layer's attention with few
-rows, chosen by its own query and by the one of a layer ahead, NaN where the text is too short
-(`convert.loss`).
+the others are for the true one. Folders that were written before these, `sparse_loss` or `row_loss`
+existed lack them. `row_loss` is the relative error of the hidden state behind a layer's attention
+with a share of the rows, one of `row_shares`, chosen by its own query and by the one of a layer
+ahead; NaN where the text is too short (`convert.loss`). `sparse_loss` is that with the share that
+dense layers are told by.
 
 `eigenvalues` are those of the calibration queries' Gram matrix, descending. `key_mean` is in the
 coordinates of the keys that the converted weights produce.

@@ -24,6 +24,7 @@ POLICY_OPTIONS = (
     "query",
     "count",
     "mass",
+    "layer_budgets",
     "tail",
 )
 
@@ -107,6 +108,12 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         "--count",
         metavar="C",
         help="rows in the budget: head (default), fixed, pooled, top-p, mean",
+        **many,
+    )
+    add(
+        "--layer-budgets",
+        metavar="L",
+        help="of the layers: equal (default), or calibrated: by what each loses, with that mean",
         **many,
     )
     add("--mass", type=float, metavar="M", help="of count top-p (default 0.9)")

@@ -1,6 +1,7 @@
 """How much memory a generation takes, reckoned before anything is allocated."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,9 +67,12 @@ def plan_memory(
     row = batch * config.num_kv_heads * 2 * config.head_dim * item
     stored_row = batch * config.num_kv_heads * decoder.row_format.width
     stored_row *= decoder.row_format.storage.itemsize
-    selecting = sum(not decoder.streams(number) for number in range(decoder.host_layers))
+    selecting = len(decoder.selecting)
     index = selecting * _bytes(lambda: policy.init(config, batch, slots)) if selecting else 0
-    hot = selecting * _bytes(lambda: decoder.empty_hot_set(batch, slots)) if selecting else 0
+    hot = sum(
+        _bytes(functools.partial(decoder.empty_hot_set, number, batch, slots))
+        for number in decoder.selecting
+    )
     pool = 0
     if decoder.pool is not None:
         entries = batch * config.num_kv_heads * slots

@@ -168,7 +168,7 @@ def _with_pool(decoder: Decoder, cache: Cache, lengths: np.ndarray, padded: int)
     pool = run.pool(placed, padded, cache.host.shape[3])
     streams = [decoder.streams(number) for number in range(decoder.host_layers)]
     return cache._replace(
-        hot=tuple(None if s else run.kept(pool) for s in streams),
+        hot=tuple(None if s else run.kept(i, pool) for i, s in enumerate(streams)),
         pool=tuple(pool.copy() for _ in streams),
     )
 

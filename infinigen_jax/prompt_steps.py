@@ -66,7 +66,9 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
             tuple(local(i) for i in range(config.num_layers)),
             jnp.zeros(batch, jnp.int32),
             tuple(stored.no_scales(batch, k) for _ in streams),
-            tuple(None if s else decoder.empty_hot_set(batch, slots) for s in streams),
+            tuple(
+                None if s else decoder.empty_hot_set(i, batch, slots) for i, s in enumerate(streams)
+            ),
         )
 
     def embed(params: Params, tokens: Int[Array, "b c"], span: Span) -> Float[Array, "b c e"]:
@@ -171,6 +173,8 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         pool=jax.jit(
             functools.partial(start_pool, decoder), static_argnums=(1, 2), out_shardings=at.rows
         ),
-        kept=jax.jit(functools.partial(start_kept, decoder), out_shardings=at.rows),
+        kept=jax.jit(
+            functools.partial(start_kept, decoder), static_argnums=0, out_shardings=at.rows
+        ),
         draw=jax.jit(draw, static_argnames="sampling", out_shardings=at.batch),
     )

@@ -64,12 +64,11 @@ def planned_traffic(
     head = embedding["tokens" if config.tie_embeddings else "head"]
     leaves = jax.tree.leaves((weights.params["layers"], head, weights.policy))
     streamed = sum(decoder.streams(number) for number in range(decoder.host_layers))
-    selecting = decoder.host_layers - streamed
     on_host = min(context, slots)
-    requested = decoder.policy.request_size(on_host) if selecting else 0
+    requested = sum(decoder.request_sizes(on_host))
     stored = decoder.row_format.width * decoder.row_format.storage.itemsize
     rows = batch * config.num_kv_heads * stored
-    attended = (selecting * requested + streamed * on_host) * rows
+    attended = (requested + streamed * on_host) * rows
     padded = decoder.padded_rows(slots)
     link = int(attended * (1 - HIT_RATE if decoder.hot_set else 1))
     return Traffic(

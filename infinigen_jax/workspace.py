@@ -22,10 +22,9 @@ def prefill_bytes(decoder: Decoder, batch: int, chunk: int) -> int:
 def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
     """Of a step: two layers' rows on their way, the speculated scores, the logits."""
     config = decoder.config
-    selecting = any(not decoder.streams(number) for number in range(decoder.host_layers))
-    requested = decoder.policy.request_size(capacity) if selecting else 0
+    requested = max(decoder.request_sizes(capacity), default=0)
     row = batch * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
     moved = 0 if decoder.transfer.in_place and not decoder.hot_set else 2 * requested * row
     # Scores, what they are ranked by, and which of them pass, in float32.
-    scores = 3 * 4 * batch * config.num_heads * capacity if selecting else 0
+    scores = 3 * 4 * batch * config.num_heads * capacity if decoder.selecting else 0
     return moved + scores + 4 * batch * (2 * config.vocab_size + 4 * config.intermediate_size)

@@ -31,13 +31,16 @@ def test_against_loops_over_tokens(name):
     valid = jnp.arange(length)[None] < count
     hidden = jnp.asarray(rng.normal(size=(1, length, config.hidden_size)), jnp.float32)
     found = loss.squared_errors(config, params, hidden, q, guess, k, v, valid)
-    found = np.asarray(found)[0]
+    whole, errors = (np.asarray(x)[0] for x in found)
 
-    layer, square, error = blueprint(config, jnp.float32).layer(params), 0.0, 0.0
+    layer, square = blueprint(config, jnp.float32).layer(params), 0.0
+    budgets = [loss.BUDGETS.index(budget) for budget in (loss.BUDGET, 0.2)]
+    error = np.zeros(len(budgets))
     for i in range(loss.STEPS):
         at = count - 1 - i * (count // 2) // loss.STEPS
         both = []
-        for rows in (length, int(np.float32(at) * np.float32(loss.BUDGET))):
+        few = [int(np.float32(at) * np.float32(loss.BUDGETS[b])) for b in budgets]
+        for rows in (length, *few):
             heads = []
             for kv in range(config.num_kv_heads):
                 group = range(kv * config.group_size, (kv + 1) * config.group_size)
@@ -49,9 +52,10 @@ def test_against_loops_over_tokens(name):
                 ]  # fmt: skip
             both.append(np.asarray(layer.attention_output(jnp.asarray(heads, jnp.float32))))
         square += np.sum((np.asarray(hidden)[0, at] + both[0]) ** 2)
-        error += np.sum((both[1] - both[0]) ** 2)
-    np.testing.assert_allclose(found[:2], [square, error], rtol=2e-3)
-    assert found[2] > found[1]  # a guess that has nothing to do with the query
+        error += [np.sum((one - both[0]) ** 2) for one in both[1:]]
+    np.testing.assert_allclose(whole, square, rtol=2e-3)
+    np.testing.assert_allclose(errors[0, budgets], error, rtol=2e-3)
+    assert errors[1, budgets[0]] > errors[0, budgets[0]]  # a guess that knows nothing of the query
 
 
 def _group(q, k, v, group, head: int, at: int, count: int) -> np.ndarray:
@@ -91,6 +95,12 @@ def test_a_conversion_measures_every_layer(tmp_path, skew):
     own, ahead = model.sparse_loss.T
     np.testing.assert_allclose(own[0], ahead[0], rtol=1e-5)  # layer 0 is guessed from its own input
     assert np.all(own <= ahead + 1e-3)
+    assert model.row_loss is not None and model.row_shares is not None
+    at = loss.BUDGETS.index(loss.BUDGET)
+    np.testing.assert_array_equal(model.row_loss[:, :, at], model.sparse_loss)
+    curves = model.curves(ahead=True)
+    assert curves.shares == loss.BUDGETS and len(curves.errors) == model.config.num_layers
+    assert np.all(model.row_loss[:, 0, -1] <= model.row_loss[:, 0, 0])
 
 
 def with_loss(own: list[float], ahead: list[float]) -> checkpoint.Model:

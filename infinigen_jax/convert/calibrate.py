@@ -183,12 +183,13 @@ class Calibrator:
         assert config.rope is not None
         return fitted, spread_guess(found, config.rope, self._places)
 
-    def loss(self, params: Params) -> Float[np.ndarray, "2"]:
+    def loss(self, params: Params) -> Float[np.ndarray, "2 m"]:
         """For the layer that `layer` ran last: relative error that few rows make.
 
         Returns:
             With rows chosen by its own queries, and by those of the layer before: corrected, if
-            `ahead` was called, else plain. NaN if no window is long enough. See `convert.loss`.
+            `ahead` was called, else plain; at each of the m `loss.BUDGETS`. NaN if no window is
+            long enough. See `convert.loss`.
         """
         assert self._attended is not None
         guesses, self._guesses = self._guesses, None
@@ -200,9 +201,9 @@ class Calibrator:
             squares = squared_errors(
                 self._config, params, hidden, queries, guesses, keys, values, self._valid
             )
-        whole, *errors = np.asarray(squares, np.float64).sum(axis=0)
+        whole, errors = (np.asarray(s, np.float64).sum(axis=0) for s in squares)
         with np.errstate(invalid="ignore"):
-            return np.sqrt(np.array(errors) / whole).astype(np.float32)
+            return np.sqrt(errors / whole).astype(np.float32)
 
     def _guess(self, params: Params, projection: Params) -> Float[Array, "w s h d"]:
         """The layer's queries by a projection of the layer before's attention input."""

@@ -5,7 +5,7 @@ in LLaMA at most the first), and it shows on a few sentences: with the rows that
 and the block means of the others, the hidden state behind their attention is 4 to 10 % off, behind
 other layers' at most 2 %. `Model.dense_layers` keeps those on the device in full. Measured with the
 defaults of `InfiniGen` at half its budget, and exact scores; what an index of few columns loses is
-not in it.
+not in it. At other budgets, too, for a budget to be shared out among the layers (`budgets`).
 """
 
 import functools
@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.models import ModelConfig, Params, blueprint
 
-BUDGET = 0.05
+BUDGETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4)
+BUDGET = 0.05  # that dense layers are told by; one of them
 BLOCK = 64  # tokens of the tail that share a value
 SINKS, RECENT = 4, 32
 STEPS = 64  # last positions of a window that are measured, spread over its second half
@@ -33,9 +34,10 @@ def squared_errors(
     keys: Float[Array, "w s k d"],
     values: Float[Array, "w s k d"],
     valid: Bool[Array, "w s"],
-) -> Float[Array, "w 3"]:
-    """Of each window: the squared norm of the hidden state behind a layer's attention; of its error
-    with rows chosen by the true queries; and by the guesses. 0 for one too short to tell.
+) -> tuple[Float[Array, " w"], Float[Array, "w 2 m"]]:
+    """Of each window: the squared norm of the hidden state behind a layer's attention, and of its
+    error with rows chosen by the true queries, and by the guesses, at each of the m BUDGETS. 0 for
+    a window too short to tell.
 
     Args:
         params: of the layer, float32.
@@ -47,16 +49,17 @@ def squared_errors(
     def output(o: Float[Array, "n k g d"]) -> Float[Array, "n e"]:
         return layer.attention_output(o.reshape(len(o), config.num_heads, config.head_dim))
 
-    def window(arrays: tuple[Array, ...]) -> Float[Array, "3"]:
+    def window(arrays: tuple[Array, ...]) -> tuple[Float[Array, ""], Float[Array, "2 m"]]:
         x, query, guess, key, value, there = arrays
         count = jnp.sum(there, dtype=jnp.int32)
         at = count - 1 - jnp.arange(STEPS, dtype=jnp.int32) * (count // 2) // STEPS
         at = jnp.maximum(at, 0)
         query, guess = (config.grouped(q[at]) for q in (query, guess))
         exact, *sparse = map(output, _attended(query, (query, guess), key, value, at))
-        parts = [x[at] + exact, *(o - exact for o in sparse)]
-        squares = jnp.stack([jnp.sum(jnp.square(part)) for part in parts])
-        return jnp.where(count >= SHORTEST, squares, 0.0)
+        errors = jnp.stack([jnp.sum(jnp.square(o - exact)) for o in sparse])
+        whole = jnp.sum(jnp.square(x[at] + exact))
+        long = count >= SHORTEST
+        return jnp.where(long, whole, 0.0), jnp.where(long, errors, 0.0).reshape(2, -1)
 
     return jax.lax.map(window, (hidden, queries, guesses, keys, values, valid))
 
@@ -68,7 +71,8 @@ def _attended(
     values: Float[Array, "s k d"],
     at: Int[Array, " n"],
 ) -> list[Float[Array, "n k g d"]]:
-    """Attention to everything, and for each chooser to its rows and block means of the others."""
+    """Attention to everything, and for each chooser to its rows and block means of the others, at
+    each of BUDGETS."""
     place = jnp.arange(len(keys), dtype=jnp.int32)
     distance = at[:, None] - place[None]
     seen = distance >= 0
@@ -87,11 +91,12 @@ def _attended(
     for chooser in choosers:
         rank = jnp.where(far[:, None], jnp.sum(weights(chooser, far), axis=2), -1.0)
         order = jnp.argsort(jnp.argsort(-rank, axis=-1), axis=-1)
-        rows = (at.astype(jnp.float32) * BUDGET).astype(jnp.int32)
-        left = far[:, None] & (order >= rows[:, None, None])
-        kept = jnp.where(left[:, :, None], 0.0, weight)
-        rest = jnp.einsum("nkgs,sm->nkgm", weight - kept, by_block)
-        made.append(summed(kept, values) + jnp.einsum("nkgm,nmkd->nkgd", rest, means))
+        for budget in BUDGETS:
+            rows = (at.astype(jnp.float32) * budget).astype(jnp.int32)
+            left = far[:, None] & (order >= rows[:, None, None])
+            kept = jnp.where(left[:, :, None], 0.0, weight)
+            rest = jnp.einsum("nkgs,sm->nkgm", weight - kept, by_block)
+            made.append(summed(kept, values) + jnp.einsum("nkgm,nmkd->nkgd", rest, means))
     return made
 
 

@@ -20,6 +20,7 @@ from infinigen_jax.convert.calibrate import (
     read_text,
     windows,
 )
+from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.convert.mapping import TRANSFORMS, Slot, expected, match, read_tree
 from infinigen_jax.convert.reader import (
     SAFETENSORS,
@@ -174,6 +175,7 @@ class _Job:
             arrays = {"query_basis": bases, "key_basis": bases}
         else:
             arrays = {n: np.stack(v).astype(np.float32) for n, v in self.statistics.items()}
+            arrays["row_shares"] = np.array(BUDGETS, np.float32)
         layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
         with SafetensorsWriter(out / SKEW_FILE, layout) as writer:
             for name, array in arrays.items():
@@ -197,10 +199,10 @@ class _Job:
         params = read_tree(slots, self.sources, _joined)
         seen = calibrator.layer(params)
         if self.skew == "svd":
-            self._keep(sparse_loss=calibrator.loss(params))
+            self._keep_loss(calibrator.loss(params))
             return self._svd(seen)
         projection, guess = calibrator.ahead(params)
-        self._keep(sparse_loss=calibrator.loss(params))
+        self._keep_loss(calibrator.loss(params))
         orthogonal, eigenvalues = svd_basis(seen)
         query, key, _ = balanced_basis(seen)
         ahead_query, ahead_key, _ = reduced_rank_basis(seen, guess)
@@ -222,6 +224,9 @@ class _Job:
             mean = np.einsum("kd,kdc->kc", mean, basis)
         self._keep(query_basis=basis, key_basis=basis, eigenvalues=eigenvalues, key_mean=mean)
         return basis
+
+    def _keep_loss(self, found: np.ndarray) -> None:
+        self._keep(sparse_loss=found[:, BUDGETS.index(BUDGET)], row_loss=found)
 
     def _keep(self, **found: np.ndarray) -> None:
         for name, value in found.items():
@@ -281,7 +286,7 @@ def _needed(
     weights = sum(tensor_bytes(dtype, tensor.shape) for tensor in sources.values())
     heads, size = config.num_layers * config.num_kv_heads, config.head_dim
     bases = 4 * heads * ((5 if skew == "balanced" else 2) * size * size + 2 * size)
-    bases += 8 * config.num_layers
+    bases += 8 * config.num_layers * (1 + len(BUDGETS)) + 4 * len(BUDGETS)
     if skew == "balanced":
         width = config.num_heads * config.head_dim
         bases += config.num_layers * tensor_bytes(dtype, (config.hidden_size + 1, width))

@@ -23,6 +23,7 @@ LISTS = (
     "basis",
     "query",
     "count",
+    "layer_budgets",
     "tail",
     "rows",
     "pool_tokens",
@@ -52,7 +53,7 @@ class Configuration:
         for name in ("budget", "index_dtype"):
             value = getattr(self.policy, name, None)
             parts += [] if value is None else [str(value)]
-        for name in ("alpha", "partial_ratio", "basis", "query", "count", "tail"):
+        for name in ("alpha", "partial_ratio", "basis", "query", "count", "layer_budgets", "tail"):
             if hasattr(self.policy, name) and vars(self.options)[name] is not None:
                 parts.append(f"{name} {vars(self.options)[name]}")
         parts += [] if self.pool is None else [self.pool.label]
@@ -92,11 +93,12 @@ def check(chosen: list[Configuration], model: "Model") -> None:
     Raises:
         InputError: for a row format that this model cannot have, or a limit that a policy cannot.
     """
-    from infinigen_jax.engine import check_pool
+    from infinigen_jax.engine import check_pool, curves_for
     from infinigen_jax.rows import row_format
 
     for configuration in chosen:
         check_pool(configuration.pool, configuration.policy)
+        curves_for(model, configuration.policy)
         row_format(configuration.rows, model.dtype, model.config.head_dim)
 
 

@@ -27,6 +27,7 @@ from infinigen_jax.decode import Decoder
 from infinigen_jax.host_attention import fetched_part, tail_term
 from infinigen_jax.memory import read_block
 from infinigen_jax.models.base import Layer
+from infinigen_jax.policies import Policy
 from infinigen_jax.reuse import put
 from infinigen_jax.selection import Request, budget_rows, group_rank, top_mask
 from infinigen_jax.steps import Watched
@@ -93,7 +94,7 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
     near, far = weights[..., : slots.size], weights[..., slots.size :]
     request = _request(decoder, watched, layer, a)
     fetched = _marked(request, capacity) & eligible[:, None]
-    wanted = _wanted(decoder, request, positions, eligible)
+    wanted = _wanted(_policy(decoder, watched), request, positions, eligible)
     # As the policy `oracle` ranks: the group's softmax over what can be fetched, summed.
     best = top_mask(group_rank(far_scores), wanted) & eligible[:, None]
     everything, had, could = _attended(near, resident.values, far, rows, fetched, best)
@@ -139,7 +140,7 @@ def _request(decoder: Decoder, watched: Watched, layer: Layer, a: Float[Array, "
     # The layer selected for itself; a pure function, computed once more.
     chosen = watched.selection
     assert chosen is not None
-    return decoder.policy.select(
+    return _policy(decoder, watched).select(
         decoder.config, layer, chosen.weights, chosen.state, a, watched.positions
     )
 
@@ -161,11 +162,16 @@ def _with_tail(
     return attend_weighted(q, resident, part, tail=tail)[0]
 
 
+def _policy(decoder: Decoder, watched: Watched) -> Policy:
+    """With the layer's own budget."""
+    return decoder.policies[decoder.host_number(watched.layer)]
+
+
 def _wanted(
-    decoder: Decoder, request: Request, positions: Int[Array, " b"], eligible: Bool[Array, "b t"]
+    policy: Policy, request: Request, positions: Int[Array, " b"], eligible: Bool[Array, "b t"]
 ) -> Int[Array, "b k"]:
     """Rows that the budget allows, of those there are; of a policy without one, its own number."""
-    budget: Any = getattr(decoder.policy, "budget", None)
+    budget: Any = getattr(policy, "budget", None)
     if budget is None:
         return request.count
     rows = jnp.minimum(budget_rows(budget, positions), _entries(eligible))

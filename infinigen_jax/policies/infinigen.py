@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from infinigen_jax.budgets import LAYER_BUDGETS
 from infinigen_jax.cache import Slots
 from infinigen_jax.counting import POOL, holding, log_rest, narrow, pooled
 from infinigen_jax.errors import InputError
@@ -73,6 +74,8 @@ class InfiniGen(Budgeted):
             layer waits; or "auto": its own where rows are attended to in the host's memory itself,
             so that a prefetch has nothing to hide (`Engine`), else corrected where the model has
             what it takes.
+        layer_budgets: "equal", or "calibrated": the budget is the mean of all layers, shared out
+            among them by what each loses on the calibration text, see `budgets`.
         tail: attend to what is not fetched as well.
         tail_tokens: so many neighbours as to one token, the mean of their values, with the weight
             that they have by the scores of the layer's own query with the index; a power of two
@@ -94,6 +97,7 @@ class InfiniGen(Budgeted):
     basis: str = "auto"
     query: str = "auto"
     mass: float = 0.9
+    layer_budgets: str = "equal"
     tail: bool = True
     tail_tokens: int = 64
 
@@ -116,6 +120,10 @@ class InfiniGen(Budgeted):
             raise InputError(f"--query {self.query}: use {' or '.join(QUERIES)}")
         if self.count not in COUNTS:
             raise InputError(f"--count {self.count}: use {' or '.join(COUNTS)}")
+        if self.layer_budgets not in LAYER_BUDGETS:
+            raise InputError(
+                f"--layer-budgets {self.layer_budgets}: use {' or '.join(LAYER_BUDGETS)}"
+            )
         if self.tail_tokens and self.tail_tokens not in TAIL_TOKENS:
             raise InputError(f"tail_tokens {self.tail_tokens}: use 0 or a power of two up to 128")
         if not 0 < self.mass <= 1:

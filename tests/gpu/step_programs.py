@@ -294,7 +294,7 @@ def flush_pool() -> Program:
     policy = dataclasses.replace(POLICY, tail_tokens=0)
     limited = dataclasses.replace(decoder(), policy=policy, pool=Pool(tokens=CAPACITY))
     positions = _shaped((BATCH, CONFIG.num_kv_heads, CAPACITY), jnp.int32, at.rows)
-    kept = _placed(jax.eval_shape(lambda x: start_kept(limited, x), positions), at.rows)
+    kept = _placed(jax.eval_shape(lambda x: start_kept(limited, 0, x), positions), at.rows)
     left = _shaped((BATCH, CONFIG.num_kv_heads, 1, CONFIG.head_dim), jnp.float32, at.rows)
     local = (*cache.local[:DENSE], *[x._replace(left=left) for x in cache.local[DENSE:]])
     pooled = cache._replace(hot=(kept,) * on_host, pool=(positions,) * on_host, local=local)

@@ -18,7 +18,7 @@ from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
 from infinigen_jax.transfer.cuda import CudaTransfer
 
 HOT_SET = 2.0
-HOT_ENTRIES = sp.decoder(hot_set=HOT_SET).hot_entries(sp.CAPACITY)
+HOT_ENTRIES = sp.decoder(hot_set=HOT_SET).hot_entries(0, sp.CAPACITY)
 
 
 @pytest.fixture(autouse=True)
