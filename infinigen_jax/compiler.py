@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +20,22 @@ COPIES_IN_FLIGHT: Options = {"xla_gpu_experimental_parallel_async_compute_limit"
 # On the CPU a product with weights of two bytes takes them in float32. Scheduled for concurrency,
 # as by default, a step converts those of all layers first, and has them all in memory.
 ONE_AFTER_THE_OTHER: Options = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+# XLA prefers vectors of 256 bits where there are longer ones, too, as the first processors that had
+# them lowered their clock for them. Those with LONG_VECTORS (Ice Lake, Zen 4 and later) do not.
+WIDTH = "xla_cpu_prefer_vector_width"
+WIDE: Options = {WIDTH: 512}
+LONG_VECTORS = "avx512_vbmi2"
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def layer_options(layout: Layout) -> Options:
-    """For functions of a layer: of those whose weights are copied beside other work."""
-    return _known(COPIES_IN_FLIGHT, "copies will hardly overlap") if layout.weights_on_host else {}
+    """For functions of a layer: the processor's vectors, and weights copied beside other work."""
+    options: Options = {}
+    if long_vectors():
+        options = options | _known(WIDE, "vectors stay short")
+    if layout.weights_on_host:
+        options = options | _known(COPIES_IN_FLIGHT, "copies will hardly overlap")
+    return options
 
 
 def step_options(layout: Layout) -> Options:
@@ -31,6 +44,24 @@ def step_options(layout: Layout) -> Options:
     if layout.as_bits and layout.dtype.itemsize == 2:
         options = options | _known(ONE_AFTER_THE_OTHER, "a step takes more memory")
     return options
+
+
+def long_vectors() -> bool:
+    """Whether programs are for a CPU that computes with vectors of 512 bits at its full clock.
+
+    False where the environment says how long they are to be.
+    """
+    if jax.default_backend() != "cpu" or WIDTH in os.environ.get("XLA_FLAGS", ""):
+        return False
+    return LONG_VECTORS in _cpu_info(CPU_INFO)
+
+
+@functools.cache
+def _cpu_info(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # not Linux
+        return ""
 
 
 def _known(options: Options, without: str) -> Options:

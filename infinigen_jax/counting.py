@@ -8,13 +8,12 @@ request's size. Ranks are logarithms of the group's summed softmax (`selection.g
 are comparable between heads.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.reuse import put
 from infinigen_jax.selection import Request, compact, top_mask
+from infinigen_jax.tables import put
 
 POOL = 2  # a head's share of a pool is at most so many times its own budget
 
@@ -82,8 +81,15 @@ def log_rest(
         blocks: of consecutive slots, each summed for itself; their number m divides t.
     """
     b, k, g, t = scores.shape
-    slots = request.slots
-    left = jnp.broadcast_to(eligible, (b, k, t))
-    left = put(left, jnp.where(request.valid, slots, t), jnp.zeros(slots.shape, jnp.bool))
+    if request.chosen is None:
+        left = jnp.broadcast_to(eligible, (b, k, t))
+        left = put(left, jnp.where(request.valid, request.slots, t), False)
+    else:
+        left = eligible & ~request.chosen
     scores = jnp.where(left[:, :, None], scores, -jnp.inf).reshape(b, k, g, blocks, t // blocks)
-    return jax.nn.logsumexp(scores, axis=-1)
+    peak = jnp.max(scores, axis=-1)
+    shares = jnp.exp(scores - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None])
+    # As a dot product, as `jax.nn.logsumexp` does not: several times faster on the CPU.
+    ones = jnp.ones(t // blocks, jnp.float32)
+    total = jnp.einsum("bkgms,s->bkgm", shares, ones, precision="highest")
+    return jnp.log(total) + peak

@@ -129,7 +129,7 @@ class Decoder(Layout):
                 else:
                     hot, planned = plan(hot, request, positions, self.eviction)
                 moved = jnp.sum(planned.miss, axis=-1, dtype=jnp.int32)
-        request = request._replace(rank=None)
+        request = request._replace(rank=None, chosen=None)
         with jax.named_scope("fetch"):
             ticket = self.transfer.start(
                 host,

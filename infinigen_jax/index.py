@@ -25,6 +25,7 @@ from infinigen_jax.span import Span, put_span
 
 INDEX_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 CODE_BITS = {"int8": 8, "int4": 4}
+WORDS_AT_ONCE = 4  # of a token's codes: so many products are added before the sums are stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,20 +154,23 @@ class IndexFormat:
     def _looped(
         self, query: Float[Array, "b k g w c"], index: UInt32[Array, "b k e t"]
     ) -> Float[Array, "b k g t"]:
-        """For the CPU: word by word, each in one pass over [t].
+        """For the CPU: a few words of every token at a time, in one pass over [t].
 
         A dot product would have the codes written out in float32 first, several times the index in
         size; without a loop, every use of the scores would be fused with all of their computation.
         """
+        at_once = max(n for n in range(1, WORDS_AT_ONCE + 1) if self.code_words % n == 0)
 
         def add(i: Array, sums: Array) -> Array:
-            word = lax.dynamic_index_in_dim(index, i, axis=2)
-            return sums + self._products(
-                lax.dynamic_index_in_dim(query, i, axis=3, keepdims=False), word
-            )
+            for word in range(at_once):
+                place = i * at_once + word
+                codes = lax.dynamic_index_in_dim(index, place, axis=2)
+                part = lax.dynamic_index_in_dim(query, place, axis=3, keepdims=False)
+                sums = sums + self._products(part, codes)
+            return sums
 
         sums = jnp.zeros((*query.shape[:3], index.shape[3]), jnp.float32)
-        return lax.fori_loop(jnp.int32(0), jnp.int32(self.code_words), add, sums)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(self.code_words // at_once), add, sums)
 
     def _reduced(
         self, query: Float[Array, "b k g w c"], index: UInt32[Array, "b k e t"]

@@ -26,8 +26,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
 from infinigen_jax.errors import InputError
-from infinigen_jax.reuse import HotSet, look_up, put
+from infinigen_jax.reuse import HotSet
 from infinigen_jax.selection import Request, compact, top_mask
+from infinigen_jax.tables import look_up, put
 
 POOL_EVICTIONS = ("fifo", "lru", "counter")
 COUNTER_BITS = 8

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.cuda import calls
 from infinigen_jax.memory import BATCH_SPEC, ROWS_SPEC
 from infinigen_jax.selection import Request, top_slots
+from infinigen_jax.tables import look_up, put
 
 EVICTIONS = ("lru", "score")
 
@@ -155,18 +155,3 @@ def _keep(
     lowest = jnp.finfo(jnp.float32).min
     rank = jnp.where(hot.slots < 0, lowest, jnp.maximum(rank, 0.5 * lowest))
     return jnp.where(hot.used == positions[:, None, None], jnp.inf, rank)
-
-
-def look_up(table: Array, index: Int[Array, "b k n"]) -> Array:
-    """table[i, j, index[i, j, m]]; every index must be within the table."""
-    return jnp.take_along_axis(table, index, axis=2, mode="promise_in_bounds")
-
-
-def put(table: Array, index: Int[Array, "b k n"], values: Array) -> Array:
-    """table[i, j, index[i, j, m]] = values[i, j, m], in place where donated.
-
-    An index beyond the table is left out; the others are distinct.
-    """
-    batch = lax.broadcasted_iota(jnp.int32, index.shape, 0)
-    head = lax.broadcasted_iota(jnp.int32, index.shape, 1)
-    return table.at[batch, head, index].set(values, mode="drop")

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from infinigen_jax.tables import put
+
 WORD = 32  # bits of the words that a selection mask is packed into
 GROUPS = 16  # of words that a position is compared with at once
 CHUNK = 2048  # places that are filled at once where only those that are marked are
@@ -28,12 +30,14 @@ class Request(NamedTuple):
         rest: logarithm of the summed exponentials of the scores of what is on the host only and
             not meant, for each query head, of all of it (m = 1) or of each block of slots; None
             where there is no tail, or where it is scored when the layer attends.
+        chosen: the slots that are meant, marked; None where the selection did not mark them.
     """
 
     slots: Int[Array, "b k n"]
     count: Int[Array, "b k"]
     rank: Float[Array, "b k t"] | None = None
     rest: Float[Array, "b k g m"] | None = None
+    chosen: Bool[Array, "b k t"] | None = None
 
     @property
     def valid(self) -> Bool[Array, "b k n"]:
@@ -117,15 +121,15 @@ def select(
         eligible = eligible[:, None]
     scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     passing = group_margin(scores) > -alpha
-    counts = jnp.sum(passing, axis=-1, dtype=jnp.int32)
-    count = combine_counts(counts, cap[:, None], mode)
+    count = combine_counts(_entries(passing), cap[:, None], mode)
     rank = group_rank(scores)
-    chosen = rank
+    wanted, there = rank, None
     if mode == "head":
-        chosen = jnp.where(passing, rank, -jnp.inf)
+        wanted, there = jnp.where(passing, rank, -jnp.inf), passing
     else:  # the mean may be above a head's own count: the rest comes in order of rank
         count = jnp.minimum(count, jnp.sum(eligible, axis=-1, dtype=jnp.int32))
-    return Request(top_slots(chosen, count, size), count, rank)
+    slots, chosen = top_choice(wanted, count, size, there)
+    return Request(slots, count, rank, chosen=chosen)
 
 
 def top_slots(
@@ -138,18 +142,41 @@ def top_slots(
     `lax.top_k`, by falling rank. The padding behind them is slot 0, which is never unwritten
     memory.
     """
+    return top_choice(rank, count, size)[0]
+
+
+def top_choice(
+    rank: Float[Array, "b k t"],
+    count: Int[Array, "b k"],
+    size: int,
+    there: Bool[Array, "b k t"] | None = None,
+) -> tuple[Int[Array, "b k n"], Bool[Array, "b k t"] | None]:
+    """`top_slots`, and all of them marked, which costs something only where the marks are used.
+
+    Args:
+        there: which ranks are above -inf, if it is known.
+    """
     rank = jnp.where(rank == 0, jnp.float32(0.0), rank)  # `lax.top_k` puts -0.0 behind 0.0
-    slots = lax.platform_dependent(
-        rank,
-        count,
-        cpu=lambda rank, count: compact(top_mask(rank, count), size, chunk=CHUNK),
-        default=lambda rank, count: lax.top_k(rank, size)[1],
-    )
-    place = lax.broadcasted_iota(jnp.int32, slots.shape, 2)
-    return jnp.where(place < count[..., None], slots, 0)
+    there = rank > -jnp.inf if there is None else there
+
+    def by_threshold(rank: Array, count: Array, there: Array) -> tuple[Array, Array]:
+        chosen = top_mask(rank, count, there)
+        return compact(chosen, size), chosen
+
+    def by_sorting(rank: Array, count: Array, there: Array) -> tuple[Array, Array]:
+        slots = lax.top_k(rank, size)[1]
+        meant = Request(slots, count).valid
+        return slots, put(jnp.zeros_like(there), jnp.where(meant, slots, there.shape[2]), True)
+
+    slots, chosen = lax.platform_dependent(rank, count, there, cpu=by_threshold, default=by_sorting)
+    return jnp.where(Request(slots, count).valid, slots, 0), chosen
 
 
-def top_mask(rank: Float[Array, "b k t"], count: Int[Array, "b k"]) -> Bool[Array, "b k t"]:
+def top_mask(
+    rank: Float[Array, "b k t"],
+    count: Int[Array, "b k"],
+    there: Bool[Array, "b k t"] | None = None,
+) -> Bool[Array, "b k t"]:
     """Mark the `count` largest entries of each row, equal ones in order of position. No NaN.
 
     Searches the threshold by counting; each pass reads the row once. Thresholds are handled as
@@ -157,8 +184,11 @@ def top_mask(rank: Float[Array, "b k t"], count: Int[Array, "b k"]) -> Bool[Arra
     `count` entries, and does not begin where `count` is all that there are. Two guesses of three
     are interpolated, the third halves the interval: about 9 passes for normally distributed scores,
     where halving alone takes 19.
+
+    Args:
+        there: which ranks are above -inf, if it is known.
     """
-    finite = rank > -jnp.inf
+    finite = rank > -jnp.inf if there is None else there
     above = _entries(finite)
     return lax.cond(
         jnp.all(above == count),
@@ -269,39 +299,57 @@ def _value(key: Int[Array, "*b"]) -> Float[Array, "*b"]:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def compact(mask: Bool[Array, "b k t"], size: int, chunk: int | None = None) -> Int[Array, "b k n"]:
+def compact(mask: Bool[Array, "b k t"], size: int, chunk: int = CHUNK) -> Int[Array, "b k n"]:
     """Positions of the marked entries, ascending, in the first places of n = `size`.
 
     Marks are packed into 32-bit words; the i-th mark is found by comparing with the running counts
     of a few groups of words, by a binary search inside the group, and by halving inside the word.
+    What is behind the marked ones is any position.
 
     Args:
-        chunk: fill only places that a mark is found for (the others are 0), so many at once, of
-            whichever rows. For the CPU: a loop whose length is not known is a round trip to the
-            host on a GPU.
+        chunk: on the CPU only places that a mark is found for are filled, so many at once, of
+            whichever rows. (A loop whose length is not known is a round trip to the host on a GPU.)
     """
     b, k, t = mask.shape
-    words = -(-t // WORD)
-    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, words * WORD - t)))
-    weights = jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)
-    marks = jnp.where(mask.reshape(b * k, words, WORD), weights[None, None], jnp.uint32(0))
-    packed = jnp.sum(marks, axis=-1, dtype=jnp.uint32)
-    ends = jnp.cumsum(lax.population_count(packed).astype(jnp.int32), axis=-1)
-    if chunk is None or chunk >= b * k * size:
-        nth_marks = jax.vmap(_nth_marks, in_axes=(0, 0, None))
-        slots = nth_marks(packed, ends, jnp.arange(size, dtype=jnp.int32))
-    else:
-        slots = _compact_together(packed, ends, size, chunk)
+    slots = lax.platform_dependent(
+        *pack_marks(mask.reshape(b * k, t)),
+        cpu=lambda packed, ends: compact_together(packed, ends, size, min(chunk, b * k * size)),
+        default=lambda packed, ends: compact_by_row(packed, ends, size),
+    )
     return jnp.minimum(slots, t - 1).reshape(b, k, size)
 
 
-def _compact_together(
+def pack_marks(mask: Bool[Array, "r t"]) -> tuple[UInt32[Array, "r v"], Int[Array, "r v"]]:
+    """Marks as words of WORD bits, and how many marks there are to the end of each."""
+    rows, t = mask.shape
+    words = -(-t // WORD)
+    mask = jnp.pad(mask, ((0, 0), (0, words * WORD - t)))
+    weights = jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)
+    marks = jnp.where(mask.reshape(rows, words, WORD), weights[None, None], jnp.uint32(0))
+    packed = jnp.sum(marks, axis=-1, dtype=jnp.uint32)
+    return packed, jnp.cumsum(lax.population_count(packed).astype(jnp.int32), axis=-1)
+
+
+def compact_by_row(
+    packed: UInt32[Array, "r v"], ends: Int[Array, "r v"], size: int
+) -> Int[Array, "r n"]:
+    """Positions of the first n = `size` marks of each row, any behind them.
+
+    The barrier keeps the search out of what uses the positions: a gather of rows would do it again
+    for every element of a row.
+    """
+    nth_marks = jax.vmap(_nth_marks, in_axes=(0, 0, None))
+    return lax.optimization_barrier(nth_marks(packed, ends, jnp.arange(size, dtype=jnp.int32)))
+
+
+def compact_together(
     packed: UInt32[Array, "r v"], ends: Int[Array, "r v"], size: int, chunk: int
 ) -> Int[Array, "r n"]:
     """Positions of the first n = `size` marks of each row, 0 behind them.
 
     Rows have very different numbers of marks: all that are wanted are found as if they were of one
-    long row, `chunk` at a time, and then handed out.
+    long row, `chunk` at a time, and then handed out. The loop keeps the search out of what uses the
+    positions, see `compact_by_row`: barriers are gone before XLA fuses for a CPU.
     """
     rows, words = packed.shape
     marks = ends[:, -1]
@@ -329,11 +377,11 @@ def _nth_marks(packed: Array, ends: Array, index: Int[Array, " n"]) -> Int[Array
     word = jnp.minimum(_first_above(ends, index), len(ends) - 1)
     before = jnp.where(word > 0, ends[jnp.maximum(word - 1, 0)], 0)
 
-    def halve(step: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def halve(step: int, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         rest, bits, position = state
-        half = jnp.int32(WORD // 2) >> step
-        shift = half.astype(jnp.uint32)
-        lower = lax.population_count(bits & ((jnp.uint32(1) << shift) - 1)).astype(jnp.int32)
+        half = WORD // 2 >> step
+        shift = jnp.uint32(half)
+        lower = lax.population_count(bits & jnp.uint32((1 << half) - 1)).astype(jnp.int32)
         upper = rest >= lower
         return (
             jnp.where(upper, rest - lower, rest),
@@ -341,10 +389,10 @@ def _nth_marks(packed: Array, ends: Array, index: Int[Array, " n"]) -> Int[Array
             jnp.where(upper, position + half, position),
         )
 
-    # A loop, not five copies: XLA would fuse those into whatever uses the positions, and the row
-    # gather would compute them again for every element of a row.
     state = (index - before, packed[word], word * WORD)
-    return lax.fori_loop(jnp.int32(0), jnp.int32(5), halve, state)[2]
+    for step in range(5):
+        state = halve(step, state)
+    return state[2]
 
 
 def _first_above(ends: Int[Array, " m"], index: Int[Array, " n"]) -> Int[Array, " n"]:
@@ -354,11 +402,9 @@ def _first_above(ends: Int[Array, " m"], index: Int[Array, " n"]) -> Int[Array, 
     ends = jnp.pad(ends, (0, size - len(ends)), constant_values=jnp.iinfo(jnp.int32).max)
     groups = jnp.sum(ends[None, group - 1 :: group] <= index[:, None], axis=-1, dtype=jnp.int32)
 
-    def halve(step: Array, found: Array) -> Array:
-        half = jnp.int32(group // 2) >> step
-        return jnp.where(ends[found + half - 1] <= index, found + half, found)
-
-    start = jnp.minimum(groups, size // group - 1) * group
-    steps = jnp.int32(group.bit_length() - 1)
-    found = lax.fori_loop(jnp.int32(0), steps, halve, start)
+    found = jnp.minimum(groups, size // group - 1) * group
+    half = group // 2
+    while half:
+        found = jnp.where(ends[found + (half - 1)] <= index, found + half, found)
+        half //= 2
     return jnp.where(groups == size // group, len(ends), found)

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import Attended, Budgeted
-from infinigen_jax.reuse import put
 from infinigen_jax.selection import Request
 from infinigen_jax.span import Span
+from infinigen_jax.tables import put
 
 EVICTED = -jnp.inf
 
