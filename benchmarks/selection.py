@@ -22,7 +22,8 @@ from jax import lax
 
 from benchmarks import machine
 from benchmarks.files import RESULTS, note, write_json
-from infinigen_jax.selection import compact, top_mask, top_slots
+from infinigen_jax.compaction import compact
+from infinigen_jax.selection import top_mask, top_slots
 
 Choose = Callable[[jax.Array, jax.Array, int], jax.Array]
 WAYS: dict[str, Choose] = {

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.selection import Request, compact, top_mask
+from infinigen_jax.compaction import compact
+from infinigen_jax.selection import Request, top_mask
 from infinigen_jax.tables import put
 
 POOL = 2  # a head's share of a pool is at most so many times its own budget

@@ -25,9 +25,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
+from infinigen_jax.compaction import compact
 from infinigen_jax.errors import InputError
 from infinigen_jax.reuse import HotSet
-from infinigen_jax.selection import Request, compact, top_mask
+from infinigen_jax.selection import Request, top_mask
 from infinigen_jax.tables import look_up, put
 
 POOL_EVICTIONS = ("fifo", "lru", "counter")

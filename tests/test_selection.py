@@ -1,12 +1,10 @@
 """From scores to slots: the counting rule, the ranking of a group, and the exact top-k."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -17,11 +15,8 @@ from infinigen_jax.selection import (
     budget_fraction,
     budget_rows,
     combine_counts,
-    compact,
-    compact_by_row,
     group_margin,
     group_rank,
-    pack_marks,
     select,
     top_mask,
     top_slots,
@@ -33,12 +28,6 @@ INF = float("inf")
 # Compiled, as the engine runs them; hence few different shapes below.
 compiled_select = jax.jit(select, static_argnames=("alpha", "size", "mode"))
 compiled_top = jax.jit(top_slots, static_argnames="size")
-compiled_compact = jax.jit(compact, static_argnames=("size", "chunk"))
-
-
-@partial(jax.jit, static_argnums=1)
-def compiled_by_row(mask, size):
-    return compact_by_row(*pack_marks(mask.reshape(-1, mask.shape[-1])), size)
 
 
 def run_select(scores, alpha, cap=None, size=None, eligible=None, mode="head") -> Request:
@@ -248,31 +237,6 @@ def test_top_slots_against_numpy(data, t):
     rows = [data.draw(st.lists(values, min_size=t, max_size=t)) for _ in range(2)]
     counts = [data.draw(st.one_of(st.sampled_from([0, t]), st.integers(0, t))) for _ in range(2)]
     check_top(np.array([rows], np.float32), np.array([counts]), t)
-
-
-def check_compact(got, mask):
-    got, mask = np.asarray(got).reshape(-1, got.shape[-1]), mask.reshape(-1, mask.shape[-1])
-    for places, row in zip(got, mask, strict=True):
-        marked = np.flatnonzero(row)[: len(places)]
-        assert places[: len(marked)].tolist() == marked.tolist()
-
-
-@given(st.sampled_from([1, 31, 64, 100]), st.integers(0, 2**32 - 1), st.sampled_from([2048, 7, 64]))
-@example(64, 0, 2048)
-def test_compact_lists_the_marked_positions(t, seed, chunk):
-    rng = np.random.default_rng(seed)
-    mask = rng.random((2, 2, t)) < rng.choice([0.0, 0.1, 0.9, 1.0], size=(2, 2, 1))
-    got = compiled_compact(jnp.asarray(mask), size=t, chunk=chunk)
-    check_compact(got, mask)
-    assert ((got >= 0) & (got < t)).all()
-    # As where loops of unknown length cost more.
-    check_compact(compiled_by_row(jnp.asarray(mask), t), mask)
-
-
-def test_compact_into_fewer_places_than_there_are_marks():
-    mask = np.ones((1, 1, 40), bool)
-    check_compact(compact(jnp.asarray(mask), 3, 2), mask)
-    check_compact(compiled_by_row(jnp.asarray(mask), 3), mask)
 
 
 def test_top_slots_of_large_arrays():

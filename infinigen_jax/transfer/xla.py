@@ -9,9 +9,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from infinigen_jax.compaction import compact
 from infinigen_jax.memory import gather_rows
 from infinigen_jax.reuse import Plan
-from infinigen_jax.selection import Request, compact
+from infinigen_jax.selection import Request
 from infinigen_jax.tables import look_up, put
 
 CHUNK = 64  # missing rows, per KV head, that are moved at once into a hot set
