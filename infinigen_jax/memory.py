@@ -239,14 +239,18 @@ def write_span(
         (_, _, k, t, w), size, zero = cache.shape, rows.shape[2], jnp.int32(0)
         start = start - shared_slots(cache, rows.shape[0])
         at, token, inside = place_span(size, t, Span(start, count))
-        for sequence in range(rows.shape[0]):
-            where = (layer, jnp.int32(sequence), zero, at[sequence], zero)
+
+        def write(sequence: Array, cache: Array) -> Array:
+            where = (layer, sequence, zero, at[sequence], zero)
             old = lax.dynamic_slice(cache, where, (1, 1, k, size, w))
             old = to_device(old.reshape(k, size, w))
             new = jnp.take(rows[sequence], token[sequence], axis=1, mode="clip")
             new = jnp.where(inside[sequence][None, :, None], new, old)
-            cache = lax.dynamic_update_slice(cache, to_host(new[None, None]), where)
-        return cache
+            return lax.dynamic_update_slice(cache, to_host(new[None, None]), where)
+
+        # A loop: unrolled, XLA takes each sequence's old rows from the cache as it was before the
+        # sequence in front of it, and copies all of it to do so.
+        return lax.fori_loop(zero, jnp.int32(rows.shape[0]), write, cache)
 
     specs = (CACHE_SPEC, PartitionSpec(), ROWS_SPEC, BATCH_SPEC, BATCH_SPEC)
     return _sharded(local, mesh, specs, CACHE_SPEC)(cache, layer, rows, span.start, span.count)

@@ -69,14 +69,16 @@ def put_span(
     """Write a chunk's tokens, which lie along an axis; in place where the table is donated."""
     size, capacity = new.shape[axis], table.shape[axis]
     at, token, inside = place_span(size, capacity, span)
-    for sequence in range(table.shape[0]):
-        one = lax.slice_in_dim(table, sequence, sequence + 1, axis=0)
-        old = lax.dynamic_slice_in_dim(one, at[sequence], size, axis)
-        rows = jnp.take(new[sequence : sequence + 1], token[sequence], axis, mode="clip")
-        shape = [1] * table.ndim
-        shape[axis] = size
-        rows = jnp.where(inside[sequence].reshape(shape), rows, old)
-        where = [jnp.int32(0)] * table.ndim
-        where[0], where[axis] = jnp.int32(sequence), at[sequence]
-        table = lax.dynamic_update_slice(table, rows.astype(table.dtype), where)
-    return table
+
+    def write(sequence: Array, table: Array) -> Array:
+        where, shape = [jnp.int32(0)] * table.ndim, list(table.shape)
+        where[0], where[axis] = sequence, at[sequence]
+        shape[0], shape[axis] = 1, size
+        old = lax.dynamic_slice(table, where, shape)
+        rows = jnp.take(new[sequence][None], token[sequence], axis, mode="clip")
+        along = [size if i == axis else 1 for i in range(table.ndim)]
+        rows = jnp.where(inside[sequence].reshape(along), rows, old)
+        return lax.dynamic_update_slice(table, rows.astype(table.dtype), where)
+
+    # A loop, or XLA may copy the table between one sequence and the next.
+    return lax.fori_loop(jnp.int32(0), jnp.int32(table.shape[0]), write, table)
