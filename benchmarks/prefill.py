@@ -133,7 +133,7 @@ def memory(engine: Engine, tokens: int) -> dict[str, Any]:
     }
 
 
-def temporaries(engine: Engine, chunk: int, capacity: int) -> list[int]:
+def temporaries(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[int]:
     """Bytes that each of a chunk's programs takes beside its operands, results included."""
     decoder, weights = engine.decoder, engine.weights
     run, config, stored = prefill_steps(decoder), decoder.config, decoder.row_format
@@ -144,15 +144,15 @@ def temporaries(engine: Engine, chunk: int, capacity: int) -> list[int]:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    empty = jax.eval_shape(lambda: run.empty(1, capacity, capacity))
+    empty = jax.eval_shape(lambda: run.empty(batch, capacity, capacity))
     lengths = shaped(empty.lengths, at.batch)
     cache = shaped(empty._replace(lengths=None), at.rows)
     k, w = config.num_kv_heads, 2 * config.head_dim
     host = jax.ShapeDtypeStruct(
-        (decoder.host_layers, 1, k, capacity, stored.width), stored.storage, sharding=at.host
+        (decoder.host_layers, batch, k, capacity, stored.width), stored.storage, sharding=at.host
     )
-    x = jax.ShapeDtypeStruct((1, chunk, config.hidden_size), decoder.dtype, sharding=at.batch)
-    rows = jax.ShapeDtypeStruct((1, k, chunk, w), decoder.dtype, sharding=at.rows)
+    x = jax.ShapeDtypeStruct((batch, chunk, config.hidden_size), decoder.dtype, sharding=at.batch)
+    rows = jax.ShapeDtypeStruct((batch, k, chunk, w), decoder.dtype, sharding=at.rows)
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole)
     span, layers = Span(lengths, lengths), weights.params["layers"]
     first = decoder.on_host[0]

@@ -12,14 +12,14 @@ from infinigen_jax.layout import Layout
 
 logger = logging.getLogger(__name__)
 
-Options = dict[str, int | bool]
+Options = dict[str, int | str]
 
 # XLA's limit of asynchronous work under way: two by default, and a third copy is started only
 # when the first has been awaited. A step begins with those of two layers, a matrix each.
 COPIES_IN_FLIGHT: Options = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
 # On the CPU a product with weights of two bytes takes them in float32. Scheduled for concurrency,
 # as by default, a step converts those of all layers first, and has them all in memory.
-ONE_AFTER_THE_OTHER: Options = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+ONE_AFTER_THE_OTHER: Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 # XLA prefers vectors of 256 bits where there are longer ones, too, as the first processors that had
 # them lowered their clock for them. Those with LONG_VECTORS (Ice Lake, Zen 4 and later) do not.
 WIDTH = "xla_cpu_prefer_vector_width"
@@ -42,7 +42,7 @@ def step_options(layout: Layout) -> Options:
     """For a step, of all layers or of one."""
     options = layer_options(layout)
     if layout.as_bits and layout.dtype.itemsize == 2:
-        options = options | _known(ONE_AFTER_THE_OTHER, "a step takes more memory")
+        options = options | _known(ONE_AFTER_THE_OTHER, "weights in float32 take more memory")
     return options
 
 
@@ -70,7 +70,7 @@ def _known(options: Options, without: str) -> Options:
 
 
 @functools.cache
-def _compiles(options: tuple[tuple[str, int | bool], ...], without: str) -> bool:
+def _compiles(options: tuple[tuple[str, int | str], ...], without: str) -> bool:
     try:
         jax.jit(lambda: jnp.int32(0), compiler_options=dict(options))()
     except jax.errors.JaxRuntimeError as error:

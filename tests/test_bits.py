@@ -12,6 +12,7 @@ from runtime import SPARSE, random_model
 
 from infinigen_jax.bits import from_kept, kept_dtype, number_dtype, to_kept
 from infinigen_jax.cache import Cache
+from infinigen_jax.compiler import step_options
 from infinigen_jax.engine import Engine
 from infinigen_jax.memory import Placement, default_mesh
 from infinigen_jax.prompt_steps import prefill_steps
@@ -98,6 +99,18 @@ def test_what_it_would_be_without():
     cache = cache_of(engine)
     assert cache.host is not None and cache.host.dtype == jnp.bfloat16
     assert largest_numbers(flush(engine, cache).compile().as_text()) >= cache.host.size
+
+
+def test_weights_are_converted_one_after_the_other():
+    def step(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return x
+
+    layout = Engine(random_model("gqa", "bfloat16"), policy=SPARSE).decoder
+    weights, x = [jnp.ones((512, 512), jnp.bfloat16)] * 8, jnp.ones((1, 512), jnp.bfloat16)
+    compiled = jax.jit(step, compiler_options=step_options(layout)).lower(weights, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 4 * 512 * 512
 
 
 def test_a_saved_conversation_has_numbers(tmp_path):

@@ -24,11 +24,11 @@ def shaped(tree: Any, sharding: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-@pytest.mark.parametrize("rows", ["auto", "int4"])
-def test_temporaries_do_not_grow_with_the_prompt(rows):
+@pytest.mark.parametrize(("rows", "batch"), [("auto", 1), ("int4", 1), ("auto", 3)])
+def test_temporaries_do_not_grow_with_the_prompt(rows, batch):
     """Of 16 chunks, and of 256. What stays is the cache, and the device's part of it the index."""
     chosen = engine("gqa", SPARSE, 1, rows=rows)
-    short, long = (temporaries(chosen, CHUNK, n * CHUNK) for n in (16, 256))
+    short, long = (temporaries(chosen, CHUNK, n * CHUNK, batch) for n in (16, 256))
     assert len(short) == 4  # of a layer on the host and one on the device: itself, what it keeps
     assert (np.array(long) <= 1.01 * np.array(short)).all()
     assert 0 < max(long) < 2**27
