@@ -139,9 +139,6 @@ class Engine:
             raise InputError(f"eviction {eviction!r}: use {' or '.join(EVICTIONS)}")
         check_pool(pool, chosen)
         check_weights(weights)
-        if pool is not None and isinstance(chosen, InfiniGen):
-            # The slots of a pool are in no order, so that neighbours have nothing in common.
-            chosen = dataclasses.replace(chosen, tail_tokens=0)
         if prefill_chunk is not None and prefill_chunk < 1:
             raise InputError(f"--prefill-chunk {prefill_chunk}: it must be at least 1")
         row_format(rows, model.dtype, model.config.head_dim)
@@ -154,9 +151,7 @@ class Engine:
         if hot_set is None:
             crosses = mover.masks and not mover.in_place
             hot_set = HOT_SET if crosses and chosen.reuses else 0.0
-        if isinstance(chosen, InfiniGen) and chosen.query == "auto" and mover.in_place:
-            # Nothing to hide: the rows are where they are attended to, or are copied there anyway.
-            chosen = dataclasses.replace(chosen, query="own")
+        chosen = chosen.fitted(model, mover.in_place, pool is not None)
         if dense_layers is None:
             dense_layers = chosen.dense_layers
         if dense_layers is None:

@@ -20,7 +20,7 @@ from infinigen_jax.manifest import AHEAD_FILE, MANIFEST_FILE, SKEW_FILE, read_ma
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.options import chunk_option, make_engine
 from infinigen_jax.planning import MemoryPlan, plan_memory
-from infinigen_jax.policies import InfiniGen, Policy
+from infinigen_jax.policies import Policy
 from infinigen_jax.prefill import chunk_for
 from infinigen_jax.prompt_reader import round_up_capacity
 from infinigen_jax.safetensors_io import SafetensorsFile
@@ -142,10 +142,6 @@ class Planner:
         self.config, self.machine, self.arguments = config, machine, arguments
         self._chunk = chunk_option(arguments.prefill_chunk)
         self._shapes = model_shapes(config, jnp.dtype(dtype), conversion.skew, conversion.corrected)
-        if isinstance(policy, InfiniGen) and policy.query == "auto" and machine.separate:
-            # As an engine chooses there; one that is made here would not look ahead.
-            query = "corrected" if conversion.corrected else "plain"
-            policy = dataclasses.replace(policy, query=query)
         make = functools.partial(self._engine, jnp.dtype(dtype), conversion, policy)
         asked, _ = make({})
         # With all layers on the host there are the policy's weights for all of them.
@@ -175,7 +171,10 @@ class Planner:
                 **conversion.losses,
                 **parts,
             )
-            engine = make_engine(model, policy, self.arguments, **settings)
+            chosen = policy
+            if self.machine.separate:  # an engine that is made here has nothing to move
+                chosen = policy.fitted(model, in_place=False, pooled=False)
+            engine = make_engine(model, chosen, self.arguments, **settings)
             made.append(engine.decoder)
             return engine.weights
 

@@ -59,7 +59,8 @@ def test_the_engine_chooses_it_where_nothing_has_to_be_moved(monkeypatch):
     assert query_of(InfiniGen(query="plain")) == "plain"
     assert query_of(InfiniGenPaper()) == "plain"
     monkeypatch.setattr("infinigen_jax.engine.make_transfer", lambda name: XlaTransfer())
-    assert query_of(InfiniGen()) == "auto"
+    assert query_of(InfiniGen()) == "plain"
+    assert query_of(InfiniGen(query="own")) == "own"
 
 
 def test_a_hot_set_changes_no_token():

@@ -3,6 +3,7 @@
 A policy is a frozen dataclass (static under jit) with pure functions over device state. The engine
 keeps that state, one per layer on the host, and calls, in this order:
 
+    fitted(model, ...)           once: the policy, with what its settings leave to the engine
     prepare(model, layer)        once: arrays needed to select for a layer, beside its own weights
     init(config, batch, ...)     before prefill: empty state
     append(...)                  keys: of each chunk of a prompt, and later of the recent window,
@@ -117,6 +118,18 @@ class Policy(Protocol):
         """Static number of rows fetched per (sequence, KV head, layer) at this capacity."""
         ...
 
+    def fitted(self, model: "Model", in_place: bool, pooled: bool) -> "Policy":
+        """The policy for an engine, with every setting decided that depends on it.
+
+        Fitted again, to whatever, such a setting stays.
+
+        Args:
+            in_place: rows are attended to where the host has them, or copied there anyway: a
+                prefetch would have nothing to hide.
+            pooled: the host's cache has a limit; its slots are in no order.
+        """
+        ...
+
     def prepare(self, model: "Model", layer: int) -> Params: ...
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Any: ...
@@ -221,6 +234,9 @@ class Defaults:
 
     def streams(self, layer: int) -> bool:
         return False
+
+    def fitted(self, model: "Model", in_place: bool, pooled: bool) -> Any:
+        return self
 
     def prepare(self, model: "Model", layer: int) -> Params:
         return {}

@@ -28,6 +28,7 @@ from infinigen_jax.span import Span
 from infinigen_jax.speculation import (
     BASES,
     QUERIES,
+    choose_query,
     mean_score,
     own_query,
     own_query_weights,
@@ -79,7 +80,8 @@ class InfiniGen(Budgeted):
         tail: attend to what is not fetched as well.
         tail_tokens: so many neighbours as to one token, the mean of their values, with the weight
             that they have by the scores of the layer's own query with the index; a power of two
-            up to 128. 0: all as to one token, by the speculated scores.
+            up to 128. 0: all as to one token, by the speculated scores; so it is in a pool, where
+            neighbouring slots have nothing in common.
     """
 
     name: ClassVar[str] = "infinigen"
@@ -147,6 +149,13 @@ class InfiniGen(Budgeted):
 
     def streams(self, layer: int) -> bool:
         return layer < self.streamed_layers
+
+    def fitted(self, model: "Model", in_place: bool, pooled: bool) -> "InfiniGen":
+        query = self.query
+        if query == "auto":
+            query = "own" if in_place else choose_query(model, query)
+        tail_tokens = 0 if pooled else self.tail_tokens
+        return dataclasses.replace(self, query=query, tail_tokens=tail_tokens)
 
     def index_format(self, head_dim: int) -> IndexFormat:
         return IndexFormat(self.index_dtype, partial_columns(head_dim, self.partial_ratio))
