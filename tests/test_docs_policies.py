@@ -1,50 +1,54 @@
-"""docs/policies.md: its example is added to a copy of the package, and its test run there."""
+"""docs/policies.md: its example is added to the package's policies, and its test run."""
 
-import os
+import importlib.util
+import inspect
 import re
-import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
+import pytest
 from tiny import ROOT
 
-from infinigen_jax.policies import POLICIES
+from infinigen_jax import policies
 
 PAGE = ROOT / "docs" / "policies.md"
 BLOCK = re.compile(r"^```python\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+POLICY, TEST = "infinigen_jax/policies/key_norm.py", "tests/test_key_norm.py"
+BLOCKS = dict(BLOCK.findall(PAGE.read_text()))
+TESTS = re.findall(r"^def (test_\w+)", BLOCKS[TEST], re.MULTILINE)
 
 
-def test_one_file_and_one_test_add_a_policy(tmp_path):
-    blocks = dict(BLOCK.findall(PAGE.read_text()))
-    assert list(blocks) == ["infinigen_jax/policies/key_norm.py", "tests/test_key_norm.py"]
-    # The package as it is, file by file: only the folder of the policies gets a file more.
-    for file in (ROOT / "infinigen_jax").iterdir():
-        copy = tmp_path / "infinigen_jax" / file.name
-        copy.parent.mkdir(exist_ok=True)
-        if file.name != "policies":
-            copy.symlink_to(file)
-    for folder, names in {
-        "infinigen_jax/policies": "*.py",
-        "tests": "[crt]*.py",  # conftest, runtime, tiny
-        ".": "pyproject.toml",
-    }.items():
-        (tmp_path / folder).mkdir(exist_ok=True)
-        for file in (ROOT / folder).glob(names):
-            if not file.name.startswith("test_"):
-                (tmp_path / folder / file.name).write_text(file.read_text())
-    for name, code in blocks.items():
-        (tmp_path / name).write_text(code)
-    process = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *sorted(blocks)[1:]],
-        cwd=tmp_path,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert "4 passed" in process.stdout
+@pytest.fixture(scope="module")
+def example(tmp_path_factory) -> Iterator[ModuleType]:
+    """The page's test, while its policy is one more file of the policies."""
+    folder: Path = tmp_path_factory.mktemp("page")
+    for name, code in BLOCKS.items():
+        (folder / Path(name).name).write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policies, "__path__", [*policies.__path__, str(folder)])
+        for name, kind in policies._found().items():
+            patch.setitem(policies.POLICIES, name, kind)
+        spec = importlib.util.spec_from_file_location("test_key_norm", folder / "test_key_norm.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+    del sys.modules["infinigen_jax.policies.key_norm"]
+    delattr(policies, "key_norm")
 
 
 def test_the_page_lists_every_policy():
     rows = re.findall(r"^\| `([a-z0-9-]+)` \|", PAGE.read_text(), re.MULTILINE)
-    assert sorted(rows) == sorted(POLICIES)
+    assert sorted(rows) == sorted(policies._found())
+
+
+def test_it_is_one_file_and_one_test():
+    assert list(BLOCKS) == [POLICY, TEST] and len(TESTS) == 4
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_one_file_adds_a_policy(example, command, name):
+    test = getattr(example, name)
+    test(**({"command": command} if "command" in inspect.signature(test).parameters else {}))
