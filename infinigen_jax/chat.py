@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.output import checked_output
+from infinigen_jax.saved import check_replaceable
+from infinigen_jax.text import checked_text
 
 if TYPE_CHECKING:
     from infinigen_jax.conversation import Conversation
@@ -60,7 +62,11 @@ def check_chat_options(arguments: argparse.Namespace) -> None:
     for name in ("system", "context"):
         if arguments.resume is not None and getattr(arguments, name) is not None:
             raise InputError(f"--{name}: a resumed conversation has one; leave it out")
-    checked_output("--save", arguments.save)
+    if arguments.system is not None:
+        checked_text("--system", arguments.system)
+    saved = checked_output("--save", arguments.save)
+    if saved is not None:
+        check_replaceable(saved)
 
 
 def chat(
@@ -244,7 +250,8 @@ def _read_template(name: str) -> str:
 
 def _lines(turns: list[str]) -> Iterator[str]:
     """The turns to answer. Ctrl-C while one is waited for ends them, as the end of stdin does."""
-    yield from turns
+    for text in turns:
+        yield checked_text("--prompt", text)
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("> ")
@@ -258,7 +265,7 @@ def _lines(turns: list[str]) -> Iterator[str]:
         if not line:
             return
         if line.strip():
-            yield line.rstrip("\r\n")
+            yield checked_text("stdin", line.rstrip("\r\n"))
 
 
 @contextlib.contextmanager

@@ -81,8 +81,8 @@ class Conversation:
             max_new_tokens: fewer where the context ends.
 
         Raises:
-            InputError: if the context has no room for the prompt and a token; the conversation
-                stays as it was.
+            InputError: if the context has no room for the prompt and a token, or memory has none
+                for the context; the conversation stays as it was.
         """
         from infinigen_jax.engine import Step
 
@@ -98,10 +98,16 @@ class Conversation:
                 f"{len(new)} more leave no room for an answer; start one with more context"
             )
         begun, self._begun = self._begun, None  # its arrays are donated
-        self.tokens += new
         room = min(room, max_new_tokens)
-        settings = (self.engine, [self.tokens[:]], room, self.sampling)
-        run = self.run = Run(*settings, begun=begun, capacity=self.capacity)
+        settings = (self.engine, [self.tokens + new], room, self.sampling)
+        try:
+            run = Run(*settings, begun=begun, capacity=self.capacity)
+        except InputError:
+            if begun.cache is None:  # too little memory, say: nothing was donated
+                self._begun = begun
+            raise
+        self.run = run
+        self.tokens += new
         try:
             for tokens in run.tokens(ignore_eos=ignore_eos):
                 self.tokens += run.new_tokens[0][-1:]

@@ -28,6 +28,7 @@ from infinigen_jax.run import Run
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.stats import Stats
 from infinigen_jax.steps import SCHEDULES
+from infinigen_jax.text import checked_text
 from infinigen_jax.transfer import make_transfer
 from infinigen_jax.weights import check_weights, placement
 
@@ -189,8 +190,7 @@ class Engine:
         if isinstance(prompt, str):
             if not prompt:
                 raise InputError("--prompt: the prompt is empty; give at least one character")
-            if any("\ud800" <= c <= "\udfff" for c in prompt):
-                raise InputError("--prompt: not UTF-8 text; convert it first")
+            checked_text("--prompt", prompt)
             if self.model.tokenizer is None:
                 raise InputError("this model has no tokenizer; give prompts as token numbers")
             prompt = self.model.tokenizer.encode(prompt, add_special_tokens=first, verbose=False)
@@ -280,6 +280,8 @@ class Engine:
             InputError: as for `encode`, or if some are text and others are not.
         """
         whole = []
+        if isinstance(prefix, str):
+            checked_text("--prefix", prefix)
         for prompt in prompts:
             if not len(prefix):
                 whole.append(self.encode(prompt))

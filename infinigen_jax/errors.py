@@ -40,6 +40,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     Returns 0 on success, 2 after bad input (one line on stderr) and 130 after Ctrl-C. A broken
     stdout pipe (`... | head`) ends quietly with 141, as it does for other Unix programs.
     """
+    open_missing_streams()
     try:
         return command() or 0
     except InputError as error:
@@ -65,3 +66,13 @@ def run_command(command: Callable[[], int | None]) -> int:
             message = f"{message}: {OUT_OF_MEMORY}"
     print(f"error: {message}", file=sys.stderr)
     return 2
+
+
+def open_missing_streams() -> None:
+    """Streams that the caller has closed: nothing is read there, and what is printed is lost.
+
+    No file that is opened later gets their number then, and with it what libraries print.
+    """
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))

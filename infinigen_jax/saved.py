@@ -30,6 +30,16 @@ _WRONG = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, Va
 Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
 
+def check_replaceable(path: Path) -> None:
+    """Refuse a device or a pipe, whose place a saved conversation would take.
+
+    Raises:
+        InputError: naming --save.
+    """
+    if path.exists() and not path.is_file():
+        raise InputError(f"--save {path}: it is not a file; give a name for one")
+
+
 def write_saved(
     path: Path,
     record: dict[str, Any],
@@ -45,6 +55,7 @@ def write_saved(
     Raises:
         InputError: if it cannot be written.
     """
+    check_replaceable(path)
     text = json.dumps({"kind": KIND, "version": VERSION} | record).encode()
     text += b" " * (-len(text) % 64)  # keeps the arrays aligned
     whole = {"record": (BYTES, (len(text),)), **layout, "checksum": (BYTES, (CHECKSUM_BYTES,))}

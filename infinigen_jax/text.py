@@ -11,6 +11,17 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are not, or not yet, a character
 
 
+def checked_text(where: str, text: str) -> str:
+    """Text of UTF-8; what was not, in an argument or on stdin, comes as lone surrogates.
+
+    Raises:
+        InputError: beginning with `where`.
+    """
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise InputError(f"{where}: not UTF-8 text; convert it first")
+    return text
+
+
 class TextStream:
     """Turns a sequence of token ids into text, piece by piece, with a transformers tokenizer.
 

@@ -109,6 +109,9 @@ def test_a_full_context(talk, tmp_path):
     assert status == 2 and "Traceback" not in err
     assert err.splitlines()[-1].startswith("error: --context 16: the conversation has 1")
     assert f"tokens saved to {saved}" in err and saved.is_file() and out
+    os.mkfifo(tmp_path / "pipe")
+    status, out, err = talk("The king said\n", "--save", tmp_path / "pipe")
+    assert (status, out) == (2, "") and f"--save {tmp_path / 'pipe'}: it is not a file" in err
 
 
 @pytest.mark.parametrize(
@@ -121,6 +124,8 @@ def test_a_full_context(talk, tmp_path):
         (("--context", "9"), "--context: only with --chat"),
         (("--chat", "--resume", "x", "--context", "9"), "--context: a resumed conversation"),
         (("--chat", "--save", "/missing/x"), "--save /missing/x: cannot be written"),
+        (("--chat", "--system", "\udcff"), "--system: not UTF-8 text"),
+        (("--chat", "--chat-template", "plain", "--prompt", "\udcff"), "--prompt: not UTF-8 text"),
         (("--chat", "--chat-template", "/missing"), "--chat-template /missing: No such file"),
         (("--chat", "--resume", "/missing"), "--resume /missing: no such file"),
         (("--chat", "--context", "99999"), "--context 99999: give 2 to 1024"),
@@ -132,6 +137,15 @@ def test_what_is_refused(arguments, wanted, command, monkeypatch):
     status, out, err = command(generate.main, *arguments)
     assert (status, out) == (2, "") and err.count("\n") == 1
     assert err.startswith("error: ") and wanted in err
+
+
+def test_a_line_that_is_not_utf8_comes_too_late_to_lose_anything(talk, tmp_path):
+    """As in the C locale, where what is not UTF-8 becomes lone surrogates."""
+    saved = tmp_path / "saved"
+    lines = "The king said\n\udcff\n"
+    status, out, err = talk(lines, "--chat-template", "plain", "--context", 64, "--save", saved)
+    assert status == 2 and out and saved.is_file()
+    assert err.splitlines()[-1] == "error: stdin: not UTF-8 text; convert it first"
 
 
 def test_a_template_that_refuses(engine, tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from runtime import ALL, SPARSE, engine, random_model, tokens_of
+from tiny import only
 
+from infinigen_jax import run
 from infinigen_jax.checkpoint import embedded, load
 from infinigen_jax.compilations import compilations
 from infinigen_jax.conversation import Conversation
@@ -236,9 +239,26 @@ def test_what_cannot_be_begun_saved_or_resumed(tmp_path, saved):
     steps.close()
     with pytest.raises(InputError, match="No such file|nothing was written"):
         conversation.save(tmp_path / "missing" / "talk")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe: it is not a file"):
+        conversation.save(tmp_path / "pipe")
     with pytest.raises(InputError, match="no such file"):
         made.resume(tmp_path / "none")
     (tmp_path / "other").write_bytes((embedded() / "model.safetensors").read_bytes())
     with pytest.raises(InputError, match="not a saved conversation"):
         made.resume(tmp_path / "other")
-    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    assert only(tmp_path) == ["other", "pipe"]
+
+
+def test_a_first_turn_that_memory_has_no_room_for_can_be_tried_again(monkeypatch):
+    conversation = engine("gqa").conversation(context=CONTEXT)
+
+    def refuse(*arguments: Any) -> None:
+        raise InputError("too little memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "check_memory", refuse)
+        with pytest.raises(InputError, match="too little memory"):
+            say(conversation, TURNS[1], 2)
+    assert conversation.tokens == [] and conversation.run is None
+    assert len(say(conversation, TURNS[1], 2)) == 2

@@ -9,7 +9,7 @@ import pytest
 from tiny import ROOT, only
 
 from infinigen_jax.checkpoint import embedded
-from infinigen_jax.errors import OUT_OF_MEMORY, run_command
+from infinigen_jax.errors import OUT_OF_MEMORY, InputError, run_command
 
 
 def python(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -79,3 +79,19 @@ def test_every_kind_of_out_of_memory(error, capsys):
     assert OUT_OF_MEMORY in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="a bug"):
         run_command(lambda: (_ for _ in ()).throw(RuntimeError("a bug")))
+
+
+def test_streams_that_the_caller_closed(monkeypatch):
+    """Nothing is read there, what is printed is lost, and the exit status is what it is."""
+    names = ("stdin", "stdout", "stderr")
+    for name in names:
+        monkeypatch.setattr(sys, name, None)
+
+    def command() -> None:
+        assert sys.stdin.readline() == ""
+        print("lost")
+        raise InputError("lost, too")
+
+    assert run_command(command) == 2
+    for name in names:
+        getattr(sys, name).close()

@@ -278,6 +278,7 @@ def test_prompts(refused, tmp_path):
     refused("--prompt-file", binary)
     # What the shell passes when an argument is not UTF-8.
     refused("--prompt", os.fsdecode(b"caf\xe9"))
+    assert "--prefix: not UTF-8" in refused("--prompt", "A", "--prefix", os.fsdecode(b"caf\xe9"))
 
 
 def test_prompts_longer_than_the_model(refused):
