@@ -103,8 +103,10 @@ class IndexFormat:
         padding = self.code_words * size - self.columns
         by_word = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, padding)))
         by_word = by_word.reshape(*query.shape[:3], self.code_words, size)
-        sums = lax.platform_dependent(by_word, index, cpu=self._looped, default=self._reduced)
-        return sums * step[:, :, None] + low[:, :, None] * jnp.sum(query, axis=-1, keepdims=True)
+        start = low[:, :, None] * jnp.sum(query, axis=-1, keepdims=True)
+        return lax.platform_dependent(
+            by_word, index, step[:, :, None], start, cpu=self._looped, default=self._reduced
+        )
 
     def log_rest(
         self,
@@ -152,7 +154,11 @@ class IndexFormat:
         return sum(terms[1:], terms[0])
 
     def _looped(
-        self, query: Float[Array, "b k g w c"], index: UInt32[Array, "b k e t"]
+        self,
+        query: Float[Array, "b k g w c"],
+        index: UInt32[Array, "b k e t"],
+        step: Float[Array, "b k 1 t"],
+        start: Float[Array, "b k g t"],
     ) -> Float[Array, "b k g t"]:
         """For the CPU: a few words of every token at a time, in one pass over [t].
 
@@ -161,23 +167,27 @@ class IndexFormat:
         """
         at_once = max(n for n in range(1, WORDS_AT_ONCE + 1) if self.code_words % n == 0)
 
-        def add(i: Array, sums: Array) -> Array:
+        def add(i: Array, scores: Array) -> Array:
+            sums = jnp.float32(0.0)
             for word in range(at_once):
                 place = i * at_once + word
                 codes = lax.dynamic_index_in_dim(index, place, axis=2)
                 part = lax.dynamic_index_in_dim(query, place, axis=3, keepdims=False)
                 sums = sums + self._products(part, codes)
-            return sums
+            return scores + step * sums
 
-        sums = jnp.zeros((*query.shape[:3], index.shape[3]), jnp.float32)
-        return lax.fori_loop(jnp.int32(0), jnp.int32(self.code_words // at_once), add, sums)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(self.code_words // at_once), add, start)
 
     def _reduced(
-        self, query: Float[Array, "b k g w c"], index: UInt32[Array, "b k e t"]
+        self,
+        query: Float[Array, "b k g w c"],
+        index: UInt32[Array, "b k e t"],
+        step: Float[Array, "b k 1 t"],
+        start: Float[Array, "b k g t"],
     ) -> Float[Array, "b k g t"]:
         """For a GPU without our kernels: one launch; a barrier keeps the scores' uses apart."""
         sums = jnp.sum(self._products(query, index[:, :, None, :-1]), axis=3)
-        return lax.optimization_barrier(sums)
+        return lax.optimization_barrier(sums) * step + start
 
 
 def write_entries(

@@ -120,12 +120,9 @@ def select(
     passing = group_margin(scores) > -alpha
     count = combine_counts(_entries(passing), cap[:, None], mode)
     rank = group_rank(scores)
-    wanted, there = rank, None
-    if mode == "head":
-        wanted, there = jnp.where(passing, rank, -jnp.inf), passing
-    else:  # the mean may be above a head's own count: the rest comes in order of rank
+    if mode != "head":  # the mean may be above a head's own count: the rest comes in order of rank
         count = jnp.minimum(count, jnp.sum(eligible, axis=-1, dtype=jnp.int32))
-    slots, chosen = top_choice(wanted, count, size, there)
+    slots, chosen = top_choice(rank, count, size, passing if mode == "head" else None)
     return Request(slots, count, rank, chosen=chosen)
 
 
@@ -151,9 +148,8 @@ def top_choice(
     """`top_slots`, and all of them marked, which costs something only where the marks are used.
 
     Args:
-        there: which ranks are above -inf, if it is known.
+        there: which ranks count, all of them above -inf; None for all that are.
     """
-    rank = jnp.where(rank == 0, jnp.float32(0.0), rank)  # `lax.top_k` puts -0.0 behind 0.0
     there = rank > -jnp.inf if there is None else there
 
     def by_threshold(rank: Array, count: Array, there: Array) -> tuple[Array, Array]:
@@ -161,6 +157,8 @@ def top_choice(
         return compact(chosen, size), chosen
 
     def by_sorting(rank: Array, count: Array, there: Array) -> tuple[Array, Array]:
+        rank = jnp.where(there, rank, -jnp.inf)
+        rank = jnp.where(rank == 0, jnp.float32(0.0), rank)  # `lax.top_k` puts -0.0 behind 0.0
         slots = lax.top_k(rank, size)[1]
         meant = Request(slots, count).valid
         return slots, put(jnp.zeros_like(there), jnp.where(meant, slots, there.shape[2]), True)
@@ -183,14 +181,14 @@ def top_mask(
     where halving alone takes 19.
 
     Args:
-        there: which ranks are above -inf, if it is known.
+        there: which ranks count, all of them above -inf; None for all that are.
     """
     finite = rank > -jnp.inf if there is None else there
     above = _entries(finite)
     return lax.cond(
         jnp.all(above == count),
         lambda: finite,
-        lambda: _searched(rank, count, finite, above),
+        lambda: _searched(jnp.where(finite, rank, -jnp.inf), count, finite, above),
     )
 
 

@@ -62,7 +62,9 @@ def test_both_ways_of_scoring_agree(name):
     form = IndexFormat(name, 24)
     entries, query = encode(form, random_keys(r=24)), random_query(r=24)
     by_word = query.reshape(2, 2, 3, form.code_words, -1)
-    looped, reduced = (jax.jit(way)(by_word, entries) for way in (form._looped, form._reduced))
+    step, start = (jnp.asarray(random_keys(r=heads)) for heads in (1, 3))
+    ways = (form._looped, form._reduced)
+    looped, reduced = (jax.jit(way)(by_word, entries, step, start) for way in ways)
     np.testing.assert_allclose(looped, reduced, rtol=1e-5, atol=1e-3)
 
 
