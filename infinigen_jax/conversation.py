@@ -23,6 +23,8 @@ import numpy as np
 from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
 from infinigen_jax.manifest import read_manifest
+from infinigen_jax.planning import check_memory, plan_memory
+from infinigen_jax.prefill import chunk_for
 from infinigen_jax.prompt_reader import Begun, round_up_capacity
 from infinigen_jax.run import Run
 from infinigen_jax.sampling import Sampling
@@ -147,7 +149,8 @@ class Conversation:
         """Go on with a conversation that was saved.
 
         Raises:
-            InputError: if the file is damaged, or of another model or other settings.
+            InputError: if the file is damaged, or of another model or other settings, or if there
+                is too little memory for what it has room for.
         """
         check_engine(engine)
         file = SavedFile(Path(path))
@@ -169,9 +172,17 @@ class Conversation:
                 {str(name): str(text) for name, text in message.items()}
                 for message in record["messages"]
             ]
+        conversation._check_memory(cached)
         cache = restore(engine.decoder, conversation.capacity, cached, file)
         conversation._begun = Begun(cache, [cached], drawn)
         return conversation
+
+    def _check_memory(self, cached: int) -> None:
+        """Refuse what would not fit, as a run does that begins with an empty cache."""
+        decoder, capacity = self.engine.decoder, self.capacity
+        chunk = chunk_for(decoder, 1, self.context - cached or 1, self.engine.prefill_chunk)
+        plan = plan_memory(decoder, 1, min(chunk, capacity), capacity)
+        check_memory(plan, self.engine.mesh.devices.flat[0])
 
     def _keep(self, run: Run, drawn: int) -> None:
         """Go on from where a run has come to."""

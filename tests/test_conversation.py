@@ -12,7 +12,8 @@ import pytest
 from runtime import ALL, SPARSE, engine, random_model, tokens_of
 from tiny import only
 
-from infinigen_jax import run
+from infinigen_jax import conversation as conversation_module
+from infinigen_jax import planning, run
 from infinigen_jax.checkpoint import embedded, load
 from infinigen_jax.compilations import compilations
 from infinigen_jax.conversation import Conversation
@@ -220,6 +221,23 @@ def test_settings_that_change_no_result_may_differ(saved):
     made = engine("gqa", schedule="layerwise", hot_set=2.0)
     here, there = engine("gqa").resume(saved), made.resume(saved)
     assert say(there, TURNS[2], 8) == say(here, TURNS[2], 8)
+
+
+def test_what_does_not_fit_is_not_resumed(saved, monkeypatch):
+    """By the same reckoning as a first turn, before anything is allocated."""
+
+    def allocate(*arguments: Any) -> None:
+        raise AssertionError("allocated")
+
+    made = engine("gqa")
+    monkeypatch.setattr(conversation_module, "restore", allocate)
+    monkeypatch.setattr(planning, "available_host_bytes", lambda: 1 << 20)
+    with pytest.raises(InputError) as refused:
+        made.resume(saved)
+    with pytest.raises(InputError) as first:
+        say(made.conversation(context=CONTEXT), TURNS[0], 3)
+    for message in (str(refused.value), str(first.value)):
+        assert "1.0 MiB are available: lower the" in message and "\n" not in message
 
 
 def test_what_cannot_be_begun_saved_or_resumed(tmp_path, saved):
