@@ -23,6 +23,7 @@ from infinigen_jax.cache import Cache
 from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement, allocate_host
+from infinigen_jax.models import ModelConfig
 
 UNIT = 128  # slots of a sequence's own come in multiples of it
 
@@ -54,6 +55,15 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
     """How many tokens all prompts begin with, short of the whole of one."""
     least = min(map(len, prompts)) - 1
     return next((i for i in range(least) if len({p[i] for p in prompts}) > 1), least)
+
+
+def may_share(config: ModelConfig, longest: int) -> bool:
+    """Whether a prefix has the same keys in prompts of any length up to the longest.
+
+    Not with a base of rotary positions that grows with the prompt.
+    """
+    rope = config.rope
+    return rope is None or rope.kind != "dynamic" or longest <= rope.original_positions
 
 
 def plan_sharing(decoder: Decoder, prefix: int, tokens: int, batch: int) -> Sharing:

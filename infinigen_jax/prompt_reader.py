@@ -15,7 +15,7 @@ from infinigen_jax.host_attention import STREAM_BLOCK
 from infinigen_jax.memory import Placement
 from infinigen_jax.planning import MemoryPlan, plan_memory
 from infinigen_jax.prefill import Notify, chunk_for, extend, prefill
-from infinigen_jax.prefix import common_prefix, plan_sharing, spread
+from infinigen_jax.prefix import common_prefix, may_share, plan_sharing, spread
 
 if TYPE_CHECKING:
     from infinigen_jax.engine import Engine
@@ -71,6 +71,7 @@ class PromptReader:
         self._dispatcher = dispatcher
         self._prompts = prompts
         self._sharing = None
+        share = share and may_share(engine.model.config, max(map(len, prompts)))
         if share and (prefix := common_prefix(prompts)):
             self._sharing = plan_sharing(self.decoder, prefix, tokens, rows)
             capacity = self._sharing.capacity

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import ALL, NEW, SPARSE, engine, random_model, tokens_of
+from runtime import ALL, NEW, SPARSE, engine, first_layers, random_model, tokens_of
 
 from infinigen_jax import generate
 from infinigen_jax.checkpoint import embedded
@@ -60,6 +60,22 @@ def test_prompts_that_are_admitted_later():
     run = shared(made, batch=2, sampling=sampling)
     assert run.new_tokens == tokens_of(made, WHOLE, sampling=sampling, ignore_eos=True)
     assert run.tokens_read == len(PREFIX) + sum(map(len, ENDS))
+
+
+def test_where_keys_depend_on_the_prompt_s_length_nothing_is_shared():
+    """The base of dynamic frequencies grows with the whole prompt."""
+    model = first_layers("gqa")
+    assert model.config.rope is not None
+    rope = dataclasses.replace(model.config.rope, kind="dynamic", factor=4.0)
+    for original, read in ((160, sum(map(len, WHOLE))), (256, len(PREFIX) + sum(map(len, ENDS)))):
+        stretched = dataclasses.replace(rope, original_positions=original)
+        config = dataclasses.replace(model.config, rope=stretched)
+        made = Engine(
+            dataclasses.replace(model, config=config), policy=Full(window=4), dense_layers=0
+        )
+        run = shared(made)
+        assert run.tokens_read == read
+        assert run.new_tokens == tokens_of(made, WHOLE, ignore_eos=True)
 
 
 def test_small_rows_are_what_they_are_in_chunks():
