@@ -1,6 +1,7 @@
 """The settings that a plan recommends, and what it says of those that were asked for."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 from infinigen_jax.forecast import Forecast, Planner, Settings
@@ -9,6 +10,7 @@ from infinigen_jax.rows import row_format
 
 BUDGETS = (0.1, 0.05, 0.03, 0.02)  # tried, from the first, until copying no longer takes longest
 SMALLER_ROWS = ("int8", "int4")
+SMALLER_CHUNKS = (1024, 512, 256)  # tried in turn where a prompt takes too much while it is read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +56,20 @@ def fits(planner: Planner, batch: int, context: int) -> bool:
     asked, layers = planner.asked, planner.config.num_layers
     dense = {asked.dense_layers} if planner.arguments.dense_layers is not None else {0, layers}
     hot = 0.0 if planner.arguments.hot_set is None else asked.hot_set
-    leanest = (Settings(number, hot, smallest, asked.budget) for number in sorted(dense))
+    *_, chunk = chunk_choices(planner)
+    leanest = (Settings(n, hot, smallest, asked.budget, chunk) for n in sorted(dense))
     return any(planner.forecast(settings, batch, context).fits for settings in leanest)
 
 
 def best_settings(planner: Planner, batch: int, context: int) -> Forecast | None:
-    """The fastest forecast that fits; rows are made smaller only if nothing does otherwise."""
-    for rows in row_choices(planner):
+    """The fastest forecast that fits; chunks and rows are made smaller only if nothing does else.
+
+    Chunks first: they cost time before the first token, rows precision.
+    """
+    smaller = itertools.product(row_choices(planner), chunk_choices(planner))
+    for rows, chunk in smaller:
         forecasts = (
-            planner.forecast(settings, batch, context) for settings in choices(planner, rows)
+            planner.forecast(settings, batch, context) for settings in choices(planner, rows, chunk)
         )
         fitting = [forecast for forecast in forecasts if forecast.fits]
         if fitting:
@@ -80,6 +87,13 @@ def row_choices(planner: Planner) -> Iterator[str]:
                 yield name
 
 
+def chunk_choices(planner: Planner) -> Iterator[int | None]:
+    """Lengths of chunks, the asked one first; shorter ones if none was asked for."""
+    yield planner.asked.prefill_chunk
+    if planner.asked.prefill_chunk is None:
+        yield from SMALLER_CHUNKS
+
+
 def _has_groups(planner: Planner, name: str) -> bool:
     try:
         row_format(name, "float32", planner.config.head_dim)
@@ -88,7 +102,7 @@ def _has_groups(planner: Planner, name: str) -> bool:
     return True
 
 
-def choices(planner: Planner, rows: str) -> Iterator[Settings]:
+def choices(planner: Planner, rows: str, chunk: int | None) -> Iterator[Settings]:
     """Where the cache may be kept; what was given as an option stays."""
     asked, layers = planner.asked, planner.config.num_layers
     given = planner.arguments
@@ -99,7 +113,7 @@ def choices(planner: Planner, rows: str) -> Iterator[Settings]:
     for number in sorted(dense):
         for size in sorted(hot):
             if number < layers or size == min(hot):
-                yield Settings(number, size, rows, asked.budget)
+                yield Settings(number, size, rows, asked.budget, chunk)
 
 
 def narrowed(planner: Planner, best: Forecast, batch: int, context: int) -> Forecast:
@@ -144,6 +158,8 @@ def verdict(advice: Advice) -> list[str]:
     options += f" --rows {best.settings.rows}"
     if best.settings.budget is not None:
         options += f" --budget {best.settings.budget:g}"
+    if best.settings.prefill_chunk is not None:
+        options += f" --prefill-chunk {best.settings.prefill_chunk}"
     peak = f"{format_bytes(best.device)} on the device"
     if best.settings == asked.settings:
         lines.append(f"recommended: as it is, {options}")

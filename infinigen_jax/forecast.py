@@ -26,6 +26,7 @@ from infinigen_jax.prompt_reader import round_up_capacity
 from infinigen_jax.safetensors_io import SafetensorsFile
 from infinigen_jax.traffic import Traffic, planned_traffic
 from infinigen_jax.transfer.cuda import CudaTransfer
+from infinigen_jax.transfer.xla import XlaTransfer
 from infinigen_jax.weights import in_host_memory
 from infinigen_jax.workspace import decode_bytes, prefill_bytes
 
@@ -60,6 +61,7 @@ class Settings:
     hot_set: float
     rows: str
     budget: float | None
+    prefill_chunk: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Forecast:
         weights_on_host: of the model in host memory.
         bases: what conversion found and loading keeps.
         speculation: the policy's, made of both.
+        chunk: tokens of a prompt that are read at a time.
         prefill, decode: temporaries; the plan's workspace is the larger.
         seconds: of a decode step, a token of every sequence; what bandwidths allow at best.
     """
@@ -80,6 +83,7 @@ class Forecast:
     weights_on_host: int
     bases: int
     speculation: int
+    chunk: int
     prefill: int
     decode: int
     plan: MemoryPlan
@@ -140,7 +144,6 @@ class Planner:
         machine: Machine,
     ):
         self.config, self.machine, self.arguments = config, machine, arguments
-        self._chunk = chunk_option(arguments.prefill_chunk)
         self._shapes = model_shapes(config, jnp.dtype(dtype), conversion.skew, conversion.corrected)
         make = functools.partial(self._engine, jnp.dtype(dtype), conversion, policy)
         asked, _ = make({})
@@ -149,7 +152,11 @@ class Planner:
         reuses = machine.separate and policy.reuses and arguments.hot_set is None
         budget = getattr(policy, "budget", None)
         self.asked = Settings(
-            asked.dense_layers, 2.0 if reuses else asked.hot_set, asked.rows, budget
+            asked.dense_layers,
+            2.0 if reuses else asked.hot_set,
+            asked.rows,
+            budget,
+            chunk_option(arguments.prefill_chunk),
         )
 
     def _engine(
@@ -180,8 +187,9 @@ class Planner:
 
         weights = jax.eval_shape(build, self._shapes)
         decoder = made[0]
-        if self.machine.separate and self.arguments.transfer != "xla":
-            decoder = dataclasses.replace(decoder, transfer=CudaTransfer())
+        if self.machine.separate:
+            transfer = XlaTransfer() if self.arguments.transfer == "xla" else CudaTransfer()
+            decoder = dataclasses.replace(decoder, transfer=transfer)
         return decoder, weights
 
     def forecast(self, settings: Settings, batch: int, context: int) -> Forecast:
@@ -200,7 +208,7 @@ class Planner:
         policy_weights = tuple(part for layer, part in pairs if layer in decoder.on_host)
         weights = Weights(self._weights.params, policy_weights)
         capacity = round_up_capacity(max(context, decoder.policy.window))
-        chunk = min(chunk_for(decoder, batch, context, self._chunk), capacity)
+        chunk = min(chunk_for(decoder, batch, context, settings.prefill_chunk), capacity)
         slots = decoder.host_slots(context, capacity)
         plan = plan_memory(decoder, batch, chunk, capacity, slots)
         traffic = planned_traffic(decoder, weights, plan, batch, context, capacity, slots)
@@ -215,7 +223,8 @@ class Planner:
             weights_on_host=brought,
             bases=tree_bytes(kept),
             speculation=tree_bytes(weights.policy),
-            prefill=prefill_bytes(decoder, batch, chunk),
+            chunk=chunk,
+            prefill=prefill_bytes(decoder, batch, chunk, capacity),
             decode=decode_bytes(decoder, batch, slots),
             plan=plan,
             traffic=traffic,

@@ -155,7 +155,7 @@ def table(forecast: "Forecast") -> list[str]:
         size("sinks and window", plan.resident),
         size("hot set", plan.hot),
         size("directories of a pool", plan.pool),
-        size("workspace of a prompt", forecast.prefill),
+        size("workspace of a prompt", forecast.prefill, f"read by {forecast.chunk} tokens"),
         size("workspace of a step", forecast.decode, "not at the same time"),
         size("at the peak", forecast.device, room(machine.device_memory, forecast.device)),
         "on the host",

@@ -87,7 +87,9 @@ def plan_memory(
         resident=decoder.host_layers * decoder.slots.size * row + selecting * sums,
         hot=hot,
         pool=pool,
-        workspace=max(prefill_bytes(decoder, batch, chunk), decode_bytes(decoder, batch, slots)),
+        workspace=max(
+            prefill_bytes(decoder, batch, chunk, capacity), decode_bytes(decoder, batch, slots)
+        ),
     )
 
 

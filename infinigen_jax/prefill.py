@@ -124,9 +124,9 @@ def extend(
     return _read(decoder, weights, cache, tokens, counts, sampling, seed, step, chunk, notify, look)
 
 
-def longest_chunk(batch: int) -> int:
+def longest_chunk(decoder: Decoder, batch: int) -> int:
     """Most tokens of each sequence in a chunk, unless the user says."""
-    if jax.default_backend() == "cpu":
+    if decoder.transfer.in_place:
         return CHUNK
     return max(CHUNK, LONG_CHUNK // max(1, batch // 2))
 
@@ -142,7 +142,7 @@ def chunk_for(decoder: Decoder, batch: int, tokens: int, most: int | None) -> in
     """The length of chunks of `batch` sequences, the longest of so many tokens."""
     if decoder.pool is not None:
         most = tokens + 2 * CHUNK_UNIT
-    return chunk_length(tokens, most or longest_chunk(batch))
+    return chunk_length(tokens, most or longest_chunk(decoder, batch))
 
 
 def empty_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = None) -> Cache:
