@@ -130,6 +130,22 @@ def test_weights_in_host_memory(folder):
     assert there.seconds > there.weights_on_host / machine.copy_bandwidth
 
 
+def test_a_prompt_that_takes_too_much_is_read_in_shorter_chunks(folder):
+    """Before rows lose precision; and the workspace of its layers shrinks by it."""
+    options = ("--dense-layers=0", "--hot-set=2")
+    roomy = planner(folder, Machine(80 * GIB, 256 * GIB, 2e12, 5e10), *options)
+    whole = roomy.forecast(roomy.asked, 4, 65536)
+    assert whole.prefill > whole.decode and whole.settings.prefill_chunk is None
+    roomy.machine = Machine(whole.device - whole.prefill // 3, 256 * GIB, 2e12, 5e10)
+    found = advice.advise(roomy, 4, 65536)
+    best = found.best
+    assert not found.asked.fits and best is not None and best.settings.rows == "auto"
+    assert best.settings.prefill_chunk in advice.SMALLER_CHUNKS and best.chunk < whole.chunk
+    assert f"--prefill-chunk {best.settings.prefill_chunk}" in advice.verdict(found)[-1]
+    given = planner(folder, roomy.machine, *options, "--prefill-chunk=2048")
+    assert list(advice.chunk_choices(given)) == [2048]
+
+
 def test_a_small_host_takes_small_rows(folder):
     machine = Machine(80 * GIB, 9 * GIB, 2e12, 5e10)
     best = advice.best_settings(planner(folder, machine, "--dense-layers=2"), 8, 16384)
