@@ -5,6 +5,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,24 @@ jaxtyping.install_import_hook("infinigen_jax", "beartype.beartype")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays, and no later collection looks at it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_collections() -> Iterator[None]:
+    """Evaluations collect garbage between engines, whose arrays are large; not those of tests.
+
+    Among all that torch and compiled programs keep it took a fifth of an evaluation's time.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        nothing = types.SimpleNamespace(collect=lambda: 0)
+        patch.setattr("infinigen_jax.evaluation.session.gc", nothing)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
