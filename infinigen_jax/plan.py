@@ -167,7 +167,7 @@ def table(forecast: "Forecast") -> list[str]:
         f"  at {machine.memory_bandwidth / 1e9:.1f} GB/s",
         f"  {'rows from the host':<26}{format_bytes(traffic.link):>12}"
         f"  at {machine.copy_bandwidth / 1e9:.1f} GB/s",
-        f"  {'expected':<26}{rate:>9.2f} ms",
+        f"  {'at least':<26}{rate:>9.2f} ms  without the time of computing",
     ]
 
 

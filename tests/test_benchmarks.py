@@ -17,12 +17,14 @@ from benchmarks import (
     prompts,
     report,
     shapes,
+    step_times,
 )
 from benchmarks.physics import Memory, resident_traffic
 from benchmarks.systems import MARGIN, settings
 from benchmarks.waves import Bench, needs_of, waves_of
 from infinigen_jax import bandwidths
 from infinigen_jax.engine import Engine
+from infinigen_jax.forecast import Machine
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import InfiniGen
 
@@ -333,6 +335,19 @@ def test_memory_against_its_plan():
     assert record["measured"]["total"] > record["measured"]["weights"] > 0
     assert record["ratio"] == record["planned"]["total"] / record["measured"]["total"]
     assert "planned/measured" in memory.line(record)
+
+
+def test_step_times_against_a_plan():
+    """The floor is the plan's for the machine that is given."""
+    case = step_times.Case("toy", "toy", 60)
+    slow, fast = (Machine(None, 1 << 34, rate, rate) for rate in (1e8, 1e9))
+    records = [step_times.measure(case, machine) for machine in (slow, fast)]
+    expected = [record["expected_seconds"] for record in records]
+    assert expected[0] == pytest.approx(10 * expected[1])
+    assert all(record["measured_seconds"] > 0 for record in records)
+    ratio = expected[1] / records[1]["measured_seconds"]
+    assert records[1]["expected_over_measured"] == pytest.approx(ratio)
+    assert f"expected/measured {ratio:.2f}" in step_times.line(records[1])
 
 
 def test_machine_measures_memory():
