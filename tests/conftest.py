@@ -26,8 +26,11 @@ FASTER = {
 }
 with open(Path(jaxlib.__file__).parent / "libjax_common.so", "rb") as library:
     with mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ) as code:
+        # Names as strings of their own: those of former flags are kept as parts of one.
         flags = [
-            f"--{name}={value}" for name, value in FASTER.items() if code.find(name.encode()) >= 0
+            f"--{name}={value}"
+            for name, value in FASTER.items()
+            if code.find(f"\0{name}\0".encode()) >= 0
         ]
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 
