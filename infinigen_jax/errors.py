@@ -10,7 +10,7 @@ from typing import NoReturn
 
 OUT_OF_MEMORY = (
     "out of memory: lower the length or the number of the prompts, --max-new-tokens, "
-    "--dense-layers or --hot-set, or use --rows int8 or a smaller model; "
+    "--dense-layers, --hot-set or --prefill-chunk, or use --rows int8 or a smaller model; "
     "`python -m infinigen_jax.plan` shows what takes how much"
 )
 

@@ -131,5 +131,6 @@ def check_memory(plan: MemoryPlan, device: Device) -> None:
     if room is not None and plan.device > room:
         raise InputError(
             f"this generation needs {format_bytes(plan.device)} of device memory, and "
-            f"{format_bytes(room)} are free: {remedy}, --dense-layers or --partial-ratio"
+            f"{format_bytes(room)} are free: {remedy}, "
+            "--dense-layers, --prefill-chunk or --partial-ratio"
         )

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import pytest
 
+from infinigen_jax import planning
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory_limits import (
     PINNED_POOL_VARIABLE,
@@ -13,6 +14,7 @@ from infinigen_jax.memory_limits import (
     format_bytes,
     pinned_pool_limit_bytes,
 )
+from infinigen_jax.planning import MemoryPlan, check_memory
 
 GIB = 1 << 30
 
@@ -89,6 +91,27 @@ def test_device():
     assert available_device_bytes(FakeDevice("gpu", None)) is None
     assert available_device_bytes(FakeDevice("gpu", {"bytes_in_use": 4})) is None
     assert (available_device_bytes(jax.devices("cpu")[0]) or 0) > 1 << 20
+
+
+def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
+    """Of host memory, of the pool of pinned memory, and of the device's."""
+    monkeypatch.setattr(planning, "available_host_bytes", lambda: 100 * GIB)
+    device = FakeDevice("gpu", {"bytes_limit": 10 * GIB, "bytes_in_use": GIB})
+
+    def refusal(**parts: int) -> str:
+        sizes = {field.name: 0 for field in dataclasses.fields(MemoryPlan)} | parts
+        with pytest.raises(InputError) as refused:
+            check_memory(MemoryPlan(**sizes), device)
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    monkeypatch.setenv(PINNED_POOL_VARIABLE, "80")
+    assert "120.0 GiB of host memory" in (message := refusal(host_cache=120 * GIB))
+    assert "100.0 GiB are available: lower the prompt length, --max-new-tokens" in message
+    assert refusal(host_cache=90 * GIB).endswith(f"set {PINNED_POOL_VARIABLE}=92")
+    message = refusal(dense_cache=6 * GIB, workspace=4 * GIB)
+    assert "10.0 GiB of device memory, and 9.0 GiB are free" in message
+    assert "--dense-layers, --prefill-chunk or --partial-ratio" in message
 
 
 def test_pinned_pool(monkeypatch):
