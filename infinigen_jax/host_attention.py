@@ -28,6 +28,7 @@ from infinigen_jax.layout import Layout
 from infinigen_jax.memory import capacity_of, gather_jobs, gather_rows, read_block
 from infinigen_jax.policies.base import Attended
 from infinigen_jax.selection import Request
+from infinigen_jax.speculation import mean_score
 
 STREAM_BLOCK = 1024  # tokens of a streamed block
 
@@ -117,9 +118,7 @@ def tail_term(
     if score is None:
         return None
     assert local.left is not None and taken is not None
-    if own.key_mean is not None:
-        mean = own.key_mean.astype(jnp.float32)
-        score = score + jnp.einsum("bkgd,kd->bkg", q.astype(jnp.float32), mean)[..., None]
+    score = score + mean_score(own.key_mean, q)
     there = jnp.maximum(positions - layout.policy.window + 1 - layout.policy.sinks, 0)[:, None]
     if (rows := held(layout, own.positions, positions)) is not None:
         there = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)

@@ -214,11 +214,13 @@ def own_query(
     return query[..., :columns]
 
 
-def mean_score(weights: Params, query: Float[Array, "b k g d"]) -> Float[Array, "b k g 1"]:
+def mean_score(
+    mean: Float[Array, "k d"] | None, query: Float[Array, "b k g d"]
+) -> Float[Array, "b k g 1"]:
     """The mean key's logit by a true query, which centred scores lack; 0 if there is none."""
-    if "mean" not in weights:
+    if mean is None:
         return jnp.zeros((*query.shape[:3], 1), jnp.float32)
-    mean = weights["mean"].astype(jnp.float32)
+    mean = mean.astype(jnp.float32)
     return jnp.einsum("bkgd,kd->bkg", query.astype(jnp.float32), mean)[..., None]
 
 

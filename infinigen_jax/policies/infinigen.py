@@ -216,7 +216,7 @@ class InfiniGen(Budgeted):
             return log_rest(scores, eligible, request)
         assert query is not None
         rest = log_rest(scores, eligible, request, capacity // self.tail_block)
-        return rest + mean_score(weights, query)
+        return rest + mean_score(weights.get("mean"), query)
 
     def _count(
         self,
@@ -257,7 +257,7 @@ class InfiniGen(Budgeted):
         own = own_query(weights, query, index.columns)
         slots = Slots(self.sinks, self.window, self.tail_block)
         rest = index.log_rest(own, state, request, positions, slots)
-        return rest + mean_score(weights, query)
+        return rest + mean_score(weights.get("mean"), query)
 
     def append(
         self,
