@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-LAYER_BUDGETS = ("equal", "calibrated")
+LAYER_BUDGETS = ("auto", "equal", "calibrated")
 STEP = 1000  # budgets are multiples of 1 / STEP, see `selection.budget_fraction`
 
 
@@ -31,7 +31,7 @@ def share_out(curves: Curves, layers: Sequence[int], mean: float) -> tuple[float
 
     Greedy along the lower convex hull of each layer's squared error, which ends at (1, 0): all rows
     lose nothing. No layer gets less than the smallest share that was measured; a mean that is not
-    above that is everybody's.
+    above that is everybody's. All but one get shares that were measured: few sizes to compile for.
     """
     least = curves.shares[0]
     if mean <= least:

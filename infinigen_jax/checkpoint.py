@@ -124,6 +124,11 @@ class Model:
         loss = self.sparse_loss[:DENSE_AMONG, int(ahead)]
         return int(np.max(np.flatnonzero(loss > DENSE_LOSS), initial=-1)) + 1
 
+    @property
+    def has_curves(self) -> bool:
+        """Whether the conversion measured what `curves` says."""
+        return self.row_loss is not None and bool(np.isfinite(self.row_loss).all())
+
     def curves(self, ahead: bool) -> Curves:
         """What each layer loses by its share of the rows.
 
@@ -133,15 +138,15 @@ class Model:
         Raises:
             InputError: if the conversion did not measure it.
         """
-        loss, shares = self.row_loss, self.row_shares
-        if loss is None or shares is None or not np.isfinite(loss).all():
+        if not self.has_curves:
             raise InputError(
                 "--layer-budgets calibrated: the model's conversion did not measure what its "
                 "layers lose; convert it again, with a calibration text of at least 320 tokens"
             )
-        errors = tuple(tuple(map(float, layer)) for layer in loss[:, int(ahead)])
+        assert self.row_loss is not None and self.row_shares is not None
+        errors = tuple(tuple(map(float, layer)) for layer in self.row_loss[:, int(ahead)])
         # As they were meant: float32 has no 0.1.
-        return Curves(tuple(round(float(share), 6) for share in shares), errors)
+        return Curves(tuple(round(float(share), 6) for share in self.row_shares), errors)
 
     @functools.cached_property
     def tokenizer(self) -> Any:

@@ -113,7 +113,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     add(
         "--layer-budgets",
         metavar="L",
-        help="of the layers: equal (default), or calibrated: by what each loses, with that mean",
+        help="of the layers: calibrated by what each loses, with that mean (default), or equal",
         **many,
     )
     add("--mass", type=float, metavar="M", help="of count top-p (default 0.9)")

@@ -12,7 +12,7 @@ from runtime import random_model
 from infinigen_jax.budgets import STEP, Curves, share_out
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
+from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Quest
 from infinigen_jax.pool import Pool
 from infinigen_jax.reuse import HotSet
 
@@ -135,5 +135,18 @@ def test_streamed_layers_have_no_share():
 def test_a_conversion_that_did_not_measure_is_refused():
     with pytest.raises(InputError, match="convert it again"):
         Engine(random_model("gqa"), policy=STEEP)
-    with pytest.raises(InputError, match="equal or calibrated"):
+    assert Engine(random_model("gqa")).decoder.curves is None
+    short = dataclasses.replace(model_with([0.5]), row_loss=np.full((1, 2, 4), np.nan, np.float32))
+    assert Engine(short).decoder.curves is None
+
+
+def test_the_default_and_the_papers_form():
+    model = model_with([0.0, 0.5, 0.1])
+    assert Engine(model).decoder.curves == model.curves(ahead=False)
+    assert Engine(model, policy=InfiniGenPaper()).decoder.curves is None
+    assert Engine(model, policy=Quest()).decoder.curves is None
+    looking = Engine(model, policy=InfiniGen(query="plain")).decoder
+    assert looking.curves == model.curves(ahead=True)
+    assert looking.policy.layer_budgets == "calibrated"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(InputError, match="auto or equal or calibrated"):
         InfiniGen(layer_budgets="uniform")

@@ -316,4 +316,5 @@ def test_generate_has_the_same_engine_options(run):
     arguments = generate.build_parser().parse_args(options)
     chosen = make_engine(random_model("gqa"), make_policy(arguments), arguments)
     assert chosen.decoder.eviction == "score" and chosen.decoder.hot_set == 2.0
-    assert chosen.decoder.policy == InfiniGen(index_dtype="bfloat16", query="own")
+    fitted = InfiniGen(index_dtype="bfloat16", query="own", layer_budgets="equal")
+    assert chosen.decoder.policy == fitted

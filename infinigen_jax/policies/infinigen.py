@@ -75,8 +75,9 @@ class InfiniGen(Budgeted):
             layer waits; or "auto": its own where rows are attended to in the host's memory itself,
             so that a prefetch has nothing to hide (`Engine`), else corrected where the model has
             what it takes.
-        layer_budgets: "equal", or "calibrated": the budget is the mean of all layers, shared out
-            among them by what each loses on the calibration text, see `budgets`.
+        layer_budgets: "equal", as in the paper; "calibrated": the budget is the mean of all layers,
+            shared out among them by what each loses on the calibration text, see `budgets`; or
+            "auto": calibrated where the model's conversion measured it.
         tail: attend to what is not fetched as well.
         tail_tokens: so many neighbours as to one token, the mean of their values, with the weight
             that they have by the scores of the layer's own query with the index; a power of two
@@ -99,7 +100,7 @@ class InfiniGen(Budgeted):
     basis: str = "auto"
     query: str = "auto"
     mass: float = 0.9
-    layer_budgets: str = "equal"
+    layer_budgets: str = "auto"
     tail: bool = True
     tail_tokens: int = 64
 
@@ -154,8 +155,13 @@ class InfiniGen(Budgeted):
         query = self.query
         if query == "auto":
             query = "own" if in_place else choose_query(model, query)
+        layer_budgets = self.layer_budgets
+        if layer_budgets == "auto":
+            layer_budgets = "calibrated" if model.has_curves else "equal"
         tail_tokens = 0 if pooled else self.tail_tokens
-        return dataclasses.replace(self, query=query, tail_tokens=tail_tokens)
+        return dataclasses.replace(
+            self, query=query, layer_budgets=layer_budgets, tail_tokens=tail_tokens
+        )
 
     def index_format(self, head_dim: int) -> IndexFormat:
         return IndexFormat(self.index_dtype, partial_columns(head_dim, self.partial_ratio))
