@@ -305,7 +305,7 @@ def test_settings_and_prompts_out_of_range():
 def test_more_memory_than_there_is(monkeypatch):
     made = engine("gqa")
     monkeypatch.setattr(planning, "available_host_bytes", lambda: 50_000)
-    with pytest.raises(InputError, match=r"needs .* MiB of host memory .* 48.8 KiB are available"):
+    with pytest.raises(InputError, match=r"needs .* KiB of host memory .* 48.8 KiB are available"):
         made.start(RAGGED, NEW)
 
 
