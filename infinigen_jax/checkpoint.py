@@ -3,15 +3,10 @@
 A Hugging Face folder that was never converted is converted into the user's cache first.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import functools
-import hashlib
-import json
 import logging
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +17,13 @@ from jaxtyping import Array, Float
 
 from infinigen_jax.backend import start_backend
 from infinigen_jax.budgets import Curves
-from infinigen_jax.convert import DEFAULT_SKEW
+from infinigen_jax.conversion_cache import cache_folder, cache_lock
 from infinigen_jax.convert.mapping import TRANSFORMS, expected, match, read_tree
 from infinigen_jax.convert.reader import checked_folder, open_tensors, read_config
 from infinigen_jax.errors import InputError
 from infinigen_jax.manifest import (
     AGAIN,
     AHEAD_FILE,
-    FORMAT_VERSION,
     MANIFEST_FILE,
     SKEW_FILE,
     Manifest,
@@ -384,8 +378,8 @@ def _load_through_cache(
     from infinigen_jax.convert import convert
 
     read_config(folder)  # refuse a foreign model before announcing anything
-    destination = _cache_folder(folder)
-    with _cache_lock(destination):
+    destination = cache_folder(folder)
+    with cache_lock(destination):
         if destination.exists():
             try:
                 return _load_converted(destination, dtype, verify, weights)
@@ -395,33 +389,3 @@ def _load_through_cache(
             notify(f"{folder} is not converted yet: converting it into {destination}")
         convert(folder, destination, force=True)
         return _load_converted(destination, dtype, verify, weights)
-
-
-@contextlib.contextmanager
-def _cache_lock(destination: Path) -> Iterator[None]:
-    """Let one process convert a source while others that want it too wait for the result."""
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(destination.with_suffix(".lock"), "w")
-    except OSError as error:
-        raise InputError(
-            f"{destination.parent}: cannot be written ({error.strerror}); set XDG_CACHE_HOME, or "
-            "convert the model with `python -m infinigen_jax.convert`"
-        ) from None
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _cache_folder(folder: Path) -> Path:
-    """Where the conversion of a source folder is kept: a name that changes with the source."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    base = Path(root) if root and os.path.isabs(root) else Path("~/.cache").expanduser()
-    files = [
-        (f.name, f.stat().st_size, f.stat().st_mtime_ns)
-        for f in sorted(folder.iterdir())
-        if f.is_file()
-    ]
-    settings = {"format": FORMAT_VERSION, "skew": DEFAULT_SKEW, "folder": str(folder.resolve())}
-    key = hashlib.sha256(json.dumps([files, settings]).encode()).hexdigest()[:32]
-    return base / "infinigen_jax" / key

@@ -144,7 +144,7 @@ def top_choice(
     count: Int[Array, "b k"],
     size: int,
     there: Bool[Array, "b k t"] | None = None,
-) -> tuple[Int[Array, "b k n"], Bool[Array, "b k t"] | None]:
+) -> tuple[Int[Array, "b k n"], Bool[Array, "b k t"]]:
     """`top_slots`, and all of them marked, which costs something only where the marks are used.
 
     Args:

@@ -1,0 +1,43 @@
+"""The user's cache of conversions: where one is kept, and one process at a time that makes it."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from infinigen_jax.convert import DEFAULT_SKEW
+from infinigen_jax.errors import InputError
+from infinigen_jax.manifest import FORMAT_VERSION
+
+
+@contextlib.contextmanager
+def cache_lock(destination: Path) -> Iterator[None]:
+    """Let one process convert a source while others that want it too wait for the result."""
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(destination.with_suffix(".lock"), "w")
+    except OSError as error:
+        raise InputError(
+            f"{destination.parent}: cannot be written ({error.strerror}); set XDG_CACHE_HOME, or "
+            "convert the model with `python -m infinigen_jax.convert`"
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def cache_folder(folder: Path) -> Path:
+    """Where the conversion of a source folder is kept: a name that changes with the source."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    base = Path(root) if root and os.path.isabs(root) else Path("~/.cache").expanduser()
+    files = [
+        (f.name, f.stat().st_size, f.stat().st_mtime_ns)
+        for f in sorted(folder.iterdir())
+        if f.is_file()
+    ]
+    settings = {"format": FORMAT_VERSION, "skew": DEFAULT_SKEW, "folder": str(folder.resolve())}
+    key = hashlib.sha256(json.dumps([files, settings]).encode()).hexdigest()[:32]
+    return base / "infinigen_jax" / key
