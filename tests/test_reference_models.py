@@ -15,12 +15,13 @@ import pytest
 
 from benchmarks.reference_models import attention, report, statistics, train
 from benchmarks.reference_models.batches import Batches, passage, windows
-from benchmarks.reference_models.books import plain, read_books
+from benchmarks.reference_models.books import plain, read_books, with_broken_lines
 from benchmarks.reference_models.corpus import Corpus, open_corpus, prepare
 from benchmarks.reference_models.export import SHARD_BYTES, export
 from benchmarks.reference_models.folder import read_folder
+from benchmarks.reference_models.induction import with_induction
 from benchmarks.reference_models.model import Training, initial_params, token_losses
-from benchmarks.reference_models.recipes import BOS, EOS, SHAPES, SIZES, hf_config
+from benchmarks.reference_models.recipes import BOS, EOS, SHAPES, SIZES, Stage, hf_config
 from benchmarks.reference_models.schedule import FLOOR, Clock, learning_rate
 from benchmarks.reference_models.synthetic import KINDS, Synthetic
 from benchmarks.reference_models.training import Settings, _Job
@@ -109,8 +110,8 @@ def test_the_corpus_holds_the_books_between_marks(books: Path, corpus: Corpus) -
     for text, start, end in zip(expected, split.starts, split.starts[1:], strict=False):
         ids = split.tokens[start:end].tolist()
         assert (ids[0], ids[-1]) == (BOS, EOS)
-        assert corpus.tokenizer.decode(ids[1:-1]) == text.text
-    assert split.characters == sum(len(b.text) for b in expected)
+        assert corpus.tokenizer.decode(ids[1:-1]).split() == text.text.split()
+    assert split.characters == sum(len(b.text) for b in expected)  # a broken line is as long
     assert corpus.tokenizer.get_vocab_size() <= SMOKE.vocabulary
 
 
@@ -137,7 +138,7 @@ def test_passages_and_windows_lie_where_they_should(corpus: Corpus) -> None:
 
 
 def test_a_batch_depends_on_seed_step_and_stage_alone(corpus: Corpus) -> None:
-    first, second = SMOKE.stages
+    first, _, second = SMOKE.stages
     batches = Batches(corpus, SMOKE, seed=3)
     try:
         in_order = [batches.get(step, first) for step in range(3)]
@@ -192,14 +193,57 @@ def test_a_fact_lies_at_the_depth_asked_for(corpus: Corpus) -> None:
     assert abs(at[1] - (at[0] + at[2]) / 2) <= 1
 
 
+def test_copies_repeat_what_counts(corpus: Corpus) -> None:
+    make = Synthetic(corpus.tokenizer, lambda rng, n: passage(corpus.train, rng, n), 1.0)
+    for seed in range(5):
+        sample = make.copies(np.random.default_rng(seed), 120)
+        ((lookup),) = sample.lookups
+        period = lookup.start - 1
+        assert sample.tokens[0] == BOS and len(sample.tokens) == 120
+        np.testing.assert_array_equal(sample.tokens[1 + period :], sample.tokens[1:-period])
+        np.testing.assert_array_equal(sample.weights > 0, np.arange(120) > period)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_start_looks_up(corpus: Corpus, shape: str) -> None:
+    """Untrained, the tokens of a copy are likelier than chance: by these heads alone."""
+    size = SIZES["cpu"]
+    config = config_from_hf(hf_config(shape, size, size.vocabulary))
+    training = Training(blueprint(config, jnp.float32), attention.blocked_attention, False)
+    rng = np.random.default_rng(0)
+    tokens = np.concatenate([[BOS], np.tile(rng.integers(4, size.vocabulary, 60), 3)])
+    params = initial_params(config, 0)
+
+    def nats(params: Any) -> float:
+        losses = token_losses(training, params, jnp.asarray(tokens[None], jnp.int32))
+        return float(np.mean(losses[0, 60:]))
+
+    assert nats(params) > np.log(size.vocabulary) - 0.2
+    assert nats(with_induction(params, config, 0)) < np.log(size.vocabulary) - 1
+
+
+def test_lines_are_broken_between_words() -> None:
+    text = "\n\n".join(" ".join(["word"] * n) for n in (40, 3, 25))
+    broken = with_broken_lines(text, 62)
+    assert max(map(len, broken.split("\n"))) <= 62
+    assert broken.split() == text.split() and broken.count("\n\n") == 2
+
+
 def test_schedule() -> None:
     peak, warmup = 2.0, 0.1
-    rates = [learning_rate(p, peak, warmup) for p in np.linspace(0, 1, 101)]
+    whole = (Stage(until=1, context=64, batch=1),)
+    size = dataclasses.replace(SMOKE, learning_rate=peak, warmup=warmup, stages=whole)
+    rates = [learning_rate(p, size) for p in np.linspace(0, 1, 101)]
     assert rates[0] == 0 and rates[5] == pytest.approx(peak / 2)
     assert max(rates) == rates[10] == pytest.approx(peak)
     assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
     assert rates[-1] == pytest.approx(FLOOR * peak)
     assert rates[55] == pytest.approx(peak * (1 + FLOOR) / 2)
+    own = Stage(until=0.5, context=64, batch=1, rate=0.5)
+    size = dataclasses.replace(size, stages=(own, *whole))
+    split = [learning_rate(p, size) for p in np.linspace(0, 1, 201)]
+    assert split[0] == 0 and max(split[:100]) == split[99] == pytest.approx(0.5)
+    np.testing.assert_allclose(split[100:], rates)
 
 
 def test_progress_in_time_ends_on_time_and_goes_on_where_it_was() -> None:
@@ -257,7 +301,8 @@ def test_resuming_equals_an_uninterrupted_run(
 def test_training_learns_and_writes_its_curve(trained: Path) -> None:
     result = json.loads((trained / "loss.json").read_text())
     curve = result["curve"]
-    assert curve[-1]["books"] < curve[0]["books"]
+    books = [point["books"] for point in curve if "books" in point]
+    assert books[-1] < books[0] and "books" not in curve[0]  # it begins with copies alone
     assert curve[-1]["tokens"] == result["tokens"] >= SMOKE.tokens
     assert result["validation"]["context"] == SMOKE.context
     assert {p["tokens"] for p in result["validations"]} < {p["tokens"] for p in curve}

@@ -71,8 +71,12 @@ class Batches:
         weights = np.ones((stage.batch, length), np.float32)
         answers = np.zeros((stage.batch, length), bool)
         for row in range(stage.batch):
-            if length >= SHORTEST and rng.random() < self.size.synthetic:
+            sample = None
+            if rng.random() < stage.copies:
+                sample = self.synthetic.copies(rng, length)
+            elif length >= SHORTEST and rng.random() < self.size.synthetic:
                 sample = self.synthetic.draw(rng, length)
+            if sample is not None:
                 tokens[row], weights[row] = sample.tokens, sample.weights
                 for lookup in sample.lookups:
                     answers[row, lookup.start : lookup.stop] = True

@@ -5,6 +5,7 @@ A file begins with its title, author and year, then a line of dashes, then the t
 
 import re
 import tarfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -65,6 +66,12 @@ def read_books(paths: list[Path], most: int | None) -> Iterator[Book]:
                             yield Book(member.name, text)
         except (OSError, tarfile.TarError, EOFError) as error:
             raise InputError(f"--books {path}: cannot be read ({error}); get it again") from None
+
+
+def with_broken_lines(text: str, width: int) -> str:
+    """A text with a paragraph a line, its lines broken before `width` characters."""
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrapper.fill(line) for line in text.split("\n"))
 
 
 def plain(markdown: str) -> str:

@@ -20,15 +20,15 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from benchmarks.files import note
-from benchmarks.reference_models.books import Book, archives, read_books
-from benchmarks.reference_models.recipes import BOS, EOS, Size
+from benchmarks.reference_models.books import Book, archives, read_books, with_broken_lines
+from benchmarks.reference_models.recipes import BOS, EOS, SPECIAL, Size
 from infinigen_jax.atomic import staged, write_text
 from infinigen_jax.errors import InputError
 
 VALIDATION_CHARACTERS = 200_000
-SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 BOOKS_AT_ONCE = 16
-FORMAT = 1
+FORMAT = 2
+WIDTHS = range(62, 78)  # of broken lines; each book has its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +68,19 @@ def prepare(books: Path, destination: Path, size: Size, tokenizer: Path | None) 
     with staged(destination.resolve()) as folder:
         write_text(folder / "tokenizer.json", made.to_str())
         splits = {}
-        sources = (("train", train, size.characters_per_book), ("val", val, VALIDATION_CHARACTERS))
-        for split, paths, most in sources:
+        sources = {
+            "train": _some_broken(read_books(train, size.characters_per_book), size.broken_lines),
+            "val": read_books(val, VALIDATION_CHARACTERS),
+        }
+        for split, found in sources.items():
             with open(folder / f"{split}.bin", "wb") as file:
-                splits[split] = _write_tokens(file, read_books(paths, most), made)
+                splits[split] = _write_tokens(file, found, made)
             note(f"{split}: {splits[split]['starts'][-1]:,} tokens")
         contents = {
             "format": FORMAT,
             "archives": [path.name for path in (*train, *val)],
             "characters_per_book": size.characters_per_book,
+            "broken_lines": size.broken_lines,
             "splits": splits,
         }
         write_text(folder / "corpus.json", json.dumps(contents) + "\n")
@@ -157,6 +161,14 @@ def train_tokenizer(paths: list[Path], size: Size) -> Tokenizer:
     tokenizer.train_from_iterator(texts(), trainer)
     note(f"tokenizer: {tokenizer.get_vocab_size():,} tokens from {read:,} characters")
     return tokenizer
+
+
+def _some_broken(books: Iterator[Book], share: float) -> Iterator[Book]:
+    """The books, a share of them with broken lines: always the same ones."""
+    rng = np.random.default_rng(0)
+    for book in books:
+        broken, width = rng.random() < share, int(rng.choice(WIDTHS))
+        yield book._replace(text=with_broken_lines(book.text, width)) if broken else book
 
 
 def encode_book(ids: Iterable[int]) -> np.ndarray:

@@ -4,16 +4,28 @@ import dataclasses
 from typing import Any
 
 BOS, PAD, EOS, UNK = range(4)
+SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 SHAPES = ("llama", "opt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of the training: until `until` (1 is the end), with so many sequences so long."""
+    """A part of the training.
+
+    Attributes:
+        until: where it ends; 1 is the end of the training.
+        context: tokens of a sequence.
+        batch: sequences of a step.
+        copies: share of the sequences that are a run of random tokens over and over.
+        rate: its own learning rate, behind a warm-up; None: that of the training, which begins
+            behind the last stage that has its own.
+    """
 
     until: float
     context: int
     batch: int
+    copies: float = 0.0
+    rate: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +40,10 @@ class Size:
         tokens: to train on, where no time is given.
         learning_rate: at its peak.
         warmup: share of the training in which it rises.
-        synthetic: share of the sequences that are retrieval tasks.
+        induction: whether the training starts with heads that look up, see `induction`.
+        synthetic: share of the sequences that are retrieval tasks, where all are not copies.
         answer_weight: of an answer's tokens in the loss; a token of a book has 1.
+        broken_lines: share of the training's books whose lines are broken as in old text files.
         characters_per_book: of each book of the training split, from its beginning on; None: all.
         tokenizer_characters: that the tokenizer is trained on.
         dtype: of the exported weights.
@@ -48,8 +62,10 @@ class Size:
     tokens: int
     learning_rate: float
     warmup: float
+    induction: bool
     synthetic: float
     answer_weight: float
+    broken_lines: float
     characters_per_book: int | None
     tokenizer_characters: int
     dtype: str
@@ -60,6 +76,11 @@ class Size:
     def context(self) -> int:
         """The model's positions."""
         return self.stages[-1].context
+
+    @property
+    def rises_from(self) -> float:
+        """The progress at which the training's own learning rate begins."""
+        return max((s.until for s in self.stages if s.rate is not None), default=0.0)
 
     def stage(self, progress: float) -> Stage:
         """The stage that the training is in; `progress` runs from 0 to 1."""
@@ -76,12 +97,18 @@ SIZES = {
         llama_mlp=64,
         opt_mlp=64,
         vocabulary=320,
-        stages=(Stage(until=0.5, context=64, batch=4), Stage(until=1, context=128, batch=2)),
+        stages=(
+            Stage(until=0.25, context=64, batch=4, copies=1.0, rate=1e-3),
+            Stage(until=0.5, context=64, batch=4, copies=0.1),
+            Stage(until=1, context=128, batch=2),
+        ),
         tokens=6 * 256,
         learning_rate=3e-3,
         warmup=0.1,
+        induction=True,
         synthetic=0.25,
         answer_weight=2.0,
+        broken_lines=0.5,
         characters_per_book=20_000,
         tokenizer_characters=100_000,
         dtype="float32",
@@ -95,12 +122,18 @@ SIZES = {
         llama_mlp=512,
         opt_mlp=704,
         vocabulary=1024,
-        stages=(Stage(until=0.6, context=256, batch=24), Stage(until=1, context=1024, batch=6)),
+        stages=(
+            Stage(until=0.1, context=256, batch=8, copies=1.0, rate=1e-3),
+            Stage(until=0.6, context=256, batch=12, copies=0.05),
+            Stage(until=1, context=1024, batch=4, copies=0.05),
+        ),
         tokens=12_000_000,
-        learning_rate=3e-3,
-        warmup=0.02,
-        synthetic=0.0,
-        answer_weight=1.0,
+        learning_rate=1.5e-3,
+        warmup=0.06,
+        induction=True,
+        synthetic=0.3,
+        answer_weight=2.0,
+        broken_lines=0.5,
         characters_per_book=120_000,
         tokenizer_characters=20_000_000,
         dtype="float32",
@@ -114,12 +147,18 @@ SIZES = {
         llama_mlp=1408,
         opt_mlp=2048,
         vocabulary=4096,
-        stages=(Stage(until=0.4, context=1024, batch=64), Stage(until=1, context=4096, batch=16)),
+        stages=(
+            Stage(until=0.03, context=1024, batch=64, copies=1.0, rate=5e-4),
+            Stage(until=0.4, context=1024, batch=64, copies=0.03),
+            Stage(until=1, context=4096, batch=16, copies=0.03),
+        ),
         tokens=200_000_000,
         learning_rate=1.5e-3,
         warmup=0.02,
+        induction=True,
         synthetic=0.3,
         answer_weight=6.0,
+        broken_lines=0.5,
         characters_per_book=None,
         tokenizer_characters=40_000_000,
         dtype="bfloat16",
@@ -162,7 +201,7 @@ def hf_config(shape: str, size: Size, vocabulary: int) -> dict[str, Any]:
         "intermediate_size": size.llama_mlp,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         "attention_bias": False,
         "mlp_bias": False,
     }

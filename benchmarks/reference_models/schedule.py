@@ -7,7 +7,10 @@ however fast the machine turns out to be, so that the cosine always comes to its
 import dataclasses
 import math
 
+from benchmarks.reference_models.recipes import Size
+
 FLOOR = 0.02  # of the peak, at the end
+OWN_WARMUP = 0.1  # of a stage that has its own rate
 
 
 @dataclasses.dataclass
@@ -41,8 +44,16 @@ class Clock:
         self.base, self.limited_at, self.limit = self.progress, self.seconds, seconds
 
 
-def learning_rate(progress: float, peak: float, warmup: float) -> float:
-    """Linear to `peak` until `warmup`, then half a cosine down to a fiftieth of it."""
+def learning_rate(progress: float, size: Size) -> float:
+    """Linear to the peak during the warm-up, then half a cosine down to a fiftieth of it.
+
+    From the end of the last stage that has a rate of its own; those warm up for a tenth of it.
+    """
+    stage, begin = size.stage(progress), size.rises_from
+    if stage.rate is not None:
+        return stage.rate * min(1.0, progress / (OWN_WARMUP * stage.until))
+    peak, warmup = size.learning_rate, size.warmup
+    progress = (progress - begin) / (1 - begin)
     if progress < warmup:
         return peak * progress / warmup
     fallen = min((progress - warmup) / (1 - warmup), 1.0)

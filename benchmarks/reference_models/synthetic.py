@@ -1,4 +1,5 @@
-"""Sequences that ask for what stands far above: pass keys, key-value pairs, repeated passages.
+"""Sequences that ask for what stands far above: pass keys, key-value pairs, repeated passages,
+runs of random tokens.
 
     passage  needle  passage  needle  passage ... | question answer  question answer ...
 
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.reference_models.recipes import BOS
+from benchmarks.reference_models.recipes import BOS, SPECIAL
 
 Passage = Callable[[np.random.Generator, int], np.ndarray]  # so many consecutive tokens of a book
 
@@ -166,6 +167,20 @@ class Synthetic:
         value = self.tokenizer.decode(copy[4:].tolist())
         build.found.append(Lookup(place, len(build), 1 + start + 4, "", value))
         build.add(text[again:], 1.0)
+        return build.finish()
+
+    def copies(self, rng: np.random.Generator, length: int) -> Sample:
+        """A run of random tokens over and over: whoever looks back knows all but the first run.
+
+        No other sequence teaches so soon to look for what stood before, and what came behind it
+        (induction; Olsson et al., 2022): every token of it asks for that and for nothing else.
+        """
+        size = _log_uniform(rng, 8, max(9, length // 2))
+        ordinary = rng.integers(len(SPECIAL), self.tokenizer.get_vocab_size(), size)
+        build = _Builder(self.answer_weight)
+        build.add(ordinary, 0.0)
+        build.add(np.resize(ordinary, length - 1 - size), 1.0)
+        build.found.append(Lookup(1 + size, length, 1, "", ""))
         return build.finish()
 
     def _facts(self, rng: np.random.Generator, kind: str, count: int) -> list[Fact]:

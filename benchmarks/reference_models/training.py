@@ -22,6 +22,7 @@ from benchmarks.reference_models.attention import best_attention
 from benchmarks.reference_models.batches import Batch, Batches
 from benchmarks.reference_models.corpus import Corpus
 from benchmarks.reference_models.export import export
+from benchmarks.reference_models.induction import with_induction
 from benchmarks.reference_models.model import (
     Losses,
     State,
@@ -105,6 +106,8 @@ class _Job:
             blueprint(config, self.dtype), best_attention(self.dtype), self.size.remat, self.dtype
         )
         params = initial_params(config, settings.seed)
+        if self.size.induction:
+            params = with_induction(params, config, settings.seed)
         self.state = State(params, optimizer(self.size.weight_decay).init(params))
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
         self.clock = Clock(settings.tokens)
@@ -182,7 +185,7 @@ class _Job:
         while clock.progress < 1 and not stopping():
             progress = clock.progress
             stage = size.stage(progress)
-            rate = learning_rate(progress, size.learning_rate, size.warmup)
+            rate = learning_rate(progress, size)
             self.state, losses = self._call(batches.get(clock.step, stage), rate)
             clock.step += 1
             clock.seen += stage.batch * stage.context
