@@ -196,7 +196,7 @@ def _calibrated(
     ids = ids.astype(np.int32)
     tokens = CalibrationTokens(ids, np.ones(ids.shape, bool), "")
     plain = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)  # noqa: E731
-    calibrator = Calibrator(config, tokens, plain(params["embedding"]), keep=True)
+    calibrator = Calibrator(config, tokens, plain(params["embedding"]), layers_ahead=1)
     bases, losses = [], []
     for layer in map(plain, params["layers"]):
         matrix = jnp.asarray(svd_basis(calibrator.layer(layer))[0], jnp.float32)

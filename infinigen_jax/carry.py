@@ -29,7 +29,7 @@ class Own:
 
 
 class Following(NamedTuple):
-    """What layer l needs of layer l+1 to speculate for it.
+    """What a layer needs of one behind it to speculate for that.
 
     Attributes:
         own: where they are not those of all layers.
@@ -71,14 +71,6 @@ class Counts(NamedTuple):
         )
 
 
-class Carry(NamedTuple):
-    """What goes from layer to layer; `fetched` is the next layer's."""
-
-    x: Float[Array, "b e"]
-    fetched: Fetched | None
-    counts: Counts
-
-
 class Started(NamedTuple):
     """A transfer under way.
 
@@ -93,3 +85,17 @@ class Started(NamedTuple):
     moved: Int[Array, "b k"]
     hot: HotSet | None
     used: Shaped[Array, "b k t"] | None = None
+
+
+class Carry(NamedTuple):
+    """What goes from layer to layer.
+
+    Attributes:
+        fetched: the next layer's rows.
+        coming: transfers for the layers behind the next, where rows are requested that early.
+    """
+
+    x: Float[Array, "b e"]
+    fetched: Fetched | None
+    counts: Counts
+    coming: tuple[Started | None, ...] = ()

@@ -83,8 +83,9 @@ class Model:
         energies: [L, k, d] float32, the calibration queries' along the columns of the paper's
             bases; None where those are absorbed or unknown.
         ahead: likewise, one per layer: what the corrected layer-ahead query needs.
+        layers_ahead: how many layers ahead that query looks; from the first layer, fewer.
         sparse_loss: [L, 2] float32, relative error behind each layer's attention with few rows,
-            chosen by its own query and by the layer before's, see `convert.loss`.
+            chosen by its own query and by that of a layer before, see `convert.loss`.
         row_loss: [L, 2, m] float32, likewise with each of `row_shares` [m] of the rows.
         path: the converted folder; None for a model made by `from_params`.
     """
@@ -100,6 +101,7 @@ class Model:
     svd_bases: tuple[Basis, ...] | None = None
     energies: np.ndarray | None = None
     ahead: tuple[Ahead, ...] | None = None
+    layers_ahead: int = 1
     sparse_loss: np.ndarray | None = None
     row_loss: np.ndarray | None = None
     row_shares: np.ndarray | None = None
@@ -111,7 +113,7 @@ class Model:
         conversion did not measure it, DENSE_UNKNOWN, as in the paper.
 
         Args:
-            ahead: whether rows are chosen by a query of the layer before.
+            ahead: whether rows are chosen by a query of a layer before.
         """
         if self.sparse_loss is None or not np.isfinite(self.sparse_loss).all():
             return DENSE_UNKNOWN
@@ -291,6 +293,7 @@ def _read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[st
             raise InputError(f"{path}: an ahead basis is not finite; {AGAIN}")
         projections = _read_projections(folder / AHEAD_FILE, config)
         found["ahead"] = tuple(map(Ahead, projections, _bases(*pair)))
+        found["layers_ahead"] = manifest.layers_ahead
     return found
 
 

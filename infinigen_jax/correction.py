@@ -1,7 +1,8 @@
 """Correcting the layer-ahead query: a second W_Q, fitted to calibration text. Not in the paper.
 
-Layer l's attention input x stands in for layer l+1's own input y. A least-squares map y ~ x W + w
-brings it nearer, and folds into the query projection, so that it costs no operation at run time:
+Layer l's attention input x stands in for the own input y of layer l+1, or of layer l+2. A
+least-squares map y ~ x W + w brings it nearer, and folds into the query projection, so that it
+costs no operation at run time:
 
     W^ = W W_Q        b^ = w W_Q + b
 
@@ -47,9 +48,10 @@ def corrected_projection(
     """The projection that brings `inputs` nearest to what the layer makes of its `targets`.
 
     Args:
-        inputs: what there is at run time: layer l's normalised input, of n calibration tokens.
-        targets: the input that the projection was trained for: layer l+1's.
-        kernel, bias: layer l+1's W_Q and its bias.
+        inputs: what there is at run time: an earlier layer's normalised input, of n calibration
+            tokens.
+        targets: the input that the projection was trained for: the layer's own.
+        kernel, bias: the layer's W_Q and its bias.
     """
     x, y, w = (np.asarray(m, np.float64) for m in (inputs, targets, kernel))
     missing = (y - x) @ w

@@ -3,6 +3,9 @@
     decode_layer:   norm -> speculate layer l+1 -> start its transfer
                          -> attend (sinks, window, fetched rows) -> MLP -> await the transfer
 
+Two layers ahead (`Policy.lead`) it is layer l+2 that is speculated, and the transfer that layer l-1
+started for l+1 that is awaited.
+
 The host cache and the policy's state are read-only inside a step; new rows go to the ring of
 resident rows, and from there to the host in `flush`, one donated update every `window` steps.
 """
@@ -37,12 +40,13 @@ class Decoder(Layout):
         params: Params,
         carry: Carry,
         local: Local,
-        hot: HotSet | Kept | None,
+        hot: tuple[HotSet | Kept | None, ...],
         state: Any,
         host: Shaped[Array, "l a k t w"] | None,
         own: HostLayer | None,
-        following: Following | None,
+        following: tuple[Following | None, ...],
         positions: Int[Array, " b"],
+        number: int = 0,
     ) -> tuple[Carry, Local, HotSet | Kept | None, Any]:
         """One layer of a step.
 
@@ -50,35 +54,39 @@ class Decoder(Layout):
             params: of this layer.
             carry: from the layer before; its `fetched` is this layer's.
             local: this layer's rows on the device.
-            hot: the hot set of the layer in `following`, if it has one; of a pool, what it keeps.
+            hot: the hot sets of the layers in `following`, if they have one; of a pool, what it
+                keeps.
             state: the policy's for this layer, if the policy observes; else None.
             host: the host cache, read-only.
             own: which of the host's layers this one is; None for one that is on the device.
-            following: the layer to fetch rows for, if any: the next one, or this one for policies
-                that do not look ahead.
+            following: the layers to fetch rows for, see `Layout.fetches_for`; None for one that
+                needs none.
             positions: of the current tokens.
+            number: of this layer; read where rows are requested more than one layer ahead.
 
         Returns:
-            The carry, and the replacements of `local`, `hot` and `state`.
+            The carry, the replacement of `local`, that of the hot set of the layer whose rows were
+            awaited (`Layout.awaits_for`), and that of `state`.
         """
         config = self.config
         layer = self.blueprint.layer(params)
         x, counts = carry.x, carry.counts
         a = layer.attention_input(x)
-        started = None
-        if following is not None:
-            assert host is not None
-            next_layer = self.blueprint.layer(following.params)
-            started = self.start(next_layer, following, a, hot, host, positions)
-            if not self.policy.ahead:
-                x, fetched, hot, counts = self.wait(started, x, counts)
-                carry, started = carry._replace(fetched=fetched), None
+        started, new_hot, lead = [], None, self.policy.lead
+        for i, (target, its_hot) in enumerate(zip(following, hot, strict=True)):
+            # In turn, so that a transfer can be awaited while the one behind it goes on.
+            lane = (number + lead - len(following) + 1 + i) % lead if lead > 1 else 0
+            started.append(self.start(target, a, its_hot, host, positions, lane))
+        if lead == 0 and (at_once := started.pop()) is not None:
+            x, fetched, new_hot, counts = self.wait(at_once, x, counts)
+            carry = carry._replace(fetched=fetched)
         with jax.named_scope("attention"):
             q = config.grouped(layer.query(a, positions))
             key, value = layer.key_value(a, positions)
-            if started is not None:
-                ticket, q = self.transfer.behind(started.ticket, q)
-                started = started._replace(ticket=ticket)
+            for i, begun in enumerate(started):
+                if begun is not None:
+                    ticket, q = self.transfer.behind(begun.ticket, q)
+                    started[i] = begun._replace(ticket=ticket)
             if not isinstance(local, Resident):
                 local = local.write(key, value, positions)
                 o = attend(q, local.part(positions, self.dtype))
@@ -96,21 +104,29 @@ class Decoder(Layout):
             x = x + layer.attention_output(o.reshape(o.shape[0], config.num_heads, -1))
         with jax.named_scope("mlp"):
             x = x + layer.mlp(x)
-        fetched = None
-        if started is not None:
-            x, fetched, hot, counts = self.wait(started, x, counts)
-        return Carry(x, fetched, counts), local, hot, state
+        fetched, coming = None, [*carry.coming, *started]
+        if coming and (awaited := coming.pop(0)) is not None:
+            x, fetched, new_hot, counts = self.wait(awaited, x, counts)
+        return Carry(x, fetched, counts, tuple(coming)), local, new_hot, state
 
     def start(
         self,
-        layer: Any,
-        following: Following,
+        following: Following | None,
         a: Float[Array, "b e"],
         hot: HotSet | Kept | None,
-        host: Shaped[Array, "l a k t w"],
+        host: Shaped[Array, "l a k t w"] | None,
         positions: Int[Array, " b"],
-    ) -> Started:
-        """Select rows for a layer from the attention input before it, and start their transfer."""
+        lane: int = 0,
+    ) -> Started | None:
+        """Select rows for a layer from an attention input before it, and start their transfer.
+
+        Args:
+            lane: see `Transfer.start`.
+        """
+        if following is None:
+            return None
+        assert host is not None
+        layer = self.blueprint.layer(following.params)
         there = held(self, following.positions, positions)
         limited = () if there is None else (there,)
         policy = self.policy if following.own is None else following.own.policy
@@ -138,6 +154,7 @@ class Decoder(Layout):
                 None if hot is None else hot.rows,
                 planned,
                 self.mesh,
+                lane,
             )
         return Started(request, ticket, moved, hot, used)
 
@@ -166,7 +183,7 @@ class Decoder(Layout):
         return HostLayer(at, scales, mean, cache.pool_of(number))
 
     def following(self, weights: Weights, cache: Cache, number: int, at: Any) -> Following | None:
-        """The host layer of this number, for the layer before it to speculate."""
+        """The host layer of this number, for a layer before it to speculate."""
         if not 0 <= number < self.host_layers or self.streams(number):
             return None
         params = weights.params["layers"][self.on_host[number]]
@@ -191,7 +208,8 @@ class Decoder(Layout):
         """Fetch for layer 0 when it is on the host: from its own input, with nothing to overlap."""
         layer = self.blueprint.layer(following.params)
         a = layer.attention_input(carry.x)
-        started = self.start(layer, following, a, hot, host, positions)
+        started = self.start(following, a, hot, host, positions)
+        assert started is not None
         x, fetched, hot, counts = self.wait(started, carry.x, carry.counts)
         return Carry(x, fetched, counts), hot
 

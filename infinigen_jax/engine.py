@@ -80,7 +80,7 @@ def curves_for(model: Model, policy: Policy) -> Curves | None:
         InputError: if the model's conversion did not measure it.
     """
     if isinstance(policy, InfiniGen) and policy.layer_budgets == "calibrated":
-        return model.curves(policy.ahead)
+        return model.curves(policy.lead > 0)
     return None
 
 
@@ -153,10 +153,15 @@ class Engine:
             crosses = mover.masks and not mover.in_place
             hot_set = HOT_SET if crosses and chosen.reuses else 0.0
         chosen = chosen.fitted(model, mover.in_place, pool is not None)
+        if schedule == "layerwise" and chosen.lead > 1:
+            raise InputError(
+                f"--layers-ahead {chosen.lead}: a transfer ends with the call that began it, in "
+                "--schedule layerwise one layer; use --schedule fused"
+            )
         if dense_layers is None:
             dense_layers = chosen.dense_layers
         if dense_layers is None:
-            dense_layers = model.dense_layers(chosen.ahead)
+            dense_layers = model.dense_layers(chosen.lead > 0)
         dense_layers = min(dense_layers, model.config.num_layers)
         self.decoder = Decoder(
             model.config,

@@ -118,14 +118,21 @@ class Layout:
     @property
     def requests_first(self) -> bool:
         """Whether layer 0 is on the host and no layer before it could request its rows."""
-        return self.policy.ahead and self.host_number(0) == 0
+        return self.policy.lead > 0 and self.host_number(0) == 0
 
-    def fetches_for(self, layer: int) -> int:
-        """The host layer that rows are requested for in a layer of the model, by its input.
+    def fetches_for(self, layer: int) -> tuple[int, ...]:
+        """The host layers that rows are requested for in a layer of the model, by its input.
 
-        -1 where there is none.
+        -1 for one that is not on the host. In the first layer these are all that come next, as
+        there is none before it that could look further ahead for them.
         """
-        return self.host_number(layer + self.policy.ahead)
+        lead = self.policy.lead
+        nearest = 1 if lead and layer == 0 else lead
+        return tuple(self.host_number(layer + far) for far in range(nearest, lead + 1))
+
+    def awaits_for(self, layer: int) -> int:
+        """The host layer whose rows are awaited in a layer of the model; -1 for none."""
+        return self.host_number(layer + min(self.policy.lead, 1))
 
     @property
     def in_chunks(self) -> bool:

@@ -17,9 +17,9 @@ and with skew balanced, which keeps the svd's beside its own:
 The ahead_ bases are the balanced ones for the query of that projection (`skew.reduced_rank_basis`);
 the others are for the true one. Folders that were written before these, `sparse_loss` or `row_loss`
 existed lack them. `row_loss` is the relative error of the hidden state behind a layer's attention
-with a share of the rows, one of `row_shares`, chosen by its own query and by the one of a layer
-ahead; NaN where the text is too short (`convert.loss`). `sparse_loss` is that with the share that
-dense layers are told by.
+with a share of the rows, one of `row_shares`, chosen by its own query and by the one of an earlier
+layer's input; NaN where the text is too short (`convert.loss`). `sparse_loss` is that with the
+share that dense layers are told by.
 
 `eigenvalues` are those of the calibration queries' Gram matrix, descending. `key_mean` is in the
 coordinates of the keys that the converted weights produce.
@@ -33,6 +33,7 @@ from typing import Any
 
 from infinigen_jax.convert.reader import read_json
 from infinigen_jax.errors import InputError
+from infinigen_jax.policies.base import MOST_LAYERS_AHEAD
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "infinigen.json"
@@ -52,6 +53,7 @@ class Manifest:
             keys are the partial keys (OPT with "svd").
         dtype: name of the dtype of the weights.
         calibration: {"text_sha256": ..., "tokens": ...}, or None with skew "none".
+        layers_ahead: how many layers the corrected query looks ahead; 1 where it is not said.
         sources, files: {"name": {"sha256": ..., "size": ...}} of what was read and written.
     """
 
@@ -60,6 +62,7 @@ class Manifest:
     absorbed: bool
     dtype: str
     calibration: dict[str, Any] | None
+    layers_ahead: int
     sources: dict[str, dict[str, Any]]
     files: dict[str, dict[str, Any]]
 
@@ -83,10 +86,13 @@ def read_manifest(folder: Path) -> Manifest:
         )
     fields = {field.name for field in dataclasses.fields(Manifest)}
     try:
+        value.setdefault("layers_ahead", 1)  # conversions did not always say
         manifest = Manifest(**{name: value[name] for name in fields})
         sizes = [(str(f["sha256"]), int(f["size"])) for f in manifest.files.values()]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InputError(f"{path}: damaged, fields are missing; {AGAIN}") from None
+    if manifest.layers_ahead not in range(1, MOST_LAYERS_AHEAD + 1):
+        raise InputError(f"{path}: damaged, layers_ahead is {manifest.layers_ahead!r}; {AGAIN}")
     if manifest.skew not in SKEWS or not sizes:
         raise InputError(f"{path}: damaged, skew {manifest.skew!r} is unknown; {AGAIN}")
     return manifest

@@ -105,6 +105,13 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         **many,
     )
     add(
+        "--layers-ahead",
+        type=int,
+        metavar="N",
+        help="so many layers before the one they are for: 1 or 2 (default: as converted, else 1)",
+        **many,
+    )
+    add(
         "--count",
         metavar="C",
         help="rows in the budget: head (default), fixed, pooled, top-p, mean",

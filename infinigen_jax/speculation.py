@@ -66,6 +66,23 @@ def choose_query(model: "Model", query: str) -> str:
     return query
 
 
+def choose_layers_ahead(model: "Model", query: str, layers_ahead: int) -> int:
+    """From how many layers before an input is taken: 0 is what the model was converted for.
+
+    Raises:
+        InputError: naming the conversion that a corrected query takes.
+    """
+    if query != "corrected":
+        return layers_ahead or 1
+    if layers_ahead not in (0, model.layers_ahead):
+        raise InputError(
+            f"--layers-ahead {layers_ahead}: the model's corrected query is for "
+            f"{model.layers_ahead}; convert it again with --layers-ahead {layers_ahead}, or use "
+            "--query plain"
+        )
+    return model.layers_ahead
+
+
 def speculation_weights(
     model: "Model",
     layer: int,
@@ -165,12 +182,12 @@ def speculate_query(
     positions: Int[Array, " b"],
     columns: int,
 ) -> Float[Array, "b k g r"]:
-    """The partial query of the next layer.
+    """The partial query of a layer.
 
     Args:
-        layer: the next layer's module.
-        weights: the next layer's `speculation_weights`.
-        a: this layer's attention input.
+        layer: its module.
+        weights: its `speculation_weights`.
+        a: the attention input of a layer before it.
         positions: of the current tokens.
     """
     if "kernel" in weights:

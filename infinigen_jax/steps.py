@@ -134,7 +134,6 @@ def steps(decoder: Decoder) -> Steps:
         for i in range(len(all_params)):
             carry, params, coming = begin_layer(carry, params, all_params[i : i + 2])
             own, ahead = decoder.host_number(i), decoder.fetches_for(i)
-            fetches = ahead >= 0
             before = carry
             place = decoder.own_layer(weights, cache, own, number[own] if own >= 0 else None)
             with jax.named_scope(f"layer{i}"):
@@ -142,15 +141,16 @@ def steps(decoder: Decoder) -> Steps:
                     params,
                     carry,
                     local[i],
-                    hot[ahead] if fetches else None,
+                    tuple(hot[n] if n >= 0 else None for n in ahead),
                     states[own] if own >= 0 and decoder.policy.observes else None,
                     host,
                     place,
-                    following[ahead] if fetches else None,
+                    tuple(following[n] if n >= 0 else None for n in ahead),
                     positions,
+                    i,
                 )
-            if fetches:
-                hot[ahead] = new_hot
+            if (awaited := decoder.awaits_for(i)) >= 0:
+                hot[awaited] = new_hot
             if own >= 0 and decoder.policy.observes:
                 states[own] = state
             carry, coming = end_layer(carry, coming)

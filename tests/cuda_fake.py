@@ -53,6 +53,7 @@ class FakeCuda:
         self.failing: set[str] = set()
         self.kernel = kernel
         self.queue: list[Callable[[], None]] = []
+        self.recorded: dict[int, list[Callable[[], None]]] = {}  # what an event comes behind
         self.events = 0
         self.current = 0
         for name in SIGNATURES:
@@ -112,11 +113,16 @@ class FakeCuda:
         self.events += 1
         _put(out, FIRST_EVENT + self.events)
 
+    def _cuEventRecord(self, event: int, stream: int) -> None:
+        if stream == OWN_STREAM:
+            self.recorded[event] = list(self.queue)
+
     def _cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
         if stream == XLA_STREAM:
-            for work in self.queue:
-                work()
-            self.queue.clear()
+            for work in self.recorded.get(event, []):
+                if work in self.queue:
+                    self.queue.remove(work)
+                    work()
 
     def _cuLaunchKernel(self, function: int, *arguments: Any) -> None:
         blocks, _, _, threads, _, _, _, stream, parameters, _ = arguments

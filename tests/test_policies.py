@@ -225,7 +225,7 @@ def test_all_follow_the_protocol():
     for name, kind in POLICIES.items():
         policy = kind()
         assert isinstance(policy, Policy) and policy.name == name
-        assert not (policy.observes and not policy.ahead)
+        assert not (policy.observes and not policy.lead)
         if kind is not Full:
             made: Any = kind
             with pytest.raises(InputError, match="--budget"):

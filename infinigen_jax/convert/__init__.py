@@ -15,6 +15,7 @@ def convert(
     calibration: str | Path | Sequence[int] | None = None,
     dtype: str | None = None,
     skew: str = DEFAULT_SKEW,
+    layers_ahead: int = 1,
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
@@ -31,6 +32,7 @@ def convert(
         dtype: "float32", "bfloat16" or "float16" for the weights; as stored by default.
         skew: "balanced" (the default: a basis that weighs queries and keys alike, a query corrected
             on the text, and the paper's basis), "svd" (the paper's), or "none".
+        layers_ahead: how many layers ahead the corrected query looks, 1 or 2.
         force: replace an earlier conversion at the destination, once the new one is complete.
         progress: called with the number of layers done and their total.
 
@@ -48,6 +50,7 @@ def convert(
         calibration=calibration,
         dtype=dtype,
         skew=skew,
+        layers_ahead=layers_ahead,
         force=force,
         progress=progress,
     )

@@ -31,6 +31,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="basis of queries and keys: svd is the paper's (default: %(default)s)",
     )
     parser.add_argument(
+        "--layers-ahead",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="how early rows are requested by the query that the calibration corrects: 2 gives "
+        "transfers twice the time, 1 guesses better (default: %(default)s)",
+    )
+    parser.add_argument(
         "--force", action="store_true", help="replace an earlier conversion at DESTINATION"
     )
     return parser
@@ -63,6 +71,7 @@ def _convert(arguments: argparse.Namespace) -> None:
             calibration=arguments.calibration,
             dtype=arguments.dtype,
             skew=arguments.skew,
+            layers_ahead=arguments.layers_ahead,
             force=arguments.force,
             progress=progress,
         )

@@ -114,7 +114,8 @@ class Calibrator:
         config: the architecture.
         tokens: the text.
         embedding: the embedding's parameters, float32.
-        keep: what `ahead` and `loss` need.
+        layers_ahead: keep what `ahead` and `loss` need, for a query of the layer so many before;
+            0: keep nothing.
     """
 
     def __init__(
@@ -122,13 +123,13 @@ class Calibrator:
         config: ModelConfig,
         tokens: CalibrationTokens,
         embedding: Params,
-        keep: bool = False,
+        layers_ahead: int = 0,
     ):
         self._config = config
         self._count = tokens.count
-        self._keep = keep
+        self._layers_ahead = layers_ahead
         self._done = 0  # layers
-        self._inputs: list[Array] = []  # of the layer before and of this one
+        self._inputs: list[Array] = []  # of the layer so many before, up to this one
         self._attended: tuple[Array, ...] | None = None  # hidden states, queries, keys, values
         self._guesses: Array | None = None
         self._valid = jnp.asarray(tokens.valid)
@@ -143,13 +144,14 @@ class Calibrator:
         They are those of the text at all places where the model has positions for it.
         """
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
-            step = _step(self._config, self._keep, self._config.window_of(self._done))
+            step = _step(self._config, self._layers_ahead > 0, self._config.window_of(self._done))
             self._hidden, sums, seen = step(params, self._hidden, self._valid)
         self._done += 1
         if seen is not None:
             inputs, *attended = seen
             self._attended, self._guesses = tuple(attended), None
-            self._inputs = [*(self._inputs or [inputs])[-1:], inputs]
+            before = self._inputs or [inputs] * self._layers_ahead
+            self._inputs = [*before[-self._layers_ahead :], inputs]
         # Summed over windows in float64, on the host.
         query_gram, key_gram, key_sum = (np.asarray(s, np.float64).sum(axis=0) for s in sums)
         if not np.isfinite(query_gram).all() or not np.isfinite(key_gram).all():
@@ -161,16 +163,17 @@ class Calibrator:
         return spread_moments(found, self._config.rope, self._places)
 
     def ahead(self, params: Params) -> tuple[Projection, GuessMoments]:
-        """For the layer that `layer` ran last: its query of the input of the layer before.
+        """For the layer that `layer` ran last: its query of the input of a layer before.
 
-        Of the first layer, whose rows are fetched by its own input, the query is the true one.
+        Of the one `layers_ahead` before, or the first. Of the first layer, whose rows are fetched
+        by its own input, the query is the true one.
 
         Returns:
             The corrected projection; moments of the queries that it gives, scaled and rotated, at
             all places as in `layer`.
         """
         config, valid = self._config, np.asarray(self._valid)
-        before, own = (np.asarray(x)[valid] for x in self._inputs)
+        before, own = (np.asarray(self._inputs[i])[valid] for i in (0, -1))
         query = params["q"]
         fitted = corrected_projection(before, own, query["kernel"], query.get("bias"))
         assert self._attended is not None
@@ -187,7 +190,7 @@ class Calibrator:
         """For the layer that `layer` ran last: relative error that few rows make.
 
         Returns:
-            With rows chosen by its own queries, and by those of the layer before: corrected, if
+            With rows chosen by its own queries, and by those of a layer before: corrected, if
             `ahead` was called, else plain; at each of the m `loss.BUDGETS`. NaN if no window is
             long enough. See `convert.loss`.
         """
@@ -206,7 +209,7 @@ class Calibrator:
             return np.sqrt(errors / whole).astype(np.float32)
 
     def _guess(self, params: Params, projection: Params) -> Float[Array, "w s h d"]:
-        """The layer's queries by a projection of the layer before's attention input."""
+        """The layer's queries by a projection of an earlier layer's attention input."""
         with jax.default_matmul_precision("highest"):
             return _projected(self._config, params, projection, self._inputs[0])
 

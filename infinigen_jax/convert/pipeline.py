@@ -40,6 +40,7 @@ from infinigen_jax.manifest import (
     file_record,
 )
 from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.policies.base import MOST_LAYERS_AHEAD
 from infinigen_jax.safetensors_io import DTYPES, SafetensorsWriter, tensor_bytes
 from infinigen_jax.skew import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
 
@@ -70,12 +71,15 @@ def run(
     calibration: str | Path | Sequence[int] | None,
     dtype: str | None,
     skew: str,
+    layers_ahead: int,
     force: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Path:
     """See `infinigen_jax.convert.convert`."""
     if skew not in SKEWS:
         raise InputError(f"skew {skew!r} is unknown; use one of {', '.join(SKEWS)}")
+    if not 1 <= layers_ahead <= MOST_LAYERS_AHEAD:
+        raise InputError(f"--layers-ahead {layers_ahead}: use 1 or {MOST_LAYERS_AHEAD}")
     folder = checked_folder(source)
     hf, config = read_config(folder)
     target = check_destination(folder, Path(destination), force)
@@ -86,7 +90,7 @@ def run(
     check_space(target, _needed(config, sources, stored, copied, skew))
     tokens = _tokens(calibration, folder, config) if skew != "none" else None
     with staged(target) as out:
-        job = _Job(config, sources, stored, skew, tokens)
+        job = _Job(config, sources, stored, skew, layers_ahead, tokens)
         files = job.write_weights(out, progress or (lambda done, total: None))
         files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(_config(hf, stored), indent=2) + "\n")
@@ -100,6 +104,7 @@ def run(
             skew=skew,
             absorbed=job.absorbs,
             dtype=stored.name,
+            layers_ahead=layers_ahead,
             calibration=tokens and {"text_sha256": tokens.sha256, "tokens": tokens.count},
             sources={file.name: file_record(file) for file in [folder / "config.json", *read]},
             files=files,
@@ -117,10 +122,11 @@ class _Job:
         sources: Mapping[str, TensorSource],
         dtype: np.dtype,
         skew: str,
+        layers_ahead: int,
         tokens: CalibrationTokens | None,
     ):
         self.config, self.sources, self.dtype, self.skew = config, sources, dtype, skew
-        self.tokens = tokens
+        self.layers_ahead, self.tokens = layers_ahead, tokens
         self.slots = expected(blueprint(config, jnp.float32))
         # Rotation does not commute with the basis, and only an orthogonal one leaves a valid
         # checkpoint whose attention anyone can compute.
@@ -186,7 +192,7 @@ class _Job:
         if self.tokens is None:
             return None
         params = read_tree(self.slots.embedding, self.sources, _joined)
-        return Calibrator(self.config, self.tokens, params, keep=True)
+        return Calibrator(self.config, self.tokens, params, self.layers_ahead)
 
     def _calibrate(self, calibrator: Calibrator | None, slots: list[Slot]) -> Any:
         """Run a layer, keep its statistics.

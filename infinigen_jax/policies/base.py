@@ -57,6 +57,9 @@ class Attended(NamedTuple):
     resident_weights: Float[Array, "b k m"]
 
 
+MOST_LAYERS_AHEAD = 2  # that rows are requested before the layer that reads them
+
+
 @runtime_checkable
 class Policy(Protocol):
     """See the module's docstring.
@@ -66,8 +69,9 @@ class Policy(Protocol):
         sinks: first tokens that stay on the device.
         dense_layers: leading layers that stay on the device in full, unless the engine is told;
             None: those that lose too much otherwise, see `Model.dense_layers`.
-        ahead: `select` sees the attention input of the layer before, so that the transfer runs
-            beside that layer; if not, the layer's own, and the layer waits for its rows.
+        lead: `select` sees the attention input of the layer so many before (at most
+            MOST_LAYERS_AHEAD), so that the transfer runs beside those layers; with 0 the layer's
+            own, and the layer waits for its rows.
         observes: `observe` is called and returns the next state. It is not for policies that
             need the layer's own input.
         reuses: whether rows that were fetched are kept on the device, unless the engine is told.
@@ -86,7 +90,7 @@ class Policy(Protocol):
     pools: ClassVar[bool]
 
     @property
-    def ahead(self) -> bool: ...
+    def lead(self) -> int: ...
 
     @property
     def has_tail(self) -> bool:
@@ -166,8 +170,7 @@ class Policy(Protocol):
 
         Args:
             layer: the module of the layer that is selected for.
-            a: the attention input of the layer before it; its own, if it is the first or the
-                policy does not look `ahead`.
+            a: the attention input of the layer `lead` before it, or of the first.
             held: position of the row in each slot, -1 where there is none to fetch; None without
                 a pool: slot = position then, and what only the host has may be fetched.
         """
@@ -211,8 +214,8 @@ class Defaults:
     pools: ClassVar[bool] = False
 
     @property
-    def ahead(self) -> bool:
-        return True
+    def lead(self) -> int:
+        return 1
 
     @property
     def has_tail(self) -> bool:

@@ -29,8 +29,8 @@ class Oracle(Budgeted):
     pools: ClassVar[bool] = True
 
     @property
-    def ahead(self) -> bool:
-        return False
+    def lead(self) -> int:
+        return 0
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k d t"]:
         return _keys(config.head_dim).empty(batch, config.num_kv_heads, capacity)
@@ -88,8 +88,8 @@ class PreviousQuery(Oracle):
     observes: ClassVar[bool] = True
 
     @property
-    def ahead(self) -> bool:
-        return True
+    def lead(self) -> int:
+        return 1
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Remembered:
         shape = (batch, config.num_kv_heads, config.group_size, config.head_dim)

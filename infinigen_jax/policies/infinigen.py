@@ -4,8 +4,8 @@ The paper's form of each part is a setting (`infinigen_paper` has them all); the
 measures best, see docs/policies-infinigen.md.
 
 The index is a slice of every cached key, kept on the device: the leading columns in the skewed
-basis. Layer l's input, the next layer's query projection and the index give the speculated scores;
-tokens above the best score minus alpha are fetched, up to a budget.
+basis. Layer l's input, and query projection and index of the next layer or of the one behind it,
+give the speculated scores; tokens above the best score minus alpha are fetched, up to a budget.
 """
 
 import dataclasses
@@ -22,12 +22,13 @@ from infinigen_jax.counting import POOL, holding, log_rest, narrow, pooled
 from infinigen_jax.errors import InputError
 from infinigen_jax.index import INDEX_DTYPES, IndexFormat, write_entries
 from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.policies.base import Budgeted
+from infinigen_jax.policies.base import MOST_LAYERS_AHEAD, Budgeted
 from infinigen_jax.selection import Request, budget_rows, group_rank, top_slots
 from infinigen_jax.span import Span
 from infinigen_jax.speculation import (
     BASES,
     QUERIES,
+    choose_layers_ahead,
     choose_query,
     mean_score,
     own_query,
@@ -75,6 +76,9 @@ class InfiniGen(Budgeted):
             layer waits; or "auto": its own where rows are attended to in the host's memory itself,
             so that a prefetch has nothing to hide (`Engine`), else corrected where the model has
             what it takes.
+        layers_ahead: from how many layers before its input is taken: 1, as in the paper; 2, which
+            gives transfers twice the time, but guesses less well; 0: as many as the model's
+            corrected query was fitted for, else 1. Without meaning for an own query.
         layer_budgets: "equal", as in the paper; "calibrated": the budget is the mean of all layers,
             shared out among them by what each loses on the calibration text, see `budgets`; or
             "auto": calibrated where the model's conversion measured it.
@@ -99,6 +103,7 @@ class InfiniGen(Budgeted):
     streamed_layers: int = 0
     basis: str = "auto"
     query: str = "auto"
+    layers_ahead: int = 0
     mass: float = 0.9
     layer_budgets: str = "auto"
     tail: bool = True
@@ -121,6 +126,10 @@ class InfiniGen(Budgeted):
             raise InputError(f"--basis {self.basis}: use {' or '.join(BASES)}")
         if self.query not in QUERIES:
             raise InputError(f"--query {self.query}: use {' or '.join(QUERIES)}")
+        if not 0 <= self.layers_ahead <= MOST_LAYERS_AHEAD:
+            raise InputError(
+                f"--layers-ahead {self.layers_ahead}: use 1 or 2, or 0 for the model's own"
+            )
         if self.count not in COUNTS:
             raise InputError(f"--count {self.count}: use {' or '.join(COUNTS)}")
         if self.layer_budgets not in LAYER_BUDGETS:
@@ -133,8 +142,8 @@ class InfiniGen(Budgeted):
             raise InputError(f"--mass {self.mass}: it must be above 0 and at most 1")
 
     @property
-    def ahead(self) -> bool:
-        return self.query != "own"
+    def lead(self) -> int:
+        return 0 if self.query == "own" else max(self.layers_ahead, 1)
 
     @property
     def has_tail(self) -> bool:
@@ -155,12 +164,19 @@ class InfiniGen(Budgeted):
         query = self.query
         if query == "auto":
             query = "own" if in_place else choose_query(model, query)
+        layers_ahead = self.layers_ahead
+        if query != "own":
+            layers_ahead = choose_layers_ahead(model, query, layers_ahead)
         layer_budgets = self.layer_budgets
         if layer_budgets == "auto":
             layer_budgets = "calibrated" if model.has_curves else "equal"
         tail_tokens = 0 if pooled else self.tail_tokens
         return dataclasses.replace(
-            self, query=query, layer_budgets=layer_budgets, tail_tokens=tail_tokens
+            self,
+            query=query,
+            layers_ahead=layers_ahead,
+            layer_budgets=layer_budgets,
+            tail_tokens=tail_tokens,
         )
 
     def index_format(self, head_dim: int) -> IndexFormat:
@@ -170,7 +186,7 @@ class InfiniGen(Budgeted):
         index = self.index_format(model.config.head_dim)
         centred = index.quantised or self.tail
         weights = speculation_weights(model, layer, index.columns, centred, self.basis, self.query)
-        return weights | (own_query_weights(weights) if self.tail_block or not self.ahead else {})
+        return weights | (own_query_weights(weights) if self.tail_block or not self.lead else {})
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k w t"]:
         return self.index_format(config.head_dim).empty(batch, config.num_kv_heads, capacity)
@@ -186,7 +202,7 @@ class InfiniGen(Budgeted):
         held: Int[Array, "b k t"] | None = None,
     ) -> Request:
         index = self.index_format(config.head_dim)
-        true = None if self.ahead else config.grouped(layer.query(a, positions))
+        true = None if self.lead else config.grouped(layer.query(a, positions))
         with jax.named_scope("speculate"):
             if true is None:
                 query = speculate_query(config, layer, weights, a, positions, index.columns)

@@ -32,6 +32,7 @@ class InfiniGenPaper(InfiniGen):
     streamed_layers: int = 2
     index_dtype: str = "auto"
     query: str = "plain"
+    layers_ahead: int = 1
     layer_budgets: str = "equal"
     tail: bool = False
 

@@ -39,8 +39,8 @@ class Quest(Budgeted):
     page: int = 16
 
     @property
-    def ahead(self) -> bool:
-        return False
+    def lead(self) -> int:
+        return 0
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Bounds:
         shape = (batch, config.num_kv_heads, -(-capacity // self.page), config.head_dim)

@@ -95,11 +95,12 @@ def decoder(
     hot_set: float = 0.0,
     weights_on: str = "device",
     config: ModelConfig = CONFIG,
+    layers_ahead: int = 1,
 ) -> Decoder:
     return Decoder(
         config,
         DTYPE,
-        POLICY,
+        dataclasses.replace(POLICY, layers_ahead=layers_ahead),
         transfer or XlaTransfer(),
         DENSE,
         default_mesh(),
@@ -173,9 +174,10 @@ def fused(
     hot_set: float = 0.0,
     weights_on: str = "device",
     config: ModelConfig = CONFIG,
+    layers_ahead: int = 1,
 ) -> Program:
     """The whole step, greedy; with the `cuda` transfer, selection and reuse by kernels as well."""
-    made = decoder(transfer, hot_set, weights_on, config)
+    made = decoder(transfer, hot_set, weights_on, config, layers_ahead)
     cache = _cache(made)
     with mock.patch.object(cuda, "in_use", lambda: made.transfer.name == "cuda"):
         return compile_for_gpu(
@@ -231,7 +233,7 @@ def scanned() -> Program:
             )
             own = HostLayer(number, SCALES, tail=(weights, state))
             carry, resident, _, _ = decoder().decode_layer(
-                params, carry, resident, None, None, host, own, following, at
+                params, carry, resident, (None,), None, host, own, (following,), at
             )
             return carry, resident
 
@@ -262,11 +264,11 @@ def fetching_layer(weights_on: str = "device") -> Program:
         constant.params["layers"][DENSE],
         _carry(),
         cache.local[-1],
-        None,
+        (None,),
         None,
         cache.host,
         HostLayer(_scalar(), SCALES, tail=(constant.policy[0], cache.states[0])),
-        following,
+        (following,),
         cache.lengths,
         keywords={"stored": upcoming} if weights_on == "host" else None,
     )

@@ -64,6 +64,20 @@ def test_fused_step_overlaps_every_transfer():
         assert not of(pair.between, f"layer{number + 1}/attention")
 
 
+def test_two_layers_ahead_the_layer_between_hides_all_of_a_transfer():
+    """When a copy starts is XLA's choice, half of them a layer earlier; see the `cuda` transfer."""
+    pairs = transfers(sp.fused(layers_ahead=2))
+    targets = range(sp.DENSE, sp.LAYERS)
+    assert len(pairs) == len(targets)
+    earlier = []
+    for target, pair in zip(targets, pairs, strict=True):
+        assert of(pair.between, f"layer{target - 1}/attention")
+        assert of(pair.between, f"layer{target - 1}/mlp")
+        assert not of(pair.between, f"layer{target}/attention")
+        earlier.append(bool(of(pair.between, f"layer{target - 2}/mlp")))
+    assert any(earlier)
+
+
 def test_fused_step_copies_rows_and_nothing_else():
     program = sp.fused()
     rows = [copy.nbytes for copy in host_copies(program, 1024)]
