@@ -42,7 +42,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 DENSE_LOSS = 0.03  # docs/policies-infinigen.md
 DENSE_AMONG = 4
 DENSE_UNKNOWN = 2
-EMBEDDED = ("tiny-llama", "tiny-opt")
+EMBEDDED = ("books-llama", "tiny-llama", "tiny-opt")
 
 
 class Basis(NamedTuple):
@@ -205,8 +205,8 @@ def load(
     return _load_converted(folder, chosen, verify, weights)
 
 
-def embedded(name: str = "tiny-llama") -> Path:
-    """Folder of a small model inside the package, "tiny-llama" or "tiny-opt", converted."""
+def embedded(name: str = EMBEDDED[0]) -> Path:
+    """Folder of a small model inside the package, one of EMBEDDED, converted."""
     if name not in EMBEDDED:
         raise InputError(f"no embedded model {name!r}; there are {' and '.join(EMBEDDED)}")
     return Path(__file__).parent / "embedded" / name

@@ -115,11 +115,13 @@ class Conversion(NamedTuple):
     Attributes:
         corrected: whether it has a corrected layer-ahead query.
         losses: the fields of `Model` on what few rows lose.
+        layers_ahead: that the corrected query looks.
     """
 
     skew: str
     corrected: bool
     losses: Mapping[str, np.ndarray] = types.MappingProxyType({})
+    layers_ahead: int = 1
 
 
 class Planner:
@@ -175,6 +177,7 @@ class Planner:
                 dtype=dtype,
                 skew=conversion.skew,
                 key_mean=mean,
+                layers_ahead=conversion.layers_ahead,
                 **conversion.losses,
                 **parts,
             )
@@ -269,7 +272,7 @@ def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
         return Conversion(DEFAULT_SKEW, DEFAULT_SKEW == "balanced")
     manifest = read_manifest(folder)
     loss = read_loss(SafetensorsFile(folder / SKEW_FILE), config)
-    return Conversion(manifest.skew, AHEAD_FILE in manifest.files, loss)
+    return Conversion(manifest.skew, AHEAD_FILE in manifest.files, loss, manifest.layers_ahead)
 
 
 def brought_bytes(decoder: Decoder, weights: Weights) -> tuple[int, int]:

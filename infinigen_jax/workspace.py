@@ -43,12 +43,13 @@ def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> 
 
 
 def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
-    """Of a step: two layers' rows on their way, the speculated scores, the logits."""
+    """Of a step: rows that are read and those on their way, speculated scores, logits."""
     config = decoder.config
     selecting = any(not decoder.streams(number) for number in range(decoder.host_layers))
     requested = decoder.policy.request_size(capacity) if selecting else 0
     row = batch * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
-    moved = 0 if decoder.transfer.in_place and not decoder.hot_set else 2 * requested * row
+    layers = 1 + max(decoder.policy.lead, 1)  # that have their rows on the device at a time
+    moved = 0 if decoder.transfer.in_place and not decoder.hot_set else layers * requested * row
     # Scores, what they are ranked by, and which of them pass, in float32.
     scores = 3 * FLOAT32 * batch * config.num_heads * capacity if selecting else 0
     ends = FLOAT32 * batch * (2 * config.vocab_size + 4 * config.intermediate_size)

@@ -103,7 +103,7 @@ def test_table_and_record(tmp_path, text, run):
 
     record = json.loads(result.read_text(), parse_constant=never)
     assert record["text"]["file"] == "text.txt" and record["text"]["prefix_tokens"] == 1
-    assert record["model"]["name"] == "tiny-llama" and record["versions"]["jax"]
+    assert record["model"]["name"] == "books-llama" and record["versions"]["jax"]
     assert record["settings"] == dict(window=48, context=16, windows=3, batch=2, chunk=20)
     # Nothing tells where things lie on this machine.
     assert str(tmp_path) not in result.read_text() and str(ROOT) not in result.read_text()

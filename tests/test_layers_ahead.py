@@ -18,6 +18,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.speculation import choose_layers_ahead
 from infinigen_jax.transfer import XlaTransfer
+from infinigen_jax.workspace import decode_bytes
 from tests.runtime import ALL, SPARSE, counts_of, engine, finished, random_model, tokens_of
 
 TWO = dataclasses.replace(SPARSE, layers_ahead=2)
@@ -106,6 +107,16 @@ def test_the_corrected_query_is_fitted_to_the_input_two_layers_before(tiny, tmp_
         Engine(two, policy=InfiniGen(query="corrected", layers_ahead=1))
     assert choose_layers_ahead(two, "plain", 0) == 1
     assert Engine(two, policy=InfiniGen(query="plain", layers_ahead=2)).decoder.policy.lead == 2
+
+
+def test_a_plan_has_room_for_the_rows_of_two_layers_under_way():
+    one, two = (
+        dataclasses.replace(engine("gqa", policy, 1).decoder, transfer=XlaTransfer())
+        for policy in (SPARSE, TWO)
+    )
+    config, rows = one.config, SPARSE.request_size(64)
+    layer = rows * 3 * config.num_kv_heads * 2 * config.head_dim * 4
+    assert decode_bytes(two, 3, 64) - decode_bytes(one, 3, 64) == layer
 
 
 def test_refusals(tiny, tmp_path):

@@ -225,6 +225,18 @@ def test_command(tmp_path, capsys):
     assert only(tmp_path) == ["r.json"]
 
 
+def test_the_embedded_model_looks_things_up(tmp_path, capsys):
+    """With nothing but sinks and recent tokens resident: what is not fetched is not found."""
+    result = tmp_path / "r.json"
+    arguments = ["retrieval", "--task", "needle", "--length", "400", "--depth", "0.3", "--quiet"]
+    arguments += ["--items", "4", "--batch", "4", "--dense-layers", "0", "--budget", "0.05"]
+    arguments += ["--policy", "infinigen", "window", "--json", str(result)]
+    assert evaluate.main(arguments) == 0
+    found = json.loads(result.read_text())["configurations"]
+    assert [c["policy"] for c in found] == ["full", "infinigen", "window"]
+    assert [c["accuracy"] for c in found[:2]] == [1, 1] and found[2]["accuracy"] < 1
+
+
 def test_bad_values(capsys, tmp_path):
     for bad in (
         ["--task", "hay"],
