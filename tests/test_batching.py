@@ -42,8 +42,15 @@ def ending(name: str = "gqa", share: int = 8) -> Engine:
     )
 
 
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-@pytest.mark.parametrize("settings", [{}, HOT], ids=["plain", "hot"])
+@pytest.mark.parametrize(
+    "settings, schedule",
+    [
+        pytest.param({}, "fused", id="plain-fused"),
+        pytest.param(HOT, "layerwise", id="hot-layerwise"),
+        pytest.param({}, "layerwise", id="plain-layerwise", marks=pytest.mark.slow),
+        pytest.param(HOT, "fused", id="hot-fused", marks=pytest.mark.slow),
+    ],
+)
 def test_more_prompts_than_rows(schedule, settings):
     made = engine("short", SPARSE, 1, schedule, **settings)
     expected = alone(made)

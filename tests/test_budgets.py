@@ -113,10 +113,15 @@ def test_equal_losses_are_the_equal_budget():
     assert generated(model, dataclasses.replace(STEEP, budget=0.05)) == generated(model, equal)
 
 
-def test_schedules_and_pools_agree():
+def test_schedules_agree():
     model = model_with([0.0, 0.5, 0.1])
     fused = generated(model, STEEP, dense_layers=0)
     assert fused == generated(model, STEEP, dense_layers=0, schedule="layerwise")
+
+
+@pytest.mark.slow
+def test_a_roomy_pool_changes_nothing():
+    model = model_with([0.0, 0.5, 0.1])
     roomy = generated(model, STEEP, dense_layers=0, pool=Pool(share=1.0))
     one_mean = dataclasses.replace(STEEP, tail_tokens=0)
     assert roomy == generated(model, one_mean, dense_layers=0)

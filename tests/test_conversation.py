@@ -64,7 +64,7 @@ def engine_of(policy: Policy, **settings: Any) -> Callable[[], Engine]:
         ("gqa", Full(), "fused"),
         ("gqa", Full(window=5), "layerwise"),
         ("gqa", ALL, "layerwise"),
-        ("opt", ALL, "fused"),
+        pytest.param("opt", ALL, "fused", marks=pytest.mark.slow),
         ("windows", Full(window=5), "fused"),
     ],
 )

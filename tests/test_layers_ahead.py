@@ -41,7 +41,9 @@ def test_what_is_requested_where():
     assert [engine("gqa", own, 1).decoder.awaits_for(i) for i in range(4)] == [-1, 0, 1, 2]
 
 
-@pytest.mark.parametrize("dense_layers", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "dense_layers", [0, 1, *[pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)]]
+)
 def test_everything_fetched_is_the_full_cache(dense_layers):
     expected = finished(engine("gqa", ALL, dense_layers))
     run = finished(engine("gqa", ALL_TWO, dense_layers))

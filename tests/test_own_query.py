@@ -16,7 +16,7 @@ OWN = dataclasses.replace(SPARSE, query="own", partial_ratio=1.0, index_dtype="f
 FIXED = dataclasses.replace(OWN, alpha=float("inf"), count="fixed")
 
 
-@pytest.mark.parametrize("name", ["gqa", "opt"])
+@pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
 def test_with_an_exact_index_it_chooses_what_the_oracle_does(name):
     model = random_model(name)
     oracle = Oracle(budget=FIXED.budget, window=FIXED.window, sinks=FIXED.sinks)
@@ -63,6 +63,7 @@ def test_the_engine_chooses_it_where_nothing_has_to_be_moved(monkeypatch):
     assert query_of(InfiniGen(query="own")) == "own"
 
 
+@pytest.mark.slow
 def test_a_hot_set_changes_no_token():
     policy = dataclasses.replace(OWN, tail=True)
     plain, kept = (tokens_of(engine("gqa", policy, 1, hot_set=size)) for size in (0.0, 2.0))

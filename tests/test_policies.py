@@ -204,7 +204,10 @@ def test_everything_fetched_is_the_full_cache(kind):
 
 
 # One that keeps a state of its own, and one that selects by the layer's own input.
-@pytest.mark.parametrize("kind", [H2O, Quest], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(H2O, id="h2o"), pytest.param(Quest, id="quest", marks=pytest.mark.slow)],
+)
 def test_schedules_batches_and_hot_sets_change_nothing(kind):
     policy = kind(budget=0.15, window=4, sinks=2)
     run = finished(engine("short", policy, 1))

@@ -300,8 +300,8 @@ def test_generate_with_a_limit(command, tmp_path):
     assert status == 0 and out and not err
     stats = json.loads(file.read_text())
     assert stats["prompt_tokens"] > 40 == stats["pool_tokens"]
-    assert stats["pool_bytes"] == 5 * 2 * 40 * (4 + 4)
-    assert stats["host_cache_bytes"] == 5 * 2 * 40 * 2 * 32 * 4
+    assert stats["pool_bytes"] == 6 * 3 * 40 * (4 + 4)
+    assert stats["host_cache_bytes"] == 6 * 3 * 40 * 2 * 32 * 4
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,12 @@ def test_opt_in_chunks():
 
 
 @pytest.mark.parametrize(
-    "policy", [ALL, Full(), POLICIES["infinigen"]], ids=["all", "full", "tail"]
+    "policy",
+    [
+        pytest.param(ALL, id="all", marks=pytest.mark.slow),
+        pytest.param(Full(), id="full"),
+        pytest.param(POLICIES["infinigen"], id="tail"),
+    ],
 )
 def test_more_tokens_behind_decoding_are_as_if_read_at_once(policy):
     """Turns of different lengths, one of them without tokens, behind steps between two flushes."""

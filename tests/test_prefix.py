@@ -46,7 +46,10 @@ def shared(made: Engine, **settings: Any) -> Run:
     return run
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n == "layerwise" else ()) for n in SETTINGS],
+)
 def test_the_tokens_are_those_of_whole_prompts(name):
     model, policy, settings = SETTINGS[name]
     made = engine(model, policy, **settings)

@@ -228,8 +228,8 @@ def test_command(tmp_path, capsys):
 def test_the_embedded_model_looks_things_up(tmp_path, capsys):
     """With nothing but sinks and recent tokens resident: what is not fetched is not found."""
     result = tmp_path / "r.json"
-    arguments = ["retrieval", "--task", "needle", "--length", "400", "--depth", "0.3", "--quiet"]
-    arguments += ["--items", "4", "--batch", "4", "--dense-layers", "0", "--budget", "0.05"]
+    arguments = ["retrieval", "--task", "needle", "--length", "300", "--depth", "0.3", "--quiet"]
+    arguments += ["--items", "2", "--batch", "2", "--dense-layers", "0", "--budget", "0.05"]
     arguments += ["--policy", "infinigen", "window", "--json", str(result)]
     assert evaluate.main(arguments) == 0
     found = json.loads(result.read_text())["configurations"]

@@ -37,8 +37,11 @@ def assert_on_host(layers: Any) -> None:
 @pytest.mark.parametrize("schedule", ["fused", "layerwise"])
 @pytest.mark.parametrize(
     "name, policy, dense_layers, settings",
-    [("short", SPARSE, 0, {}), ("opt", SPARSE, 2, HOT), ("short", Full(), 1, {})],
-    ids=["gqa", "opt", "full"],
+    [
+        pytest.param("short", SPARSE, 0, {}, id="gqa"),
+        pytest.param("opt", SPARSE, 2, HOT, id="opt", marks=pytest.mark.slow),
+        pytest.param("short", Full(), 1, {}, id="full"),
+    ],
 )
 def test_equal_outputs(name, policy, dense_layers, settings, schedule):
     made = engine(name, policy, dense_layers, schedule, weights="host", **settings)
@@ -64,7 +67,7 @@ def test_scores_and_batches():
     assert made.generate(RAGGED, max_new_tokens=NEW, batch=2).tokens == whole
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-opt"])
+@pytest.mark.parametrize("name", ["tiny-llama", pytest.param("tiny-opt", marks=pytest.mark.slow)])
 def test_loading_onto_the_host(name):
     model = load(embedded(name), weights="host")
     assert_on_host(model.params["layers"])
