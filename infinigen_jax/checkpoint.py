@@ -56,7 +56,7 @@ class Basis(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """How to guess a layer's query from the layer before, corrected on calibration text.
+    """How to guess a layer's query from an earlier layer, corrected on calibration text.
 
     Attributes:
         projection: {"kernel" [e, h*d], "bias" [h*d]}, in place of W_Q and its bias. Not on the
@@ -208,7 +208,7 @@ def load(
 def embedded(name: str = EMBEDDED[0]) -> Path:
     """Folder of a small model inside the package, one of EMBEDDED, converted."""
     if name not in EMBEDDED:
-        raise InputError(f"no embedded model {name!r}; there are {' and '.join(EMBEDDED)}")
+        raise InputError(f"no embedded model {name!r}; there are {', '.join(EMBEDDED)}")
     return Path(__file__).parent / "embedded" / name
 
 

@@ -22,6 +22,7 @@ POLICY_OPTIONS = (
     "index_dtype",
     "basis",
     "query",
+    "layers_ahead",
     "count",
     "mass",
     "layer_budgets",

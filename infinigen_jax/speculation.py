@@ -5,9 +5,10 @@
     k^        the index: layer l+1's cached keys in the same basis, the first r columns
     q^ . k^   the speculated attention logits (`index.IndexFormat.scores`)
 
-The basis orders its columns by energy, so "the columns that matter" are always the leading ones.
-Beside the paper's there is a balanced basis, and a query corrected on calibration text (`skew`,
-`correction`); a converted model has what its conversion gave it.
+Two layers ahead it is layer l+2's query, basis and keys. The basis orders its columns by energy, so
+"the columns that matter" are always the leading ones. Beside the paper's there is a balanced basis,
+and a query corrected on calibration text (`skew`, `correction`); a converted model has what its
+conversion gave it.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -72,7 +72,11 @@ def test_more_prompts_than_rows(schedule, settings):
 @pytest.mark.parametrize(
     "policy",
     [ALL, Full(), InfiniGenPaper(alpha=2.0, count="head")]
-    + [kind(budget=0.2, window=4, sinks=2) for kind in (H2O, Quest, PreviousQuery)],
+    + [H2O(budget=0.2, window=4, sinks=2)]
+    + [
+        pytest.param(kind(budget=0.2, window=4, sinks=2), marks=pytest.mark.slow)
+        for kind in (Quest, PreviousQuery)
+    ],
     ids=lambda policy: policy.name,
 )
 def test_every_kind_of_state_is_replaced(policy):

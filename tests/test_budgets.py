@@ -101,6 +101,7 @@ def generated(model, policy, **settings):
     return Engine(model, policy=policy, **settings).generate(PROMPTS, max_new_tokens=8).tokens
 
 
+@pytest.mark.slow
 def test_all_rows_are_all_rows():
     model = model_with([0.0, 0.5, 0.1])
     whole = dataclasses.replace(STEEP, budget=1.0, query="plain")

@@ -41,7 +41,7 @@ def test_everything_fetched_equals_the_full_cache(name):
         assert tokens_of(everything, prompts) == tokens_of(full, prompts)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-opt"])
+@pytest.mark.parametrize("name", ["tiny-llama", pytest.param("tiny-opt", marks=pytest.mark.slow)])
 def test_embedded_models_everything_fetched_equals_the_full_cache(name):
     model = load(embedded(name))
     prompts = ["The king said to the", "It was a dark and stormy night, and the old man had to go"]
@@ -63,7 +63,10 @@ def test_real_checkpoints_everything_fetched_equals_the_full_cache(name, tmp_pat
     assert got[0] == got[1]
 
 
-@pytest.mark.parametrize("family, settings", [("llama", {"num_key_value_heads": 2}), ("opt", {})])
+@pytest.mark.parametrize(
+    "family, settings",
+    [("llama", {"num_key_value_heads": 2}), pytest.param("opt", {}, marks=pytest.mark.slow)],
+)
 def test_full_cache_equals_greedy_generation_of_transformers(family, settings, tmp_path):
     import torch
 

@@ -81,6 +81,7 @@ def test_accuracy_on_tasks(figure, tmp_path):
     assert [line["accuracy"] for line in record["configurations"]][0] in (0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_all_columns_choose_alike_in_any_basis(figure):
     asked = ("--basis", "none", "svd", "--partial-ratio", "0.2", "1.0", "--no-reference")
     _, record = figure("skewing", *SMALL, *asked)
@@ -92,6 +93,7 @@ def test_all_columns_choose_alike_in_any_basis(figure):
     assert len({round(score, 3) for score in scores.values()}) == 3
 
 
+@pytest.mark.slow
 def test_as_many_tokens_are_kept_at_any_length(figure):
     asked = ("--kept", "16", "--length", "32", "64", "--policy", "infinigen-paper")
     table, record = figure("long-context", *asked, "--dense-layers", "1", "--no-reference")
@@ -105,6 +107,7 @@ def test_as_many_tokens_are_kept_at_any_length(figure):
     assert [line["chunks"][0]["from"] for line in lines] == [28, 56]
 
 
+@pytest.mark.slow
 def test_limits_of_the_pool(figure):
     asked = ("--policy", "infinigen:window=4,sinks=2", "--dense-layers", "1")
     limits = ("--pool-tokens", "all", "50%", "--pool-eviction", "fifo", "counter")

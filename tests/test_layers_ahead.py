@@ -1,5 +1,6 @@
 """Rows requested two layers before they are read."""
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -11,11 +12,15 @@ import numpy as np
 import pytest
 from tiny import TEXT
 
+from infinigen_jax import generate
 from infinigen_jax.checkpoint import load
 from infinigen_jax.convert import convert
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.configurations import configurations
+from infinigen_jax.options import add_engine_options, make_policy
 from infinigen_jax.policies import InfiniGen
+from infinigen_jax.pool import Pool
 from infinigen_jax.speculation import choose_layers_ahead
 from infinigen_jax.transfer import XlaTransfer
 from infinigen_jax.workspace import decode_bytes
@@ -85,13 +90,6 @@ def test_with_sliding_windows_between():
     assert tokens_of(engine(model, ALL_TWO, 0)) == tokens_of(engine(model, ALL, 0))
 
 
-def test_the_first_layer_asks_for_its_followers_where_it_is_on_the_host():
-    policy = dataclasses.replace(TWO, budget=1.0, alpha=float("inf"))
-    counts = counts_of(finished(engine("short", policy, 0)))
-    expected = counts_of(finished(engine("short", dataclasses.replace(policy, layers_ahead=1), 0)))
-    np.testing.assert_array_equal(counts, expected)
-
-
 def test_the_corrected_query_is_fitted_to_the_input_two_layers_before(tiny, tmp_path):
     source = tiny("llama").folder
     folders = [convert(source, tmp_path / str(n), calibration=TEXT, layers_ahead=n) for n in (1, 2)]
@@ -111,6 +109,39 @@ def test_the_corrected_query_is_fitted_to_the_input_two_layers_before(tiny, tmp_
     assert Engine(two, policy=InfiniGen(query="plain", layers_ahead=2)).decoder.policy.lead == 2
 
 
+def test_the_option(command, tmp_path):
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    policy: Any = make_policy(parser.parse_args(["--layers-ahead", "2", "--query", "plain"]))
+    assert (policy.layers_ahead, policy.lead) == (2, 2)
+    several = argparse.ArgumentParser()
+    add_engine_options(several, several=True)
+    made = configurations(
+        several.parse_args(["--query", "plain", "--layers-ahead", "1", "2"]), reference=False
+    )
+    assert [c.policy.lead for c in made] == [1, 2]  # pyright: ignore[reportAttributeAccessIssue]
+    status, out, err = command(generate.main, "--prompt", "The", "--layers-ahead", "3")
+    assert status == 2 and not out and err.startswith("error: --layers-ahead 3")
+    # The embedded model's corrected query looks one layer ahead.
+    status, out, err = command(
+        generate.main, "--prompt", "The", "--layers-ahead", "2", "--query", "corrected"
+    )
+    assert status == 2 and not out and "convert it again with --layers-ahead 2" in err
+
+
+def test_an_own_query_has_no_lead():
+    """Settings that change nothing are equal: programs are shared, conversations resumed."""
+    own = [dataclasses.replace(SPARSE, query="own", layers_ahead=n) for n in (0, 2)]
+    one, two = (Engine(random_model("gqa"), policy=policy).decoder for policy in own)
+    assert one == two and one.policy.lead == 0
+
+
+def test_pools_and_their_hot_sets():
+    settings = {"dense_layers": 0, "pool": Pool(share=1.0), "hot_set": 2.0}
+    policy = dataclasses.replace(ALL_TWO, window=4)
+    assert tokens_of(engine("gqa", policy, **settings)) == tokens_of(engine("gqa", ALL, 0))
+
+
 def test_a_plan_has_room_for_the_rows_of_two_layers_under_way():
     one, two = (
         dataclasses.replace(engine("gqa", policy, 1).decoder, transfer=XlaTransfer())
@@ -126,6 +157,8 @@ def test_refusals(tiny, tmp_path):
         InfiniGen(layers_ahead=3)
     with pytest.raises(InputError, match="--layers-ahead 3"):
         convert(tmp_path, tmp_path / "x", layers_ahead=3)
+    with pytest.raises(InputError, match="--layers-ahead 2: .* --skew svd has none"):
+        convert(tmp_path, tmp_path / "x", layers_ahead=2, skew="svd")
     with pytest.raises(InputError, match="--layers-ahead 2: .*--schedule fused"):
         Engine(random_model("gqa"), policy=TWO, schedule="layerwise")
     folder = convert(tiny("llama").folder, tmp_path / "y", skew="none")

@@ -39,6 +39,7 @@ def test_its_tail_is_the_one_that_is_scored_when_a_layer_attends(name):
     )
 
 
+@pytest.mark.slow
 def test_both_schedules_and_every_place_in_a_batch_draw_the_same():
     policy = dataclasses.replace(OWN, tail=True, index_dtype="int4")
     batch = tokens_of(engine("gqa", policy, 0))

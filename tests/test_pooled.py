@@ -63,7 +63,14 @@ def live(run: Run) -> list[list[list[np.ndarray]]]:
     return found
 
 
-@pytest.mark.parametrize("policy", [SPARSE, TAIL, Full()], ids=["infinigen", "tail", "full"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(SPARSE, id="infinigen", marks=pytest.mark.slow),
+        pytest.param(TAIL, id="tail"),
+        pytest.param(Full(), id="full"),
+    ],
+)
 def test_a_pool_of_the_whole_context_changes_nothing(policy):
     new = 30
     free = finished(engine("gqa", policy), RAGGED, new)

@@ -48,7 +48,10 @@ def shared(made: Engine, **settings: Any) -> Run:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if n == "layerwise" else ()) for n in SETTINGS],
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in ("layerwise", "h2o") else ())
+        for n in SETTINGS
+    ],
 )
 def test_the_tokens_are_those_of_whole_prompts(name):
     model, policy, settings = SETTINGS[name]
@@ -58,6 +61,7 @@ def test_the_tokens_are_those_of_whole_prompts(name):
     assert run.tokens_read == len(PREFIX) + sum(map(len, ENDS))
 
 
+@pytest.mark.slow
 def test_prompts_that_are_admitted_later():
     made, sampling = engine("gqa"), Sampling(temperature=1.0, seed=4)
     run = shared(made, batch=2, sampling=sampling)

@@ -56,6 +56,7 @@ def test_equal_outputs(name, policy, dense_layers, settings, schedule):
     assert_on_host(made.weights.params["layers"])
 
 
+@pytest.mark.slow
 def test_scores_and_batches():
     made = engine("short", SPARSE, 1, weights="host")
     scores = [

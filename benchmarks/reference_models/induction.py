@@ -13,6 +13,9 @@ needs. It is a start for training, no more: without the runs of random tokens th
     layers 1 to 3, first one   match tokens with those, and copy
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,66 +31,83 @@ WRITTEN = 3.0  # of what is written about earlier tokens, in units of the embedd
 COPIED = 2.0  # of what is copied
 COPIERS = (1, 2, 3)
 
+Look = Callable[[int], np.ndarray]  # projections [d, head size] that look so many positions back
+
 
 def with_induction(params: Params, config: ModelConfig, seed: int) -> Params:
     """Parameters (float32) with the heads described above in place of some of the random ones."""
     c = config
     rng = np.random.default_rng([seed, 1])
-    d, size, group = c.hidden_size, c.head_dim, c.group_size
+    d = c.hidden_size
     directions = np.linalg.qr(rng.normal(size=(d, d)))[0]
-    n = min(size, (d - 1) // 5)
+    n = min(c.head_dim, (d - 1) // 5)
     constant, directions = directions[:, 0], directions[:, 1:]
     token, once, twice, output, place = (directions[:, i * n : (i + 1) * n] for i in range(5))
     made = jax.tree.map(np.array, params)
-    _quieten(made, once, twice, *([place] if c.rope is None else []))
-    embedding = made["embedding"]["tokens"]["embedding"]
     if c.rope is None:
+        _quieten(made, once, twice, place)
         positions = made["embedding"]["positions"]["embedding"]
-        waves = _waves(n, len(positions))
-        positions[:] = EMBEDDING * np.sqrt(2) * waves @ place.T
+        positions[:] = EMBEDDING * np.sqrt(2) * _waves(n, len(positions)) @ place.T
         seen = np.sqrt(d / (d - 2 * n))  # of a coordinate behind the normalisation, about
-        looks = _by_place(place, c.scale, seen, size)
-        first_matched = 0
+        looks = _by_place(place, c.scale, seen, c.head_dim)
     else:
-        embedding += EMBEDDING * np.sqrt(d) * CONSTANT * constant
-        fast = size // 4  # pairs that turn fast enough to tell neighbours apart
-        angles = np.asarray(c.rope.frequencies(size))[:fast]
-        looks = _by_rotation(constant, angles, c.scale, size)
-        first_matched = fast
-    first = _Heads(made["layers"][0], config)
-    first.key[:, 0] = looks(0)
-    first.value[:, 0] = 0
-    first.value[:, 0, :n] = token
-    for i, written in zip(range(min(group, 2)), (once, twice), strict=False):
-        first.query[:, i] = looks(i + 1)
-        first.output[i] = 0
-        first.output[i, :n] = written.T * EMBEDDING * WRITTEN
-    strength = np.sqrt(MATCH / c.scale) if c.rope else np.sqrt(MATCH / c.scale / 2)
-    half = size // 2
+        _quieten(made, once, twice)
+        made["embedding"]["tokens"]["embedding"] += EMBEDDING * np.sqrt(d) * CONSTANT * constant
+        fast = c.head_dim // 4  # pairs that turn fast enough to tell neighbours apart
+        angles = np.asarray(c.rope.frequencies(c.head_dim))[:fast]
+        looks = _by_rotation(constant, angles, c.scale, c.head_dim)
+    _look_back(_Heads(made["layers"][0], config), looks, token, (once, twice))
     for order, number in enumerate(i for i in COPIERS if i < c.num_layers):
         heads = _Heads(made["layers"][number], config)
-        heads.value[:, 0], heads.key[:, 0] = 0, 0
-        heads.value[:, 0, :n] = output
-        if c.rope is None:
-            read = slice(0, n)
-            pairs = [(slice(0, n), once, token)]
-        else:  # slow pairs alone: a lookup must not depend on the distance
-            width = half - first_matched
-            start = order * width % max(n - width, 1)
-            read = slice(start, start + min(width, n))
-            width = read.stop - read.start
-            low, high = first_matched, half + first_matched
-            pairs = [
-                (slice(low, low + width), once, token),
-                (slice(high, high + width), twice, once),
-            ]
-        for i in range(group):
-            heads.query[:, i], heads.output[i] = 0, 0
-            heads.output[i, :n] = output.T * EMBEDDING * COPIED
-        for columns, kept, asked in pairs:
-            heads.key[:, 0, columns] = kept[:, read] * strength
-            heads.query[:, :group, columns] = (asked[:, read] * strength)[:, None]
+        _copy(heads, config, order, token, once, twice, output)
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), made)
+
+
+def _look_back(heads: "_Heads", looks: Look, token: np.ndarray, written: Any) -> None:
+    """The first KV head's query heads write which token is one and two back, by position alone."""
+    n = token.shape[1]
+    heads.key[:, 0], heads.value[:, 0] = looks(0), 0
+    heads.value[:, 0, :n] = token
+    for i in range(min(heads.group, len(written))):
+        heads.query[:, i], heads.output[i] = looks(i + 1), 0
+        heads.output[i, :n] = written[i].T * EMBEDDING * WRITTEN
+
+
+def _copy(
+    heads: "_Heads",
+    config: ModelConfig,
+    order: int,
+    token: np.ndarray,
+    once: np.ndarray,
+    twice: np.ndarray,
+    output: np.ndarray,
+) -> None:
+    """The first KV head's query heads copy what stood behind the token at hand.
+
+    Args:
+        order: which of the layers that do it; each compares by directions of its own.
+    """
+    size, n = config.head_dim, token.shape[1]
+    if config.rope is None:
+        strength = np.sqrt(MATCH / config.scale / 2)
+        read, pairs = slice(0, n), [(slice(0, n), once, token)]
+    else:  # slow pairs alone: a lookup must not depend on the distance
+        strength = np.sqrt(MATCH / config.scale)
+        half, low = size // 2, size // 4
+        width = min(half - low, n)
+        start = order * width % max(n - width, 1)
+        read = slice(start, start + width)
+        pairs = [
+            (slice(low, low + width), once, token),
+            (slice(half + low, half + low + width), twice, once),
+        ]
+    heads.key[:, 0], heads.value[:, 0] = 0, 0
+    heads.value[:, 0, :n] = output
+    heads.query[:, : heads.group], heads.output[: heads.group] = 0, 0
+    heads.output[: heads.group, :n] = output.T * EMBEDDING * COPIED
+    for columns, kept, asked in pairs:
+        heads.key[:, 0, columns] = kept[:, read] * strength
+        heads.query[:, : heads.group, columns] = (asked[:, read] * strength)[:, None]
 
 
 class _Heads:
@@ -98,6 +118,7 @@ class _Heads:
         both = layer["kv"]["kernel"].reshape(c.hidden_size, 2 * c.num_kv_heads, c.head_dim)
         self.key, self.value = both[:, : c.num_kv_heads], both[:, c.num_kv_heads :]
         self.query = layer["q"]["kernel"].reshape(c.hidden_size, c.num_heads, c.head_dim)
+        self.group = c.group_size
         self.output = layer["o"]["kernel"].reshape(c.num_heads, c.head_dim, c.hidden_size)
 
 
@@ -128,8 +149,8 @@ def _frequencies(n: int) -> np.ndarray:
     return 1000.0 ** (-np.arange(n // 2) / max(n // 2, 1))
 
 
-def _by_place(place: np.ndarray, scale: float, seen: float, size: int):
-    """Projections [d, size] that look so many positions back, of learned positions as waves."""
+def _by_place(place: np.ndarray, scale: float, seen: float, size: int) -> Look:
+    """For learned positions, which are waves."""
     n = place.shape[1]
     half = n // 2
     strength = np.sqrt(SHARPNESS / scale / 4) / seen
@@ -145,8 +166,8 @@ def _by_place(place: np.ndarray, scale: float, seen: float, size: int):
     return look
 
 
-def _by_rotation(constant: np.ndarray, angles: np.ndarray, scale: float, size: int):
-    """Projections [d, size] that look so many positions back, of what all tokens have in common."""
+def _by_rotation(constant: np.ndarray, angles: np.ndarray, scale: float, size: int) -> Look:
+    """For rotary positions, of what all tokens have in common."""
     strength = np.sqrt(SHARPNESS / scale) / (CONSTANT * np.sqrt(len(constant)))
     fast, half = len(angles), size // 2
 

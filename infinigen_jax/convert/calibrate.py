@@ -1,9 +1,9 @@
 """Calibration: run a text through the model, one layer at a time, and collect q and k moments.
 
 Only the hidden states of the text and one layer's weights are in memory; for the correction of the
-layer-ahead query, and for what few rows lose, also the attention inputs of two layers and the
-queries, keys and values of one. All arithmetic is
-float32 with full-precision products, whatever the checkpoint's dtype.
+layer-ahead query, and for what few rows lose, also the attention inputs of two layers (of three,
+for a query two layers ahead) and the queries, keys and values of one. All arithmetic is float32
+with full-precision products, whatever the checkpoint's dtype.
 """
 
 import functools

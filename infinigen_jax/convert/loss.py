@@ -42,7 +42,7 @@ def squared_errors(
     Args:
         params: of the layer, float32.
         hidden: into the layer.
-        queries: scaled and rotated; `guesses` likewise, of one layer ahead.
+        queries: scaled and rotated; `guesses` likewise, from an earlier layer.
     """
     layer = blueprint(config, jnp.float32).layer(params)
 

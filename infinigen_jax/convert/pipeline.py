@@ -80,6 +80,11 @@ def run(
         raise InputError(f"skew {skew!r} is unknown; use one of {', '.join(SKEWS)}")
     if not 1 <= layers_ahead <= MOST_LAYERS_AHEAD:
         raise InputError(f"--layers-ahead {layers_ahead}: use 1 or {MOST_LAYERS_AHEAD}")
+    if layers_ahead > 1 and skew != "balanced":
+        raise InputError(
+            f"--layers-ahead {layers_ahead}: it is for the query that --skew balanced corrects, "
+            f"and --skew {skew} has none"
+        )
     folder = checked_folder(source)
     hf, config = read_config(folder)
     target = check_destination(folder, Path(destination), force)

@@ -30,7 +30,7 @@ KERNELS = (
 )
 LAUNCH, START, WAIT = "infinigen_launch", "infinigen_start", "infinigen_wait"
 HEADER = 4  # integers of `config` before the kernel's own
-LANES = 2
+LANES = 2  # starts under way at a time, that have waits of their own
 
 _DATA = ffi.Buffer.data.offset
 _Parameters = [ctypes.c_void_p * n for n in range(33)]

@@ -22,6 +22,7 @@ LISTS = (
     "index_dtype",
     "basis",
     "query",
+    "layers_ahead",
     "count",
     "layer_budgets",
     "tail",

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from infinigen_jax import cuda
 from infinigen_jax.cache import Slots
 from infinigen_jax.cuda import calls
+from infinigen_jax.cuda.launch import LANES
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.selection import (
@@ -57,7 +58,8 @@ class Attended(NamedTuple):
     resident_weights: Float[Array, "b k m"]
 
 
-MOST_LAYERS_AHEAD = 2  # that rows are requested before the layer that reads them
+# That rows are requested before the layer that reads them: each takes a lane of the transfer.
+MOST_LAYERS_AHEAD = LANES
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""InfiniGen: fetch what the next layer is speculated to attend to (OSDI 2024, section 4).
+"""InfiniGen: fetch what a later layer is speculated to attend to (OSDI 2024, section 4).
 
 The paper's form of each part is a setting (`infinigen_paper` has them all); the defaults are what
 measures best, see docs/policies-infinigen.md.
@@ -71,7 +71,7 @@ class InfiniGen(Budgeted):
             that are on the host are streamed whole, as the paper does with layers 0 and 1.
         basis: of the index: "svd", the paper's; "balanced"; "none", the keys' own columns, those
             with the longest queries first; or "auto", the one that the model was converted with.
-        query: that rows are selected by: "plain", from the layer before's input as it is, as in
+        query: that rows are selected by: "plain", from an earlier layer's input as it is, as in
             the paper; "corrected" on calibration text; "own", the layer's true one, for which the
             layer waits; or "auto": its own where rows are attended to in the host's memory itself,
             so that a prefetch has nothing to hide (`Engine`), else corrected where the model has
@@ -164,9 +164,9 @@ class InfiniGen(Budgeted):
         query = self.query
         if query == "auto":
             query = "own" if in_place else choose_query(model, query)
-        layers_ahead = self.layers_ahead
+        layers_ahead = 0
         if query != "own":
-            layers_ahead = choose_layers_ahead(model, query, layers_ahead)
+            layers_ahead = choose_layers_ahead(model, query, self.layers_ahead)
         layer_budgets = self.layer_budgets
         if layer_budgets == "auto":
             layer_budgets = "calibrated" if model.has_curves else "equal"
