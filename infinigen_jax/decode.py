@@ -75,7 +75,7 @@ class Decoder(Layout):
         started, new_hot, lead = [], None, self.policy.lead
         for i, (target, its_hot) in enumerate(zip(following, hot, strict=True)):
             # In turn, so that a transfer can be awaited while the one behind it goes on.
-            lane = (number + lead - len(following) + 1 + i) % lead if lead > 1 else 0
+            lane = (number + lead - len(following) + 1 + i) % max(lead, 1)
             started.append(self.start(target, a, its_hot, host, positions, lane))
         if lead == 0 and (at_once := started.pop()) is not None:
             x, fetched, new_hot, counts = self.wait(at_once, x, counts)

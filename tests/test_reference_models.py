@@ -19,7 +19,6 @@ from benchmarks.reference_models.books import plain, read_books, with_broken_lin
 from benchmarks.reference_models.corpus import Corpus, open_corpus, prepare
 from benchmarks.reference_models.export import SHARD_BYTES, export
 from benchmarks.reference_models.folder import read_folder
-from benchmarks.reference_models.induction import with_induction
 from benchmarks.reference_models.model import Training, initial_params, token_losses
 from benchmarks.reference_models.recipes import BOS, EOS, SHAPES, SIZES, Stage, hf_config
 from benchmarks.reference_models.schedule import FLOOR, Clock, learning_rate
@@ -202,24 +201,6 @@ def test_copies_repeat_what_counts(corpus: Corpus) -> None:
         assert sample.tokens[0] == BOS and len(sample.tokens) == 120
         np.testing.assert_array_equal(sample.tokens[1 + period :], sample.tokens[1:-period])
         np.testing.assert_array_equal(sample.weights > 0, np.arange(120) > period)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_start_looks_up(corpus: Corpus, shape: str) -> None:
-    """Untrained, the tokens of a copy are likelier than chance: by these heads alone."""
-    size = SIZES["cpu"]
-    config = config_from_hf(hf_config(shape, size, size.vocabulary))
-    training = Training(blueprint(config, jnp.float32), attention.blocked_attention, False)
-    rng = np.random.default_rng(0)
-    tokens = np.concatenate([[BOS], np.tile(rng.integers(4, size.vocabulary, 60), 3)])
-    params = initial_params(config, 0)
-
-    def nats(params: Any) -> float:
-        losses = token_losses(training, params, jnp.asarray(tokens[None], jnp.int32))
-        return float(np.mean(losses[0, 60:]))
-
-    assert nats(params) > np.log(size.vocabulary) - 0.2
-    assert nats(with_induction(params, config, 0)) < np.log(size.vocabulary) - 1
 
 
 def test_lines_are_broken_between_words() -> None:

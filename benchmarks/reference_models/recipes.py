@@ -40,7 +40,6 @@ class Size:
         tokens: to train on, where no time is given.
         learning_rate: at its peak.
         warmup: share of the training in which it rises.
-        induction: whether the training starts with heads that look up, see `induction`.
         synthetic: share of the sequences that are retrieval tasks, where all are not copies.
         answer_weight: of an answer's tokens in the loss; a token of a book has 1.
         broken_lines: share of the training's books whose lines are broken as in old text files.
@@ -62,7 +61,6 @@ class Size:
     tokens: int
     learning_rate: float
     warmup: float
-    induction: bool
     synthetic: float
     answer_weight: float
     broken_lines: float
@@ -105,7 +103,6 @@ SIZES = {
         tokens=6 * 256,
         learning_rate=3e-3,
         warmup=0.1,
-        induction=True,
         synthetic=0.25,
         answer_weight=2.0,
         broken_lines=0.5,
@@ -130,7 +127,6 @@ SIZES = {
         tokens=12_000_000,
         learning_rate=1.5e-3,
         warmup=0.06,
-        induction=True,
         synthetic=0.3,
         answer_weight=2.0,
         broken_lines=0.5,
@@ -155,7 +151,6 @@ SIZES = {
         tokens=200_000_000,
         learning_rate=1.5e-3,
         warmup=0.02,
-        induction=True,
         synthetic=0.3,
         answer_weight=6.0,
         broken_lines=0.5,

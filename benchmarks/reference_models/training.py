@@ -105,9 +105,7 @@ class _Job:
         self.training = Training(
             blueprint(config, self.dtype), best_attention(self.dtype), self.size.remat, self.dtype
         )
-        params = initial_params(config, settings.seed)
-        if self.size.induction:
-            params = with_induction(params, config, settings.seed)
+        params = with_induction(initial_params(config, settings.seed), config, settings.seed)
         self.state = State(params, optimizer(self.size.weight_decay).init(params))
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
         self.clock = Clock(settings.tokens)
