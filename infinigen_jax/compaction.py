@@ -1,6 +1,5 @@
 """From marks to the places of what is marked, with static shapes and without a sort."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
@@ -23,38 +22,61 @@ def compact(mask: Bool[Array, "b k t"], size: int, chunk: int = CHUNK) -> Int[Ar
     """
     b, k, t = mask.shape
     slots = lax.platform_dependent(
-        *pack_marks(mask.reshape(b * k, t)),
-        cpu=lambda packed, ends: compact_together(packed, ends, size, min(chunk, b * k * size)),
-        default=lambda packed, ends: compact_by_row(packed, ends, size),
+        *(words := pack_marks(mask.reshape(b * k, t)), running_counts(words)),
+        cpu=lambda words, ends: compact_together(words, ends, size, min(chunk, b * k * size)),
+        default=lambda words, ends: compact_by_row(words, ends, size),
     )
     return jnp.minimum(slots, t - 1).reshape(b, k, size)
 
 
-def pack_marks(mask: Bool[Array, "r t"]) -> tuple[UInt32[Array, "r v"], Int[Array, "r v"]]:
-    """Marks as words of WORD bits, and how many marks there are to the end of each."""
-    rows, t = mask.shape
+def pack_marks(mask: Bool[Array, "*b t"]) -> UInt32[Array, "*b v"]:
+    """Marks as words of WORD bits, the first mark lowest."""
+    *rows, t = mask.shape
     words = -(-t // WORD)
-    mask = jnp.pad(mask, ((0, 0), (0, words * WORD - t)))
-    weights = jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)
-    marks = jnp.where(mask.reshape(rows, words, WORD), weights[None, None], jnp.uint32(0))
-    packed = jnp.sum(marks, axis=-1, dtype=jnp.uint32)
-    return packed, jnp.cumsum(lax.population_count(packed).astype(jnp.int32), axis=-1)
+    if t % WORD:
+        mask = jnp.pad(mask, [(0, 0)] * len(rows) + [(0, words * WORD - t)])
+    # Four marks, bytes of 0 or 1, become four bits at once: the product brings byte i to bit
+    # 28 + i, and whatever else is in it stays below, without a carry, or falls off.
+    quads = mask.astype(jnp.uint8).reshape(*rows, words * (WORD // 4), 4)
+    bits = (lax.bitcast_convert_type(quads, jnp.uint32) * jnp.uint32(0x10204080)) >> jnp.uint32(28)
+    places = jnp.arange(0, WORD, 4, dtype=jnp.uint32).reshape(*[1] * (len(rows) + 1), WORD // 4)
+    packed = jnp.sum(bits.reshape(*rows, words, WORD // 4) << places, axis=-1, dtype=jnp.uint32)
+    group = _group(words)  # `nth_marks` searches whole ones
+    return jnp.pad(packed, [(0, 0)] * len(rows) + [(0, -words % group)])
+
+
+def unpack_marks(words: UInt32[Array, "*b v"], t: int) -> Bool[Array, "*b t"]:
+    """The first t marks of packed words."""
+    places = jnp.arange(WORD, dtype=jnp.uint32).reshape(*[1] * words.ndim, WORD)
+    marks = (words[..., None] >> places) & jnp.uint32(1)
+    return marks.reshape(*words.shape[:-1], -1)[..., :t].astype(jnp.bool)
+
+
+def marked(words: UInt32[Array, "*b v"]) -> Int[Array, "*b"]:
+    """How many marks there are."""
+    return jnp.sum(lax.population_count(words).astype(jnp.int32), axis=-1)
+
+
+def running_counts(words: UInt32[Array, "*b v"]) -> Int[Array, "*b v"]:
+    """How many marks there are to the end of each word."""
+    return jnp.cumsum(lax.population_count(words).astype(jnp.int32), axis=-1)
 
 
 def compact_by_row(
-    packed: UInt32[Array, "r v"], ends: Int[Array, "r v"], size: int
+    words: UInt32[Array, "r v"], ends: Int[Array, "r v"], size: int
 ) -> Int[Array, "r n"]:
     """Positions of the first n = `size` marks of each row, any behind them.
 
     The barrier keeps the search out of what uses the positions: a gather of rows would do it again
     for every element of a row.
     """
-    nth_marks = jax.vmap(_nth_marks, in_axes=(0, 0, None))
-    return lax.optimization_barrier(nth_marks(packed, ends, jnp.arange(size, dtype=jnp.int32)))
+    rows = jnp.arange(words.shape[0], dtype=jnp.int32)
+    nth = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (words.shape[0], size))
+    return lax.optimization_barrier(nth_marks(words, ends, rows, nth))
 
 
 def compact_together(
-    packed: UInt32[Array, "r v"], ends: Int[Array, "r v"], size: int, chunk: int
+    words: UInt32[Array, "r v"], ends: Int[Array, "r v"], size: int, chunk: int
 ) -> Int[Array, "r n"]:
     """Positions of the first n = `size` marks of each row, 0 behind them.
 
@@ -62,19 +84,15 @@ def compact_together(
     long row, `chunk` at a time, and then handed out. The loop keeps the search out of what uses the
     positions, see `compact_by_row`: barriers are gone before XLA fuses for a CPU.
     """
-    rows, words = packed.shape
-    marks = ends[:, -1]
-    before = jnp.cumsum(marks) - marks
-    wanted = jnp.minimum(marks, size)
+    rows = words.shape[0]
+    wanted = jnp.minimum(ends[:, -1], size)
     starts = jnp.cumsum(wanted) - wanted
-    together = (ends + before[:, None]).reshape(-1)
 
     def fill(i: Array, places: Array) -> Array:
         index = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
         row = jnp.sum(starts[None, 1:] <= index[:, None], axis=-1, dtype=jnp.int32)
-        nth = before[row] + index - starts[row]
-        found = _nth_marks(packed.reshape(-1), together, nth) - row * (words * WORD)
-        return lax.dynamic_update_slice(places, found, (i * chunk,))
+        found = nth_marks(words, ends, row, (index - starts[row])[:, None])
+        return lax.dynamic_update_slice(places, found[:, 0], (i * chunk,))
 
     chunks = (starts[-1] + wanted[-1] + (chunk - 1)) // chunk
     places = jnp.zeros((-(-rows * size // chunk) * chunk,), jnp.int32)
@@ -84,38 +102,54 @@ def compact_together(
     return jnp.where(there, places[jnp.where(there, starts[:, None] + place, 0)], 0)
 
 
-def _nth_marks(packed: Array, ends: Array, index: Int[Array, " n"]) -> Int[Array, " n"]:
-    word = jnp.minimum(_first_above(ends, index), len(ends) - 1)
-    before = jnp.where(word > 0, ends[jnp.maximum(word - 1, 0)], 0)
+def nth_marks(
+    words: UInt32[Array, "r v"],
+    ends: Int[Array, "r v"],
+    row: Int[Array, " p"],
+    nth: Int[Array, "p c"],
+) -> Int[Array, "p c"]:
+    """Positions of the nth marks of some rows; any position for marks that there are not.
+
+    Args:
+        ends: their `running_counts`.
+    """
+    row = row[:, None]
+    word = jnp.minimum(_first_above(ends, row, nth), words.shape[1] - 1)
+    before = jnp.where(word > 0, ends[row, jnp.maximum(word - 1, 0)], 0)
 
     def halve(step: int, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         rest, bits, position = state
         half = WORD // 2 >> step
-        shift = jnp.uint32(half)
         lower = lax.population_count(bits & jnp.uint32((1 << half) - 1)).astype(jnp.int32)
         upper = rest >= lower
         return (
             jnp.where(upper, rest - lower, rest),
-            jnp.where(upper, bits >> shift, bits),
+            jnp.where(upper, bits >> jnp.uint32(half), bits),
             jnp.where(upper, position + half, position),
         )
 
-    state = (index - before, packed[word], word * WORD)
+    state = (nth - before, words[row, word], word * WORD)
     for step in range(5):
         state = halve(step, state)
     return state[2]
 
 
-def _first_above(ends: Int[Array, " m"], index: Int[Array, " n"]) -> Int[Array, " n"]:
-    """For each index, how many of the ascending `ends` are not above it."""
-    group = 1 << max(0, (-(-len(ends) // GROUPS) - 1).bit_length())
-    size = -(-len(ends) // group) * group
-    ends = jnp.pad(ends, (0, size - len(ends)), constant_values=jnp.iinfo(jnp.int32).max)
-    groups = jnp.sum(ends[None, group - 1 :: group] <= index[:, None], axis=-1, dtype=jnp.int32)
-
-    found = jnp.minimum(groups, size // group - 1) * group
+def _first_above(
+    ends: Int[Array, "r v"], row: Int[Array, "p 1"], index: Int[Array, "p c"]
+) -> Int[Array, "p c"]:
+    """For each index, how many of its row's ascending `ends` are not above it."""
+    length = ends.shape[1]
+    group = _group(length)
+    tops = ends[:, group - 1 :: group][row[:, 0]]
+    found = jnp.sum(tops[:, None] <= index[..., None], axis=-1, dtype=jnp.int32) * group
     half = group // 2
     while half:
-        found = jnp.where(ends[found + (half - 1)] <= index, found + half, found)
+        last = jnp.minimum(found + (half - 1), length - 1)
+        found = jnp.where(ends[row, last] <= index, found + half, found)
         half //= 2
-    return jnp.where(groups == size // group, len(ends), found)
+    return jnp.minimum(found, length)
+
+
+def _group(words: int) -> int:
+    """Words of a group: a power of two, so that there are at most GROUPS; packed rows are whole."""
+    return 1 << max(0, (-(-words // GROUPS) - 1).bit_length())

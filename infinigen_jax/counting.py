@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.compaction import compact
+from infinigen_jax.compaction import compact, unpack_marks
 from infinigen_jax.selection import Request, top_mask
 from infinigen_jax.tables import put
 
@@ -72,25 +72,33 @@ def narrow(
 
 def log_rest(
     scores: Float[Array, "b k g t"],
-    eligible: Bool[Array, "b kv t"],
+    eligible: Bool[Array, "b kv t"] | None,
     request: Request,
     blocks: int = 1,
 ) -> Float[Array, "b k g m"]:
     """Logarithm of the summed exponentials of what is not requested; -inf if there is nothing.
 
+    Nothing is also what is so light next to the head's best score, requested or not, that a
+    float32 cannot hold it (e^-87 of that).
+
     Args:
+        eligible: tokens that may be requested; None if the scores of all others are -inf.
         blocks: of consecutive slots, each summed for itself; their number m divides t.
     """
     b, k, g, t = scores.shape
-    if request.chosen is None:
-        left = jnp.broadcast_to(eligible, (b, k, t))
-        left = put(left, jnp.where(request.valid, request.slots, t), False)
-    else:
-        left = eligible & ~request.chosen
-    scores = jnp.where(left[:, :, None], scores, -jnp.inf).reshape(b, k, g, blocks, t // blocks)
-    peak = jnp.max(scores, axis=-1)
-    shares = jnp.exp(scores - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None])
+    if eligible is not None:
+        scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
+    chosen = request.chosen
+    if chosen is None and request.marks is not None:
+        chosen = unpack_marks(request.marks, t)
+    elif chosen is None:
+        chosen = jnp.zeros((b, k, t), jnp.bool)
+        chosen = put(chosen, jnp.where(request.valid, request.slots, t), True)
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+    shares = jnp.exp(jnp.where(chosen[:, :, None], -jnp.inf, scores - peak))
     # As a dot product, as `jax.nn.logsumexp` does not: several times faster on the CPU.
     ones = jnp.ones(t // blocks, jnp.float32)
+    shares = shares.reshape(b, k, g, blocks, t // blocks)
     total = jnp.einsum("bkgms,s->bkgm", shares, ones, precision="highest")
     return jnp.log(total) + peak

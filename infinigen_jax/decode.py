@@ -145,7 +145,8 @@ class Decoder(Layout):
                 else:
                     hot, planned = plan(hot, request, positions, self.eviction)
                 moved = jnp.sum(planned.miss, axis=-1, dtype=jnp.int32)
-        request = request._replace(rank=None, chosen=None)
+        marks = request.marks if self.in_chunks and hot is None else None
+        request = request._replace(rank=None, chosen=None, marks=marks)
         with jax.named_scope("fetch"):
             ticket = self.transfer.start(
                 host,

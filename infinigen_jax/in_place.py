@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from infinigen_jax.apart import apart
 from infinigen_jax.attention import Softmax, extend_softmax, packed, start_softmax
+from infinigen_jax.compaction import nth_marks, running_counts
 from infinigen_jax.selection import Request
 
 CHUNK = 64  # rows of a job
-JOBS = 16  # at a time
+JOBS = 32  # at a time
 
 # The rows of some jobs: given each one's KV head (sequences and KV heads counted together), its
 # places in the request, and its slots.
@@ -28,7 +30,11 @@ Read = Callable[[Int[Array, " p"], Int[Array, "p c"], Int[Array, "p c"]], Float[
 def attend_requested(
     q: Float[Array, "b k g d"], request: Request, read: Read, sums: bool
 ) -> tuple[Softmax, Float[Array, "b k d"] | None]:
-    """Attention to the rows that a request means, and with `sums` the sum of their values."""
+    """Attention to the rows that a request means, and with `sums` the sum of their values.
+
+    Their slots are found by the request's marks where it has them, each where it is read, so that
+    the request's own need not be made.
+    """
     b, k, g, d = q.shape
     heads, n = b * k, request.slots.shape[2]
     count = request.count.reshape(heads)
@@ -36,7 +42,22 @@ def attend_requested(
     most = -(-n // chunk)  # jobs of a head
     jobs = (count + (chunk - 1)) // chunk
     ends = jnp.cumsum(jobs)
-    slots, queries = request.slots.reshape(heads, n), q.reshape(heads, g, d)
+    queries = q.reshape(heads, g, d)
+    if request.marks is None:
+        slots = request.slots.reshape(heads, n)
+    else:
+        marks = request.marks.reshape(heads, -1)
+        marked = running_counts(marks)
+
+    def find(head: Array, place: Array) -> Array:
+        if request.marks is None:
+            return slots[head[:, None], place]
+
+        def search() -> Array:
+            found = nth_marks(marks, marked, head, place)
+            return jnp.where(place < count[head][:, None], found, 0)  # any behind what is meant
+
+        return apart(search)
 
     def visit(i: Array, made: Any) -> Any:
         job = i * JOBS + jnp.arange(JOBS, dtype=jnp.int32)
@@ -46,7 +67,7 @@ def attend_requested(
         place = first[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
         meant = place < count[head][:, None]
         place = jnp.minimum(place, n - 1)
-        part = packed(read(head, place, slots[head[:, None], place]), meant[None])
+        part = packed(read(head, place, find(head, place)), meant[None])
         query = queries[head][None]
         found = extend_softmax(start_softmax(query), query, part)
         return jax.tree.map(

@@ -9,13 +9,15 @@ entries, e = r columns. With integer ones each token has its own step and lowest
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from infinigen_jax import cuda
+from infinigen_jax.apart import apart
 from infinigen_jax.cache import Slots
 from infinigen_jax.counting import log_rest
 from infinigen_jax.cuda import scoring
@@ -25,7 +27,7 @@ from infinigen_jax.span import Span, put_span
 
 INDEX_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 CODE_BITS = {"int8": 8, "int4": 4}
-WORDS_AT_ONCE = 4  # of a token's codes: so many products are added before the sums are stored
+WORDS_AT_ONCE = 8  # of a token's codes: so many products are added before the sums are stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,25 +89,43 @@ class IndexFormat:
         return jnp.concatenate([words, step | (low >> 16)], axis=2)
 
     def scores(
-        self, query: Float[Array, "b k g r"], index: Shaped[Array, "b k e t"]
+        self,
+        query: Float[Array, "b k g r"],
+        index: Shaped[Array, "b k e t"],
+        eligible: Bool[Array, "b kv t"] | None = None,
     ) -> Float[Array, "b k g t"]:
-        """Speculated attention logits of every slot; float32 accumulation."""
+        """Speculated attention logits of every slot; float32 accumulation.
+
+        Args:
+            eligible: -inf for all other slots.
+        """
+
+        def masked(scores: Array) -> Array:
+            return scores if eligible is None else jnp.where(eligible[:, :, None], scores, -jnp.inf)
+
         if not self.quantised:
             query = query.astype(index.dtype)
-            return jnp.einsum("bkgr,bkrt->bkgt", query, index, preferred_element_type=jnp.float32)
+            scores = jnp.einsum("bkgr,bkrt->bkgt", query, index, preferred_element_type=jnp.float32)
+            return masked(scores)
         query = query.astype(jnp.float32)
         if self.by_kernel:
-            return scoring.index_scores(query, index, CODE_BITS[self.name])
-        parameters = index[:, :, -1]
-        step = lax.bitcast_convert_type(parameters >> 16 << 16, jnp.float32)
-        low = lax.bitcast_convert_type(parameters << 16, jnp.float32)
+            return masked(scoring.index_scores(query, index, CODE_BITS[self.name]))
         size = 32 // CODE_BITS[self.name]
         padding = self.code_words * size - self.columns
         by_word = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, padding)))
         by_word = by_word.reshape(*query.shape[:3], self.code_words, size)
-        start = low[:, :, None] * jnp.sum(query, axis=-1, keepdims=True)
+
+        def begin() -> tuple[Array, Array]:
+            """The tokens' steps, and what their lowest values contribute."""
+            parameters = index[:, :, -1]
+            step = lax.bitcast_convert_type(parameters >> 16 << 16, jnp.float32)
+            low = lax.bitcast_convert_type(parameters << 16, jnp.float32)
+            start = low[:, :, None] * jnp.sum(query, axis=-1, keepdims=True)
+            return step[:, :, None], masked(start)
+
         return lax.platform_dependent(
-            by_word, index, step[:, :, None], start, cpu=self._looped, default=self._reduced
+            cpu=lambda: self._looped(by_word, index, begin),
+            default=lambda: self._reduced(by_word, index, begin),
         )
 
     def log_rest(
@@ -132,7 +152,7 @@ class IndexFormat:
                 slots.window,
             )
         eligible = slots.eligible(positions, capacity)[:, None]
-        return log_rest(self.scores(query, index), eligible, request, blocks)
+        return log_rest(self.scores(query, index, eligible), None, request, blocks)
 
     def _products(
         self, query: Float[Array, "*w c"], words: UInt32[Array, "*v t"]
@@ -157,17 +177,16 @@ class IndexFormat:
         self,
         query: Float[Array, "b k g w c"],
         index: UInt32[Array, "b k e t"],
-        step: Float[Array, "b k 1 t"],
-        start: Float[Array, "b k g t"],
+        begin: Callable[[], tuple[Array, Array]],
     ) -> Float[Array, "b k g t"]:
-        """For the CPU: a few words of every token at a time, in one pass over [t].
+        """For the CPU: in one pass over [t], or a few words of every token at a time.
 
         A dot product would have the codes written out in float32 first, several times the index in
-        size; without a loop, every use of the scores would be fused with all of their computation.
+        size.
         """
         at_once = max(n for n in range(1, WORDS_AT_ONCE + 1) if self.code_words % n == 0)
 
-        def add(i: Array, scores: Array) -> Array:
+        def add(i: int | Array, step: Array, scores: Array) -> Array:
             sums = jnp.float32(0.0)
             for word in range(at_once):
                 place = i * at_once + word
@@ -176,16 +195,20 @@ class IndexFormat:
                 sums = sums + self._products(part, codes)
             return scores + step * sums
 
-        return lax.fori_loop(jnp.int32(0), jnp.int32(self.code_words // at_once), add, start)
+        if at_once == self.code_words:
+            return apart(lambda: add(0, *begin()))
+        step, start = begin()
+        rounds = jnp.int32(self.code_words // at_once)
+        return lax.fori_loop(jnp.int32(0), rounds, lambda i, x: add(i, step, x), start)
 
     def _reduced(
         self,
         query: Float[Array, "b k g w c"],
         index: UInt32[Array, "b k e t"],
-        step: Float[Array, "b k 1 t"],
-        start: Float[Array, "b k g t"],
+        begin: Callable[[], tuple[Array, Array]],
     ) -> Float[Array, "b k g t"]:
         """For a GPU without our kernels: one launch; a barrier keeps the scores' uses apart."""
+        step, start = begin()
         sums = jnp.sum(self._products(query, index[:, :, None, :-1]), axis=3)
         return lax.optimization_barrier(sums) * step + start
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from infinigen_jax.compaction import compact
+from infinigen_jax.compaction import compact, marked, pack_marks
 from infinigen_jax.tables import put
 
 
@@ -28,6 +28,8 @@ class Request(NamedTuple):
             not meant, for each query head, of all of it (m = 1) or of each block of slots; None
             where there is no tail, or where it is scored when the layer attends.
         chosen: the slots that are meant, marked; None where the selection did not mark them.
+        marks: `chosen` in words (`pack_marks`), from which slots can be had where they are
+            needed; None where nobody does that.
     """
 
     slots: Int[Array, "b k n"]
@@ -35,6 +37,7 @@ class Request(NamedTuple):
     rank: Float[Array, "b k t"] | None = None
     rest: Float[Array, "b k g m"] | None = None
     chosen: Bool[Array, "b k t"] | None = None
+    marks: UInt32[Array, "b k v"] | None = None
 
     @property
     def valid(self) -> Bool[Array, "b k n"]:
@@ -96,7 +99,7 @@ def combine_counts(
 
 def select(
     scores: Float[Array, "b k g t"],
-    eligible: Bool[Array, "b t"] | Bool[Array, "b kv t"],
+    eligible: Bool[Array, "b t"] | Bool[Array, "b kv t"] | None,
     alpha: float,
     cap: Int[Array, " b"],
     size: int,
@@ -107,23 +110,23 @@ def select(
     Args:
         scores: speculated attention logits, float32, in units of the true logits.
         eligible: tokens that may be fetched (cached on the host, not resident on the device), for
-            each KV head or for all.
+            each KV head or for all; None if the scores of all others are -inf.
         alpha: a token passes if its score is above the best score minus alpha (strictly), for any
             query head of the group; `inf` lets every token pass.
         cap: most rows per KV head, for each sequence.
         size: static length n of the request, at least the largest cap.
         mode: see `combine_counts`.
     """
-    if eligible.ndim == 2:
-        eligible = eligible[:, None]
-    scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
+    if eligible is not None:
+        eligible = eligible if eligible.ndim == 3 else eligible[:, None]
+        scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     passing = group_margin(scores) > -alpha
-    count = combine_counts(_entries(passing), cap[:, None], mode)
+    count = combine_counts(marked(pack_marks(passing)), cap[:, None], mode)
     rank = group_rank(scores)
     if mode != "head":  # the mean may be above a head's own count: the rest comes in order of rank
-        count = jnp.minimum(count, jnp.sum(eligible, axis=-1, dtype=jnp.int32))
-    slots, chosen = top_choice(rank, count, size, passing if mode == "head" else None)
-    return Request(slots, count, rank, chosen=chosen)
+        count = jnp.minimum(count, marked(pack_marks(rank > -jnp.inf)))
+    slots, chosen, marks = top_choice(rank, count, size, passing if mode == "head" else None)
+    return Request(slots, count, rank, chosen=chosen, marks=marks)
 
 
 def top_slots(
@@ -144,27 +147,30 @@ def top_choice(
     count: Int[Array, "b k"],
     size: int,
     there: Bool[Array, "b k t"] | None = None,
-) -> tuple[Int[Array, "b k n"], Bool[Array, "b k t"]]:
-    """`top_slots`, and all of them marked, which costs something only where the marks are used.
+) -> tuple[Int[Array, "b k n"], Bool[Array, "b k t"], UInt32[Array, "b k v"]]:
+    """`top_slots`, and all of them marked, also in words: what is not used costs nothing.
 
     Args:
         there: which ranks count, all of them above -inf; None for all that are.
     """
     there = rank > -jnp.inf if there is None else there
 
-    def by_threshold(rank: Array, count: Array, there: Array) -> tuple[Array, Array]:
-        chosen = top_mask(rank, count, there)
-        return compact(chosen, size), chosen
+    def by_threshold(rank: Array, count: Array, there: Array) -> tuple[Array, Array, Array]:
+        chosen, marks = _top_marks(rank, count, there)
+        return compact(chosen, size), chosen, marks
 
-    def by_sorting(rank: Array, count: Array, there: Array) -> tuple[Array, Array]:
+    def by_sorting(rank: Array, count: Array, there: Array) -> tuple[Array, Array, Array]:
         rank = jnp.where(there, rank, -jnp.inf)
         rank = jnp.where(rank == 0, jnp.float32(0.0), rank)  # `lax.top_k` puts -0.0 behind 0.0
         slots = lax.top_k(rank, size)[1]
         meant = Request(slots, count).valid
-        return slots, put(jnp.zeros_like(there), jnp.where(meant, slots, there.shape[2]), True)
+        chosen = put(jnp.zeros_like(there), jnp.where(meant, slots, there.shape[2]), True)
+        return slots, chosen, pack_marks(chosen)
 
-    slots, chosen = lax.platform_dependent(rank, count, there, cpu=by_threshold, default=by_sorting)
-    return jnp.where(Request(slots, count).valid, slots, 0), chosen
+    slots, chosen, marks = lax.platform_dependent(
+        rank, count, there, cpu=by_threshold, default=by_sorting
+    )
+    return jnp.where(Request(slots, count).valid, slots, 0), chosen, marks
 
 
 def top_mask(
@@ -183,22 +189,21 @@ def top_mask(
     Args:
         there: which ranks count, all of them above -inf; None for all that are.
     """
-    finite = rank > -jnp.inf if there is None else there
-    above = _entries(finite)
-    return lax.cond(
-        jnp.all(above == count),
-        lambda: finite,
-        lambda: _searched(jnp.where(finite, rank, -jnp.inf), count, finite, above),
-    )
+    return _top_marks(rank, count, rank > -jnp.inf if there is None else there)[0]
 
 
-def _entries(marked: Bool[Array, "b k t"]) -> Int[Array, "b k"]:
-    """How many are marked; exact to 2^24.
+def _top_marks(
+    rank: Float[Array, "b k t"], count: Int[Array, "b k"], there: Bool[Array, "b k t"]
+) -> tuple[Bool[Array, "b k t"], UInt32[Array, "b k v"]]:
+    """`top_mask`, also in words."""
+    words = pack_marks(there)
+    above = marked(words)
 
-    As a dot product: several times faster on the CPU than an integer sum.
-    """
-    ones = jnp.ones(marked.shape[-1], jnp.float32)
-    return jnp.einsum("bkt,t->bk", marked.astype(jnp.float32), ones).astype(jnp.int32)
+    def search() -> tuple[Array, Array]:
+        mask = _searched(jnp.where(there, rank, -jnp.inf), count, there, above)
+        return mask, pack_marks(mask)
+
+    return lax.cond(jnp.all(above == count), lambda: (there, words), search)
 
 
 def _searched(
@@ -224,7 +229,7 @@ def _searched(
         guess = _interpolated(state, count, rank.shape[-1])
         middle = jnp.where(state.passes % 3 < 2, guess, _halfway(state))
         middle = jnp.clip(middle, state.low + 1, jnp.maximum(state.high - 1, state.low + 1))
-        at_least = _entries(rank >= _value(middle)[..., None])
+        at_least = marked(pack_marks(rank >= _value(middle)[..., None]))
         open_ = (state.found != count) & (state.low < state.high - 1)
         up, down = open_ & (at_least >= count), open_ & (at_least < count)
         return _Search(

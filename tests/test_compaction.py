@@ -8,14 +8,22 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infinigen_jax.compaction import compact, compact_by_row, pack_marks
+from infinigen_jax.compaction import (
+    compact,
+    compact_by_row,
+    marked,
+    pack_marks,
+    running_counts,
+    unpack_marks,
+)
 
 compiled_compact = jax.jit(compact, static_argnames=("size", "chunk"))
 
 
 @partial(jax.jit, static_argnums=1)
 def compiled_by_row(mask, size):
-    return compact_by_row(*pack_marks(mask.reshape(-1, mask.shape[-1])), size)
+    words = pack_marks(mask.reshape(-1, mask.shape[-1]))
+    return compact_by_row(words, running_counts(words), size)
 
 
 def check_compact(got, mask):
@@ -41,3 +49,14 @@ def test_compact_into_fewer_places_than_there_are_marks():
     mask = np.ones((1, 1, 40), bool)
     check_compact(compact(jnp.asarray(mask), 3, 2), mask)
     check_compact(compiled_by_row(jnp.asarray(mask), 3), mask)
+
+
+@given(st.sampled_from([1, 32, 100, 640]), st.integers(0, 2**32 - 1))
+def test_words_have_the_marks(t, seed):
+    mask = np.random.default_rng(seed).random((2, t)) < 0.5
+    words = pack_marks(jnp.asarray(mask))
+    bits = (np.asarray(words)[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+    bits = bits.reshape(2, -1)
+    assert (bits[:, :t] == mask).all() and not bits[:, t:].any()
+    assert (np.asarray(unpack_marks(words, t)) == mask).all()
+    assert marked(words).tolist() == mask.sum(axis=1).tolist()

@@ -108,9 +108,14 @@ def test_rest(emulator: Emulator, case: dict[str, Any], run: int, sinks: int, wi
     scores = reference_scores(case["format"], jnp.asarray(query), jnp.asarray(index))
     eligible = Slots(sinks, window).eligible(jnp.asarray(positions), t)[:, None]
     expected = np.asarray(reference_rest(scores, eligible, wanted, blocks=t // run))
-    np.testing.assert_array_equal(own == -np.inf, expected == -np.inf)
-    there = expected > -np.inf
-    assert_close(own[there], expected[there], query, largest(case))
+    # The reference drops what is too light next to the head's best score, which the kernel has.
+    best = jnp.max(jnp.where(eligible[:, :, None], scores, -jnp.inf), axis=-1, keepdims=True)
+    heavy = expected > np.asarray(best) - 80
+    assert_close(own[heavy], expected[heavy], query, largest(case))
+    light = np.where(best > -np.inf, best, 0) - 70
+    assert ((own == -np.inf) | (own < light))[~heavy].all()
+    nothing = np.asarray(reference_rest(0 * scores, eligible, wanted, blocks=t // run)) == -np.inf
+    np.testing.assert_array_equal(own == -np.inf, nothing)
 
 
 @pytest.mark.parametrize("name", sorted(CODE_BITS))

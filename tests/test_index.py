@@ -63,8 +63,10 @@ def test_both_ways_of_scoring_agree(name):
     entries, query = encode(form, random_keys(r=24)), random_query(r=24)
     by_word = query.reshape(2, 2, 3, form.code_words, -1)
     step, start = (jnp.asarray(random_keys(r=heads)) for heads in (1, 3))
-    ways = (form._looped, form._reduced)
-    looped, reduced = (jax.jit(way)(by_word, entries, step, start) for way in ways)
+    looped, reduced = (
+        jax.jit(lambda *given, way=way: way(*given, lambda: (step, start)))(by_word, entries)
+        for way in (form._looped, form._reduced)
+    )
     np.testing.assert_allclose(looped, reduced, rtol=1e-5, atol=1e-3)
 
 

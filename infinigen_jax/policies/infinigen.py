@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from infinigen_jax import cuda
 from infinigen_jax.budgets import LAYER_BUDGETS
 from infinigen_jax.cache import Slots
 from infinigen_jax.counting import POOL, holding, log_rest, narrow, pooled
@@ -208,12 +209,15 @@ class InfiniGen(Budgeted):
                 query = speculate_query(config, layer, weights, a, positions, index.columns)
             else:
                 query = own_query(weights, true, index.columns)
-            scores = index.scores(query, state)
+            # A kernel that selects knows by itself what it may.
+            masked = not cuda.in_use()
+            eligible = self.eligible(positions, state.shape[-1], held) if masked else None
+            scores = index.scores(query, state, eligible)
         with jax.named_scope("select"):
-            request = self._count(scores, positions, held)
+            request = self._count(scores, positions, held, masked)
         with jax.named_scope("tail"):
             return request._replace(
-                rest=self._rest(weights, scores, request, positions, true, held)
+                rest=self._rest(weights, scores, request, positions, true, held, masked)
             )
 
     def _rest(
@@ -224,6 +228,7 @@ class InfiniGen(Budgeted):
         positions: Int[Array, " b"],
         query: Float[Array, "b k g d"] | None,
         held: Int[Array, "b k t"] | None,
+        masked: bool,
     ) -> Float[Array, "b k g m"] | None:
         """For the tail, of the scores that there are; None if it is scored later.
 
@@ -233,7 +238,7 @@ class InfiniGen(Budgeted):
         capacity = scores.shape[3]
         if not self.tail or (self.tail_block and query is None):
             return None
-        eligible = self.eligible(positions, capacity, held)
+        eligible = None if masked else self.eligible(positions, capacity, held)
         if not self.tail_block:
             return log_rest(scores, eligible, request)
         assert query is not None
@@ -245,12 +250,13 @@ class InfiniGen(Budgeted):
         scores: Float[Array, "b k g t"],
         positions: Int[Array, " b"],
         held: Int[Array, "b k t"] | None,
+        masked: bool = False,
     ) -> Request:
         """The rows, by the rule of `count`."""
         if self.count in ("head", "mean"):
-            return self.choose(scores, positions, self.alpha, self.count, held)
+            return self.choose(scores, positions, self.alpha, self.count, held, masked)
         if self.count == "fixed":
-            return self.choose(scores, positions, held=held)
+            return self.choose(scores, positions, held=held, masked=masked)
         capacity = scores.shape[3]
         eligible = self.eligible(positions, capacity, held)
         rank = group_rank(jnp.where(eligible[:, :, None], scores, -jnp.inf), between_heads=True)
