@@ -78,27 +78,37 @@ def log_rest(
 ) -> Float[Array, "b k g m"]:
     """Logarithm of the summed exponentials of what is not requested; -inf if there is nothing.
 
-    Nothing is also what is so light next to the head's best score, requested or not, that a
-    float32 cannot hold it (e^-87 of that).
+    On a CPU nothing is also what is so light next to the head's best score, requested or not, that
+    a float32 cannot hold it, e^-87 of that.
 
     Args:
         eligible: tokens that may be requested; None if the scores of all others are -inf.
         blocks: of consecutive slots, each summed for itself; their number m divides t.
     """
     b, k, g, t = scores.shape
-    if eligible is not None:
-        scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     chosen = request.chosen
     if chosen is None and request.marks is not None:
         chosen = unpack_marks(request.marks, t)
-    elif chosen is None:
-        chosen = jnp.zeros((b, k, t), jnp.bool)
-        chosen = put(chosen, jnp.where(request.valid, request.slots, t), True)
-    peak = jnp.max(scores, axis=-1, keepdims=True)
-    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
-    shares = jnp.exp(jnp.where(chosen[:, :, None], -jnp.inf, scores - peak))
+    if chosen is None:
+        left = jnp.broadcast_to(jnp.bool_(True) if eligible is None else eligible, (b, k, t))
+        left = put(left, jnp.where(request.valid, request.slots, t), False)
+    else:
+        left = ~chosen if eligible is None else eligible & ~chosen
+    rest = jnp.where(left[:, :, None], scores, -jnp.inf).reshape(b, k, g, blocks, t // blocks)
+
+    def of_head(scores: Array, rest: Array) -> Array:
+        """The best score of all, which the selection has found already."""
+        if eligible is not None:
+            scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
+        return jnp.broadcast_to(jnp.max(scores, axis=-1, keepdims=True), (b, k, g, blocks))
+
+    def of_block(scores: Array, rest: Array) -> Array:
+        """With this one, one launch on a GPU does without the scores in memory."""
+        return jnp.max(rest, axis=-1)
+
+    peak = lax.platform_dependent(scores, rest, cpu=of_head, default=of_block)
+    shares = jnp.exp(rest - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None])
     # As a dot product, as `jax.nn.logsumexp` does not: several times faster on the CPU.
     ones = jnp.ones(t // blocks, jnp.float32)
-    shares = shares.reshape(b, k, g, blocks, t // blocks)
     total = jnp.einsum("bkgms,s->bkgm", shares, ones, precision="highest")
     return jnp.log(total) + peak

@@ -152,7 +152,7 @@ class IndexFormat:
                 slots.window,
             )
         eligible = slots.eligible(positions, capacity)[:, None]
-        return log_rest(self.scores(query, index, eligible), None, request, blocks)
+        return log_rest(self.scores(query, index), eligible, request, blocks)
 
     def _products(
         self, query: Float[Array, "*w c"], words: UInt32[Array, "*v t"]

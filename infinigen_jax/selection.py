@@ -121,10 +121,10 @@ def select(
         eligible = eligible if eligible.ndim == 3 else eligible[:, None]
         scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     passing = group_margin(scores) > -alpha
-    count = combine_counts(marked(pack_marks(passing)), cap[:, None], mode)
+    count = combine_counts(_entries(passing), cap[:, None], mode)
     rank = group_rank(scores)
     if mode != "head":  # the mean may be above a head's own count: the rest comes in order of rank
-        count = jnp.minimum(count, marked(pack_marks(rank > -jnp.inf)))
+        count = jnp.minimum(count, _entries(rank > -jnp.inf))
     slots, chosen, marks = top_choice(rank, count, size, passing if mode == "head" else None)
     return Request(slots, count, rank, chosen=chosen, marks=marks)
 
@@ -171,6 +171,18 @@ def top_choice(
         rank, count, there, cpu=by_threshold, default=by_sorting
     )
     return jnp.where(Request(slots, count).valid, slots, 0), chosen, marks
+
+
+def _entries(mask: Bool[Array, "b k t"]) -> Int[Array, "b k"]:
+    """How many are marked: from words on the CPU, which are needed anyway; exact to 2^24."""
+
+    def by_product(mask: Array) -> Array:
+        ones = jnp.ones(mask.shape[-1], jnp.float32)
+        return jnp.einsum("bkt,t->bk", mask.astype(jnp.float32), ones).astype(jnp.int32)
+
+    return lax.platform_dependent(
+        mask, cpu=lambda mask: marked(pack_marks(mask)), default=by_product
+    )
 
 
 def top_mask(
