@@ -70,6 +70,17 @@ def test_both_ways_of_scoring_agree(name):
     np.testing.assert_allclose(looped, reduced, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["float32", *LEVELS])
+@pytest.mark.parametrize("r", [24, 96])  # scored in one pass, and in a loop
+def test_other_slots_have_no_score(name, r):
+    form = IndexFormat(name, r)
+    entries, query = encode(form, random_keys(r=r)), random_query(r=r)
+    eligible = jnp.arange(entries.shape[3]) % 3 > 0
+    masked = jax.jit(form.scores)(query, entries, jnp.broadcast_to(eligible, (2, 1, len(eligible))))
+    scores = jax.jit(form.scores)(query, entries)
+    np.testing.assert_allclose(masked, np.where(eligible, scores, -np.inf), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("name, least", [("int8", 0.98), ("int4", 0.85)])
 def test_the_best_tokens_are_found(name, least):
     """Overlap of the best 5 % with the exact ones', with 3 keys in each head planted far out."""
