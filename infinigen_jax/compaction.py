@@ -20,13 +20,22 @@ def compact(mask: Bool[Array, "b k t"], size: int, chunk: int = CHUNK) -> Int[Ar
         chunk: on the CPU only places that a mark is found for are filled, so many at once, of
             whichever rows. (A loop whose length is not known is a round trip to the host on a GPU.)
     """
-    b, k, t = mask.shape
+    slots = compact_words(pack_marks(mask), size, chunk)
+    return jnp.minimum(slots, mask.shape[-1] - 1)
+
+
+def compact_words(
+    words: UInt32[Array, "b k v"], size: int, chunk: int = CHUNK
+) -> Int[Array, "b k n"]:
+    """`compact`, of packed marks."""
+    b, k, v = words.shape
+    rows = words.reshape(b * k, v)
     slots = lax.platform_dependent(
-        *(words := pack_marks(mask.reshape(b * k, t)), running_counts(words)),
+        *(rows, running_counts(rows)),
         cpu=lambda words, ends: compact_together(words, ends, size, min(chunk, b * k * size)),
         default=lambda words, ends: compact_by_row(words, ends, size),
     )
-    return jnp.minimum(slots, t - 1).reshape(b, k, size)
+    return slots.reshape(b, k, size)
 
 
 def pack_marks(mask: Bool[Array, "*b t"]) -> UInt32[Array, "*b v"]:
@@ -80,9 +89,9 @@ def compact_together(
 ) -> Int[Array, "r n"]:
     """Positions of the first n = `size` marks of each row, 0 behind them.
 
-    Rows have very different numbers of marks: all that are wanted are found as if they were of one
-    long row, `chunk` at a time, and then handed out. The loop keeps the search out of what uses the
-    positions, see `compact_by_row`: barriers are gone before XLA fuses for a CPU.
+    Rows have very different numbers of marks: all that are wanted are counted through, found
+    `chunk` at a time, of whichever rows, and then handed out. The loop keeps the search out of what
+    uses the positions, see `compact_by_row`: barriers are gone before XLA fuses for a CPU.
     """
     rows = words.shape[0]
     wanted = jnp.minimum(ends[:, -1], size)

@@ -33,7 +33,7 @@ def attend_requested(
     """Attention to the rows that a request means, and with `sums` the sum of their values.
 
     Their slots are found by the request's marks where it has them, each where it is read, so that
-    the request's own need not be made.
+    the request's own need not be made where selection and attention are in one program.
     """
     b, k, g, d = q.shape
     heads, n = b * k, request.slots.shape[2]

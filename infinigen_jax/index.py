@@ -97,7 +97,7 @@ class IndexFormat:
         """Speculated attention logits of every slot; float32 accumulation.
 
         Args:
-            eligible: -inf for all other slots.
+            eligible: -inf for all other slots, whatever is there.
         """
 
         def masked(scores: Array) -> Array:
@@ -121,11 +121,11 @@ class IndexFormat:
             step = lax.bitcast_convert_type(parameters >> 16 << 16, jnp.float32)
             low = lax.bitcast_convert_type(parameters << 16, jnp.float32)
             start = low[:, :, None] * jnp.sum(query, axis=-1, keepdims=True)
-            return step[:, :, None], masked(start)
+            return step[:, :, None], start
 
         return lax.platform_dependent(
-            cpu=lambda: self._looped(by_word, index, begin),
-            default=lambda: self._reduced(by_word, index, begin),
+            cpu=lambda: self._in_passes(by_word, index, begin, masked),
+            default=lambda: masked(self._reduced(by_word, index, begin)),
         )
 
     def log_rest(
@@ -173,13 +173,14 @@ class IndexFormat:
             terms.append(term * code.astype(jnp.int32).astype(jnp.float32))
         return sum(terms[1:], terms[0])
 
-    def _looped(
+    def _in_passes(
         self,
         query: Float[Array, "b k g w c"],
         index: UInt32[Array, "b k e t"],
         begin: Callable[[], tuple[Array, Array]],
+        masked: Callable[[Array], Array],
     ) -> Float[Array, "b k g t"]:
-        """For the CPU: in one pass over [t], or a few words of every token at a time.
+        """For the CPU: in one pass over [t], or one for each few words of every token.
 
         A dot product would have the codes written out in float32 first, several times the index in
         size.
@@ -196,10 +197,10 @@ class IndexFormat:
             return scores + step * sums
 
         if at_once == self.code_words:
-            return apart(lambda: add(0, *begin()))
+            return apart(lambda: masked(add(0, *begin())))
         step, start = begin()
         rounds = jnp.int32(self.code_words // at_once)
-        return lax.fori_loop(jnp.int32(0), rounds, lambda i, x: add(i, step, x), start)
+        return masked(lax.fori_loop(jnp.int32(0), rounds, lambda i, x: add(i, step, x), start))
 
     def _reduced(
         self,

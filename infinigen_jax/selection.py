@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from infinigen_jax.compaction import compact, marked, pack_marks
+from infinigen_jax.compaction import compact_words, marked, pack_marks
 from infinigen_jax.tables import put
 
 
@@ -28,8 +28,9 @@ class Request(NamedTuple):
             not meant, for each query head, of all of it (m = 1) or of each block of slots; None
             where there is no tail, or where it is scored when the layer attends.
         chosen: the slots that are meant, marked; None where the selection did not mark them.
-        marks: `chosen` in words (`pack_marks`), from which slots can be had where they are
-            needed; None where nobody does that.
+        marks: `chosen` in words (`pack_marks`), from which slots can be had where they are needed.
+            A step keeps them instead of `chosen` where rows are read in place; None elsewhere, and
+            where the selection did not make them.
     """
 
     slots: Int[Array, "b k n"]
@@ -157,7 +158,8 @@ def top_choice(
 
     def by_threshold(rank: Array, count: Array, there: Array) -> tuple[Array, Array, Array]:
         chosen, marks = _top_marks(rank, count, there)
-        return compact(chosen, size), chosen, marks
+        slots = jnp.minimum(compact_words(marks, size), rank.shape[2] - 1)
+        return slots, chosen, marks
 
     def by_sorting(rank: Array, count: Array, there: Array) -> tuple[Array, Array, Array]:
         rank = jnp.where(there, rank, -jnp.inf)
@@ -174,7 +176,7 @@ def top_choice(
 
 
 def _entries(mask: Bool[Array, "b k t"]) -> Int[Array, "b k"]:
-    """How many are marked: from words on the CPU, which are needed anyway; exact to 2^24."""
+    """How many are marked, of up to 2^24: on the CPU from words, which are needed anyway."""
 
     def by_product(mask: Array) -> Array:
         ones = jnp.ones(mask.shape[-1], jnp.float32)

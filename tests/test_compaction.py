@@ -33,8 +33,12 @@ def check_compact(got, mask):
         assert places[: len(marked)].tolist() == marked.tolist()
 
 
-@given(st.sampled_from([1, 31, 64, 100]), st.integers(0, 2**32 - 1), st.sampled_from([2048, 7, 64]))
-@example(64, 0, 2048)
+@given(
+    st.sampled_from([1, 31, 100, 530, 1100]),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([2048, 7, 64]),
+)
+@example(1100, 0, 2048)
 def test_compact_lists_the_marked_positions(t, seed, chunk):
     rng = np.random.default_rng(seed)
     mask = rng.random((2, 2, t)) < rng.choice([0.0, 0.1, 0.9, 1.0], size=(2, 2, 1))

@@ -90,7 +90,7 @@ def selected(count: str, budget: float = 0.2, **settings):
     scores = scores.astype(np.float32)
     positions = np.array([100, 57])
     at = jnp.asarray(positions, jnp.int32)
-    request = jax.jit(policy._count)(jnp.asarray(scores), at, None)
+    request = jax.jit(policy._count, static_argnums=3)(jnp.asarray(scores), at, None, False)
     probability = np.zeros((2, 3, 128))
     for i in range(2):
         seen = slice(2, positions[i] - 3)

@@ -308,11 +308,11 @@ class Budgeted(Defaults):
         """Rows within the budget, of those that are on the host only. See `selection.select`.
 
         Args:
-            masked: the scores of all others are -inf.
+            masked: the scores of all others are -inf already.
         """
         capacity = scores.shape[3]
         size = self.request_size(capacity)
-        eligible = None if masked else self.eligible(positions, capacity, held)
+        eligible = self.eligible(positions, capacity, held)
         by_position = held is None  # as the kernel takes it
         if cuda.in_use() and by_position and mode == "head" and scores.shape[2] <= calls.MAX_GROUP:
             share = budget_fraction(self.budget).as_integer_ratio()
@@ -320,12 +320,10 @@ class Budgeted(Defaults):
                 scores, positions, size, alpha, share, self.sinks, self.window
             )
             # Computed only if somebody uses it.
-            if eligible is not None:
-                scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
-            rank = group_rank(scores)
+            rank = group_rank(jnp.where(eligible[:, :, None], scores, -jnp.inf))
             return Request(slots, count, rank)
         cap = budget_rows(self.budget, self.cached(positions, capacity, held))
-        return select(scores, eligible, alpha, cap, size, mode)
+        return select(scores, None if masked else eligible, alpha, cap, size, mode)
 
 
 def check_budget(budget: float) -> None:

@@ -209,7 +209,7 @@ class InfiniGen(Budgeted):
                 query = speculate_query(config, layer, weights, a, positions, index.columns)
             else:
                 query = own_query(weights, true, index.columns)
-            # A kernel that selects knows by itself what it may.
+            # On a GPU a kernel that selects knows by itself what it may; else the selection masks.
             masked = not cuda.in_use()
             eligible = self.eligible(positions, state.shape[-1], held) if masked else None
             scores = index.scores(query, state, eligible)
@@ -250,7 +250,7 @@ class InfiniGen(Budgeted):
         scores: Float[Array, "b k g t"],
         positions: Int[Array, " b"],
         held: Int[Array, "b k t"] | None,
-        masked: bool = False,
+        masked: bool,
     ) -> Request:
         """The rows, by the rule of `count`."""
         if self.count in ("head", "mean"):
