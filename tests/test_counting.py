@@ -142,9 +142,8 @@ def test_everything_fetched_is_the_full_cache(count):
     assert run.new_tokens == finished(engine("gqa", Full())).new_tokens
 
 
-@pytest.mark.parametrize(
-    ("count", "tail"), [("pooled", True), pytest.param("top-p", False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "tail"), [("pooled", True), ("top-p", False)])
 def test_schedules_batches_and_hot_sets_change_nothing(count, tail):
     policy = dataclasses.replace(SPARSE, count=count, mass=0.5, tail=tail)
     run = finished(engine("short", policy, 1))

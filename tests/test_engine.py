@@ -41,7 +41,8 @@ def test_everything_fetched_equals_the_full_cache(name):
         assert tokens_of(everything, prompts) == tokens_of(full, prompts)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", pytest.param("tiny-opt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-opt"])
 def test_embedded_models_everything_fetched_equals_the_full_cache(name):
     model = load(embedded(name))
     prompts = ["The king said to the", "It was a dark and stormy night, and the old man had to go"]
@@ -205,7 +206,7 @@ def test_bfloat16(schedule):
     assert all(0 <= token < 96 for tokens in run.new_tokens for token in tokens)
 
 
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+@pytest.mark.parametrize("schedule", ["fused", pytest.param("layerwise", marks=pytest.mark.slow)])
 def test_the_papers_settings_stream_the_first_two_layers(schedule):
     everything = InfiniGenPaper(alpha=float("inf"), budget=1.0)
     run = finished(engine("gqa", everything, schedule=schedule), RAGGED[:1])

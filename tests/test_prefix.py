@@ -49,7 +49,7 @@ def shared(made: Engine, **settings: Any) -> Run:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=pytest.mark.slow if n in ("layerwise", "h2o") else ())
+        pytest.param(n, marks=pytest.mark.slow if n in ("layerwise", "h2o", "full") else ())
         for n in SETTINGS
     ],
 )

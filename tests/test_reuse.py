@@ -158,7 +158,7 @@ def test_rows_through_a_hot_set_are_the_rows(n):
         np.testing.assert_array_equal(np.asarray(rows)[valid], expected[valid])
 
 
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+@pytest.mark.parametrize("schedule", ["fused", pytest.param("layerwise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dense_layers", [0, 1])
 @pytest.mark.parametrize("eviction", ["lru", "score"])
 def test_tokens_are_those_without_a_hot_set(schedule, dense_layers, eviction):
