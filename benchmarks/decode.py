@@ -63,6 +63,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Everything that the result file holds; it is written as far as it got."""
+    if jax.default_backend() == "cpu":
+        # Programs loaded from it have numbers that repeat: the trace would take one for another.
+        jax.config.update("jax_enable_compilation_cache", False)
     began = time.monotonic()
     deadline = float("inf") if options.cap_seconds is None else began + options.cap_seconds
     shape = shapes.SHAPES[options.shape]
