@@ -58,7 +58,7 @@ def test_words_of_a_token():
 
 @pytest.mark.parametrize("name", LEVELS)
 def test_both_ways_of_scoring_agree(name):
-    """The loop of the CPU and the reduction of the GPU."""
+    """The passes of the CPU and the reduction of the GPU."""
     form = IndexFormat(name, 24)
     entries, query = encode(form, random_keys(r=24)), random_query(r=24)
     by_word = query.reshape(2, 2, 3, form.code_words, -1)
@@ -67,8 +67,8 @@ def test_both_ways_of_scoring_agree(name):
     def begin():
         return step, start
 
-    one = jax.jit(lambda *x: form._in_passes(*x, begin, lambda scores: scores))(by_word, entries)
-    other = jax.jit(lambda *x: form._reduced(*x, begin))(by_word, entries)
+    one = jax.jit(lambda q, x: form._in_passes(q, x, begin, lambda x: x))(by_word, entries)
+    other = jax.jit(lambda q, x: form._reduced(q, x, begin))(by_word, entries)
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-3)
 
 
