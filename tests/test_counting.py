@@ -29,7 +29,7 @@ from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import Full, InfiniGen
 from infinigen_jax.policies.base import Policy
-from infinigen_jax.selection import Request
+from infinigen_jax.selection import Request, select
 from infinigen_jax.span import Span
 
 seeds = st.integers(0, 2**32 - 1)
@@ -304,3 +304,21 @@ def test_settings_out_of_range_are_named():
             InfiniGen(mass=mass)
     with pytest.raises(InputError, match="--count median: use head or fixed or pooled"):
         InfiniGen(count="median")
+
+
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_the_rest_by_slots_by_marks_and_of_masked_scores(blocks):
+    rng = np.random.default_rng(7)
+    scores = jnp.asarray(rng.normal(size=(2, 3, 2, 128)), jnp.float32)
+    eligible = jnp.asarray(rng.random((2, 1, 128)) < 0.8)
+    request = select(scores, eligible, 2.0, jnp.array([20, 20], jnp.int32), 20)
+    rest = jax.jit(log_rest, static_argnames="blocks")
+    masked = jnp.where(eligible[:, :, None], scores, -jnp.inf)
+    listed = request._replace(chosen=None, marks=None)
+    expected = rest(scores, eligible, listed, blocks=blocks)
+    for known in (request, request._replace(chosen=None), listed):
+        for one in (
+            rest(scores, eligible, known, blocks=blocks),
+            rest(masked, None, known, blocks=blocks),
+        ):
+            np.testing.assert_allclose(one, expected, rtol=1e-6, atol=1e-6)

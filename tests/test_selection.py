@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+from infinigen_jax.compaction import unpack_marks
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.selection import (
@@ -309,3 +310,23 @@ def test_requests_hold_the_largest_cap(budget):
 def test_settings_out_of_range_are_named(settings, named):
     with pytest.raises(InputError, match=named):
         InfiniGen(**settings)
+
+
+@pytest.mark.parametrize("mode", ["head", "mean"])
+@pytest.mark.parametrize("each_head", [False, True])
+def test_masked_scores_are_selected_from_alike(mode, each_head):
+    """And what is marked is what is listed."""
+    rng = np.random.default_rng(5)
+    scores = jnp.asarray(rng.normal(size=(2, 3, 2, 200)) * 3, jnp.float32)
+    eligible = jnp.asarray(rng.random((2, 3 if each_head else 1, 200)) < 0.7)
+    cap = jnp.array([9, 40], jnp.int32)
+    run = jax.jit(select, static_argnames=("alpha", "size", "mode"))
+    given_mask = run(scores, eligible, alpha=4.0, cap=cap, size=40, mode=mode)
+    masked = jnp.where(eligible[:, :, None], scores, -jnp.inf)
+    request = run(masked, None, alpha=4.0, cap=cap, size=40, mode=mode)
+    jax.tree.map(np.testing.assert_array_equal, request, given_mask)
+    assert request.chosen is not None and request.marks is not None
+    np.testing.assert_array_equal(unpack_marks(request.marks, 200), request.chosen)
+    for place in np.ndindex(2, 3):
+        listed = np.sort(np.asarray(request.slots[place])[: int(request.count[place])])
+        np.testing.assert_array_equal(listed, np.flatnonzero(request.chosen[place]))
