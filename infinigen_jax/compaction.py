@@ -27,11 +27,12 @@ def compact(mask: Bool[Array, "b k t"], size: int, chunk: int = CHUNK) -> Int[Ar
 def compact_words(
     words: UInt32[Array, "b k v"], size: int, chunk: int = CHUNK
 ) -> Int[Array, "b k n"]:
-    """`compact`, of packed marks."""
+    """`compact`, of packed marks: behind the marked ones is any position of the words."""
     b, k, v = words.shape
     rows = words.reshape(b * k, v)
     slots = lax.platform_dependent(
-        *(rows, running_counts(rows)),
+        rows,
+        running_counts(rows),
         cpu=lambda words, ends: compact_together(words, ends, size, min(chunk, b * k * size)),
         default=lambda words, ends: compact_by_row(words, ends, size),
     )

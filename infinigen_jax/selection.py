@@ -158,8 +158,7 @@ def top_choice(
 
     def by_threshold(rank: Array, count: Array, there: Array) -> tuple[Array, Array, Array]:
         chosen, marks = _top_marks(rank, count, there)
-        slots = jnp.minimum(compact_words(marks, size), rank.shape[2] - 1)
-        return slots, chosen, marks
+        return compact_words(marks, size), chosen, marks
 
     def by_sorting(rank: Array, count: Array, there: Array) -> tuple[Array, Array, Array]:
         rank = jnp.where(there, rank, -jnp.inf)
