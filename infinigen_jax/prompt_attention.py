@@ -5,85 +5,28 @@ query heads of their KV head, over one block of keys.
 
     CPU      one KV head of one sequence at a time, so that a tile stays in the processor's cache:
              time goes where scores go through memory
-    others   all of them at a time; the next block of earlier rows is read under the attention of
+    NVIDIA   in half precision, cuDNN's kernel: scores stay on chip (`fused_attention`)
+    others   all heads at a time; the next block of earlier rows is read under the attention of
              the one before
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax import fused_attention
 from infinigen_jax.attention import MASKED, Softmax
+from infinigen_jax.earlier import BLOCK, NOWHERE, Attended, Block, Earlier
 
-BLOCK = 1024  # earlier rows in a block
 OWN_BLOCK = 256  # of the chunk's own: small, as half of those on the diagonal are masked
 CPU_TILE = 256  # rows of a tile: queries times query heads of a KV head...
 CPU_WIDE_TILE = 1024  # ... and of one over a block of earlier rows
-NOWHERE = 2**30  # a position that no token comes to
 DEVICE_TILE_BYTES = 1 << 26  # of all tiles that are worked on at a time
-
-
-class Earlier(NamedTuple):
-    """The rows before a chunk, read in blocks.
-
-    Attributes:
-        read: gives keys and values [b, k, n, d] of the n rows from some slot on.
-        size: of a block.
-        capacity: slots that there are, at least `size`.
-        start: positions that count, those before it.
-        positions: of the slots, -1 for one without a row; slot and position are the same where
-            this is None.
-    """
-
-    read: Callable[[Int[Array, ""], int], tuple[Array, Array]]
-    size: int
-    capacity: int
-    start: Int[Array, " b"]
-    positions: Int[Array, "b t"] | None = None
-
-    @property
-    def blocks(self) -> Int[Array, ""]:
-        return (jnp.minimum(jnp.max(self.start), self.capacity) + self.size - 1) // self.size
-
-    def block(self, number: Int[Array, ""]) -> "Block":
-        """A block with its place; the last one reaches back to fit in."""
-        first = number * self.size
-        at = jnp.minimum(first, self.capacity - self.size)
-        keys, values = self.read(at, self.size)
-        slot = at + jnp.arange(self.size, dtype=jnp.int32)[None]
-        position = slot
-        if self.positions is not None:
-            position = lax.dynamic_slice_in_dim(self.positions, at, self.size, axis=1)
-        valid = (slot >= first) & (position >= 0) & (position < self.start[:, None])
-        # Slots that were never written may hold NaN, which a weight of 0 does not silence.
-        values = jnp.where(valid[:, None, :, None], values, 0)
-        return Block(keys, values, jnp.where(valid, position, NOWHERE), at)
-
-
-class Block(NamedTuple):
-    """Rows before a chunk, in the slots from `at` on; the position is NOWHERE of what is none."""
-
-    keys: Float[Array, "b k n d"]
-    values: Float[Array, "b k n d"]
-    positions: Int[Array, "b n"]
-    at: Int[Array, ""]
-
-
-class Attended(NamedTuple):
-    """What a chunk's queries attended to.
-
-    Attributes:
-        output: of the attention.
-        log_sum: natural logarithm of each query's summed exponentials, float32.
-    """
-
-    output: Float[Array, "b c h d"]
-    log_sum: Float[Array, "b c h"]
 
 
 def causal_attention(
@@ -116,6 +59,8 @@ def attend_chunk(
         window: as in `causal_attention`.
     """
     cpu, default = (functools.partial(_attend, earlier, window, all) for all in (False, True))
+    if fused_attention.usable(q, window):
+        default = functools.partial(fused_attention.attend, earlier, window)
     return lax.platform_dependent(q, keys, values, cpu=cpu, default=default)
 
 

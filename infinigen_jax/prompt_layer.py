@@ -9,11 +9,12 @@ from jaxtyping import Array, Float, Int, Shaped
 from infinigen_jax.bits import from_kept
 from infinigen_jax.cache import DenseLayer, Resident, Sliding, sums_of_values
 from infinigen_jax.decode import Decoder
+from infinigen_jax.earlier import BLOCK, Attended, Earlier
 from infinigen_jax.memory import capacity_of, read_block, write_span
 from infinigen_jax.models import Params
 from infinigen_jax.models.base import Layer
 from infinigen_jax.pool import held
-from infinigen_jax.prompt_attention import BLOCK, Attended, Earlier, attend_chunk
+from infinigen_jax.prompt_attention import attend_chunk
 from infinigen_jax.span import Span
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.prompt_attention import Earlier
+from infinigen_jax.earlier import Earlier
 from infinigen_jax.span import Span
 
 QUERIES = 256  # at a time

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from infinigen_jax import prompt_attention
 from infinigen_jax.cache import Sliding
-from infinigen_jax.prompt_attention import Earlier, attend_chunk, causal_attention
+from infinigen_jax.earlier import Earlier
+from infinigen_jax.prompt_attention import attend_chunk, causal_attention
 from infinigen_jax.prompt_layer import device_rows
 from infinigen_jax.received import attention_received
 from infinigen_jax.span import Span

@@ -4,8 +4,10 @@ A LLaMA-shaped model of half-precision weights: large enough that its buffers di
 compile as those of a large model do, small enough to take a minute.
 """
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -13,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from compile_for_gpu import Program, compile_for_gpu
+from jax._src.cudnn import fused_attention_stablehlo
 
-from infinigen_jax import cuda
+from infinigen_jax import cuda, fused_attention
 from infinigen_jax.cache import Cache, HostLayer
 from infinigen_jax.carry import Carry, Counts, Fetched, Following, Weights
 from infinigen_jax.checkpoint import Ahead, Basis, Model
@@ -304,22 +307,42 @@ def flush_pool() -> Program:
 
 
 @functools.cache
-def prompt_layer(weights_on: str = "device") -> Program:
+def prompt_layer(weights_on: str = "device", by_cudnn: bool = False) -> Program:
     """One layer on the host over a chunk of a prompt."""
     at = Placement(default_mesh())
     cache, constant = _cache(), weights()
     upcoming = tuple(weights("host").params["layers"][-1:])
-    return compile_for_gpu(
-        prefill_steps(decoder(weights_on=weights_on)).host_layer,
-        constant.params["layers"][DENSE],
-        _shaped((BATCH, PROMPT, CONFIG.hidden_size), DTYPE, at.batch),
-        SCALES,
-        cache.host,
-        _scalar(),
-        Span(cache.lengths, cache.lengths),
-        cache.lengths,
-        keywords={"stored": upcoming} if weights_on == "host" else None,
-    )
+    run = prefill_steps.__wrapped__(decoder(weights_on=weights_on))  # traced anew
+    with cudnn_attention() if by_cudnn else contextlib.nullcontext():
+        return compile_for_gpu(
+            run.host_layer,
+            constant.params["layers"][DENSE],
+            _shaped((BATCH, PROMPT, CONFIG.hidden_size), DTYPE, at.batch),
+            SCALES,
+            cache.host,
+            _scalar(),
+            Span(cache.lengths, cache.lengths),
+            cache.lengths,
+            keywords={"stored": upcoming} if weights_on == "host" else None,
+        )
+
+
+@contextlib.contextmanager
+def cudnn_attention() -> Iterator[None]:
+    """As on a GPU with cuDNN, which JAX asks about the GPU before it calls it."""
+    answers = {
+        "check_cudnn_version": 91200,
+        "check_compute_capability": True,
+        "is_cuda_compute_capability_equal": False,
+    }
+    with (
+        mock.patch.multiple(
+            fused_attention_stablehlo,
+            **{name: mock.Mock(return_value=answer) for name, answer in answers.items()},
+        ),
+        mock.patch.object(fused_attention, "usable", lambda *_: True),
+    ):
+        yield
 
 
 @functools.cache

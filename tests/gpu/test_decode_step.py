@@ -19,6 +19,10 @@ from reading import (
     schedule,
 )
 
+from infinigen_jax.earlier import BLOCK
+
+BLOCK_BYTES = sp.HEADS * BLOCK * sp.ROW  # of earlier rows that a prompt's layer reads
+CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax")  # without a mask, with one
 FETCHING = range(sp.DENSE - 1, sp.LAYERS - 1)  # layers of the fused step that fetch for the next
 
 
@@ -128,6 +132,22 @@ def test_prompt_layer_reads_the_host_cache_where_it_is():
     assert program.memory["host_temp"] == 0
     assert_no_copy_larger_than(program, sp.LAYER_BYTES // 4)
     assert not large_results(program, sp.LAYER_BYTES)
+
+
+def test_attention_of_a_prompt_by_cudnn():
+    """One call for the chunk and one for each block, whose successor is on its way meanwhile."""
+    program = sp.prompt_layer(by_cudnn=True)
+    reads = [pair for pair in async_pairs(program) if pair.start.nbytes >= BLOCK_BYTES]
+    assert len(reads) == 3  # of the first block, of one further on in either loop
+    for pair in reads:
+        assert sum(i.target in CUDNN for i in pair.between) == 1
+    targets = [i.target for i in everything(program)]
+    assert [targets.count(target) for target in CUDNN] == [2, 1]
+    assert program.memory["host_temp"] == 0
+    assert program.memory["temp"] < 0.4 * sp.prompt_layer().memory["temp"]
+    # Nothing as large as a block's scores, in whatever type.
+    scores = sp.BATCH * sp.CONFIG.num_heads * sp.PROMPT * BLOCK
+    assert not large_results(program, 2 * scores + 1)
 
 
 def test_a_chunks_rows_are_written_in_place():
