@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.files import note
+from infinigen_jax.cuda import SWITCH
 
 GRACE = 20.0  # seconds that a piece may go on behind its cap, to end what it has begun
 LEAST = 15.0  # with less than this left, nothing is started
@@ -42,6 +43,10 @@ class Piece:
 OURS_FIRST = (
     *("infinigen", "full-device", "full-streamed", "infinigen-paper", "infinigen-int4"),
     *("transformers", "transformers-offloaded", "transformers-static"),
+)
+PROMPTS = (
+    *("benchmarks.prefill", "--shape", "llama-8b", "--dtype", "bfloat16", "--systems", "infinigen"),
+    *("--prompts", "16384", "65536", "--memory", "16384", "65536"),
 )
 # Kernels inside a CUDA graph do not all tell the trace which instruction they are.
 NO_GRAPHS = (("XLA_FLAGS", "--xla_gpu_enable_command_buffer="),)
@@ -74,6 +79,8 @@ PIECES = (
         ),
         NO_GRAPHS,
     ),
+    Piece("prompts", 0.3, PROMPTS),
+    Piece("prompts-xla", 0.4, PROMPTS, ((SWITCH, "0"),)),
     Piece("llama8b-32k", 1.0, _decode("llama8b", 32768, "--systems", *OURS_FIRST)),
 )
 

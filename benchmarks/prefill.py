@@ -5,10 +5,12 @@
 
 The same random weights in both, which take turns; each time is that of a prompt from tokens to the
 first token, compiled before. Memory is what the compiler says of the programs of a chunk, so its
-prompts need not be run: temporaries, and beside them what is there to stay.
+prompts need not be run: temporaries, and beside them what is there to stay. On a GPU,
+INFINIGEN_JAX_KERNELS=0 has attention by XLA in place of cuDNN's; the file says which it was.
 """
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -20,6 +22,7 @@ import jax.numpy as jnp
 
 from benchmarks import machine, shapes
 from benchmarks.files import RESULTS, note, write_json
+from infinigen_jax import fused_attention
 from infinigen_jax.engine import Engine
 from infinigen_jax.memory import Placement
 from infinigen_jax.planning import plan_memory
@@ -28,6 +31,7 @@ from infinigen_jax.prompt_reader import round_up_capacity
 from infinigen_jax.prompt_steps import prefill_steps
 from infinigen_jax.span import Span
 
+SYSTEMS = ("infinigen", "transformers")
 GROWTH = (16384, 65536, 1.2)  # temporaries: at most so much more
 
 
@@ -42,6 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--memory", type=int, nargs="*", default=[4096, 16384, 65536], metavar="N")
     add("--rounds", type=int, default=3, help="timed rounds, both systems in each (default 3)")
     add("--chunk", type=int, help="tokens of a prompt read at a time (default: the engine's own)")
+    add("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="NAME")
+    add("--cap-seconds", type=float, help="start no further round after so long")
     add("--json", type=Path, help="result file")
     return parser
 
@@ -57,33 +63,48 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Everything in the result file, which is written as far as it got."""
-    from benchmarks.torch_systems import logits_difference, torch_model
-
+    deadline = time.monotonic() + (options.cap_seconds or math.inf)
     shape = shapes.SHAPES[options.shape]
     config = shape.settings(max([*options.prompts, *options.memory]) + 2)
     model = shapes.peaked_model(shape, config["max_position_embeddings"], options.dtype)
     engine = Engine(model, prefill_chunk=options.chunk)
-    other = torch_model(model, config) if options.prompts else None
     result: dict[str, Any] = {
         "benchmark": "prefill",
         "machine": machine.describe(),
         "settings": {name: getattr(options, name) for name in ("shape", "dtype", "rounds")},
-        "logits_relative_difference": other
-        and logits_difference(model, other, shapes.prompt(model.config, 64)),
+        "attention": attention(engine),
         "memory": [memory(engine, tokens) for tokens in options.memory],
         "times": [],
     }
+    systems = {"infinigen": lambda prompt: ours(engine, prompt)}
+    if options.prompts and "transformers" in options.systems:
+        from benchmarks.torch_systems import logits_difference, torch_model
+
+        other = torch_model(model, config)
+        difference = logits_difference(model, other, shapes.prompt(model.config, 64))
+        result["logits_relative_difference"] = difference
+        systems["transformers"] = lambda prompt: theirs(other, prompt)
     write_json(path, result)
     for tokens in options.prompts:
         prompt = shapes.prompt(model.config, tokens)
         engine.start([prompt], 1)  # compiles
-        rounds = [
-            {"infinigen": ours(engine, prompt), "transformers": theirs(other, prompt)}
-            for _ in range(options.rounds)
-        ]
+        rounds = []
+        while len(rounds) < options.rounds and (not rounds or time.monotonic() < deadline):
+            rounds.append({name: systems[name](prompt) for name in options.systems})
         result["times"].append(summary(tokens, rounds))
         write_json(path, result)
+        if time.monotonic() >= deadline:
+            break
     return result
+
+
+def attention(engine: Engine) -> str:
+    """Whose kernel attends to a prompt."""
+    config, dtype = engine.model.config, engine.decoder.dtype
+    if jax.default_backend() != "gpu":
+        return "XLA"
+    reason = fused_attention.unavailable(dtype.name, config.head_dim)
+    return "cuDNN" if reason is None else f"XLA ({reason})"
 
 
 def ours(engine: Engine, prompt: list[int]) -> float:
@@ -106,14 +127,14 @@ def theirs(model: Any, prompt: list[int]) -> float:
 
 
 def summary(tokens: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians; the ratio is the median of the rounds' own ratios."""
-    ratios = [r["transformers"] / r["infinigen"] for r in rounds]
+    """Medians; the ratio is the median of the rounds' own ratios, None of one system alone."""
+    ratios = [r["transformers"] / r["infinigen"] for r in rounds if len(r) == len(SYSTEMS)]
     seconds = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     return {
         "tokens": tokens,
         "rounds": rounds,
         "tokens_per_second": {name: tokens / value for name, value in seconds.items()},
-        "transformers_over_infinigen": statistics.median(ratios),
+        "transformers_over_infinigen": statistics.median(ratios) if ratios else None,
     }
 
 
@@ -182,16 +203,16 @@ def temporaries(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> li
 
 def table(result: dict[str, Any]) -> str:
     """Both parts in Markdown."""
-    lines = [
-        "| tokens | infinigen, tokens/s | transformers, tokens/s | ratio |",
-        "|---|---|---|---|",
-    ]
+    names = list(result["times"][0]["tokens_per_second"]) if result["times"] else []
+    heads = [f"{name}, tokens/s" for name in names] + ["ratio"] * (len(names) == len(SYSTEMS))
+    lines = [f"Attention: {result['attention']}", "", "| ".join(["| tokens ", *heads, ""])]
+    lines.append("|---" * (len(heads) + 1) + "|")
     for entry in result["times"]:
-        speeds = entry["tokens_per_second"]
-        lines.append(
-            f"| {entry['tokens']:,} | {speeds['infinigen']:.0f} | {speeds['transformers']:.0f} "
-            f"| {entry['transformers_over_infinigen']:.2f} |"
-        )
+        cells = [f"{entry['tokens']:,}"]
+        cells += [f"{entry['tokens_per_second'][name]:.0f}" for name in names]
+        if (ratio := entry["transformers_over_infinigen"]) is not None:
+            cells.append(f"{ratio:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
     parts = ("temporaries", "resident", "index", "dense", "host_cache")
     lines += ["", f"| MB at tokens | {' | '.join(parts)} |", "|---" * (len(parts) + 1) + "|"]
     for entry in result["memory"]:

@@ -10,6 +10,7 @@ from benchmarks import (
     loads,
     machine,
     on_gpu,
+    prefill,
     presets,
     reuse,
     selection,
@@ -170,11 +171,42 @@ def test_pieces_of_a_gpu_session_end_in_time(tmp_path, monkeypatch):
     assert on_gpu.run(pieces[:1], tmp_path / "late", 0.0) == {"quick": "not started"}
 
 
+def test_prompts_are_timed(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(machine, "memory_read_bandwidth", lambda: 1e10)
+    path = tmp_path / "prefill.json"
+    given = "--shape toy --prompts 64 80 --rounds 2 --memory 128 256 --cap-seconds 600"
+    assert prefill.main([*given.split(), "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert [entry["tokens"] for entry in found["times"]] == [64, 80]
+    for entry in found["times"]:
+        assert len(entry["rounds"]) == 2
+        assert list(entry["tokens_per_second"]) == list(prefill.SYSTEMS)
+        ratios = [r["transformers"] / r["infinigen"] for r in entry["rounds"]]
+        assert min(ratios) <= entry["transformers_over_infinigen"] <= max(ratios)
+    assert found["logits_relative_difference"] < 1e-4
+    short, long = (entry["temporaries"] for entry in found["memory"])
+    assert 0 < short <= long
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].startswith("Attention: XLA" if not machine.has_gpu() else "Attention: ")
+    assert {line.count("|") for line in table[2:6]} == {5}
+
+
+def test_no_round_is_started_after_the_cap(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "memory_read_bandwidth", lambda: 1e10)
+    path = tmp_path / "prefill.json"
+    given = "--shape toy --prompts 64 80 --rounds 9 --memory --cap-seconds 1e-3"
+    assert prefill.main([*given.split(), "--systems", "infinigen", "--json", str(path)]) == 0
+    (entry,) = json.loads(path.read_text())["times"]
+    assert len(entry["rounds"]) == 1 and entry["transformers_over_infinigen"] is None
+
+
 @pytest.mark.parametrize("piece", on_gpu.PIECES, ids=lambda piece: piece.name)
 def test_commands_of_a_gpu_session_parse(piece, tmp_path):
     module, *arguments = piece.command
     parse = {
         "benchmarks.decode": presets.parse,
+        "benchmarks.prefill": prefill.build_parser().parse_args,
         "benchmarks.selection": selection.build_parser().parse_args,
         "benchmarks.transfer": transfer.build_parser().parse_args,
     }[module]
