@@ -84,6 +84,7 @@ class Model:
             bases; None where those are absorbed or unknown.
         ahead: likewise, one per layer: what the corrected layer-ahead query needs.
         layers_ahead: how many layers ahead that query looks; from the first layer, fewer.
+        speculate_from: what it is of there, one of `speculation.SOURCES`.
         sparse_loss: [L, 2] float32, relative error behind each layer's attention with few rows,
             chosen by its own query and by that of a layer before, see `convert.loss`.
         row_loss: [L, 2, m] float32, likewise with each of `row_shares` [m] of the rows.
@@ -102,6 +103,7 @@ class Model:
     energies: np.ndarray | None = None
     ahead: tuple[Ahead, ...] | None = None
     layers_ahead: int = 1
+    speculate_from: str = "input"
     sparse_loss: np.ndarray | None = None
     row_loss: np.ndarray | None = None
     row_shares: np.ndarray | None = None
@@ -294,6 +296,7 @@ def _read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[st
         projections = _read_projections(folder / AHEAD_FILE, config)
         found["ahead"] = tuple(map(Ahead, projections, _bases(*pair)))
         found["layers_ahead"] = manifest.layers_ahead
+        found["speculate_from"] = manifest.speculate_from
     return found
 
 

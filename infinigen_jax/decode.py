@@ -4,7 +4,8 @@
                          -> attend (sinks, window, fetched rows) -> MLP -> await the transfer
 
 Two layers ahead (`Policy.lead`) it is layer l+2 that is speculated, and the transfer that layer l-1
-started for l+1 that is awaited.
+started for l+1 that is awaited. A policy that speculates behind the attention
+(`Policy.behind_attention`) does so in front of the MLP.
 
 The host cache and the policy's state are read-only inside a step; new rows go to the ring of
 resident rows, and from there to the host in `flush`, one donated update every `window` steps.
@@ -72,21 +73,24 @@ class Decoder(Layout):
         layer = self.blueprint.layer(params)
         x, counts = carry.x, carry.counts
         a = layer.attention_input(x)
-        started, new_hot, lead = [], None, self.policy.lead
-        for i, (target, its_hot) in enumerate(zip(following, hot, strict=True)):
+        new_hot, lead, late = None, self.policy.lead, self.policy.behind_attention
+        started: list[Started | None] = []
+
+        def start(target: Following | None, a: Array, i: int) -> None:
             # In turn, so that a transfer can be awaited while the one behind it goes on.
             lane = (number + lead - len(following) + 1 + i) % max(lead, 1)
-            started.append(self.start(target, a, its_hot, host, positions, lane))
+            started.append(self.start(target, a, hot[i], host, positions, lane))
+
+        if not late:
+            for i, target in enumerate(following):
+                start(target, a, i)
         if lead == 0 and (at_once := started.pop()) is not None:
             x, fetched, new_hot, counts = self.wait(at_once, x, counts)
             carry = carry._replace(fetched=fetched)
         with jax.named_scope("attention"):
             q = config.grouped(layer.query(a, positions))
             key, value = layer.key_value(a, positions)
-            for i, begun in enumerate(started):
-                if begun is not None:
-                    ticket, q = self.transfer.behind(begun.ticket, q)
-                    started[i] = begun._replace(ticket=ticket)
+            q = self.tie(started, q)
             if not isinstance(local, Resident):
                 local = local.write(key, value, positions)
                 o = attend(q, local.part(positions, self.dtype))
@@ -102,12 +106,30 @@ class Decoder(Layout):
                     capacity = capacity_of(host, x.shape[0])
                     counts = count_streamed(self, counts, capacity, own, positions)
             x = x + layer.attention_output(o.reshape(o.shape[0], config.num_heads, -1))
+        if late:
+            for i, target in enumerate(following):
+                start(target, self.stand_in(target, x), i)
+            x = self.tie(started, x)
         with jax.named_scope("mlp"):
             x = x + layer.mlp(x)
         fetched, coming = None, [*carry.coming, *started]
         if coming and (awaited := coming.pop(0)) is not None:
             x, fetched, new_hot, counts = self.wait(awaited, x, counts)
         return Carry(x, fetched, counts, tuple(coming)), local, new_hot, state
+
+    def stand_in(self, following: Following | None, x: Float[Array, "b e"]) -> Float[Array, "b e"]:
+        """A hidden state under the norm of the layer whose input it stands in for, if any."""
+        if following is None:
+            return x
+        return self.blueprint.layer(following.params).attention_input(x)
+
+    def tie(self, started: list[Started | None], x: Array) -> Array:
+        """Put transfers in front of the work on x."""
+        for i, begun in enumerate(started):
+            if begun is not None:
+                ticket, x = self.transfer.behind(begun.ticket, x)
+                started[i] = begun._replace(ticket=ticket)
+        return x
 
     def start(
         self,

@@ -115,13 +115,14 @@ class Conversion(NamedTuple):
     Attributes:
         corrected: whether it has a corrected layer-ahead query.
         losses: the fields of `Model` on what few rows lose.
-        layers_ahead: that the corrected query looks.
+        layers_ahead, speculate_from: of the corrected query.
     """
 
     skew: str
     corrected: bool
     losses: Mapping[str, np.ndarray] = types.MappingProxyType({})
     layers_ahead: int = 1
+    speculate_from: str = "input"
 
 
 class Planner:
@@ -178,6 +179,7 @@ class Planner:
                 skew=conversion.skew,
                 key_mean=mean,
                 layers_ahead=conversion.layers_ahead,
+                speculate_from=conversion.speculate_from,
                 **conversion.losses,
                 **parts,
             )
@@ -272,7 +274,8 @@ def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
         return Conversion(DEFAULT_SKEW, DEFAULT_SKEW == "balanced")
     manifest = read_manifest(folder)
     loss = read_loss(SafetensorsFile(folder / SKEW_FILE), config)
-    return Conversion(manifest.skew, AHEAD_FILE in manifest.files, loss, manifest.layers_ahead)
+    ahead = manifest.layers_ahead, manifest.speculate_from
+    return Conversion(manifest.skew, AHEAD_FILE in manifest.files, loss, *ahead)
 
 
 def brought_bytes(decoder: Decoder, weights: Weights) -> tuple[int, int]:

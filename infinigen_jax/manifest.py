@@ -18,7 +18,7 @@ The ahead_ bases are the balanced ones for the query of that projection (`skew.r
 the others are for the true one. Folders that were written before these, `sparse_loss` or `row_loss`
 existed lack them. `row_loss` is the relative error of the hidden state behind a layer's attention
 with a share of the rows, one of `row_shares`, chosen by its own query and by the one of an earlier
-layer's input; NaN where the text is too short (`convert.loss`). `sparse_loss` is that with the
+layer; NaN where the text is too short (`convert.loss`). `sparse_loss` is that with the
 share that dense layers are told by.
 
 `eigenvalues` are those of the calibration queries' Gram matrix, descending. `key_mean` is in the
@@ -34,6 +34,7 @@ from typing import Any
 from infinigen_jax.convert.reader import read_json
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies.base import MOST_LAYERS_AHEAD
+from infinigen_jax.speculation import SOURCES
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "infinigen.json"
@@ -41,6 +42,7 @@ SKEW_FILE = "infinigen.safetensors"
 AHEAD_FILE = "infinigen_ahead.safetensors"
 SKEWS = ("svd", "balanced", "none")
 AGAIN = "convert the model again"
+UNSAID = {"layers_ahead": 1, "speculate_from": "input"}  # where an older conversion does not say
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class Manifest:
         dtype: name of the dtype of the weights.
         calibration: {"text_sha256": ..., "tokens": ...}, or None with skew "none".
         layers_ahead: how many layers the corrected query looks ahead; 1 where it is not said.
+        speculate_from: what of that layer it is of; "input" where it is not said.
         sources, files: {"name": {"sha256": ..., "size": ...}} of what was read and written.
     """
 
@@ -63,6 +66,7 @@ class Manifest:
     dtype: str
     calibration: dict[str, Any] | None
     layers_ahead: int
+    speculate_from: str
     sources: dict[str, dict[str, Any]]
     files: dict[str, dict[str, Any]]
 
@@ -86,13 +90,16 @@ def read_manifest(folder: Path) -> Manifest:
         )
     fields = {field.name for field in dataclasses.fields(Manifest)}
     try:
-        value.setdefault("layers_ahead", 1)  # conversions did not always say
+        value = UNSAID | value
         manifest = Manifest(**{name: value[name] for name in fields})
         sizes = [(str(f["sha256"]), int(f["size"])) for f in manifest.files.values()]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InputError(f"{path}: damaged, fields are missing; {AGAIN}") from None
     if manifest.layers_ahead not in range(1, MOST_LAYERS_AHEAD + 1):
         raise InputError(f"{path}: damaged, layers_ahead is {manifest.layers_ahead!r}; {AGAIN}")
+    if manifest.speculate_from not in SOURCES:
+        found = manifest.speculate_from
+        raise InputError(f"{path}: damaged, speculate_from is {found!r}; {AGAIN}")
     if manifest.skew not in SKEWS or not sizes:
         raise InputError(f"{path}: damaged, skew {manifest.skew!r} is unknown; {AGAIN}")
     return manifest

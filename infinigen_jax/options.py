@@ -23,6 +23,7 @@ POLICY_OPTIONS = (
     "basis",
     "query",
     "layers_ahead",
+    "speculate_from",
     "count",
     "mass",
     "layer_budgets",
@@ -110,6 +111,13 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         type=int,
         metavar="N",
         help="so many layers before the one they are for: 1 or 2 (default: as converted, else 1)",
+        **many,
+    )
+    add(
+        "--speculate-from",
+        metavar="S",
+        help="what there: input, or attention, the state behind it (default: as converted, else "
+        "input)",
         **many,
     )
     add(

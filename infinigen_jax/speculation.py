@@ -1,14 +1,16 @@
-"""Guessing, from layer l's attention input, what layer l+1 will attend to (InfiniGen, section 4.2).
+"""Guessing, in layer l, what layer l+1 will attend to (InfiniGen, section 4.2).
 
     a         layer l's normalised input, the stand-in for layer l+1's
     q^        layer l+1's query of it, in layer l+1's skewed basis, the first r columns
     k^        the index: layer l+1's cached keys in the same basis, the first r columns
     q^ . k^   the speculated attention logits (`index.IndexFormat.scores`)
 
-Two layers ahead it is layer l+2's query, basis and keys. The basis orders its columns by energy, so
-"the columns that matter" are always the leading ones. Beside the paper's there is a balanced basis,
-and a query corrected on calibration text (`skew`, `correction`); a converted model has what its
-conversion gave it.
+Two layers ahead it is layer l+2's query, basis and keys. Not in the paper: behind layer l's
+attention there is a better stand-in, the hidden state there under layer l+1's norm, which lacks
+layer l's MLP alone; rows then have the time of that MLP to come. The basis orders its columns by
+energy, so "the columns that matter" are always the leading ones. Beside the paper's there is a
+balanced basis, and a query corrected on calibration text (`skew`, `correction`); a converted model
+has what its conversion gave it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 BASES = ("auto", "svd", "balanced", "none")
 QUERIES = ("auto", "plain", "corrected", "own")
+SOURCES = ("input", "attention")  # what a query ahead is guessed from: the state in front of it
 
 
 def partial_columns(head_dim: int, ratio: float) -> int:
@@ -82,6 +85,23 @@ def choose_layers_ahead(model: "Model", query: str, layers_ahead: int) -> int:
             "--query plain"
         )
     return model.layers_ahead
+
+
+def choose_source(model: "Model", query: str, source: str) -> str:
+    """Which of SOURCES a query ahead is guessed from: "auto" is what the model was converted for.
+
+    Raises:
+        InputError: naming the conversion that a corrected query takes.
+    """
+    if query != "corrected":
+        return "input" if source == "auto" else source
+    if source not in ("auto", model.speculate_from):
+        raise InputError(
+            f"--speculate-from {source}: the model's corrected query is for "
+            f"{model.speculate_from}; convert it again with --speculate-from {source}, or use "
+            "--query plain"
+        )
+    return model.speculate_from
 
 
 def speculation_weights(
@@ -188,7 +208,7 @@ def speculate_query(
     Args:
         layer: its module.
         weights: its `speculation_weights`.
-        a: the attention input of a layer before it.
+        a: what stands in for its attention input.
         positions: of the current tokens.
     """
     if "kernel" in weights:

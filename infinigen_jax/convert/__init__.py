@@ -16,6 +16,7 @@ def convert(
     dtype: str | None = None,
     skew: str = DEFAULT_SKEW,
     layers_ahead: int = 1,
+    speculate_from: str = "input",
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
@@ -33,6 +34,8 @@ def convert(
         skew: "balanced" (the default: a basis that weighs queries and keys alike, a query corrected
             on the text, and the paper's basis), "svd" (the paper's), or "none".
         layers_ahead: how many layers ahead the corrected query looks, 1 or 2.
+        speculate_from: what it is of there: "input", the attention's, or "attention", the hidden
+            state behind it.
         force: replace an earlier conversion at the destination, once the new one is complete.
         progress: called with the number of layers done and their total.
 
@@ -51,6 +54,7 @@ def convert(
         dtype=dtype,
         skew=skew,
         layers_ahead=layers_ahead,
+        speculate_from=speculate_from,
         force=force,
         progress=progress,
     )

@@ -39,6 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
         "transfers twice the time, 1 guesses better (default: %(default)s)",
     )
     parser.add_argument(
+        "--speculate-from",
+        choices=("input", "attention"),
+        default="input",
+        help="what that query is made of: a layer's input, or the hidden state behind its "
+        "attention, which guesses better and comes later (default: %(default)s)",
+    )
+    parser.add_argument(
         "--force", action="store_true", help="replace an earlier conversion at DESTINATION"
     )
     return parser
@@ -72,6 +79,7 @@ def _convert(arguments: argparse.Namespace) -> None:
             dtype=arguments.dtype,
             skew=arguments.skew,
             layers_ahead=arguments.layers_ahead,
+            speculate_from=arguments.speculate_from,
             force=arguments.force,
             progress=progress,
         )

@@ -1,9 +1,9 @@
 """Calibration: run a text through the model, one layer at a time, and collect q and k moments.
 
 Only the hidden states of the text and one layer's weights are in memory; for the correction of the
-layer-ahead query, and for what few rows lose, also the attention inputs of two layers (of three,
-for a query two layers ahead) and the queries, keys and values of one. All arithmetic is float32
-with full-precision products, whatever the checkpoint's dtype.
+layer-ahead query, and for what few rows lose, also what that query is guessed from, of one layer
+(of two, for a query two layers ahead), and the input, queries, keys and values of another. All
+arithmetic is float32 with full-precision products, whatever the checkpoint's dtype.
 """
 
 import functools
@@ -116,6 +116,7 @@ class Calibrator:
         embedding: the embedding's parameters, float32.
         layers_ahead: keep what `ahead` and `loss` need, for a query of the layer so many before;
             0: keep nothing.
+        speculate_from: what of that layer, one of `speculation.SOURCES`.
     """
 
     def __init__(
@@ -124,12 +125,15 @@ class Calibrator:
         tokens: CalibrationTokens,
         embedding: Params,
         layers_ahead: int = 0,
+        speculate_from: str = "input",
     ):
         self._config = config
         self._count = tokens.count
-        self._layers_ahead = layers_ahead
+        self._layers_ahead, self._late = layers_ahead, speculate_from == "attention"
         self._done = 0  # layers
-        self._inputs: list[Array] = []  # of the layer so many before, up to this one
+        self._sources: list[Array] = []  # of the layers before, the nearest last
+        self._own: Array | None = None  # attention input, and what stands in for it
+        self._stand_in: Array | None = None
         self._attended: tuple[Array, ...] | None = None  # hidden states, queries, keys, values
         self._guesses: Array | None = None
         self._valid = jnp.asarray(tokens.valid)
@@ -148,10 +152,14 @@ class Calibrator:
             self._hidden, sums, seen = step(params, self._hidden, self._valid)
         self._done += 1
         if seen is not None:
-            inputs, *attended = seen
+            own, behind, *attended = seen
             self._attended, self._guesses = tuple(attended), None
-            before = self._inputs or [inputs] * self._layers_ahead
-            self._inputs = [*before[-self._layers_ahead :], inputs]
+            stand_in = self._sources[0] if self._sources else own
+            if self._late and self._sources:
+                stand_in = _normed(self._config, params, stand_in)
+            self._own, self._stand_in = own, stand_in
+            self._sources.append(behind if self._late else own)
+            del self._sources[: -self._layers_ahead]
         # Summed over windows in float64, on the host.
         query_gram, key_gram, key_sum = (np.asarray(s, np.float64).sum(axis=0) for s in sums)
         if not np.isfinite(query_gram).all() or not np.isfinite(key_gram).all():
@@ -163,9 +171,9 @@ class Calibrator:
         return spread_moments(found, self._config.rope, self._places)
 
     def ahead(self, params: Params) -> tuple[Projection, GuessMoments]:
-        """For the layer that `layer` ran last: its query of the input of a layer before.
+        """For the layer that `layer` ran last: its query by a layer before.
 
-        Of the one `layers_ahead` before, or the first. Of the first layer, whose rows are fetched
+        By the one `layers_ahead` before, or the first. Of the first layer, whose rows are fetched
         by its own input, the query is the true one.
 
         Returns:
@@ -173,7 +181,7 @@ class Calibrator:
             all places as in `layer`.
         """
         config, valid = self._config, np.asarray(self._valid)
-        before, own = (np.asarray(self._inputs[i])[valid] for i in (0, -1))
+        before, own = (np.asarray(x)[valid] for x in (self._stand_in, self._own))
         query = params["q"]
         fitted = corrected_projection(before, own, query["kernel"], query.get("bias"))
         assert self._attended is not None
@@ -209,9 +217,18 @@ class Calibrator:
             return np.sqrt(errors / whole).astype(np.float32)
 
     def _guess(self, params: Params, projection: Params) -> Float[Array, "w s h d"]:
-        """The layer's queries by a projection of an earlier layer's attention input."""
+        """The layer's queries by a projection of what stands in for its input."""
+        assert self._stand_in is not None
         with jax.default_matmul_precision("highest"):
-            return _projected(self._config, params, projection, self._inputs[0])
+            return _projected(self._config, params, projection, self._stand_in)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _normed(
+    config: ModelConfig, params: Params, hidden: Float[Array, "w s e"]
+) -> Float[Array, "w s e"]:
+    """Hidden states as a layer's attention would take them in."""
+    return blueprint(config, jnp.float32).layer(params).attention_input(hidden)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -233,8 +250,8 @@ def _step(config: ModelConfig, keep: bool, sliding: int | None) -> Callable[...,
     """One layer over all windows; compiled once, it serves every layer of a kind.
 
     Args:
-        keep: also return the layer's attention inputs, hidden states into it, queries, keys and
-            values.
+        keep: also return the layer's attention inputs, hidden states behind its attention and
+            into the layer, queries, keys and values.
         sliding: the layer's own window, if it has one.
     """
     plan = blueprint(config, jnp.float32)
@@ -254,10 +271,10 @@ def _step(config: ModelConfig, keep: bool, sliding: int | None) -> Callable[...,
             jnp.einsum("skd,ske->kde", k, k),
             k.sum(axis=0),
         )
-        seen = (a, x, queries, keys, values) if keep else None
         attended = causal_attention(queries, keys, values, window=sliding)
-        x = x + layer.attention_output(attended)
-        return x + layer.mlp(x), sums, seen
+        behind = x + layer.attention_output(attended)
+        seen = (a, behind, x, queries, keys, values) if keep else None
+        return behind + layer.mlp(behind), sums, seen
 
     def step(params: Params, x: Float[Array, "w s e"], valid: Bool[Array, "w s"]) -> Any:
         return jax.lax.map(lambda pair: window(params, *pair), (x, valid))

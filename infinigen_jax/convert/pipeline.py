@@ -43,6 +43,7 @@ from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.policies.base import MOST_LAYERS_AHEAD
 from infinigen_jax.safetensors_io import DTYPES, SafetensorsWriter, tensor_bytes
 from infinigen_jax.skew import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
+from infinigen_jax.speculation import SOURCES
 
 WEIGHT_DTYPES = {
     name: DTYPES[kind]
@@ -72,6 +73,7 @@ def run(
     dtype: str | None,
     skew: str,
     layers_ahead: int,
+    speculate_from: str,
     force: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Path:
@@ -80,11 +82,15 @@ def run(
         raise InputError(f"skew {skew!r} is unknown; use one of {', '.join(SKEWS)}")
     if not 1 <= layers_ahead <= MOST_LAYERS_AHEAD:
         raise InputError(f"--layers-ahead {layers_ahead}: use 1 or {MOST_LAYERS_AHEAD}")
-    if layers_ahead > 1 and skew != "balanced":
-        raise InputError(
-            f"--layers-ahead {layers_ahead}: it is for the query that --skew balanced corrects, "
-            f"and --skew {skew} has none"
-        )
+    if speculate_from not in SOURCES:
+        raise InputError(f"--speculate-from {speculate_from}: use {' or '.join(SOURCES)}")
+    ahead = {"--layers-ahead": (layers_ahead, 1), "--speculate-from": (speculate_from, "input")}
+    for option, (given, usual) in ahead.items():
+        if given != usual and skew != "balanced":
+            raise InputError(
+                f"{option} {given}: it is for the query that --skew balanced corrects, and "
+                f"--skew {skew} has none"
+            )
     folder = checked_folder(source)
     hf, config = read_config(folder)
     target = check_destination(folder, Path(destination), force)
@@ -95,7 +101,7 @@ def run(
     check_space(target, _needed(config, sources, stored, copied, skew))
     tokens = _tokens(calibration, folder, config) if skew != "none" else None
     with staged(target) as out:
-        job = _Job(config, sources, stored, skew, layers_ahead, tokens)
+        job = _Job(config, sources, stored, skew, (layers_ahead, speculate_from), tokens)
         files = job.write_weights(out, progress or (lambda done, total: None))
         files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(_config(hf, stored), indent=2) + "\n")
@@ -110,6 +116,7 @@ def run(
             absorbed=job.absorbs,
             dtype=stored.name,
             layers_ahead=layers_ahead,
+            speculate_from=speculate_from,
             calibration=tokens and {"text_sha256": tokens.sha256, "tokens": tokens.count},
             sources={file.name: file_record(file) for file in [folder / "config.json", *read]},
             files=files,
@@ -127,11 +134,11 @@ class _Job:
         sources: Mapping[str, TensorSource],
         dtype: np.dtype,
         skew: str,
-        layers_ahead: int,
+        ahead: tuple[int, str],
         tokens: CalibrationTokens | None,
     ):
         self.config, self.sources, self.dtype, self.skew = config, sources, dtype, skew
-        self.layers_ahead, self.tokens = layers_ahead, tokens
+        self.ahead, self.tokens = ahead, tokens  # `Calibrator`'s layers_ahead, speculate_from
         self.slots = expected(blueprint(config, jnp.float32))
         # Rotation does not commute with the basis, and only an orthogonal one leaves a valid
         # checkpoint whose attention anyone can compute.
@@ -197,7 +204,7 @@ class _Job:
         if self.tokens is None:
             return None
         params = read_tree(self.slots.embedding, self.sources, _joined)
-        return Calibrator(self.config, self.tokens, params, self.layers_ahead)
+        return Calibrator(self.config, self.tokens, params, *self.ahead)
 
     def _calibrate(self, calibrator: Calibrator | None, slots: list[Slot]) -> Any:
         """Run a layer, keep its statistics.

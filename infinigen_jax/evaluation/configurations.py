@@ -23,6 +23,7 @@ LISTS = (
     "basis",
     "query",
     "layers_ahead",
+    "speculate_from",
     "count",
     "layer_budgets",
     "tail",

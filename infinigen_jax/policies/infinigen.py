@@ -29,8 +29,10 @@ from infinigen_jax.span import Span
 from infinigen_jax.speculation import (
     BASES,
     QUERIES,
+    SOURCES,
     choose_layers_ahead,
     choose_query,
+    choose_source,
     mean_score,
     own_query,
     own_query_weights,
@@ -80,6 +82,10 @@ class InfiniGen(Budgeted):
         layers_ahead: from how many layers before its input is taken: 1, as in the paper; 2, which
             gives transfers twice the time, but guesses less well; 0: as many as the model's
             corrected query was fitted for, else 1. Without meaning for an own query.
+        speculate_from: what in that layer: "input", the attention's, as in the paper; "attention",
+            the hidden state behind it, a better guess that leaves transfers the time of the MLP in
+            place of the whole layer's; "auto": as the model's corrected query was fitted for, else
+            "input".
         layer_budgets: "equal", as in the paper; "calibrated": the budget is the mean of all layers,
             shared out among them by what each loses on the calibration text, see `budgets`; or
             "auto": calibrated where the model's conversion measured it.
@@ -105,6 +111,7 @@ class InfiniGen(Budgeted):
     basis: str = "auto"
     query: str = "auto"
     layers_ahead: int = 0
+    speculate_from: str = "auto"
     mass: float = 0.9
     layer_budgets: str = "auto"
     tail: bool = True
@@ -131,6 +138,9 @@ class InfiniGen(Budgeted):
             raise InputError(
                 f"--layers-ahead {self.layers_ahead}: use 1 or 2, or 0 for the model's own"
             )
+        if self.speculate_from not in ("auto", *SOURCES):
+            names = f"auto, {' or '.join(SOURCES)}"
+            raise InputError(f"--speculate-from {self.speculate_from}: use {names}")
         if self.count not in COUNTS:
             raise InputError(f"--count {self.count}: use {' or '.join(COUNTS)}")
         if self.layer_budgets not in LAYER_BUDGETS:
@@ -145,6 +155,10 @@ class InfiniGen(Budgeted):
     @property
     def lead(self) -> int:
         return 0 if self.query == "own" else max(self.layers_ahead, 1)
+
+    @property
+    def behind_attention(self) -> bool:
+        return self.lead > 0 and self.speculate_from == "attention"
 
     @property
     def has_tail(self) -> bool:
@@ -165,9 +179,10 @@ class InfiniGen(Budgeted):
         query = self.query
         if query == "auto":
             query = "own" if in_place else choose_query(model, query)
-        layers_ahead = 0
+        layers_ahead, source = 0, "auto"
         if query != "own":
             layers_ahead = choose_layers_ahead(model, query, self.layers_ahead)
+            source = choose_source(model, query, self.speculate_from)
         layer_budgets = self.layer_budgets
         if layer_budgets == "auto":
             layer_budgets = "calibrated" if model.has_curves else "equal"
@@ -176,6 +191,7 @@ class InfiniGen(Budgeted):
             self,
             query=query,
             layers_ahead=layers_ahead,
+            speculate_from=source,
             layer_budgets=layer_budgets,
             tail_tokens=tail_tokens,
         )

@@ -33,6 +33,7 @@ class InfiniGenPaper(InfiniGen):
     index_dtype: str = "auto"
     query: str = "plain"
     layers_ahead: int = 1
+    speculate_from: str = "input"
     layer_budgets: str = "equal"
     tail: bool = False
 
