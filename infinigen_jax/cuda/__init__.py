@@ -6,8 +6,9 @@
     score.cu            scores by a quantised index, which is read once for all query heads
 
 Nothing here needs more than JAX's CUDA wheels: NVRTC compiles the sources (`nvrtc`), the driver's
-interface launches them (`driver`, `launch`), XLA calls handlers written in Python (`ffi`).
-INFINIGEN_JAX_KERNELS=0 in the environment leaves all of it to XLA.
+interface launches them (`driver`, `launch`), XLA calls handlers written in Python (`ffi`). Before
+their first use on a machine they are checked (`check`, `first_use`). INFINIGEN_JAX_KERNELS in the
+environment: `0` leaves all of it to XLA, `unchecked` uses the kernels without the check.
 """
 
 import functools
@@ -16,11 +17,11 @@ from importlib import resources
 
 import jax
 
+from infinigen_jax.cuda import first_use
 from infinigen_jax.cuda.driver import CudaError, Driver
 from infinigen_jax.cuda.launch import Launcher
 from infinigen_jax.cuda.nvrtc import CompileError, kernels
 
-SWITCH = "INFINIGEN_JAX_KERNELS"
 SOURCES = ("gather.cu", "top.cu", "select.cu", "plan.cu", "score.cu")
 
 
@@ -31,14 +32,12 @@ def source() -> str:
 
 
 @functools.cache
-def unavailable() -> str | None:
-    """Why the kernels cannot be used in this process, in a line; None where they can.
+def load() -> str | None:
+    """Make the kernels ready for this process; why that cannot be done, in a line, or None.
 
     The first call compiles them, or finds them in the cache, loads them into every GPU that JAX
     uses, and registers the FFI targets.
     """
-    if os.environ.get(SWITCH) == "0":
-        return f"{SWITCH} is 0"
     if jax.default_backend() != "gpu":
         return "JAX sees no NVIDIA GPU"
     try:
@@ -51,9 +50,26 @@ def unavailable() -> str | None:
     return None
 
 
+@functools.cache
+def unavailable() -> str | None:
+    """Why the kernels are not to be used in this process, in a line; None where they are.
+
+    The first call loads them, and has them checked if this machine has not done so before.
+    """
+    switch = os.environ.get(first_use.SWITCH)
+    if switch == first_use.OFF:
+        return f"{first_use.SWITCH} is {switch}"
+    if (reason := load()) or switch == first_use.UNCHECKED:
+        return reason
+    try:
+        return first_use.failure()
+    except (OSError, CudaError) as error:
+        return " ".join(str(error).split())
+
+
 def in_use() -> bool:
     """Whether programs that are traced now are to call the kernels."""
     return jax.default_backend() == "gpu" and unavailable() is None
 
 
-__all__ = ["in_use", "source", "unavailable"]
+__all__ = ["in_use", "load", "source", "unavailable"]

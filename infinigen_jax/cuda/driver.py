@@ -10,6 +10,7 @@ UINT = ctypes.c_uint
 
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (UINT,),
+    "cuDriverGetVersion": (OUT,),
     "cuDeviceGetAttribute": (OUT, INT, INT),
     "cuDevicePrimaryCtxRetain": (OUT, INT),
     "cuCtxGetCurrent": (OUT,),

@@ -4,17 +4,21 @@ The kernels' FFI targets are placeholders: this shows what is launched around th
 and that XLA neither stages nor copies what they work on.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 import step_programs as sp
-from compile_for_gpu import Program, compile_for_gpu, on_device
+from compile_for_gpu import Program, compile_for_gpu, on_device, on_host
 from hlo import Instruction
 from placeholders import register_placeholder
 from reading import copies, host_copies, large_results, schedule
 
-from infinigen_jax.cuda import calls
+from infinigen_jax.cuda import calls, check
 from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
+from infinigen_jax.reuse import Plan
+from infinigen_jax.selection import Request
 from infinigen_jax.transfer.cuda import CudaTransfer
 
 HOT_SET = 2.0
@@ -97,3 +101,24 @@ def test_selection_is_one_launch():
         select, on_device((2, 8, 4, 8192), jnp.float32), on_device((2,), jnp.int32)
     )
     assert [i.target for body in schedule(program).values() for i in body] == [LAUNCH]
+
+
+@pytest.mark.parametrize("hot_set", [False, True])
+def test_what_the_check_gathers_is_under_way_beside_work(hot_set: bool):
+    b, k, n, w = 2, 4, 100, 64
+
+    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return on_device(shape, dtype)
+
+    wanted = Request(array(b, k, n), array(b, k))
+    fetches: list[check.Fetch] = [(array(), wanted, None, None)] * 2
+    if hot_set:
+        where = Plan(array(b, k, n), array(b, k, n, dtype=jnp.bool_))
+        fetches = [(array(), wanted, array(b, k, 2 * n, w, dtype=jnp.bfloat16), where)]
+    host = on_host((check.LAYERS, b, k, check.CAPACITY, w))
+    x = array(b, 1024, dtype=jnp.float32)
+    body = step_of(compile_for_gpu(check.move, check.TRANSFER, check.cumulate, host, fetches, x))
+    (work,) = (i for i, each in enumerate(body) if "reduce_window" in each.op_name)
+    starts, waits = ([each.target == name for each in body] for name in (START, WAIT))
+    assert sum(starts[:work]) == sum(starts) == len(fetches)
+    assert sum(waits[work:]) == sum(waits) == len(fetches)

@@ -1,0 +1,259 @@
+"""The kernels' check, with emulated kernels that are right or wrong, and when it is run at all."""
+
+import ctypes
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from cuda_emulation import compiler
+from cuda_fake import FakeCuda, emulated
+from tiny import ROOT
+
+from infinigen_jax import cuda
+from infinigen_jax.cuda import check, first_use
+from infinigen_jax.cuda.launch import KERNELS
+
+on_the_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU")
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs g++")
+RESULTS = {"gather_rows": 4, "gather_rows_hot": 7, "select_rows": 2, "plan_reuse_16": 6}
+RESULTS |= {"plan_reuse_32": 6, "index_scores_4": 2, "index_scores_8": 2}
+RESULTS |= {"index_rest_4": 5, "index_rest_8": 5}
+"""Which parameter of a kernel is its first result."""
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    installed = emulated()
+    monkeypatch.setattr(cuda, "load", lambda: None)
+    yield installed
+    installed.failing.clear()
+    installed.queue.clear()
+
+
+@on_the_cpu
+@needs_compiler
+def test_right_kernels_pass(driver: FakeCuda, command: Callable[..., Any]):
+    driver.calls.clear()
+    status, out, err = command(check.main)
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [f"{kernel}: as the reference" for kernel in KERNELS]
+    assert set(driver.kernels()) == set(KERNELS)
+
+
+@on_the_cpu
+@needs_compiler
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_wrong_kernel_is_found(
+    driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any], kernel: str
+):
+    right = driver.kernel
+
+    def wrong(name: str, blocks: int, threads: int, parameters: int) -> None:
+        right(name, blocks, threads, parameters)
+        if name == kernel:
+            addresses = (ctypes.c_void_p * (RESULTS[name] + 1)).from_address(parameters)
+            first = ctypes.c_uint64.from_address(addresses[-1]).value
+            ctypes.c_uint32.from_address(first).value ^= 0x40000041
+
+    monkeypatch.setattr(driver, "kernel", wrong)
+    monkeypatch.setattr(check, "CASES", {kernel: check.CASES[kernel]})
+    status, out, err = command(check.main)
+    assert status == 1 and len(out.splitlines()) == len(err.splitlines()) == 1
+    assert out.startswith(f"{kernel}: ") and "numbers are not the reference's" in out
+    assert err == f"error: the CUDA kernels do not work here: {out}"
+
+
+@on_the_cpu
+@needs_compiler
+def test_nothing_is_tried_behind_an_error(driver: FakeCuda, command: Callable[..., Any]):
+    driver.failing.add("cuLaunchKernel")
+    status, out, err = command(check.main)
+    assert status == 1 and "cuLaunchKernel: invalid argument" in err
+    assert len(out.splitlines()) == len(err.splitlines()) == 1 and out.startswith("gather_rows: ")
+
+
+def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any]):
+    def case() -> Iterator[check.Compared]:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to\nallocate 64 bytes.")
+        yield
+
+    loads = iter([None, "cuModuleLoadData: out of memory (CUDA error 2)"])
+    monkeypatch.setattr(cuda, "load", lambda: next(loads))
+    monkeypatch.setattr(check, "CASES", {"gather_rows": (case,)})
+    said = "error: the CUDA kernels cannot be checked; the GPU has too little free memory for it: "
+    for reason in ("gather_rows: RuntimeError: RESOURCE_EXHAUSTED: ", "cuModuleLoadData: "):
+        status, out, err = command(check.main)
+        assert (status, out) == (2, "") and len(err.splitlines()) == 1
+        assert err.startswith(said + reason)
+
+
+@on_the_cpu
+def test_without_a_gpu_there_is_nothing_to_check(command: Callable[..., Any]):
+    expected = "error: the CUDA kernels cannot be checked: JAX sees no NVIDIA GPU\n"
+    assert command(check.main) == (2, "", expected)
+
+
+@on_the_cpu
+def test_the_check_is_found_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(ROOT))])
+    assert first_use.run_check(0) == (
+        "the CUDA kernels cannot be checked: JAX sees no NVIDIA GPU; "
+        "INFINIGEN_JAX_KERNELS=unchecked does without a check"
+    )
+
+
+class Machine:
+    """One whose JAX has GPUs, and where the check is a process that runs `code`.
+
+    Attributes:
+        kinds: of its GPUs.
+        driver, sources: what a check's outcome depends on, among others.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path):
+        self.patch, self.log = patch, folder / "log"
+        self.kinds, self.driver, self.sources = ["H100"], 12080, b"kernels"
+        self.check("")
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.delenv(first_use.SWITCH, raising=False)
+        patch.setattr(cuda, "load", lambda: None)
+        patch.setattr(jax, "local_devices", self.devices)
+        compiler, driver = types.SimpleNamespace(version="12.9"), types.SimpleNamespace
+        patch.setattr(first_use.nvrtc.Nvrtc, "load", lambda: compiler)
+        patch.setattr(first_use, "Driver", lambda: driver(get=lambda *_, **__: self.driver))
+        patch.setattr(first_use, "sources", lambda: self.sources)
+
+    def devices(self) -> list[Any]:
+        client, device = types.SimpleNamespace(platform_version="cuda"), types.SimpleNamespace
+        return [
+            device(device_kind=kind, local_hardware_id=i, client=client)
+            for i, kind in enumerate(self.kinds)
+        ]
+
+    def check(self, code: str) -> None:
+        """What the process does, when it has left a line of what it was told."""
+        variables = ("CUDA_VISIBLE_DEVICES", first_use.SWITCH, "XLA_PYTHON_CLIENT_PREALLOCATE")
+        told = f"print(*map(os.environ.get, {variables}), file=open({str(self.log)!r}, 'a'))"
+        self.patch.setattr(first_use, "CHECK", ("-c", f"import os, sys\n{told}\n{code}"))
+
+    def start(self) -> str | None:
+        """What `unavailable` says to a new process."""
+        cuda.unavailable.cache_clear()
+        return cuda.unavailable()
+
+    @property
+    def checks(self) -> list[str]:
+        """A line of each that was run."""
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine]:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    yield Machine(monkeypatch, tmp_path)
+    cuda.unavailable.cache_clear()
+
+
+def test_kernels_are_checked_once(machine: Machine, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        assert machine.start() is None and cuda.unavailable() is None
+    assert machine.checks == ["0 unchecked false"]
+    assert caplog.messages == ["the CUDA kernels are checked before their first use on H100"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"driver": 13000}, {"sources": b"others"}, {"kinds": ["H200"]}], ids=str
+)
+def test_what_has_changed_is_checked_again(machine: Machine, change: dict[str, Any]):
+    assert machine.start() is None
+    for name, value in change.items():
+        setattr(machine, name, value)
+    assert machine.start() is machine.start() is None
+    assert len(machine.checks) == 2
+
+
+def test_one_gpu_of_each_kind_is_checked(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,GPU-2a")
+    machine.kinds = ["H100", "H100", "H200"]
+    assert machine.start() is None
+    assert [line.split()[0] for line in machine.checks] == ["GPU-2a", "5"]
+
+
+@pytest.mark.parametrize(
+    "code, reason",
+    [
+        (
+            "print('gather_rows: as the reference\\nerror: wrong: plan\\nmore'); sys.exit(1)",
+            "wrong: plan; INFINIGEN_JAX_KERNELS=0 leaves them out",
+        ),
+        (
+            "sys.stderr.write('error: no memory\\n'); sys.exit(2)",
+            "no memory; INFINIGEN_JAX_KERNELS=unchecked does without a check",
+        ),
+        ("import nothing_of_this_name", f"{first_use.WHAT} ended with status 1: ModuleNotFoundE"),
+        ("os._exit(3)", f"{first_use.WHAT} ended with status 3; INFINIGEN"),
+        ("os.kill(os.getpid(), 9)", f"{first_use.WHAT} ended with signal 9 (Killed); INFINIGEN"),
+    ],
+    ids=["wrong", "no memory", "exception", "status", "signal"],
+)
+def test_a_failure_is_a_line_and_not_remembered(machine: Machine, code: str, reason: str):
+    machine.check(code)
+    for _ in range(2):
+        said = machine.start()
+        assert said is not None and said.startswith(reason) and "\n" not in said
+    assert len(machine.checks) == 2
+    machine.check("")
+    assert machine.start() is None
+
+
+def test_a_check_that_does_not_end(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(first_use, "LIMIT", 0.5)
+    machine.check("import time; time.sleep(60)")
+    reason = machine.start()
+    assert reason is not None and reason.startswith(f"{first_use.WHAT} took longer than 0.5 s; ")
+
+
+def test_a_check_that_cannot_be_started(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    reason = machine.start()
+    assert reason is not None and reason.startswith(f"{first_use.WHAT} cannot be started: ")
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert machine.start() is machine.start() is None
+    assert len(machine.checks) == 2
+
+
+@pytest.mark.parametrize(
+    "value, reason", [("unchecked", None), ("0", "INFINIGEN_JAX_KERNELS is 0")]
+)
+def test_the_switch(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, value: str, reason: str | None
+):
+    monkeypatch.setenv("INFINIGEN_JAX_KERNELS", value)
+    assert machine.start() == reason and not machine.checks
+
+
+def test_a_driver_that_does_not_answer(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    def missing() -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(first_use, "Driver", missing)
+    assert machine.start() == "libcuda.so.1: cannot open shared object file"
+
+
+def test_what_is_checked_is_in_the_sources():
+    sources = first_use.sources()
+    assert cuda.source().splitlines()[0].encode() in sources and b"def check() -> int" in sources
