@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.files import note
-from infinigen_jax.cuda import SWITCH
+from infinigen_jax.cuda.first_use import OFF, SWITCH
 
 GRACE = 20.0  # seconds that a piece may go on behind its cap, to end what it has begun
 LEAST = 15.0  # with less than this left, nothing is started
@@ -80,7 +80,7 @@ PIECES = (
         NO_GRAPHS,
     ),
     Piece("prompts", 0.3, PROMPTS),
-    Piece("prompts-xla", 0.4, PROMPTS, ((SWITCH, "0"),)),
+    Piece("prompts-xla", 0.4, PROMPTS, ((SWITCH, OFF),)),
     Piece("llama8b-32k", 1.0, _decode("llama8b", 32768, "--systems", *OURS_FIRST)),
 )
 

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from infinigen_jax.attention import Softmax, join_softmax
-from infinigen_jax.cuda import SWITCH
+from infinigen_jax.cuda.first_use import OFF, SWITCH
 from infinigen_jax.earlier import NOWHERE, Attended, Block, Earlier, Rows
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ def unavailable(dtype: str, head_dim: int, windowed: bool = False) -> str | None
     Args:
         windowed: whether there is a sliding window.
     """
-    if os.environ.get(SWITCH) == "0":
-        return f"{SWITCH} is 0"
+    if os.environ.get(SWITCH) == OFF:
+        return f"{SWITCH} is {OFF}"
     try:
         with jax.ensure_compile_time_eval():
             error = _error(jnp.dtype(dtype), head_dim, CHECKED_WINDOW if windowed else None)

@@ -103,7 +103,9 @@ def move_missing(
         def cut(x: Array) -> Array:
             return lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=2)
 
-        return put(hot_rows, cut(entries), gather_rows(host, layer, cut(slots), mesh))
+        # What a scatter does to the shape of its updates must not come before they are moved.
+        rows = lax.optimization_barrier(gather_rows(host, layer, cut(slots), mesh))
+        return put(hot_rows, cut(entries), rows)
 
     chunks = (jnp.max(counts) + (chunk - 1)) // chunk
     return lax.fori_loop(jnp.int32(0), chunks, move, hot_rows)

@@ -99,11 +99,12 @@ def decoder(
     weights_on: str = "device",
     config: ModelConfig = CONFIG,
     layers_ahead: int = 1,
+    speculate_from: str = "input",
 ) -> Decoder:
     return Decoder(
         config,
         DTYPE,
-        dataclasses.replace(POLICY, layers_ahead=layers_ahead),
+        dataclasses.replace(POLICY, layers_ahead=layers_ahead, speculate_from=speculate_from),
         transfer or XlaTransfer(),
         DENSE,
         default_mesh(),
@@ -178,9 +179,10 @@ def fused(
     weights_on: str = "device",
     config: ModelConfig = CONFIG,
     layers_ahead: int = 1,
+    speculate_from: str = "input",
 ) -> Program:
     """The whole step, greedy; with the `cuda` transfer, selection and reuse by kernels as well."""
-    made = decoder(transfer, hot_set, weights_on, config, layers_ahead)
+    made = decoder(transfer, hot_set, weights_on, config, layers_ahead, speculate_from)
     cache = _cache(made)
     with mock.patch.object(cuda, "in_use", lambda: made.transfer.name == "cuda"):
         return compile_for_gpu(

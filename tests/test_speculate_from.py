@@ -1,0 +1,161 @@
+"""Rows requested behind the attention of the layer before, by the state there."""
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import ALL, RAGGED, SPARSE, counts_of, engine, finished, random_model, tokens_of
+from tiny import TEXT
+
+from infinigen_jax import generate
+from infinigen_jax.checkpoint import Model, load
+from infinigen_jax.convert import convert
+from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
+from infinigen_jax.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.configurations import configurations
+from infinigen_jax.options import add_engine_options, make_policy
+from infinigen_jax.policies import InfiniGen, InfiniGenPaper
+from infinigen_jax.speculation import choose_source
+
+BEHIND = dataclasses.replace(SPARSE, speculate_from="attention")
+ALL_BEHIND = dataclasses.replace(ALL, speculate_from="attention")
+
+
+def without_mlps(name: str) -> Model:
+    """Layers whose MLP adds nothing: the state behind the attention is what the next one gets."""
+    model = random_model(name)
+    layers = [
+        layer | {"down": jax.tree.map(jnp.zeros_like, layer["down"])}
+        for layer in model.params["layers"]
+    ]
+    return dataclasses.replace(model, params=model.params | {"layers": layers})
+
+
+@pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
+def test_it_is_the_state_in_front_of_the_mlp(name: str):
+    model = without_mlps(name)
+    exact = dataclasses.replace(SPARSE, partial_ratio=1.0, index_dtype="float32")
+    behind = dataclasses.replace(exact, speculate_from="attention")
+    own = dataclasses.replace(exact, query="own")
+    runs = [
+        finished(Engine(model, policy=policy, dense_layers=0)) for policy in (own, behind, exact)
+    ]
+    assert np.sum(counts_of(runs[0])) > 0
+    np.testing.assert_array_equal(counts_of(runs[1]), counts_of(runs[0]))
+    assert runs[1].new_tokens == runs[0].new_tokens
+    # From the layer's input it is another.
+    assert not np.array_equal(counts_of(runs[2]), counts_of(runs[0]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"schedule": "layerwise"},
+        pytest.param({"hot_set": 2.0}, marks=pytest.mark.slow),
+        pytest.param({"weights": "host"}, marks=pytest.mark.slow),
+        pytest.param({"rows": "auto", "check": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_everything_fetched_is_the_full_cache(settings: dict[str, Any]):
+    expected = tokens_of(engine("gqa", ALL, 1))
+    assert tokens_of(engine("gqa", ALL_BEHIND, 1, **settings)) == expected
+
+
+def test_two_layers_ahead():
+    two = dataclasses.replace(ALL_BEHIND, layers_ahead=2)
+    assert tokens_of(engine("gqa", two, 0)) == tokens_of(engine("gqa", ALL, 0))
+
+
+@pytest.mark.slow
+def test_schedules_and_places_in_a_batch_draw_the_same():
+    batch = tokens_of(engine("gqa", BEHIND, 1))
+    assert tokens_of(engine("gqa", BEHIND, 1, "layerwise")) == batch
+    assert tokens_of(engine("gqa", BEHIND, 1), RAGGED[:1]) == batch[:1]
+
+
+@pytest.mark.parametrize("layers_ahead", [1, 2])
+def test_calibration_sees_what_decoding_does(layers_ahead: int):
+    """Where MLPs add nothing, what stands in for the next layer's input is that input."""
+    model = without_mlps("gqa")
+    ids = np.random.default_rng(0).integers(3, 96, (1, 256)).astype(np.int32)
+    text = CalibrationTokens(ids, np.ones_like(ids, bool), "")
+    given = (model.config, text, model.params["embedding"], layers_ahead, "attention")
+    calibrator = Calibrator(*given)
+    for number, params in enumerate(model.params["layers"]):
+        calibrator.layer(params)
+        projection, _ = calibrator.ahead(params)
+        same = np.allclose(projection.kernel, params["q"]["kernel"], atol=1e-4)
+        assert same == (layers_ahead == 1 or number < 2)
+
+
+def test_the_corrected_query_is_of_what_the_conversion_was_for(tiny: Any, tmp_path: Any):
+    source = tiny("llama").folder
+    for name in ("input", "attention"):
+        convert(source, tmp_path / name, calibration=TEXT, speculate_from=name)
+    models = {name: load(tmp_path / name) for name in ("input", "attention")}
+    assert {name: model.speculate_from for name, model in models.items()} == {
+        "input": "input",
+        "attention": "attention",
+    }
+    assert models["input"].ahead is not None and models["attention"].ahead is not None
+    for i, (one, other) in enumerate(
+        zip(models["input"].ahead, models["attention"].ahead, strict=True)
+    ):
+        kernels = one.projection["kernel"], other.projection["kernel"]
+        assert np.array_equal(*kernels) == (i == 0)  # layer 0 has its own input in any case
+    corrected = InfiniGen(query="corrected")
+    for name, model in models.items():
+        policy = Engine(model, policy=corrected).decoder.policy
+        assert policy.behind_attention == (name == "attention")
+        other = "input" if name == "attention" else "attention"
+        wanted = dataclasses.replace(corrected, speculate_from=other)
+        with pytest.raises(InputError, match=f"--speculate-from {other}: .* is for {name}"):
+            Engine(model, policy=wanted)
+        plain = InfiniGen(query="plain", speculate_from=other)
+        assert Engine(model, policy=plain).decoder.policy.behind_attention == (other == "attention")
+        assert choose_source(model, "plain", "auto") == "input"
+        assert not Engine(model, policy=InfiniGenPaper()).decoder.policy.behind_attention
+    # Programs are shared between settings that mean the same.
+    own = [InfiniGen(query="own", speculate_from=s) for s in ("input", "attention")]
+    assert len({Engine(models["input"], policy=policy).decoder for policy in own}) == 1
+
+
+def test_folders_that_do_not_say_are_for_the_input(tiny: Any, tmp_path: Any):
+    folder = convert(tiny("llama").folder, tmp_path / "y", skew="none")
+    manifest = folder / "infinigen.json"
+    value = json.loads(manifest.read_text())
+    del value["speculate_from"]
+    manifest.write_text(json.dumps(value))
+    assert load(folder).speculate_from == "input"
+    manifest.write_text(json.dumps(value | {"speculate_from": "output"}))
+    with pytest.raises(InputError, match=r"infinigen.json: damaged, speculate_from is 'output'"):
+        load(folder)
+
+
+def test_the_option(command: Any, tmp_path: Any):
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    policy: Any = make_policy(
+        parser.parse_args(["--speculate-from", "attention", "--query", "plain"])
+    )
+    assert policy.behind_attention
+    several = argparse.ArgumentParser()
+    add_engine_options(several, several=True)
+    made = configurations(
+        several.parse_args(["--query", "plain", "--speculate-from", "input", "attention"]),
+        reference=False,
+    )
+    assert [c.policy.behind_attention for c in made] == [False, True]
+    status, out, err = command(generate.main, "--prompt", "The", "--speculate-from", "output")
+    assert status == 2 and not out and err.startswith("error: --speculate-from output: use auto")
+    with pytest.raises(InputError, match="--speculate-from attention: .* --skew svd has none"):
+        convert(tmp_path, tmp_path / "x", speculate_from="attention", skew="svd")
+    with pytest.raises(InputError, match="--speculate-from output: use input or attention"):
+        convert(tmp_path, tmp_path / "x", speculate_from="output")
