@@ -52,7 +52,7 @@ def unavailable(dtype: str, head_dim: int, windowed: bool = False) -> str | None
     if os.environ.get(SWITCH) == OFF:
         return f"{SWITCH} is {OFF}"
     try:
-        with jax.ensure_compile_time_eval():
+        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             error = _error(jnp.dtype(dtype), head_dim, CHECKED_WINDOW if windowed else None)
     except Exception as raised:  # of many kinds, by what is missing
         reason = " ".join(str(raised).split())[:200] or type(raised).__name__
