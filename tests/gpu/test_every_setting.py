@@ -1,0 +1,166 @@
+"""Every policy and setting, compiled for a GPU: an engine runs on the CPU, with rows moved as on a
+GPU; the programs that it called are compiled, those of a step with the `cuda` transfer as well.
+
+Shows that XLA takes them, no more. Minutes: `python -m pytest tests/gpu -m slow`.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+from compile_for_gpu import compile_for_gpu
+from jax import core
+from placeholders import register_placeholder
+
+sys.path.append(str(Path(__file__).parents[1]))
+from runtime import RAGGED, SPARSE, random_model
+
+from infinigen_jax import cuda, engine
+from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
+from infinigen_jax.engine import Engine
+from infinigen_jax.policies import POLICIES
+from infinigen_jax.pool import Pool
+from infinigen_jax.prompt_steps import prefill_steps
+from infinigen_jax.steps import steps
+from infinigen_jax.transfer import CudaTransfer, XlaTransfer
+
+pytestmark = pytest.mark.slow
+
+INFINIGEN = dataclasses.replace(
+    SPARSE, tail=True, partial_ratio=1.0, index_dtype="int4", tail_tokens=8
+)
+ONE_MEAN = {"tail_tokens": 0}
+FULL = POLICIES["full"]()
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    **{f"a model, {name}": (name, INFINIGEN, {}) for name in ("gqa", "opt", "windows", "qwen3")},
+    "bfloat16": ("gqa", INFINIGEN, {"dtype": "bfloat16"}),
+    **{
+        f"policy {name}": ("gqa", kind(), {"dense_layers": int(name == "infinigen-paper")})
+        for name, kind in POLICIES.items()
+    },
+    **{
+        f"{setting} {value}": ("gqa", dataclasses.replace(INFINIGEN, **{setting: value}), {})
+        for setting, values in {
+            "count": ("fixed", "pooled", "top-p", "mean"),
+            "query": ("own",),
+            "layers_ahead": (2,),
+            "speculate_from": ("attention",),
+            "index_dtype": ("float32", "bfloat16", "int8"),
+            "tail_tokens": (0,),
+            "tail": (False,),
+        }.items()
+        for value in values
+    },
+    **{
+        f"rows {rows}, {what}": ("gqa", policy, {"rows": rows, **settings})
+        for rows in ("int8", "int4")
+        for what, policy, settings in (
+            ("infinigen", INFINIGEN, {}),
+            ("hot set", INFINIGEN, {"hot_set": 2.0}),
+            ("full", FULL, {"dense_layers": 0}),
+        )
+    },
+    **{
+        f"hot set, {name}": ("gqa", INFINIGEN, {"hot_set": 2.0, **settings})
+        for name, settings in {
+            "lru": {},
+            "score": {"eviction": "score"},
+            "layerwise": {"schedule": "layerwise"},
+        }.items()
+    },
+    **{
+        f"pool, {name}": (
+            "gqa",
+            dataclasses.replace(INFINIGEN, **ONE_MEAN),
+            {"pool": Pool(share=0.8, eviction=name)},
+        )
+        for name in ("fifo", "lru", "counter")
+    },
+    "pool, hot set": (
+        "gqa",
+        dataclasses.replace(INFINIGEN, **ONE_MEAN),
+        {"pool": Pool(share=0.8), "hot_set": 2.0},
+    ),
+    "pool, full": ("gqa", FULL, {"pool": Pool(share=0.8), "dense_layers": 0}),
+    "weights on the host": ("gqa", INFINIGEN, {"weights": "host"}),
+    "layerwise": ("gqa", INFINIGEN, {"schedule": "layerwise"}),
+    "checked": ("gqa", INFINIGEN, {"check": True}),
+    "a shared prefix": ("gqa", INFINIGEN, {"prefix": list(range(3, 43))}),
+    "chunks": ("gqa", INFINIGEN, {"prefill_chunk": 16}),
+}
+
+
+class Call(NamedTuple):
+    """A jitted function, and what it was first called with of some shapes."""
+
+    name: str
+    jitted: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+class Recorder:
+    """In the place of a jitted function; notes calls from outside of a trace."""
+
+    def __init__(self, function: Callable[..., Any], calls: dict[str, Call], jitted: Any):
+        self._name = getattr(getattr(function, "func", function), "__name__", "")
+        self._calls, self._jitted = calls, jitted
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        leaves = jax.tree.leaves((arguments, keywords))
+        if not any(isinstance(leaf, core.Tracer) for leaf in leaves):
+            shaped = jax.tree.map(_shaped, (arguments, keywords))
+            key = f"{self._name} {shaped}"
+            self._calls.setdefault(key, Call(self._name, self._jitted, *shaped))
+        return self._jitted(*arguments, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+
+def _shaped(x: Any) -> Any:
+    if not isinstance(x, jax.Array):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+@pytest.fixture
+def calls(gpu_compiler: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Call]]:
+    """What is called of the package's functions from now on."""
+    register_placeholder(LAUNCH, START, WAIT)
+    found: dict[str, Call] = {}
+    jit = jax.jit
+
+    def recording(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return lambda function: recording(function, **options)
+        return Recorder(function, found, jit(function, **options))
+
+    monkeypatch.setattr(jax, "jit", recording)
+    monkeypatch.setattr(engine, "make_transfer", lambda name: XlaTransfer())
+    for cached in (steps, prefill_steps):
+        cached.cache_clear()
+    yield found
+    for cached in (steps, prefill_steps):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_compiles(case: str, calls: dict[str, Call], monkeypatch: pytest.MonkeyPatch):
+    name, policy, given = CASES[case]
+    settings: dict[str, Any] = {"dense_layers": 1, **given}
+    model = random_model(name, settings.pop("dtype", "float32"))
+    prefix = settings.pop("prefix", [])
+    made = Engine(model, policy=policy, **settings)
+    made.generate([prefix + prompt for prompt in RAGGED], max_new_tokens=8)
+    assert {"embed", "keep_rows"} <= {call.name for call in calls.values()}
+    for call in list(calls.values()):
+        compile_for_gpu(call.jitted, *call.arguments, keywords=call.keywords)
+    monkeypatch.setattr(cuda, "in_use", lambda: True)
+    by_kernels = steps(dataclasses.replace(made.decoder, transfer=CudaTransfer()))
+    for call in [call for call in calls.values() if call.name == "fused"]:
+        compile_for_gpu(by_kernels.fused, *call.arguments, keywords=call.keywords)
