@@ -191,6 +191,10 @@ class Conversation:
         self._begun = Begun(run.cache, [int(run.owners.cached[0])], drawn)
 
 
+# Settings that older files lack, with what was done then.
+LATER = {"speculate_from": "input"}
+
+
 def check_engine(engine: "Engine") -> None:
     """Refuse an engine that conversations are not for.
 
@@ -228,7 +232,8 @@ def settings_of(decoder: Decoder) -> dict[str, str]:
 
 def _check_settings(where: str, record: dict[str, Any], engine: "Engine") -> None:
     """Refuse a conversation with another model or other settings."""
-    mine, other = settings_of(engine.decoder), record["settings"]
+    mine = settings_of(engine.decoder)
+    other = {name: value for name, value in LATER.items() if name in mine} | record["settings"]
     different = [
         f"{name} {other[name]}, not {value}"
         for name, value in mine.items()

@@ -217,6 +217,25 @@ def test_other_settings_are_refused_by_name(why, saved):
     assert why in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_files_of_before_a_setting_existed(tmp_path, monkeypatch):
+    """They did what is its default; another value is another setting."""
+    conversation = engine("gqa").conversation(context=CONTEXT)
+    say(conversation, TURNS[0], 5)
+    settings_of = conversation_module.settings_of
+
+    def former(decoder: Any) -> dict[str, str]:
+        return {k: v for k, v in settings_of(decoder).items() if k != "speculate_from"}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversation_module, "settings_of", former)
+        conversation.save(tmp_path / "old")
+    expected = say(conversation, TURNS[2], 8)
+    assert say(engine("gqa").resume(tmp_path / "old"), TURNS[2], 8) == expected
+    behind = engine_of(dataclasses.replace(SPARSE, speculate_from="attention"))
+    with pytest.raises(InputError, match="speculate_from input, not attention"):
+        behind().resume(tmp_path / "old")
+
+
 def test_settings_that_change_no_result_may_differ(saved):
     made = engine("gqa", schedule="layerwise", hot_set=2.0)
     here, there = engine("gqa").resume(saved), made.resume(saved)

@@ -179,7 +179,7 @@ class InfiniGen(Budgeted):
         query = self.query
         if query == "auto":
             query = "own" if in_place else choose_query(model, query)
-        layers_ahead, source = 0, "auto"
+        layers_ahead, source = 0, "input"
         if query != "own":
             layers_ahead = choose_layers_ahead(model, query, self.layers_ahead)
             source = choose_source(model, query, self.speculate_from)
