@@ -37,7 +37,7 @@ SCOPES = {
     "wait": "exposed wait",
     "sample": "sampling",
 }
-PARTS = (*SCOPES.values(), "other", "idle")
+PARTS = (*dict.fromkeys(SCOPES.values()), "other", "idle")
 GATHER_KERNEL = "gather_rows"  # of the cuda transfer; launched on a stream that XLA does not know
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import InputError
+from infinigen_jax.options import SAMPLING_OPTIONS
 from infinigen_jax.output import checked_output
 from infinigen_jax.saved import check_replaceable
 from infinigen_jax.text import checked_text
@@ -57,8 +58,9 @@ def check_chat_options(arguments: argparse.Namespace) -> None:
     for name in OTHERS if arguments.chat else OWN_OPTIONS:
         if getattr(arguments, name) is not None:
             option = f"--{name.replace('_', '-')}"
-            where = "not with" if arguments.chat else "only with"
-            raise InputError(f"{option}: {where} --chat; leave one of them out")
+            if arguments.chat:
+                raise InputError(f"{option}: not with --chat; leave one of them out")
+            raise InputError(f"{option}: only with --chat; add that, or leave {option} out")
     for name in ("system", "context"):
         if arguments.resume is not None and getattr(arguments, name) is not None:
             raise InputError(f"--{name}: a resumed conversation has one; leave it out")
@@ -100,14 +102,13 @@ def begin(
     engine: "Engine", arguments: argparse.Namespace, sampling: "Sampling", say: Say
 ) -> "Conversation":
     """A new conversation, or the one to resume."""
-    from infinigen_jax.sampling import Sampling
-
     if engine.model.tokenizer is None:
         raise InputError("--chat: this model has no tokenizer; chat with one that has")
     if arguments.resume is None:
         return engine.conversation(sampling, arguments.context)
     conversation = engine.resume(arguments.resume)
-    if sampling not in (Sampling(), conversation.sampling):
+    given = any(getattr(arguments, name) is not None for name in SAMPLING_OPTIONS)
+    if given and sampling != conversation.sampling:
         raise InputError(
             f"--resume {arguments.resume}: it goes on with {conversation.sampling}; leave "
             "--temperature, --top-k, --top-p and --seed out"

@@ -110,8 +110,8 @@ def refuse(places: Sequence[Any], layers: int, prompts: Any) -> None:
             if stage >= 0 and prompt >= 0:
                 raise NotFiniteError(
                     f"--check: {_name(int(stage), layers)} of prompt {prompt + 1} holds a NaN or "
-                    f"an infinity at position {position}; use --dtype float32, or convert the "
-                    "model again"
+                    f"an infinity at position {position}; get the model again, or use --dtype "
+                    "float32 if it is not in use"
                 )
 
 

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING
 
 from infinigen_jax.chat import add_chat_options, chat, check_chat_options
 from infinigen_jax.errors import InputError, Parser, run_command
-from infinigen_jax.options import add_engine_options, make_engine, make_policy
+from infinigen_jax.options import (
+    SAMPLING_OPTIONS,
+    add_engine_options,
+    make_engine,
+    make_policy,
+)
 from infinigen_jax.output import checked_output, write_json
 
 if TYPE_CHECKING:
@@ -41,10 +46,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch", type=int, metavar="N", help="most prompts at once (default: all)")
     add_engine_options(parser)
     add("--schedule", default="fused", help="fused (default) or layerwise")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
-    add("--top-k", type=int, default=0, metavar="K")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--seed", type=int, default=0, metavar="S")
+    add("--temperature", type=float, metavar="T", help="0 (default) is greedy")
+    add("--top-k", type=int, metavar="K")
+    add("--top-p", type=float, metavar="P")
+    add("--seed", type=int, metavar="S")
     add_chat_options(parser)
     add("--check", action="store_true", help="stop at a NaN or an infinity, and say where it is")
     add("--ignore-eos", action="store_true", help="go on behind the end-of-text token")
@@ -77,12 +82,8 @@ def generate(arguments: argparse.Namespace) -> None:
         if not arguments.quiet:
             print(message, file=sys.stderr, flush=True)
 
-    sampling = Sampling(
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-    )
+    asked = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
+    sampling = Sampling(**{name: value for name, value in asked.items() if value is not None})
     policy = make_policy(arguments)
     widen_pinned_pool()
     folder = embedded() if arguments.model is None else arguments.model

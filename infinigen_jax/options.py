@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from infinigen_jax.policies import Policy
     from infinigen_jax.pool import Pool
 
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "seed")  # fields of `sampling.Sampling`
 POLICY_OPTIONS = (
     "alpha",
     "partial_ratio",

@@ -76,6 +76,7 @@ def test_transfer_beside_computation_is_hidden_until_it_is_waited_for(moves):
         ),
         steps=2,
     )
+    assert len(set(trace.PARTS)) == len(trace.PARTS)  # columns of a table
     parts = {name: value for name, value in found["parts_ms"].items() if value}
     assert parts == {
         "speculation": 5.0,

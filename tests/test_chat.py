@@ -100,6 +100,11 @@ def test_a_conversation_at_the_command_line(talk, template, tmp_path):
     assert (first[1] + second[1]).splitlines() == answers
     status, out, err = talk("", *shared, "--resume", saved, "--temperature", "0.5")
     assert (status, out) == (2, "") and "leave --temperature" in err
+    # Asked for by name, what would be the default for a new one is another setting, too.
+    drawn = (*shared, "--temperature", "0.5", "--save", f"{saved}-drawn")
+    assert talk("Who?\n", *drawn)[0] == 0
+    status, out, err = talk("", *shared, "--resume", f"{saved}-drawn", "--temperature", "0")
+    assert (status, out) == (2, "") and "leave --temperature" in err
 
 
 def test_a_full_context(talk, tmp_path):

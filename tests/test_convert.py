@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny import LLAMA, ROOT, TEXT, logits_of, only
 
 from infinigen_jax import checkpoint
@@ -160,6 +160,18 @@ def test_a_failing_writer_leaves_nothing(error, seen, tensors, tiny, tmp_path, m
     with pytest.raises(seen):
         convert(made.folder, tmp_path / "new" / "deep" / "out", calibration=TEXT)
     assert only(tmp_path) == ["llama"]
+
+
+def test_weights_that_are_not_finite_are_named(tiny, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(tiny("llama").folder, source)
+    tensors = load_file(source / "model.safetensors")
+    name = next(n for n in sorted(tensors) if "layers.1." in n and "k_proj" in n)
+    tensors[name] = np.full_like(tensors[name], np.nan)
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(InputError, match=r"source/model.safetensors: the weights of layer 1 "):
+        convert(source, tmp_path / "out", calibration=TEXT)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_disk_that_is_too_small_is_noticed_beforehand(tiny, tmp_path, monkeypatch):

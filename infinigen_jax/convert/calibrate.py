@@ -163,7 +163,10 @@ class Calibrator:
         # Summed over windows in float64, on the host.
         query_gram, key_gram, key_sum = (np.asarray(s, np.float64).sum(axis=0) for s in sums)
         if not np.isfinite(query_gram).all() or not np.isfinite(key_gram).all():
-            raise InputError("the weights give queries or keys that are not finite; get them again")
+            raise InputError(
+                f"the weights of layer {self._done - 1} give queries or keys that are not finite; "
+                "get them again"
+            )
         found = Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
         if self._places == 1:
             return found

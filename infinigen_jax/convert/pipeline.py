@@ -215,7 +215,10 @@ class _Job:
         if calibrator is None:
             return None
         params = read_tree(slots, self.sources, _joined)
-        seen = calibrator.layer(params)
+        try:
+            seen = calibrator.layer(params)
+        except InputError as error:
+            raise InputError(f"{self.sources[slots[0].name].file}: {error}") from None
         if self.skew == "svd":
             self._keep_loss(calibrator.loss(params))
             return self._svd(seen)
