@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.files import note
-from infinigen_jax.cuda.first_use import OFF, SWITCH
+from infinigen_jax.cuda import first_use
 
 GRACE = 20.0  # seconds that a piece may go on behind its cap, to end what it has begun
 LEAST = 15.0  # with less than this left, nothing is started
@@ -80,7 +80,7 @@ PIECES = (
         NO_GRAPHS,
     ),
     Piece("prompts", 0.3, PROMPTS),
-    Piece("prompts-xla", 0.4, PROMPTS, ((SWITCH, OFF),)),
+    Piece("prompts-xla", 0.4, PROMPTS, ((first_use.SWITCH, first_use.OFF),)),
     Piece("llama8b-32k", 1.0, _decode("llama8b", 32768, "--systems", *OURS_FIRST)),
 )
 
@@ -114,8 +114,8 @@ def run(pieces: list[Piece], out: Path, seconds: float) -> dict[str, str]:
     end = time.monotonic() + seconds
     statuses: dict[str, str] = {}
     summary = out / "summary.md"
-    summary.write_text("")
     with open(out / "log.txt", "w") as log:
+        note(f"kernels: {_check(summary, log)}")
         for piece in pieces:
             left = end - time.monotonic() - GRACE
             started = time.monotonic()
@@ -130,6 +130,21 @@ def run(pieces: list[Piece], out: Path, seconds: float) -> dict[str, str]:
             with open(summary, "a") as file:
                 file.write(f"## {piece.name} ({took})\n\n{text}\n")
     return statuses
+
+
+def _check(summary: Path, log: Any) -> str:
+    """Whether the kernels do what they should: once for all pieces, which would each do it."""
+    command = [sys.executable, "-m", "infinigen_jax.cuda.check"]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=first_use.LIMIT
+        )
+        status, text = f"status {done.returncode}", done.stdout
+    except subprocess.TimeoutExpired:
+        status, text = "out of time", ""
+    status = "done" if status == "status 0" else status
+    summary.write_text(f"## kernels ({status})\n\n{text}\n")
+    return status
 
 
 def _run_piece(piece: Piece, out: Path, cap: float, limit: float, log: Any) -> tuple[str, str]:

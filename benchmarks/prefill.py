@@ -31,8 +31,9 @@ from infinigen_jax.prompt_reader import round_up_capacity
 from infinigen_jax.prompt_steps import prefill_steps
 from infinigen_jax.span import Span
 
+PEAK = ("temporaries", "resident", "dense")  # of device memory, beside weights and index
 SYSTEMS = ("infinigen", "transformers")
-GROWTH = (16384, 65536, 1.2)  # temporaries: at most so much more
+GROWTH = (16384, 65536, 1.2)  # of device memory without the index: at most so much more
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -146,6 +147,7 @@ def memory(engine: Engine, tokens: int) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "chunk": chunk,
+        "weights": sum(x.nbytes for x in jax.tree.leaves(engine.weights)),
         "temporaries": max(temporaries(engine, chunk, capacity)),
         "index": plan.index,
         "dense": plan.dense_cache,
@@ -213,7 +215,7 @@ def table(result: dict[str, Any]) -> str:
         if (ratio := entry["transformers_over_infinigen"]) is not None:
             cells.append(f"{ratio:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
-    parts = ("temporaries", "resident", "index", "dense", "host_cache")
+    parts = ("weights", *PEAK, "index", "host_cache")
     lines += ["", f"| MB at tokens | {' | '.join(parts)} |", "|---" * (len(parts) + 1) + "|"]
     for entry in result["memory"]:
         cells = [f"{entry[part] / 1e6:.1f}" for part in parts]
@@ -223,14 +225,15 @@ def table(result: dict[str, Any]) -> str:
         short, long, most = GROWTH
         lines += [
             "",
-            f"Temporaries, {long} over {short}: {growth:.2f} (<= {most})",
+            f"Device memory without the index, {long} over {short}: {growth:.2f} (<= {most})",
         ]
     return "\n".join(lines)
 
 
 def growth_of(entries: list[dict[str, Any]]) -> float | None:
-    """Memory beside what is cached, at the longer of GROWTH over the shorter."""
-    rest = {entry["tokens"]: entry["temporaries"] for entry in entries}
+    """Device memory without the index, at the longer of GROWTH over the shorter."""
+    parts = ("weights", *PEAK)
+    rest = {entry["tokens"]: sum(entry[part] for part in parts) for entry in entries}
     short, long, _ = GROWTH
     return rest[long] / rest[short] if short in rest and long in rest else None
 

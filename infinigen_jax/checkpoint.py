@@ -122,6 +122,11 @@ class Model:
         loss = self.sparse_loss[:DENSE_AMONG, int(ahead)]
         return int(np.max(np.flatnonzero(loss > DENSE_LOSS), initial=-1)) + 1
 
+    def measured(self, lead: int, source: str) -> bool:
+        """Whether the conversion measured losses with rows chosen so: by a layer's own query
+        (`lead` 0), or by what it corrected a query for."""
+        return lead == 0 or (lead, source) == (self.layers_ahead, self.speculate_from)
+
     @property
     def has_curves(self) -> bool:
         """Whether the conversion measured what `curves` says."""

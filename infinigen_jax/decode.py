@@ -140,7 +140,7 @@ class Decoder(Layout):
         positions: Int[Array, " b"],
         lane: int = 0,
     ) -> Started | None:
-        """Select rows for a layer from an attention input before it, and start their transfer.
+        """Select rows for a layer by what stands in for its input, and start their transfer.
 
         Args:
             lane: see `Transfer.start`.

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from infinigen_jax.budgets import Curves
 from infinigen_jax.carry import Weights
-from infinigen_jax.checkpoint import Model
+from infinigen_jax.checkpoint import DENSE_UNKNOWN, Model
 from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement, default_mesh
@@ -161,7 +161,9 @@ class Engine:
         if dense_layers is None:
             dense_layers = chosen.dense_layers
         if dense_layers is None:
-            dense_layers = model.dense_layers(chosen.lead > 0)
+            dense_layers = DENSE_UNKNOWN
+            if model.measured(chosen.lead, "attention" if chosen.behind_attention else "input"):
+                dense_layers = model.dense_layers(chosen.lead > 0)
         dense_layers = min(dense_layers, model.config.num_layers)
         self.decoder = Decoder(
             model.config,

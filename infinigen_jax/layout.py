@@ -121,7 +121,7 @@ class Layout:
         return self.policy.lead > 0 and self.host_number(0) == 0
 
     def fetches_for(self, layer: int) -> tuple[int, ...]:
-        """The host layers that rows are requested for in a layer of the model, by its input.
+        """The host layers that rows are requested for in a layer of the model.
 
         -1 for one that is not on the host. In the first layer these are all that come next, as
         there is none before it that could look further ahead for them.

@@ -59,7 +59,7 @@ def attend_chunk(
         window: as in `causal_attention`.
     """
     cpu, default = (functools.partial(_attend, earlier, window, all) for all in (False, True))
-    if fused_attention.usable(q, window):
+    if fused_attention.usable(q, keys.shape[2], earlier, window):
         default = functools.partial(fused_attention.attend, earlier, window)
     return lax.platform_dependent(q, keys, values, cpu=cpu, default=default)
 

@@ -73,11 +73,13 @@ def choose_query(model: "Model", query: str) -> str:
 def choose_layers_ahead(model: "Model", query: str, layers_ahead: int) -> int:
     """From how many layers before an input is taken: 0 is what the model was converted for.
 
+    For a plain query, too: what the conversion measured of each layer is of that.
+
     Raises:
         InputError: naming the conversion that a corrected query takes.
     """
     if query != "corrected":
-        return layers_ahead or 1
+        return layers_ahead or model.layers_ahead
     if layers_ahead not in (0, model.layers_ahead):
         raise InputError(
             f"--layers-ahead {layers_ahead}: the model's corrected query is for "
@@ -94,7 +96,7 @@ def choose_source(model: "Model", query: str, source: str) -> str:
         InputError: naming the conversion that a corrected query takes.
     """
     if query != "corrected":
-        return "input" if source == "auto" else source
+        return model.speculate_from if source == "auto" else source
     if source not in ("auto", model.speculate_from):
         raise InputError(
             f"--speculate-from {source}: the model's corrected query is for "

@@ -2,7 +2,7 @@
 
     layer l      on the device: its weights, and those of layer l+1 on their way
     always       embeddings, what a policy prepared, and of each layer its vectors, and what its
-                 queries are made by: rows are requested for layer l+1 at the beginning of layer l
+                 queries are made by: rows are requested for layer l+1 within layer l
 
 In the fused step the copy of layer l+1's weights is tied to layer l at both ends, so that two
 layers' worth is on the device and no more: otherwise XLA would start all copies at once.

@@ -168,7 +168,8 @@ def test_pieces_of_a_gpu_session_end_in_time(tmp_path, monkeypatch):
     statuses = on_gpu.run(pieces, tmp_path / "out", 6.0)
     assert statuses == {"quick": "done", "wrong": "status 3", "stuck": "out of time"}
     summary = (tmp_path / "out" / "summary.md").read_text()
-    assert "table --cap-seconds" in summary and summary.count("## ") == 3
+    assert "table --cap-seconds" in summary and summary.count("## ") == 4
+    assert summary.startswith("## kernels (")
     assert on_gpu.run(pieces[:1], tmp_path / "late", 0.0) == {"quick": "not started"}
 
 

@@ -85,8 +85,11 @@ def test_generated_tokens_are_those_of_the_reference(
 ):
     settings: dict[str, Any] = {"policy": SPARSE, "schedule": schedule}
     tokens = []
-    # For a GPU XLA does not compile its own transfer into a hot set, which changes no result.
-    for transfer, size in ((XlaTransfer(), 0.0), (CudaTransfer(), hot_set)):
+    for transfer, size in (
+        (XlaTransfer(), 0.0),
+        (XlaTransfer(), hot_set),
+        (CudaTransfer(), hot_set),
+    ):
         monkeypatch.setattr("infinigen_jax.engine.make_transfer", lambda name, t=transfer: t)
         tokens.append(tokens_of(Engine(random_model("gqa"), hot_set=size, **settings)))
-    assert tokens[0] == tokens[1]
+    assert tokens[0] == tokens[1] == tokens[2]

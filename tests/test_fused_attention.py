@@ -50,6 +50,7 @@ def by_stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     def put(kernel: Any) -> None:
         monkeypatch.setattr(cudnn, "dot_product_attention", kernel)
         fused_attention.unavailable.cache_clear()
+        fused_attention.refusal.cache_clear()
 
     put(stand_in)
     checked = fused_attention.unavailable
@@ -145,6 +146,11 @@ def shifted(*arrays: Any, **options: Any) -> Any:
     return jnp.roll(output, 1, axis=1), log_sum
 
 
+def rounded(*arrays: Any, **options: Any) -> Any:
+    output, log_sum = stand_in(*arrays, **options)
+    return output, log_sum.astype(jnp.bfloat16).astype(jnp.float32)
+
+
 def without_window(*arrays: Any, **options: Any) -> Any:
     return stand_in(*arrays, **options | {"sliding_window_length": None})
 
@@ -160,6 +166,7 @@ def missing(*arrays: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     "kernel, reason",
     [
+        (rounded, "differs from plain attention by"),
         (functools.partial(stand_in, log=jnp.log2), "differs from plain attention by"),
         (shifted, "differs from plain attention by"),
         (unmasked, "differs from plain attention by"),
@@ -186,13 +193,36 @@ def test_the_switch_leaves_it_to_xla(by_stand_in: Any, monkeypatch: pytest.Monke
 def test_usable_for_half_precision_on_a_gpu(by_stand_in: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fused_attention, "unavailable", lambda *_: None)
     half = jnp.zeros((1, 2, 2, D), jnp.bfloat16)
-    assert not fused_attention.usable(half)
+    assert not fused_attention.usable(half, 1)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert fused_attention.usable(half)
-    assert not fused_attention.usable(half.astype(jnp.float32))
-    assert not fused_attention.usable(half[..., :12])
+    assert fused_attention.usable(half, 1)
+    assert not fused_attention.usable(half.astype(jnp.float32), 1)
+    assert not fused_attention.usable(half[..., :12], 1)
     monkeypatch.setattr(fused_attention, "unavailable", lambda *_: "not there")
-    assert not fused_attention.usable(half)
+    assert not fused_attention.usable(half, 1)
+
+
+def test_sizes_that_cudnn_refuses(by_stand_in: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any):
+    """Each call is compiled alone before it is part of a program."""
+    seen = []
+
+    def particular(q: Any, keys: Any, values: Any, **options: Any) -> Any:
+        seen.append((q.shape[2], keys.shape[2], options["mask"] is not None))
+        if options["mask"] is not None and keys.shape[2] % 2:
+            raise ValueError("no engine\nfor this")
+        return stand_in(q, keys, values, **options)
+
+    by_stand_in(particular)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(fused_attention, "unavailable", lambda *_: None)
+    half = jnp.zeros((1, 6, 2, D), jnp.bfloat16)
+    assert fused_attention.usable(half, 1, before([7], 1, 32, 96))
+    assert seen == [(6, 6, False), (6, 32, True), (6, 32, False)]
+    odd = before([7], 1, 9, 27, ring=True)
+    assert not fused_attention.usable(half, 1, odd, 27)
+    assert not fused_attention.usable(half, 1, odd, 27)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "bfloat16 queries [1, 6, 2, 16]): no engine for this" in warning
 
 
 @pytest.mark.gpu

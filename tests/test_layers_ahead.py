@@ -105,7 +105,7 @@ def test_the_corrected_query_is_fitted_to_the_input_two_layers_before(tiny, tmp_
     assert decoder.policy.lead == 2
     with pytest.raises(InputError, match="--layers-ahead 1: .* is for 2; convert it again"):
         Engine(two, policy=InfiniGen(query="corrected", layers_ahead=1))
-    assert choose_layers_ahead(two, "plain", 0) == 1
+    assert choose_layers_ahead(two, "plain", 0) == 2
     assert Engine(two, policy=InfiniGen(query="plain", layers_ahead=2)).decoder.policy.lead == 2
 
 

@@ -13,7 +13,7 @@ from runtime import ALL, RAGGED, SPARSE, counts_of, engine, finished, random_mod
 from tiny import TEXT
 
 from infinigen_jax import generate
-from infinigen_jax.checkpoint import Model, load
+from infinigen_jax.checkpoint import DENSE_UNKNOWN, Model, load
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
 from infinigen_jax.engine import Engine
@@ -120,11 +120,35 @@ def test_the_corrected_query_is_of_what_the_conversion_was_for(tiny: Any, tmp_pa
             Engine(model, policy=wanted)
         plain = InfiniGen(query="plain", speculate_from=other)
         assert Engine(model, policy=plain).decoder.policy.behind_attention == (other == "attention")
-        assert choose_source(model, "plain", "auto") == "input"
+        assert choose_source(model, "plain", "auto") == name
         assert not Engine(model, policy=InfiniGenPaper()).decoder.policy.behind_attention
     # Programs are shared between settings that mean the same.
     own = [InfiniGen(query="own", speculate_from=s) for s in ("input", "attention")]
     assert len({Engine(models["input"], policy=policy).decoder for policy in own}) == 1
+
+
+def test_what_was_measured_of_one_query_is_not_for_another():
+    """How many layers stay dense, and what budgets they get, is known of what was converted for."""
+    model = random_model("gqa")
+    layers = model.config.num_layers
+    loss = np.full((layers, 2, 3), [[0.02], [0.02]], np.float32)
+    loss[0, 1] = 0.2  # the first layer cannot be guessed
+    measured = dataclasses.replace(
+        model,
+        sparse_loss=loss[:, :, 1],
+        row_loss=loss * np.array([3, 2, 1], np.float32),
+        row_shares=np.array([0.01, 0.05, 0.2], np.float32),
+        speculate_from="attention",
+    )
+
+    def chosen(**settings: Any) -> tuple[int, Any]:
+        decoder = Engine(measured, policy=InfiniGen(**settings)).decoder
+        return decoder.dense_layers, decoder.policy.layer_budgets  # pyright: ignore
+
+    assert chosen(query="plain") == (1, "calibrated")
+    assert chosen(query="plain", speculate_from="input") == (DENSE_UNKNOWN, "equal")
+    assert chosen(query="plain", layers_ahead=2) == (DENSE_UNKNOWN, "equal")
+    assert chosen(query="own", speculate_from="input", layers_ahead=2) == (0, "calibrated")
 
 
 def test_folders_that_do_not_say_are_for_the_input(tiny: Any, tmp_path: Any):

@@ -132,8 +132,8 @@ class Calibrator:
         self._layers_ahead, self._late = layers_ahead, speculate_from == "attention"
         self._done = 0  # layers
         self._sources: list[Array] = []  # of the layers before, the nearest last
-        self._own: Array | None = None  # attention input, and what stands in for it
-        self._stand_in: Array | None = None
+        self._own: Array | None = None  # this layer's attention input
+        self._stand_in: Array | None = None  # for it
         self._attended: tuple[Array, ...] | None = None  # hidden states, queries, keys, values
         self._guesses: Array | None = None
         self._valid = jnp.asarray(tokens.valid)

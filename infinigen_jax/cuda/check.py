@@ -3,8 +3,9 @@
     python -m infinigen_jax.cuda.check
 
 A line for each kernel goes to stdout. The exit status is 0 if all compute what they should, 1 if
-one does not, 2 if they cannot be checked here. The reference is what XLA computes on the CPU, whose
-order of equal entries is the kernels'; of gathers, what NumPy does.
+one does not, 2 if they cannot be checked here. That all did is remembered (`first_use`). The
+reference is what XLA computes on the CPU, whose order of equal entries is the kernels'; of gathers,
+what NumPy does.
 """
 
 import functools
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float, UInt32
 from infinigen_jax import cuda
 from infinigen_jax.backend import start_backend
 from infinigen_jax.cache import Slots
-from infinigen_jax.cuda import calls, scoring
+from infinigen_jax.cuda import calls, first_use, scoring
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.index import CODE_BITS, IndexFormat
 from infinigen_jax.memory import allocate_host, default_mesh, write_span
@@ -303,6 +304,8 @@ def check() -> int:
         wrong += [f"{kernel}: {found}"] if found else []
         if stop:  # nothing is to be had of a GPU behind an error
             break
+    if not wrong:
+        first_use.remember(jax.local_devices()[0])
     if wrong:
         print(f"error: the CUDA kernels do not work here: {'; '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0

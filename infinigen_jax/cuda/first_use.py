@@ -22,7 +22,7 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from infinigen_jax.atomic import whole_file
 from infinigen_jax.cuda import nvrtc
-from infinigen_jax.cuda.driver import INT, Driver
+from infinigen_jax.cuda.driver import INT, CudaError, Driver
 
 logger = logging.getLogger(__name__)
 
@@ -43,20 +43,28 @@ def failure() -> str | None:
         CudaError, OSError: the driver or the compiler is not there.
     """
     for kind, device in {d.device_kind: d for d in reversed(jax.local_devices())}.items():
-        depends_on = combination(device)
-        digest = hashlib.sha256(depends_on.encode()).hexdigest()[:16]
-        mark = nvrtc.cache_folder() / f"checked-{digest}"
-        if os.path.exists(mark):
+        if os.path.exists(mark_of(device)):
             continue
         logger.info("the CUDA kernels are checked before their first use on %s", kind)
         if reason := run_check(device.local_hardware_id):
             return reason
-        # A cache that cannot be written: the next process checks again.
-        with contextlib.suppress(OSError):
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(mark) as file:
-                file.write(depends_on.encode())
+        remember(device)
     return None
+
+
+def mark_of(device: Any) -> Path:
+    """The file that says that a GPU of JAX's passed."""
+    digest = hashlib.sha256(combination(device).encode()).hexdigest()[:16]
+    return nvrtc.cache_folder() / f"checked-{digest}"
+
+
+def remember(device: Any) -> None:
+    """Leave the mark; where the cache cannot be written, the next process checks again."""
+    with contextlib.suppress(OSError, CudaError):
+        mark = mark_of(device)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(mark) as file:
+            file.write(combination(device).encode())
 
 
 def combination(device: Any) -> str:
@@ -75,8 +83,9 @@ def combination(device: Any) -> str:
 
 
 def sources() -> bytes:
-    """The kernels and what launches and checks them."""
-    files = resources.files("infinigen_jax.cuda").iterdir()
+    """The kernels, what launches and checks them, and what calls them by a host's slots."""
+    package = resources.files("infinigen_jax")
+    files = [*(package / "cuda").iterdir(), package / "transfer" / "cuda.py", package / "memory.py"]
     named = {file.name: file for file in files if file.name.endswith((".py", ".cu"))}
     return b"\0".join(name.encode() + b"\0" + named[name].read_bytes() for name in sorted(named))
 

@@ -80,12 +80,12 @@ class InfiniGen(Budgeted):
             so that a prefetch has nothing to hide (`Engine`), else corrected where the model has
             what it takes.
         layers_ahead: from how many layers before its input is taken: 1, as in the paper; 2, which
-            gives transfers twice the time, but guesses less well; 0: as many as the model's
-            corrected query was fitted for, else 1. Without meaning for an own query.
+            gives transfers twice the time, but guesses less well; 0: as many as the model was
+            converted for, else 1. Without meaning for an own query.
         speculate_from: what in that layer: "input", the attention's, as in the paper; "attention",
             the hidden state behind it, a better guess that leaves transfers the time of the MLP in
-            place of the whole layer's; "auto": as the model's corrected query was fitted for, else
-            "input".
+            place of the whole layer's; "auto": as the model was converted for, else "input".
+            Without meaning for an own query.
         layer_budgets: "equal", as in the paper; "calibrated": the budget is the mean of all layers,
             shared out among them by what each loses on the calibration text, see `budgets`; or
             "auto": calibrated where the model's conversion measured it.
@@ -185,7 +185,8 @@ class InfiniGen(Budgeted):
             source = choose_source(model, query, self.speculate_from)
         layer_budgets = self.layer_budgets
         if layer_budgets == "auto":
-            layer_budgets = "calibrated" if model.has_curves else "equal"
+            known = model.has_curves and model.measured(layers_ahead, source)
+            layer_budgets = "calibrated" if known else "equal"
         tail_tokens = 0 if pooled else self.tail_tokens
         return dataclasses.replace(
             self,

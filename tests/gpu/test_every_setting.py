@@ -1,5 +1,6 @@
 """Every policy and setting, compiled for a GPU: an engine runs on the CPU, with rows moved as on a
-GPU; the programs that it called are compiled, those of a step with the `cuda` transfer as well.
+GPU; the programs that it called are compiled. Those of a fused step also with the `cuda` transfer
+and kernels, those of a prompt in half precision also with cuDNN's attention.
 
 Shows that XLA takes them, no more. Minutes: `python -m pytest tests/gpu -m slow`.
 """
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import pytest
+import step_programs as sp
 from compile_for_gpu import compile_for_gpu
 from jax import core
 from placeholders import register_placeholder
@@ -37,7 +39,10 @@ ONE_MEAN = {"tail_tokens": 0}
 FULL = POLICIES["full"]()
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     **{f"a model, {name}": (name, INFINIGEN, {}) for name in ("gqa", "opt", "windows", "qwen3")},
-    "bfloat16": ("gqa", INFINIGEN, {"dtype": "bfloat16"}),
+    **{
+        f"bfloat16, {name}": (name, INFINIGEN, {"dtype": "bfloat16"})
+        for name in ("gqa", "opt", "windows")
+    },
     **{
         f"policy {name}": ("gqa", kind(), {"dense_layers": int(name == "infinigen-paper")})
         for name, kind in POLICIES.items()
@@ -162,5 +167,21 @@ def test_it_compiles(case: str, calls: dict[str, Call], monkeypatch: pytest.Monk
         compile_for_gpu(call.jitted, *call.arguments, keywords=call.keywords)
     monkeypatch.setattr(cuda, "in_use", lambda: True)
     by_kernels = steps(dataclasses.replace(made.decoder, transfer=CudaTransfer()))
-    for call in [call for call in calls.values() if call.name == "fused"]:
-        compile_for_gpu(by_kernels.fused, *call.arguments, keywords=call.keywords)
+    again = {
+        name: [call for call in calls.values() if call.name == name]
+        for name in ("fused", "checked", "host_layer", "device_layer")
+    }
+    assert again["fused"] or again["checked"] or made.schedule == "layerwise"
+    for name in ("fused", "checked"):
+        for call in again[name]:
+            step = getattr(by_kernels, name)
+            compile_for_gpu(step, *call.arguments, keywords=call.keywords)
+    if model.dtype.itemsize == 2:
+        with sp.cudnn_attention():
+            by_cudnn = prefill_steps.__wrapped__(made.decoder)  # traced anew
+            assert again["host_layer"] and again["device_layer"]
+            for name in ("host_layer", "device_layer"):
+                for call in again[name]:
+                    chunk = getattr(by_cudnn, name)
+                    program = compile_for_gpu(chunk, *call.arguments, keywords=call.keywords)
+                    assert "__cudnn$fmha" in program.hlo
