@@ -65,7 +65,8 @@ def watch_own(decoder: Decoder, layer: Watched) -> tuple[Carry, Seen | None]:
 def watch_exact(decoder: Decoder, layer: Watched) -> tuple[Carry, Seen | None]:
     """Compare, and go on as if the layer had attended to everything.
 
-    Each policy is then asked about the same queries over the same keys.
+    Each policy is then asked about the same queries over the same keys; one that speculates behind
+    the attention, by what it attended to itself.
     """
     return _watch(decoder, layer, exact=True)
 
