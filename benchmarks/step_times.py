@@ -69,6 +69,7 @@ def measure(case: Case, machine: Any) -> dict[str, Any]:
     policy = make_policy(options)
     planner = Planner(model.config, model.dtype, conversion, policy, options, machine)
     expected = planner.forecast(planner.asked, 1, context).seconds
+    assert expected is not None, "a machine of unknown bandwidths"
     engine = make_engine(model, policy, options)
     prompts = [prompt(model.config, case.prompt)]
     engine.generate(prompts, max_new_tokens=4, ignore_eos=True)  # compiles

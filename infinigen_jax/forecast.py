@@ -38,19 +38,25 @@ class Machine:
     Attributes:
         device_memory: bytes; None where the device's memory is the host's.
         host_memory: bytes.
-        memory_bandwidth: of the device, bytes per second.
-        copy_bandwidth: of rows from the host to where attention reads them, bytes per second.
+        memory_bandwidth: of the device, bytes per second; None if it is not known.
+        copy_bandwidth: of rows from the host to where attention reads them, bytes per second; None
+            if it is not known.
     """
 
     device_memory: int | None
     host_memory: int
-    memory_bandwidth: float
-    copy_bandwidth: float
+    memory_bandwidth: float | None
+    copy_bandwidth: float | None
 
     @property
     def separate(self) -> bool:
         """Whether device and host have memories of their own, and work at the same time."""
         return self.device_memory is not None
+
+    @property
+    def timed(self) -> bool:
+        """Whether the time of a step can be reckoned."""
+        return self.memory_bandwidth is not None and self.copy_bandwidth is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Settings:
     rows: str
     budget: float | None
     prefill_chunk: int | None = None
+    weights: str = "device"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +82,8 @@ class Forecast:
         speculation: the policy's, made of both.
         chunk: tokens of a prompt that are read at a time.
         prefill, decode: temporaries; the plan's workspace is the larger.
-        seconds: of a decode step, a token of every sequence; what bandwidths allow at best.
+        seconds: of a decode step, a token of every sequence; what bandwidths allow at best. None
+            if they are not known.
     """
 
     settings: Settings
@@ -88,7 +96,7 @@ class Forecast:
     decode: int
     plan: MemoryPlan
     traffic: Traffic
-    seconds: float
+    seconds: float | None
     machine: Machine
 
     @property
@@ -160,6 +168,7 @@ class Planner:
             asked.rows,
             budget,
             chunk_option(arguments.prefill_chunk),
+            "host" if asked.weights_on_host else "device",
         )
 
     def _engine(
@@ -204,6 +213,7 @@ class Planner:
             dense_layers=settings.dense_layers,
             hot_set=settings.hot_set,
             rows=settings.rows,
+            weights_on_host=settings.weights == "host",
         )
         if settings.budget is not None:
             policy: Any = decoder.policy
@@ -221,7 +231,7 @@ class Planner:
         if kept["ahead"] is not None:  # the projections stay in their file
             kept["ahead"] = [ahead.basis for ahead in kept["ahead"]]
         brought, layer = brought_bytes(decoder, weights)
-        traffic = dataclasses.replace(traffic, link=traffic.link + brought)
+        traffic = dataclasses.replace(traffic, brought=brought)
         return Forecast(
             settings=settings,
             weights=tree_bytes(weights.params) - brought + 2 * layer,
@@ -237,15 +247,17 @@ class Planner:
             machine=self.machine,
         )
 
-    def _seconds(self, decoder: Decoder, traffic: Traffic) -> float:
-        machine = self.machine
-        if machine.separate:
-            return traffic.floor_ms(machine.memory_bandwidth, machine.copy_bandwidth) / 1e3
+    def _seconds(self, decoder: Decoder, traffic: Traffic) -> float | None:
+        reads, copies = self.machine.memory_bandwidth, self.machine.copy_bandwidth
+        if reads is None or copies is None:
+            return None
+        if self.machine.separate:
+            return traffic.floor_ms(reads, copies) / 1e3
         # One memory: rows are read where they are, one by one unless a layer is read whole.
         streams = all(decoder.streams(number) for number in range(decoder.host_layers))
-        rate = machine.memory_bandwidth if streams else machine.copy_bandwidth
+        rate = reads if streams else copies
         others = traffic.memory - traffic.attended
-        return others / machine.memory_bandwidth + traffic.attended / rate
+        return others / reads + traffic.attended / rate
 
 
 def model_shapes(config: ModelConfig, dtype: jnp.dtype, skew: str, corrected: bool) -> Any:

@@ -283,7 +283,7 @@ def make_engine(
         "hot_set": arguments.hot_set,
         "eviction": arguments.eviction,
         "pool": make_pool(arguments),
-        "weights": arguments.weights,
+        "weights": "device" if arguments.weights is None else arguments.weights,
         "prefill_chunk": chunk_option(arguments.prefill_chunk),
     }
     return Engine(model, policy=policy, **(chosen | settings))

@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device-bandwidth", type=float, metavar="R", help="GB/s (default: measured here)")
     add("--copy-bandwidth", type=float, metavar="R", help="GB/s, host to device (measured here)")
     add_engine_options(parser)
+    parser.set_defaults(weights=None)  # on the device, but a plan may choose
     add("--json", metavar="F", help="write everything to a file")
     return parser
 
@@ -93,27 +94,23 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
     own = None if device.platform == "cpu" else available_device_bytes(device)
     if arguments.device_memory is not None:
         own = int(arguments.device_memory * 2**30)
-    if own is not None and device.platform == "cpu":
-        missing = [
-            option
-            for option in ("device_bandwidth", "copy_bandwidth")
-            if getattr(arguments, option) is None
-        ]
-        if missing:
-            raise InputError(
-                f"--device-memory: JAX has no such device here to measure; give "
-                f"{' and '.join('--' + name.replace('_', '-') for name in missing)} too"
-            )
     host = arguments.host_memory
-    reads, copies = arguments.device_bandwidth, arguments.copy_bandwidth
-    if copies is None:
-        found = bandwidths.host_to_device_bandwidth() if own is not None else None
-        copies = (found or bandwidths.gather_bandwidth()) / 1e9
+    reads, copies = (
+        None if given is None else 1e9 * given
+        for given in (arguments.device_bandwidth, arguments.copy_bandwidth)
+    )
+    # A device that is only said to be there cannot be measured.
+    if own is None or device.platform != "cpu":
+        if copies is None:
+            found = bandwidths.host_to_device_bandwidth() if own is not None else None
+            copies = found or bandwidths.gather_bandwidth()
+        if reads is None:
+            reads = bandwidths.memory_read_bandwidth()
     return Machine(
         device_memory=own,
         host_memory=available_host_bytes() if host is None else int(host * 2**30),
-        memory_bandwidth=1e9 * reads if reads else bandwidths.memory_read_bandwidth(),
-        copy_bandwidth=1e9 * copies,
+        memory_bandwidth=reads,
+        copy_bandwidth=copies,
     )
 
 
@@ -133,10 +130,7 @@ def table(forecast: "Forecast") -> list[str]:
     """Bytes and time, a line each."""
     from infinigen_jax.memory_limits import format_bytes
 
-    plan, machine, traffic = forecast.plan, forecast.machine, forecast.traffic
-
-    def size(name: str, count: int, remark: str = "") -> str:
-        return f"  {name:<26}{format_bytes(count):>12}{remark and '  ' + remark}"
+    plan, machine = forecast.plan, forecast.machine
 
     def room(available: int | None, needed: int) -> str:
         if available is None:
@@ -144,7 +138,6 @@ def table(forecast: "Forecast") -> list[str]:
         return f"of {format_bytes(available)}: {'fits' if needed <= available else 'too much'}"
 
     host = forecast.host + (0 if machine.separate else forecast.device)
-    rate = 1e3 * forecast.seconds
     return [
         "on the device",
         size("weights", forecast.weights),
@@ -162,13 +155,48 @@ def table(forecast: "Forecast") -> list[str]:
         size("KV cache", plan.host_cache),
         size("weights", forecast.weights_on_host),
         size("at the peak", host, room(machine.host_memory, host)),
-        "a step, at best",
-        f"  {'read on the device':<26}{format_bytes(traffic.memory):>12}"
-        f"  at {machine.memory_bandwidth / 1e9:.1f} GB/s",
-        f"  {'rows from the host':<26}{format_bytes(traffic.link):>12}"
-        f"  at {machine.copy_bandwidth / 1e9:.1f} GB/s",
-        f"  {'at least':<26}{rate:>9.2f} ms  without the time of computing",
+        *step(forecast),
     ]
+
+
+def size(name: str, count: int, remark: str = "") -> str:
+    """A line of the table."""
+    from infinigen_jax.memory_limits import format_bytes
+
+    return f"  {name:<26}{format_bytes(count):>12}{remark and '  ' + remark}"
+
+
+def step(forecast: "Forecast") -> list[str]:
+    """What a decode step moves, and the time that this takes if bandwidths are known."""
+    traffic, machine = forecast.traffic, forecast.machine
+
+    def at(bandwidth: float | None) -> str:
+        return "" if bandwidth is None else f"at {bandwidth / 1e9:.1f} GB/s"
+
+    lines = [
+        "a step, at best",
+        size("read on the device", traffic.memory, at(machine.memory_bandwidth)),
+        size("rows from the host", traffic.link, at(machine.copy_bandwidth)),
+    ]
+    if machine.separate and traffic.brought:
+        lines.append(size("weights from the host", traffic.brought, at(machine.copy_bandwidth)))
+    if forecast.seconds is None:
+        return [*lines, untimed(machine)]
+    time = f"{1e3 * forecast.seconds:>9.2f} ms"
+    return [*lines, f"  {'at least':<26}{time}  without the time of computing"]
+
+
+def untimed(machine: "Machine") -> str:
+    """Why there are no times."""
+    bandwidths = {
+        "--device-bandwidth": machine.memory_bandwidth,
+        "--copy-bandwidth": machine.copy_bandwidth,
+    }
+    missing = " and ".join(option for option, given in bandwidths.items() if given is None)
+    return (
+        f"times are left out: there is no such device here to measure, and {missing} "
+        f"{'are' if ' and ' in missing else 'is'} not given"
+    )
 
 
 def record(advice: "Advice", arguments: argparse.Namespace) -> dict[str, Any]:
@@ -185,6 +213,7 @@ def record(advice: "Advice", arguments: argparse.Namespace) -> dict[str, Any]:
         "asked": of(advice.asked),
         "full_on_device": of(advice.full),
         "recommended": of(advice.best),
+        "fewer_dense_layers": of(advice.last_resort),
         "most_context": advice.most_context,
         "most_batch": advice.most_batch,
     }

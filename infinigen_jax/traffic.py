@@ -21,6 +21,7 @@ class Traffic:
         index: the policy's state.
         attended: rows of the other layers that attention reads.
         link: of those, what has to come from the host, as it is stored there.
+        brought: of the weights, what has to come from there.
     """
 
     weights: int
@@ -28,11 +29,17 @@ class Traffic:
     index: int
     attended: int
     link: int
+    brought: int = 0
 
     @property
     def memory(self) -> int:
         """Bytes that are read from the device's memory."""
         return self.weights + self.device_cache + self.index + self.attended
+
+    @property
+    def bus(self) -> int:
+        """Bytes that come from the host."""
+        return self.link + self.brought
 
     def floor_ms(self, memory: float, link: float | None) -> float:
         """Least milliseconds of a step at these bandwidths, bytes per second.
@@ -40,7 +47,7 @@ class Traffic:
         Args:
             link: from host to device, which works while memory is read; None without one.
         """
-        return 1e3 * max(self.memory / memory, self.link / link if link else 0.0)
+        return 1e3 * max(self.memory / memory, self.bus / link if link else 0.0)
 
 
 def planned_traffic(
