@@ -76,7 +76,7 @@ def prefill(
     batch = prompts.shape[0]
     cache = empty_cache(decoder, batch, capacity, slots)
     if cache.host is not None and decoder.pool is not None:
-        cache = _with_pool(decoder, cache, np.asarray(lengths), prompts.shape[1])
+        cache = _with_pool(decoder, cache, np.asarray(lengths))
     step = jax.device_put(np.zeros(batch, np.int32), Placement(decoder.mesh).batch)
     return _read(
         decoder, weights, cache, prompts, lengths, sampling, seed, step, chunk, notify, look
@@ -160,12 +160,12 @@ def empty_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None =
     return cache._replace(host=host)
 
 
-def _with_pool(decoder: Decoder, cache: Cache, lengths: np.ndarray, padded: int) -> Cache:
+def _with_pool(decoder: Decoder, cache: Cache, lengths: np.ndarray) -> Cache:
     """An empty cache, once it is decided which rows of these prompts its pools are to keep."""
     assert cache.host is not None
     run, at = prefill_steps(decoder), Placement(decoder.mesh)
     placed = jax.device_put(lengths.astype(np.int32), at.batch)
-    pool = run.pool(placed, padded, cache.host.shape[3])
+    pool = run.pool(placed, cache.host.shape[3])
     streams = [decoder.streams(number) for number in range(decoder.host_layers)]
     return cache._replace(
         hot=tuple(None if s else run.kept(i, pool) for i, s in enumerate(streams)),
