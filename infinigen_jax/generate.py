@@ -95,7 +95,7 @@ def generate(arguments: argparse.Namespace) -> None:
     encoded = engine.encode_behind(prefix, prompts or [DEFAULT_PROMPT])
     progress = None if arguments.quiet else prompt_progress()
     given = (arguments.max_new_tokens, sampling, arguments.batch, progress)
-    run = engine.start(encoded, *given, share=bool(prefix))
+    run = engine.start(encoded, *given, prefix=engine.prefix_tokens(prefix))
     print_texts(run, ignore_eos=arguments.ignore_eos)
     say(summary(run))
     if stats_file is not None:

@@ -17,7 +17,8 @@ not there to be attended to.
 
 With exact rows the result is that of one piece but for rounding. With rows in int8 or int4
 a chunk attends to those before it as they are stored; how they are scaled is decided on the first
-chunk of a sequence. Every policy attends to everything while it reads.
+chunk of a sequence: chunks are as long as they may be then, whatever the longest sequence. Every
+policy attends to everything while it reads.
 """
 
 from collections.abc import Callable
@@ -139,10 +140,17 @@ def chunk_length(tokens: int, most: int) -> int:
 
 
 def chunk_for(decoder: Decoder, batch: int, tokens: int, most: int | None) -> int:
-    """The length of chunks of `batch` sequences, the longest of so many tokens."""
+    """The length of chunks of `batch` sequences, the longest of so many tokens.
+
+    Where a sequence is cut changes nothing but how small rows are scaled and attended to. Those are
+    cut at the same places whatever the longest prompt beside them.
+    """
     if decoder.pool is not None:
         most = tokens + 2 * CHUNK_UNIT
-    return chunk_length(tokens, most or longest_chunk(decoder, batch))
+    most = most or longest_chunk(decoder, batch)
+    if tokens > most and not decoder.row_format.exact:
+        return max(most, CHUNK_UNIT)
+    return chunk_length(tokens, most)
 
 
 def empty_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = None) -> Cache:

@@ -56,14 +56,14 @@ class PromptReader:
         tokens: int,
         rows: int,
         capacity: int | None,
-        share: bool,
+        prefix: int,
     ):
         """For a batch.
 
         Args:
             tokens: of the longest sequence, with its end.
             rows: sequences at once.
-            capacity, share: as in `Run`.
+            capacity, prefix: as in `Run`.
         """
         self.decoder = engine.decoder
         self.tokens_read = 0
@@ -71,8 +71,8 @@ class PromptReader:
         self._dispatcher = dispatcher
         self._prompts = prompts
         self._sharing = None
-        share = share and may_share(engine.model.config, max(map(len, prompts)))
-        if share and (prefix := common_prefix(prompts)):
+        prefix = min(prefix, common_prefix(prompts))
+        if prefix and may_share(engine.model.config, max(map(len, prompts))):
             self._sharing = plan_sharing(self.decoder, prefix, tokens, rows)
             capacity = self._sharing.capacity
         # A flush writes a whole window.

@@ -56,14 +56,14 @@ class Run:
         notify: Notify | None = None,
         begun: Begun | None = None,
         capacity: int | None = None,
-        share: bool = False,
+        prefix: int = 0,
     ):
         """As in `Engine.start`, and:
 
         Args:
             begun: go on with this cache, of the first prompts.
             capacity: of its layers, if it is not what the prompts and the new tokens need.
-            share: read what all prompts begin with once, and store it once, see `prefix`.
+            prefix: tokens that all prompts begin with, to be read and stored once, see `prefix`.
         """
         self.clock = Clock()
         self.engine = engine
@@ -75,7 +75,7 @@ class Run:
         begun = begun or Begun.empty(rows)
         self.dispatcher = Dispatcher(engine, sampling)
         self._reader = PromptReader(
-            engine, self.dispatcher, prompts, longest + max_new_tokens, rows, capacity, share
+            engine, self.dispatcher, prompts, longest + max_new_tokens, rows, capacity, prefix
         )
         self.capacity, self.slots = self._reader.capacity, self._reader.slots
         chunk = self._reader.chunk_length(longest - min(begun.cached), rows)
