@@ -30,7 +30,8 @@ class MemoryPlan:
         resident: sinks and recent windows; sums of values.
         hot: hot sets with their directories.
         pool: directories of a pool.
-        workspace: the larger of a prompt layer's temporaries and a decode step's.
+        workspace: temporaries, of what is done beside the caches: reading, a decode step, or the
+            larger of both. Weights in host memory that are on their way are among them.
     """
 
     host_cache: int
@@ -52,6 +53,15 @@ class MemoryPlan:
         kept = self.dense_cache + self.index + self.resident + self.hot + self.pool
         return kept + self.workspace
 
+    def __add__(self, other: "MemoryPlan") -> "MemoryPlan":
+        """Of both together."""
+        names = (field.name for field in dataclasses.fields(self))
+        return MemoryPlan(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def at_work(self, workspace: int) -> "MemoryPlan":
+        """With so many bytes of temporaries."""
+        return dataclasses.replace(self, workspace=workspace)
+
 
 def plan_memory(
     decoder: Decoder, batch: int, chunk: int, capacity: int, slots: int | None = None
@@ -62,6 +72,13 @@ def plan_memory(
         chunk: tokens of a prompt that are read at a time.
         slots: of the host's cache, if it has a limit.
     """
+    cache = plan_cache(decoder, batch, capacity, slots)
+    reading = prefill_bytes(decoder, batch, chunk, capacity)
+    return cache.at_work(max(reading, decode_bytes(decoder, batch, slots or capacity)))
+
+
+def plan_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = None) -> MemoryPlan:
+    """The same without a workspace: what `batch` sequences have cached."""
     slots = capacity if slots is None else slots
     config, policy, item = decoder.config, decoder.policy, decoder.dtype.itemsize
     row = batch * config.num_kv_heads * 2 * config.head_dim * item
@@ -87,9 +104,7 @@ def plan_memory(
         resident=decoder.host_layers * decoder.slots.size * row + selecting * sums,
         hot=hot,
         pool=pool,
-        workspace=max(
-            prefill_bytes(decoder, batch, chunk, capacity), decode_bytes(decoder, batch, slots)
-        ),
+        workspace=0,
     )
 
 

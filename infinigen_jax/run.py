@@ -38,7 +38,8 @@ class Run:
         drawn: [b] the next tokens, not cached yet.
         counts: rows of each decode step.
         clock: what it took until now.
-        plan: the memory it takes.
+        plan: the memory that its batch takes.
+        phases: the memory of what it does, one after the other; what is largest has to fit.
         owners: which prompt each row of the batch belongs to.
         capacity, slots: of the cache, see `PromptReader`.
         new_tokens: tokens drawn so far and read back, per prompt.
@@ -70,21 +71,23 @@ class Run:
         self.decoder = engine.decoder
         self.max_new_tokens = max_new_tokens
         self.prompt_lengths = np.array([len(p) for p in prompts], np.int32)
-        self.owners = Owners(self.prompt_lengths, min(batch or len(prompts), len(prompts)))
-        longest, rows = int(self.prompt_lengths.max()), self.owners.rows
-        begun = begun or Begun.empty(rows)
         self.dispatcher = Dispatcher(engine, sampling)
+        longest = int(self.prompt_lengths.max())
+
+        rows = min(batch or len(prompts), len(prompts))
+        self.owners = Owners(self.prompt_lengths, rows)
         self._reader = PromptReader(
             engine, self.dispatcher, prompts, longest + max_new_tokens, rows, capacity, prefix
         )
+        begun = begun or Begun.empty(rows)
         self.capacity, self.slots = self._reader.capacity, self._reader.slots
-        chunk = self._reader.chunk_length(longest - min(begun.cached), rows)
-        self.plan = self._reader.plan(rows, 0, chunk)
-        self._admission = admission(self.decoder) if self.owners.waiting else None
-        # A prompt that is admitted later is processed beside the batch, and so is a prefix.
-        beside = (self._admission is not None) + self._reader.shares
+        cached, waiting = min(begun.cached), bool(self.owners.waiting)
+        self.plan = self._reader.plan(rows, cached)
+        self.phases = self._reader.phases(rows, cached, waiting=waiting)
+        self._admission = admission(self.decoder) if waiting else None
         if begun.cache is None:
-            check_memory(self._reader.plan(rows, beside, chunk), engine.mesh.devices.flat[0])
+            for plan in self.phases:
+                check_memory(plan, engine.mesh.devices.flat[0])
         compilations()
 
         at = Placement(engine.mesh)
@@ -93,9 +96,7 @@ class Run:
         self.counts: list[Counts] = []
         self._place: list[jax.Array] = []
         self._reader.read_prefix(notify)
-        self.cache, self.drawn = self._reader.read(range(rows), begun, notify)
-        if self._admission is None:
-            self._reader.drop_prefix()
+        self.cache, self.drawn = self._reader.read(range(rows), begun, notify, last=not waiting)
         self.drawn.block_until_ready()
         self.clock.read_prompts()
         self._admitted_lengths: set[int] = set()
@@ -215,7 +216,8 @@ class Run:
         self.drawn.block_until_ready()
         self.clock.read_prompts()
         # The first prompt of a chunk length belongs to the warm-up.
-        length = self._reader.chunk_length(int(self.prompt_lengths[prompt]), 1)
+        read = int(self.prompt_lengths[prompt]) - self._reader.shared
+        length = self._reader.chunk_length(read, 1)
         if self._compiled is not None and length not in self._admitted_lengths:
             self._compiled += compilations() - before
         self._admitted_lengths.add(length)

@@ -22,6 +22,7 @@ from infinigen_jax.prefix import UNIT, common_prefix, plan_sharing
 from infinigen_jax.run import Run
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.tokenization import load_tokenizer
+from infinigen_jax.workspace import decode_bytes, prefill_bytes
 
 
 def numbers(seed: int, count: int) -> list[int]:
@@ -137,6 +138,28 @@ def test_the_prefix_that_is_given_is_what_is_shared():
     assert made.start([[5], [6, 7]], 1, prefix=3).tokens_read == 3  # there is none
     assert made.start(prompts, 1).tokens_read == sum(map(len, prompts))
     assert made.prefix_tokens(PREFIX) == 141 and made.prefix_tokens("") == 0
+
+
+def test_the_plan_is_of_what_comes_one_after_the_other():
+    """The prefix alone, a copy for each row, their ends, steps, and one row beside them."""
+    made = engine("gqa")
+    run = made.start(WHOLE, NEW, batch=2, prefix=len(PREFIX))
+    alone, copied, ends, step, beside = run.phases
+    assert run.cache.host is not None
+    batch, one = run.cache.host.nbytes, alone.host_cache
+    assert one == batch * 2 // 3  # of two units; of them one is shared
+    assert [plan.host_cache - batch for plan in run.phases] == [one - batch, one, one, one, 2 * one]
+    assert 2 * alone.dense_cache == run.plan.dense_cache
+    assert 3 * alone.dense_cache == copied.dense_cache
+    assert alone.workspace == prefill_bytes(made.decoder, 1, 192, run.capacity)
+    assert ends.workspace == prefill_bytes(made.decoder, 2, 128, run.capacity)
+    assert step.workspace == decode_bytes(made.decoder, 2, run.capacity)
+    assert beside.workspace == prefill_bytes(made.decoder, 1, 128, run.capacity)
+    together = made.start(WHOLE, NEW, prefix=len(PREFIX))
+    assert [plan.dense_cache // alone.dense_cache for plan in together.phases] == [1, 6, 5, 5]
+    assert [plan.dense_cache for plan in made.start(WHOLE, NEW).phases] == [
+        5 * alone.dense_cache
+    ] * 2
 
 
 def test_a_row_of_a_batch_with_small_rows_gives_what_it_gives_alone():
