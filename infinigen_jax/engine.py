@@ -219,6 +219,7 @@ class Engine:
         batch: int | None = None,
         notify: Notify | None = None,
         prefix: int = 0,
+        fit: bool = False,
     ) -> Run:
         """Process prompts, given as token numbers, and draw their first tokens.
 
@@ -230,6 +231,8 @@ class Engine:
             prefix: so many tokens, which all prompts begin with, are read once and stored once,
                 see `prefix`. The result is that of prompts read in chunks, the first as long. What
                 else prompts have in common is nothing to go by: it would change with the batch.
+            fit: where `batch` is not given and memory is too small for all prompts at once, begin
+                with as many as it has room for, and say so in a warning.
 
         Raises:
             InputError: if the model has too few positions, or memory is too small.
@@ -252,7 +255,8 @@ class Engine:
             )
         sampling = sampling or Sampling()
         given = [list(prompt) for prompt in prompts]
-        return Run(self, given, max_new_tokens, sampling, batch, notify, prefix=prefix)
+        fit = fit and batch is None and self.mesh.shape["data"] == 1
+        return Run(self, given, max_new_tokens, sampling, batch, notify, prefix=prefix, fit=fit)
 
     def conversation(
         self, sampling: Sampling | None = None, context: int | None = None
@@ -320,7 +324,7 @@ class Engine:
         """As `start`, for text as well."""
         encoded = self.encode_behind(prefix, prompts)
         shared = self.prefix_tokens(prefix)
-        return self.start(encoded, max_new_tokens, sampling, batch, prefix=shared)
+        return self.start(encoded, max_new_tokens, sampling, batch, prefix=shared, fit=True)
 
     def stream(
         self,
@@ -335,7 +339,7 @@ class Engine:
         """Yield a Step per token until every sequence has ended or has `max_new_tokens`.
 
         Args:
-            batch: most sequences at once, see `start`.
+            batch: most sequences at once, see `start`; by default as many as fit the memory.
             prefix: what comes before every prompt, text if they are text; read and stored once.
         """
         run = self._begin(prompts, prefix, max_new_tokens, sampling, batch)

@@ -3,20 +3,24 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory_limits import (
+    PINNED_POOL_VARIABLE,
     Device,
     available_device_bytes,
     available_host_bytes,
     format_bytes,
     pinned_pool_limit_bytes,
 )
+from infinigen_jax.remedies import Remedies
 from infinigen_jax.workspace import decode_bytes, prefill_bytes
+
+FILLED = 0.9  # share of free memory that is filled of one's own accord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,31 +125,73 @@ def _bytes(make: Callable[[], Any]) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def check_memory(plan: MemoryPlan, device: Device) -> None:
+class Shortage(NamedTuple):
+    """What does not fit, in words, and which memory it is: host, pinned or device."""
+
+    what: str
+    memory: str
+
+
+def shortage(plan: MemoryPlan, device: Device, share: float = 1.0) -> Shortage | None:
+    """What does not fit into a share of what is free; None if all does."""
+    host = available_host_bytes()
+    needed = plan.host_cache + (plan.device if device.platform == "cpu" else 0)
+    if needed > share * host:
+        cache = f"(KV cache {format_bytes(plan.host_cache)})"
+        text = f"{format_bytes(needed)} of host memory {cache}, and {format_bytes(host)} are"
+        return Shortage(f"{text} available", "host")
+    pool = pinned_pool_limit_bytes(device)
+    if pool is not None and plan.host_cache > pool:
+        text = f"{format_bytes(plan.host_cache)} of pinned memory for the KV cache, and JAX may"
+        return Shortage(f"{text} take {format_bytes(pool)}", "pinned")
+    room = None if device.platform == "cpu" else available_device_bytes(device)
+    if room is not None and plan.device > share * room:
+        text = f"{format_bytes(plan.device)} of device memory, and {format_bytes(room)} are free"
+        return Shortage(text, "device")
+    return None
+
+
+def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
     """Refuse, with the numbers and the remedy, what would not fit.
 
     Raises:
         InputError: if host or device memory is too small.
     """
-    remedy = "lower the prompt length, --max-new-tokens or the number of prompts"
-    host = available_host_bytes()
-    needed = plan.host_cache + (plan.device if device.platform == "cpu" else 0)
-    if needed > host:
-        raise InputError(
-            f"this generation needs {format_bytes(needed)} of host memory (KV cache "
-            f"{format_bytes(plan.host_cache)}), and {format_bytes(host)} are available: {remedy}"
-        )
-    pool = pinned_pool_limit_bytes(device)
-    if pool is not None and plan.host_cache > pool:
-        gigabytes = -(-plan.host_cache // 2**30) + 2
-        raise InputError(
-            f"the KV cache needs {format_bytes(plan.host_cache)} of pinned memory, and JAX may "
-            f"take {format_bytes(pool)}: set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={gigabytes}"
-        )
-    room = None if device.platform == "cpu" else available_device_bytes(device)
-    if room is not None and plan.device > room:
-        raise InputError(
-            f"this generation needs {format_bytes(plan.device)} of device memory, and "
-            f"{format_bytes(room)} are free: {remedy}, "
-            "--dense-layers, --prefill-chunk or --partial-ratio"
-        )
+    found = shortage(plan, device)
+    if found is None:
+        return
+    if found.memory == "pinned":
+        remedy = f"set {PINNED_POOL_VARIABLE}={-(-plan.host_cache // 2**30) + 2}"
+    elif found.memory == "host":
+        remedy = remedies.for_host(plan, unified=device.platform == "cpu")
+    else:
+        remedy = remedies.for_device(plan)
+    raise InputError(f"this generation needs {found.what}: {remedy}")
+
+
+def most_rows(
+    phases: Callable[[int], list[MemoryPlan]], most: int, device: Device
+) -> tuple[int, Shortage | None]:
+    """How many sequences at once fit, and what keeps it from being more.
+
+    All are taken if they fit. Else a little is left free, as plans are not exact.
+
+    Args:
+        phases: what so many sequences take, see `PromptReader.phases`.
+        most: number of sequences.
+    """
+
+    def lacks(rows: int, share: float = FILLED) -> Shortage | None:
+        found = (shortage(plan, device, share) for plan in phases(rows))
+        return next(filter(None, found), None)
+
+    reason = lacks(most, 1.0)
+    if reason is None:
+        return most, None
+    if lacks(1, 1.0):
+        return 0, reason
+    low, high = 1, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if lacks(middle) else (middle, high)
+    return low, reason

@@ -1,7 +1,8 @@
 """Reading a run's prompts: the shape of its cache, what they share, and what of them is cached."""
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -13,13 +14,15 @@ from infinigen_jax.checking import Places, refuse
 from infinigen_jax.dispatch import Dispatcher
 from infinigen_jax.host_attention import STREAM_BLOCK
 from infinigen_jax.memory import Placement
-from infinigen_jax.planning import MemoryPlan, plan_cache
+from infinigen_jax.planning import MemoryPlan, most_rows, plan_cache
 from infinigen_jax.prefill import Notify, chunk_for, extend, prefill
 from infinigen_jax.prefix import common_prefix, may_share, plan_sharing, spread
 from infinigen_jax.workspace import decode_bytes, prefill_bytes
 
 if TYPE_CHECKING:
     from infinigen_jax.engine import Engine
+
+logger = logging.getLogger("infinigen_jax")
 
 
 class Begun(NamedTuple):
@@ -204,3 +207,29 @@ def round_up_capacity(tokens: int) -> int:
     """Capacities come in a few sizes, so that few programs are compiled; multiples of a block."""
     unit = 128 if tokens <= STREAM_BLOCK else STREAM_BLOCK
     return -(-tokens // unit) * unit
+
+
+def rows_that_fit(
+    engine: "Engine", reader: Callable[[int], PromptReader], longest: int, most: int
+) -> int:
+    """How many of `most` prompts there is memory for at once, at least 1; says so if not for all.
+
+    Args:
+        reader: for so many at once.
+        longest: tokens of a prompt.
+    """
+
+    def phases(rows: int) -> list[MemoryPlan]:
+        return reader(rows).phases(rows, 0, waiting=rows < most)
+
+    rows, lacking = most_rows(phases, most, engine.mesh.devices.flat[0])
+    if lacking is None or not rows:
+        return max(1, rows)
+    text = f"{rows} of {most} prompts at once, as many as fit, and the others as these end"
+    lengths = [reader(n).chunk_length(longest, n) for n in (rows, most)]
+    if not engine.decoder.row_format.exact and lengths[0] != lengths[1]:
+        text += (
+            f", read {lengths[0]} tokens at a time, which --rows {engine.decoder.rows} depends on"
+        )
+    logger.warning("%s: all at once need %s", text, lacking.what)
+    return rows

@@ -20,7 +20,8 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement
 from infinigen_jax.planning import check_memory
 from infinigen_jax.prefill import Notify
-from infinigen_jax.prompt_reader import Begun, PromptReader
+from infinigen_jax.prompt_reader import Begun, PromptReader, rows_that_fit
+from infinigen_jax.remedies import LENGTHS, Remedies
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.stats import Clock, Stats, stats_of
 from infinigen_jax.steps import Watch
@@ -58,6 +59,7 @@ class Run:
         begun: Begun | None = None,
         capacity: int | None = None,
         prefix: int = 0,
+        fit: bool = False,
     ):
         """As in `Engine.start`, and:
 
@@ -65,6 +67,7 @@ class Run:
             begun: go on with this cache, of the first prompts.
             capacity: of its layers, if it is not what the prompts and the new tokens need.
             prefix: tokens that all prompts begin with, to be read and stored once, see `prefix`.
+            fit: begin with as many as there is memory for.
         """
         self.clock = Clock()
         self.engine = engine
@@ -74,11 +77,14 @@ class Run:
         self.dispatcher = Dispatcher(engine, sampling)
         longest = int(self.prompt_lengths.max())
 
+        def reader(rows: int) -> PromptReader:
+            room = longest + max_new_tokens
+            return PromptReader(engine, self.dispatcher, prompts, room, rows, capacity, prefix)
+
         rows = min(batch or len(prompts), len(prompts))
-        self.owners = Owners(self.prompt_lengths, rows)
-        self._reader = PromptReader(
-            engine, self.dispatcher, prompts, longest + max_new_tokens, rows, capacity, prefix
-        )
+        if fit:
+            rows = rows_that_fit(engine, reader, longest, rows)
+        self.owners, self._reader = Owners(self.prompt_lengths, rows), reader(rows)
         begun = begun or Begun.empty(rows)
         self.capacity, self.slots = self._reader.capacity, self._reader.slots
         cached, waiting = min(begun.cached), bool(self.owners.waiting)
@@ -86,8 +92,11 @@ class Run:
         self.phases = self._reader.phases(rows, cached, waiting=waiting)
         self._admission = admission(self.decoder) if waiting else None
         if begun.cache is None:
+            lengths = LENGTHS if capacity is None else ("--context",)
+            may_pool = capacity is None and not self._reader.shared
+            remedies = Remedies(self.decoder, lengths, rows, waiting, may_pool)
             for plan in self.phases:
-                check_memory(plan, engine.mesh.devices.flat[0])
+                check_memory(plan, engine.mesh.devices.flat[0], remedies)
         compilations()
 
         at = Placement(engine.mesh)
