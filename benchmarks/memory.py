@@ -29,12 +29,19 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A generation: a shape of benchmarks.shapes, prompts, and the options of `generate`."""
+    """A generation: a shape of benchmarks.shapes, prompts, and the options of `generate`.
+
+    Attributes:
+        prompt: tokens of each, of which all have the first `prefix`.
+        batch: number of prompts, of which `at_once` are at most (None: all).
+    """
 
     name: str
     shape: str
     prompt: int
     batch: int = 1
+    at_once: int | None = None
+    prefix: int = 0
     new_tokens: int = 32
     dtype: str = "float32"
     options: tuple[str, ...] = ()
@@ -51,6 +58,12 @@ CASES = (
     Case("bfloat16, wide budget, OPT", "opt", 2016, dtype="bfloat16", options=("--budget=0.5",)),
     Case("streamed", "llama", 2016, options=("--policy=full",)),
     Case("all on the device", "llama", 2016, options=("--dense-layers=8",)),
+    Case("weights on the host, too", "llama", 2016, options=("--weights=host", "--dense-layers=0")),
+    Case("prefix, 6 prompts", "llama", 2016, batch=6, prefix=1984),
+    Case("prefix, 2 prompts", "llama", 2016, batch=2, prefix=1984),
+    Case("prefix, 2 of 4 at once", "llama", 2016, batch=4, at_once=2, prefix=1984),
+    Case("2 of 4 at once", "llama", 2016, batch=4, at_once=2),
+    Case("pool, 2 of 4 at once", "llama", 2016, batch=4, at_once=2, options=("--pool-tokens=50%",)),
 )
 
 
@@ -138,15 +151,20 @@ def random_model(case: Case) -> Any:
 
 
 def generate(engine: Any, case: Case) -> Any:
-    """Run a case to its end; returns its plan."""
+    """Run a case to its end; returns the plan of what takes most."""
     from benchmarks.shapes import prompt
     from infinigen_jax.sampling import Sampling
 
-    prompts = [prompt(engine.model.config, case.prompt, seed) for seed in range(case.batch)]
-    run = engine.start(prompts, case.new_tokens, Sampling())
+    def tokens(count: int, seed: int) -> list[int]:
+        return prompt(engine.model.config, count, seed) if count else []
+
+    prefix = tokens(case.prefix, case.batch)
+    own = case.prompt - case.prefix
+    prompts = [[*prefix, *tokens(own, seed)] for seed in range(case.batch)]
+    run = engine.start(prompts, case.new_tokens, Sampling(), case.at_once, prefix=case.prefix)
     for _ in run.tokens(ignore_eos=True):
         pass
-    return run.plan
+    return max(run.phases, key=lambda plan: plan.total)
 
 
 def settle() -> None:

@@ -26,6 +26,7 @@ from infinigen_jax.manifest import read_manifest
 from infinigen_jax.planning import check_memory, plan_memory
 from infinigen_jax.prefill import chunk_for
 from infinigen_jax.prompt_reader import Begun, round_up_capacity
+from infinigen_jax.remedies import Remedies
 from infinigen_jax.run import Run
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.saved import SavedFile, write_saved
@@ -182,7 +183,8 @@ class Conversation:
         decoder, capacity = self.engine.decoder, self.capacity
         chunk = chunk_for(decoder, 1, self.context - cached or 1, self.engine.prefill_chunk)
         plan = plan_memory(decoder, 1, min(chunk, capacity), capacity)
-        check_memory(plan, self.engine.mesh.devices.flat[0])
+        remedies = Remedies(decoder, ("--context of a new conversation",), may_pool=False)
+        check_memory(plan, self.engine.mesh.devices.flat[0], remedies)
 
     def _keep(self, run: Run, drawn: int) -> None:
         """Go on from where a run has come to."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 HOT_SET = 2.0  # by default, in multiples of a request
+UNSETTLED = 8  # last tokens of a text, which what comes behind it may change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +220,8 @@ class Engine:
         sampling: Sampling | None = None,
         batch: int | None = None,
         notify: Notify | None = None,
-        share: bool = False,
+        prefix: int = 0,
+        fit: bool = False,
     ) -> Run:
         """Process prompts, given as token numbers, and draw their first tokens.
 
@@ -228,8 +230,11 @@ class Engine:
                 all.
             notify: called with the tokens read of the longest prompt, and all of them, when a chunk
                 of it is done; not for a prompt that is read in one piece.
-            share: what all prompts begin with is read once and stored once, see `prefix`. The
-                result is that of prompts read in chunks.
+            prefix: so many tokens, which all prompts begin with, are read once and stored once,
+                see `prefix`. The result is that of prompts read in chunks, the first as long. What
+                else prompts have in common is nothing to go by: it would change with the batch.
+            fit: where `batch` is not given and memory is too small for all prompts at once, begin
+                with as many as it has room for, and say so in a warning.
 
         Raises:
             InputError: if the model has too few positions, or memory is too small.
@@ -252,7 +257,8 @@ class Engine:
             )
         sampling = sampling or Sampling()
         given = [list(prompt) for prompt in prompts]
-        return Run(self, given, max_new_tokens, sampling, batch, notify, share=share)
+        fit = fit and batch is None and self.mesh.shape["data"] == 1
+        return Run(self, given, max_new_tokens, sampling, batch, notify, prefix=prefix, fit=fit)
 
     def conversation(
         self, sampling: Sampling | None = None, context: int | None = None
@@ -300,6 +306,15 @@ class Engine:
                 whole.append(self.encode([*prefix, *prompt]))
         return whole
 
+    def prefix_tokens(self, prefix: Prompt) -> int:
+        """How many tokens a prefix gives all prompts behind it, whatever they are.
+
+        The last ones of text are left out: where a word goes on, it may be cut into others.
+        """
+        if not isinstance(prefix, str):
+            return len(prefix)
+        return max(0, len(self.encode(prefix)) - UNSETTLED) if prefix else 0
+
     def _begin(
         self,
         prompts: Sequence[Prompt],
@@ -310,7 +325,8 @@ class Engine:
     ) -> Run:
         """As `start`, for text as well."""
         encoded = self.encode_behind(prefix, prompts)
-        return self.start(encoded, max_new_tokens, sampling, batch, share=bool(len(prefix)))
+        shared = self.prefix_tokens(prefix)
+        return self.start(encoded, max_new_tokens, sampling, batch, prefix=shared, fit=True)
 
     def stream(
         self,
@@ -325,7 +341,7 @@ class Engine:
         """Yield a Step per token until every sequence has ended or has `max_new_tokens`.
 
         Args:
-            batch: most sequences at once, see `start`.
+            batch: most sequences at once, see `start`; by default as many as fit the memory.
             prefix: what comes before every prompt, text if they are text; read and stored once.
         """
         run = self._begin(prompts, prefix, max_new_tokens, sampling, batch)

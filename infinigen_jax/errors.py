@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 OUT_OF_MEMORY = (
-    "out of memory: lower the length or the number of the prompts, --max-new-tokens, "
-    "--dense-layers, --hot-set or --prefill-chunk, or use --rows int8 or a smaller model; "
+    "out of memory: lower the length of the prompts, --max-new-tokens, --batch, --context of a "
+    "conversation, --dense-layers, --hot-set or --prefill-chunk, or use --rows int8, "
+    "--pool-tokens, --weights host or a smaller model; "
     "`python -m infinigen_jax.plan` shows what takes how much"
 )
 

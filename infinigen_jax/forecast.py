@@ -76,14 +76,13 @@ class Forecast:
     """A generation with given settings.
 
     Attributes:
-        weights: of the model on the device; with those in host memory, two layers' on their way.
+        weights: of the model on the device, where they stay.
         weights_on_host: of the model in host memory.
         bases: what conversion found and loading keeps.
         speculation: the policy's, made of both.
         chunk: tokens of a prompt that are read at a time.
-        prefill, decode: temporaries; the plan's workspace is the larger.
-        seconds: of a decode step, a token of every sequence; what bandwidths allow at best. None
-            if they are not known.
+        brought = brought_bytes(decoder, weights)
+        traffic = dataclasses.replace(traffic, brought=brought)
     """
 
     settings: Settings
@@ -230,11 +229,11 @@ class Planner:
         kept = {name: part for name, part in self._shapes.items() if name != "params"}
         if kept["ahead"] is not None:  # the projections stay in their file
             kept["ahead"] = [ahead.basis for ahead in kept["ahead"]]
-        brought, layer = brought_bytes(decoder, weights)
+        brought = brought_bytes(decoder, weights)
         traffic = dataclasses.replace(traffic, brought=brought)
         return Forecast(
             settings=settings,
-            weights=tree_bytes(weights.params) - brought + 2 * layer,
+            weights=tree_bytes(weights.params) - brought,
             weights_on_host=brought,
             bases=tree_bytes(kept),
             speculation=tree_bytes(weights.policy),
@@ -290,13 +289,11 @@ def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
     return Conversion(manifest.skew, AHEAD_FILE in manifest.files, loss, *ahead)
 
 
-def brought_bytes(decoder: Decoder, weights: Weights) -> tuple[int, int]:
-    """Of the weights that are kept in host memory: all, and one layer's."""
+def brought_bytes(decoder: Decoder, weights: Weights) -> int:
+    """Of the weights that are kept in host memory."""
     if not decoder.weights_on_host:
-        return 0, 0
-    layers = weights.params["layers"]
-    moved = [in_host_memory(layer) for layer in layers]
-    return tree_bytes(moved), tree_bytes(moved[0])
+        return 0
+    return tree_bytes([in_host_memory(layer) for layer in weights.params["layers"]])
 
 
 def tree_bytes(tree: Any) -> int:

@@ -5,11 +5,13 @@ prompts, one prompt's text follows the other's, in order.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import io
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prefix", metavar="TEXT", help="before every prompt; read and stored once")
     add("--prefix-file", metavar="F", help="the same, a file's whole text")
     add("--max-new-tokens", type=int, default=64, metavar="N")
-    add("--batch", type=int, metavar="N", help="most prompts at once (default: all)")
+    add("--batch", type=int, metavar="N", help="most prompts at once (default: as many as fit)")
     add_engine_options(parser)
     add("--schedule", default="fused", help="fused (default) or layerwise")
     add("--temperature", type=float, metavar="T", help="0 (default) is greedy")
@@ -96,12 +98,25 @@ def generate(arguments: argparse.Namespace) -> None:
     encoded = engine.encode_behind(prefix, prompts or [DEFAULT_PROMPT])
     progress = None if arguments.quiet else prompt_progress()
     given = (arguments.max_new_tokens, sampling, arguments.batch, progress)
-    run = engine.start(encoded, *given, share=bool(prefix))
+    with only_errors() if arguments.quiet else contextlib.nullcontext():
+        run = engine.start(encoded, *given, prefix=engine.prefix_tokens(prefix), fit=True)
     print_texts(run, ignore_eos=arguments.ignore_eos)
     say(summary(run))
     if stats_file is not None:
         record = {"tokens": run.new_tokens, "texts": run.texts} | dataclasses.asdict(run.stats())
         write_json("--stats-json", stats_file, record)
+
+
+@contextlib.contextmanager
+def only_errors() -> Iterator[None]:
+    """Without the package's warnings."""
+    logger = logging.getLogger("infinigen_jax")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def prompt_progress() -> "Notify":

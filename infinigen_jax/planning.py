@@ -3,20 +3,24 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory_limits import (
+    PINNED_POOL_VARIABLE,
     Device,
     available_device_bytes,
     available_host_bytes,
     format_bytes,
     pinned_pool_limit_bytes,
 )
+from infinigen_jax.remedies import Remedies
 from infinigen_jax.workspace import decode_bytes, prefill_bytes
+
+FILLED = 0.9  # share of free memory that is filled of one's own accord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +34,8 @@ class MemoryPlan:
         resident: sinks and recent windows; sums of values.
         hot: hot sets with their directories.
         pool: directories of a pool.
-        workspace: the larger of a prompt layer's temporaries and a decode step's.
+        workspace: temporaries, of what is done beside the caches: reading, a decode step, or the
+            larger of both. Weights in host memory that are on their way are among them.
     """
 
     host_cache: int
@@ -52,6 +57,15 @@ class MemoryPlan:
         kept = self.dense_cache + self.index + self.resident + self.hot + self.pool
         return kept + self.workspace
 
+    def __add__(self, other: "MemoryPlan") -> "MemoryPlan":
+        """Of both together."""
+        names = (field.name for field in dataclasses.fields(self))
+        return MemoryPlan(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def at_work(self, workspace: int) -> "MemoryPlan":
+        """With so many bytes of temporaries."""
+        return dataclasses.replace(self, workspace=workspace)
+
 
 def plan_memory(
     decoder: Decoder, batch: int, chunk: int, capacity: int, slots: int | None = None
@@ -62,6 +76,13 @@ def plan_memory(
         chunk: tokens of a prompt that are read at a time.
         slots: of the host's cache, if it has a limit.
     """
+    cache = plan_cache(decoder, batch, capacity, slots)
+    reading = prefill_bytes(decoder, batch, chunk, capacity)
+    return cache.at_work(max(reading, decode_bytes(decoder, batch, slots or capacity)))
+
+
+def plan_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = None) -> MemoryPlan:
+    """The same without a workspace: what `batch` sequences have cached."""
     slots = capacity if slots is None else slots
     config, policy, item = decoder.config, decoder.policy, decoder.dtype.itemsize
     row = batch * config.num_kv_heads * 2 * config.head_dim * item
@@ -87,9 +108,7 @@ def plan_memory(
         resident=decoder.host_layers * decoder.slots.size * row + selecting * sums,
         hot=hot,
         pool=pool,
-        workspace=max(
-            prefill_bytes(decoder, batch, chunk, capacity), decode_bytes(decoder, batch, slots)
-        ),
+        workspace=0,
     )
 
 
@@ -106,31 +125,73 @@ def _bytes(make: Callable[[], Any]) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def check_memory(plan: MemoryPlan, device: Device) -> None:
+class Shortage(NamedTuple):
+    """What does not fit, in words, and which memory it is: host, pinned or device."""
+
+    what: str
+    memory: str
+
+
+def shortage(plan: MemoryPlan, device: Device, share: float = 1.0) -> Shortage | None:
+    """What does not fit into a share of what is free; None if all does."""
+    host = available_host_bytes()
+    needed = plan.host_cache + (plan.device if device.platform == "cpu" else 0)
+    if needed > share * host:
+        cache = f"(KV cache {format_bytes(plan.host_cache)})"
+        text = f"{format_bytes(needed)} of host memory {cache}, and {format_bytes(host)} are"
+        return Shortage(f"{text} available", "host")
+    pool = pinned_pool_limit_bytes(device)
+    if pool is not None and plan.host_cache > pool:
+        text = f"{format_bytes(plan.host_cache)} of pinned memory for the KV cache, and JAX may"
+        return Shortage(f"{text} take {format_bytes(pool)}", "pinned")
+    room = None if device.platform == "cpu" else available_device_bytes(device)
+    if room is not None and plan.device > share * room:
+        text = f"{format_bytes(plan.device)} of device memory, and {format_bytes(room)} are free"
+        return Shortage(text, "device")
+    return None
+
+
+def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
     """Refuse, with the numbers and the remedy, what would not fit.
 
     Raises:
         InputError: if host or device memory is too small.
     """
-    remedy = "lower the prompt length, --max-new-tokens or the number of prompts"
-    host = available_host_bytes()
-    needed = plan.host_cache + (plan.device if device.platform == "cpu" else 0)
-    if needed > host:
-        raise InputError(
-            f"this generation needs {format_bytes(needed)} of host memory (KV cache "
-            f"{format_bytes(plan.host_cache)}), and {format_bytes(host)} are available: {remedy}"
-        )
-    pool = pinned_pool_limit_bytes(device)
-    if pool is not None and plan.host_cache > pool:
-        gigabytes = -(-plan.host_cache // 2**30) + 2
-        raise InputError(
-            f"the KV cache needs {format_bytes(plan.host_cache)} of pinned memory, and JAX may "
-            f"take {format_bytes(pool)}: set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={gigabytes}"
-        )
-    room = None if device.platform == "cpu" else available_device_bytes(device)
-    if room is not None and plan.device > room:
-        raise InputError(
-            f"this generation needs {format_bytes(plan.device)} of device memory, and "
-            f"{format_bytes(room)} are free: {remedy}, "
-            "--dense-layers, --prefill-chunk or --partial-ratio"
-        )
+    found = shortage(plan, device)
+    if found is None:
+        return
+    if found.memory == "pinned":
+        remedy = f"set {PINNED_POOL_VARIABLE}={-(-plan.host_cache // 2**30) + 2}"
+    elif found.memory == "host":
+        remedy = remedies.for_host(plan, unified=device.platform == "cpu")
+    else:
+        remedy = remedies.for_device(plan)
+    raise InputError(f"this generation needs {found.what}: {remedy}")
+
+
+def most_rows(
+    phases: Callable[[int], list[MemoryPlan]], most: int, device: Device
+) -> tuple[int, Shortage | None]:
+    """How many sequences at once fit, and what keeps it from being more.
+
+    All are taken if they fit. Else a little is left free, as plans are not exact.
+
+    Args:
+        phases: what so many sequences take, see `PromptReader.phases`.
+        most: number of sequences.
+    """
+
+    def lacks(rows: int, share: float = FILLED) -> Shortage | None:
+        found = (shortage(plan, device, share) for plan in phases(rows))
+        return next(filter(None, found), None)
+
+    reason = lacks(most, 1.0)
+    if reason is None:
+        return most, None
+    if lacks(1, 1.0):
+        return 0, reason
+    low, high = 1, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if lacks(middle) else (middle, high)
+    return low, reason

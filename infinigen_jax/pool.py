@@ -22,7 +22,6 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
 from infinigen_jax.compaction import compact
@@ -257,25 +256,20 @@ def _leaving(
 
 
 def of_prompt(
-    pool: Pool, lengths: Int[Array, " b"], heads: int, padded: int, slots: int, sinks: int
+    pool: Pool, lengths: Int[Array, " b"], heads: int, slots: int, sinks: int
 ) -> Int[Array, "b k t"]:
     """`positions` after a prompt: its first slots hold all of it, or if it is longer, its end.
 
-    The first `pool.sinks` tokens are kept in any case.
+    The first `pool.sinks` tokens are kept in any case. One program for prompts of all lengths.
 
     Args:
         lengths: of the prompts.
-        padded: length that they are padded to.
         slots: t.
         sinks: tokens that the device keeps.
     """
-    position = jnp.arange(padded, dtype=jnp.int32)[None]
-    there = (position >= sinks) & (position < lengths[:, None])
-    worth = jnp.where(position < pool.sinks, padded, position).astype(jnp.float32)
-    worth = jnp.where(there, worth, -jnp.inf)[:, None]
-    count = jnp.minimum(jnp.sum(there, axis=-1, dtype=jnp.int32), slots)[:, None]
-    kept = compact(top_mask(worth, count), min(padded, slots))
-    filled = lax.broadcasted_iota(jnp.int32, kept.shape, 2) < count[..., None]
-    kept = jnp.where(filled, kept, -1)
-    kept = jnp.pad(kept, ((0, 0), (0, 0), (0, slots - kept.shape[2])), constant_values=-1)
-    return jnp.broadcast_to(kept, (len(lengths), heads, slots))
+    slot, lengths = jnp.arange(slots, dtype=jnp.int32)[None], lengths[:, None]
+    first = sinks + slot
+    begins = (lengths <= sinks + slots) | (first < pool.sinks)
+    kept = jnp.where(begins, first, lengths - slots + slot)
+    kept = jnp.where(kept < lengths, kept, -1)
+    return jnp.broadcast_to(kept[:, None], (len(lengths), heads, slots))

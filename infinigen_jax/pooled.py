@@ -14,13 +14,11 @@ from infinigen_jax.reuse import forget
 from infinigen_jax.span import Span
 
 
-def start_pool(
-    decoder: Decoder, lengths: Int[Array, " b"], padded: int, slots: int
-) -> Int[Array, "b k t"]:
+def start_pool(decoder: Decoder, lengths: Int[Array, " b"], slots: int) -> Int[Array, "b k t"]:
     """Positions of the rows that the pool of a layer keeps of the prompts."""
     assert decoder.pool is not None
     heads, sinks = decoder.config.num_kv_heads, decoder.policy.sinks
-    return of_prompt(decoder.pool, lengths, heads, padded, slots, sinks)
+    return of_prompt(decoder.pool, lengths, heads, slots, sinks)
 
 
 def start_kept(decoder: Decoder, number: int, positions: Int[Array, "b k t"]) -> Kept:

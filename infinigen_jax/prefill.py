@@ -17,7 +17,8 @@ not there to be attended to.
 
 With exact rows the result is that of one piece but for rounding. With rows in int8 or int4
 a chunk attends to those before it as they are stored; how they are scaled is decided on the first
-chunk of a sequence. Every policy attends to everything while it reads.
+chunk of a sequence: chunks are as long as they may be then, whatever the longest sequence. Every
+policy attends to everything while it reads.
 """
 
 from collections.abc import Callable
@@ -76,7 +77,7 @@ def prefill(
     batch = prompts.shape[0]
     cache = empty_cache(decoder, batch, capacity, slots)
     if cache.host is not None and decoder.pool is not None:
-        cache = _with_pool(decoder, cache, np.asarray(lengths), prompts.shape[1])
+        cache = _with_pool(decoder, cache, np.asarray(lengths))
     step = jax.device_put(np.zeros(batch, np.int32), Placement(decoder.mesh).batch)
     return _read(
         decoder, weights, cache, prompts, lengths, sampling, seed, step, chunk, notify, look
@@ -139,10 +140,17 @@ def chunk_length(tokens: int, most: int) -> int:
 
 
 def chunk_for(decoder: Decoder, batch: int, tokens: int, most: int | None) -> int:
-    """The length of chunks of `batch` sequences, the longest of so many tokens."""
+    """The length of chunks of `batch` sequences, the longest of so many tokens.
+
+    Where a sequence is cut changes nothing but how small rows are scaled and attended to. Those are
+    cut at the same places whatever the longest prompt beside them.
+    """
     if decoder.pool is not None:
         most = tokens + 2 * CHUNK_UNIT
-    return chunk_length(tokens, most or longest_chunk(decoder, batch))
+    most = most or longest_chunk(decoder, batch)
+    if tokens > most and not decoder.row_format.exact:
+        return max(most, CHUNK_UNIT)
+    return chunk_length(tokens, most)
 
 
 def empty_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = None) -> Cache:
@@ -160,12 +168,12 @@ def empty_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None =
     return cache._replace(host=host)
 
 
-def _with_pool(decoder: Decoder, cache: Cache, lengths: np.ndarray, padded: int) -> Cache:
+def _with_pool(decoder: Decoder, cache: Cache, lengths: np.ndarray) -> Cache:
     """An empty cache, once it is decided which rows of these prompts its pools are to keep."""
     assert cache.host is not None
     run, at = prefill_steps(decoder), Placement(decoder.mesh)
     placed = jax.device_put(lengths.astype(np.int32), at.batch)
-    pool = run.pool(placed, padded, cache.host.shape[3])
+    pool = run.pool(placed, cache.host.shape[3])
     streams = [decoder.streams(number) for number in range(decoder.host_layers)]
     return cache._replace(
         hot=tuple(None if s else run.kept(i, pool) for i, s in enumerate(streams)),

@@ -51,10 +51,11 @@ class Sharing(NamedTuple):
         return batch + self.rows
 
 
-def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
+def common_prefix(prompts: Sequence[list[int]]) -> int:
     """How many tokens all prompts begin with, short of the whole of one."""
     least = min(map(len, prompts)) - 1
-    return next((i for i in range(least) if len({p[i] for p in prompts}) > 1), least)
+    first, last = min(prompts), max(prompts)  # all others are between them, in order
+    return next((i for i in range(least) if first[i] != last[i]), least)
 
 
 def may_share(config: ModelConfig, longest: int) -> bool:

@@ -1,7 +1,8 @@
 """Reading a run's prompts: the shape of its cache, what they share, and what of them is cached."""
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -13,12 +14,15 @@ from infinigen_jax.checking import Places, refuse
 from infinigen_jax.dispatch import Dispatcher
 from infinigen_jax.host_attention import STREAM_BLOCK
 from infinigen_jax.memory import Placement
-from infinigen_jax.planning import MemoryPlan, plan_memory
+from infinigen_jax.planning import MemoryPlan, most_rows, plan_cache
 from infinigen_jax.prefill import Notify, chunk_for, extend, prefill
 from infinigen_jax.prefix import common_prefix, may_share, plan_sharing, spread
+from infinigen_jax.workspace import decode_bytes, prefill_bytes
 
 if TYPE_CHECKING:
     from infinigen_jax.engine import Engine
+
+logger = logging.getLogger("infinigen_jax")
 
 
 class Begun(NamedTuple):
@@ -56,14 +60,14 @@ class PromptReader:
         tokens: int,
         rows: int,
         capacity: int | None,
-        share: bool,
+        prefix: int,
     ):
         """For a batch.
 
         Args:
             tokens: of the longest sequence, with its end.
             rows: sequences at once.
-            capacity, share: as in `Run`.
+            capacity, prefix: as in `Run`.
         """
         self.decoder = engine.decoder
         self.tokens_read = 0
@@ -71,8 +75,9 @@ class PromptReader:
         self._dispatcher = dispatcher
         self._prompts = prompts
         self._sharing = None
-        share = share and may_share(engine.model.config, max(map(len, prompts)))
-        if share and (prefix := common_prefix(prompts)):
+        self._longest = max(map(len, prompts))
+        prefix = min(prefix, common_prefix(prompts))
+        if prefix and may_share(engine.model.config, self._longest):
             self._sharing = plan_sharing(self.decoder, prefix, tokens, rows)
             capacity = self._sharing.capacity
         # A flush writes a whole window.
@@ -81,19 +86,54 @@ class PromptReader:
         self._prefix: Cache | None = None
 
     @property
-    def shares(self) -> bool:
-        """Whether the prompts have a prefix that is read and stored once."""
-        return self._sharing is not None
+    def shared(self) -> int:
+        """Tokens of the prefix that is read and stored once."""
+        return 0 if self._sharing is None else self._sharing.tokens
 
-    def plan(self, rows: int, beside: int, chunk: int) -> MemoryPlan:
-        """Memory of a batch, and of some sequences beside it."""
-        together = rows + beside
-        plan = plan_memory(self.decoder, together, chunk, self.capacity, self.slots)
+    def plan(self, rows: int, cached: int = 0) -> MemoryPlan:
+        """Memory of a batch.
+
+        Args:
+            cached: tokens of each prompt that are not to be read.
+        """
+        read = self._read_bytes(rows, self._longest - cached - self.shared)
+        return self._cache_plan(rows).at_work(max(read, self._step_bytes(rows)))
+
+    def phases(self, rows: int, cached: int, *, waiting: bool) -> list[MemoryPlan]:
+        """Memory of what comes one after the other: reading, decoding, reading what has waited.
+
+        Args:
+            cached: as for `plan`.
+            waiting: whether there are prompts to be admitted.
+        """
+        batch, one = self._cache_plan(rows), self._cache_plan(1)
+        rest, found = self._longest - cached - self.shared, []
+        if self.shared:
+            found = [one.at_work(self._read_bytes(1, self.shared)), batch + one]
+        if self.shared and waiting:  # the prefix stays
+            batch += one
+        found += [
+            batch.at_work(self._read_bytes(rows, rest)),
+            batch.at_work(self._step_bytes(rows)),
+        ]
+        if waiting:
+            found.append((batch + one).at_work(self._read_bytes(1, rest)))
+        return found
+
+    def _cache_plan(self, rows: int) -> MemoryPlan:
+        plan = plan_cache(self.decoder, rows, self.capacity, self.slots)
         if self._sharing is None:
             return plan
-        slots = self._sharing.host_rows(rows) * self._sharing.own + beside * self.capacity
-        host = plan.host_cache // (together * self.capacity) * slots
+        slots = self._sharing.host_rows(rows) * self._sharing.own
+        host = plan.host_cache // (rows * self.capacity) * slots
         return dataclasses.replace(plan, host_cache=host)
+
+    def _read_bytes(self, rows: int, longest: int) -> int:
+        chunk = self.chunk_length(longest, rows)
+        return prefill_bytes(self.decoder, rows, chunk, self.capacity)
+
+    def _step_bytes(self, rows: int) -> int:
+        return decode_bytes(self.decoder, rows, self.slots)
 
     def chunk_length(self, longest: int, rows: int) -> int:
         """Of prompts of this many rows, the longest of so many tokens."""
@@ -106,22 +146,26 @@ class PromptReader:
             prefix = [self._prompts[0][: self._sharing.tokens]]
             self._prefix = self._read(prefix, [0], Begun.empty(1), notify)[0]
 
-    def drop_prefix(self) -> None:
-        """No prompt is read any more that begins with it."""
-        self._prefix = None
-
     def read(
-        self, numbers: Sequence[int], begun: Begun | None = None, notify: Notify | None = None
+        self,
+        numbers: Sequence[int],
+        begun: Begun | None = None,
+        notify: Notify | None = None,
+        *,
+        last: bool = False,
     ) -> tuple[Cache, Int[Array, " b"]]:
         """The cache of these prompts alone, and their first tokens.
 
         Args:
             begun: what is cached of them; by default what all prompts share.
+            last: no prompt will be read behind these, and what they share is dropped.
         """
         if self._prefix is not None:
             assert self._sharing is not None
             cache = spread(self.decoder, self._prefix, len(numbers), self._sharing)
             begun = Begun(cache, [self._sharing.tokens] * len(numbers))
+            if last:
+                self._prefix = None
         begun = begun or Begun.empty(len(numbers))
         return self._read([self._prompts[i] for i in numbers], numbers, begun, notify)
 
@@ -163,3 +207,29 @@ def round_up_capacity(tokens: int) -> int:
     """Capacities come in a few sizes, so that few programs are compiled; multiples of a block."""
     unit = 128 if tokens <= STREAM_BLOCK else STREAM_BLOCK
     return -(-tokens // unit) * unit
+
+
+def rows_that_fit(
+    engine: "Engine", reader: Callable[[int], PromptReader], longest: int, most: int
+) -> int:
+    """How many of `most` prompts there is memory for at once, at least 1; says so if not for all.
+
+    Args:
+        reader: for so many at once.
+        longest: tokens of a prompt.
+    """
+
+    def phases(rows: int) -> list[MemoryPlan]:
+        return reader(rows).phases(rows, 0, waiting=rows < most)
+
+    rows, lacking = most_rows(phases, most, engine.mesh.devices.flat[0])
+    if lacking is None or not rows:
+        return max(1, rows)
+    text = f"{rows} of {most} prompts at once, as many as fit, and the others as these end"
+    lengths = [reader(n).chunk_length(longest, n) for n in (rows, most)]
+    if not engine.decoder.row_format.exact and lengths[0] != lengths[1]:
+        text += (
+            f", read {lengths[0]} tokens at a time, which --rows {engine.decoder.rows} depends on"
+        )
+    logger.warning("%s: all at once need %s", text, lacking.what)
+    return rows

@@ -171,7 +171,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         ),
         last=jax.jit(last, out_shardings=(at.batch, at.batch)),
         pool=jax.jit(
-            functools.partial(start_pool, decoder), static_argnums=(1, 2), out_shardings=at.rows
+            functools.partial(start_pool, decoder), static_argnums=1, out_shardings=at.rows
         ),
         kept=jax.jit(
             functools.partial(start_kept, decoder), static_argnums=0, out_shardings=at.rows

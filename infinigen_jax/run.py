@@ -20,7 +20,8 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement
 from infinigen_jax.planning import check_memory
 from infinigen_jax.prefill import Notify
-from infinigen_jax.prompt_reader import Begun, PromptReader
+from infinigen_jax.prompt_reader import Begun, PromptReader, rows_that_fit
+from infinigen_jax.remedies import LENGTHS, Remedies
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.stats import Clock, Stats, stats_of
 from infinigen_jax.steps import Watch
@@ -38,7 +39,8 @@ class Run:
         drawn: [b] the next tokens, not cached yet.
         counts: rows of each decode step.
         clock: what it took until now.
-        plan: the memory it takes.
+        plan: the memory that its batch takes.
+        phases: the memory of what it does, one after the other; what is largest has to fit.
         owners: which prompt each row of the batch belongs to.
         capacity, slots: of the cache, see `PromptReader`.
         new_tokens: tokens drawn so far and read back, per prompt.
@@ -56,35 +58,45 @@ class Run:
         notify: Notify | None = None,
         begun: Begun | None = None,
         capacity: int | None = None,
-        share: bool = False,
+        prefix: int = 0,
+        fit: bool = False,
     ):
         """As in `Engine.start`, and:
 
         Args:
             begun: go on with this cache, of the first prompts.
             capacity: of its layers, if it is not what the prompts and the new tokens need.
-            share: read what all prompts begin with once, and store it once, see `prefix`.
+            prefix: tokens that all prompts begin with, to be read and stored once, see `prefix`.
+            fit: begin with as many as there is memory for.
         """
         self.clock = Clock()
         self.engine = engine
         self.decoder = engine.decoder
         self.max_new_tokens = max_new_tokens
         self.prompt_lengths = np.array([len(p) for p in prompts], np.int32)
-        self.owners = Owners(self.prompt_lengths, min(batch or len(prompts), len(prompts)))
-        longest, rows = int(self.prompt_lengths.max()), self.owners.rows
-        begun = begun or Begun.empty(rows)
         self.dispatcher = Dispatcher(engine, sampling)
-        self._reader = PromptReader(
-            engine, self.dispatcher, prompts, longest + max_new_tokens, rows, capacity, share
-        )
+        longest = int(self.prompt_lengths.max())
+
+        def reader(rows: int) -> PromptReader:
+            room = longest + max_new_tokens
+            return PromptReader(engine, self.dispatcher, prompts, room, rows, capacity, prefix)
+
+        rows = min(batch or len(prompts), len(prompts))
+        if fit:
+            rows = rows_that_fit(engine, reader, longest, rows)
+        self.owners, self._reader = Owners(self.prompt_lengths, rows), reader(rows)
+        begun = begun or Begun.empty(rows)
         self.capacity, self.slots = self._reader.capacity, self._reader.slots
-        chunk = self._reader.chunk_length(longest - min(begun.cached), rows)
-        self.plan = self._reader.plan(rows, 0, chunk)
-        self._admission = admission(self.decoder) if self.owners.waiting else None
-        # A prompt that is admitted later is processed beside the batch, and so is a prefix.
-        beside = (self._admission is not None) + self._reader.shares
+        cached, waiting = min(begun.cached), bool(self.owners.waiting)
+        self.plan = self._reader.plan(rows, cached)
+        self.phases = self._reader.phases(rows, cached, waiting=waiting)
+        self._admission = admission(self.decoder) if waiting else None
         if begun.cache is None:
-            check_memory(self._reader.plan(rows, beside, chunk), engine.mesh.devices.flat[0])
+            lengths = LENGTHS if capacity is None else ("--context",)
+            may_pool = capacity is None and not self._reader.shared
+            remedies = Remedies(self.decoder, lengths, rows, waiting, may_pool)
+            for plan in self.phases:
+                check_memory(plan, engine.mesh.devices.flat[0], remedies)
         compilations()
 
         at = Placement(engine.mesh)
@@ -93,9 +105,7 @@ class Run:
         self.counts: list[Counts] = []
         self._place: list[jax.Array] = []
         self._reader.read_prefix(notify)
-        self.cache, self.drawn = self._reader.read(range(rows), begun, notify)
-        if self._admission is None:
-            self._reader.drop_prefix()
+        self.cache, self.drawn = self._reader.read(range(rows), begun, notify, last=not waiting)
         self.drawn.block_until_ready()
         self.clock.read_prompts()
         self._admitted_lengths: set[int] = set()
@@ -215,7 +225,8 @@ class Run:
         self.drawn.block_until_ready()
         self.clock.read_prompts()
         # The first prompt of a chunk length belongs to the warm-up.
-        length = self._reader.chunk_length(int(self.prompt_lengths[prompt]), 1)
+        read = int(self.prompt_lengths[prompt]) - self._reader.shared
+        length = self._reader.chunk_length(read, 1)
         if self._compiled is not None and length not in self._admitted_lengths:
             self._compiled += compilations() - before
         self._admitted_lengths.add(length)

@@ -1,22 +1,25 @@
 """Memory that is taken for a while: by a prompt's layer, and by a decode step."""
 
+import jax
+
 from infinigen_jax.decode import Decoder
 from infinigen_jax.prompt_attention import BLOCK, CPU_WIDE_TILE, DEVICE_TILE_BYTES
+from infinigen_jax.weights import in_host_memory
 
 FLOAT32 = 4  # bytes
 
 
 def prefill_bytes(decoder: Decoder, batch: int, chunk: int, capacity: int) -> int:
     """Temporaries of one layer over a chunk of so many tokens of each prompt."""
-    logits = FLOAT32 * batch * decoder.config.vocab_size
+    beside = FLOAT32 * batch * decoder.config.vocab_size + _arriving_bytes(decoder)
     if decoder.transfer.in_place:
-        return _prefill_on_cpu(decoder, batch, chunk, capacity) + logits
+        return _prefill_on_cpu(decoder, batch, chunk, capacity) + beside
     config, item = decoder.config, decoder.dtype.itemsize
     width = 3 * config.hidden_size + 2 * config.num_heads * config.head_dim
     width += 3 * config.intermediate_size + 4 * config.num_kv_heads * config.head_dim
     # Scores and weights of the tiles at a time, in float32; two blocks of rows.
     blocks = 2 * batch * config.num_kv_heads * BLOCK * 2 * config.head_dim * item
-    return batch * chunk * width * item + 2 * DEVICE_TILE_BYTES + blocks + logits
+    return batch * chunk * width * item + 2 * DEVICE_TILE_BYTES + blocks + beside
 
 
 def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> int:
@@ -53,7 +56,16 @@ def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
     # Scores, what they are ranked by, and which of them pass, in float32.
     scores = 3 * FLOAT32 * batch * config.num_heads * capacity if selecting else 0
     ends = FLOAT32 * batch * (2 * config.vocab_size + 4 * config.intermediate_size)
+    ends += _arriving_bytes(decoder)
     return moved + scores + ends + _converted_bytes(decoder, batch, capacity)
+
+
+def _arriving_bytes(decoder: Decoder) -> int:
+    """Weights that are kept in host memory: two layers' worth is on the device, see `weights`."""
+    if not decoder.weights_on_host:
+        return 0
+    leaves = jax.tree.leaves(in_host_memory(decoder.blueprint.layer_shapes))
+    return 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _converted_bytes(decoder: Decoder, batch: int, capacity: int) -> int:

@@ -1,6 +1,7 @@
 """Continuous batches: more prompts than rows give what each prompt gives alone."""
 
 import dataclasses
+import json
 import re
 
 import jax
@@ -10,15 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import ALL, NEW, SPARSE, engine, random_model, tokens_of
 
-from infinigen_jax import generate
+from infinigen_jax import generate, planning
 from infinigen_jax.batching import IDLE, Owners, admission
 from infinigen_jax.compilations import compilations
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
+from infinigen_jax.memory_limits import Device
+from infinigen_jax.planning import FILLED, MemoryPlan, Shortage
 from infinigen_jax.policies import Full, InfiniGenPaper
 from infinigen_jax.policies.exact import PreviousQuery
 from infinigen_jax.policies.h2o import H2O
 from infinigen_jax.policies.quest import Quest
+from infinigen_jax.pool import Pool
 from infinigen_jax.run import Run
 from infinigen_jax.sampling import Sampling
 
@@ -198,6 +202,60 @@ def test_the_command(command, tmp_path):
     assert command(generate.main, *shared, "--batch", "1") == expected
     status, out, err = command(generate.main, *shared, "--batch", "0")
     assert (status, out) == (2, "") and err.startswith("error: --batch 0")
+
+
+@pytest.mark.parametrize("settings", [{}, {"pool": Pool(tokens=18)}], ids=["plain", "pool"])
+def test_as_many_at_once_as_fit(settings, monkeypatch, caplog):
+    made = engine("short", SPARSE, 1, **settings)
+    expected = tokens_of(made, PROMPTS)
+    three, one = (
+        max(plan.total for plan in made.start(PROMPTS, 1 + NEW, batch=n).phases) for n in (3, 1)
+    )
+
+    def free(number: float) -> None:
+        monkeypatch.setattr(planning, "available_host_bytes", lambda: int(number))
+
+    free(three / FILLED + 1)
+    caplog.clear()
+    run = made.start(PROMPTS, NEW, fit=True)
+    assert len(caplog.messages) == 1 and run.owners.rows == 3
+    assert "3 of 7 prompts at once, as many as fit, and the others as these" in caplog.text
+    assert [*run.tokens()] and run.new_tokens == expected == tokens_of(made, PROMPTS)
+    with pytest.raises(InputError, match="--batch") as refused:  # all rows, or those asked for
+        made.start(PROMPTS, NEW)
+    assert "the number of prompts" not in str(refused.value)
+    with pytest.raises(InputError, match="--max-new-tokens, --batch|--max-new-tokens or --batch"):
+        made.generate(PROMPTS, max_new_tokens=NEW, batch=6)
+    caplog.clear()
+    free(one - 1)
+    with pytest.raises(InputError, match="the number of prompts to 1"):
+        made.generate(PROMPTS, max_new_tokens=1 + NEW)
+    assert caplog.messages == []
+    with pytest.raises(InputError, match="lower the prompt length") as refused:
+        free(1000)
+        made.generate(PROMPTS[:1], max_new_tokens=NEW)
+    assert "--batch" not in str(refused.value) and "number of prompts" not in str(refused.value)
+
+
+def test_the_command_says_how_many_fit(command, monkeypatch, tmp_path, caplog):
+    prompts = [x for text in ("The king", "It was", "At sea") for x in ("--prompt", text)]
+    shared = (*prompts, "--max-new-tokens", "5", "--ignore-eos")
+    stats = ("--batch", "1", "--stats-json", tmp_path / "stats")
+    status, expected, _ = command(generate.main, *shared, *stats)
+    room = 2 * json.loads((tmp_path / "stats").read_text())["host_cache_bytes"]
+
+    def shortage(plan: MemoryPlan, device: Device, share: float = 1.0) -> Shortage | None:
+        return Shortage("much of host memory", "host") if plan.host_cache > room else None
+
+    monkeypatch.setattr(planning, "shortage", shortage)
+    assert command(generate.main, *shared)[:2] == (0, expected)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("1 of 3 prompts at once")
+    assert caplog.messages[0].endswith("all at once need much of host memory")
+    assert command(generate.main, *shared, "--quiet") == (0, expected, "")
+    assert len(caplog.messages) == 1
+    status, out, err = command(generate.main, *shared, "--batch", "2")
+    assert (status, out) == (2, "") and "--max-new-tokens, --batch" in err or "or --batch" in err
 
 
 def test_batches_out_of_range():

@@ -256,7 +256,7 @@ def test_what_does_not_fit_is_not_resumed(saved, monkeypatch):
     with pytest.raises(InputError) as first:
         say(made.conversation(context=CONTEXT), TURNS[0], 3)
     for message in (str(refused.value), str(first.value)):
-        assert "1.0 MiB are available: lower the" in message and "\n" not in message
+        assert "1.0 MiB are available: lower --context" in message and "\n" not in message
 
 
 def test_what_cannot_be_begun_saved_or_resumed(tmp_path, saved):

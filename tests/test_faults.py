@@ -52,9 +52,9 @@ pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + (100 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 assert available_host_bytes() <= 100 << 20
-too_much = lambda: engine.generate([[3] * 200] * 256, max_new_tokens=300)
+too_much = lambda: engine.generate([[3] * 200] * 256, max_new_tokens=300, batch=256)
 assert run_command(too_much) == 2
-run.check_memory = lambda plan, device: None  # not foreseen
+run.check_memory = lambda *arguments: None  # not foreseen
 sys.exit(run_command(too_much))
 """
 
@@ -64,7 +64,7 @@ def test_a_limit_of_memory():
     foreseen, unforeseen = error_lines(python("-c", LIMITED), 2)
     assert "are available" in foreseen and OUT_OF_MEMORY not in foreseen
     assert "are available" not in unforeseen and OUT_OF_MEMORY in unforeseen
-    assert all("--max-new-tokens" in message for message in (foreseen, unforeseen))
+    assert all("--max-new-tokens, --batch" in message for message in (foreseen, unforeseen))
 
 
 @pytest.mark.parametrize(

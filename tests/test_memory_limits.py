@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from runtime import engine
 
 from infinigen_jax import planning
 from infinigen_jax.errors import InputError
@@ -15,6 +16,9 @@ from infinigen_jax.memory_limits import (
     pinned_pool_limit_bytes,
 )
 from infinigen_jax.planning import MemoryPlan, check_memory
+from infinigen_jax.policies import H2O
+from infinigen_jax.pool import Pool
+from infinigen_jax.remedies import LENGTHS, Remedies
 
 GIB = 1 << 30
 
@@ -98,20 +102,53 @@ def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
     monkeypatch.setattr(planning, "available_host_bytes", lambda: 100 * GIB)
     device = FakeDevice("gpu", {"bytes_limit": 10 * GIB, "bytes_in_use": GIB})
 
+    decoder = engine("gqa", dense_layers=2, hot_set=1.0).decoder
+    remedies = Remedies(decoder, rows=3)
+
     def refusal(**parts: int) -> str:
         sizes = {field.name: 0 for field in dataclasses.fields(MemoryPlan)} | parts
         with pytest.raises(InputError) as refused:
-            check_memory(MemoryPlan(**sizes), device)
+            check_memory(MemoryPlan(**sizes), device, remedies)
         assert "\n" not in str(refused.value)
         return str(refused.value)
 
     monkeypatch.setenv(PINNED_POOL_VARIABLE, "80")
     assert "120.0 GiB of host memory" in (message := refusal(host_cache=120 * GIB))
-    assert "100.0 GiB are available: lower the prompt length, --max-new-tokens" in message
+    assert message.endswith(
+        "100.0 GiB are available: lower the prompt length, --max-new-tokens or --batch, "
+        "or use --rows int8, --pool-tokens or more --dense-layers"
+    )
     assert refusal(host_cache=90 * GIB).endswith(f"set {PINNED_POOL_VARIABLE}=92")
     message = refusal(dense_cache=6 * GIB, workspace=4 * GIB)
     assert "10.0 GiB of device memory, and 9.0 GiB are free" in message
-    assert "--dense-layers, --prefill-chunk or --partial-ratio" in message
+    assert message.endswith(
+        "lower the prompt length, --max-new-tokens, --batch, --dense-layers or --prefill-chunk, "
+        "or use --weights host or --pool-tokens"
+    )
+    message = refusal(hot=6 * GIB, index=4 * GIB)
+    assert "--batch, --hot-set or --partial-ratio, or use" in message
+
+
+def test_remedies_are_options_that_apply():
+    plan = MemoryPlan(**dict.fromkeys((f.name for f in dataclasses.fields(MemoryPlan)), GIB))
+
+    def of(*given, unified: bool = True, **settings) -> tuple[str, str]:
+        remedies = Remedies(engine("gqa", **settings).decoder, *given)
+        return remedies.for_host(plan, unified=unified), remedies.for_device(plan)
+
+    host, device = of(("--context",), 1, False, False, dense_layers=0)
+    lower = "lower --context, --prefill-chunk, --hot-set or --partial-ratio, or use"
+    assert host == f"{lower} --rows int8" and device == f"{lower} --weights host"
+    host, device = of(LENGTHS, 1, True, rows="int8", weights="host", dense_layers=1, unified=False)
+    assert host == (
+        "lower the prompt length, --max-new-tokens or the number of prompts to 1, "
+        "or use --pool-tokens, more --dense-layers or --weights device"
+    )
+    assert "--weights" not in device and "--dense-layers" in device
+    host, device = of(policy=H2O(budget=0.2, window=4, sinks=2), pool=None, dense_layers=1)
+    assert "--pool-tokens" not in host + device and "--partial-ratio" not in device
+    host, _ = of(pool=Pool(tokens=50), dense_layers=1)
+    assert "--dense-layers" in host and "--prefill-chunk" not in host
 
 
 def test_pinned_pool(monkeypatch):

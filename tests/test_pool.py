@@ -33,7 +33,7 @@ CASES = [
 ]
 inserted = jax.jit(insert, static_argnums=(0, 5))
 touched = jax.jit(touch, static_argnums=0)
-after_prompt = jax.jit(of_prompt, static_argnums=(0, 2, 3, 4, 5))
+after_prompt = jax.jit(of_prompt, static_argnums=(0, 2, 3, 4))
 held_now = jax.jit(held, static_argnums=2)
 
 
@@ -90,7 +90,7 @@ def test_against_dictionaries(data):
     pool = Pool(tokens=size, eviction=eviction, sinks=pool_sinks, recent=recent)
     rng = np.random.default_rng(draw(st.integers(0, 999), "seed"))
     lengths = np.array(draw(st.tuples(st.integers(1, 24), st.integers(1, 24)), "lengths"))
-    prompt = after_prompt(pool, jnp.asarray(lengths, jnp.int32), K, 24, size, device_sinks)
+    prompt = after_prompt(pool, jnp.asarray(lengths, jnp.int32), K, size, device_sinks)
     positions, used = prompt, first_used(pool, prompt)
     there = contents(positions, used)
     plain = [[Reference(pool, size, window, sorted(head)) for head in row] for row in there]
@@ -153,7 +153,7 @@ def _at(rows: np.ndarray, slots: np.ndarray) -> np.ndarray:
 def one_head(eviction: str, size: int, fetches: list[list[int]], **settings) -> tuple[Any, Any]:
     """Directory after tokens 0 .. size - 1 and some requests; sinks 0, window 1."""
     pool = Pool(tokens=size, eviction=eviction, sinks=0, **settings)
-    positions = after_prompt(pool, jnp.array([size], jnp.int32), 1, size, size, 0)
+    positions = after_prompt(pool, jnp.array([size], jnp.int32), 1, size, 0)
     used = first_used(pool, positions)
     for number, slots in enumerate(fetches):
         padded = jnp.asarray(np.resize(slots, (1, 1, 4)), jnp.int32)
@@ -184,7 +184,7 @@ def test_full_counters_are_halved_in_order():
 def test_sinks_give_way_by_choice():
     for sinks, victim in ((0, 0), (2, 2)):
         pool = Pool(tokens=6, eviction="fifo", sinks=sinks)
-        positions = after_prompt(pool, jnp.array([6], jnp.int32), 1, 6, 6, 0)
+        positions = after_prompt(pool, jnp.array([6], jnp.int32), 1, 6, 0)
         made = inserted(
             pool, positions, None, jnp.array([[6]], jnp.int32), jnp.array([7], jnp.int32), 0
         )

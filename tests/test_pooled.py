@@ -23,6 +23,7 @@ from runtime import (
 
 from infinigen_jax import evaluate, generate
 from infinigen_jax.cache import DenseLayer, Resident
+from infinigen_jax.compilations import compilations
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.host_attention import held
@@ -237,6 +238,20 @@ def test_the_flush_is_in_place():
     for _ in range(2 * TAIL.window):
         run.advance()
     assert [x.unsafe_buffer_pointer() for x in (run.cache.host, *run.cache.states)] == before
+
+
+def test_prompts_of_other_lengths_are_admitted_without_compiling():
+    made = engine("short", TAIL, 1, pool=SMALL)
+    first, second = ([list(range(3, 3 + n)) for n in sizes] for sizes in ((9, 31, 20), (40, 7, 26)))
+    compiled = []
+    for prompts in (first, second):
+        before = compilations()
+        run = made.start(prompts, NEW, batch=1)
+        for _ in run.tokens(ignore_eos=True):
+            pass
+        compiled.append(compilations() - before)
+        assert run.stats().compilations_after_warmup == 0
+    assert compiled[1] == 0
 
 
 def test_the_step_without_a_limit_is_the_same_program():

@@ -14,7 +14,7 @@ from runtime import ALL, NEW, SPARSE, engine, first_layers, random_model, tokens
 from infinigen_jax import generate
 from infinigen_jax.checkpoint import embedded
 from infinigen_jax.compilations import compilations
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine import UNSETTLED, Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import H2O, Full, Policy
 from infinigen_jax.pool import Pool
@@ -22,6 +22,7 @@ from infinigen_jax.prefix import UNIT, common_prefix, plan_sharing
 from infinigen_jax.run import Run
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.tokenization import load_tokenizer
+from infinigen_jax.workspace import decode_bytes, prefill_bytes
 
 
 def numbers(seed: int, count: int) -> list[int]:
@@ -40,7 +41,7 @@ SETTINGS: dict[str, tuple[str, Policy, dict[str, Any]]] = {
 
 
 def shared(made: Engine, **settings: Any) -> Run:
-    run = made.start(WHOLE, NEW, share=True, **settings)
+    run = made.start(WHOLE, NEW, prefix=len(PREFIX), **settings)
     for _ in run.tokens(ignore_eos=True):
         pass
     return run
@@ -118,7 +119,7 @@ def test_nothing_is_compiled_or_moved_later():
     made = engine("gqa")
     shared(made, batch=2)
     before = compilations()
-    run = made.start([[*PREFIX, *end[::-1]] for end in ENDS], NEW, batch=2, share=True)
+    run = made.start([[*PREFIX, *end[::-1]] for end in ENDS], NEW, batch=2, prefix=141)
     assert run.cache.host is not None
     address = run.cache.host.unsafe_buffer_pointer()
     for _ in run.tokens(ignore_eos=True):
@@ -126,13 +127,53 @@ def test_nothing_is_compiled_or_moved_later():
     assert compilations() == before and run.stats().compilations_after_warmup == 0
 
 
-def test_equal_prompts_and_prompts_without_a_prefix():
+def test_the_prefix_that_is_given_is_what_is_shared():
+    """Not what prompts have in common, nor more of a prompt that is alone."""
     made = engine("gqa")
-    for prompts in ([PREFIX, PREFIX], [[5], [6, 7]]):  # the same, and nothing
-        run = made.start(prompts, 5, share=True)
-        for _ in run.tokens(ignore_eos=True):
-            pass
-        assert run.new_tokens == tokens_of(made, prompts, 5, ignore_eos=True)
+    prompts = [[*PREFIX, 7, 8, 9], [*PREFIX, 7, 8, 5]]
+    for asked, read in ((prompts, 141 + 2 * 3), (prompts[:1], 141 + 3), ([PREFIX] * 2, 140 + 2)):
+        run = made.start(asked, 5, prefix=len(PREFIX))
+        assert run.tokens_read == read
+        assert [*run.tokens(ignore_eos=True)] and run.new_tokens == tokens_of(made, asked, 5)
+    assert made.start([[5], [6, 7]], 1, prefix=3).tokens_read == 3  # there is none
+    assert made.start(prompts, 1).tokens_read == sum(map(len, prompts))
+    assert made.prefix_tokens(PREFIX) == 141 and made.prefix_tokens("") == 0
+
+
+def test_the_plan_is_of_what_comes_one_after_the_other():
+    """The prefix alone, a copy for each row, their ends, steps, and one row beside them."""
+    made = engine("gqa")
+    run = made.start(WHOLE, NEW, batch=2, prefix=len(PREFIX))
+    alone, copied, ends, step, beside = run.phases
+    assert run.cache.host is not None
+    batch, one = run.cache.host.nbytes, alone.host_cache
+    assert one == batch * 2 // 3  # of two units; of them one is shared
+    assert [plan.host_cache - batch for plan in run.phases] == [one - batch, one, one, one, 2 * one]
+    assert 2 * alone.dense_cache == run.plan.dense_cache
+    assert 3 * alone.dense_cache == copied.dense_cache
+    assert alone.workspace == prefill_bytes(made.decoder, 1, 192, run.capacity)
+    assert ends.workspace == prefill_bytes(made.decoder, 2, 128, run.capacity)
+    assert step.workspace == decode_bytes(made.decoder, 2, run.capacity)
+    assert beside.workspace == prefill_bytes(made.decoder, 1, 128, run.capacity)
+    together = made.start(WHOLE, NEW, prefix=len(PREFIX))
+    assert [plan.dense_cache // alone.dense_cache for plan in together.phases] == [1, 6, 5, 5]
+    assert [plan.dense_cache for plan in made.start(WHOLE, NEW).phases] == [
+        5 * alone.dense_cache
+    ] * 2
+
+
+def test_a_row_of_a_batch_with_small_rows_gives_what_it_gives_alone():
+    """Rows are scaled by the prefix, and else by the first chunk, which is as long for all."""
+    made = engine("short", SPARSE, 1, rows="int8", prefill_chunk=192)
+    ends = [[*PREFIX, *end] for end in ENDS[1:4]]
+    for prompts, prefix in ((ends, 141), ([numbers(7, 200), numbers(8, 150)], 0)):
+        both = made.start(prompts, 30, prefix=prefix)
+        assert [*both.tokens(ignore_eos=True)]
+        for i, prompt in enumerate(prompts):
+            run = made.start([prompt], 30, prefix=prefix)
+            assert [*run.tokens(ignore_eos=True)] and run.new_tokens[0] == both.new_tokens[i]
+            for one, row in zip(run.cache.scales, both.cache.scales, strict=True):
+                np.testing.assert_allclose(one.centre[0], row.centre[i], rtol=1e-3, atol=1e-3)
 
 
 def test_text_is_tokenised_whole():
@@ -160,7 +201,9 @@ def test_the_command(command, tmp_path):
     encode = load_tokenizer(embedded()).encode
     whole = [encode(text + end) for end in ("He said", "Then")]
     assert record["prompt_tokens"] == sum(map(len, whole))
-    assert record["prompt_tokens_read"] == record["prompt_tokens"] - common_prefix(whole)
+    shared = len(encode(text)) - UNSETTLED
+    assert encode(text)[:shared] == whole[0][:shared] == whole[1][:shared]
+    assert record["prompt_tokens_read"] == record["prompt_tokens"] - shared
 
 
 @pytest.mark.parametrize(
