@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -316,5 +317,6 @@ def test_generate_has_the_same_engine_options(run):
     arguments = generate.build_parser().parse_args(options)
     chosen = make_engine(random_model("gqa"), make_policy(arguments), arguments)
     assert chosen.decoder.eviction == "score" and chosen.decoder.hot_set == 2.0
-    fitted = InfiniGen(index_dtype="bfloat16", query="own", layer_budgets="equal")
-    assert chosen.decoder.policy == fitted
+    policy: Any = chosen.decoder.policy
+    assert (policy.index_dtype, policy.query) == ("bfloat16", "own")
+    assert policy == InfiniGen(index_dtype="bfloat16").fitted(chosen.model, True, False)
