@@ -23,6 +23,7 @@ import numpy as np
 from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
 from infinigen_jax.manifest import read_manifest
+from infinigen_jax.models.joined import split
 from infinigen_jax.planning import check_memory, plan_memory
 from infinigen_jax.prefill import chunk_for
 from infinigen_jax.prompt_reader import Begun, round_up_capacity
@@ -215,7 +216,9 @@ def fingerprint(model: "Model") -> str:
         text = json.dumps(read_manifest(model.path).files, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
     digest = hashlib.sha256(repr(model.config).encode())
-    for leaf in jax.tree.leaves((model.params, model.bases)):
+    queries = model.config.num_heads * model.config.head_dim
+    layers = [split(layer, queries) for layer in model.params["layers"]]
+    for leaf in jax.tree.leaves((model.params | {"layers": layers}, model.bases)):
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()
 

@@ -19,6 +19,7 @@ from infinigen_jax.checkpoint import DENSE_UNKNOWN, Model
 from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement, default_mesh
+from infinigen_jax.models.joined import join, split
 from infinigen_jax.policies import POLICIES, InfiniGen, Policy
 from infinigen_jax.pool import Pool
 from infinigen_jax.prefill import Notify
@@ -182,9 +183,17 @@ class Engine:
         )
         prepared = tuple(chosen.prepare(model, i) for i in self.decoder.on_host)
         whole = Placement(self.mesh).whole
-        layers = placement(model.params["layers"], weights, self.mesh)
-        params = jax.device_put(model.params, {"embedding": whole, "layers": layers})
+        queries = model.config.num_heads * model.config.head_dim
+        joined = mover.in_place and weights == "device"
+        layers = [join(x) if joined else split(x, queries) for x in model.params["layers"]]
+        there = {"embedding": whole, "layers": placement(layers, weights, self.mesh)}
+        params = jax.device_put(model.params | {"layers": layers}, there)
         self.weights = Weights(params, jax.device_put(prepared, whole))
+        if joined:
+            # Whoever lets go of the given model has each matrix once.
+            self.model = dataclasses.replace(model, params=params)
+            if "tokenizer" in vars(model):
+                vars(self.model)["tokenizer"] = model.tokenizer
 
     def encode(self, prompt: Prompt, *, first: bool = True) -> list[int]:
         """Token numbers of a prompt.

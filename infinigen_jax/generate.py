@@ -89,9 +89,10 @@ def generate(arguments: argparse.Namespace) -> None:
     policy = make_policy(arguments)
     widen_pinned_pool()
     folder = embedded() if arguments.model is None else arguments.model
-    model = load(folder, arguments.dtype, notify=say, weights=arguments.weights)
     chosen = {"schedule": arguments.schedule, "check": arguments.check}
+    model = load(folder, arguments.dtype, notify=say, weights=arguments.weights)
     engine = make_engine(model, policy, arguments, **chosen)
+    del model  # the engine may have its own form of the weights
     if arguments.chat:
         chat(engine, arguments, sampling, prompts, say)
         return

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
+from infinigen_jax.models.joined import split
 from infinigen_jax.skew import unskewed_basis
 
 if TYPE_CHECKING:
@@ -135,7 +136,8 @@ def speculation_weights(
     config = model.config
     basis, query = choose_basis(model, basis), choose_query(model, query)
     corrected = None
-    projection = model.params["layers"][layer]["q"]
+    queries = config.num_heads * config.head_dim
+    projection = split(model.params["layers"][layer], queries)["q"]
     if query == "corrected":
         assert model.ahead is not None
         corrected = model.ahead[layer]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax.models.joined import part_of, split
 from infinigen_jax.models.rope import Rope
 
 Params = dict[str, Any]
@@ -154,7 +155,13 @@ class Blueprint(NamedTuple):
     embedding_shapes: Params
 
     def layer(self, params: Params) -> Layer:
-        return nnx.merge(self.layer_graph, params)
+        """The module, of parameters in either form of `joined`."""
+        queries = self.config.num_heads * self.config.head_dim
+        module: Any = nnx.merge(self.layer_graph, split(params, queries))
+        if "qkv" in params:
+            module.q = part_of(params["qkv"], 0, queries)
+            module.kv = part_of(params["qkv"], queries, None)
+        return module
 
     def embedding(self, params: Params) -> Embedding:
         return nnx.merge(self.embedding_graph, params)
