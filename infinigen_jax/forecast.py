@@ -18,6 +18,7 @@ from infinigen_jax.convert import DEFAULT_SKEW
 from infinigen_jax.decode import Decoder
 from infinigen_jax.manifest import AHEAD_FILE, MANIFEST_FILE, SKEW_FILE, read_manifest
 from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.models.joined import split
 from infinigen_jax.options import chunk_option, make_engine
 from infinigen_jax.planning import MemoryPlan, plan_memory
 from infinigen_jax.policies import Policy
@@ -196,7 +197,11 @@ class Planner:
                 chosen = policy.fitted(model, in_place=False, pooled=False)
             engine = make_engine(model, chosen, self.arguments, **settings)
             made.append(engine.decoder)
-            return engine.weights
+            # In the form that they have wherever rows, or weights, are moved.
+            queries = self.config.num_heads * self.config.head_dim
+            params = engine.weights.params
+            layers = [split(layer, queries) for layer in params["layers"]]
+            return engine.weights._replace(params=params | {"layers": layers})
 
         weights = jax.eval_shape(build, self._shapes)
         decoder = made[0]
