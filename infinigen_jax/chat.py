@@ -120,7 +120,7 @@ def begin(
 def _take_turn(talk: "Chat", text: str, arguments: argparse.Namespace, say: Say) -> None:
     """Answer a line; Ctrl-C ends the answer, and what is said of it so far stays said."""
     started = time.perf_counter()
-    with _interrupts() as interrupted:
+    with interrupts() as interrupted:
         answer = talk.answer(text, arguments.max_new_tokens, arguments.ignore_eos)
         with contextlib.closing(answer):
             for piece in answer:
@@ -270,7 +270,7 @@ def _lines(turns: list[str]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _interrupts() -> Iterator[threading.Event]:
+def interrupts() -> Iterator[threading.Event]:
     """The first Ctrl-C sets the event, a second one ends the program.
 
     In the middle of a step an exception would leave the cache undefined.

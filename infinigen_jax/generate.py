@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infinigen_jax.chat import add_chat_options, chat, check_chat_options
+from infinigen_jax.chat import add_chat_options, chat, check_chat_options, interrupts
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.options import (
     SAMPLING_OPTIONS,
@@ -184,13 +184,19 @@ def print_texts(run: "Run", *, ignore_eos: bool) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    for tokens in run.tokens(ignore_eos=ignore_eos):
-        run.push_text(tokens)
-        show(current)
-        # A prompt without a token is one that has ended, unless it has none at all yet.
-        while current + 1 < len(run.texts) and tokens[current] is None and run.new_tokens[current]:
-            current = end_line(current)
+    # An exception out of a signal's handler can be lost, as in JAX's callback of the collector.
+    with interrupts() as interrupted:
+        for tokens in run.tokens(ignore_eos=ignore_eos):
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+            run.push_text(tokens)
             show(current)
+            # A prompt without a token is one that has ended, unless it has none at all yet.
+            ended = tokens[current] is None and run.new_tokens[current]
+            while current + 1 < len(run.texts) and ended:
+                current = end_line(current)
+                show(current)
+                ended = tokens[current] is None and run.new_tokens[current]
     run.finish_text()
     while current < len(run.texts):
         show(current)
