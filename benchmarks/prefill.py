@@ -22,7 +22,6 @@ import jax.numpy as jnp
 
 from benchmarks import machine, shapes
 from benchmarks.files import RESULTS, note, write_json
-from infinigen_jax import fused_attention
 from infinigen_jax.engine import Engine
 from infinigen_jax.memory import Placement
 from infinigen_jax.planning import plan_memory
@@ -73,7 +72,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         "benchmark": "prefill",
         "machine": machine.describe(),
         "settings": {name: getattr(options, name) for name in ("shape", "dtype", "rounds")},
-        "attention": attention(engine),
+        "attention": attention(engine, max([*options.prompts, *options.memory])),
         "memory": [memory(engine, tokens) for tokens in options.memory],
         "times": [],
     }
@@ -99,13 +98,10 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     return result
 
 
-def attention(engine: Engine) -> str:
-    """Whose kernel attends to a prompt."""
-    config, dtype = engine.model.config, engine.decoder.dtype
-    if jax.default_backend() != "gpu":
-        return "XLA"
-    reason = fused_attention.unavailable(dtype.name, config.head_dim)
-    return "cuDNN" if reason is None else f"XLA ({reason})"
+def attention(engine: Engine, tokens: int) -> str:
+    """Whose kernel attends to a prompt of so many tokens, as its chunk's program says."""
+    program = chunk_programs(engine, *sizes(engine, tokens))[0]
+    return "cuDNN" if "__cudnn$fmha" in program.as_text() else "XLA"
 
 
 def ours(engine: Engine, prompt: list[int]) -> float:
@@ -141,8 +137,7 @@ def summary(tokens: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
 
 def memory(engine: Engine, tokens: int) -> dict[str, Any]:
     """Device bytes of reading one prompt of so many tokens, by what they are for."""
-    capacity = round_up_capacity(tokens + 1)
-    chunk = min(chunk_for(engine.decoder, 1, tokens, engine.prefill_chunk), capacity)
+    chunk, capacity = sizes(engine, tokens)
     plan = plan_memory(engine.decoder, 1, chunk, capacity)
     return {
         "tokens": tokens,
@@ -156,8 +151,22 @@ def memory(engine: Engine, tokens: int) -> dict[str, Any]:
     }
 
 
+def sizes(engine: Engine, tokens: int) -> tuple[int, int]:
+    """The chunk and the capacity that a prompt of so many tokens is read with."""
+    capacity = round_up_capacity(tokens + 1)
+    return min(chunk_for(engine.decoder, 1, tokens, engine.prefill_chunk), capacity), capacity
+
+
 def temporaries(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[int]:
     """Bytes that each of a chunk's programs takes beside its operands, results included."""
+    programs = chunk_programs(engine, chunk, capacity, batch)
+    found = [program.compile().memory_analysis() for program in programs]
+    new = [s.output_size_in_bytes - s.alias_size_in_bytes for s in found]
+    return [s.temp_size_in_bytes + more for s, more in zip(found, new, strict=True)]
+
+
+def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[Any]:
+    """The programs that read a chunk, lowered: a host layer's first."""
     decoder, weights = engine.decoder, engine.weights
     run, config, stored = prefill_steps(decoder), decoder.config, decoder.row_format
     at = Placement(decoder.mesh)
@@ -198,9 +207,7 @@ def temporaries(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> li
             run.device_layer.lower(layers[0], x, cache.local[0], span, lengths, window=None),
             run.keep_on_device.lower(cache.local[0], rows, span),
         ]
-    found = [program.compile().memory_analysis() for program in lowered]
-    new = [s.output_size_in_bytes - s.alias_size_in_bytes for s in found]
-    return [s.temp_size_in_bytes + more for s, more in zip(found, new, strict=True)]
+    return lowered
 
 
 def table(result: dict[str, Any]) -> str:

@@ -8,12 +8,12 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from infinigen_jax.backend import start_backend
 from infinigen_jax.budgets import Curves
@@ -22,50 +22,23 @@ from infinigen_jax.convert.mapping import TRANSFORMS, expected, match, read_tree
 from infinigen_jax.convert.reader import checked_folder, open_tensors, read_config
 from infinigen_jax.errors import InputError
 from infinigen_jax.manifest import (
-    AGAIN,
-    AHEAD_FILE,
     MANIFEST_FILE,
     SKEW_FILE,
-    Manifest,
     read_manifest,
     verify_files,
 )
 from infinigen_jax.memory_limits import available_device_bytes, format_bytes
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
-from infinigen_jax.safetensors_io import SafetensorsFile
+from infinigen_jax.skew_file import DTYPES, Ahead, Basis, read_skew
 from infinigen_jax.tokenization import load_tokenizer
 from infinigen_jax.weights import check_weights, placed
 
 logger = logging.getLogger("infinigen_jax")
 
-DTYPES = ("float32", "bfloat16", "float16")
 DENSE_LOSS = 0.03  # docs/policies-infinigen.md
 DENSE_AMONG = 4
 DENSE_UNKNOWN = 2
 EMBEDDED = ("books-llama", "tiny-llama", "tiny-opt")
-
-
-class Basis(NamedTuple):
-    """Change of basis of a layer, per KV head: speculated q @ query, and k @ key.
-
-    With skew "svd" both are the same orthogonal matrix; in any case query @ key.T = I.
-    """
-
-    query: Float[Array, "k d d"]
-    key: Float[Array, "k d d"]
-
-
-class Ahead(NamedTuple):
-    """How to guess a layer's query from an earlier layer, corrected on calibration text.
-
-    Attributes:
-        projection: {"kernel" [e, h*d], "bias" [h*d]}, in place of W_Q and its bias. Not on the
-            device before a policy asks for it.
-        basis: the balanced one for this query; query @ key.T is near I, as the guess is good.
-    """
-
-    projection: Params
-    basis: Basis
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,10 +95,11 @@ class Model:
         loss = self.sparse_loss[:DENSE_AMONG, int(ahead)]
         return int(np.max(np.flatnonzero(loss > DENSE_LOSS), initial=-1)) + 1
 
-    def measured(self, lead: int, source: str) -> bool:
+    def measured(self, lead: int, behind_attention: bool) -> bool:
         """Whether the conversion measured losses with rows chosen so: by a layer's own query
         (`lead` 0), or by what it corrected a query for."""
-        return lead == 0 or (lead, source) == (self.layers_ahead, self.speculate_from)
+        corrected = self.layers_ahead, self.speculate_from == "attention"
+        return lead == 0 or (lead, behind_attention) == corrected
 
     @property
     def has_curves(self) -> bool:
@@ -224,7 +198,7 @@ def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) 
     if verify:
         verify_files(folder, manifest)
     _, config = read_config(folder)
-    skewing = _read_skew(folder, manifest, config)
+    skewing = read_skew(folder, manifest, config)
     plan = blueprint(config, dtype)
     _check_room(folder, plan, weights)
     sources = match(open_tensors(folder), plan, folder)
@@ -263,108 +237,6 @@ def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
 @functools.partial(jax.jit, static_argnames=("transform", "dtype"))
 def _joined(parts: list[Array], transform: str, dtype: jnp.dtype) -> Array:
     return jnp.concatenate([TRANSFORMS[transform](p).astype(dtype) for p in parts], axis=-1)
-
-
-def _read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str, Any]:
-    """The fields of a Model that come from the conversion; shapes and orthogonality checked."""
-    path = folder / SKEW_FILE
-    file = SafetensorsFile(path)
-    square = (config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)
-    shapes = {"query_basis": square, "key_basis": square}
-    if manifest.skew != "none":
-        shapes |= {"eigenvalues": square[:-1], "key_mean": square[:-1]}
-    # Balanced conversions did not always have these.
-    corrected = manifest.skew == "balanced" and AHEAD_FILE in manifest.files
-    if corrected:
-        shapes |= {name: square for name in ("svd_basis", "ahead_query_basis", "ahead_key_basis")}
-    for name, shape in shapes.items():
-        _check_tensor(file, name, shape, ("float32",))
-    query, key = file.read("query_basis"), file.read("key_basis")
-    _check_inverse(path, query, key, orthogonal=manifest.skew != "balanced")
-    none = (None,) * config.num_layers
-    if manifest.skew == "none":
-        return {"bases": none}
-    found: dict[str, Any] = {"key_mean": np.array(file.read("key_mean"))}
-    found |= read_loss(file, config)
-    if manifest.absorbed:
-        return found | {"bases": none}
-    found["bases"] = _bases(query, key)
-    if corrected or manifest.skew == "svd":
-        found["energies"] = np.array(file.read("eigenvalues"))
-    if corrected:
-        orthogonal = file.read("svd_basis")
-        _check_inverse(path, orthogonal, orthogonal, orthogonal=True)
-        found["svd_bases"] = _bases(orthogonal, orthogonal)
-        pair = file.read("ahead_query_basis"), file.read("ahead_key_basis")
-        if not all(np.isfinite(x).all() for x in pair):
-            raise InputError(f"{path}: an ahead basis is not finite; {AGAIN}")
-        projections = _read_projections(folder / AHEAD_FILE, config)
-        found["ahead"] = tuple(map(Ahead, projections, _bases(*pair)))
-        found["layers_ahead"] = manifest.layers_ahead
-        found["speculate_from"] = manifest.speculate_from
-    return found
-
-
-def read_loss(file: SafetensorsFile, config: ModelConfig) -> dict[str, np.ndarray]:
-    """The fields of a Model on what few rows lose; conversions did not always have them."""
-    shapes: dict[str, tuple[int, ...]] = {"sparse_loss": (config.num_layers, 2)}
-    if (shares := file.tensors.get("row_shares")) is not None:
-        count = shares.shape[0] if len(shares.shape) == 1 else 0
-        shapes |= {"row_shares": (count,), "row_loss": (config.num_layers, 2, count)}
-    found = {}
-    for name in shapes.keys() & file.tensors.keys():
-        _check_tensor(file, name, shapes[name], ("float32",))
-        found[name] = np.array(file.read(name))
-    shares = found.get("row_shares")
-    if shares is not None and not _ascending(shares):
-        raise InputError(f"{file.path}: row_shares are not ascending shares; {AGAIN}")
-    return found
-
-
-def _ascending(shares: np.ndarray) -> bool:
-    bounded = np.concatenate([[0.0], shares, [1.0]])
-    return bool(len(shares) and np.all(np.diff(bounded) > 0))
-
-
-def _read_projections(path: Path, config: ModelConfig) -> list[Params]:
-    """The corrected query projections, as views of the mapped file."""
-    file = SafetensorsFile(path)
-    width = config.num_heads * config.head_dim
-    shapes = {"kernel": (config.hidden_size, width), "bias": (width,)}
-    projections = []
-    for i in range(config.num_layers):
-        for name, shape in shapes.items():
-            _check_tensor(file, f"layers.{i}.{name}", shape, DTYPES)
-        projections.append({name: file.read(f"layers.{i}.{name}") for name in shapes})
-    return projections
-
-
-def _check_tensor(
-    file: SafetensorsFile, name: str, shape: tuple[int, ...], dtypes: Sequence[str]
-) -> None:
-    found = file.tensors.get(name)
-    if found is None or found.shape != shape or found.dtype.name not in dtypes:
-        shown = "missing" if found is None else f"{found.dtype} {found.shape}"
-        wanted = f"{' or '.join(dtypes)} {shape}"
-        raise InputError(f"{file.path}: {name} is {shown} instead of {wanted}; {AGAIN}")
-
-
-def _bases(query: np.ndarray, key: np.ndarray) -> tuple[Basis, ...]:
-    return tuple(Basis(jnp.array(q), jnp.array(k)) for q, k in zip(query, key, strict=True))
-
-
-def _check_inverse(path: Path, query: np.ndarray, key: np.ndarray, orthogonal: bool) -> None:
-    """query @ key.T must be the identity, and both equal where the method is orthogonal."""
-    identity = np.eye(query.shape[-1])
-    for layer, (q, k) in enumerate(zip(query, key, strict=True)):
-        q, k = q.astype(np.float64), k.astype(np.float64)
-        # float32 rounding of the factors is amplified by their norms (1 for orthogonal ones).
-        bound = 1e-6 * np.linalg.norm(q, axis=(1, 2)) * np.linalg.norm(k, axis=(1, 2)) + 1e-5
-        error = np.abs(q @ k.swapaxes(1, 2) - identity).max(axis=(1, 2))
-        fits = np.all(error <= bound) and (not orthogonal or np.array_equal(q, k))
-        if not fits:  # also true for NaN
-            what = "orthogonal" if orthogonal else "a pair of inverse matrices"
-            raise InputError(f"{path}: the basis of layer {layer} is not {what}; {AGAIN}")
 
 
 def checked_dtype(dtype: Any) -> jnp.dtype:

@@ -216,8 +216,7 @@ def fingerprint(model: "Model") -> str:
         text = json.dumps(read_manifest(model.path).files, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
     digest = hashlib.sha256(repr(model.config).encode())
-    queries = model.config.num_heads * model.config.head_dim
-    layers = [split(layer, queries) for layer in model.params["layers"]]
+    layers = [split(layer, model.config.query_width) for layer in model.params["layers"]]
     for leaf in jax.tree.leaves((model.params | {"layers": layers}, model.bases)):
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()

@@ -12,6 +12,7 @@ resident rows, and from there to the host in `flush`, one donated update every `
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -73,17 +74,20 @@ class Decoder(Layout):
         layer = self.blueprint.layer(params)
         x, counts = carry.x, carry.counts
         a = layer.attention_input(x)
-        new_hot, lead, late = None, self.policy.lead, self.policy.behind_attention
+        new_hot, lead = None, self.policy.lead
         started: list[Started | None] = []
 
-        def start(target: Following | None, a: Array, i: int) -> None:
-            # In turn, so that a transfer can be awaited while the one behind it goes on.
-            lane = (number + lead - len(following) + 1 + i) % max(lead, 1)
-            started.append(self.start(target, a, hot[i], host, positions, lane))
-
-        if not late:
+        def start_all(source: Callable[[Following], Array]) -> None:
             for i, target in enumerate(following):
-                start(target, a, i)
+                if target is None:
+                    started.append(None)
+                    continue
+                # In turn, so that a transfer can be awaited while the one behind it goes on.
+                lane = (number + lead - len(following) + 1 + i) % max(lead, 1)
+                started.append(self.start(target, source(target), hot[i], host, positions, lane))
+
+        if not self.policy.behind_attention:
+            start_all(lambda target: a)
         if lead == 0 and (at_once := started.pop()) is not None:
             x, fetched, new_hot, counts = self.wait(at_once, x, counts)
             carry = carry._replace(fetched=fetched)
@@ -106,9 +110,8 @@ class Decoder(Layout):
                     capacity = capacity_of(host, x.shape[0])
                     counts = count_streamed(self, counts, capacity, own, positions)
             x = x + layer.attention_output(o.reshape(o.shape[0], config.num_heads, -1))
-        if late:
-            for i, target in enumerate(following):
-                start(target, self.stand_in(target, x), i)
+        if self.policy.behind_attention:
+            start_all(lambda target: self.stand_in(target, x))
             x = self.tie(started, x)
         with jax.named_scope("mlp"):
             x = x + layer.mlp(x)
@@ -117,10 +120,8 @@ class Decoder(Layout):
             x, fetched, new_hot, counts = self.wait(awaited, x, counts)
         return Carry(x, fetched, counts, tuple(coming)), local, new_hot, state
 
-    def stand_in(self, following: Following | None, x: Float[Array, "b e"]) -> Float[Array, "b e"]:
-        """A hidden state under the norm of the layer whose input it stands in for, if any."""
-        if following is None:
-            return x
+    def stand_in(self, following: Following, x: Float[Array, "b e"]) -> Float[Array, "b e"]:
+        """A hidden state under the norm of the layer whose input it stands in for."""
         return self.blueprint.layer(following.params).attention_input(x)
 
     def tie(self, started: list[Started | None], x: Array) -> Array:
@@ -133,20 +134,18 @@ class Decoder(Layout):
 
     def start(
         self,
-        following: Following | None,
+        following: Following,
         a: Float[Array, "b e"],
         hot: HotSet | Kept | None,
         host: Shaped[Array, "l a k t w"] | None,
         positions: Int[Array, " b"],
         lane: int = 0,
-    ) -> Started | None:
+    ) -> Started:
         """Select rows for a layer by what stands in for its input, and start their transfer.
 
         Args:
             lane: see `Transfer.start`.
         """
-        if following is None:
-            return None
         assert host is not None
         layer = self.blueprint.layer(following.params)
         there = held(self, following.positions, positions)
@@ -232,7 +231,6 @@ class Decoder(Layout):
         layer = self.blueprint.layer(following.params)
         a = layer.attention_input(carry.x)
         started = self.start(following, a, hot, host, positions)
-        assert started is not None
         x, fetched, hot, counts = self.wait(started, carry.x, carry.counts)
         return Carry(x, fetched, counts), hot
 

@@ -164,7 +164,7 @@ class Engine:
             dense_layers = chosen.dense_layers
         if dense_layers is None:
             dense_layers = DENSE_UNKNOWN
-            if model.measured(chosen.lead, "attention" if chosen.behind_attention else "input"):
+            if model.measured(chosen.lead, chosen.behind_attention):
                 dense_layers = model.dense_layers(chosen.lead > 0)
         dense_layers = min(dense_layers, model.config.num_layers)
         self.decoder = Decoder(
@@ -183,9 +183,9 @@ class Engine:
         )
         prepared = tuple(chosen.prepare(model, i) for i in self.decoder.on_host)
         whole = Placement(self.mesh).whole
-        queries = model.config.num_heads * model.config.head_dim
         joined = mover.in_place and weights == "device"
-        layers = [join(x) if joined else split(x, queries) for x in model.params["layers"]]
+        width, given = model.config.query_width, model.params["layers"]
+        layers = [join(x) if joined else split(x, width) for x in given]
         there = {"embedding": whole, "layers": placement(layers, weights, self.mesh)}
         params = jax.device_put(model.params | {"layers": layers}, there)
         self.weights = Weights(params, jax.device_put(prepared, whole))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from infinigen_jax.carry import Weights
-from infinigen_jax.checkpoint import Ahead, Basis, Model, read_loss
+from infinigen_jax.checkpoint import Model
 from infinigen_jax.convert import DEFAULT_SKEW
 from infinigen_jax.decode import Decoder
 from infinigen_jax.manifest import AHEAD_FILE, MANIFEST_FILE, SKEW_FILE, read_manifest
@@ -25,6 +25,7 @@ from infinigen_jax.policies import Policy
 from infinigen_jax.prefill import chunk_for
 from infinigen_jax.prompt_reader import round_up_capacity
 from infinigen_jax.safetensors_io import SafetensorsFile
+from infinigen_jax.skew_file import Ahead, Basis, read_loss
 from infinigen_jax.traffic import Traffic, planned_traffic
 from infinigen_jax.transfer.cuda import CudaTransfer
 from infinigen_jax.transfer.xla import XlaTransfer
@@ -82,8 +83,11 @@ class Forecast:
         bases: what conversion found and loading keeps.
         speculation: the policy's, made of both.
         chunk: tokens of a prompt that are read at a time.
-        brought = brought_bytes(decoder, weights)
-        traffic = dataclasses.replace(traffic, brought=brought)
+        prefill, decode: temporaries, weights on their way from host memory among them; the
+            plan's workspace is the larger.
+        plan: the cache's arrays.
+        traffic: bytes of a decode step.
+        seconds: of a decode step, at least; None if the machine's bandwidths are not known.
     """
 
     settings: Settings
@@ -198,9 +202,8 @@ class Planner:
             engine = make_engine(model, chosen, self.arguments, **settings)
             made.append(engine.decoder)
             # In the form that they have wherever rows, or weights, are moved.
-            queries = self.config.num_heads * self.config.head_dim
             params = engine.weights.params
-            layers = [split(layer, queries) for layer in params["layers"]]
+            layers = [split(layer, self.config.query_width) for layer in params["layers"]]
             return engine.weights._replace(params=params | {"layers": layers})
 
         weights = jax.eval_shape(build, self._shapes)
@@ -270,7 +273,7 @@ def model_shapes(config: ModelConfig, dtype: jnp.dtype, skew: str, corrected: bo
     shape = jax.ShapeDtypeStruct
     square: Any = shape((config.num_kv_heads, config.head_dim, config.head_dim), jnp.float32)
     pairs = tuple(Basis(square, square) for _ in range(count))
-    width = config.num_heads * config.head_dim
+    width = config.query_width
     projection = {
         "kernel": shape((config.hidden_size, width), dtype),
         "bias": shape((width,), dtype),

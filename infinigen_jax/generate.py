@@ -11,9 +11,9 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from infinigen_jax.chat import add_chat_options, chat, check_chat_options, interrupts
 from infinigen_jax.errors import InputError, Parser, run_command
@@ -28,6 +28,8 @@ from infinigen_jax.output import checked_output, write_json
 if TYPE_CHECKING:
     from infinigen_jax.prefill import Notify
     from infinigen_jax.run import Run
+
+Step = TypeVar("Step")
 
 DEFAULT_PROMPT = "It was a dark and stormy night, and the old man"
 
@@ -184,23 +186,31 @@ def print_texts(run: "Run", *, ignore_eos: bool) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    # An exception out of a signal's handler can be lost, as in JAX's callback of the collector.
-    with interrupts() as interrupted:
-        for tokens in run.tokens(ignore_eos=ignore_eos):
-            if interrupted.is_set():
-                raise KeyboardInterrupt
-            run.push_text(tokens)
+    for tokens in until_interrupted(run.tokens(ignore_eos=ignore_eos)):
+        run.push_text(tokens)
+        show(current)
+        # A prompt without a token is one that has ended, unless it has none at all yet.
+        ended = tokens[current] is None and run.new_tokens[current]
+        while current + 1 < len(run.texts) and ended:
+            current = end_line(current)
             show(current)
-            # A prompt without a token is one that has ended, unless it has none at all yet.
             ended = tokens[current] is None and run.new_tokens[current]
-            while current + 1 < len(run.texts) and ended:
-                current = end_line(current)
-                show(current)
-                ended = tokens[current] is None and run.new_tokens[current]
     run.finish_text()
     while current < len(run.texts):
         show(current)
         current = end_line(current)
+
+
+def until_interrupted(steps: Iterable[Step]) -> Iterator[Step]:
+    """The steps, with Ctrl-C looked for between them.
+
+    An exception out of a signal's handler can be lost, as in JAX's callback of the collector.
+    """
+    with interrupts() as interrupted:
+        for step in steps:
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+            yield step
 
 
 def end_line(current: int) -> int:

@@ -136,8 +136,7 @@ def speculation_weights(
     config = model.config
     basis, query = choose_basis(model, basis), choose_query(model, query)
     corrected = None
-    queries = config.num_heads * config.head_dim
-    projection = split(model.params["layers"][layer], queries)["q"]
+    projection = split(model.params["layers"][layer], config.query_width)["q"]
     if query == "corrected":
         assert model.ahead is not None
         corrected = model.ahead[layer]

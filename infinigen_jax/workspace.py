@@ -3,7 +3,8 @@
 import jax
 
 from infinigen_jax.decode import Decoder
-from infinigen_jax.prompt_attention import BLOCK, CPU_WIDE_TILE, DEVICE_TILE_BYTES
+from infinigen_jax.earlier import BLOCK
+from infinigen_jax.prompt_attention import CPU_WIDE_TILE, DEVICE_TILE_BYTES
 from infinigen_jax.weights import in_host_memory
 
 FLOAT32 = 4  # bytes
@@ -15,7 +16,7 @@ def prefill_bytes(decoder: Decoder, batch: int, chunk: int, capacity: int) -> in
     if decoder.transfer.in_place:
         return _prefill_on_cpu(decoder, batch, chunk, capacity) + beside
     config, item = decoder.config, decoder.dtype.itemsize
-    width = 3 * config.hidden_size + 2 * config.num_heads * config.head_dim
+    width = 3 * config.hidden_size + 2 * config.query_width
     width += 3 * config.intermediate_size + 4 * config.num_kv_heads * config.head_dim
     # Scores and weights of the tiles at a time, in float32; two blocks of rows.
     blocks = 2 * batch * config.num_kv_heads * BLOCK * 2 * config.head_dim * item
@@ -29,7 +30,7 @@ def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> 
     of two-byte weights the layer's in float32.
     """
     config, item, tokens = decoder.config, decoder.dtype.itemsize, batch * chunk
-    queries = config.num_heads * config.head_dim
+    queries = config.query_width
     rows = 2 * config.num_kv_heads * config.head_dim
     block = min(BLOCK, capacity)
     # Queries in tiles, their weighted sums, the output; keys and values by head; one tile's scores;

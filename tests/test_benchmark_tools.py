@@ -8,6 +8,7 @@ import pytest
 import infinigen_jax
 from benchmarks import (
     loads,
+    losses,
     machine,
     on_gpu,
     prefill,
@@ -214,3 +215,16 @@ def test_commands_of_a_gpu_session_parse(piece, tmp_path):
     }[module]
     options = parse([*arguments, "--json", str(tmp_path / "x.json"), "--cap-seconds", "9"])
     assert options.cap_seconds == 9
+
+
+def test_losses_are_those_of_the_conversion(tmp_path, capsys):
+    found = tmp_path / "losses.json"
+    assert losses.main(["tiny-opt", "--json", str(found)]) == 0
+    expected = checkpoint.load(checkpoint.embedded("tiny-opt")).sparse_loss
+    assert expected is not None
+    lines = json.loads(found.read_text())["lines"]
+    assert [line["error"] for line in lines] == expected.T.tolist()
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[2].startswith(f"| tiny-opt | own | {expected[0, 0]:.4f} |")
+    assert losses.main([str(tmp_path / "none")]) == 2
+    assert "none" in capsys.readouterr().err

@@ -20,12 +20,12 @@ def test_a_layer_of_either_form_is_the_same(name: str):
     model = random_model(name)
     config, params = model.config, model.params["layers"][1]
     joined = join(params)
-    queries = config.num_heads * config.head_dim
-    assert "q" not in joined and joined["qkv"]["kernel"].shape[1] == queries + (
+    width = config.query_width
+    assert "q" not in joined and joined["qkv"]["kernel"].shape[1] == width + (
         2 * config.num_kv_heads * config.head_dim
     )
-    assert join(joined) is joined and split(params, queries) is params
-    jax.tree.map(np.testing.assert_array_equal, split(joined, queries), params)
+    assert join(joined) is joined and split(params, width) is params
+    jax.tree.map(np.testing.assert_array_equal, split(joined, width), params)
     plan = blueprint(config, model.dtype)
     a = jnp.asarray(np.random.default_rng(0).normal(size=(3, config.hidden_size)), jnp.float32)
     positions = jnp.arange(3, dtype=jnp.int32)

@@ -176,7 +176,7 @@ class _Job:
 
     def _ahead_layout(self) -> dict[str, Any]:
         c = self.config
-        width = c.num_heads * c.head_dim
+        width = c.query_width
         shapes = {"kernel": (c.hidden_size, width), "bias": (width,)}
         return {
             f"layers.{i}.{name}": (self.dtype, shapes[name])
@@ -309,7 +309,7 @@ def _needed(
     bases = 4 * heads * ((5 if skew == "balanced" else 2) * size * size + 2 * size)
     bases += 8 * config.num_layers * (1 + len(BUDGETS)) + 4 * len(BUDGETS)
     if skew == "balanced":
-        width = config.num_heads * config.head_dim
+        width = config.query_width
         bases += config.num_layers * tensor_bytes(dtype, (config.hidden_size + 1, width))
     return weights + bases + sum(file.stat().st_size for file in copied) + 200 * len(sources)
 

@@ -63,6 +63,11 @@ class ModelConfig:
         """Query heads per KV head (1 for multi-head attention)."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def query_width(self) -> int:
+        """Columns of the projection to queries."""
+        return self.num_heads * self.head_dim
+
     def grouped(self, query: Float[Array, "*b h d"]) -> Float[Array, "*b k g d"]:
         """Query heads by the KV head that they share."""
         return query.reshape(*query.shape[:-2], self.num_kv_heads, self.group_size, self.head_dim)
@@ -156,11 +161,10 @@ class Blueprint(NamedTuple):
 
     def layer(self, params: Params) -> Layer:
         """The module, of parameters in either form of `joined`."""
-        queries = self.config.num_heads * self.config.head_dim
-        module: Any = nnx.merge(self.layer_graph, split(params, queries))
+        module: Any = nnx.merge(self.layer_graph, split(params, self.config.query_width))
         if "qkv" in params:
-            module.q = part_of(params["qkv"], 0, queries)
-            module.kv = part_of(params["qkv"], queries, None)
+            module.q = part_of(params["qkv"], 0, self.config.query_width)
+            module.kv = part_of(params["qkv"], self.config.query_width, None)
         return module
 
     def embedding(self, params: Params) -> Embedding:

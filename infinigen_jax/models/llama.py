@@ -68,7 +68,7 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         c = config
-        query_width, kv_width = c.num_heads * c.head_dim, 2 * c.num_kv_heads * c.head_dim
+        query_width, kv_width = c.query_width, 2 * c.num_kv_heads * c.head_dim
         self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype)
         self.q = linear(c.hidden_size, query_width, c.attention_bias, dtype, rngs)
         self.kv = linear(c.hidden_size, kv_width, c.attention_bias, dtype, rngs)

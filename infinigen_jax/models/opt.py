@@ -49,7 +49,7 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         c = config
-        width = c.num_heads * c.head_dim
+        width = c.query_width
         self.attention_norm = LayerNorm(c.hidden_size, c.norm_eps, dtype)
         self.q = linear(c.hidden_size, width, c.attention_bias, dtype, rngs)
         self.kv = linear(c.hidden_size, 2 * width, c.attention_bias, dtype, rngs)

@@ -29,5 +29,5 @@ class Layer(llama.Layer):
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)
-        width = config.num_heads * config.head_dim
+        width = config.query_width
         self.o = linear(width, config.hidden_size, False, dtype, rngs)

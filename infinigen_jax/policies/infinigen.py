@@ -185,7 +185,7 @@ class InfiniGen(Budgeted):
             source = choose_source(model, query, self.speculate_from)
         layer_budgets = self.layer_budgets
         if layer_budgets == "auto":
-            known = model.has_curves and model.measured(layers_ahead, source)
+            known = model.has_curves and model.measured(layers_ahead, source == "attention")
             layer_budgets = "calibrated" if known else "equal"
         tail_tokens = 0 if pooled else self.tail_tokens
         return dataclasses.replace(

@@ -79,7 +79,7 @@ MOVED = [
     for leaf in jax.tree.leaves(in_host_memory(blueprint(CONFIG, DTYPE).layer_shapes))
 ]
 # The smallest matrices of a layer: to the queries, to keys and values, and the output projection.
-WEIGHT_BYTES = CONFIG.hidden_size * CONFIG.num_heads * CONFIG.head_dim * DTYPE.itemsize
+WEIGHT_BYTES = CONFIG.hidden_size * CONFIG.query_width * DTYPE.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights
     }
     square = jnp.zeros((CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.head_dim), jnp.float32)
     basis = Basis(square, square)
-    queries = CONFIG.num_heads * CONFIG.head_dim
+    queries = CONFIG.query_width
     projection = {
         "kernel": np.zeros((CONFIG.hidden_size, queries), np.float32),
         "bias": np.zeros(queries, np.float32),
