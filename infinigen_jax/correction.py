@@ -12,7 +12,6 @@ result is therefore no worse there than the plain input with a constant. Everyth
 float64, once per model.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -58,36 +57,46 @@ def corrected_projection(
     train = len(x) - len(x) // HELD_OUT
     ridge = np.inf
     if train < len(x):
-        fit = _ridge_regression(x[:train], missing[:train])
-        errors = [_error(x[train:], missing[train:], *fit(r)) for r in RIDGES]
+        fit = _Regression(x[:train], missing[:train])
+        seen = fit.features(x[train:])
+        errors = [np.square(missing[train:] - fit.predict(seen, r)).sum() for r in RIDGES]
         ridge = RIDGES[int(np.argmin(errors))]
-    slope, intercept = _ridge_regression(x, missing)(ridge)
+    slope, intercept = _Regression(x, missing).affine(ridge)
     offset = np.zeros(w.shape[1]) if bias is None else np.asarray(bias, np.float64)
     return Projection(w + slope, offset + intercept, float(ridge))
 
 
-def _ridge_regression(
-    x: Float[np.ndarray, "n e"], y: Float[np.ndarray, "n c"]
-) -> Callable[[float], tuple[np.ndarray, np.ndarray]]:
-    """Slope [e, c] and intercept [c] of y ~ x, as a function of the ridge; one decomposition."""
-    x_mean, y_mean = x.mean(axis=0), y.mean(axis=0)
-    x, y = x - x_mean, y - y_mean
-    scale = np.square(x).sum() / x.shape[1]
-    if x.shape[0] < x.shape[1]:  # the Gram matrix of tokens is the smaller one
-        values, vectors = np.linalg.eigh(x @ x.T)
-        left, right = x.T @ vectors, vectors.T @ y
-    else:
-        values, left = np.linalg.eigh(x.T @ x)
-        right = left.T @ (x.T @ y)
+class _Regression:
+    """Ridge regression y ~ x, of whichever of the two Gram matrices is the smaller.
 
-    def solve(ridge: float) -> tuple[np.ndarray, np.ndarray]:
-        if np.isinf(ridge) or scale == 0:
-            return np.zeros((x.shape[1], y.shape[1])), y_mean
-        slope = left @ (right / (np.maximum(values, 0.0) + ridge * scale)[:, None])
-        return slope, y_mean - x_mean @ slope
+    One linear system for each ridge: also for all of RIDGES a fraction of an eigendecomposition.
+    """
 
-    return solve
+    def __init__(self, x: Float[np.ndarray, "n e"], y: Float[np.ndarray, "n c"]):
+        self._mean, self._y_mean = x.mean(axis=0), y.mean(axis=0)
+        self._x, y = x - self._mean, y - self._y_mean
+        self._scale = np.square(self._x).sum() / x.shape[1]
+        self._by_token = x.shape[0] < x.shape[1]
+        self._gram = self._x @ self._x.T if self._by_token else self._x.T @ self._x
+        self._right = y if self._by_token else self._x.T @ y
 
+    def features(self, x: Float[np.ndarray, "m e"]) -> Float[np.ndarray, "m f"]:
+        """What a prediction is a linear function of."""
+        centred = x - self._mean
+        return centred @ self._x.T if self._by_token else centred
 
-def _error(x: np.ndarray, y: np.ndarray, slope: np.ndarray, intercept: np.ndarray) -> float:
-    return float(np.square(y - intercept - x @ slope).sum())
+    def predict(self, features: Float[np.ndarray, "m f"], ridge: float) -> np.ndarray:
+        """y [m, c]; its mean with a ridge of `inf`."""
+        return self._y_mean + features @ self._coefficients(ridge)
+
+    def affine(self, ridge: float) -> tuple[np.ndarray, np.ndarray]:
+        """Slope [e, c] and intercept [c]."""
+        coefficients = self._coefficients(ridge)
+        slope = self._x.T @ coefficients if self._by_token else coefficients
+        return slope, self._y_mean - self._mean @ slope
+
+    def _coefficients(self, ridge: float) -> Float[np.ndarray, "f c"]:
+        if np.isinf(ridge) or self._scale == 0:
+            return np.zeros_like(self._right)
+        damped = self._gram + np.diag(np.full(len(self._gram), ridge * self._scale))
+        return np.linalg.solve(damped, self._right)
