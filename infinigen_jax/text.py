@@ -48,6 +48,8 @@ class TextStream:
         """Take the next tokens; return the text that is certain by now and was not yet returned."""
         before = self._ready
         for token in token_ids:
+            if self._name(token) is None:
+                continue  # models may have more numbers than their tokenizer has tokens
             self._pending.append(token)
             if self._is_anchor(token):
                 self._ready = len(self._pending)
@@ -104,6 +106,9 @@ class TextStream:
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
+    def _name(self, token: int) -> str | None:
+        return self._tokenizer.convert_ids_to_tokens(token)
+
     def _is_anchor(self, token: int) -> bool:
         """Whether the token has text, and is not one byte of a run.
 
@@ -111,7 +116,8 @@ class TextStream:
         """
         known = self._anchor_memo.get(token)
         if known is None:
-            name = self._tokenizer.convert_ids_to_tokens(token)
+            name = self._name(token)
+            assert name is not None
             byte = len(name) == 6 and name.startswith("<0x") and name.endswith(">")
             known = self._anchor_memo[token] = not byte and self._raw([token, token]) != ""
         return known

@@ -80,7 +80,8 @@ def test_pieces_make_up_the_whole_text(make, data):
     difficult = tokenizer.convert_tokens_to_ids(BYTES) if make is byte_fallback else []
     if make is byte_level:
         difficult = tokenizer.encode("€😀日", add_special_tokens=False)
-    token = st.integers(0, len(tokenizer) - 1) | st.sampled_from(difficult)
+    # Models may have more numbers than their tokenizer has tokens; those have no text.
+    token = st.integers(0, len(tokenizer) + 5) | st.sampled_from(difficult)
     tokens = data.draw(st.lists(token, max_size=60))
     pieces, rest = stream(tokenizer, cut_up(tokens, data.draw(SIZES)))
     assert "".join(pieces) + rest == tokenizer.decode(tokens, skip_special_tokens=True)
