@@ -18,7 +18,7 @@ from infinigen_jax.carry import Weights
 from infinigen_jax.checkpoint import DENSE_UNKNOWN, Model
 from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
-from infinigen_jax.memory import Placement, default_mesh
+from infinigen_jax.memory import Placement, checked_mesh
 from infinigen_jax.models.joined import join, split
 from infinigen_jax.policies import POLICIES, InfiniGen, Policy
 from infinigen_jax.pool import Pool
@@ -108,7 +108,9 @@ class Engine:
             with `checking.NotFiniteError`. Takes the fused schedule.
         prefill_chunk: most tokens of a prompt that are read at a time; by default
             `prefill.longest_chunk`.
-        mesh: axes "data" and "model"; one device by default.
+        mesh: devices, by the axes "data", which share the sequences, and "model", which share the
+            KV heads; each keeps its part of the cache in its own host memory, and all weights. One
+            device by default. Equal results.
 
     Raises:
         InputError: for settings out of range.
@@ -149,7 +151,7 @@ class Engine:
         self.schedule = schedule
         self.check = check
         self.prefill_chunk = prefill_chunk
-        self.mesh = mesh or default_mesh()
+        self.mesh = checked_mesh(mesh, model.config.num_kv_heads)
         mover = make_transfer(transfer)
         if hot_set is None:
             crosses = mover.masks and not mover.in_place
@@ -256,6 +258,11 @@ class Engine:
             raise InputError(f"--batch {batch}: it must be at least 1")
         if batch is not None and self.mesh.shape["data"] > 1:
             raise InputError("--batch: not for sequences on several devices; give all prompts")
+        if len(prompts) % self.mesh.shape["data"]:
+            raise InputError(
+                f"--prompt: {len(prompts)} prompts are not shared equally by "
+                f"{self.mesh.shape['data']} devices; give a multiple"
+            )
         longest = max(len(prompt) for prompt in prompts)
         limit = self.model.config.max_positions
         if longest + max_new_tokens > limit:

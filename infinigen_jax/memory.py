@@ -29,9 +29,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
+from infinigen_jax.errors import InputError
 from infinigen_jax.span import Span, place_span
 
 HOST = "pinned_host"
+AXES = ("data", "model")  # sequences, KV heads
 CACHE_SPEC = PartitionSpec(None, "data", "model", None, None)
 BATCH_SPEC = PartitionSpec("data")
 ROWS_SPEC = PartitionSpec("data", "model")
@@ -40,7 +42,28 @@ ROWS_SPEC = PartitionSpec("data", "model")
 @functools.cache
 def default_mesh() -> Mesh:
     """The mesh of one device: sequences on axis "data", KV heads on axis "model"."""
-    return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+    return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), AXES)
+
+
+def checked_mesh(mesh: Mesh | None, kv_heads: int) -> Mesh:
+    """A mesh that arrays of a model with so many KV heads can be placed on.
+
+    Of Explicit axes, as `jax.make_mesh` makes them, it is the same mesh with Auto ones.
+
+    Raises:
+        InputError: for other axes, or KV heads that the devices cannot share equally.
+    """
+    if mesh is None:
+        return default_mesh()
+    if mesh.axis_names != AXES:
+        raise InputError(f"mesh: its axes are {mesh.axis_names}; make one with {AXES}")
+    parts = mesh.shape["model"]
+    if kv_heads % parts:
+        raise InputError(
+            f"mesh: {kv_heads} KV heads are not shared equally by {parts} devices of the axis "
+            '"model"; use a divisor'
+        )
+    return Mesh(mesh.devices, mesh.axis_names)
 
 
 class Placement(NamedTuple):
