@@ -4,13 +4,13 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from infinigen_jax.convert import DEFAULT_SKEW
 from infinigen_jax.errors import InputError
 from infinigen_jax.manifest import FORMAT_VERSION
+from infinigen_jax.user_cache import cache_root
 
 
 @contextlib.contextmanager
@@ -31,8 +31,6 @@ def cache_lock(destination: Path) -> Iterator[None]:
 
 def cache_folder(folder: Path) -> Path:
     """Where the conversion of a source folder is kept: a name that changes with the source."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    base = Path(root) if root and os.path.isabs(root) else Path("~/.cache").expanduser()
     files = [
         (f.name, f.stat().st_size, f.stat().st_mtime_ns)
         for f in sorted(folder.iterdir())
@@ -40,4 +38,4 @@ def cache_folder(folder: Path) -> Path:
     ]
     settings = {"format": FORMAT_VERSION, "skew": DEFAULT_SKEW, "folder": str(folder.resolve())}
     key = hashlib.sha256(json.dumps([files, settings]).encode()).hexdigest()[:32]
-    return base / "infinigen_jax" / key
+    return cache_root() / key

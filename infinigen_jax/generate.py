@@ -81,6 +81,7 @@ def generate(arguments: argparse.Namespace) -> None:
     from infinigen_jax.backend import widen_pinned_pool
     from infinigen_jax.checkpoint import embedded, load
     from infinigen_jax.sampling import Sampling
+    from infinigen_jax.user_cache import keep_programs
 
     def say(message: str) -> None:
         if not arguments.quiet:
@@ -90,6 +91,7 @@ def generate(arguments: argparse.Namespace) -> None:
     sampling = Sampling(**{name: value for name, value in asked.items() if value is not None})
     policy = make_policy(arguments)
     widen_pinned_pool()
+    keep_programs()
     folder = embedded() if arguments.model is None else arguments.model
     chosen = {"schedule": arguments.schedule, "check": arguments.check}
     model = load(folder, arguments.dtype, notify=say, weights=arguments.weights)

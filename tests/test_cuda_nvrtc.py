@@ -45,13 +45,6 @@ def test_a_cache_that_cannot_be_written_is_done_without(compiler: Compiler, tmp_
     assert compiler.compiled == 2
 
 
-def test_the_cache_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert nvrtc.cache_folder() == tmp_path / "infinigen_jax"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert nvrtc.cache_folder() == Path.home() / ".cache" / "infinigen_jax"
-
-
 def test_without_the_library_the_wheels_are_named(monkeypatch: pytest.MonkeyPatch):
     def missing(name: str) -> None:
         raise OSError(name)

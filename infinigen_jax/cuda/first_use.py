@@ -23,6 +23,7 @@ from jaxlib.version import __version__ as jaxlib_version
 from infinigen_jax.atomic import whole_file
 from infinigen_jax.cuda import nvrtc
 from infinigen_jax.cuda.driver import INT, CudaError, Driver
+from infinigen_jax.user_cache import cache_root
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def failure() -> str | None:
 def mark_of(device: Any) -> Path:
     """The file that says that a GPU of JAX's passed."""
     digest = hashlib.sha256(combination(device).encode()).hexdigest()[:16]
-    return nvrtc.cache_folder() / f"checked-{digest}"
+    return cache_root() / f"checked-{digest}"
 
 
 def remember(device: Any) -> None:

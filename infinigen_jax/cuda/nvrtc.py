@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from infinigen_jax.user_cache import cache_root
+
 OPTIONS = ("--std=c++17",)
 FOLDERS = ("cu*/lib", "cuda_nvrtc/lib")  # inside the package `nvidia`: CUDA 13's wheel, CUDA 12's
 SYSTEM_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
@@ -22,12 +24,6 @@ SYSTEM_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 class CompileError(RuntimeError):
     """NVRTC refused the source; with its messages."""
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept between runs."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "infinigen_jax"
 
 
 def kernels(source: str, architecture: int, folder: Path | None = None) -> bytes:
@@ -40,7 +36,7 @@ def kernels(source: str, architecture: int, folder: Path | None = None) -> bytes
     nvrtc = Nvrtc.load()
     digest = hashlib.sha256("\0".join((source, *OPTIONS)).encode()).hexdigest()[:16]
     name = f"kernels-{digest}-sm_{architecture}-nvrtc_{nvrtc.version}.bin"
-    path = (cache_folder() if folder is None else folder) / name
+    path = (cache_root() if folder is None else folder) / name
     with contextlib.suppress(OSError):
         return path.read_bytes()
     code = nvrtc.compile(source, architecture)

@@ -107,9 +107,11 @@ class Session:
         """The model, and whether it can have all configurations."""
         from infinigen_jax.backend import widen_pinned_pool
         from infinigen_jax.checkpoint import embedded, load
+        from infinigen_jax.user_cache import keep_programs
 
         self.folder = embedded() if self.arguments.model is None else self.arguments.model
         widen_pinned_pool()
+        keep_programs()
         given = self.arguments
         model = load(self.folder, given.dtype, notify=self.say, weights=given.weights)
         check(self.chosen, model)

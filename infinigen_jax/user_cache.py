@@ -1,0 +1,68 @@
+"""The user's cache: conversions, CUDA kernels, and programs that JAX has compiled."""
+
+import contextlib
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import jax
+
+LIMIT = 1 << 30  # bytes of compiled programs
+WORTH_KEEPING = 0.2  # seconds of compilation
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def cache_root() -> Path:
+    """Its folder, which may not exist; relative paths in XDG_CACHE_HOME do not count."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    base = Path(root) if root and os.path.isabs(root) else Path("~/.cache").expanduser()
+    return base / "infinigen_jax"
+
+
+def keep_programs() -> None:
+    """Let JAX keep what it compiles in the user's cache, so that the next run starts sooner.
+
+    For command lines, before anything is compiled: a library leaves its user's JAX as it is. So
+    does this where JAX_COMPILATION_CACHE_DIR or JAX_ENABLE_COMPILATION_CACHE is set, or where there
+    is no folder to write to.
+    """
+    if {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & os.environ.keys():
+        return
+    programs = cache_root() / "programs"
+    folder = programs / processor()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    if not os.access(folder, os.W_OK):
+        return
+    prune(programs, LIMIT)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
+
+
+def processor() -> str:
+    """A name for machines that run the same instructions: home folders may be shared."""
+    text = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = CPU_INFO.read_text().splitlines()
+        text += "".join(sorted({x for x in lines if x.startswith(("model name", "flags"))}))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def prune(folder: Path, limit: int) -> None:
+    """Remove the files that were used least recently, until the others take `limit` bytes."""
+    kept = 0
+    files = []
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # another process may do the same
+            stat = file.stat()
+            if not file.is_file():
+                continue
+            files.append((max(stat.st_atime, stat.st_mtime), stat.st_size, file))
+    for _, size, file in sorted(files, reverse=True):
+        kept += size
+        if kept > limit:
+            with contextlib.suppress(OSError):
+                file.unlink()

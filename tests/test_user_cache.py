@@ -1,0 +1,79 @@
+"""The user's cache: where it is, what is kept there, and what is removed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from infinigen_jax.user_cache import cache_root, keep_programs, processor, prune
+
+
+def test_it_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_root() == tmp_path / "infinigen_jax"
+    for unset in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert cache_root() == Path.home() / ".cache" / "infinigen_jax"
+
+
+def test_what_was_used_least_recently_gives_way(tmp_path: Path):
+    for age in range(5):
+        file = tmp_path / str(age % 2) / f"{age}-cache"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(bytes(100))
+        os.utime(file, (10**9 - age, 10**9 - age))
+    prune(tmp_path, 250)
+    assert {file.name for file in tmp_path.rglob("*-cache")} == {"0-cache", "1-cache"}
+    prune(tmp_path / "none", 0)
+
+
+def test_a_users_choice_and_a_read_only_folder_are_left_alone(monkeypatch, tmp_path):
+    before = getattr(jax.config, FOLDER)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "mine")
+    keep_programs()
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
+    keep_programs()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.delenv("JAX_ENABLE_COMPILATION_CACHE")
+    (tmp_path / "infinigen_jax").write_text("in the way")
+    keep_programs()
+    assert getattr(jax.config, FOLDER) == before
+
+
+FOLDER = "jax_compilation_cache_dir"
+PROGRAM = """
+import jax
+from infinigen_jax import user_cache
+user_cache.WORTH_KEEPING = 0.0
+user_cache.keep_programs()
+print(jax.jit(lambda x: x * 3 + 1)(jax.numpy.arange(4)))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-c", PROGRAM),
+        pytest.param(
+            ("-m", "infinigen_jax.generate", "--max-new-tokens", "3", "--quiet"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_second_run_compiles_nothing_again(arguments, tmp_path: Path):
+    """And prints the same, with nothing about it on stderr."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path)}
+    programs, printed = [], []
+    for _ in range(2):
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        printed.append((done.stdout, done.stderr))
+        programs.append(sorted((tmp_path / "infinigen_jax/programs" / processor()).iterdir()))
+    assert programs[0] and programs[0] == programs[1]
+    assert printed[0][0] and printed[0] == printed[1] and not printed[0][1]
