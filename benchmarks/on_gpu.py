@@ -81,6 +81,7 @@ PIECES = (
     ),
     Piece("prompts", 0.3, PROMPTS),
     Piece("prompts-xla", 0.4, PROMPTS, ((first_use.SWITCH, first_use.OFF),)),
+    Piece("paper-capped", 0.5, _decode("paper-capped", 1920)),
     Piece("llama8b-32k", 1.0, _decode("llama8b", 32768, "--systems", *OURS_FIRST)),
 )
 
