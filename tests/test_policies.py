@@ -233,3 +233,12 @@ def test_all_follow_the_protocol():
             made: Any = kind
             with pytest.raises(InputError, match="--budget"):
                 made(budget=0.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "wrong"),
+    [(Quest, {"page": 0}), (Full, {"window": 0}), (Full, {"sinks": -1}), (H2O, {"window": 0})],
+)
+def test_settings_that_cannot_be_are_refused(policy, wrong):
+    with pytest.raises(InputError, match=f"--policy: .*{next(iter(wrong))}="):
+        policy(**wrong)

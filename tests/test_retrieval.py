@@ -115,7 +115,9 @@ def test_lost_in_the_middle(tmp_path):
     assert '{"key0": "value0",\n "key1": "value1",' in items[0].context
     assert items[1].question == '\n\nKey: "key10"\nCorresponding value:'
     assert items[1].answers == ("value10",) and items[1].context.count('": "') == 20
-    short = read_items(str(path), 2, 45, words)
+    said: list[str] = []
+    short = read_items(str(path), 2, 45, words, said.append)
+    assert len(said) == 1 and "--length 45" in said[0]
     assert len(short) == 2 and "value0" in short[0].context
     assert 3 < short[0].context.count('": "') < 19
     with pytest.raises(InputError, match="--length 20: too short"):

@@ -6,6 +6,7 @@ most of a window is decoded while rows give way.
 """
 
 import argparse
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +35,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Measure, print the table and write the files."""
     made = measure(arguments, Session.of(arguments, say))
-    own = [x for x in made.lines if not x["reference"]]
-    unlimited = next((x for x in own if x["settings"]["pool"] == "all"), None)
+    unlimited = {
+        without_pool(line): line for line in made.lines if line["settings"]["pool"] == "all"
+    }
     for line in made.lines:
-        line["change_by_pool_percent"] = None if unlimited is None else change(line, unlimited)
+        whole = unlimited.get(without_pool(line))
+        line["change_by_pool_percent"] = None if whole is None else change(line, whole)
     panel = Panel(
         "rows on the host, % of the context",
         "perplexity above the unlimited pool's, %",
@@ -50,6 +53,15 @@ def cells(line: dict[str, Any]) -> list[str]:
     """The change by the pool alone."""
     change = line["change_by_pool_percent"]
     return ["" if change is None or line["settings"]["pool"] == "all" else f"{change:+.3f} %"]
+
+
+def without_pool(line: dict[str, Any]) -> str:
+    """What a line has in common with the same measurement without a limit.
+
+    A pool has no tail in blocks, so that the change by the pool is also that of the tail.
+    """
+    rest = {k: v for k, v in line["settings"].items() if k not in ("pool", "tail_tokens")}
+    return json.dumps([line["policy"], rest], sort_keys=True)
 
 
 def change(line: dict[str, Any], unlimited: dict[str, Any]) -> float:

@@ -117,4 +117,6 @@ def settings_of(engine: "Engine") -> dict[str, Any]:
         "hot_set": decoder.hot_set,
         "eviction": decoder.eviction,
         "transfer": decoder.transfer.name,
+        # Small rows depend on where a prompt is cut.
+        "prefill_chunk": engine.prefill_chunk or "auto",
     }

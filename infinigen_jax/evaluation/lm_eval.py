@@ -149,12 +149,19 @@ def _engine(options: dict[str, Any]) -> "Engine":
     parser = Parser(prog="--model_args")
     parser.add_argument("--model")
     add_engine_options(parser)
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args([_option(*item) for item in options.items()])
     policy = make_policy(arguments)
     folder = embedded() if arguments.model is None else arguments.model
     model = load(folder, arguments.dtype, weights=arguments.weights)
     return make_engine(model, policy, arguments)
+
+
+def _option(name: str, value: Any) -> str:
+    """As on a command line, where what is on or off is named without a value."""
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
 
 
 def main() -> int:
@@ -167,9 +174,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Registered under the module's own name, not as __main__'s.
     import sys
 
-    from infinigen_jax.evaluation import lm_eval as registered
-
-    sys.exit(registered.main())
+    sys.exit(main())

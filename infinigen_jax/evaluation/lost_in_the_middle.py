@@ -49,7 +49,11 @@ def read_lines(option: str, path: str, most: int | None = None) -> list[dict[str
 
 
 def read_items(
-    path: str, most: int | None, length: int, tokens: Callable[[str], int]
+    path: str,
+    most: int | None,
+    length: int,
+    tokens: Callable[[str], int],
+    say: Callable[[str], None] = lambda message: None,
 ) -> list[Item]:
     """The items of a file, each shortened to a length.
 
@@ -57,11 +61,12 @@ def read_items(
         most: so many of them, evenly spread over the file.
         length: in tokens, the answer's included.
         tokens: how many a prompt has.
+        say: called with a line where items were shortened.
 
     Raises:
         InputError: for a file of another format, or a length that is too short.
     """
-    items = []
+    items, cut = [], []
     for number, line in enumerate(read_lines("--data", path, most), 1):
         try:
             parts, gold, prompt, answers, task = _parsed(line)
@@ -74,8 +79,16 @@ def read_items(
         kept = _shortened(parts, gold, prompt, lambda text, room=room: tokens(text) <= room)
         if kept is None:
             raise InputError(f"--length {length}: too short for {path}; raise it")
+        if len(kept) < len(parts):
+            cut.append((len(kept), len(parts)))
         depth = gold / max(1, len(parts) - 1)
         items.append(Item(task, *prompt(kept), answers, depth, length))
+    if cut:
+        few, whole = min(cut)
+        say(
+            f"{path}: {len(cut)} of {len(items)} items are cut to --length {length}, one from "
+            f"{whole} records or documents to {few}"
+        )
     return items
 
 

@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         raise InputError(f"--haystack {arguments.haystack}: no sentences; give some text")
     session = Session.of(arguments, say)
     model = session.load()
-    items = collect(arguments, chosen, filler, model)
+    items = collect(arguments, chosen, filler, model, say)
     session.record |= {
         "settings": {
             "tasks": chosen,
@@ -139,7 +139,11 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def collect(
-    arguments: argparse.Namespace, chosen: list[str], filler: list[str], model: "Model"
+    arguments: argparse.Namespace,
+    chosen: list[str],
+    filler: list[str],
+    model: "Model",
+    say: Callable[[str], None],
 ) -> list[Item]:
     """Generated items and those of the files."""
     positions = model.config.max_positions
@@ -156,7 +160,7 @@ def collect(
     )
     for path in arguments.data:
         for length in lengths:
-            items += read_items(path, arguments.items, length, tokens)
+            items += read_items(path, arguments.items, length, tokens, say)
     return items
 
 

@@ -87,6 +87,13 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
         for name, items in files.items()
     }
     asked = {name: continuations(items, model) for name, items in tasks.items()}
+    room = model.config.max_positions
+    for name, choices in asked.items():
+        if cut := sum(len(one.context) + len(one.text) > room for one in choices):
+            session.say(
+                f"{name}: {cut} of {len(choices)} choices are longer than the model's {room} "
+                "positions, and their beginning is left out; lower --shots"
+            )
     session.record["settings"] = {
         "data": [described_file(path) for path in arguments.data],
         "shots": arguments.shots,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def read_text(path: str, option: str = "--text") -> Text:
     """
     try:
         data = Path(path).read_bytes()
-        content = data.decode("utf-8-sig").replace("\r\n", "\n")
+        # Some files have been through two conversions: "\r\r\n".
+        content = re.sub("\r+\n|\r", "\n", data.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise InputError(f"{option} {path}: not UTF-8 text; convert it first") from None
     except OSError as error:

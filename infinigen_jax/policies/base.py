@@ -269,6 +269,15 @@ class Defaults:
         return state
 
 
+def check_resident(sinks: int, window: int) -> None:
+    """Refuse numbers of resident tokens that there cannot be."""
+    if sinks < 0 or window < 1:
+        raise InputError(
+            f"--policy: sinks={sinks}, window={window}: sinks must be 0 or more, and the window 1 "
+            "or more"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budgeted(Defaults):
     """A policy that fetches a fixed share of the rows.
@@ -285,8 +294,7 @@ class Budgeted(Defaults):
 
     def __post_init__(self):
         check_budget(self.budget)
-        if self.sinks < 0 or self.window < 1:
-            raise InputError("sinks must be 0 or more, and the window 1 or more")
+        check_resident(self.sinks, self.window)
 
     def request_size(self, capacity: int) -> int:
         share = budget_fraction(self.budget)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.policies.base import Defaults
+from infinigen_jax.policies.base import Defaults, check_resident
 from infinigen_jax.selection import Request
 from infinigen_jax.span import Span
 
@@ -27,6 +27,9 @@ class Full(Defaults):
 
     sinks: int = 0
     window: int = 1
+
+    def __post_init__(self):
+        check_resident(self.sinks, self.window)
 
     def streams(self, layer: int) -> bool:
         return True

@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import Budgeted
 from infinigen_jax.selection import Request, group_rank
@@ -37,6 +38,11 @@ class Quest(Budgeted):
     paged: ClassVar[bool] = True
 
     page: int = 16
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.page < 1:
+            raise InputError(f"--policy: page={self.page}: it must be 1 token or more")
 
     @property
     def lead(self) -> int:
