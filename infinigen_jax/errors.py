@@ -24,6 +24,10 @@ class InputError(ValueError):
     """
 
 
+class MemoryShortageError(InputError):
+    """A generation that does not fit in memory; refused before anything is allocated."""
+
+
 class UnsupportedModelError(InputError):
     """A model configuration that this package refuses, by the name of the offending setting."""
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from infinigen_jax.decode import Decoder
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import MemoryShortageError
 from infinigen_jax.memory_limits import (
     PINNED_POOL_VARIABLE,
     Device,
@@ -155,7 +155,7 @@ def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
     """Refuse, with the numbers and the remedy, what would not fit.
 
     Raises:
-        InputError: if host or device memory is too small.
+        MemoryShortageError: if host or device memory is too small.
     """
     found = shortage(plan, device)
     if found is None:
@@ -166,7 +166,7 @@ def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
         remedy = remedies.for_host(plan, unified=device.platform == "cpu")
     else:
         remedy = remedies.for_device(plan)
-    raise InputError(f"this generation needs {found.what}: {remedy}")
+    raise MemoryShortageError(f"this generation needs {found.what}: {remedy}")
 
 
 def most_rows(

@@ -22,6 +22,7 @@ from infinigen_jax.evaluation.configurations import Configuration, configuration
 from infinigen_jax.evaluation.naming import labels, labels_over_budgets, name_columns
 from infinigen_jax.evaluation.perplexity import markdown
 from infinigen_jax.evaluation.session import measurements
+from infinigen_jax.evaluation.texts import read_text
 from infinigen_jax.options import make_engine, make_policy
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest, Window
 
@@ -272,6 +273,18 @@ def test_a_wrong_value_at_the_end_of_a_list_is_told_before_the_work(refused, tex
     assert "--index-dtype int3" in refused("--window", "64", "--index-dtype", "auto", "int3")
     for path in (text.parent / "absent" / "f.json", text.parent, ""):
         assert "--json" in refused("--window", "64", "--json", path)
+
+
+def test_lines_end_in_one_way(tmp_path):
+    """Also those of files that were converted twice."""
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"\xef\xbb\xbfa\r\nb\r\r\nc\rd\n\r\n")
+    assert read_text(str(file)).content == "a\nb\nc\nd\n\n"
+
+
+def test_a_pool_too_small_is_told_with_its_own_remedy(refused):
+    said = refused("--window", "64", "--pool-tokens", "20")
+    assert "--pool-tokens" in said and "use at least" in said and "--batch" not in said
 
 
 def test_texts_that_cannot_be(run, refused, text):

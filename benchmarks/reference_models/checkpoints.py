@@ -5,6 +5,7 @@ The file is replaced in one step, so that a crash leaves the last whole one.
 
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def describe(path: Path) -> dict[str, Any]:
             return json.loads(str(file[DESCRIPTION]))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; nothing was saved there, so start anew") from None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise InputError(f"{path}: not a checkpoint ({error}); delete it and start anew") from None
 
 

@@ -58,6 +58,8 @@ def run(options: argparse.Namespace, started: float) -> int:
         raise InputError(f"--learning-rate {options.learning_rate}: give a positive number")
     if options.data and options.tokenizer:
         raise InputError("--tokenizer: the tokens in --data have their own; give one of the two")
+    if options.seed < 0:
+        raise InputError(f"--seed {options.seed}: it must be 0 or more")
     from benchmarks.reference_models.corpus import open_corpus, prepare
     from benchmarks.reference_models.training import Settings, train
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, MemoryShortageError
 from infinigen_jax.evaluation.scoring import Traffic, batches, traffic
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _answer_batch(
     size, new = new, min(new, max(1, engine.model.config.max_positions - longest))
     try:
         run = engine.start([p[:-decoded] for p in prompts], decoded + new)
-    except InputError as error:
+    except MemoryShortageError as error:
         raise InputError(f"--batch {len(prompts)}: lower it ({error})") from None
     given = np.array([p[-decoded:] for p in prompts], np.int32)
     for i in range(decoded):

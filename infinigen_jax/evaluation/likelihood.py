@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, MemoryShortageError
 from infinigen_jax.evaluation.scoring import Traffic, traffic
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _score(
     steps = max(len(one.text) for one in asked)
     try:
         run = engine.start([one.context[:-1] for one in asked], steps)
-    except InputError as error:
+    except MemoryShortageError as error:
         raise InputError(f"--batch {len(asked)}: lower it ({error})") from None
     tokens = np.zeros((len(asked), steps + 1), np.int32)
     for row, one in zip(tokens, asked, strict=True):

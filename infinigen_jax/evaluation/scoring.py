@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float, Int
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, MemoryShortageError
 
 if TYPE_CHECKING:
     from infinigen_jax.engine import Engine
@@ -130,7 +130,7 @@ def start_run(engine: "Engine", windows: Int[np.ndarray, "b n"], context: int) -
     batch, size = windows.shape
     try:
         return engine.start(windows[:, : context - 1].tolist(), size - context)
-    except InputError as error:
+    except MemoryShortageError as error:
         raise InputError(f"--batch {batch}, --window {size}: lower one of them ({error})") from None
 
 
