@@ -81,7 +81,7 @@ def in_line(count: int) -> Callable[..., Any]:
         for _ in range(count):
             query = scoring.index_rest(
                 *(query, index, 4, jnp.zeros(1, jnp.int32), slots, counts), 2, 4, 32
-            )
+            ).score
         return query
 
     return jax.jit(many)

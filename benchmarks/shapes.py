@@ -114,9 +114,10 @@ def peaked_model(shape: Shape, positions: int, dtype: str, seed: int = 0) -> Mod
     layer_shapes = _Shapes.of(plan.layer_shapes)
     layers = [make(layer_shapes, key) for key in keys[1:]]
     params = {"embedding": make(_Shapes.of(plan.embedding_shapes), keys[0]), "layers": layers}
-    bases, losses = _calibrated(config, params, seed)
+    bases, losses, blocks = _calibrated(config, params, seed)
     model = Model.from_params(config, params, dtype, bases=bases, skew="svd")
-    return dataclasses.replace(model, sparse_loss=losses[:, :, BUDGETS.index(BUDGET)])
+    sparse_loss = losses[:, :, BUDGETS.index(BUDGET)]
+    return dataclasses.replace(model, sparse_loss=sparse_loss, tail_moments=blocks)
 
 
 def prompt(config: ModelConfig, tokens: int, seed: int = 1) -> list[int]:
@@ -188,8 +189,9 @@ def _profile(config: ModelConfig) -> jax.Array:
 
 def _calibrated(
     config: ModelConfig, params: Params, seed: int
-) -> tuple[tuple[Basis, ...], np.ndarray]:
-    """The paper's basis of every layer (section 4.2) and what few rows lose; random tokens."""
+) -> tuple[tuple[Basis, ...], np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """The paper's basis of every layer (section 4.2), what few rows lose, and the moments for the
+    tail; random tokens."""
     windows, length = CALIBRATION
     shape = windows, min(length, config.max_positions)
     ids = np.random.default_rng(seed + 1).integers(0, config.vocab_size, shape)
@@ -197,9 +199,11 @@ def _calibrated(
     tokens = CalibrationTokens(ids, np.ones(ids.shape, bool), "")
     plain = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)  # noqa: E731
     calibrator = Calibrator(config, tokens, plain(params["embedding"]), layers_ahead=1)
-    bases, losses = [], []
+    bases, losses, blocks = [], [], []
     for layer in map(plain, params["layers"]):
         matrix = jnp.asarray(svd_basis(calibrator.layer(layer))[0], jnp.float32)
         bases.append(Basis(matrix, matrix))
         losses.append(calibrator.loss(layer))
-    return tuple(bases), np.stack(losses)
+        blocks.append(calibrator.blocks)
+    keys, values = (np.stack(moments).astype(np.float32) for moments in zip(*blocks, strict=True))
+    return tuple(bases), np.stack(losses), (keys, values)

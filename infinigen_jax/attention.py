@@ -42,11 +42,13 @@ class Tail(NamedTuple):
         score: natural logarithm of the summed exponentials of its tokens' scores, float32; -inf
             if there are none.
         values: the sum of the values of `count` of its tokens, float32; finite in any case.
+        shift: what is to be added to the values of all m tokens, float32; None for nothing.
     """
 
     score: Float[Array, "b k g m"]
     values: Float[Array, "b k m d"]
     count: Int[Array, "b kv m"]
+    shift: Float[Array, "b k g d"] | None = None
 
 
 def attend(q: Float[Array, "b k g d"], *parts: Part) -> Float[Array, "b k g d"]:
@@ -80,11 +82,15 @@ def _with_tail(
 
     A factor of exactly 1, and a term of exactly 0, where there is no tail.
     """
-    total = jnp.logaddexp(log_total, jax.nn.logsumexp(tail.score, axis=-1))
+    log_tail = jax.nn.logsumexp(tail.score, axis=-1)
+    total = jnp.logaddexp(log_total, log_tail)
     kept = jnp.exp(log_total - total)[..., None]
     count = jnp.maximum(tail.count, 1).astype(jnp.float32)[:, :, None]
     shares = jnp.exp(tail.score - total[..., None]) / count
-    return output * kept + jnp.einsum("bkgm,bkmd->bkgd", shares, tail.values), kept
+    output = output * kept + jnp.einsum("bkgm,bkmd->bkgd", shares, tail.values)
+    if tail.shift is not None:
+        output = output + tail.shift * jnp.exp(log_tail - total)[..., None]
+    return output, kept
 
 
 class Softmax(NamedTuple):

@@ -16,6 +16,7 @@ to the host in one in-place update (`Decoder.flush`): from then on its rows may 
 just in time, because position p becomes eligible when the ring forgets it.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ from infinigen_jax.bits import from_kept, to_kept
 from infinigen_jax.pool import Kept
 from infinigen_jax.reuse import HotSet
 from infinigen_jax.span import Span, put_span
+
+Summed = Callable[[Array], Array]  # of rows [b, k, n, w], what is summed of them [b, k, n, d]
 
 
 class Slots(NamedTuple):
@@ -140,13 +143,19 @@ class Sliding(NamedTuple):
         return Part(keys, values, valid)
 
 
+def values_of(rows: Float[Array, "*n w"]) -> Float[Array, "*n d"]:
+    """The second half of rows."""
+    return rows[..., rows.shape[-1] // 2 :]
+
+
 class Resident(NamedTuple):
     """What stays on the device of a layer whose cache is on the host.
 
     Attributes:
         rows: sinks and recent tokens.
         left: sums of the values of all other tokens, those that only the host has, by blocks of
-            positions; float32, None where no tail term asks for them.
+            positions; float32, None where no tail term asks for them. Or sums of what else of the
+            rows [b, k, n, w] `summed` makes [b, k, n, d], see `Policy.tail_values`.
     """
 
     rows: Float[Array, "b k n w"]
@@ -165,27 +174,34 @@ class Resident(NamedTuple):
         left = jnp.zeros((batch, heads, blocks, width // 2), jnp.float32) if blocks else None
         return cls(rows, left)
 
-    def extend(self, rows: Float[Array, "b k c w"], span: Span, slots: Slots) -> "Resident":
+    def extend(
+        self, rows: Float[Array, "b k c w"], span: Span, slots: Slots, summed: Summed = values_of
+    ) -> "Resident":
         """The sinks and last tokens, once a chunk's rows are added."""
         left, size = self.left, rows.shape[2]
         if left is not None:
-            left = _add_leaving(left, self.rows, slots.positions(span.start - 1), span, slots)
+            before = slots.positions(span.start - 1)
+            left = _add_leaving(left, summed(self.rows), before, span, slots)
             new = jnp.where(span.holds(size), span.positions(size), -1)
-            left = _add_leaving(left, rows, new, span, slots)
+            left = _add_leaving(left, summed(rows), new, span, slots)
         return Resident(_moved_on(self.rows, rows, span, slots), left)
 
     def write(
-        self, row: Float[Array, "b k w"], position: Int[Array, " b"], slots: Slots
+        self,
+        row: Float[Array, "b k w"],
+        position: Int[Array, " b"],
+        slots: Slots,
+        summed: Summed = values_of,
     ) -> "Resident":
         """The current token's row, in place where donated."""
         slot, rows, left = slots.of(position), self.rows, self.left
         if left is not None:
-            leaving = jnp.take_along_axis(rows, slot[:, None, None, None], axis=2)[:, :, 0]
+            leaving = jnp.take_along_axis(rows, slot[:, None, None, None], axis=2)
             # Read before it is overwritten, or XLA may copy the ring to read it later; not before
             # the new row is there, or it may do so under the transfer for an earlier layer.
             leaving, rows, row = lax.optimization_barrier((leaving, rows, row))
             gone = position - slots.window
-            values = _values(leaving).astype(jnp.float32)
+            values = summed(leaving)[:, :, 0].astype(jnp.float32)
             values = jnp.where((gone >= slots.sinks)[:, None, None], values, 0.0)
             block = jnp.maximum(gone, 0) // slots.tail_block if slots.tail_block else gone * 0
             before = jnp.take_along_axis(left, block[:, None, None, None], axis=2)[:, :, 0]
@@ -259,16 +275,11 @@ def sums_of_values(
     Args:
         blocks, size: the number m of blocks, and how many rows each has; 0: one has all.
     """
-    values = jnp.where(counted[..., None], _values(rows).astype(jnp.float32), 0.0)
+    values = jnp.where(counted[..., None], values_of(rows).astype(jnp.float32), 0.0)
     b, k, n, d = values.shape
     size = size or n
     values = jnp.pad(values, ((0, 0), (0, 0), (0, blocks * size - n), (0, 0)))
     return jnp.sum(values.reshape(b, k, blocks, size, d), axis=3)
-
-
-def _values(rows: Float[Array, "*n w"]) -> Float[Array, "*n d"]:
-    """The second half of rows."""
-    return rows[..., rows.shape[-1] // 2 :]
 
 
 def _moved_on(
@@ -284,14 +295,14 @@ def _moved_on(
 
 def _add_leaving(
     left: Float[Array, "b k m d"],
-    rows: Float[Array, "b k n w"],
+    values: Float[Array, "b k n d"],
     positions: Int[Array, "b n"],
     span: Span,
     slots: Slots,
 ) -> Float[Array, "b k m d"]:
-    """Add the values of those rows that a chunk drives out; a position below 0 is none."""
+    """Add the values of those tokens that a chunk drives out; a position below 0 is none."""
     leaves = (positions >= slots.sinks) & (positions < span.end[:, None] - slots.window)
-    values = jnp.where(leaves[:, None, :, None], _values(rows).astype(jnp.float32), 0.0)
+    values = jnp.where(leaves[:, None, :, None], values.astype(jnp.float32), 0.0)
     if not slots.tail_block:
         return left + jnp.sum(values, axis=2, keepdims=True)
     block = jnp.where(leaves, positions // slots.tail_block, left.shape[2])[:, None]

@@ -61,6 +61,9 @@ class Model:
         sparse_loss: [L, 2] float32, relative error behind each layer's attention with few rows,
             chosen by its own query and by that of a layer before, see `convert.loss`.
         row_loss: [L, 2, m] float32, likewise with each of `row_shares` [m] of the rows.
+        tail_moments: covariances of keys, and of keys (rows) with values (columns), within blocks
+            of the calibration text, each [L, k, d, d] float32, in the coordinates of the cached
+            keys, see `tail_values`.
         path: the converted folder; None for a model made by `from_params`.
     """
 
@@ -79,6 +82,7 @@ class Model:
     speculate_from: str = "input"
     sparse_loss: np.ndarray | None = None
     row_loss: np.ndarray | None = None
+    tail_moments: tuple[np.ndarray, np.ndarray] | None = None
     row_shares: np.ndarray | None = None
 
     def dense_layers(self, ahead: bool) -> int:

@@ -195,7 +195,7 @@ class Conversation:
 
 
 # Settings that older files lack, with what was done then.
-LATER = {"speculate_from": "input"}
+LATER = {"speculate_from": "input", "tail_columns": "0"}
 
 
 def check_engine(engine: "Engine") -> None:

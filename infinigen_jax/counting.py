@@ -8,12 +8,14 @@ request's size. Ranks are logarithms of the group's summed softmax (`selection.g
 are comparable between heads.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.compaction import compact, unpack_marks
-from infinigen_jax.selection import Request, top_mask
+from infinigen_jax.selection import Request, Rest, top_mask
 from infinigen_jax.tables import put
 
 POOL = 2  # a head's share of a pool is at most so many times its own budget
@@ -75,8 +77,9 @@ def log_rest(
     eligible: Bool[Array, "b kv t"] | None,
     request: Request,
     blocks: int = 1,
-) -> Float[Array, "b k g m"]:
-    """Logarithm of the summed exponentials of what is not requested; -inf if there is nothing.
+    entries: Callable[[Float[Array, "b k g t"]], Float[Array, "b k g c"]] | None = None,
+) -> Rest:
+    """What is not requested, by its scores.
 
     On a CPU nothing is also what is so light next to the head's best score, requested or not, that
     a float32 cannot hold it, e^-87 of that.
@@ -84,6 +87,7 @@ def log_rest(
     Args:
         eligible: tokens that may be requested; None if the scores of all others are -inf.
         blocks: of consecutive slots, each summed for itself; their number m divides t.
+        entries: sums of the index's leading columns with given weights, for `Rest.entry`.
     """
     b, k, g, t = scores.shape
     chosen = request.chosen
@@ -111,4 +115,21 @@ def log_rest(
     # As a dot product, as `jax.nn.logsumexp` does not: several times faster on the CPU.
     ones = jnp.ones(t // blocks, jnp.float32)
     total = jnp.einsum("bkgms,s->bkgm", shares, ones, precision="highest")
-    return jnp.log(total) + peak
+    score = jnp.log(total) + peak
+    if entries is None:
+        return Rest(score)
+
+    def level(shares: Array, total: Array, peak: Array) -> tuple[Array, Array]:
+        """All blocks relative to the same peak."""
+        best = jnp.max(peak, axis=-1, keepdims=True)
+        below = jnp.exp(peak - jnp.where(best == -jnp.inf, 0.0, best))
+        return shares * below[..., None], total * below
+
+    def as_they_are(shares: Array, total: Array, peak: Array) -> tuple[Array, Array]:
+        """So they are with `of_head`."""
+        return shares, total
+
+    weights, total = lax.platform_dependent(shares, total, peak, cpu=as_they_are, default=level)
+    everything = jnp.sum(total, axis=-1)
+    sums = entries(weights.reshape(scores.shape))
+    return Rest(score, sums / jnp.where(everything > 0, everything, 1.0)[..., None])

@@ -100,7 +100,9 @@ class Decoder(Layout):
                 o = attend(q, local.part(positions, self.dtype))
             else:
                 assert host is not None and own is not None
-                local = local.write(jnp.concatenate([key, value], axis=-1), positions, self.slots)
+                row = jnp.concatenate([key, value], axis=-1)
+                summed = self.summed(own.tail[0] if own.tail else {})
+                local = local.write(row, positions, self.slots, summed)
                 if carry.fetched is not None:
                     o, seen = attend_fetched(self, q, carry.fetched, host, local, own, positions)
                     if seen is not None:

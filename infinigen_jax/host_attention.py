@@ -29,6 +29,7 @@ from infinigen_jax.memory import capacity_of, gather_jobs, gather_rows, read_blo
 from infinigen_jax.policies.base import Attended
 from infinigen_jax.selection import Request
 from infinigen_jax.speculation import mean_score
+from infinigen_jax.tail_values import predicted
 
 STREAM_BLOCK = 1024  # tokens of a streamed block
 
@@ -112,13 +113,12 @@ def tail_term(
     Args:
         taken: sum of the values that were fetched; for a tail of one mean.
     """
-    score = request.rest
     if own.tail is not None:
         return tail_blocks(layout, q, request, local, own, positions)
-    if score is None:
+    if request.rest is None:
         return None
     assert local.left is not None and taken is not None
-    score = score + mean_score(own.key_mean, q)
+    score = request.rest.score + mean_score(own.key_mean, q)
     there = jnp.maximum(positions - layout.policy.window + 1 - layout.policy.sinks, 0)[:, None]
     if (rows := held(layout, own.positions, positions)) is not None:
         there = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)
@@ -137,18 +137,21 @@ def tail_blocks(
 ) -> Tail:
     """What was not fetched as one token a block, by the scores that the layer's own query has.
 
-    A block's value is the mean of all its tokens that only the host has, fetched or not.
+    A block's value is the mean of all its tokens that only the host has, fetched or not; and what
+    the policy makes of the entries of those that are not fetched, see `tail_values`.
     """
     assert local.left is not None
     with jax.named_scope("tail"):
-        score = request.rest
-        if score is None:
-            weights, state = own.tail
-            score = layout.policy.own_rest(weights, state, q, request, positions)
-        blocks = score.shape[3]
+        weights, state = own.tail
+        rest = request.rest
+        if rest is None:
+            rest = layout.policy.own_rest(weights, state, q, request, positions)
+        blocks = rest.score.shape[3]
         eligible = layout.slots.eligible(positions, blocks * layout.policy.tail_block)
         by_block = eligible.reshape(-1, 1, blocks, layout.policy.tail_block)
-        return Tail(score, local.left, jnp.sum(by_block, axis=-1, dtype=jnp.int32))
+        count = jnp.sum(by_block, axis=-1, dtype=jnp.int32)
+        shift = None if rest.entry is None else predicted(weights, rest.entry)
+        return Tail(rest.score, local.left, count, shift)
 
 
 def held(

@@ -6,6 +6,9 @@ entries, e = r columns. With integer ones each token has its own step and lowest
 
     words 0 .. e-2    codes, 4 of 8 bits or 8 of 4 bits to a word, the first column lowest
     word  e-1         the step (upper half) and the lowest value (lower half), as bfloat16
+
+Scores of codes are less by what their rounding would add to a weight (`rounding_bias`): the many
+tokens of a tail would weigh too much.
 """
 
 import dataclasses
@@ -23,11 +26,12 @@ from infinigen_jax.cache import Slots
 from infinigen_jax.counting import log_rest
 from infinigen_jax.cuda import scoring
 from infinigen_jax.quantize import affine_codes
-from infinigen_jax.selection import Request
+from infinigen_jax.selection import Request, Rest
 from infinigen_jax.span import Span, put_span
 
 INDEX_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 CODE_BITS = {"int8": 8, "int4": 4}
+PIECES = 64  # of all tokens, that are added before sums of codes are stored
 WORDS_AT_ONCE = 8  # of a token's codes: so many products are added before the sums are stored
 
 
@@ -129,11 +133,11 @@ class IndexFormat:
         by_word = by_word.reshape(*query.shape[:3], self.code_words, size)
 
         def begin() -> tuple[Array, Array]:
-            """The tokens' steps, and what their lowest values contribute."""
-            parameters = index[:, :, -1]
-            step = lax.bitcast_convert_type(parameters >> 16 << 16, jnp.float32)
-            low = lax.bitcast_convert_type(parameters << 16, jnp.float32)
-            start = low[:, :, None] * jnp.sum(query, axis=-1, keepdims=True)
+            """The tokens' steps, and what is added to their codes' share of a score."""
+            step, low = _step_and_low(index)
+            low, square = low[:, :, None], jnp.square(step)[:, :, None]
+            start = low * jnp.sum(query, axis=-1, keepdims=True)
+            start = start - square * rounding_bias(query)
             return step[:, :, None], start
 
         return lax.platform_dependent(
@@ -148,8 +152,13 @@ class IndexFormat:
         request: Request,
         positions: Int[Array, " b"],
         slots: Slots,
-    ) -> Float[Array, "b k g m"]:
-        """`counting.log_rest` of the scores, by block of `slots`, of what only the host has."""
+        columns: int = 0,
+    ) -> Rest:
+        """`counting.log_rest` of the scores, by block of `slots`, of what only the host has.
+
+        Args:
+            columns: of `Rest.entry`; 0 for none.
+        """
         capacity = index.shape[3]
         blocks = slots.blocks(capacity)
         if self.by_kernel and capacity // blocks <= scoring.MAX_RUN:
@@ -163,9 +172,46 @@ class IndexFormat:
                 blocks,
                 slots.sinks,
                 slots.window,
+                columns,
             )
         eligible = slots.eligible(positions, capacity)[:, None]
-        return log_rest(self.scores(query, index), eligible, request, blocks)
+        entries = functools.partial(self.sums, index=index, columns=columns) if columns else None
+        return log_rest(self.scores(query, index), eligible, request, blocks, entries)
+
+    def sums(
+        self, weights: Float[Array, "b k g t"], index: Shaped[Array, "b k e t"], columns: int
+    ) -> Float[Array, "b k g c"]:
+        """Weighted sums over all slots of their entries' c leading columns; float32."""
+        if not self.quantised:
+            leading = index[:, :, :columns].astype(jnp.float32)
+            return jnp.einsum("bkgt,bkct->bkgc", weights, leading, precision="highest")
+        bits = CODE_BITS[self.name]
+        words = index[:, :, : -(-columns * bits // 32)]
+        step, low = _step_and_low(index)
+        weighted = weights * step[:, :, None]
+        sums = self._code_sums(weighted, words)[..., :columns]
+        return sums + jnp.einsum("bkgt,bkt->bkg", weights, low, precision="highest")[..., None]
+
+    def _code_sums(
+        self, weights: Float[Array, "b k g t"], words: UInt32[Array, "b k v t"]
+    ) -> Float[Array, "b k g c"]:
+        """Weighted sums of the codes in words.
+
+        A dot product would have the codes written out in float32 first; so but the sums of every
+        PIECES tokens are.
+        """
+        bits = CODE_BITS[self.name]
+        size = words.shape[3] // PIECES
+        shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape(1, 1, 1, 1, -1, 1)
+        sums: Array = jnp.float32(0)
+        for piece in range(PIECES):
+            here = slice(piece * size, (piece + 1) * size)
+            codes = words[:, :, None, :, None, here] >> shifts & jnp.uint32(2**bits - 1)
+            codes = codes.astype(jnp.int32).astype(jnp.float32)
+            sums = sums + weights[:, :, :, None, None, here] * codes
+        sums = sums.reshape(*sums.shape[:3], -1, size)
+        ones = jnp.ones(size, jnp.float32)
+        return jnp.einsum("bkgct,t->bkgc", sums, ones, precision="highest")
 
     def _products(
         self, query: Float[Array, "*w c"], words: UInt32[Array, "*v t"]
@@ -227,10 +273,28 @@ class IndexFormat:
         return lax.optimization_barrier(sums) * step + start
 
 
+def _step_and_low(
+    index: UInt32[Array, "b k e t"],
+) -> tuple[Float[Array, "b k t"], Float[Array, "b k t"]]:
+    """What a token's codes are multiplied by, and what they count from."""
+    parameters = index[:, :, -1]
+    step = lax.bitcast_convert_type(parameters >> 16 << 16, jnp.float32)
+    return step, lax.bitcast_convert_type(parameters << 16, jnp.float32)
+
+
 def _masked(
     scores: Float[Array, "b k g t"], eligible: Bool[Array, "b kv t"] | None
 ) -> Float[Array, "b k g t"]:
     return scores if eligible is None else jnp.where(eligible[:, :, None], scores, -jnp.inf)
+
+
+def rounding_bias(query: Float[Array, "*b r"]) -> Float[Array, "*b 1"]:
+    """What the codes' rounding adds to scores, on average, for a step of 1; it goes as the square.
+
+    Errors of a code are spread evenly over a step, with a variance of step^2 / 12, and a weight is
+    the exponential of a score: its mean is that of the true score, times e^(variance / 2).
+    """
+    return jnp.sum(jnp.square(query), axis=-1, keepdims=True) / 24
 
 
 def write_entries(

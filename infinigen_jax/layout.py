@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from infinigen_jax.bits import kept_dtype
 from infinigen_jax.budgets import Curves, share_out
-from infinigen_jax.cache import Slots
-from infinigen_jax.models import Blueprint, ModelConfig, blueprint
+from infinigen_jax.cache import Slots, Summed
+from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.policies.base import Policy
 from infinigen_jax.pool import Pool
 from infinigen_jax.reuse import HotSet
@@ -75,6 +75,14 @@ class Layout:
         """Tokens in the cache of a layer with a sliding window; None for other layers."""
         window = self.config.window_of(layer)
         return None if window is None else min(window, capacity)
+
+    def summed(self, weights: Params) -> Summed:
+        """What is summed of the rows that leave the device, for the tail.
+
+        Args:
+            weights: of the policy, for this layer.
+        """
+        return functools.partial(self.policy.tail_values, weights)
 
     @property
     def row_format(self) -> RowFormat:

@@ -122,7 +122,7 @@ def keep_rows(
         state, scales of the stored rows, host cache.
     """
     stored = decoder.row_format
-    local = local.extend(rows, span, decoder.slots)
+    local = local.extend(rows, span, decoder.slots, decoder.summed(policy_weights))
     fitted, first = stored.fit(rows, span.count), (span.start == 0) & (span.count > 0)
     first = first[:, None, None]
     scales = jax.tree.map(lambda new, old: jnp.where(first, new, old), fitted, scales)

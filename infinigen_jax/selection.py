@@ -16,6 +16,20 @@ from infinigen_jax.compaction import compact_words, marked, pack_marks
 from infinigen_jax.tables import put
 
 
+class Rest(NamedTuple):
+    """What is on the host only and not requested, for each query head.
+
+    Attributes:
+        score: logarithm of the summed exponentials of the scores, of all of it (m = 1) or of each
+            block of slots; -inf where there is nothing.
+        entry: mean of the index's c leading columns, by the weights of the scores, of all of it;
+            zeros where there is nothing. None where nobody asked.
+    """
+
+    score: Float[Array, "b k g m"]
+    entry: Float[Array, "b k g c"] | None = None
+
+
 class Request(NamedTuple):
     """Which rows a layer wants.
 
@@ -24,9 +38,8 @@ class Request(NamedTuple):
         count: how many of the slots are meant, per sequence and KV head.
         rank: order of preference among all slots, for whoever has to choose rows to give up; None
             where it is not known or not wanted any more.
-        rest: logarithm of the summed exponentials of the scores of what is on the host only and
-            not meant, for each query head, of all of it (m = 1) or of each block of slots; None
-            where there is no tail, or where it is scored when the layer attends.
+        rest: what is on the host only and not meant; None where there is no tail, or where it is
+            scored when the layer attends.
         chosen: the slots that are meant, marked; None where the selection did not mark them.
         marks: `chosen` in words (`pack_marks`), from which slots can be had where they are needed.
             A step keeps them instead of `chosen` where rows are read in place; None elsewhere, and
@@ -36,7 +49,7 @@ class Request(NamedTuple):
     slots: Int[Array, "b k n"]
     count: Int[Array, "b k"]
     rank: Float[Array, "b k t"] | None = None
-    rest: Float[Array, "b k g m"] | None = None
+    rest: Rest | None = None
     chosen: Bool[Array, "b k t"] | None = None
     marks: UInt32[Array, "b k v"] | None = None
 

@@ -13,6 +13,7 @@ from infinigen_jax.manifest import AGAIN, AHEAD_FILE, SKEW_FILE, Manifest
 from infinigen_jax.models import ModelConfig, Params
 from infinigen_jax.safetensors_io import SafetensorsFile
 
+TAIL_MOMENTS = ("tail_keys", "tail_values")  # `Model.tail_moments`
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -60,6 +61,13 @@ def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str
         return {"bases": none}
     found: dict[str, Any] = {"key_mean": np.array(file.read("key_mean"))}
     found |= read_loss(file, config)
+    # Conversions did not always have these.
+    if "tail_keys" in file.tensors:
+        for name in TAIL_MOMENTS:
+            _check_tensor(file, name, square, ("float32",))
+        found["tail_moments"] = tuple(np.array(file.read(name)) for name in TAIL_MOMENTS)
+        if not all(np.isfinite(moment).all() for moment in found["tail_moments"]):
+            raise InputError(f"{path}: the moments for the tail are not finite; {AGAIN}")
     if manifest.absorbed:
         return found | {"bases": none}
     found["bases"] = _bases(query, key)

@@ -17,6 +17,7 @@ from jaxtyping import Float
 
 from infinigen_jax.models.rope import Rope
 from infinigen_jax.skew import GuessMoments, Moments
+from infinigen_jax.tail_values import BlockMoments
 
 
 def offsets(rope: Rope | None, max_positions: int, length: int) -> int:
@@ -35,6 +36,15 @@ def spread_moments(moments: Moments, rope: Rope, number: int) -> Moments:
         query_gram=spread_products(moments.query_gram, turns, number),
         key_gram=spread_products(moments.key_gram, turns, number),
         key_sum=spread_sums(moments.key_sum, turns, number),
+    )
+
+
+def spread_blocks(moments: BlockMoments, rope: Rope, number: int) -> BlockMoments:
+    """Likewise for moments within blocks. Values do not turn."""
+    turns = _turns(rope, moments.key_covariance.shape[-1])
+    turned = spread_sums(moments.cross_covariance.swapaxes(1, 2), turns, number)
+    return BlockMoments(
+        spread_products(moments.key_covariance, turns, number), turned.swapaxes(1, 2)
     )
 
 

@@ -170,7 +170,9 @@ def test_the_rest_is_what_was_not_chosen(blocks):
     slots = jnp.asarray([[[3, 5, 0], [1, 0, 0]], [[0, 1, 2], [2, 0, 0]]], jnp.int32)
     count = jnp.asarray([[2, 1], [3, 0]], jnp.int32)
     request, size = Request(slots, count), 16 // blocks
-    got = np.asarray(log_rest(jnp.asarray(scores), jnp.asarray(eligible)[:, None], request, blocks))
+    got = np.asarray(
+        log_rest(jnp.asarray(scores), jnp.asarray(eligible)[:, None], request, blocks).score
+    )
     for i, j, m in np.ndindex(2, 2, blocks):
         chosen = np.asarray(slots)[i, j, : int(count[i, j])]
         block = range(m * size, (m + 1) * size)
@@ -321,4 +323,4 @@ def test_the_rest_by_slots_by_marks_and_of_masked_scores(blocks):
             rest(scores, eligible, known, blocks=blocks),
             rest(masked, None, known, blocks=blocks),
         ):
-            np.testing.assert_allclose(one, expected, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(one.score, expected.score, rtol=1e-6, atol=1e-6)

@@ -15,6 +15,7 @@ from infinigen_jax import cuda
 from infinigen_jax.cache import Slots
 from infinigen_jax.counting import log_rest
 from infinigen_jax.cuda import scoring
+from infinigen_jax.cuda.scoring import LEADING_COLUMNS
 from infinigen_jax.index import CODE_BITS, IndexFormat
 from infinigen_jax.selection import Request
 
@@ -60,10 +61,14 @@ def assert_close(own: Any, reference: Any, query: np.ndarray, keys: float) -> No
     np.testing.assert_allclose(own, reference, rtol=2e-6, atol=2e-6 * max(terms, 1))
 
 
+def steps_and_lows(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What an index has of each token beside its codes, as the bits of float32 numbers."""
+    return index[:, :, -1] >> 16 << 16, index[:, :, -1] << 16
+
+
 def largest(case: dict[str, Any]) -> float:
     """Magnitude of a key in the index."""
-    words = case["index"][:, :, -1]
-    step, low = ((x.view(np.float32)) for x in (words >> 16 << 16, words << 16))
+    step, low = (x.view(np.float32) for x in steps_and_lows(case["index"]))
     return float(np.max(np.abs(low) + step * (2 ** CODE_BITS[case["format"].name] - 1)))
 
 
@@ -91,8 +96,16 @@ def request(random: np.random.Generator, b: int, k: int, n: int, t: int) -> Requ
 
 
 @settings(max_examples=60)
-@given(cases(), st.sampled_from([1, 16, 64, 128]), st.integers(0, 5), st.sampled_from([1, 9, 32]))
-def test_rest(emulator: Emulator, case: dict[str, Any], run: int, sinks: int, window: int):
+@given(
+    case=cases(),
+    run=st.sampled_from([1, 16, 64, 128]),
+    sinks=st.integers(0, 5),
+    window=st.sampled_from([1, 9, 32]),
+    leading=st.sampled_from([0, LEADING_COLUMNS]),
+)
+def test_rest(
+    emulator: Emulator, case: dict[str, Any], run: int, sinks: int, window: int, leading: int
+):
     query, index, bits = case["query"], case["index"], CODE_BITS[case["format"].name]
     b, k, g, r = query.shape
     t, words, n = index.shape[3], index.shape[2] - 1, 37
@@ -100,26 +113,57 @@ def test_rest(emulator: Emulator, case: dict[str, Any], run: int, sinks: int, wi
     positions = case["random"].integers(0, t, b).astype(np.int32)
     wanted = request(case["random"], b, k, n, t)
     own = np.full((b, k, g, t // run), np.nan, np.float32)
+    entry = np.full((b, k, g, t // run, leading), np.nan, np.float32)
     emulator.run(
         *(f"index_rest_{bits}", b * k * case["tiles"], max(threads, 64), seed, query, index),
-        *(positions, np.asarray(wanted.slots), np.asarray(wanted.count), own),
-        *(k, g, r, words, t, case["tiles"], n, run, sinks, window),
+        *(positions, np.asarray(wanted.slots), np.asarray(wanted.count), own, entry),
+        *(k, g, r, words, t, case["tiles"], n, run, sinks, window, leading),
     )
     scores = reference_scores(case["format"], jnp.asarray(query), jnp.asarray(index))
     eligible = Slots(sinks, window).eligible(jnp.asarray(positions), t)[:, None]
-    expected = np.asarray(reference_rest(scores, eligible, wanted, blocks=t // run))
+    expected = np.asarray(reference_rest(scores, eligible, wanted, blocks=t // run).score)
     # The reference drops what is too light next to the head's best score, which the kernel has.
     best = jnp.max(jnp.where(eligible[:, :, None], scores, -jnp.inf), axis=-1, keepdims=True)
     heavy = expected > np.asarray(best) - 80
     assert_close(own[heavy], expected[heavy], query, largest(case))
     light = np.where(best > -np.inf, best, 0) - 70
     assert ((own == -np.inf) | (own < light))[~heavy].all()
-    nothing = np.asarray(reference_rest(0 * scores, eligible, wanted, blocks=t // run)) == -np.inf
-    np.testing.assert_array_equal(own == -np.inf, nothing)
+    level = np.asarray(reference_rest(0 * scores, eligible, wanted, blocks=t // run).score)
+    np.testing.assert_array_equal(own == -np.inf, level == -np.inf)
+
+    if not leading:
+        return
+    columns = min(leading, r)
+    left = np.asarray(eligible & ~marked(wanted, t))
+    weights = np.where(left[:, :, None], np.asarray(scores, np.float64), -np.inf)
+    weights = weights.reshape(*own.shape, run)
+    weights = np.exp(weights - np.where(own == -np.inf, 0, own)[..., None])
+    decoded = decode(case["format"], index)[:, :, :columns].reshape(b, k, columns, -1, run)
+    mean = np.einsum("bkgms,bkcms->bkgmc", weights, decoded)
+    # The scores' rounding, as above, is in the weights.
+    terms = np.abs(query).sum(axis=-1).max() * largest(case)
+    bound = largest(case) * (1e-5 + 1e-5 * max(terms, 1))
+    np.testing.assert_allclose(entry[..., :columns], mean, rtol=0, atol=bound)
 
 
+def marked(wanted: Request, capacity: int) -> np.ndarray:
+    """[b, k, t]: the slots that are meant."""
+    slots = np.where(np.asarray(wanted.valid), np.asarray(wanted.slots), capacity)
+    return (slots[..., None] == np.arange(capacity)).any(axis=2)
+
+
+def decode(index: IndexFormat, entries: np.ndarray) -> np.ndarray:
+    """The keys in an index [b, k, r, t]."""
+    bits, (b, k, _, t) = CODE_BITS[index.name], entries.shape
+    step, low = (x.view(np.float32)[:, :, None] for x in steps_and_lows(entries))
+    codes = entries[:, :, :-1, None] >> np.arange(0, 32, bits, dtype=np.uint32)[:, None]
+    codes = (codes & np.uint32(2**bits - 1)).reshape(b, k, -1, t)[:, :, : index.columns]
+    return codes * step + low
+
+
+@pytest.mark.parametrize("columns", [0, 5])
 @pytest.mark.parametrize("name", sorted(CODE_BITS))
-def test_through_xla(monkeypatch: pytest.MonkeyPatch, name: str):
+def test_through_xla(monkeypatch: pytest.MonkeyPatch, name: str, columns: int):
     driver = emulated()
     driver.calls.clear()
     b, k, g, r, t, slots = 2, 2, 3, 24, 1152, Slots(4, 32, 64)
@@ -130,7 +174,7 @@ def test_through_xla(monkeypatch: pytest.MonkeyPatch, name: str):
     positions = jnp.array([t - 1, 300], jnp.int32)
 
     def both(query: Any, entries: Any) -> tuple:
-        rest = index.log_rest(query, entries, wanted, positions, slots)
+        rest = index.log_rest(query, entries, wanted, positions, slots, columns)
         return index.scores(query, entries), rest
 
     expected = jax.jit(both)(query, entries)
@@ -145,9 +189,9 @@ def test_each_device_scores_its_own_part(monkeypatch: pytest.MonkeyPatch):
     """A kernel is called on shards, as XLA cannot divide it."""
     seen = []
 
-    def run(kernel: str, operands: tuple, out: Any, integers: tuple) -> Any:
+    def run(kernel: str, operands: tuple, outs: tuple, integers: tuple) -> tuple:
         seen.append(operands[1].shape)
-        return jnp.zeros(out.shape, out.dtype)
+        return tuple(jnp.zeros(out.shape, out.dtype) for out in outs)
 
     monkeypatch.setattr(scoring, "_run", run)
     mesh = jax.sharding.AbstractMesh((1, 2), ("data", "model"))

@@ -17,14 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.convert.loss import squared_errors
+from infinigen_jax.convert.loss import SINKS, squared_errors
 from infinigen_jax.correction import Projection, corrected_projection
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.models.forward import causal_attention
 from infinigen_jax.skew import GuessMoments, Moments, guess_moments
 from infinigen_jax.speculation import projected_query
-from infinigen_jax.spread import offsets, spread_guess, spread_moments
+from infinigen_jax.spread import offsets, spread_blocks, spread_guess, spread_moments
+from infinigen_jax.tail_values import BlockMoments, block_products
 from infinigen_jax.tokenization import load_tokenizer
 
 AHEAD = ("kernel", "bias")
@@ -110,6 +111,9 @@ def windows(
 class Calibrator:
     """Carries the text's hidden states from layer to layer.
 
+    Attributes:
+        blocks: moments of the layer that `layer` ran last, at all places likewise.
+
     Args:
         config: the architecture.
         tokens: the text.
@@ -161,16 +165,20 @@ class Calibrator:
             self._sources.append(behind if self._late else own)
             del self._sources[: -self._layers_ahead]
         # Summed over windows in float64, on the host.
-        query_gram, key_gram, key_sum = (np.asarray(s, np.float64).sum(axis=0) for s in sums)
+        query_gram, key_gram, key_sum, *blocks = (
+            np.asarray(s, np.float64).sum(axis=0) for s in sums
+        )
         if not np.isfinite(query_gram).all() or not np.isfinite(key_gram).all():
             raise InputError(
                 f"the weights of layer {self._done - 1} give queries or keys that are not finite; "
                 "get them again"
             )
         found = Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
+        self.blocks = BlockMoments(*(products / self._count for products in blocks))
         if self._places == 1:
             return found
         assert self._config.rope is not None
+        self.blocks = spread_blocks(self.blocks, self._config.rope, self._places)
         return spread_moments(found, self._config.rope, self._places)
 
     def ahead(self, params: Params) -> tuple[Projection, GuessMoments]:
@@ -245,7 +253,8 @@ def _projected(
     return projected_query(layer, projection, inputs, positions, jnp.full_like(positions, length))
 
 
-Sums = tuple[Float[Array, "w k d d"], Float[Array, "w k d d"], Float[Array, "w k d"]]
+Products = Float[Array, "w k d d"]
+Sums = tuple[Products, Products, Float[Array, "w k d"], Products, Products]
 
 
 @functools.cache
@@ -273,6 +282,7 @@ def _step(config: ModelConfig, keep: bool, sliding: int | None) -> Callable[...,
             jnp.einsum("skgd,skge->kde", q, q),
             jnp.einsum("skd,ske->kde", k, k),
             k.sum(axis=0),
+            *block_products(keys, values, valid & (positions >= SINKS)),
         )
         attended = causal_attention(queries, keys, values, window=sliding)
         behind = x + layer.attention_output(attended)

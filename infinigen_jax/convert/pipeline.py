@@ -44,6 +44,7 @@ from infinigen_jax.policies.base import MOST_LAYERS_AHEAD
 from infinigen_jax.safetensors_io import DTYPES, SafetensorsWriter, tensor_bytes
 from infinigen_jax.skew import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
 from infinigen_jax.speculation import SOURCES
+from infinigen_jax.tail_values import BlockMoments
 
 WEIGHT_DTYPES = {
     name: DTYPES[kind]
@@ -192,7 +193,7 @@ class _Job:
             bases = np.broadcast_to(eye, (c.num_layers, c.num_kv_heads, *eye.shape))
             arrays = {"query_basis": bases, "key_basis": bases}
         else:
-            arrays = {n: np.stack(v).astype(np.float32) for n, v in self.statistics.items()}
+            arrays = {n: np.stack(v) for n, v in self.statistics.items()}
             arrays["row_shares"] = np.array(BUDGETS, np.float32)
         layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
         with SafetensorsWriter(out / SKEW_FILE, layout) as writer:
@@ -221,7 +222,10 @@ class _Job:
             raise InputError(f"{self.sources[slots[0].name].file}: {error}") from None
         if self.skew == "svd":
             self._keep_loss(calibrator.loss(params))
-            return self._svd(seen)
+            basis = self._svd(seen)
+            self._keep_blocks(calibrator.blocks, basis if self.absorbs else None)
+            return basis
+        self._keep_blocks(calibrator.blocks)
         projection, guess = calibrator.ahead(params)
         self._keep_loss(calibrator.loss(params))
         orthogonal, eigenvalues = svd_basis(seen)
@@ -246,12 +250,20 @@ class _Job:
         self._keep(query_basis=basis, key_basis=basis, eigenvalues=eigenvalues, key_mean=mean)
         return basis
 
+    def _keep_blocks(self, found: BlockMoments, basis: np.ndarray | None = None) -> None:
+        """In the coordinates of the cached keys."""
+        keys, values = found.key_covariance, found.cross_covariance
+        if basis is not None:
+            keys = np.einsum("kdc,kde,kef->kcf", basis, keys, basis)
+            values = np.einsum("kdc,kde->kce", basis, values)
+        self._keep(tail_keys=keys, tail_values=values)
+
     def _keep_loss(self, found: np.ndarray) -> None:
         self._keep(sparse_loss=found[:, BUDGETS.index(BUDGET)], row_loss=found)
 
     def _keep(self, **found: np.ndarray) -> None:
         for name, value in found.items():
-            self.statistics.setdefault(name, []).append(value)
+            self.statistics.setdefault(name, []).append(value.astype(np.float32))
 
     def _cast(
         self, slots: list[Slot], basis: np.ndarray | None

@@ -29,7 +29,14 @@ from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.index import CODE_BITS, IndexFormat
 from infinigen_jax.memory import allocate_host, default_mesh, write_span
 from infinigen_jax.reuse import HotSet, Plan, plan
-from infinigen_jax.selection import Request, budget_fraction, budget_rows, group_rank, select
+from infinigen_jax.selection import (
+    Request,
+    Rest,
+    budget_fraction,
+    budget_rows,
+    group_rank,
+    select,
+)
 from infinigen_jax.span import Span
 from infinigen_jax.transfer.cuda import CudaTransfer
 
@@ -221,16 +228,18 @@ def left(name: str, b: int, k: int, g: int, r: int, t: int) -> Iterator[Compared
     wanted = random_request(b, k, t // 10, t, 0)
     positions = jnp.asarray(np.linspace(t - 1, t // 3, b), jnp.int32)
 
-    def by_kernel(query: Array, entries: Array, wanted: Request, positions: Array) -> Array:
-        bits, blocks = CODE_BITS[name], SLOTS.blocks(t)
-        slots, count = wanted.slots, wanted.count
-        return scoring.index_rest(
-            query, entries, bits, positions, slots, count, blocks, SLOTS.sinks, SLOTS.window
-        )
+    def by_kernel(
+        query: Array, entries: Array, wanted: Request, positions: Array, columns: int
+    ) -> Rest:
+        bits, blocks, request = CODE_BITS[name], SLOTS.blocks(t), (wanted.slots, wanted.count)
+        sizes = (blocks, SLOTS.sinks, SLOTS.window, columns)
+        return scoring.index_rest(query, entries, bits, positions, *request, *sizes)
 
     operands = query, entries, wanted, positions
-    expected = on_cpu(functools.partial(index.log_rest, slots=SLOTS), *operands)
-    yield jax.jit(by_kernel)(*operands), expected, 1e-4
+    for columns in (0, min(r, scoring.LEADING_COLUMNS)):
+        reference = functools.partial(index.log_rest, slots=SLOTS, columns=columns)
+        own = jax.jit(functools.partial(by_kernel, columns=columns))(*operands)
+        yield own, on_cpu(reference, *operands), 1e-4
 
 
 def _index(

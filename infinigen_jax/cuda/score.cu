@@ -10,6 +10,9 @@
 //   positions [b], slots [b][k][n], count [b][k]    current tokens, and what is requested
 //   rest    [b][k][g][t / run]      log(sum(exp(score))) of each run of slots, of those of sinks ..
 //                                   position - window that are not requested; -inf where none is
+//   entry   [b][k][g][t / run][c]   mean of the leading c columns of the same slots' entries, by the
+//                                   weights exp(score); 0 where there is none. c is 0 or
+//                                   LEADING_COLUMNS
 //
 // A block takes every `tiles`th tile of slots of one (b, k). A lane has LANE_SLOTS slots of it, and
 // unpacks each code once for HEADS query heads; further heads go over the tile again, which is in the
@@ -23,6 +26,7 @@ constexpr int HEADS = 4;
 constexpr int LANE_SLOTS = 2;
 constexpr int MAX_COLUMNS = 256;
 constexpr int MAX_TILE = 512;
+constexpr int LEADING_COLUMNS = 16;
 constexpr unsigned TWO_TO_23 = 0x4b000000u;
 
 struct alignas(16) Column {
@@ -32,6 +36,7 @@ struct alignas(16) Column {
 struct Query {
   Column column[MAX_COLUMNS];
   float sum[HEADS];
+  float bias[HEADS];  // see `rounding_bias`
 };
 
 // HEADS heads of a query, zeros behind the last one. `shared` is there for all behind the barrier.
@@ -47,10 +52,18 @@ __device__ inline void load_query(const float* query, int heads, int columns, in
     }
   }
   for (int head = warp(); head < HEADS; head += warps()) {
-    float total = 0;
-    for (int i = lane(); head < heads && i < columns; i += WARP) total += query[head * columns + i];
+    float total = 0, squares = 0;
+    for (int i = lane(); head < heads && i < columns; i += WARP) {
+      const float x = query[head * columns + i];
+      total += x;
+      squares += x * x;
+    }
     total = reduce_warp(total, added);
-    if (lane() == 0) shared->sum[head] = total;
+    squares = reduce_warp(squares, added);
+    if (lane() == 0) {
+      shared->sum[head] = total;
+      shared->bias[head] = squares / 24;
+    }
   }
   __syncthreads();
 }
@@ -93,7 +106,8 @@ __device__ inline void score_slots(const unsigned* __restrict__ index, int capac
     const float step = __uint_as_float(both & 0xffff0000u), low = __uint_as_float(both << 16);
 #pragma unroll
     for (int head = 0; head < HEADS; ++head) {
-      score[j][head] = sum[j][head] * step + low * query.sum[head];
+      score[j][head] =
+          sum[j][head] * step + low * query.sum[head] - step * step * query.bias[head];
     }
   }
 }
@@ -135,6 +149,43 @@ __device__ inline float log_sum(const float* x, int run) {
   return peak + logf(reduce_warp(total, added));
 }
 
+// Mean of the leading columns of a run's entries, by the weights exp(score - total), by a warp.
+template <int BITS>
+__device__ inline void mean_entry(const unsigned* __restrict__ index, int capacity, int words,
+                                  int first, int run, const float* score, float total,
+                                  float* entry) {
+  constexpr int PER_WORD = 32 / BITS, LEADING_WORDS = LEADING_COLUMNS / PER_WORD;
+  constexpr unsigned MASK = (1u << BITS) - 1;
+  float sum[LEADING_COLUMNS] = {};
+  for (int i = lane(); i < run; i += WARP) {
+    if (score[i] == minus_infinity()) continue;
+    const unsigned* own = index + first + i;
+    const unsigned both = own[(unsigned long long)words * capacity];
+    const float step = __int_as_float(both & 0xffff0000u), low = __int_as_float(both << 16);
+    const float weight = expf(score[i] - total);
+#pragma unroll
+    for (int word = 0; word < LEADING_WORDS; ++word) {
+      const unsigned codes = word < words ? own[(unsigned long long)word * capacity] : 0;
+#pragma unroll
+      for (int c = 0; c < PER_WORD; ++c) {
+        sum[word * PER_WORD + c] += weight * ((codes >> c * BITS & MASK) * step + low);
+      }
+    }
+  }
+  // Half of the columns change hands at a time: what is left of each is in two lanes.
+#pragma unroll
+  for (int half = LEADING_COLUMNS / 2; half > 0; half /= 2) {
+    const bool upper = lane() & half;
+#pragma unroll
+    for (int c = 0; c < half; ++c) {
+      const float other = __shfl_xor_sync(ALL, upper ? sum[c] : sum[c + half], half);
+      sum[c] = (upper ? sum[c + half] : sum[c]) + other;
+    }
+  }
+  sum[0] += __shfl_xor_sync(ALL, sum[0], LEADING_COLUMNS);
+  if (lane() < LEADING_COLUMNS) entry[lane()] = sum[0];
+}
+
 // Marks which slots of a tile are requested.
 __device__ inline void mark(const int* slots, int count, int start, int tile, unsigned* requested) {
   for (int i = threadIdx.x; i < MAX_TILE / WARP; i += blockDim.x) requested[i] = 0;
@@ -148,9 +199,9 @@ __device__ inline void mark(const int* slots, int count, int start, int tile, un
 
 template <int BITS>
 __device__ inline void rest(const float* query, const unsigned* index, const int* positions,
-                            const int* slots, const int* count, float* rest, int heads, int group,
-                            int columns, int words, int capacity, int tiles, int size, int run,
-                            int sinks, int window) {
+                            const int* slots, const int* count, float* rest, float* entry,
+                            int heads, int group, int columns, int words, int capacity, int tiles,
+                            int size, int run, int sinks, int window, int leading) {
   __shared__ Query shared;
   __shared__ unsigned requested[MAX_TILE / WARP];
   __shared__ float tile_scores[HEADS][MAX_TILE];
@@ -161,6 +212,7 @@ __device__ inline void rest(const float* query, const unsigned* index, const int
   index += pair * (words + 1) * capacity;
   slots += pair * size;
   rest += pair * group * (capacity / run);
+  entry += pair * group * (capacity / run) * leading;
 
   for (int start = blockIdx.x % tiles * tile; start < capacity; start += tiles * tile) {
     mark(slots, count[pair], start, tile, requested);
@@ -183,8 +235,13 @@ __device__ inline void rest(const float* query, const unsigned* index, const int
         const int head = i / runs, at = i % runs * run;
         if (start + at >= capacity) continue;
         const float value = log_sum(tile_scores[head] + at, run);
-        const unsigned long long row = begin + head;
-        if (lane() == 0) rest[row * (capacity / run) + (start + at) / run] = value;
+        const unsigned long long place =
+            (unsigned long long)(begin + head) * (capacity / run) + (start + at) / run;
+        if (lane() == 0) rest[place] = value;
+        if (leading) {
+          mean_entry<BITS>(index, capacity, words, start + at, run, tile_scores[head] + at, value,
+                           entry + place * leading);
+        }
       }
       __syncthreads();  // the next scores and query take the place of these
     }
@@ -199,10 +256,10 @@ __device__ inline void rest(const float* query, const unsigned* index, const int
   }                                                                                              \
   extern "C" __global__ void __launch_bounds__(MAX_TILE / LANE_SLOTS) index_rest_##BITS(         \
       const float* query, const unsigned* index, const int* positions, const int* slots,         \
-      const int* count, float* out, int heads, int group, int columns, int words, int capacity,  \
-      int tiles, int size, int run, int sinks, int window) {                                     \
-    rest<BITS>(query, index, positions, slots, count, out, heads, group, columns, words,         \
-               capacity, tiles, size, run, sinks, window);                                       \
+      const int* count, float* out, float* entry, int heads, int group, int columns, int words,  \
+      int capacity, int tiles, int size, int run, int sinks, int window, int leading) {          \
+    rest<BITS>(query, index, positions, slots, count, out, entry, heads, group, columns, words,  \
+               capacity, tiles, size, run, sinks, window, leading);                              \
   }
 SCORE_KERNELS(4)
 SCORE_KERNELS(8)

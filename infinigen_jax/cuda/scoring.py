@@ -9,10 +9,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from infinigen_jax.cuda.launch import LAUNCH, call
+from infinigen_jax.selection import Rest
 
 THREADS = 256
 TILE = 2 * THREADS  # slots of a block
 MAX_COLUMNS = 256  # as in score.cu
+LEADING_COLUMNS = 16  # likewise
 MAX_RUN = 128  # of slots that make up one number of `index_rest`; it divides a tile
 
 
@@ -29,7 +31,9 @@ def index_scores(
     def local(query: Array, index: Array) -> Array:
         b, k, g, _ = query.shape
         out = jax.ShapeDtypeStruct((b, k, g, index.shape[3]), jnp.float32)
-        return _run(f"index_scores_{bits}", (query, index), out, (g, *_sizes(query, index)))
+        sizes = (g, *_sizes(query, index))
+        (scores,) = _run(f"index_scores_{bits}", (query, index), (out,), sizes)
+        return scores
 
     return _on_each_device(local, query, index)
 
@@ -44,24 +48,32 @@ def index_rest(
     blocks: int,
     sinks: int,
     window: int,
-) -> Float[Array, "b k g m"]:
+    columns: int = 0,
+) -> Rest:
     """`counting.log_rest` of the scores, which are not stored.
 
     Args:
         positions: of the current tokens; sinks .. position - window count.
         slots, count: what is requested and does not.
         blocks: m; the t / m slots of each are at most MAX_RUN, a power of two.
+        columns: c of `Rest.entry`, at most LEADING_COLUMNS; 0 for none.
     """
+    leading = LEADING_COLUMNS if columns else 0
 
-    def local(query: Array, index: Array, positions: Array, slots: Array, count: Array) -> Array:
+    def local(query: Array, index: Array, *others: Array) -> tuple[Array, ...]:
         b, k, g, _ = query.shape
-        run = index.shape[3] // blocks
-        out = jax.ShapeDtypeStruct((b, k, g, blocks), jnp.float32)
-        integers = (k, g, *_sizes(query, index), slots.shape[2], run, sinks, window)
-        operands = (query, index, positions, slots, count)
-        return _run(f"index_rest_{bits}", operands, out, integers)
+        run, size = index.shape[3] // blocks, others[1].shape[2]
+        integers = (k, g, *_sizes(query, index), size, run, sinks, window, leading)
+        score = jax.ShapeDtypeStruct((b, k, g, blocks), jnp.float32)
+        # Something there must be, even if nobody writes to it.
+        entry = jax.ShapeDtypeStruct((b, k, g, blocks if leading else 1, leading or 1), jnp.float32)
+        return _run(f"index_rest_{bits}", (query, index, *others), (score, entry), integers)
 
-    return _on_each_device(local, query, index, positions, slots, count)
+    score, entry = _on_each_device(local, query, index, positions, slots, count)
+    if not columns:
+        return Rest(score)
+    shares = jax.nn.softmax(jnp.maximum(score, jnp.finfo(jnp.float32).min), axis=-1)
+    return Rest(score, jnp.einsum("bkgm,bkgmc->bkgc", shares, entry[..., :columns]))
 
 
 def _sizes(query: Array, index: Array) -> tuple[int, int, int, int]:
@@ -71,15 +83,17 @@ def _sizes(query: Array, index: Array) -> tuple[int, int, int, int]:
 
 
 def _run(
-    kernel: str, operands: tuple[Array, ...], out: jax.ShapeDtypeStruct, integers: tuple[int, ...]
-) -> Array:
+    kernel: str,
+    operands: tuple[Array, ...],
+    outs: tuple[jax.ShapeDtypeStruct, ...],
+    integers: tuple[int, ...],
+) -> tuple[Array, ...]:
     b, k, _, capacity = operands[1].shape
     grid = (b * k * -(-capacity // TILE), THREADS)
-    (result,) = call(LAUNCH, operands, (out,), {}, kernel, grid, integers)
-    return result
+    return tuple(call(LAUNCH, operands, outs, {}, kernel, grid, integers))
 
 
-def _on_each_device(local: Callable[..., Array], *arrays: Any) -> Array:
+def _on_each_device(local: Callable[..., Any], *arrays: Any) -> Any:
     """Call on every device's part of arrays [b, ...] and [b, k, ...], on the mesh they live on."""
     mesh = jax.typeof(arrays[1]).sharding.mesh
     if mesh.empty or mesh.size == 1:

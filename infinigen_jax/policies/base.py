@@ -21,13 +21,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax import cuda
-from infinigen_jax.cache import Slots
+from infinigen_jax.cache import Slots, values_of
 from infinigen_jax.cuda import calls
 from infinigen_jax.cuda.launch import LANES
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.selection import (
     Request,
+    Rest,
     budget_fraction,
     budget_rows,
     group_rank,
@@ -191,8 +192,17 @@ class Policy(Protocol):
         query: Float[Array, "b k g d"],
         request: Request,
         positions: Int[Array, " b"],
-    ) -> Float[Array, "b k g m"]:
+    ) -> Rest:
         """`log_rest` of each block of a `tail_block`, nearly, by the layer's own query."""
+        ...
+
+    def tail_values(
+        self, weights: Params, rows: Float[Array, "b k n w"]
+    ) -> Float[Array, "b k n d"]:
+        """Of rows, key and value side by side, what the tail's sums are of: the values.
+
+        Or the values less what is predicted of them from the index, which `Rest.entry` brings back.
+        """
         ...
 
     def append(
@@ -244,8 +254,13 @@ class Defaults:
         query: Float[Array, "b k g d"],
         request: Request,
         positions: Int[Array, " b"],
-    ) -> Float[Array, "b k g m"]:
+    ) -> Rest:
         raise TypeError(f"{type(self).__name__} has no tail in blocks to be scored")
+
+    def tail_values(
+        self, weights: Params, rows: Float[Array, "b k n w"]
+    ) -> Float[Array, "b k n d"]:
+        return values_of(rows)
 
     def streams(self, layer: int) -> bool:
         return False

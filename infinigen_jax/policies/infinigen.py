@@ -9,6 +9,7 @@ give the speculated scores; tokens above the best score minus alpha are fetched,
 """
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,13 +19,14 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax import cuda
 from infinigen_jax.budgets import LAYER_BUDGETS
-from infinigen_jax.cache import Slots
+from infinigen_jax.cache import Slots, values_of
 from infinigen_jax.counting import POOL, holding, log_rest, narrow, pooled
+from infinigen_jax.cuda.scoring import LEADING_COLUMNS
 from infinigen_jax.errors import InputError
 from infinigen_jax.index import INDEX_DTYPES, IndexFormat, write_entries
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import MOST_LAYERS_AHEAD, Budgeted
-from infinigen_jax.selection import Request, budget_rows, group_rank, top_slots
+from infinigen_jax.selection import Request, Rest, budget_rows, group_rank, top_slots
 from infinigen_jax.span import Span
 from infinigen_jax.speculation import (
     BASES,
@@ -41,6 +43,7 @@ from infinigen_jax.speculation import (
     speculate_query,
     speculation_weights,
 )
+from infinigen_jax.tail_values import fit_slope, without_predicted
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
@@ -94,6 +97,11 @@ class InfiniGen(Budgeted):
             that they have by the scores of the layer's own query with the index; a power of two
             up to 128. 0: all as to one token, by the speculated scores; so it is in a pool, where
             neighbouring slots have nothing in common.
+        tail_columns: leading columns of the index that a value is predicted from, beside the mean
+            of its neighbours (`tail_values`); at most 16, and all that the index has; 0: the mean
+            alone.
+            As it is with a model whose conversion did not measure what it takes, and with
+            `tail_tokens` 0.
     """
 
     name: ClassVar[str] = "infinigen"
@@ -116,6 +124,7 @@ class InfiniGen(Budgeted):
     layer_budgets: str = "auto"
     tail: bool = True
     tail_tokens: int = 64
+    tail_columns: int = 16
 
     def __post_init__(self):
         super().__post_init__()
@@ -149,6 +158,8 @@ class InfiniGen(Budgeted):
             )
         if self.tail_tokens and self.tail_tokens not in TAIL_TOKENS:
             raise InputError(f"tail_tokens {self.tail_tokens}: use 0 or a power of two up to 128")
+        if not 0 <= self.tail_columns <= LEADING_COLUMNS:
+            raise InputError(f"tail_columns {self.tail_columns}: use 0 to {LEADING_COLUMNS}")
         if not 0 < self.mass <= 1:
             raise InputError(f"--mass {self.mass}: it must be above 0 and at most 1")
 
@@ -188,6 +199,10 @@ class InfiniGen(Budgeted):
             known = model.has_curves and model.measured(layers_ahead, source == "attention")
             layer_budgets = "calibrated" if known else "equal"
         tail_tokens = 0 if pooled else self.tail_tokens
+        tail_columns = 0
+        if self.tail and tail_tokens and model.tail_moments is not None:
+            index = self.index_format(model.config.head_dim)
+            tail_columns = min(self.tail_columns, index.columns)
         return dataclasses.replace(
             self,
             query=query,
@@ -195,16 +210,27 @@ class InfiniGen(Budgeted):
             speculate_from=source,
             layer_budgets=layer_budgets,
             tail_tokens=tail_tokens,
+            tail_columns=tail_columns,
         )
 
     def index_format(self, head_dim: int) -> IndexFormat:
         return IndexFormat(self.index_dtype, partial_columns(head_dim, self.partial_ratio))
 
     def prepare(self, model: "Model", layer: int) -> Params:
-        index = self.index_format(model.config.head_dim)
+        config = model.config
+        index = self.index_format(config.head_dim)
         centred = index.quantised or self.tail
         weights = speculation_weights(model, layer, index.columns, centred, self.basis, self.query)
-        return weights | (own_query_weights(weights) if self.tail_block or not self.lead else {})
+        if self.tail_block or not self.lead:
+            weights |= own_query_weights(weights)
+        if self.tail_block and self.tail_columns and model.tail_moments is not None:
+            unchanged = jnp.broadcast_to(
+                jnp.eye(config.head_dim), (config.num_kv_heads, config.head_dim, config.head_dim)
+            )
+            columns = weights.get("key", unchanged)[..., : self.tail_columns]
+            keys, cross = (moment[layer] for moment in model.tail_moments)
+            weights["slope"] = jnp.asarray(fit_slope(keys, cross, columns), jnp.float32)
+        return weights
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k w t"]:
         return self.index_format(config.head_dim).empty(batch, config.num_kv_heads, capacity)
@@ -234,19 +260,20 @@ class InfiniGen(Budgeted):
             request = self._count(scores, positions, held, masked)
         with jax.named_scope("tail"):
             return request._replace(
-                rest=self._rest(weights, scores, request, positions, true, held, masked)
+                rest=self._rest(weights, state, scores, request, positions, true, held, masked)
             )
 
     def _rest(
         self,
         weights: Params,
+        state: Shaped[Array, "b k w t"],
         scores: Float[Array, "b k g t"],
         request: Request,
         positions: Int[Array, " b"],
         query: Float[Array, "b k g d"] | None,
         held: Int[Array, "b k t"] | None,
         masked: bool,
-    ) -> Float[Array, "b k g m"] | None:
+    ) -> Rest | None:
         """For the tail, of the scores that there are; None if it is scored later.
 
         Args:
@@ -259,8 +286,12 @@ class InfiniGen(Budgeted):
         if not self.tail_block:
             return log_rest(scores, eligible, request)
         assert query is not None
-        rest = log_rest(scores, eligible, request, capacity // self.tail_block)
-        return rest + mean_score(weights.get("mean"), query)
+        entries = None
+        if columns := _predicting(weights):
+            index = self.index_format(query.shape[-1])
+            entries = functools.partial(index.sums, index=state, columns=columns)
+        rest = log_rest(scores, eligible, request, capacity // self.tail_block, entries)
+        return rest._replace(score=rest.score + mean_score(weights.get("mean"), query))
 
     def _count(
         self,
@@ -297,12 +328,20 @@ class InfiniGen(Budgeted):
         query: Float[Array, "b k g d"],
         request: Request,
         positions: Int[Array, " b"],
-    ) -> Float[Array, "b k g m"]:
+    ) -> Rest:
         index = self.index_format(query.shape[-1])
         own = own_query(weights, query, index.columns)
         slots = Slots(self.sinks, self.window, self.tail_block)
-        rest = index.log_rest(own, state, request, positions, slots)
-        return rest + mean_score(weights.get("mean"), query)
+        rest = index.log_rest(own, state, request, positions, slots, _predicting(weights))
+        return rest._replace(score=rest.score + mean_score(weights.get("mean"), query))
+
+    def tail_values(
+        self, weights: Params, rows: Float[Array, "b k n w"]
+    ) -> Float[Array, "b k n d"]:
+        if not _predicting(weights):
+            return values_of(rows)
+        keys, values = jnp.split(rows, 2, axis=-1)
+        return without_predicted(weights, keys, values)
 
     def append(
         self,
@@ -317,3 +356,8 @@ class InfiniGen(Budgeted):
     def _entries(self, weights: Params, keys: Float[Array, "b k n d"]) -> Shaped[Array, "b k w n"]:
         index = self.index_format(keys.shape[3])
         return index.encode(partial_keys(weights, keys, index.columns))
+
+
+def _predicting(weights: Params) -> int:
+    """How many columns of the index the tail's values are predicted by."""
+    return weights["slope"].shape[1] if "slope" in weights else 0

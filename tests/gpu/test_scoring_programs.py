@@ -68,7 +68,8 @@ def tail(kernels: bool) -> Program:
 
     def scores(q: Any, weights: Any, index: Any, request: Request, local: Resident, at: Any):
         own = HostLayer(jnp.int32(0), (), tail=(weights, index))
-        return tail_blocks(decoder, q, request, local, own, at).score
+        tail = tail_blocks(decoder, q, request, local, own, at)
+        return tail.score, tail.shift
 
     of_head = array(K, D, dtype=jnp.float32)
     size = POLICY.request_size(T)
@@ -76,7 +77,11 @@ def tail(kernels: bool) -> Program:
         return compile_for_gpu(
             scores,
             array(B, K, G, D),
-            {"own": array(K, D, D, dtype=jnp.float32), "mean": of_head, "centre": of_head},
+            {
+                "own": array(K, D, D, dtype=jnp.float32),
+                "slope": array(K, POLICY.tail_columns, D, dtype=jnp.float32),
+                **dict.fromkeys(("mean", "centre"), of_head),
+            },
             array(*INDEX.shape, dtype=INDEX.dtype),
             Request(array(B, K, size, dtype=jnp.int32), array(B, K, dtype=jnp.int32)),
             Resident(
@@ -95,16 +100,18 @@ def test_speculation_is_one_launch():
 def test_the_tail_reads_the_index_once_and_stores_no_scores():
     program = tail(True)
     work = launches(program)
-    assert len(work) <= 6 and sum(i.target == LAUNCH for i in work) == 1
+    assert len(work) <= 9 and sum(i.target == LAUNCH for i in work) == 1
     everything = [i for body in computations(program.hlo).values() for i in body]
     (index,) = (i.name for i in everything if [r.shape for r in i.results] == [INDEX.shape])
     assert [i.target for i in everything if index in i.operands] == [LAUNCH]
-    assert max(i.nbytes for i in work) <= SCORES_BYTES // POLICY.tail_block
-    assert program.memory["temp"] < 2**20
+    # A block's score, and the mean entry of what is left of it.
+    of_blocks = SCORES_BYTES // POLICY.tail_block * (1 + POLICY.tail_columns)
+    assert max(i.nbytes for i in work) <= of_blocks
+    assert program.memory["temp"] < 2 * of_blocks
 
 
 @pytest.mark.parametrize("made", [speculated, tail])
 def test_without_kernels_codes_are_not_written_out(made: Any):
     """XLA stores the scores, and each token's step and lowest value, but no unpacked code."""
-    work = launches(made(False))
-    assert max(i.nbytes for i in work) == SCORES_BYTES
+    largest = max(i.nbytes for i in launches(made(False)))
+    assert SCORES_BYTES <= largest < 1.001 * SCORES_BYTES

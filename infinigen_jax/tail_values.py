@@ -1,0 +1,103 @@
+"""Values of the tail, predicted from the index. Not in the paper.
+
+What is not fetched is attended to in means of neighbouring tokens (`InfiniGen.tail_tokens`). A mean
+does not know that within a block, too, the tokens that weigh more have other values than those that
+weigh less. Keys and values of a token are made of the same hidden state, so that a part of a value
+can be told from its key: with z the leading columns of a token's entry in the index, and v0, z0 the
+means of its block,
+
+    v = v0 + (z - z0) S + rest          S = (Cov(z) + ridge)^-1 Cov(z, v)
+
+both covariances within blocks, on calibration text. A block keeps the mean of v - z S instead of
+that of v, and the weighted mean of z, a few numbers for a head, brings back what that lacks:
+
+    sum of w v = sum over blocks of (sum of w) (mean of v - z S) + (sum of w z) S + (sum of w rest)
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from infinigen_jax.models.base import Params
+
+BLOCK = 64  # tokens that moments are within
+RIDGE = 1e-3  # of the columns' mean variance
+
+
+class BlockMoments(NamedTuple):
+    """Of keys, as they enter the dot product, and values, less the means of their blocks.
+
+    Attributes:
+        key_covariance: [k, d, d]
+        cross_covariance: [k, d, d], of keys (rows) with values (columns).
+    """
+
+    key_covariance: np.ndarray
+    cross_covariance: np.ndarray
+
+
+def block_products(
+    keys: Float[Array, "s k d"], values: Float[Array, "s k d"], counted: Bool[Array, " s"]
+) -> tuple[Float[Array, "k d d"], Float[Array, "k d d"]]:
+    """Sums over a window's tokens that are counted, of what `BlockMoments` has the means of."""
+    blocks = -(-len(keys) // BLOCK)
+    pad = ((0, blocks * BLOCK - len(keys)), (0, 0), (0, 0))
+    there = jnp.pad(counted, pad[0]).reshape(blocks, BLOCK, 1, 1).astype(jnp.float32)
+    count = jnp.maximum(jnp.sum(there, axis=1, keepdims=True), 1)
+
+    def centred(x: Array) -> Array:
+        x = jnp.pad(x, pad).reshape(blocks, BLOCK, *x.shape[1:])
+        return (x - jnp.sum(x * there, axis=1, keepdims=True) / count) * there
+
+    k, v = centred(keys), centred(values)
+    return jnp.einsum("mskd,mske->kde", k, k), jnp.einsum("mskd,mske->kde", k, v)
+
+
+def fit_slope(
+    key_covariance: Float[np.ndarray, "k d d"],
+    cross_covariance: Float[np.ndarray, "k d d"],
+    columns: Float[Any, "k d c"],
+) -> Float[np.ndarray, "k c d"]:
+    """S for the leading columns of an index; float64.
+
+    Args:
+        key_covariance: of keys, within blocks.
+        cross_covariance: of keys (rows) with values (columns), likewise.
+        columns: the keys' change of basis, as far as it is used.
+    """
+    change = np.asarray(columns, np.float64)
+    gram = np.einsum("kdc,kde,kef->kcf", change, key_covariance, change, optimize=True)
+    cross = np.einsum("kdc,kde->kce", change, cross_covariance, optimize=True)
+    count = gram.shape[-1]
+    ridge = RIDGE * np.trace(gram, axis1=1, axis2=2) / count
+    # A head whose keys are all equal has nothing to tell its values by.
+    ridge = np.maximum(ridge, np.finfo(np.float32).tiny)
+    return np.linalg.solve(gram + ridge[:, None, None] * np.eye(count), cross)
+
+
+def without_predicted(
+    weights: Params, keys: Float[Array, "b k n d"], values: Float[Array, "b k n d"]
+) -> Float[Array, "b k n d"]:
+    """v - z S of tokens, float32, for the sums that blocks keep.
+
+    Args:
+        weights: "slope" [k, c, d], and as in `speculation.speculation_weights`.
+    """
+    slope = weights["slope"]
+    keys, count = keys.astype(jnp.float32), slope.shape[1]
+    with jax.default_matmul_precision("highest"):
+        if "key" in weights:
+            entries = jnp.einsum("bknd,kdc->bknc", keys, weights["key"][..., :count])
+        else:
+            entries = keys[..., :count]
+        if "centre" in weights:
+            entries = entries - weights["centre"][None, :, None, :count]
+        return values.astype(jnp.float32) - jnp.einsum("bknc,kcd->bknd", entries, slope)
+
+
+def predicted(weights: Params, entry: Float[Array, "b k g c"]) -> Float[Array, "b k g d"]:
+    """z S, of weighted means of entries."""
+    return jnp.einsum("bkgc,kcd->bkgd", entry, weights["slope"], precision="highest")
