@@ -25,7 +25,7 @@ from infinigen_jax.policies import Policy
 from infinigen_jax.prefill import chunk_for
 from infinigen_jax.prompt_reader import round_up_capacity
 from infinigen_jax.safetensors_io import SafetensorsFile
-from infinigen_jax.skew_file import Ahead, Basis, read_loss
+from infinigen_jax.skew_file import Ahead, Basis, predicts, read_loss
 from infinigen_jax.traffic import Traffic, planned_traffic
 from infinigen_jax.transfer.cuda import CudaTransfer
 from infinigen_jax.transfer.xla import XlaTransfer
@@ -128,6 +128,7 @@ class Conversion(NamedTuple):
         corrected: whether it has a corrected layer-ahead query.
         losses: the fields of `Model` on what few rows lose.
         layers_ahead, speculate_from: of the corrected query.
+        predicts: whether it has what the values of a tail are predicted by.
     """
 
     skew: str
@@ -135,6 +136,7 @@ class Conversion(NamedTuple):
     losses: Mapping[str, np.ndarray] = types.MappingProxyType({})
     layers_ahead: int = 1
     speculate_from: str = "input"
+    predicts: bool = True
 
 
 class Planner:
@@ -183,14 +185,17 @@ class Planner:
 
         def build(parts: dict[str, Any]) -> Weights:
             heads = self.config.num_kv_heads, self.config.head_dim
-            mean = None
+            mean = moments = None
             if conversion.skew != "none":
                 mean = np.zeros((self.config.num_layers, *heads), np.float32)
+                moment = np.zeros((*mean.shape, heads[1]), np.float32)
+                moments = moment, moment
             model = Model(
                 self.config,
                 dtype=dtype,
                 skew=conversion.skew,
                 key_mean=mean,
+                tail_moments=moments if conversion.predicts else None,
                 layers_ahead=conversion.layers_ahead,
                 speculate_from=conversion.speculate_from,
                 **conversion.losses,
@@ -292,9 +297,15 @@ def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
     if not (folder / MANIFEST_FILE).exists():
         return Conversion(DEFAULT_SKEW, DEFAULT_SKEW == "balanced")
     manifest = read_manifest(folder)
-    loss = read_loss(SafetensorsFile(folder / SKEW_FILE), config)
-    ahead = manifest.layers_ahead, manifest.speculate_from
-    return Conversion(manifest.skew, AHEAD_FILE in manifest.files, loss, *ahead)
+    file = SafetensorsFile(folder / SKEW_FILE)
+    return Conversion(
+        manifest.skew,
+        AHEAD_FILE in manifest.files,
+        read_loss(file, config),
+        manifest.layers_ahead,
+        manifest.speculate_from,
+        predicts(file),
+    )
 
 
 def brought_bytes(decoder: Decoder, weights: Weights) -> int:

@@ -13,10 +13,12 @@ tokens of a tail would weigh too much.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
@@ -31,7 +33,7 @@ from infinigen_jax.span import Span, put_span
 
 INDEX_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 CODE_BITS = {"int8": 8, "int4": 4}
-PIECES = 64  # of all tokens, that are added before sums of codes are stored
+SUMMED_LANES, SUMMED_AT_ONCE = 128, 32  # tokens side by side, and how many such are one sum
 WORDS_AT_ONCE = 8  # of a token's codes: so many products are added before the sums are stored
 
 
@@ -195,23 +197,33 @@ class IndexFormat:
     def _code_sums(
         self, weights: Float[Array, "b k g t"], words: UInt32[Array, "b k v t"]
     ) -> Float[Array, "b k g c"]:
-        """Weighted sums of the codes in words.
+        """Weighted sums of the codes in words; t is a multiple of SUMMED_LANES.
 
-        A dot product would have the codes written out in float32 first; so but the sums of every
-        PIECES tokens are.
+        A dot product would have the codes written out in float32 first. Here, tokens side by side
+        are added in step, of a chunk that the processor's cache holds while each column is made.
         """
-        bits = CODE_BITS[self.name]
-        size = words.shape[3] // PIECES
-        shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape(1, 1, 1, 1, -1, 1)
-        sums: Array = jnp.float32(0)
-        for piece in range(PIECES):
-            here = slice(piece * size, (piece + 1) * size)
-            codes = words[:, :, None, :, None, here] >> shifts & jnp.uint32(2**bits - 1)
-            codes = codes.astype(jnp.int32).astype(jnp.float32)
-            sums = sums + weights[:, :, :, None, None, here] * codes
-        sums = sums.reshape(*sums.shape[:3], -1, size)
-        ones = jnp.ones(size, jnp.float32)
-        return jnp.einsum("bkgct,t->bkgc", sums, ones, precision="highest")
+        bits, (b, k, g, t) = CODE_BITS[self.name], weights.shape
+        pieces = math.gcd(t // SUMMED_LANES, SUMMED_AT_ONCE)
+        chunks = (t // SUMMED_LANES // pieces, 1, pieces, SUMMED_LANES)
+
+        def column(of: np.ndarray) -> Array:
+            return jnp.asarray(of).reshape(1, 1, 1, 1, 1, -1, 1)
+
+        weights = weights.reshape(b, k, g, 1, *chunks)
+        words = words.reshape(b, k, 1, -1, *chunks)
+        # As in `_products`: where they are in the word, but the last one.
+        shifts = np.arange(0, 32 - bits, bits, dtype=np.uint32)
+        masks = column(np.uint32(2**bits - 1) << shifts)
+        sums, last = jnp.float32(0), jnp.float32(0)
+        for piece in range(pieces):
+            weight, word = weights[..., piece, :], words[..., piece, :]
+            sums = sums + weight * (word & masks).astype(jnp.int32).astype(jnp.float32)
+            codes = word >> jnp.uint32(32 - bits)
+            last = last + weight * codes.astype(jnp.int32).astype(jnp.float32)
+        scaled = sums * column(0.5 ** shifts.astype(np.float32))
+        sums, ones = jnp.concatenate([scaled, last], axis=5), jnp.ones(SUMMED_LANES, jnp.float32)
+        sums = jnp.einsum("bkgvmct,t->bkgvc", sums, ones, precision="highest")
+        return sums.reshape(b, k, g, -1)
 
     def _products(
         self, query: Float[Array, "*w c"], words: UInt32[Array, "*v t"]

@@ -62,7 +62,7 @@ def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str
     found: dict[str, Any] = {"key_mean": np.array(file.read("key_mean"))}
     found |= read_loss(file, config)
     # Conversions did not always have these.
-    if "tail_keys" in file.tensors:
+    if predicts(file):
         for name in TAIL_MOMENTS:
             _check_tensor(file, name, square, ("float32",))
         found["tail_moments"] = tuple(np.array(file.read(name)) for name in TAIL_MOMENTS)
@@ -101,6 +101,11 @@ def read_loss(file: SafetensorsFile, config: ModelConfig) -> dict[str, np.ndarra
     if shares is not None and not _ascending(shares):
         raise InputError(f"{file.path}: row_shares are not ascending shares; {AGAIN}")
     return found
+
+
+def predicts(file: SafetensorsFile) -> bool:
+    """Whether the conversion measured what the values of a tail are predicted by."""
+    return all(name in file.tensors for name in TAIL_MOMENTS)
 
 
 def _ascending(shares: np.ndarray) -> bool:

@@ -56,26 +56,28 @@ def block_products(
     return jnp.einsum("mskd,mske->kde", k, k), jnp.einsum("mskd,mske->kde", k, v)
 
 
+@jax.jit
 def fit_slope(
-    key_covariance: Float[np.ndarray, "k d d"],
-    cross_covariance: Float[np.ndarray, "k d d"],
+    key_covariance: Float[Any, "k d d"],
+    cross_covariance: Float[Any, "k d d"],
     columns: Float[Any, "k d c"],
-) -> Float[np.ndarray, "k c d"]:
-    """S for the leading columns of an index; float64.
+) -> Float[Array, "k c d"]:
+    """S for the leading columns of an index; float32, which the ridge makes enough.
 
     Args:
         key_covariance: of keys, within blocks.
         cross_covariance: of keys (rows) with values (columns), likewise.
         columns: the keys' change of basis, as far as it is used.
     """
-    change = np.asarray(columns, np.float64)
-    gram = np.einsum("kdc,kde,kef->kcf", change, key_covariance, change, optimize=True)
-    cross = np.einsum("kdc,kde->kce", change, cross_covariance, optimize=True)
-    count = gram.shape[-1]
-    ridge = RIDGE * np.trace(gram, axis1=1, axis2=2) / count
-    # A head whose keys are all equal has nothing to tell its values by.
-    ridge = np.maximum(ridge, np.finfo(np.float32).tiny)
-    return np.linalg.solve(gram + ridge[:, None, None] * np.eye(count), cross)
+    change = jnp.asarray(columns, jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        gram = change.mT @ jnp.asarray(key_covariance, jnp.float32) @ change
+        unit = jnp.eye(gram.shape[-1], dtype=gram.dtype)[None]
+        cross = change.mT @ jnp.asarray(cross_covariance, jnp.float32)
+        ridge = RIDGE * jnp.trace(gram, axis1=1, axis2=2) / gram.shape[-1]
+        # A head whose keys are all equal has nothing to tell its values by.
+        ridge = jnp.where(ridge > 0, ridge, 1)[:, None, None]
+        return jnp.linalg.solve(gram + ridge * unit, cross)
 
 
 def without_predicted(

@@ -15,7 +15,7 @@ from infinigen_jax import cuda
 from infinigen_jax.cache import Slots
 from infinigen_jax.counting import log_rest
 from infinigen_jax.cuda import scoring
-from infinigen_jax.cuda.scoring import LEADING_COLUMNS
+from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.index import CODE_BITS, IndexFormat
 from infinigen_jax.selection import Request
 
@@ -101,7 +101,7 @@ def request(random: np.random.Generator, b: int, k: int, n: int, t: int) -> Requ
     run=st.sampled_from([1, 16, 64, 128]),
     sinks=st.integers(0, 5),
     window=st.sampled_from([1, 9, 32]),
-    leading=st.sampled_from([0, LEADING_COLUMNS]),
+    leading=st.sampled_from([0, *LEADING]),
 )
 def test_rest(
     emulator: Emulator, case: dict[str, Any], run: int, sinks: int, window: int, leading: int

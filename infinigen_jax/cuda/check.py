@@ -236,7 +236,7 @@ def left(name: str, b: int, k: int, g: int, r: int, t: int) -> Iterator[Compared
         return scoring.index_rest(query, entries, bits, positions, *request, *sizes)
 
     operands = query, entries, wanted, positions
-    for columns in (0, min(r, scoring.LEADING_COLUMNS)):
+    for columns in (0, *scoring.LEADING):
         reference = functools.partial(index.log_rest, slots=SLOTS, columns=columns)
         own = jax.jit(functools.partial(by_kernel, columns=columns))(*operands)
         yield own, on_cpu(reference, *operands), 1e-4

@@ -11,8 +11,7 @@
 //   rest    [b][k][g][t / run]      log(sum(exp(score))) of each run of slots, of those of sinks ..
 //                                   position - window that are not requested; -inf where none is
 //   entry   [b][k][g][t / run][c]   mean of the leading c columns of the same slots' entries, by the
-//                                   weights exp(score); 0 where there is none. c is 0 or
-//                                   LEADING_COLUMNS
+//                                   weights exp(score); 0 where there is none. c is 0, 8 or 16
 //
 // A block takes every `tiles`th tile of slots of one (b, k). A lane has LANE_SLOTS slots of it, and
 // unpacks each code once for HEADS query heads; further heads go over the tile again, which is in the
@@ -26,7 +25,6 @@ constexpr int HEADS = 4;
 constexpr int LANE_SLOTS = 2;
 constexpr int MAX_COLUMNS = 256;
 constexpr int MAX_TILE = 512;
-constexpr int LEADING_COLUMNS = 16;
 constexpr unsigned TWO_TO_23 = 0x4b000000u;
 
 struct alignas(16) Column {
@@ -150,13 +148,13 @@ __device__ inline float log_sum(const float* x, int run) {
 }
 
 // Mean of the leading columns of a run's entries, by the weights exp(score - total), by a warp.
-template <int BITS>
+template <int BITS, int LEADING>
 __device__ inline void mean_entry(const unsigned* __restrict__ index, int capacity, int words,
                                   int first, int run, const float* score, float total,
                                   float* entry) {
-  constexpr int PER_WORD = 32 / BITS, LEADING_WORDS = LEADING_COLUMNS / PER_WORD;
+  constexpr int PER_WORD = 32 / BITS, LEADING_WORDS = LEADING / PER_WORD;
   constexpr unsigned MASK = (1u << BITS) - 1;
-  float sum[LEADING_COLUMNS] = {};
+  float sum[LEADING] = {};
   for (int i = lane(); i < run; i += WARP) {
     if (score[i] == minus_infinity()) continue;
     const unsigned* own = index + first + i;
@@ -172,9 +170,9 @@ __device__ inline void mean_entry(const unsigned* __restrict__ index, int capaci
       }
     }
   }
-  // Half of the columns change hands at a time: what is left of each is in two lanes.
+  // Half of the columns change hands at a time: what is left of each is in every LEADING-th lane.
 #pragma unroll
-  for (int half = LEADING_COLUMNS / 2; half > 0; half /= 2) {
+  for (int half = LEADING / 2; half > 0; half /= 2) {
     const bool upper = lane() & half;
 #pragma unroll
     for (int c = 0; c < half; ++c) {
@@ -182,8 +180,9 @@ __device__ inline void mean_entry(const unsigned* __restrict__ index, int capaci
       sum[c] = (upper ? sum[c + half] : sum[c]) + other;
     }
   }
-  sum[0] += __shfl_xor_sync(ALL, sum[0], LEADING_COLUMNS);
-  if (lane() < LEADING_COLUMNS) entry[lane()] = sum[0];
+#pragma unroll
+  for (int step = LEADING; step < WARP; step *= 2) sum[0] += __shfl_xor_sync(ALL, sum[0], step);
+  if (lane() < LEADING) entry[lane()] = sum[0];
 }
 
 // Marks which slots of a tile are requested.
@@ -238,9 +237,12 @@ __device__ inline void rest(const float* query, const unsigned* index, const int
         const unsigned long long place =
             (unsigned long long)(begin + head) * (capacity / run) + (start + at) / run;
         if (lane() == 0) rest[place] = value;
-        if (leading) {
-          mean_entry<BITS>(index, capacity, words, start + at, run, tile_scores[head] + at, value,
-                           entry + place * leading);
+        const float* scores = tile_scores[head] + at;
+        float* mean = entry + place * leading;
+        if (leading == 8) {
+          mean_entry<BITS, 8>(index, capacity, words, start + at, run, scores, value, mean);
+        } else if (leading == 16) {
+          mean_entry<BITS, 16>(index, capacity, words, start + at, run, scores, value, mean);
         }
       }
       __syncthreads();  // the next scores and query take the place of these

@@ -14,7 +14,7 @@ from infinigen_jax.selection import Rest
 THREADS = 256
 TILE = 2 * THREADS  # slots of a block
 MAX_COLUMNS = 256  # as in score.cu
-LEADING_COLUMNS = 16  # likewise
+LEADING = (8, 16)  # columns that the kernel can make means of
 MAX_RUN = 128  # of slots that make up one number of `index_rest`; it divides a tile
 
 
@@ -56,9 +56,9 @@ def index_rest(
         positions: of the current tokens; sinks .. position - window count.
         slots, count: what is requested and does not.
         blocks: m; the t / m slots of each are at most MAX_RUN, a power of two.
-        columns: c of `Rest.entry`, at most LEADING_COLUMNS; 0 for none.
+        columns: c of `Rest.entry`, at most the last of LEADING; 0 for none.
     """
-    leading = LEADING_COLUMNS if columns else 0
+    leading = min((n for n in LEADING if n >= columns), default=0) if columns else 0
 
     def local(query: Array, index: Array, *others: Array) -> tuple[Array, ...]:
         b, k, g, _ = query.shape

@@ -21,7 +21,7 @@ from infinigen_jax import cuda
 from infinigen_jax.budgets import LAYER_BUDGETS
 from infinigen_jax.cache import Slots, values_of
 from infinigen_jax.counting import POOL, holding, log_rest, narrow, pooled
-from infinigen_jax.cuda.scoring import LEADING_COLUMNS
+from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.errors import InputError
 from infinigen_jax.index import INDEX_DTYPES, IndexFormat, write_entries
 from infinigen_jax.models.base import Layer, ModelConfig, Params
@@ -124,7 +124,7 @@ class InfiniGen(Budgeted):
     layer_budgets: str = "auto"
     tail: bool = True
     tail_tokens: int = 64
-    tail_columns: int = 16
+    tail_columns: int = 8
 
     def __post_init__(self):
         super().__post_init__()
@@ -158,8 +158,8 @@ class InfiniGen(Budgeted):
             )
         if self.tail_tokens and self.tail_tokens not in TAIL_TOKENS:
             raise InputError(f"tail_tokens {self.tail_tokens}: use 0 or a power of two up to 128")
-        if not 0 <= self.tail_columns <= LEADING_COLUMNS:
-            raise InputError(f"tail_columns {self.tail_columns}: use 0 to {LEADING_COLUMNS}")
+        if not 0 <= self.tail_columns <= LEADING[-1]:
+            raise InputError(f"tail_columns {self.tail_columns}: use 0 to {LEADING[-1]}")
         if not 0 < self.mass <= 1:
             raise InputError(f"--mass {self.mass}: it must be above 0 and at most 1")
 
@@ -229,7 +229,7 @@ class InfiniGen(Budgeted):
             )
             columns = weights.get("key", unchanged)[..., : self.tail_columns]
             keys, cross = (moment[layer] for moment in model.tail_moments)
-            weights["slope"] = jnp.asarray(fit_slope(keys, cross, columns), jnp.float32)
+            weights["slope"] = fit_slope(keys, cross, columns)
         return weights
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k w t"]:
