@@ -22,6 +22,7 @@ from infinigen_jax.options import (
     add_engine_options,
     make_engine,
     make_policy,
+    unused_options,
 )
 from infinigen_jax.output import checked_output, write_json
 
@@ -90,6 +91,8 @@ def generate(arguments: argparse.Namespace) -> None:
     asked = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
     sampling = Sampling(**{name: value for name, value in asked.items() if value is not None})
     policy = make_policy(arguments)
+    for line in unused_options(arguments):
+        say(line)
     widen_pinned_pool()
     keep_programs()
     folder = embedded() if arguments.model is None else arguments.model

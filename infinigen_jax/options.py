@@ -200,6 +200,24 @@ def make_policy(arguments: argparse.Namespace) -> "Policy":
     return kind(**({name: value for name, value in given.items() if name in known} | own))
 
 
+def unused_options(arguments: argparse.Namespace) -> list[str]:
+    """A line for each given option that none of the chosen policies has; see `make_policy`.
+
+    Raises:
+        InputError: for a policy that does not exist.
+    """
+    several = isinstance(arguments.policy, list)
+    names = arguments.policy if several else [arguments.policy]
+    kinds = [read_policy(name)[0] for name in names]
+    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    given = [name for name in POLICY_OPTIONS if getattr(arguments, name) is not None]
+    return [
+        f"--{name.replace('_', '-')}: no effect with --policy {' '.join(names)}"
+        for name in given
+        if name not in known
+    ]
+
+
 def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
     """A policy's class, and the settings given behind its name: "quest:page=8,window=64".
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
     from infinigen_jax.engine import Engine
 
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SUMMARY = "needle, key-value, variables and aggregation at any length and depth"
 
 
@@ -77,7 +78,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=float,
         metavar="D",
-        default=[0.0, 0.25, 0.5, 0.75, 1.0],
         help="where needle and kv have the answer, 0 to 1 (default 0 0.25 0.5 0.75 1)",
     )
     add(
@@ -105,7 +105,8 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     for task in chosen:
         if task not in TASKS:
             raise InputError(f"--task {task}: use {' or '.join(TASKS)}")
-    for depth in arguments.depth:
+    depths = arguments.depth or list(DEPTHS)
+    for depth in depths:
         if not 0 <= depth <= 1:
             raise InputError(f"--depth {depth}: it must be from 0 to 1")
     haystack = None if arguments.haystack is None else read_text(arguments.haystack, "--haystack")
@@ -114,13 +115,15 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         raise InputError(f"--haystack {arguments.haystack}: no sentences; give some text")
     session = Session.of(arguments, say)
     model = session.load()
-    items = collect(arguments, chosen, filler, model, say)
+    if arguments.depth and not set(chosen) & set(WITH_DEPTH):
+        say(f"--depth: only {' and '.join(WITH_DEPTH)} have one; files have their own")
+    items = collect(arguments, chosen, depths, filler, model, say)
     session.record |= {
         "settings": {
             "tasks": chosen,
             "data": [described_file(path) for path in arguments.data],
             "lengths": arguments.length or [model.config.max_positions],
-            "depths": arguments.depth,
+            "depths": depths,
             "items": arguments.items,
             "batch": arguments.batch,
             "max_new_tokens": arguments.max_new_tokens,
@@ -141,6 +144,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
 def collect(
     arguments: argparse.Namespace,
     chosen: list[str],
+    depths: list[float],
     filler: list[str],
     model: "Model",
     say: Callable[[str], None],
@@ -155,9 +159,7 @@ def collect(
     def tokens(text: str) -> int:
         return len(prefixed(model.tokenizer, text))
 
-    items = make_items(
-        chosen, lengths, arguments.depth, arguments.items, arguments.seed, filler, tokens
-    )
+    items = make_items(chosen, lengths, depths, arguments.items, arguments.seed, filler, tokens)
     for path in arguments.data:
         for length in lengths:
             items += read_items(path, arguments.items, length, tokens, say)

@@ -21,7 +21,7 @@ from infinigen_jax.evaluation.naming import name_columns
 from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.plots import checked_plot
 from infinigen_jax.evaluation.report import percent, provenance, table
-from infinigen_jax.options import add_engine_options
+from infinigen_jax.options import add_engine_options, unused_options
 from infinigen_jax.output import checked_output, write_json
 
 if TYPE_CHECKING:
@@ -94,9 +94,12 @@ class Session:
     @classmethod
     def of(cls, arguments: argparse.Namespace, say: Callable[[str], None]) -> "Session":
         """Check the common options, before anything is loaded."""
+        chosen = configurations(arguments, reference=not arguments.no_reference)
+        for line in unused_options(arguments):
+            say(line)
         return cls(
             arguments,
-            configurations(arguments, reference=not arguments.no_reference),
+            chosen,
             checked_output("--json", arguments.json),
             checked_plot(arguments.plot),
             say,
@@ -115,6 +118,8 @@ class Session:
         given = self.arguments
         model = load(self.folder, given.dtype, notify=self.say, weights=given.weights)
         check(self.chosen, model)
+        if len(model.config.sliding_layers) == model.config.num_layers:
+            self.say("all layers attend to a window that the device keeps: nothing is selected")
         return model
 
     def measure(self, model: "Model", measure: Measure, total: int, unit: str) -> "list[Line]":

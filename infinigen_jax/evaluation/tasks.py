@@ -198,7 +198,8 @@ def _answers(items: list[Choices], scores: np.ndarray) -> tuple[np.ndarray, np.n
     for item in items:
         own = scores[start : start + len(item.texts)]
         start += len(item.texts)
-        per_character = own / [len(text) for text in item.texts]
+        # Without the space in front, which is no part of the choice.
+        per_character = own / [max(len(text.strip()), 1) for text in item.texts]
         chosen.append(int(own.argmax()))
         right.append(float(chosen[-1] == item.gold))
         normalised.append(float(per_character.argmax() == item.gold))

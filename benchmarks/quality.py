@@ -1,0 +1,184 @@
+"""The measurements behind docs/quality.md and docs/figures.md, and their tables there.
+
+    python -m benchmarks.quality --text book.txt
+    python -m benchmarks.quality --text book.txt --only perplexity recall --models books-llama
+    python -m benchmarks.quality --tables
+
+The first measures all, for the embedded models; each command that it runs is shown. A result that
+is there is left alone: remove the file to measure it again. --tables writes the tables of what is
+there into the documentation.
+"""
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.files import RESULTS, note
+from benchmarks.quality_tables import write_tables
+from infinigen_jax.checkpoint import EMBEDDED, embedded
+from infinigen_jax.convert.reader import read_config
+from infinigen_jax.errors import InputError, Parser, run_command
+
+BUDGETS = ("--budget", "0.05", "0.1")
+WINDOWS = ("--windows", "24", "--batch", "12")
+FIGURES = ("kv-size", "chunks", "skewing", "sensitivity", "long-context", "pool")
+# Recent tokens whose rows take the memory of InfiniGen's index and tail, beside the usual 32.
+EQUAL = ":window=120"
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A command that is run for each model.
+
+    Attributes:
+        program: module, and its sub-command.
+        arguments: all but those of model, text and result.
+        chunked: whether it reports by position, in eighths of a window.
+        models: that it is for; None: all.
+        text: whether it reads one.
+    """
+
+    program: tuple[str, str]
+    arguments: tuple[str, ...]
+    chunked: bool = True
+    models: tuple[str, ...] | None = None
+    text: bool = True
+
+    def command(self, folder: Path, text: Path | None, positions: int, result: Path) -> list[str]:
+        """What is run."""
+        module, name = self.program
+        given = [module, name, "--model", str(folder)]
+        given += ["--text", str(text)] if self.text else []
+        given += ["--chunk", str(positions // 8)] if self.chunked else []
+        plot = ["--plot", str(result.with_suffix(".svg"))] if "figures" in module else []
+        return [*given, *self.arguments, "--json", str(result), *plot]
+
+
+def _perplexity(*arguments: str, models: tuple[str, ...] | None = None) -> Experiment:
+    return Experiment(
+        ("infinigen_jax.evaluate", "perplexity"), (*WINDOWS, *arguments), True, models
+    )
+
+
+def _equal_memory(model: str, dense_layers: int) -> Experiment:
+    """With as many dense layers as the conversion wants, for all policies."""
+    policies = [f"{name}{EQUAL}" for name in ("quest", "h2o", "window", "previous-query")]
+    asked = ("--dense-layers", str(dense_layers), "--policy", "full", "infinigen", *policies)
+    return _perplexity(*BUDGETS, *asked, models=(model,))
+
+
+def _retrieval(*arguments: str) -> Experiment:
+    asked = ("--task", "needle", "--items", "10", "--length", "1024", "--batch", "50", *arguments)
+    program = ("infinigen_jax.evaluate", "retrieval")
+    return Experiment(program, asked, False, ("books-llama",), text=False)
+
+
+POLICIES = (
+    *("full", "infinigen", "infinigen:query=corrected", "infinigen-paper"),
+    *("quest", "h2o", "window", "previous-query", "oracle"),
+)
+EXPERIMENTS = {
+    "perplexity": _perplexity(*BUDGETS, "--policy", *POLICIES),
+    "perplexity-equal-memory-books-llama": _equal_memory("books-llama", 0),
+    "perplexity-equal-memory-tiny-llama": _equal_memory("tiny-llama", 1),
+    "perplexity-equal-memory-tiny-opt": _equal_memory("tiny-opt", 2),
+    "perplexity-tail": _perplexity(
+        *BUDGETS,
+        *("--policy", "full", "infinigen:tail=false", "infinigen:tail_tokens=0"),
+        *("infinigen:tail_columns=0", "infinigen", "infinigen:tail_columns=16"),
+        *("infinigen:tail_tokens=16", "infinigen:tail_tokens=1"),
+        *("infinigen:alpha=5", "infinigen:alpha=inf"),
+    ),
+    "perplexity-layer-budgets": _perplexity(
+        *BUDGETS,
+        *("--policy", "full", "infinigen:layer_budgets=equal"),
+        *("infinigen", "infinigen:query=corrected,layer_budgets=equal"),
+        "infinigen:query=corrected",
+    ),
+    "perplexity-pool": _perplexity(
+        *("--budget", "0.1", "--pool-tokens", "all", "80%", "50%"),
+        *("--pool-eviction", "counter", "lru", "fifo", "--policy", "full", "infinigen"),
+    ),
+    "recall": Experiment(
+        ("infinigen_jax.evaluate", "recall"),
+        ("--windows", "16", "--batch", "16", *BUDGETS, "--policy", *POLICIES),
+    ),
+    "retrieval": _retrieval(
+        *("--dense-layers", "0", "--budget", "0.02", "0.05", "0.1", "--policy"),
+        *("full", "infinigen", "quest", "h2o", "window", "previous-query", "oracle"),
+    ),
+    **{
+        f"figures/{name}": Experiment(
+            ("benchmarks.figures", name),
+            ("--windows", "12", "--batch", "12"),
+            chunked=False,
+            models=("books-llama", "tiny-opt"),
+        )
+        for name in FIGURES
+    },
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m benchmarks.quality", description="Measure quality, all of it.")
+    add = parser.add_argument
+    add("--text", type=Path, metavar="F", help="the text of all that reads one")
+    add("--only", nargs="+", metavar="NAME", help=f"of {', '.join(EXPERIMENTS)}")
+    add(
+        "--models",
+        nargs="+",
+        default=list(EMBEDDED),
+        metavar="M",
+        help="names of embedded models or converted folders (default: the embedded ones)",
+    )
+    add("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of the results")
+    add("--tables", action="store_true", help="write the documentation's tables, and measure none")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    if options.tables:
+        return run_command(lambda: write_tables(options.out))
+    return run_command(lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Run all that is asked for and not there.
+
+    Raises:
+        InputError: for a name that does not exist, or an experiment that fails.
+    """
+    names = options.only or list(EXPERIMENTS)
+    for name in names:
+        if name not in EXPERIMENTS:
+            raise InputError(f"--only {name}: use {' or '.join(EXPERIMENTS)}")
+    if options.text is None and any(EXPERIMENTS[name].text for name in names):
+        raise InputError("--text: give a text")
+    for name in names:
+        for model in options.models:
+            run(name, model, options.text, options.out)
+
+
+def run(name: str, model: str, text: Path | None, out: Path) -> None:
+    """One experiment with one model, unless there is a result or it is not for this model."""
+    experiment, own = EXPERIMENTS[name], Path(model).name
+    if experiment.models is not None and own not in experiment.models:
+        return
+    result = out / f"{name if name.endswith(own) else f'{name}-{own}'}.json"
+    if result.exists():
+        note(f"{result}: there already")
+        return
+    folder = embedded(model) if model in EMBEDDED else Path(model)
+    command = experiment.command(folder, text, read_config(folder)[1].max_positions, result)
+    note(" ".join(["python -m", *command]))
+    result.parent.mkdir(parents=True, exist_ok=True)
+    status = subprocess.run([sys.executable, "-m", *command], check=False, stdout=sys.stderr)
+    if status.returncode:
+        raise InputError(f"{name} of {model} failed with status {status.returncode}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

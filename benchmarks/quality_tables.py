@@ -1,0 +1,257 @@
+"""Tables in the documentation, out of the results of `benchmarks.quality`.
+
+A table stands between the comments `<!-- table: NAME -->` and `<!-- end -->`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+MODELS = ("books-llama", "tiny-llama", "tiny-opt", "stories260k")
+OWN, AHEAD = {"query": "own"}, {"query": "corrected"}
+# What a row of the tables of policies is called, and which line of a result it is.
+POLICIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "**infinigen**, own query (CPU)": ("infinigen", OWN),
+    "**infinigen**, corrected query, a layer ahead (GPU)": ("infinigen", AHEAD),
+    "infinigen-paper": ("infinigen-paper", {}),
+    "quest": ("quest", {}),
+    "h2o": ("h2o", {}),
+    "window": ("window", {}),
+    "previous-query": ("previous-query", {}),
+    "oracle (study)": ("oracle", {}),
+}
+TAILS = {
+    "**as by default**: blocks of 64, 8 columns": {},
+    "16 columns": {"tail_columns": 16},
+    "no columns": {"tail_columns": 0},
+    "blocks of 16, 8 columns": {"tail_tokens": 16},
+    "a value for each token": {"tail_tokens": 1},
+    "one mean for all": {"tail_tokens": 0},
+    "no tail": {"tail": False},
+    "alpha 5": {"alpha": 5.0},
+    "no alpha": {"alpha": "inf"},
+}
+BUDGETS = (0.05, 0.1)
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PLACE = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def read(folder: Path, name: str) -> list[Line] | None:
+    """The lines of a result, if it is there."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text())["configurations"] if path.exists() else None
+
+
+def find(lines: Sequence[Line], policy: str, settings: Mapping[str, Any]) -> Line | None:
+    """The line of a policy that has these settings, if there is one.
+
+    Raises:
+        ValueError: if there are several.
+    """
+    found = [
+        line
+        for line in lines
+        if line["policy"] == policy
+        and not line["reference"]
+        and all(line["settings"].get(key) == value for key, value in settings.items())
+    ]
+    if len(found) > 1:
+        raise ValueError(f"{len(found)} lines of {policy} with {dict(settings)}")
+    return found[0] if found else None
+
+
+def above(line: Line | None) -> str:
+    """Perplexity above the full cache's, in %, and its standard error."""
+    if line is None:
+        return ""
+    error = 100 * line["difference_standard_error"]
+    return f"{line['perplexity_change_percent']:+.2f} ({error:.2f})"
+
+
+def fetched(line: Line | None) -> str:
+    return "" if line is None else f"*{100 * line['fetched_fraction']:.1f} %*"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, its first column of text, without rows that are empty but for it."""
+    lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows if any(row[1:]))])
+
+
+def by_model(
+    folder: Path,
+    name: str,
+    rows: Mapping[str, tuple[str, Mapping[str, Any]]],
+    traffic: Mapping[str, tuple[str, Mapping[str, Any]]],
+) -> str:
+    """Perplexity of rows, in two columns for each model that has been measured.
+
+    Args:
+        traffic: further rows, of what is fetched.
+    """
+    results = {model: read(folder, f"{name}-{model}") for model in MODELS}
+    measured = {model: lines for model, lines in results.items() if lines}
+    head = [""]
+    for model in measured:
+        head += [f"{model} 5 %", "10 %"]
+
+    def row(title: str, cell: Callable[[Line | None], str], which: Any) -> list[str]:
+        policy, settings = which
+        cells = [title]
+        for lines in measured.values():
+            for budget in BUDGETS:
+                cells.append(cell(find(lines, policy, dict(settings) | {"budget": budget})))
+        return cells
+
+    made = [row(title, above, which) for title, which in rows.items()]
+    made += [row(f"*{title}*", fetched, which) for title, which in traffic.items()]
+    return markdown(head, made)
+
+
+def perplexity_table(folder: Path) -> str:
+    """All policies, with their default memory."""
+    traffic = {"fetched by infinigen, own query": ("infinigen", OWN)}
+    return by_model(folder, "perplexity", POLICIES, traffic)
+
+
+def equal_memory_table(folder: Path) -> str:
+    """All policies, with the device memory that InfiniGen takes."""
+    names = ("quest", "h2o", "window", "previous-query")
+    rows = {"**infinigen**": ("infinigen", {})} | {name: (name, {}) for name in names}
+    return by_model(folder, "perplexity-equal-memory", rows, {})
+
+
+def tail_table(folder: Path) -> str:
+    """Forms of the tail; by the layer's own query."""
+    usual = {"tail": True, "tail_tokens": 64, "tail_columns": 8, "alpha": 4.0}
+
+    def which(changes: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        settings = usual | dict(changes)
+        if not settings["tail"]:
+            settings = {"tail": False}
+        elif not settings["tail_tokens"]:
+            settings |= {"tail_columns": 0}
+        return "infinigen", settings
+
+    rows = {title: which(changes) for title, changes in TAILS.items()}
+    chosen = ("**as by default**: blocks of 64, 8 columns", "alpha 5", "no alpha")
+    traffic = {f"fetched, {title.split('**: ')[0].strip('*')}": rows[title] for title in chosen}
+    return by_model(folder, "perplexity-tail", rows, traffic)
+
+
+def layer_budgets_table(folder: Path) -> str:
+    """Equal budgets of all layers against calibrated ones."""
+    rows = {
+        f"{'own query (CPU)' if query is OWN else 'corrected query (GPU)'}, {kind}": (
+            "infinigen",
+            {**query, "layer_budgets": kind},
+        )
+        for query in (OWN, AHEAD)
+        for kind in ("equal", "calibrated")
+    }
+    traffic = {f"fetched, {kind}": ("infinigen", OWN | {"layer_budgets": kind})
+               for kind in ("equal", "calibrated")}  # fmt: skip
+    return by_model(folder, "perplexity-layer-budgets", rows, traffic)
+
+
+def recall_table(folder: Path, model: str) -> str:
+    """Recall, mass, mass over the oracle's, error of the output, at both budgets."""
+    lines = read(folder, f"recall-{model}") or []
+    names = ("recall", "mass", "of oracle", "error (oracle's)")
+    head = ["", *(f"{b:.0%}: {n}".replace("%", " %") for b in BUDGETS for n in names)]
+    rows = []
+    for title, (policy, settings) in POLICIES.items():
+        cells = [title]
+        for budget in BUDGETS:
+            line = find(lines, policy, dict(settings) | {"budget": budget})
+            shares = ("top_k_recall", "mass", "of_oracle")
+            cells += [f"{100 * line[share]:.1f}" if line else "" for share in shares]
+            cells.append(f"{line['error']:.3f} ({line['oracle_error']:.3f})" if line else "")
+        rows.append(cells)
+    return markdown(head, rows)
+
+
+def pool_table(folder: Path) -> str:
+    """Perplexity above that of InfiniGen without a limit, and above the full cache's."""
+    names = ("books-llama", "tiny-llama", "tiny-opt")
+    results = {name: read(folder, f"perplexity-pool-{name}") for name in names}
+    measured = {name: lines for name, lines in results.items() if lines}
+    pools = ["all", *(f"{share} {order}" for share in ("80%", "50%")
+                      for order in ("counter", "lru", "fifo"))]  # fmt: skip
+    rows = []
+    for pool in pools:
+        cells = [pool.replace("%", " %") if pool != "all" else "none"]
+        for lines in measured.values():
+            free = find(lines, "infinigen", {"pool": "all"})
+            line = find(lines, "infinigen", {"pool": pool})
+            if line is None or free is None:
+                cells.append("")
+                continue
+            change = 100 * (line["perplexity"] / free["perplexity"] - 1)
+            beyond = f"({line['perplexity_change_percent']:+.2f})"
+            cells.append(f"{change:+.2f} {beyond}" if line is not free else f"– {beyond}")
+        rows.append(cells)
+    for share in ("80%", "50%"):
+        cells = [f"*full cache, {share.replace('%', ' %')}*"]
+        for lines in measured.values():
+            line = find(lines, "full", {"pool": f"{share} fifo"})
+            cells.append(f"*{line['perplexity_change_percent']:+.2f}*" if line else "")
+        rows.append(cells)
+    return markdown(["pool", *measured], rows)
+
+
+def kv_size_table(folder: Path) -> str:
+    """The paper's figure 11 on the reference models."""
+    names = ("books-llama", "tiny-opt")
+    results = {name: read(folder, f"figures/kv-size-{name}") for name in names}
+    measured = {name: lines for name, lines in results.items() if lines}
+    budgets = {"infinigen": (0.02, 0.05, 0.1, 0.2, 0.4), "h2o": (0.02, 0.1, 0.4)}
+    budgets["window"] = budgets["h2o"]
+    wanted: list[tuple[str, str, dict[str, Any]]] = [
+        (f"{policy}, budget {budget}", policy, {"budget": budget})
+        for policy, several in budgets.items()
+        for budget in several
+    ]
+    for alpha, budget in ((4.0, 0.2), (7.0, 0.6)):
+        title = f"paper's settings, alpha {alpha:.0f}, budget {budget}"
+        wanted.append((title, "infinigen-paper", {"alpha": alpha, "budget": budget}))
+    wanted += [(f"full cache, rows in {rows}", "full", {"rows": rows}) for rows in ("int8", "int4")]
+    rows = []
+    for title, policy, settings in wanted:
+        cells = [title]
+        for lines in measured.values():
+            line = find(lines, policy, settings)
+            size = "" if line is None else f"{100 * line['relative_kv_size']:.1f} %"
+            cells += [size, above(line)]
+        rows.append(cells)
+    head = [part for name in measured for part in (f"{name}: KV size", "perplexity")]
+    return markdown(["", *head], rows)
+
+
+TABLES: Mapping[str, Callable[[Path], str]] = {
+    "perplexity": perplexity_table,
+    "equal memory": equal_memory_table,
+    "tail": tail_table,
+    "layer budgets": layer_budgets_table,
+    "pool": pool_table,
+    "recall books-llama": lambda folder: recall_table(folder, "books-llama"),
+    "recall tiny-llama": lambda folder: recall_table(folder, "tiny-llama"),
+    "recall tiny-opt": lambda folder: recall_table(folder, "tiny-opt"),
+    "kv-size": kv_size_table,
+}
+
+
+def with_tables(text: str, folder: Path) -> str:
+    """A document with its tables made again."""
+    return PLACE.sub(lambda found: f"{found[1]}{TABLES[found[2]](folder)}\n{found[4]}", text)
+
+
+def write_tables(folder: Path) -> None:
+    """Make the documentation's tables again."""
+    for path in sorted(DOCS.glob("*.md")):
+        text = path.read_text()
+        if (made := with_tables(text, folder)) != text:
+            path.write_text(made)
