@@ -89,7 +89,7 @@ EXPERIMENTS = {
         *("--policy", "full", "infinigen:tail=false", "infinigen:tail_tokens=0"),
         *("infinigen:tail_columns=0", "infinigen", "infinigen:tail_columns=16"),
         *("infinigen:tail_tokens=16", "infinigen:tail_tokens=1"),
-        *("infinigen:alpha=5", "infinigen:alpha=inf"),
+        *("infinigen:alpha=4", "infinigen:alpha=inf"),
     ),
     "perplexity-layer-budgets": _perplexity(
         *BUDGETS,

@@ -31,7 +31,7 @@ TAILS = {
     "a value for each token": {"tail_tokens": 1},
     "one mean for all": {"tail_tokens": 0},
     "no tail": {"tail": False},
-    "alpha 5": {"alpha": 5.0},
+    "alpha 4": {"alpha": 4.0},
     "no alpha": {"alpha": "inf"},
 }
 BUDGETS = (0.05, 0.1)
@@ -126,7 +126,7 @@ def equal_memory_table(folder: Path) -> str:
 
 def tail_table(folder: Path) -> str:
     """Forms of the tail; by the layer's own query."""
-    usual = {"tail": True, "tail_tokens": 64, "tail_columns": 8, "alpha": 4.0}
+    usual = {"tail": True, "tail_tokens": 64, "tail_columns": 8, "alpha": 5.0}
 
     def which(changes: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         settings = usual | dict(changes)
@@ -137,7 +137,7 @@ def tail_table(folder: Path) -> str:
         return "infinigen", settings
 
     rows = {title: which(changes) for title, changes in TAILS.items()}
-    chosen = ("**as by default**: blocks of 64, 8 columns", "alpha 5", "no alpha")
+    chosen = ("**as by default**: blocks of 64, 8 columns", "alpha 4", "no alpha")
     traffic = {f"fetched, {title.split('**: ')[0].strip('*')}": rows[title] for title in chosen}
     return by_model(folder, "perplexity-tail", rows, traffic)
 
