@@ -14,6 +14,8 @@ that of v, and the weighted mean of z, a few numbers for a head, brings back wha
     sum of w v = sum over blocks of (sum of w) (mean of v - z S) + (sum of w z) S + (sum of w rest)
 """
 
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -101,5 +103,11 @@ def without_predicted(
 
 
 def predicted(weights: Params, entry: Float[Array, "b k g c"]) -> Float[Array, "b k g d"]:
-    """z S, of weighted means of entries."""
-    return jnp.einsum("bkgc,kcd->bkgd", entry, weights["slope"], precision="highest")
+    """z S, of weighted means of entries.
+
+    Written out, so that it is part of what uses it and no product of its own with two transposed
+    copies around it: there are few columns.
+    """
+    slope = weights["slope"][None, :, None]
+    terms = (entry[..., c, None] * slope[..., c, :] for c in range(slope.shape[3]))
+    return functools.reduce(operator.add, terms)
