@@ -22,7 +22,7 @@ from benchmarks.reference_models.folder import read_folder
 from benchmarks.reference_models.model import Training, initial_params, token_losses
 from benchmarks.reference_models.recipes import BOS, EOS, SHAPES, SIZES, Stage, hf_config
 from benchmarks.reference_models.schedule import FLOOR, Clock, learning_rate
-from benchmarks.reference_models.synthetic import KINDS, Synthetic
+from benchmarks.reference_models.synthetic import KINDS, SHORTEST, Synthetic
 from benchmarks.reference_models.training import Settings, _Job
 from benchmarks.reference_models.training import train as run_training
 from infinigen_jax.errors import InputError
@@ -190,6 +190,14 @@ def test_a_fact_lies_at_the_depth_asked_for(corpus: Corpus) -> None:
     ]
     assert at[0] == 1
     assert abs(at[1] - (at[0] + at[2]) / 2) <= 1
+
+
+def test_the_shortest_sequences_hold_a_fact_or_none(corpus: Corpus) -> None:
+    make = Synthetic(corpus.tokenizer, lambda rng, n: passage(corpus.train, rng, n), 1.0)
+    for seed in range(2000):
+        rng, kind = np.random.default_rng(seed), ("passkey", "pairs")[seed % 2]
+        sample = make.lookups(rng, SHORTEST, kind, 1, depth=0.5)
+        assert len(sample.tokens) == SHORTEST and len(sample.lookups) <= 1
 
 
 def test_copies_repeat_what_counts(corpus: Corpus) -> None:

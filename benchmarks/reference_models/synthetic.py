@@ -122,12 +122,14 @@ class Synthetic:
     ) -> Sample:
         """Up to `count` facts, as many as fit in 3/4 of the sequence, and a question for each.
 
+        None fits, and all is book text, where a tokenizer of few words makes them too long.
+
         Args:
             kind: "passkey" (sentences hidden in a book) or "pairs" (mostly one block of lines).
             depth: of a single fact, 0 (the beginning) to 1; None: anywhere.
         """
         facts = self._facts(rng, kind, count)
-        room, taken = max(length * 3 // 4, SHORTEST), 0
+        room, taken = min(max(length * 3 // 4, SHORTEST), length - 1), 0
         chosen: list[Fact] = []
         for fact in facts:
             if taken + fact.length <= room:
