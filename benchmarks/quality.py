@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from benchmarks.files import RESULTS, note
@@ -23,6 +24,7 @@ from infinigen_jax.errors import InputError, Parser, run_command
 
 BUDGETS = ("--budget", "0.05", "0.1")
 WINDOWS = ("--windows", "24", "--batch", "12")
+RECALL = ("--windows", "16", "--batch", "16", *BUDGETS)
 FIGURES = ("kv-size", "chunks", "skewing", "sensitivity", "long-context", "pool")
 # Recent tokens whose rows take the memory of InfiniGen's index and tail, beside the usual 32.
 EQUAL = ":window=120"
@@ -38,6 +40,7 @@ class Experiment:
         chunked: whether it reports by position, in eighths of a window.
         models: that it is for; None: all.
         text: whether it reads one.
+        conversion: options of a conversion that the model goes through first.
     """
 
     program: tuple[str, str]
@@ -45,6 +48,7 @@ class Experiment:
     chunked: bool = True
     models: tuple[str, ...] | None = None
     text: bool = True
+    conversion: tuple[str, ...] = ()
 
     def command(self, folder: Path, text: Path | None, positions: int, result: Path) -> list[str]:
         """What is run."""
@@ -79,6 +83,8 @@ POLICIES = (
     *("full", "infinigen", "infinigen:query=corrected", "infinigen-paper"),
     *("quest", "h2o", "window", "previous-query", "oracle"),
 )
+TWO_AHEAD = ("--layers-ahead", "2")
+BEHIND = ("--speculate-from", "attention")
 EXPERIMENTS = {
     "perplexity": _perplexity(*BUDGETS, "--policy", *POLICIES),
     "perplexity-equal-memory-books-llama": _equal_memory("books-llama", 0),
@@ -103,7 +109,26 @@ EXPERIMENTS = {
     ),
     "recall": Experiment(
         ("infinigen_jax.evaluate", "recall"),
-        ("--windows", "16", "--batch", "16", *BUDGETS, "--policy", *POLICIES),
+        (*RECALL, "--policy", *POLICIES),
+    ),
+    "perplexity-one-ahead": _perplexity(
+        *(*BUDGETS, "--dense-layers", "2", "--policy", "full", "infinigen:query=corrected"),
+    ),
+    "perplexity-two-ahead": dataclasses.replace(
+        _perplexity(
+            *(*BUDGETS, "--dense-layers", "2", "--policy", "full"),
+            *("infinigen:query=corrected,layers_ahead=2", "infinigen:query=plain,layers_ahead=1"),
+            "infinigen:query=plain,layers_ahead=2",
+        ),
+        conversion=TWO_AHEAD,
+    ),
+    "perplexity-behind": dataclasses.replace(
+        _perplexity(*BUDGETS, "--policy", "full", "infinigen:query=corrected"), conversion=BEHIND
+    ),
+    "recall-behind": Experiment(
+        ("infinigen_jax.evaluate", "recall"),
+        (*RECALL, "--policy", "full", "infinigen:query=corrected"),
+        conversion=BEHIND,
     ),
     "retrieval": _retrieval(
         *("--dense-layers", "0", "--budget", "0.02", "0.05", "0.1", "--policy"),
@@ -172,12 +197,25 @@ def run(name: str, model: str, text: Path | None, out: Path) -> None:
         note(f"{result}: there already")
         return
     folder = embedded(model) if model in EMBEDDED else Path(model)
-    command = experiment.command(folder, text, read_config(folder)[1].max_positions, result)
-    note(" ".join(["python -m", *command]))
     result.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as made:
+        if experiment.conversion:
+            source, folder = folder, Path(made) / own
+            given = ["--dtype", "bfloat16", *experiment.conversion]
+            call(["infinigen_jax.convert", str(source), str(folder), *given])
+        call(experiment.command(folder, text, read_config(folder)[1].max_positions, result))
+
+
+def call(command: list[str]) -> None:
+    """Run a module of this Python; its output is for whoever waits.
+
+    Raises:
+        InputError: if it fails.
+    """
+    note(" ".join(["python -m", *command]))
     status = subprocess.run([sys.executable, "-m", *command], check=False, stdout=sys.stderr)
     if status.returncode:
-        raise InputError(f"{name} of {model} failed with status {status.returncode}")
+        raise InputError(f"python -m {command[0]}: failed with status {status.returncode}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The measurements behind the documentation: their commands, and the tables made of them."""
 
-import importlib
+import importlib.util
 import json
 from pathlib import Path
 
