@@ -39,7 +39,7 @@ class Experiment:
         arguments: all but those of model, text and result.
         chunked: whether it reports by position, in eighths of a window.
         models: that it is for; None: all.
-        text: whether it reads one.
+        text: the option that the text is given by; None: it reads none.
         conversion: options of a conversion that the model goes through first.
     """
 
@@ -47,14 +47,14 @@ class Experiment:
     arguments: tuple[str, ...]
     chunked: bool = True
     models: tuple[str, ...] | None = None
-    text: bool = True
+    text: str | None = "--text"
     conversion: tuple[str, ...] = ()
 
     def command(self, folder: Path, text: Path | None, positions: int, result: Path) -> list[str]:
         """What is run."""
         module, name = self.program
         given = [module, name, "--model", str(folder)]
-        given += ["--text", str(text)] if self.text else []
+        given += [self.text, str(text)] if self.text else []
         given += ["--chunk", str(positions // 8)] if self.chunked else []
         plot = ["--plot", str(result.with_suffix(".svg"))] if "figures" in module else []
         return [*given, *self.arguments, "--json", str(result), *plot]
@@ -73,15 +73,19 @@ def _equal_memory(model: str, dense_layers: int) -> Experiment:
     return _perplexity(*BUDGETS, *asked, models=(model,))
 
 
-def _retrieval(*arguments: str) -> Experiment:
+def _retrieval(text: str | None, *arguments: str) -> Experiment:
     asked = ("--task", "needle", "--items", "10", "--length", "1024", "--batch", "50", *arguments)
     program = ("infinigen_jax.evaluate", "retrieval")
-    return Experiment(program, asked, False, ("books-llama",), text=False)
+    return Experiment(program, asked, False, ("books-llama",), text)
 
 
 POLICIES = (
     *("full", "infinigen", "infinigen:query=corrected", "infinigen-paper"),
     *("quest", "h2o", "window", "previous-query", "oracle"),
+)
+NEEDLES = (
+    *("--dense-layers", "0", "--budget", "0.02", "0.05", "0.1", "--policy"),
+    *("full", "infinigen", "quest", "h2o", "window", "previous-query", "oracle"),
 )
 TWO_AHEAD = ("--layers-ahead", "2")
 BEHIND = ("--speculate-from", "attention")
@@ -130,10 +134,8 @@ EXPERIMENTS = {
         (*RECALL, "--policy", "full", "infinigen:query=corrected"),
         conversion=BEHIND,
     ),
-    "retrieval": _retrieval(
-        *("--dense-layers", "0", "--budget", "0.02", "0.05", "0.1", "--policy"),
-        *("full", "infinigen", "quest", "h2o", "window", "previous-query", "oracle"),
-    ),
+    "retrieval": _retrieval(None, *NEEDLES),
+    "retrieval-haystack": _retrieval("--haystack", *NEEDLES),
     **{
         f"figures/{name}": Experiment(
             ("benchmarks.figures", name),

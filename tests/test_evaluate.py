@@ -21,9 +21,9 @@ from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.configurations import Configuration, configurations
 from infinigen_jax.evaluation.naming import labels, labels_over_budgets, name_columns
 from infinigen_jax.evaluation.perplexity import markdown
-from infinigen_jax.evaluation.session import measurements
+from infinigen_jax.evaluation.session import Session, measurements
 from infinigen_jax.evaluation.texts import read_text
-from infinigen_jax.options import make_engine, make_policy
+from infinigen_jax.options import make_engine, make_policy, unused_options
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest, Window
 
 PROSE = "The old man went down to the sea, and nobody asked him where he had been. " * 12
@@ -212,6 +212,31 @@ def test_what_tells_lines_apart():
     c = [line("infinigen", budget=0.1, alpha=alpha) for alpha in (4.0, "inf")]
     assert name_columns(c)[1] == [["infinigen", "0.1", "4"], ["infinigen", "0.1", "inf"]]
     assert labels(c) == ["infinigen 0.1 alpha 4", "infinigen 0.1 alpha inf"]
+
+
+@pytest.mark.parametrize(
+    ("policies", "said"),
+    [
+        (["window"], ["--alpha: no effect with --policy window"]),
+        (["full", "quest:page=8"], ["--alpha: no effect with --policy full quest:page=8"]),
+        (["infinigen-paper", "window"], []),
+    ],
+)
+def test_options_that_no_policy_has_are_said(policies, said):
+    given = ["--text", "t", "--alpha", "3", "--budget", "0.2", "--policy", *policies]
+    lines: list[str] = []
+    Session.of(evaluate.build_parser().parse_args(["perplexity", *given]), lines.append)
+    assert lines == said
+    if len(policies) == 1:
+        arguments = generate.build_parser().parse_args(["--alpha", "3", "--policy", *policies])
+        assert unused_options(arguments) == said
+
+
+def test_all_orders_of_a_streamed_pool_are_one():
+    asked = ("--pool-tokens", "50%", "--pool-eviction", "counter", "lru", "fifo")
+    chosen = parsed(*asked, "--policy", "full", "infinigen")
+    labels = [configuration.label for configuration in chosen]
+    assert labels[:2] == ["full auto", "full 50% fifo auto"] and len(labels) == 5
 
 
 def test_several_policies_and_budgets_in_one_table():
