@@ -293,7 +293,7 @@ def alphas_table(folder: Path) -> str:
     """Figure 17: alpha."""
     rows = {f"{alpha:g}": {"alpha": alpha} for alpha in (1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0)}
     columns = {
-        "selected": ("infinigen", {"partial_ratio": 1.0}, fetched),
+        "fetched": ("infinigen", {"partial_ratio": 1.0}, fetched),
         "infinigen": ("infinigen", {"partial_ratio": 1.0}, above),
         "paper's settings, a fifth of the columns": (
             "infinigen-paper",

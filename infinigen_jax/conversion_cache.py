@@ -12,6 +12,10 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.manifest import FORMAT_VERSION
 from infinigen_jax.user_cache import cache_root
 
+# Counts up when conversions measure more: what an earlier version left in a cache, which nobody
+# asked for, is made again. A folder that was asked for stays as good as it was.
+REVISION = 2
+
 
 @contextlib.contextmanager
 def cache_lock(destination: Path) -> Iterator[None]:
@@ -36,6 +40,11 @@ def cache_folder(folder: Path) -> Path:
         for f in sorted(folder.iterdir())
         if f.is_file()
     ]
-    settings = {"format": FORMAT_VERSION, "skew": DEFAULT_SKEW, "folder": str(folder.resolve())}
+    settings = {
+        "format": FORMAT_VERSION,
+        "revision": REVISION,
+        "skew": DEFAULT_SKEW,
+        "folder": str(folder.resolve()),
+    }
     key = hashlib.sha256(json.dumps([files, settings]).encode()).hexdigest()[:32]
     return cache_root() / key

@@ -201,20 +201,23 @@ def make_policy(arguments: argparse.Namespace) -> "Policy":
 
 
 def unused_options(arguments: argparse.Namespace) -> list[str]:
-    """A line for each given option that none of the chosen policies has; see `make_policy`.
+    """A line for each given option that no chosen policy takes: it has no such setting, or has it
+    given behind its name; see `make_policy`.
 
     Raises:
         InputError: for a policy that does not exist.
     """
     several = isinstance(arguments.policy, list)
     names = arguments.policy if several else [arguments.policy]
-    kinds = [read_policy(name)[0] for name in names]
-    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-    given = [name for name in POLICY_OPTIONS if getattr(arguments, name) is not None]
+    taken: set[str] = set()
+    for kind, own in map(read_policy, names):
+        taken |= {field.name for field in dataclasses.fields(kind)} - own.keys()
+    unused = {name: getattr(arguments, name) for name in POLICY_OPTIONS if name not in taken}
     return [
-        f"--{name.replace('_', '-')}: no effect with --policy {' '.join(names)}"
-        for name in given
-        if name not in known
+        f"--{'no-' if value in (False, [False]) else ''}{name.replace('_', '-')}: no effect with "
+        f"--policy {' '.join(names)}"
+        for name, value in unused.items()
+        if value is not None
     ]
 
 

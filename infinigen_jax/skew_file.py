@@ -65,7 +65,8 @@ def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str
     if predicts(file):
         for name in TAIL_MOMENTS:
             _check_tensor(file, name, square, ("float32",))
-        found["tail_moments"] = tuple(np.array(file.read(name)) for name in TAIL_MOMENTS)
+        # Used once, when an engine is made: they stay in their file.
+        found["tail_moments"] = tuple(file.read(name) for name in TAIL_MOMENTS)
         if not all(np.isfinite(moment).all() for moment in found["tail_moments"]):
             raise InputError(f"{path}: the moments for the tail are not finite; {AGAIN}")
     if manifest.absorbed:

@@ -2,6 +2,7 @@
 
 import jax
 
+from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.decode import Decoder
 from infinigen_jax.earlier import BLOCK
 from infinigen_jax.prompt_attention import CPU_WIDE_TILE, DEVICE_TILE_BYTES
@@ -56,6 +57,8 @@ def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
     moved = 0 if decoder.transfer.in_place and not decoder.hot_set else layers * requested * row
     # Scores, what they are ranked by, and which of them pass, in float32.
     scores = 3 * FLOAT32 * batch * config.num_heads * capacity if selecting else 0
+    if selecting and (block := decoder.policy.tail_block) > 1:  # with mean entries of the blocks
+        scores += FLOAT32 * batch * config.num_heads * (capacity // block) * LEADING[-1]
     ends = FLOAT32 * batch * (2 * config.vocab_size + 4 * config.intermediate_size)
     ends += _arriving_bytes(decoder)
     return moved + scores + ends + _converted_bytes(decoder, batch, capacity)

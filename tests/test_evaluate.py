@@ -220,6 +220,7 @@ def test_what_tells_lines_apart():
         (["window"], ["--alpha: no effect with --policy window"]),
         (["full", "quest:page=8"], ["--alpha: no effect with --policy full quest:page=8"]),
         (["infinigen-paper", "window"], []),
+        (["infinigen:alpha=4"], ["--alpha: no effect with --policy infinigen:alpha=4"]),
     ],
 )
 def test_options_that_no_policy_has_are_said(policies, said):

@@ -168,10 +168,10 @@ class Calibrator:
         query_gram, key_gram, key_sum, *blocks = (
             np.asarray(s, np.float64).sum(axis=0) for s in sums
         )
-        if not np.isfinite(query_gram).all() or not np.isfinite(key_gram).all():
+        if not all(np.isfinite(products).all() for products in (query_gram, key_gram, *blocks)):
             raise InputError(
-                f"the weights of layer {self._done - 1} give queries or keys that are not finite; "
-                "get them again"
+                f"the weights of layer {self._done - 1} give queries, keys or values that are not "
+                "finite; get them again"
             )
         found = Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
         self.blocks = BlockMoments(*(products / self._count for products in blocks))

@@ -3,9 +3,10 @@
 Some layers attend so evenly that no choice of rows can stand for all of them (in OPT the first two,
 in LLaMA at most the first), and it shows on a few sentences: with the rows that a query weighs most
 and the block means of the others, the hidden state behind their attention is 4 to 10 % off, behind
-other layers' at most 2 %. `Model.dense_layers` keeps those on the device in full. Measured with the
-defaults of `InfiniGen` at half its budget, and exact scores; what an index of few columns loses is
-not in it. At other budgets, too, for a budget to be shared out among the layers (`budgets`).
+other layers' at most 2 %. `Model.dense_layers` keeps those on the device in full. Measured with
+half of `InfiniGen`'s budget, exact scores, and block means as they are: neither what an index of
+few columns loses is in it, nor what predicted values (`tail_values`) win. At other budgets, too,
+for a budget to be shared out among the layers (`budgets`).
 """
 
 import functools

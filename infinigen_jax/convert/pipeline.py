@@ -318,7 +318,8 @@ def _needed(
     """Bytes that the destination will have, a little for headers included."""
     weights = sum(tensor_bytes(dtype, tensor.shape) for tensor in sources.values())
     heads, size = config.num_layers * config.num_kv_heads, config.head_dim
-    bases = 4 * heads * ((5 if skew == "balanced" else 2) * size * size + 2 * size)
+    matrices = {"balanced": 7, "svd": 4}.get(skew, 2)
+    bases = 4 * heads * (matrices * size * size + 2 * size)
     bases += 8 * config.num_layers * (1 + len(BUDGETS)) + 4 * len(BUDGETS)
     if skew == "balanced":
         width = config.query_width

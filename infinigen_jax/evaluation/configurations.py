@@ -84,10 +84,10 @@ def configurations(arguments: argparse.Namespace, *, reference: bool) -> list[Co
     for combination in combinations:
         options = copy.copy(arguments)
         vars(options).update(zip(LISTS, combination, strict=True))
-        policy = make_policy(options)
-        if policy.name == "full" and options.pool_eviction is not None:
+        policy, pool = make_policy(options), make_pool(options)
+        if pool is not None and policy.name == "full":
             options.pool_eviction = "fifo"  # every step uses every row, so that all orders are
-        pool = make_pool(options)
+            pool = make_pool(options)
         found.setdefault(Configuration(policy, options.rows, pool, options))
     return list(found)
 

@@ -101,7 +101,7 @@ class InfiniGen(Budgeted):
             of its neighbours (`tail_values`); at most 16, and all that the index has; 0: the mean
             alone.
             As it is with a model whose conversion did not measure what it takes, and with
-            `tail_tokens` 0.
+            `tail_tokens` 0 or 1.
     """
 
     name: ClassVar[str] = "infinigen"
@@ -200,7 +200,8 @@ class InfiniGen(Budgeted):
             layer_budgets = "calibrated" if known else "equal"
         tail_tokens = 0 if pooled else self.tail_tokens
         tail_columns = 0
-        if self.tail and tail_tokens and model.tail_moments is not None:
+        # A token for itself has its own value.
+        if self.tail and tail_tokens > 1 and model.tail_moments is not None:
             index = self.index_format(model.config.head_dim)
             tail_columns = min(self.tail_columns, index.columns)
         return dataclasses.replace(
