@@ -174,15 +174,20 @@ def recall_table(folder: Path, model: str) -> str:
     return markdown(head, rows)
 
 
+POOLS = [f"{share} {order}" for share in ("80%", "50%") for order in ("counter", "lru", "fifo")]
+
+
+def pool_results(folder: Path) -> dict[str, list[Line]]:
+    """The results with a limited pool, by model."""
+    results = {model: read(folder, f"perplexity-pool-{model}") for model in MODELS}
+    return {model: lines for model, lines in results.items() if lines}
+
+
 def pool_table(folder: Path) -> str:
     """Perplexity above that of InfiniGen without a limit, and above the full cache's."""
-    names = ("books-llama", "tiny-llama", "tiny-opt")
-    results = {name: read(folder, f"perplexity-pool-{name}") for name in names}
-    measured = {name: lines for name, lines in results.items() if lines}
-    pools = ["all", *(f"{share} {order}" for share in ("80%", "50%")
-                      for order in ("counter", "lru", "fifo"))]  # fmt: skip
+    measured = pool_results(folder)
     rows = []
-    for pool in pools:
+    for pool in ("all", *POOLS):
         cells = [pool.replace("%", " %") if pool != "all" else "none"]
         for lines in measured.values():
             free = find(lines, "infinigen", {"pool": "all"})
@@ -199,6 +204,24 @@ def pool_table(folder: Path) -> str:
         for lines in measured.values():
             line = find(lines, "full", {"pool": f"{share} fifo"})
             cells.append(f"*{line['perplexity_change_percent']:+.2f}*" if line else "")
+        rows.append(cells)
+    return markdown(["pool", *measured], rows)
+
+
+def pool_end_table(folder: Path) -> str:
+    """Above InfiniGen without a limit in the last chunk of the windows alone."""
+    measured = pool_results(folder)
+    rows = []
+    for pool in POOLS:
+        cells = [pool.replace("%", " %")]
+        for lines in measured.values():
+            free = find(lines, "infinigen", {"pool": "all"})
+            line = find(lines, "infinigen", {"pool": pool})
+            if line is None or free is None:
+                cells.append("")
+                continue
+            last = (one["chunks"][-1]["perplexity"] for one in (line, free))
+            cells.append(f"{100 * (next(last) / next(last) - 1):+.2f}")
         rows.append(cells)
     return markdown(["pool", *measured], rows)
 
@@ -360,6 +383,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "tail": tail_table,
     "layer budgets": layer_budgets_table,
     "pool": pool_table,
+    "pool end": pool_end_table,
     "recall books-llama": lambda folder: recall_table(folder, "books-llama"),
     "recall tiny-llama": lambda folder: recall_table(folder, "tiny-llama"),
     "recall tiny-opt": lambda folder: recall_table(folder, "tiny-opt"),
