@@ -101,6 +101,10 @@ EXPERIMENTS = {
         *("infinigen:tail_tokens=16", "infinigen:tail_tokens=1"),
         *("infinigen:alpha=4", "infinigen:alpha=inf"),
     ),
+    "perplexity-alpha-ahead": _perplexity(
+        *(*BUDGETS, "--policy", "full"),
+        *("infinigen:query=corrected,alpha=4", "infinigen:query=corrected"),
+    ),
     "perplexity-layer-budgets": _perplexity(
         *BUDGETS,
         *("--policy", "full", "infinigen:layer_budgets=equal"),

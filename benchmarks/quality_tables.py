@@ -142,6 +142,13 @@ def tail_table(folder: Path) -> str:
     return by_model(folder, "perplexity-tail", rows, traffic)
 
 
+def alphas_ahead_table(folder: Path) -> str:
+    """Alpha where rows are chosen by the corrected query."""
+    rows = {f"alpha {alpha:g}": ("infinigen", {"alpha": alpha}) for alpha in (4.0, 5.0)}
+    traffic = {f"fetched, {title}": which for title, which in rows.items()}
+    return by_model(folder, "perplexity-alpha-ahead", rows, traffic)
+
+
 def layer_budgets_table(folder: Path) -> str:
     """Equal budgets of all layers against calibrated ones."""
     rows = {
@@ -381,6 +388,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "perplexity": perplexity_table,
     "equal memory": equal_memory_table,
     "tail": tail_table,
+    "alphas ahead": alphas_ahead_table,
     "layer budgets": layer_budgets_table,
     "pool": pool_table,
     "pool end": pool_end_table,

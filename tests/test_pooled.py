@@ -355,11 +355,11 @@ def test_limits_in_an_evaluation(command, tmp_path):
     assert status == 0, err
     lines = json.loads(file.read_text())["configurations"]
     settings = [line["settings"] for line in lines]
-    assert [s["pool"] for s in settings] == ["all", "50% counter", "50% fifo"]
-    assert [line["reference"] for line in lines] == [True, False, False]
+    # A streamed layer uses every row in every step: all orders are one, and measured once.
+    assert [s["pool"] for s in settings] == ["all", "50% fifo"]
+    assert [line["reference"] for line in lines] == [True, False]
     assert lines[1]["host_cache_bytes"] * 128 == lines[0]["host_cache_bytes"] * 31
-    # A streamed layer uses every row in every step: the order makes no difference.
-    assert lines[1]["nats_per_token"] == lines[2]["nats_per_token"] != lines[0]["nats_per_token"]
-    assert "| 50% counter |" in out and "| 50% fifo " in out
+    assert lines[1]["nats_per_token"] != lines[0]["nats_per_token"]
+    assert "| 50% fifo |" in out
     status, out, err = command(evaluate.main, "recall", "--text", text, *windows[:-2], *pools)
     assert status == 2 and err.startswith("error: --pool-tokens: recall")
