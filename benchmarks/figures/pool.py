@@ -17,6 +17,7 @@ from infinigen_jax.evaluation.session import Session
 from infinigen_jax.pool import POOL_EVICTIONS
 
 SUMMARY = "limits of the host pool (table 2)"
+MADE_OTHER = ("pool", "tail_tokens", "tail_columns")  # settings that a limit changes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -58,9 +59,10 @@ def cells(line: dict[str, Any]) -> list[str]:
 def without_pool(line: dict[str, Any]) -> str:
     """What a line has in common with the same measurement without a limit.
 
-    A pool has no tail in blocks, so that the change by the pool is also that of the tail.
+    A pool has no tail in blocks, nor values predicted in it, so that the change by the pool is also
+    that of the tail.
     """
-    rest = {k: v for k, v in line["settings"].items() if k not in ("pool", "tail_tokens")}
+    rest = {k: v for k, v in line["settings"].items() if k not in MADE_OTHER}
     return json.dumps([line["policy"], rest], sort_keys=True)
 
 
