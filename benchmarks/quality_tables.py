@@ -132,8 +132,8 @@ def tail_table(folder: Path) -> str:
         settings = usual | dict(changes)
         if not settings["tail"]:
             settings = {"tail": False}
-        elif not settings["tail_tokens"]:
-            settings |= {"tail_columns": 0}
+        elif settings["tail_tokens"] <= 1:
+            del settings["tail_columns"]  # they have none, whatever is asked for
         return "infinigen", settings
 
     rows = {title: which(changes) for title, changes in TAILS.items()}
