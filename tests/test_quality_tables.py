@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import quality, quality_tables
+from benchmarks import quality, quality_tables, table_cells
 from benchmarks.figures import __main__ as figures
 from benchmarks.files import RESULTS
 from infinigen_jax import evaluate
@@ -82,10 +82,10 @@ def test_a_table_has_a_column_for_each_model_and_budget(tmp_path):
 
 def test_two_lines_that_are_meant_are_refused():
     lines = [line("window", 1.0, rows=rows) for rows in ("exact", "int8")]
-    assert quality_tables.find(lines, "window", {"rows": "int8"}) is lines[1]
-    assert quality_tables.find(lines, "quest", {}) is None
+    assert table_cells.find(lines, "window", {"rows": "int8"}) is lines[1]
+    assert table_cells.find(lines, "quest", {}) is None
     with pytest.raises(ValueError, match="2 lines"):
-        quality_tables.find(lines, "window", {})
+        table_cells.find(lines, "window", {})
 
 
 def test_the_documentation_has_the_tables_of_the_results():

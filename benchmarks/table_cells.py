@@ -1,0 +1,64 @@
+"""What tables of results are made of: lines found by their settings, cells, Markdown."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+def read(folder: Path, name: str) -> list[Line] | None:
+    """The lines of a result, if it is there."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text())["configurations"] if path.exists() else None
+
+
+def find(lines: Sequence[Line], policy: str, settings: Mapping[str, Any]) -> Line | None:
+    """The line of a policy that has these settings, if there is one.
+
+    Raises:
+        ValueError: if there are several.
+    """
+    found = [
+        line
+        for line in lines
+        if line["policy"] == policy
+        and not line["reference"]
+        and all(line["settings"].get(key) == value for key, value in settings.items())
+    ]
+    if len(found) > 1:
+        raise ValueError(f"{len(found)} lines of {policy} with {dict(settings)}")
+    return found[0] if found else None
+
+
+def above(line: Line | None) -> str:
+    """Perplexity above the full cache's, in %, and its standard error."""
+    if line is None:
+        return ""
+    error = 100 * line["difference_standard_error"]
+    return f"{line['perplexity_change_percent']:+.2f} ({error:.2f})"
+
+
+def fetched(line: Line | None) -> str:
+    return "" if line is None else f"*{100 * line['fetched_fraction']:.1f} %*"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, its first column of text, without rows that are empty but for it."""
+    lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows if any(row[1:]))])
+
+
+def pool_change(lines: Sequence[Line], pool: str, last: bool = False) -> float | None:
+    """Perplexity with a limited pool above InfiniGen's without one, in %, if both are there.
+
+    Args:
+        last: of the last chunk of the windows alone.
+    """
+    free = find(lines, "infinigen", {"pool": "all"})
+    line = find(lines, "infinigen", {"pool": pool})
+    if line is None or free is None:
+        return None
+    limited, without = (one["chunks"][-1] if last else one for one in (line, free))
+    return 100 * (limited["perplexity"] / without["perplexity"] - 1)
