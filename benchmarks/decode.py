@@ -118,7 +118,7 @@ def _other(model: Model, config: dict[str, Any]) -> tuple[Any, float]:
 
 def _families(options: argparse.Namespace) -> list[list[str]]:
     """The systems that share a process."""
-    ours = [name for name in options.systems if name in presets.OURS]
+    ours = [name for name in options.systems if presets.is_ours(name)]
     theirs = [name for name in options.systems if name in presets.THEIRS]
     apart = options.processes == "family" or (
         options.processes == "auto" and machine.has_gpu() and bool(ours) and bool(theirs)

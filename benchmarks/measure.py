@@ -30,7 +30,7 @@ from benchmarks.physics import (
     traffic_of,
     weight_bytes,
 )
-from benchmarks.presets import OURS
+from benchmarks.presets import is_ours
 from benchmarks.systems import Ours, StepTime, System, settings
 from benchmarks.waves import FEWEST_STEPS, Bench, absent_entry, needs_of, room_of, waves_of
 from infinigen_jax.checkpoint import Model
@@ -50,7 +50,7 @@ def measure_context(bench: Bench, context: int) -> Iterator[dict[str, Any]]:
     result["systems"] |= absent
     tokens = [shapes.prompt(model.config, context, seed) for seed in range(options.batch)]
     shared = None
-    if any(name in OURS for name in needs) and not bench.late:
+    if any(map(is_ours, needs)) and not bench.late:
         bench.note(f"{context} tokens: reading the prompt")
         shared = prompts.read(model, tokens)
         result["prompt_seconds"] = shared.seconds
@@ -135,7 +135,7 @@ def _start(
     shared: prompts.Prompt | None,
 ) -> System:
     options, model, room = bench.options, bench.model, bench.new_tokens + 1
-    if name in OURS:
+    if is_ours(name):
         assert shared is not None
         engine = Engine(model, **settings(name, options, model, context))
         return Ours(prompts.start(engine, shared, room))

@@ -6,6 +6,8 @@ from typing import Any
 
 from benchmarks import shapes
 from infinigen_jax.checkpoint import DTYPES
+from infinigen_jax.errors import InputError
+from infinigen_jax.options import read_policy
 
 # Name -> what it is, in the order in which they are run where time is short.
 SYSTEMS = {
@@ -24,7 +26,6 @@ SYSTEMS = {
     "full-streamed-layerwise": "full-streamed, one call a layer",
 }
 THEIRS = ("transformers", "transformers-static", "transformers-offloaded")
-OURS = tuple(name for name in SYSTEMS if name not in THEIRS)
 
 _CPU: dict[str, Any] = {"contexts": [4096, 16384, 32768], "batch": 1, "dtype": "float32"}
 # bfloat16 has the size of the paper's float16, and random weights do not overflow it.
@@ -68,7 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.decode",
         description="Measure the speed of decoding: this package and transformers, taking turns.",
-        epilog="systems:\n" + "\n".join(f"  {name:<24} {text}" for name, text in SYSTEMS.items()),
+        epilog="systems:\n"
+        + "\n".join(f"  {name:<24} {text}" for name, text in SYSTEMS.items())
+        + "\n  infinigen:KEY=VALUE,...  infinigen with other settings of the policy",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -77,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], metavar="N")
     add("--batch", type=int, default=1, help="sequences (default 1)")
     add("--dtype", choices=DTYPES, default="float32")
-    add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="NAME")
+    add("--systems", nargs="+", type=system, default=list(SYSTEMS), metavar="NAME")
     add("--tokens", type=int, default=32, help="timed in a round (default 32)")
     add("--rounds", type=int, default=5, help="timed rounds (default 5)")
     add("--warmup", type=int, default=3, help="rounds before them (default 3)")
@@ -96,6 +99,24 @@ def build_parser() -> argparse.ArgumentParser:
     add("--json", type=Path, help="result file (default: benchmarks/results/PRESET-DEVICE.json)")
     add("--plot", type=Path, help="also draw tokens per second into this file")
     return parser
+
+
+def system(name: str) -> str:
+    """One of SYSTEMS, or "infinigen:" and settings."""
+    if name not in SYSTEMS:
+        try:
+            kind, own = read_policy(name)
+            if kind.name != "infinigen" or not own:
+                raise InputError(f"{name}: use {', '.join(SYSTEMS)} or infinigen:KEY=VALUE,...")
+            kind(**own)
+        except InputError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return name
+
+
+def is_ours(name: str) -> bool:
+    """Whether a system is this package."""
+    return name not in THEIRS
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

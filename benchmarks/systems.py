@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from infinigen_jax.checkpoint import Model
-from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Policy
+from infinigen_jax.options import read_policy
+from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
 from infinigen_jax.run import Run
 
 MARGIN = 1  # tokens of a round that are drawn and not timed
@@ -72,13 +73,12 @@ def settings(name: str, options: argparse.Namespace, model: Model, context: int)
         chosen |= {"policy": Full()}
     else:
         budget = options.budget_rows / context if name == "infinigen-fixed" else options.budget
-        chosen |= {"policy": _infinigen(min(budget, 1.0) if budget else None, options.alpha)}
+        given: dict[str, Any] = {"alpha": options.alpha}
+        given["budget"] = min(budget, 1.0) if budget else None
+        given = {name: value for name, value in given.items() if value is not None}
+        own = read_policy(name)[1] if ":" in name else {}
+        chosen |= {"policy": InfiniGen(**(given | own))}
     return chosen
-
-
-def _infinigen(budget: float | None, alpha: float | None) -> Policy:
-    given: dict[str, Any] = {"budget": budget, "alpha": alpha}
-    return InfiniGen(**{name: value for name, value in given.items() if value is not None})
 
 
 class Ours:

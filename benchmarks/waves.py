@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from benchmarks.physics import Memory, memory_of, memory_of_theirs, parameter_bytes
-from benchmarks.presets import OURS
+from benchmarks.presets import is_ours
 from benchmarks.systems import MARGIN, settings
 from infinigen_jax.checkpoint import Model
 from infinigen_jax.engine import Engine
@@ -65,7 +65,7 @@ def needs_of(bench: Bench, context: int) -> tuple[dict[str, Memory], dict[str, A
             )
             continue
         total = context + bench.new_tokens + 1
-        if name in OURS:
+        if is_ours(name):
             try:
                 engine = Engine(model, **settings(name, options, model, context))
             except InputError as error:

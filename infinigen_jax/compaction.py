@@ -1,11 +1,14 @@
 """From marks to the places of what is marked, with static shapes and without a sort."""
 
+import functools
+import operator
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
 WORD = 32  # bits of the words that a selection mask is packed into
-GROUPS = 16  # of words that a position is compared with at once
+GROUPS = 32  # of words that a position is compared with at once
 CHUNK = 2048  # places that are filled at once where only those that are marked are
 
 
@@ -151,7 +154,9 @@ def _first_above(
     length = ends.shape[1]
     group = _group(length)
     tops = ends[:, group - 1 :: group][row[:, 0]]
-    found = jnp.sum(tops[:, None] <= index[..., None], axis=-1, dtype=jnp.int32) * group
+    # One after the other, each for all places side by side.
+    below = (tops[:, i, None] <= index for i in range(tops.shape[1]))
+    found = functools.reduce(operator.add, (x.astype(jnp.int32) for x in below)) * group
     half = group // 2
     while half:
         last = jnp.minimum(found + (half - 1), length - 1)

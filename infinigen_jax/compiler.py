@@ -25,12 +25,18 @@ ONE_AFTER_THE_OTHER: Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_ME
 WIDTH = "xla_cpu_prefer_vector_width"
 WIDE: Options = {WIDTH: 512}
 LONG_VECTORS = "avx512_vbmi2"
+# Where XLA hands sums over arrays to the YNN library, those of a step take 50 to 250 us each, more
+# than with its own loops, and what they are made of is written out first.
+LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
+OWN_LOOPS: Options = {LIBRARY: ""}
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 def layer_options(layout: Layout) -> Options:
     """For functions of a layer: the processor's vectors, and weights copied beside other work."""
     options: Options = {}
+    if jax.default_backend() == "cpu" and LIBRARY not in os.environ.get("XLA_FLAGS", ""):
+        options = options | _known(OWN_LOOPS)
     if long_vectors():
         options = options | _known(WIDE, "vectors stay short")
     if layout.weights_on_host:
@@ -64,16 +70,18 @@ def _cpu_info(file: Path) -> str:
         return ""
 
 
-def _known(options: Options, without: str) -> Options:
-    """The options if this XLA has them; else none, after one warning of what comes of it."""
+def _known(options: Options, without: str | None = None) -> Options:
+    """The options if this XLA has them; else none, after one warning of what comes of it, if that
+    is any harm."""
     return options if _compiles(tuple(options.items()), without) else {}
 
 
 @functools.cache
-def _compiles(options: tuple[tuple[str, int | str], ...], without: str) -> bool:
+def _compiles(options: tuple[tuple[str, int | str], ...], without: str | None) -> bool:
     try:
         jax.jit(lambda: jnp.int32(0), compiler_options=dict(options))()
     except jax.errors.JaxRuntimeError as error:
-        logger.warning("%s: %s", without, error)
+        if without is not None:
+            logger.warning("%s: %s", without, error)
         return False
     return True

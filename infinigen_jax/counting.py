@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.compaction import compact, unpack_marks
+from infinigen_jax.lanes import best
 from infinigen_jax.selection import Request, Rest, top_mask
 from infinigen_jax.tables import put
 
@@ -104,7 +105,7 @@ def log_rest(
         """The best score of all, which the selection has found already."""
         if eligible is not None:
             scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
-        return jnp.broadcast_to(jnp.max(scores, axis=-1, keepdims=True), (b, k, g, blocks))
+        return jnp.broadcast_to(best(scores)[..., None], (b, k, g, blocks))
 
     def of_block(scores: Array, rest: Array) -> Array:
         """With this one, one launch on a GPU does without the scores in memory."""

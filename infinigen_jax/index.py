@@ -13,12 +13,10 @@ tokens of a tail would weigh too much.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
@@ -27,13 +25,13 @@ from infinigen_jax.apart import apart
 from infinigen_jax.cache import Slots
 from infinigen_jax.counting import log_rest
 from infinigen_jax.cuda import scoring
+from infinigen_jax.lanes import summed
 from infinigen_jax.quantize import affine_codes
 from infinigen_jax.selection import Request, Rest
 from infinigen_jax.span import Span, put_span
 
 INDEX_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 CODE_BITS = {"int8": 8, "int4": 4}
-SUMMED_LANES, SUMMED_AT_ONCE = 128, 32  # tokens side by side, and how many such are one sum
 WORDS_AT_ONCE = 8  # of a token's codes: so many products are added before the sums are stored
 
 
@@ -136,7 +134,7 @@ class IndexFormat:
 
         def begin() -> tuple[Array, Array]:
             """The tokens' steps, and what is added to their codes' share of a score."""
-            step, low = _step_and_low(index)
+            step, low = _step(index[:, :, -1]), _low(index[:, :, -1])
             low, square = low[:, :, None], jnp.square(step)[:, :, None]
             start = low * jnp.sum(query, axis=-1, keepdims=True)
             start = start - square * rounding_bias(query)
@@ -177,9 +175,10 @@ class IndexFormat:
                 columns,
             )
         eligible = slots.eligible(positions, capacity)[:, None]
-        entries = functools.partial(self.sums, index=index, columns=columns) if columns else None
+        entries = (lambda weights: self.sums(weights, index, columns)) if columns else None
         return log_rest(self.scores(query, index), eligible, request, blocks, entries)
 
+    @functools.partial(jax.jit, static_argnums=(0, 3))
     def sums(
         self, weights: Float[Array, "b k g t"], index: Shaped[Array, "b k e t"], columns: int
     ) -> Float[Array, "b k g c"]:
@@ -187,42 +186,31 @@ class IndexFormat:
         if not self.quantised:
             leading = index[:, :, :columns].astype(jnp.float32)
             return jnp.einsum("bkgt,bkct->bkgc", weights, leading, precision="highest")
-        bits = CODE_BITS[self.name]
-        words = index[:, :, : -(-columns * bits // 32)]
-        step, low = _step_and_low(index)
-        weighted = weights * step[:, :, None]
-        sums = self._code_sums(weighted, words)[..., :columns]
-        return sums + jnp.einsum("bkgt,bkt->bkg", weights, low, precision="highest")[..., None]
+        words = index[:, :, : -(-columns * CODE_BITS[self.name] // 32)]
+        weighted = weights * _step(index[:, :, -1])[:, :, None]
+        codes = self._code_sums(weighted, words)[..., :columns]
+        # Not as a product of the two: XLA for the CPU takes several times as long for that.
+        lows = weights * _low(index[:, :, -1])[:, :, None]
+        ones = jnp.ones(lows.shape[-1], jnp.float32)
+        lows = jnp.einsum("bkgt,t->bkg", lows, ones, precision="highest")
+        return codes + lows[..., None]
 
     def _code_sums(
         self, weights: Float[Array, "b k g t"], words: UInt32[Array, "b k v t"]
     ) -> Float[Array, "b k g c"]:
-        """Weighted sums of the codes in words; t is a multiple of SUMMED_LANES.
+        """Weighted sums of the codes in words.
 
-        A dot product would have the codes written out in float32 first. Here, tokens side by side
-        are added in step, of a chunk that the processor's cache holds while each column is made.
+        A dot product would have the codes written out in float32 first.
         """
-        bits, (b, k, g, t) = CODE_BITS[self.name], weights.shape
-        pieces = math.gcd(t // SUMMED_LANES, SUMMED_AT_ONCE)
-        chunks = (t // SUMMED_LANES // pieces, 1, pieces, SUMMED_LANES)
+        bits, (b, k, g, _) = CODE_BITS[self.name], weights.shape
+        shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32)[None, None, None, None, :, None]
 
-        def column(of: np.ndarray) -> Array:
-            return jnp.asarray(of).reshape(1, 1, 1, 1, 1, -1, 1)
+        def term(weight: Array, word: Array) -> Array:
+            codes = (word >> shifts) & jnp.uint32(2**bits - 1)
+            # By way of int32, which every vector unit can convert.
+            return weight * codes.astype(jnp.int32).astype(jnp.float32)
 
-        weights = weights.reshape(b, k, g, 1, *chunks)
-        words = words.reshape(b, k, 1, -1, *chunks)
-        # As in `_products`: where they are in the word, but the last one.
-        shifts = np.arange(0, 32 - bits, bits, dtype=np.uint32)
-        masks = column(np.uint32(2**bits - 1) << shifts)
-        sums, last = jnp.float32(0), jnp.float32(0)
-        for piece in range(pieces):
-            weight, word = weights[..., piece, :], words[..., piece, :]
-            sums = sums + weight * (word & masks).astype(jnp.int32).astype(jnp.float32)
-            codes = word >> jnp.uint32(32 - bits)
-            last = last + weight * codes.astype(jnp.int32).astype(jnp.float32)
-        scaled = sums * column(0.5 ** shifts.astype(np.float32))
-        sums, ones = jnp.concatenate([scaled, last], axis=5), jnp.ones(SUMMED_LANES, jnp.float32)
-        sums = jnp.einsum("bkgvmct,t->bkgvc", sums, ones, precision="highest")
+        sums = summed(term, weights[:, :, :, None, None], words[:, :, None, :, None])
         return sums.reshape(b, k, g, -1)
 
     def _products(
@@ -285,13 +273,14 @@ class IndexFormat:
         return lax.optimization_barrier(sums) * step + start
 
 
-def _step_and_low(
-    index: UInt32[Array, "b k e t"],
-) -> tuple[Float[Array, "b k t"], Float[Array, "b k t"]]:
-    """What a token's codes are multiplied by, and what they count from."""
-    parameters = index[:, :, -1]
-    step = lax.bitcast_convert_type(parameters >> 16 << 16, jnp.float32)
-    return step, lax.bitcast_convert_type(parameters << 16, jnp.float32)
+def _step(parameters: UInt32[Array, "*b t"]) -> Float[Array, "*b t"]:
+    """What a token's codes are multiplied by."""
+    return lax.bitcast_convert_type(parameters >> 16 << 16, jnp.float32)
+
+
+def _low(parameters: UInt32[Array, "*b t"]) -> Float[Array, "*b t"]:
+    """What a token's codes count from."""
+    return lax.bitcast_convert_type(parameters << 16, jnp.float32)
 
 
 def _masked(

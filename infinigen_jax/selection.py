@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from infinigen_jax.compaction import compact_words, marked, pack_marks
+from infinigen_jax.lanes import best
 from infinigen_jax.tables import put
 
 
@@ -77,8 +78,8 @@ def group_margin(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
     Always <= 0; -inf for tokens whose scores are all -inf. A token is worth fetching if any head
     of the group would fetch it, so that the bound e^-alpha on what is skipped holds for each.
     """
-    peak = jnp.max(scores, axis=-1, keepdims=True)
-    return jnp.max(scores - jnp.where(peak == -jnp.inf, 0.0, peak), axis=2)
+    peak = lax.platform_dependent(scores, cpu=best, default=lambda x: jnp.max(x, axis=-1))
+    return jnp.max(scores - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None], axis=2)
 
 
 def group_rank(

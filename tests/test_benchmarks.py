@@ -38,7 +38,7 @@ SYSTEMS = [
     "transformers-offloaded",
 ]
 MEASURED = [name for name in SYSTEMS if name != "transformers-offloaded"]
-OURS = [name for name in MEASURED if name in presets.OURS]
+OURS = [name for name in MEASURED if presets.is_ours(name)]
 TOKENS, ROUNDS, STEPS, TRACED = 3, 2, 33, 2  # 33 single steps: one of them flushes
 
 
@@ -241,7 +241,7 @@ def test_presets_parse_and_give_engines_their_settings(name):
         assert getattr(options, key) == value
     assert presets.parse(["--preset", name, "--batch", "3"]).batch == 3
     model = model_of("toy")
-    for system in presets.OURS:
+    for system in filter(presets.is_ours, presets.SYSTEMS):
         engine = Engine(model, **settings(system, options, model, 1000))
         assert engine.decoder.host_layers == {"full-device": 0, "infinigen-paper": 3}.get(system, 1)
         assert engine.schedule == ("layerwise" if "layerwise" in system else "fused")
@@ -250,6 +250,18 @@ def test_presets_parse_and_give_engines_their_settings(name):
             fixed = engine.decoder.policy
             assert isinstance(fixed, InfiniGen)
             assert fixed.request_size(1000) == pytest.approx(options.budget_rows, abs=1)
+
+
+def test_infinigen_with_other_settings_is_a_system_of_its_own(capsys):
+    name = "infinigen:tail_columns=0,alpha=3"
+    options = presets.parse(["--preset", "smoke", "--systems", name, "--alpha", "4"])
+    assert options.systems == [name] and presets.is_ours(name)
+    policy = settings(name, options, model_of("toy"), 1000)["policy"]
+    assert (policy.tail_columns, policy.alpha) == (0, 3)
+    for wrong in ("quest", "infinigen:page=8", "infinigen:alpha=-1", "infinigen:"):
+        with pytest.raises(SystemExit, match="2"):
+            presets.parse(["--systems", wrong])
+        assert "error: argument --systems" in capsys.readouterr().err
 
 
 def test_every_option_reaches_a_process_of_its_own(tmp_path):
