@@ -89,13 +89,16 @@ NEEDLES = (
 )
 TWO_AHEAD = ("--layers-ahead", "2")
 BEHIND = ("--speculate-from", "attention")
+# With all of the budget, as the others have it.
+NO_ALPHA = ("infinigen:alpha=inf", "infinigen:query=corrected,alpha=inf")
+ALPHA = ("--alpha", "5")  # the default when these were measured
 EXPERIMENTS = {
-    "perplexity": _perplexity(*BUDGETS, "--policy", *POLICIES),
+    "perplexity": _perplexity(*BUDGETS, "--policy", *POLICIES, *NO_ALPHA),
     "perplexity-equal-memory-books-llama": _equal_memory("books-llama", 0),
     "perplexity-equal-memory-tiny-llama": _equal_memory("tiny-llama", 1),
     "perplexity-equal-memory-tiny-opt": _equal_memory("tiny-opt", 2),
     "perplexity-tail": _perplexity(
-        *BUDGETS,
+        *(*BUDGETS, *ALPHA),
         *("--policy", "full", "infinigen:tail=false", "infinigen:tail_tokens=0"),
         *("infinigen:tail_columns=0", "infinigen", "infinigen:tail_columns=16"),
         *("infinigen:tail_tokens=16", "infinigen:tail_tokens=1"),
@@ -103,16 +106,16 @@ EXPERIMENTS = {
     ),
     "perplexity-alpha-ahead": _perplexity(
         *(*BUDGETS, "--policy", "full"),
-        *("infinigen:query=corrected,alpha=4", "infinigen:query=corrected"),
+        *("infinigen:query=corrected,alpha=4", "infinigen:query=corrected,alpha=5"),
     ),
     "perplexity-layer-budgets": _perplexity(
-        *BUDGETS,
+        *(*BUDGETS, *ALPHA),
         *("--policy", "full", "infinigen:layer_budgets=equal"),
         *("infinigen", "infinigen:query=corrected,layer_budgets=equal"),
         "infinigen:query=corrected",
     ),
     "perplexity-pool": _perplexity(
-        *("--budget", "0.1", "--pool-tokens", "all", "80%", "50%"),
+        *("--budget", "0.1", *ALPHA, "--pool-tokens", "all", "80%", "50%"),
         *("--pool-eviction", "counter", "lru", "fifo", "--policy", "full", "infinigen"),
     ),
     "recall": Experiment(

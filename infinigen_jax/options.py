@@ -72,7 +72,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         "--alpha",
         type=float,
         metavar="A",
-        help="fetch what is within A of the best score (default 5)",
+        help="fetch what is within A of the best score (default 4)",
         **many,
     )
     add(

@@ -107,7 +107,7 @@ class InfiniGen(Budgeted):
     dense_layers: ClassVar[int | None] = None
     pools: ClassVar[bool] = True
 
-    alpha: float = 5.0
+    alpha: float = 4.0
     partial_ratio: float = 1.0
     budget: float = 0.1
     sinks: int = 4
