@@ -13,10 +13,15 @@ from benchmarks.table_cells import Line, above, fetched, find, markdown, pool_ch
 
 MODELS = ("books-llama", "tiny-llama", "tiny-opt", "stories260k")
 OWN, AHEAD = {"query": "own"}, {"query": "corrected"}
+DEFAULT, ALL = {"alpha": 4.0}, {"alpha": "inf"}
+WHOLE_BUDGETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "infinigen, own query, no alpha": ("infinigen", OWN | ALL),
+    "infinigen, corrected query, no alpha": ("infinigen", AHEAD | ALL),
+}
 # What a row of the tables of policies is called, and which line of a result it is.
 POLICIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "**infinigen**, own query (CPU)": ("infinigen", OWN),
-    "**infinigen**, corrected query, a layer ahead (GPU)": ("infinigen", AHEAD),
+    "**infinigen**, own query (CPU)": ("infinigen", OWN | DEFAULT),
+    "**infinigen**, corrected query, a layer ahead (GPU)": ("infinigen", AHEAD | DEFAULT),
     "infinigen-paper": ("infinigen-paper", {}),
     "quest": ("quest", {}),
     "h2o": ("h2o", {}),
@@ -25,14 +30,14 @@ POLICIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "oracle (study)": ("oracle", {}),
 }
 TAILS = {
-    "**as by default**: blocks of 64, 8 columns": {},
+    "**as by default** but alpha 5: blocks of 64, 8 columns": {},
     "16 columns": {"tail_columns": 16},
     "no columns": {"tail_columns": 0},
     "blocks of 16, 8 columns": {"tail_tokens": 16},
     "a value for each token": {"tail_tokens": 1},
     "one mean for all": {"tail_tokens": 0},
     "no tail": {"tail": False},
-    "alpha 4": {"alpha": 4.0},
+    "alpha 4, the default": {"alpha": 4.0},
     "no alpha": {"alpha": "inf"},
 }
 BUDGETS = (0.05, 0.1)
@@ -72,8 +77,14 @@ def by_model(
 
 def perplexity_table(folder: Path) -> str:
     """All policies, with their default memory."""
-    traffic = {"fetched by infinigen, own query": ("infinigen", OWN)}
-    return by_model(folder, "perplexity", POLICIES, traffic)
+    names = list(POLICIES)
+    rows = {name: POLICIES[name] for name in names[:2]} | WHOLE_BUDGETS
+    rows |= {name: POLICIES[name] for name in names[2:]}
+    traffic = {
+        "fetched by infinigen, own query": ("infinigen", OWN | DEFAULT),
+        "the same, no alpha": ("infinigen", OWN | ALL),
+    }
+    return by_model(folder, "perplexity", rows, traffic)
 
 
 def equal_memory_table(folder: Path) -> str:
@@ -96,8 +107,9 @@ def tail_table(folder: Path) -> str:
         return "infinigen", settings
 
     rows = {title: which(changes) for title, changes in TAILS.items()}
-    chosen = ("**as by default**: blocks of 64, 8 columns", "alpha 4", "no alpha")
-    traffic = {f"fetched, {title.split('**: ')[0].strip('*')}": rows[title] for title in chosen}
+    chosen = {"alpha 5": "**as by default** but alpha 5: blocks of 64, 8 columns"}
+    chosen |= {title: title for title in ("alpha 4, the default", "no alpha")}
+    traffic = {f"fetched, {title}": rows[row] for title, row in chosen.items()}
     return by_model(folder, "perplexity-tail", rows, traffic)
 
 

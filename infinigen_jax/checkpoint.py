@@ -39,6 +39,7 @@ DENSE_LOSS = 0.03  # docs/policies-infinigen.md
 DENSE_AMONG = 4
 DENSE_UNKNOWN = 2
 EMBEDDED = ("books-llama", "tiny-llama", "tiny-opt")
+EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -194,7 +195,7 @@ def embedded(name: str = EMBEDDED[0]) -> Path:
     """Folder of a small model inside the package, one of EMBEDDED, converted."""
     if name not in EMBEDDED:
         raise InputError(f"no embedded model {name!r}; there are {', '.join(EMBEDDED)}")
-    return Path(__file__).parent / "embedded" / name
+    return EMBEDDED_FOLDER / name
 
 
 def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) -> Model:

@@ -83,6 +83,27 @@ def forget_programs() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.fixture(scope="session")
+def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the embedded models, with fewer layers."""
+    from shallow import make_shallow
+
+    from infinigen_jax.checkpoint import EMBEDDED, EMBEDDED_FOLDER
+
+    folder = tmp_path_factory.mktemp("embedded")
+    for name in EMBEDDED:
+        make_shallow(EMBEDDED_FOLDER / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shallow(shallow_folder: Path) -> Iterator[None]:
+    """The embedded models are those, in this process: for tests of what is around a model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infinigen_jax.checkpoint.EMBEDDED_FOLDER", shallow_folder)
+        yield
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Callable[..., Any]:
     """`tiny(family, **config)` saves a tiny random model under tmp_path/<family>."""

@@ -26,6 +26,8 @@ from infinigen_jax.pool import Pool
 from infinigen_jax.run import Run
 from infinigen_jax.sampling import Sampling
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 PROMPTS = [
     [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 5, 21, 9, 50, 3, 12)
 ]

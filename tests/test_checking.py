@@ -18,6 +18,8 @@ from infinigen_jax.models import config_from_hf
 from infinigen_jax.models.base import random_params
 from infinigen_jax.sampling import Sampling
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 LAYERS, VOCABULARY, BAD = 4, 48, 7
 HF = {
     "model_type": "llama",
@@ -131,12 +133,12 @@ def test_command_line(tmp_path: Path, command):
         if file.suffix in (".json", ".safetensors") and not file.name.startswith("infinigen"):
             (source / file.name).write_bytes(file.read_bytes())
     tensors = load_file(source / "model.safetensors")
-    name = "model.layers.3.mlp.down_proj.weight"
+    name = "model.layers.2.mlp.down_proj.weight"
     tensors[name] = np.full_like(tensors[name], np.nan)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     convert(source, tmp_path / "out", skew="none")
     given = ("--model", tmp_path / "out", "--prompt", "The king", "--max-new-tokens", "3")
     status, out, errors = command(generate.main, *given, "--check")
     assert status == 2 and out == "" and errors.splitlines()[-1].startswith("error: --check: ")
-    assert "layer 3 of prompt 1" in errors and "at position 0" in errors
+    assert "layer 2 of prompt 1" in errors and "at position 0" in errors
     assert command(generate.main, *given)[0] == 0

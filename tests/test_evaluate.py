@@ -26,6 +26,8 @@ from infinigen_jax.evaluation.texts import read_text
 from infinigen_jax.options import make_engine, make_policy, unused_options
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest, Window
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 PROSE = "The old man went down to the sea, and nobody asked him where he had been. " * 12
 LINE = {
     "policy": str,

@@ -16,6 +16,8 @@ from infinigen_jax import generate, planning
 from infinigen_jax.checkpoint import embedded
 from infinigen_jax.convert.__main__ import main as convert_main
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 KEYS = {
     "tokens": list,
     "texts": list,
@@ -71,6 +73,8 @@ def refused(run, tmp_path):
 
 def command(*arguments: str, **settings) -> subprocess.Popen:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    if not settings.pop("alone", False):
+        arguments = ("--model", str(embedded()), *arguments)  # it knows no fixture
     return subprocess.Popen(
         [sys.executable, "-m", "infinigen_jax.generate", *arguments],
         stdout=settings.pop("stdout", subprocess.PIPE),
@@ -183,7 +187,7 @@ def test_stats_that_cannot_be_written_are_not_half_written(run, tmp_path, monkey
 
 
 def test_the_command_alone():
-    process = command(*SHORT, "--quiet")
+    process = command(*SHORT, "--quiet", alone=True)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0 and err == "" and out.endswith("\n") and len(out) > 1
 

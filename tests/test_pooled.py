@@ -32,6 +32,8 @@ from infinigen_jax.policies import POLICIES, Full, Oracle, PreviousQuery, Window
 from infinigen_jax.pool import Kept, Pool
 from infinigen_jax.run import Run
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 TAIL = dataclasses.replace(SPARSE, tail=True, tail_tokens=0)  # as with every pool
 SMALL = Pool(tokens=18, sinks=3)
 TOKENS = np.random.default_rng(8).integers(3, 96, (2, 70)).astype(np.int32)

@@ -24,6 +24,8 @@ from infinigen_jax.sampling import Sampling
 from infinigen_jax.tokenization import load_tokenizer
 from infinigen_jax.workspace import decode_bytes, prefill_bytes
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 
 def numbers(seed: int, count: int) -> list[int]:
     return [int(i) for i in np.random.default_rng(seed).integers(3, 96, count)]

@@ -20,6 +20,8 @@ from infinigen_jax.evaluation.study import watch_exact, watch_own
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import Full, Oracle, Quest, Window
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 CONTEXT, SIZE = 24, 40
 WINDOWS = np.random.default_rng(3).integers(3, 96, (3, SIZE)).astype(np.int32)
 SETTINGS: dict[str, Any] = {

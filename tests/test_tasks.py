@@ -25,6 +25,8 @@ from infinigen_jax.models import blueprint
 from infinigen_jax.models.forward import forward
 from infinigen_jax.policies import Full
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 # Files.
 
 COPA = Choices(("It rained because",) * 2, (" the sun.", " a cloud."), 1)

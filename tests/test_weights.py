@@ -14,6 +14,8 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.policies import Full
 from infinigen_jax.weights import STAYS
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 HOT: dict[str, Any] = {"hot_set": 1.5, "rows": "int8"}
 
 
