@@ -78,8 +78,8 @@ def by_model(
 def perplexity_table(folder: Path) -> str:
     """All policies, with their default memory."""
     names = list(POLICIES)
-    rows = {name: POLICIES[name] for name in names[:2]} | WHOLE_BUDGETS
-    rows |= {name: POLICIES[name] for name in names[2:]}
+    order = (*names[:2], *WHOLE_BUDGETS, *names[2:])
+    rows = {name: {**POLICIES, **WHOLE_BUDGETS}[name] for name in order}
     traffic = {
         "fetched by infinigen, own query": ("infinigen", OWN | DEFAULT),
         "the same, no alpha": ("infinigen", OWN | ALL),

@@ -198,7 +198,7 @@ def test_owners_against_a_list(data):
 
 def test_the_command(command, tmp_path):
     prompts = [x for text in ("The king", "It was") for x in ("--prompt", text)]
-    shared = (*prompts, "--max-new-tokens", "6", "--ignore-eos", "--quiet", "--dense-layers", "5")
+    shared = (*prompts, "--max-new-tokens", "6", "--ignore-eos", "--quiet", "--dense-layers", "2")
     expected = command(generate.main, *shared)
     assert expected[0] == 0 and expected[1].count("\n") >= 2
     assert command(generate.main, *shared, "--batch", "1") == expected

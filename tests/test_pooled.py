@@ -20,6 +20,7 @@ from runtime import (
     first_layers,
     random_model,
 )
+from shallow import LAYERS
 
 from infinigen_jax import evaluate, generate
 from infinigen_jax.cache import DenseLayer, Resident
@@ -324,8 +325,8 @@ def test_generate_with_a_limit(command, tmp_path):
     assert status == 0 and out and not err
     stats = json.loads(file.read_text())
     assert stats["prompt_tokens"] > 40 == stats["pool_tokens"]
-    assert stats["pool_bytes"] == 6 * 3 * 40 * (4 + 4)
-    assert stats["host_cache_bytes"] == 6 * 3 * 40 * 2 * 32 * 4
+    assert stats["pool_bytes"] == LAYERS * 3 * 40 * (4 + 4)
+    assert stats["host_cache_bytes"] == LAYERS * 3 * 40 * 2 * 32 * 4
 
 
 @pytest.mark.parametrize(

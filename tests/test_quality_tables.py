@@ -65,8 +65,8 @@ def test_what_cannot_be_measured_is_said(given, capsys):
 def test_a_table_has_a_column_for_each_model_and_budget(tmp_path):
     for model, change in (("books-llama", 1.0), ("tiny-opt", 2.0)):
         lines = [
-            line("infinigen", change, budget=0.05, query="own"),
-            line("infinigen", -change, budget=0.1, query="own"),
+            line("infinigen", change, budget=0.05, query="own", alpha=4.0),
+            line("infinigen", -change, budget=0.1, query="own", alpha=4.0),
             line("window", 10 * change, budget=0.1),
         ]
         (tmp_path / f"perplexity-{model}.json").write_text(json.dumps({"configurations": lines}))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runtime import ALL, SPARSE, engine, random_model
+from shallow import LAYERS
 from tiny import logits_of, only
 
 from infinigen_jax import evaluate
@@ -232,7 +233,15 @@ def test_command_and_its_interruption(tmp_path, capsys, monkeypatch):
         "--windows",
         "2",
     ]
-    arguments += ["--policy", "window", "oracle", "--budget", "0.1", "--dense-layers", "5"]
+    arguments += [
+        "--policy",
+        "window",
+        "oracle",
+        "--budget",
+        "0.1",
+        "--dense-layers",
+        str(LAYERS - 1),
+    ]
     from infinigen_jax.evaluation import recall
 
     studied: list[str] = []
@@ -259,7 +268,7 @@ def test_command_and_its_interruption(tmp_path, capsys, monkeypatch):
     record = json.loads(result.read_text())
     assert record["settings"]["states"] == "own" and record["command"] == "recall"
     window = record["configurations"][1]
-    assert [layer["layer"] for layer in window["layers"]] == [5]
+    assert [layer["layer"] for layer in window["layers"]] == [LAYERS - 1]
     assert 0 < window["mass"] <= window["oracle_mass"] < 1
     assert len(panels(record["configurations"])) == 3 and markdown(record["configurations"])
 
