@@ -1,6 +1,6 @@
 """Tests that compile for a GPU where none is: they need JAX's CUDA plugin beside a CPU-only JAX.
 
-`.ci/run` makes such an environment; in any other the tests of this folder are skipped.
+`make compile-gpu` makes such an environment; in any other the tests of this folder are skipped.
 """
 
 import jax
@@ -12,6 +12,6 @@ from compile_for_gpu import available
 def gpu_compiler():
     """Skip unless the compiler is installed and nothing but the CPU is in use."""
     if not available():
-        pytest.skip("needs JAX's CUDA plugin (see .ci/run)")
+        pytest.skip("needs JAX's CUDA plugin (make compile-gpu)")
     if jax.default_backend() != "cpu":
         pytest.skip("compiles without a GPU: run with JAX_PLATFORMS=cpu")
