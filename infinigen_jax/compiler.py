@@ -25,8 +25,8 @@ ONE_AFTER_THE_OTHER: Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_ME
 WIDTH = "xla_cpu_prefer_vector_width"
 WIDE: Options = {WIDTH: 512}
 LONG_VECTORS = "avx512_vbmi2"
-# Where XLA hands sums over arrays to the YNN library, those of a step take 50 to 250 us each, more
-# than with its own loops, and what they are made of is written out first.
+# Where XLA hands sums over arrays to the YNN library, those of a step take several times as long as
+# with its own loops, and what they are made of is written out first.
 LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
 OWN_LOOPS: Options = {LIBRARY: ""}
 CPU_INFO = Path("/proc/cpuinfo")

@@ -122,8 +122,8 @@ def log_rest(
 
     def level(shares: Array, total: Array, peak: Array) -> tuple[Array, Array]:
         """All blocks relative to the same peak."""
-        best = jnp.max(peak, axis=-1, keepdims=True)
-        below = jnp.exp(peak - jnp.where(best == -jnp.inf, 0.0, best))
+        highest = jnp.max(peak, axis=-1, keepdims=True)
+        below = jnp.exp(peak - jnp.where(highest == -jnp.inf, 0.0, highest))
         return shares * below[..., None], total * below
 
     def as_they_are(shares: Array, total: Array, peak: Array) -> tuple[Array, Array]:

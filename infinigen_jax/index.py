@@ -175,7 +175,7 @@ class IndexFormat:
                 columns,
             )
         eligible = slots.eligible(positions, capacity)[:, None]
-        entries = (lambda weights: self.sums(weights, index, columns)) if columns else None
+        entries = functools.partial(self.sums, index=index, columns=columns) if columns else None
         return log_rest(self.scores(query, index), eligible, request, blocks, entries)
 
     @functools.partial(jax.jit, static_argnums=(0, 3))

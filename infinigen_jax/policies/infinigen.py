@@ -9,6 +9,7 @@ give the speculated scores; tokens above the best score minus alpha are fetched,
 """
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, ClassVar
 
@@ -289,7 +290,7 @@ class InfiniGen(Budgeted):
         entries = None
         if columns := _predicting(weights):
             index = self.index_format(query.shape[-1])
-            entries = lambda weights: index.sums(weights, state, columns)  # noqa: E731
+            entries = functools.partial(index.sums, index=state, columns=columns)
         rest = log_rest(scores, eligible, request, capacity // self.tail_block, entries)
         return rest._replace(score=rest.score + mean_score(weights.get("mean"), query))
 

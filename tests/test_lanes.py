@@ -1,0 +1,23 @@
+"""Reductions in pieces, against NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from infinigen_jax.lanes import AT_ONCE, LANES, best, summed
+
+
+@pytest.mark.parametrize("groups", [1, 6, AT_ONCE, AT_ONCE + 3, 2 * AT_ONCE + 6])
+def test_sums_of_terms(groups):
+    """Of numbers of groups that have a divisor to cut by, and that have none."""
+    random = np.random.default_rng(groups)
+    x, y = random.normal(size=(2, 3, groups * LANES)).astype(np.float32)
+    found = summed(lambda x, y: x * y, jnp.asarray(x), jnp.asarray(y))
+    np.testing.assert_allclose(found, (x.astype(np.float64) * y).sum(axis=-1), atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, LANES - 1, LANES, 6 * LANES, 67 * LANES])
+def test_the_best(tokens):
+    x = np.random.default_rng(tokens).normal(size=(2, 3, tokens)).astype(np.float32)
+    x[0, 0] = -np.inf
+    np.testing.assert_array_equal(best(jnp.asarray(x)), x.max(axis=-1))
