@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.reference_models import attention, report, statistics, train
+from benchmarks.reference_models import attention, report, train
 from benchmarks.reference_models.batches import Batches, passage, windows
 from benchmarks.reference_models.books import plain, read_books, with_broken_lines
 from benchmarks.reference_models.corpus import Corpus, open_corpus, prepare
@@ -27,7 +27,7 @@ from benchmarks.reference_models.training import Settings, _Job
 from benchmarks.reference_models.training import train as run_training
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import blueprint, config_from_hf
-from infinigen_jax.models.forward import causal_attention, forward
+from infinigen_jax.models.forward import forward
 
 SMOKE = SIZES["smoke"]
 WORDS = "the old man went down to a quiet harbour and she said nothing of it all day long".split()
@@ -250,28 +250,6 @@ def test_progress_in_time_ends_on_time_and_goes_on_where_it_was() -> None:
     assert again.progress == 1
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_attention_and_its_gradient(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "BLOCK", 8)
-    keys = jax.random.split(jax.random.key(0), 4)
-    q = jax.random.normal(keys[0], (2, 21, 6, 4))
-    k, v = (jax.random.normal(key, (2, 21, 3, 4)) for key in keys[1:3])
-    aim = jax.random.normal(keys[3], q.shape)
-
-    def gradients(attend: Any) -> Any:
-        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.sum(attend(q, k, v) * aim)
-
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
-
-    # float32 sums of 21 terms of size 1, in another order
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-        gradients(functools.partial(attention.blocked_attention, together=together)),
-        gradients(jax.vmap(causal_attention)),
-    )
-
-
 def test_resuming_equals_an_uninterrupted_run(
     corpus: Corpus, trained: Path, tmp_path: Path
 ) -> None:
@@ -345,12 +323,6 @@ def test_the_larger_sizes_are_what_the_readme_says() -> None:
         assert 24e6 < count(shape, "gpu") < 27e6
         assert 4 * count(shape, "cpu") < 12e6
     assert SIZES["gpu"].context == 4096
-
-
-def test_concentration_of_even_attention() -> None:
-    zero = jnp.zeros((1, 400, 2, 4))
-    mass = statistics._concentration(zero, zero[:, :, :1])
-    np.testing.assert_allclose(mass, np.array([[0.01] * 2, [0.05] * 2, [0.1] * 2]), rtol=0.2)
 
 
 def test_report(trained: Path, books: Path, tmp_path: Path, capsys: Any) -> None:
