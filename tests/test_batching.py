@@ -58,7 +58,7 @@ def ending(name: str = "gqa", share: int = 8) -> Engine:
     ],
 )
 def test_more_prompts_than_rows(schedule, settings):
-    made = engine("short", SPARSE, 1, schedule, **settings)
+    made = engine("gqa", SPARSE, 1, schedule, **settings)
     expected = alone(made)
     for batch in (1, 3):
         run = made.start(PROMPTS, NEW, batch=batch)
@@ -86,7 +86,7 @@ def test_more_prompts_than_rows(schedule, settings):
     ids=lambda policy: policy.name,
 )
 def test_every_kind_of_state_is_replaced(policy):
-    made = engine("short", policy, 1)
+    made = engine("gqa", policy, 1)
     assert tokens_of(made, PROMPTS, batch=2) == alone(made)
 
 
@@ -113,7 +113,7 @@ def test_a_prompt_that_ends_with_its_first_token():
 
 @pytest.mark.parametrize("schedule", ["fused", "layerwise"])
 def test_sampling_does_not_depend_on_the_batch(schedule):
-    made = engine("short", SPARSE, 1, schedule)
+    made = engine("gqa", SPARSE, 1, schedule)
     sampling = Sampling(temperature=1.0, top_k=40, seed=5)
     expected = alone(made, sampling=sampling)
     assert tokens_of(made, PROMPTS, sampling=sampling, batch=2) == expected != alone(made)
@@ -123,9 +123,10 @@ def test_idle_rows_rest():
     """They fetch nothing and never come to the end of the cache, however long others go on."""
     model = random_model("gqa")
     long = [9] * 68
-    eos = tokens_of(engine("gqa"), [PROMPTS[1]], 4)[0][3]  # ends the others soon
-    config = dataclasses.replace(model.config, eos_ids=(eos,))
-    made = Engine(dataclasses.replace(model, config=config), policy=SPARSE)
+    soon, late = (tokens_of(engine("gqa"), [prompt], 60)[0] for prompt in (PROMPTS[1], long))
+    end = next(i for i in range(3, 60) if soon[i] not in late[:40])  # the others' end
+    config = dataclasses.replace(model.config, eos_ids=(soon[end],))
+    made = Engine(dataclasses.replace(model, config=config), policy=SPARSE, dense_layers=1)
     prompts = [PROMPTS[1], PROMPTS[1], long]
     run = made.start(prompts, 60, batch=2)
     assert run.capacity == 128
@@ -134,7 +135,7 @@ def test_idle_rows_rest():
         for row in np.flatnonzero(run.owners.idle & ~run.owners.idle.all()):
             resting += 1
             assert run.owners.cached[row] == np.asarray(run.cache.lengths)[row]
-            assert run.owners.cached[row] <= max(SPARSE.window, len(PROMPTS[1]) + 4) + 1
+            assert run.owners.cached[row] <= max(SPARSE.window, len(PROMPTS[1]) + end + 1) + 1
     assert run.new_tokens == [tokens_of(made, [prompt], 60)[0] for prompt in prompts]
     assert len(run.new_tokens[2]) > 30 < resting
     selected = np.stack([np.asarray(counts.selected) for counts in run.counts])
@@ -208,7 +209,7 @@ def test_the_command(command, tmp_path):
 
 @pytest.mark.parametrize("settings", [{}, {"pool": Pool(tokens=18)}], ids=["plain", "pool"])
 def test_as_many_at_once_as_fit(settings, monkeypatch, caplog):
-    made = engine("short", SPARSE, 1, **settings)
+    made = engine("gqa", SPARSE, 1, **settings)
     expected = tokens_of(made, PROMPTS)
     three, one = (
         max(plan.total for plan in made.start(PROMPTS, 1 + NEW, batch=n).phases) for n in (3, 1)

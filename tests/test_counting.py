@@ -146,13 +146,13 @@ def test_everything_fetched_is_the_full_cache(count):
 @pytest.mark.parametrize(("count", "tail"), [("pooled", True), ("top-p", False)])
 def test_schedules_batches_and_hot_sets_change_nothing(count, tail):
     policy = dataclasses.replace(SPARSE, count=count, mass=0.5, tail=tail)
-    run = finished(engine("short", policy, 1))
+    run = finished(engine("gqa", policy, 1))
     assert run.stats().compilations_after_warmup == 0
-    layerwise = finished(engine("short", policy, 1, "layerwise"))
-    hot = finished(engine("short", policy, 1, hot_set=2.0))
+    layerwise = finished(engine("gqa", policy, 1, "layerwise"))
+    hot = finished(engine("gqa", policy, 1, hot_set=2.0))
     assert run.new_tokens == layerwise.new_tokens == hot.new_tokens
     np.testing.assert_array_equal(counts_of(run), counts_of(layerwise))
-    alone = finished(engine("short", policy, 1), RAGGED[2:])
+    alone = finished(engine("gqa", policy, 1), RAGGED[2:])
     assert alone.new_tokens == run.new_tokens[2:]
     tokens = run.prompt_lengths + np.arange(NEW - 1)[:, None]
     heads = run.decoder.host_layers * 2
@@ -280,7 +280,7 @@ def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
     assert np.abs(with_tail - full).mean() < 0.9 * np.abs(without - full).mean()
 
 
-@pytest.mark.parametrize(("name", "count"), [("short", "head"), ("opt", "fixed")])
+@pytest.mark.parametrize(("name", "count"), [("gqa", "head"), ("opt", "fixed")])
 def test_a_tail_of_single_tokens_is_the_full_cache(name, count):
     """The index has every key, and the sums every value: whatever is fetched, nothing is lost."""
     model = random_model(name)

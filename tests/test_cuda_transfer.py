@@ -263,8 +263,8 @@ def test_planning_through_xla(driver: FakeCuda):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"hot_set": 0.0},
-        {"hot_set": 1.5},
+        {"dense_layers": 1, "hot_set": 0.0},
+        {"dense_layers": 1, "hot_set": 1.5},
         {"hot_set": 1.0, "schedule": "layerwise", "rows": "int8", "dense_layers": 0},
     ],
 )

@@ -26,7 +26,7 @@ from infinigen_jax.policies import H2O, Full, InfiniGen
 from infinigen_jax.pool import Pool
 from runtime import random_model
 
-model, rng = random_model("short"), np.random.default_rng(0)
+model, rng = random_model("gqa"), np.random.default_rng(0)
 prompts = [[int(t) for t in rng.integers(3, 90, n)] for n in (60, 47, 72, 33)]
 ahead = InfiniGen(budget=0.2, window=8, query="plain")
 cases = {
@@ -72,7 +72,7 @@ def test_several_devices_give_what_one_gives(names):
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
-    heads = random_model("short").config.num_kv_heads
+    heads = random_model("gqa").config.num_kv_heads
     assert checked_mesh(None, heads) is default_mesh()
     wrong = default_mesh().__class__(default_mesh().devices, ("model", "data"))
     with pytest.raises(InputError, match="axes"):

@@ -210,14 +210,14 @@ def test_everything_fetched_is_the_full_cache(kind):
 )
 def test_schedules_batches_and_hot_sets_change_nothing(kind):
     policy = kind(budget=0.15, window=4, sinks=2)
-    run = finished(engine("short", policy, 1))
+    run = finished(engine("gqa", policy, 1))
     assert run.stats().compilations_after_warmup == 0
-    layerwise = finished(engine("short", policy, 1, "layerwise"))
-    hot = finished(engine("short", policy, 1, hot_set=2.0))
+    layerwise = finished(engine("gqa", policy, 1, "layerwise"))
+    hot = finished(engine("gqa", policy, 1, hot_set=2.0))
     assert run.new_tokens == layerwise.new_tokens == hot.new_tokens
     np.testing.assert_array_equal(counts_of(run), counts_of(layerwise))
     assert 0 < hot.stats().hot_set_hit_rate < 1
-    alone = finished(engine("short", policy, 1), RAGGED[2:])
+    alone = finished(engine("gqa", policy, 1), RAGGED[2:])
     assert alone.new_tokens == run.new_tokens[2:]
     tokens = run.prompt_lengths + np.arange(NEW - 1)[:, None]
     heads = run.decoder.host_layers * CONFIG.num_kv_heads

@@ -131,11 +131,11 @@ class Masked:
 def test_rows_that_gave_way_are_masked_in_full_attention(policy, eviction):
     """Everything that is live is fetched, so that attention is over exactly that."""
     dense, steps = 1, 22
-    made = engine("short", policy, dense, pool=Pool(tokens=14, eviction=eviction, sinks=2))
+    made = engine("gqa", policy, dense, pool=Pool(tokens=14, eviction=eviction, sinks=2))
     seen = []
     _, scores = scored(made, steps, lambda run: seen.append(live(run)))
     for i, prompt in enumerate(PROMPTS):
-        model = Masked("short")
+        model = Masked("gqa")
         for position, token in enumerate(prompt):
             model.step(token, position, {})  # prompts attend to all of themselves
         for step in range(steps):
@@ -196,15 +196,15 @@ def test_slots_hold_what_the_directory_says(policy, rows):
 
 def test_schedules_batches_and_hot_sets_change_nothing():
     new, pool = 30, Pool(tokens=18)
-    run = finished(engine("short", TAIL, 1, pool=pool), RAGGED, new)
+    run = finished(engine("gqa", TAIL, 1, pool=pool), RAGGED, new)
     assert run.stats().compilations_after_warmup == 0
-    layerwise = finished(engine("short", TAIL, 1, "layerwise", pool=pool), RAGGED, new)
-    hot = finished(engine("short", TAIL, 1, pool=pool, hot_set=2.0), RAGGED, new)
+    layerwise = finished(engine("gqa", TAIL, 1, "layerwise", pool=pool), RAGGED, new)
+    hot = finished(engine("gqa", TAIL, 1, pool=pool, hot_set=2.0), RAGGED, new)
     assert run.new_tokens == layerwise.new_tokens == hot.new_tokens
     np.testing.assert_array_equal(counts_of(run), counts_of(layerwise))
     np.testing.assert_array_equal(counts_of(run), counts_of(hot))
     assert 0 < hot.stats().hot_set_hit_rate < 1
-    in_turn = engine("short", TAIL, 1, pool=pool).start(RAGGED, new, batch=2)
+    in_turn = engine("gqa", TAIL, 1, pool=pool).start(RAGGED, new, batch=2)
     assert list(in_turn.tokens(ignore_eos=True)) and in_turn.new_tokens == run.new_tokens
     # Both of its rows have the same number of steps: the first two prompts go side by side.
     np.testing.assert_array_equal(counts_of(in_turn)[: new - 1], counts_of(run)[:, :2])
@@ -244,7 +244,7 @@ def test_the_flush_is_in_place():
 
 
 def test_prompts_of_other_lengths_are_admitted_without_compiling():
-    made = engine("short", TAIL, 1, pool=SMALL)
+    made = engine("gqa", TAIL, 1, pool=SMALL)
     first, second = ([list(range(3, 3 + n)) for n in sizes] for sizes in ((9, 31, 20), (40, 7, 26)))
     compiled = []
     for prompts in (first, second):

@@ -117,14 +117,14 @@ def test_chunks_fill_the_cache_as_one_piece_does(dense_layers):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_go_on_alike_behind_chunks(name):
-    chosen = engine("short", POLICIES[name], 1)
-    chunked = engine("short", POLICIES[name], 1, prefill_chunk=64)
+    chosen = engine("gqa", POLICIES[name], 1)
+    chunked = engine("gqa", POLICIES[name], 1, prefill_chunk=64)
     assert tokens_of(chunked, LONG) == tokens_of(chosen, LONG)
 
 
 def test_opt_in_chunks():
     """Its table of positions ends before the padding does."""
-    chunked = Engine(random_model("opt"), policy=SPARSE, prefill_chunk=64)
+    chunked = engine("opt", prefill_chunk=64)
     prompts = [[5] * 200, LONG[0]]
     assert tokens_of(chunked, prompts, 56) == tokens_of(engine("opt"), prompts, 56)
 

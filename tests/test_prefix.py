@@ -92,7 +92,7 @@ def test_small_rows_are_what_they_are_in_chunks():
     """A prefix is the first chunk, which decides how rows are scaled."""
     prefix, ends = PREFIX[:128], ENDS[1:4:2]
     prompts = [[*prefix, *end] for end in ends]
-    chunked = Engine(random_model("gqa"), policy=SPARSE, rows="int8", prefill_chunk=128)
+    chunked = engine("gqa", rows="int8", prefill_chunk=128)
     expected = tokens_of(chunked, prompts, ignore_eos=True)
     given = tokens_of(engine("gqa", rows="int8"), ends, prefix=prefix, ignore_eos=True)
     assert given == expected
@@ -166,7 +166,7 @@ def test_the_plan_is_of_what_comes_one_after_the_other():
 
 def test_a_row_of_a_batch_with_small_rows_gives_what_it_gives_alone():
     """Rows are scaled by the prefix, and else by the first chunk, which is as long for all."""
-    made = engine("short", SPARSE, 1, rows="int8", prefill_chunk=192)
+    made = engine("gqa", SPARSE, 1, rows="int8", prefill_chunk=192)
     ends = [[*PREFIX, *end] for end in ENDS[1:4]]
     for prompts, prefix in ((ends, 141), ([numbers(7, 200), numbers(8, 150)], 0)):
         both = made.start(prompts, 30, prefix=prefix)

@@ -76,8 +76,8 @@ def test_window_against_numpy(name):
     arrays, _ = study_windows(engine(name, Window(**NARROW)), WINDOWS, SETTINGS)
     config = random_model(name).config
     steps = range(CONTEXT - 1, SIZE - 1)
-    assert arrays["layers"].tolist() == [2, 3]
-    for i, number in enumerate((2, 3)):
+    assert arrays["layers"].tolist() == [1, 2]
+    for i, number in enumerate((1, 2)):
         weights, values, layer, output = plain(name, WINDOWS)[number]
         expected: dict[str, list] = {"mass": [], "oracle_mass": [], "error": [], "found": []}
         for p in steps:

@@ -166,8 +166,8 @@ def test_tokens_are_those_without_a_hot_set(schedule, dense_layers, eviction):
     if eviction == "score" and dense_layers == 0:
         pytest.skip("covered by the other combinations")
     new = 40
-    plain = finished(engine("short", SPARSE, dense_layers, schedule), RAGGED, new)
-    chosen = engine("short", SPARSE, dense_layers, schedule, hot_set=2.0, eviction=eviction)
+    plain = finished(engine("gqa", SPARSE, dense_layers, schedule), RAGGED, new)
+    chosen = engine("gqa", SPARSE, dense_layers, schedule, hot_set=2.0, eviction=eviction)
     run = finished(chosen, RAGGED, new)
     assert run.new_tokens == plain.new_tokens
     np.testing.assert_array_equal(counts_of(run), counts_of(plain))
@@ -187,7 +187,7 @@ def test_tokens_are_those_without_a_hot_set(schedule, dense_layers, eviction):
 
 
 def test_a_hot_set_of_everything_misses_each_row_once():
-    run = finished(engine("gqa", ALL, 2, hot_set=1.0), RAGGED, 30)
+    run = finished(engine("gqa", ALL, hot_set=1.0), RAGGED, 30)
     assert run.new_tokens == finished(engine("gqa", ALL), RAGGED, 30).new_tokens
     moved = np.stack([np.asarray(counts.moved) for counts in run.counts])
     eligible = np.maximum(run.prompt_lengths + 29 - ALL.window - ALL.sinks, 0)

@@ -37,7 +37,7 @@ def without_mlps(name: str) -> Model:
     return dataclasses.replace(model, params=model.params | {"layers": layers})
 
 
-@pytest.mark.parametrize("name", ["short", pytest.param("opt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
 def test_it_is_the_state_in_front_of_the_mlp(name: str):
     model = without_mlps(name)
     exact = dataclasses.replace(SPARSE, partial_ratio=1.0, index_dtype="float32")

@@ -26,9 +26,9 @@ def made(policy: Policy | str, dense_layers: int = 2, schedule: str = "fused") -
 
 @pytest.mark.parametrize("schedule", ["fused", "layerwise"])
 def test_bytes_and_fractions(schedule):
-    full = finished(engine("gqa", Full(), 2, schedule)).stats()
+    full = finished(engine("gqa", Full(), 1, schedule)).stats()
     assert full.fetched_fraction == 1.0
-    run = finished(engine("gqa", SPARSE, 2, schedule))
+    run = finished(engine("gqa", SPARSE, 1, schedule))
     stats = run.stats()
     assert 0 < stats.fetched_fraction <= SPARSE.budget
     layers, heads, d, capacity = 2, 2, 8, run.capacity
@@ -137,7 +137,7 @@ def test_the_fused_step_copies_neither_cache_nor_weights(policy):
 
 
 def test_the_layerwise_step_and_the_flush_copy_no_cache():
-    run = engine("gqa", SPARSE, 2, "layerwise").start(RAGGED, NEW)
+    run = engine("gqa", SPARSE, 1, "layerwise").start(RAGGED, NEW)
     cache, weights, at = run.cache, run.engine.weights, run.dispatcher.numbers
     compiled = steps(run.decoder)
     assert cache.host is not None
@@ -145,12 +145,12 @@ def test_the_layerwise_step_and_the_flush_copy_no_cache():
     carry = compiled.embed(weights.params["embedding"], run.drawn, cache.lengths)
     ahead = [run.decoder.following(weights, cache, i, at[i]) for i in range(2)]
     hot = cache.hot[0]
-    arguments = (layers[1], carry, cache.local[1], (hot,), None, cache.host, None, (ahead[0],))
+    arguments = (layers[0], carry, cache.local[0], (hot,), None, cache.host, None, (ahead[0],))
     dense = compiled.fetching_layer.lower(*arguments, cache.lengths).compile().as_text()
     carry, *_ = compiled.fetching_layer(*arguments, cache.lengths)
     own = HostLayer(at[0], cache.scales[0])
     hot = (cache.hot[1],)
-    sparse = (layers[2], carry, cache.local[2], hot, None, cache.host, own, (ahead[1],))
+    sparse = (layers[1], carry, cache.local[1], hot, None, cache.host, own, (ahead[1],))
     programs = {
         "dense": dense,
         "sparse": compiled.fetching_layer.lower(*sparse, cache.lengths).compile().as_text(),

@@ -40,9 +40,9 @@ def assert_on_host(layers: Any) -> None:
 @pytest.mark.parametrize(
     "name, policy, dense_layers, settings",
     [
-        pytest.param("short", SPARSE, 0, {}, id="gqa"),
+        pytest.param("gqa", SPARSE, 0, {}, id="gqa"),
         pytest.param("opt", SPARSE, 2, HOT, id="opt", marks=pytest.mark.slow),
-        pytest.param("short", Full(), 1, {}, id="full"),
+        pytest.param("gqa", Full(), 1, {}, id="full"),
     ],
 )
 def test_equal_outputs(name, policy, dense_layers, settings, schedule):
@@ -60,10 +60,10 @@ def test_equal_outputs(name, policy, dense_layers, settings, schedule):
 
 @pytest.mark.slow
 def test_scores_and_batches():
-    made = engine("short", SPARSE, 1, weights="host")
+    made = engine("gqa", SPARSE, 1, weights="host")
     scores = [
         np.asarray(e.start(RAGGED, NEW).score(np.array([5, 6, 7]), np.array([8, 9, 10])))
-        for e in (made, engine("short", SPARSE, 1))
+        for e in (made, engine("gqa", SPARSE, 1))
     ]
     np.testing.assert_array_equal(scores[0], scores[1])
     whole = made.generate(RAGGED, max_new_tokens=NEW).tokens
