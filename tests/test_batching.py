@@ -77,7 +77,8 @@ def test_more_prompts_than_rows(schedule, settings):
 
 @pytest.mark.parametrize(
     "policy",
-    [ALL, Full(), InfiniGenPaper(alpha=2.0, count="head")]
+    [pytest.param(ALL, marks=pytest.mark.slow), Full()]
+    + [pytest.param(InfiniGenPaper(alpha=2.0, count="head"), marks=pytest.mark.slow)]
     + [H2O(budget=0.2, window=4, sinks=2)]
     + [
         pytest.param(kind(budget=0.2, window=4, sinks=2), marks=pytest.mark.slow)
@@ -111,7 +112,7 @@ def test_a_prompt_that_ends_with_its_first_token():
     assert tokens_of(stopping, PROMPTS, batch=1) == alone(stopping)
 
 
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+@pytest.mark.parametrize("schedule", ["fused", pytest.param("layerwise", marks=pytest.mark.slow)])
 def test_sampling_does_not_depend_on_the_batch(schedule):
     made = engine("gqa", SPARSE, 1, schedule)
     sampling = Sampling(temperature=1.0, top_k=40, seed=5)

@@ -130,6 +130,7 @@ class Letters:
         return list(text.encode())
 
 
+@pytest.mark.slow
 def test_reuse_of_rows(tmp_path, capsys, monkeypatch):
     """With a random model in which, as in real ones, queries have much in common."""
     model = shapes.peaked_model(shapes.SHAPES["toy"], 160, "float32")

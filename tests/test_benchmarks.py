@@ -349,6 +349,7 @@ def test_memory_against_its_plan():
     assert "planned/measured" in memory.line(record)
 
 
+@pytest.mark.slow
 def test_step_times_against_a_plan():
     """The floor is the plan's for the machine that is given."""
     case = step_times.Case("toy", "toy", 60)

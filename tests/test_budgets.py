@@ -77,7 +77,9 @@ def model_with(errors: list[float]):
     return dataclasses.replace(model, row_loss=loss, row_shares=shares)
 
 
-@pytest.mark.parametrize("schedule, hot_set", [("fused", 1.0), ("layerwise", 0.0)])
+@pytest.mark.parametrize(
+    "schedule, hot_set", [("fused", 1.0), pytest.param("layerwise", 0.0, marks=pytest.mark.slow)]
+)
 def test_an_engine_fetches_the_shares(schedule, hot_set):
     model = model_with([0.0, 0.5, 0.1])
     engine = Engine(model, policy=STEEP, dense_layers=0, schedule=schedule, hot_set=hot_set)

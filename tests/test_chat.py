@@ -165,7 +165,7 @@ def test_a_template_that_refuses(engine, tmp_path):
 def test_ctrl_c_ends_an_answer_and_not_the_conversation():
     """A long answer is broken off; the next line is answered behind what was said of it."""
     arguments = ("--chat", "--chat-template", "plain", "--context", "1000")
-    arguments += ("--model", str(embedded()))
+    arguments += ("--model", str(embedded()), "--schedule", "layerwise")
     with subprocess.Popen(
         [sys.executable, "-m", "infinigen_jax.generate", *arguments, "--max-new-tokens", "900"],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},

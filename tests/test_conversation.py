@@ -36,6 +36,7 @@ SETTINGS: dict[str, tuple[Policy, dict[str, Any]]] = {
     "quest": (Quest(budget=0.3, window=4, sinks=2), {}),
     "previous-query": (PreviousQuery(budget=0.2, window=4, sinks=2), {}),
 }
+OFTEN = ("infinigen", "hot-int8", "h2o")  # and the others where slow tests are run
 
 
 def say(conversation: Conversation, turn: list[int], new: int, stop: int = 1000) -> list[int]:
@@ -62,7 +63,7 @@ def engine_of(policy: Policy, **settings: Any) -> Callable[[], Engine]:
     ("name", "policy", "schedule"),
     [
         ("gqa", Full(), "fused"),
-        ("gqa", Full(window=5), "layerwise"),
+        pytest.param("gqa", Full(window=5), "layerwise", marks=pytest.mark.slow),
         ("gqa", ALL, "layerwise"),
         pytest.param("opt", ALL, "fused", marks=pytest.mark.slow),
         ("windows", Full(window=5), "fused"),
@@ -83,7 +84,10 @@ def test_a_turn_gives_what_a_prefill_of_all_that_was_said_gives(name, policy, sc
         assert len(turn) <= read <= len(turn) + 1
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in SETTINGS],
+)
 def test_a_saved_conversation_goes_on_as_it_would_have(name, tmp_path):
     policy, settings = SETTINGS[name]
     made = engine("gqa", policy, **settings)

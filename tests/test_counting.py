@@ -135,7 +135,9 @@ def test_top_p_stops_at_its_mass_or_the_budget():
     assert len(counts) > 2
 
 
-@pytest.mark.parametrize("count", RULES)
+@pytest.mark.parametrize(
+    "count", ["pooled", *(pytest.param(r, marks=pytest.mark.slow) for r in ("fixed", "top-p"))]
+)
 def test_everything_fetched_is_the_full_cache(count):
     policy = dataclasses.replace(ALL, count=count, mass=1.0)
     run = finished(engine("gqa", policy))
@@ -248,7 +250,9 @@ def test_the_sum_of_values_is_that_of_what_only_the_host_has(block):
         resident = resident.write(jnp.asarray(new), position, slots)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("gqa", "int8"), ("opt", "auto")])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("gqa", "int8"), pytest.param("opt", "auto", marks=pytest.mark.slow)]
+)
 def test_a_tail_is_nothing_when_everything_is_fetched(name, rows):
     with_tail = dataclasses.replace(ALL, tail=True)
     settings = {} if rows == "auto" else {"rows": rows}
@@ -270,7 +274,10 @@ TAILED = InfiniGen(
 ONE_MEAN = dataclasses.replace(TAILED, tail_tokens=0)
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("gqa", 0), ("gqa", 8), ("gqa", 64), ("opt", 8)])
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("gqa", 0), ("opt", 8)] + [pytest.param("gqa", n, marks=pytest.mark.slow) for n in (8, 64)],
+)
 def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
     """Of the first layer alone: on the host, it is speculated from its own input, so exactly."""
     model = first_layers(name)
@@ -280,7 +287,9 @@ def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
     assert np.abs(with_tail - full).mean() < 0.9 * np.abs(without - full).mean()
 
 
-@pytest.mark.parametrize(("name", "count"), [("gqa", "head"), ("opt", "fixed")])
+@pytest.mark.parametrize(
+    ("name", "count"), [("gqa", "head"), pytest.param("opt", "fixed", marks=pytest.mark.slow)]
+)
 def test_a_tail_of_single_tokens_is_the_full_cache(name, count):
     """The index has every key, and the sums every value: whatever is fetched, nothing is lost."""
     model = random_model(name)

@@ -265,7 +265,10 @@ def test_planning_through_xla(driver: FakeCuda):
     [
         {"dense_layers": 1, "hot_set": 0.0},
         {"dense_layers": 1, "hot_set": 1.5},
-        {"hot_set": 1.0, "schedule": "layerwise", "rows": "int8", "dense_layers": 0},
+        pytest.param(
+            {"hot_set": 1.0, "schedule": "layerwise", "rows": "int8", "dense_layers": 0},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_generated_tokens_are_those_of_the_reference(

@@ -42,11 +42,11 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import infinigen_jax as ig
-from infinigen_jax import checkpoint, run
+from infinigen_jax import run
 from infinigen_jax.errors import run_command
 from infinigen_jax.memory_limits import available_host_bytes
 
-engine = ig.Engine(ig.load(checkpoint.embedded()))
+engine = ig.Engine(ig.load(sys.argv[1]))
 engine.generate([[3] * 20], max_new_tokens=3)  # its threads and libraries are there
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + (100 << 20)
@@ -59,9 +59,9 @@ sys.exit(run_command(too_much))
 """
 
 
-def test_a_limit_of_memory():
+def test_a_limit_of_memory(shallow_folder):
     """256 sequences of 500 tokens in 100 MiB: refused beforehand, and when allocation fails."""
-    foreseen, unforeseen = error_lines(python("-c", LIMITED), 2)
+    foreseen, unforeseen = error_lines(python("-c", LIMITED, shallow_folder / "books-llama"), 2)
     assert "are available" in foreseen and OUT_OF_MEMORY not in foreseen
     assert "are available" not in unforeseen and OUT_OF_MEMORY in unforeseen
     assert all("--max-new-tokens, --batch" in message for message in (foreseen, unforeseen))

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Any, int | None]] = {  # of `before`, and the window
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("h, k", [(4, 2), (3, 3)])
+@pytest.mark.parametrize("h, k", [(4, 2), pytest.param(3, 3, marks=pytest.mark.slow)])
 def test_it_is_the_attention_of_the_other_form(by_stand_in: Any, case: str, h: int, k: int):
     places, window = CASES[case]
     earlier = places and before(list(places[0]), k, *places[1:])

@@ -215,7 +215,7 @@ def test_a_reader_that_goes_away():
     """Before the first text, so that no process has to be overtaken."""
     reader, writer = os.pipe()
     os.close(reader)
-    process = command(*SHORT, stdout=writer)
+    process = command(*SHORT, "--schedule", "layerwise", stdout=writer)
     os.close(writer)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 141 and "Traceback" not in err and "Exception" not in err

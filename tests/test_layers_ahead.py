@@ -47,7 +47,7 @@ def test_what_is_requested_where():
 
 
 @pytest.mark.parametrize(
-    "dense_layers", [0, 1, *[pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)]]
+    "dense_layers", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)]]
 )
 def test_everything_fetched_is_the_full_cache(dense_layers):
     expected = finished(engine("gqa", ALL, dense_layers))
@@ -72,7 +72,9 @@ def test_rows_are_those_of_the_input_two_layers_before():
     assert not np.array_equal(counts_of(others[0]), counts_of(others[1]))
 
 
-@pytest.mark.parametrize("settings", [{"hot_set": 2.0}, {"transfer": "copied"}])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({"hot_set": 2.0}, marks=pytest.mark.slow), {"transfer": "copied"}]
+)
 def test_transfers_give_the_same(settings, monkeypatch):
     """With a hot set, each layer's is that of its own rows; and where rows are really moved."""
     expected = finished(engine("gqa", TWO, 1))
@@ -85,6 +87,7 @@ def test_transfers_give_the_same(settings, monkeypatch):
     np.testing.assert_array_equal(counts_of(run), counts_of(expected))
 
 
+@pytest.mark.slow
 def test_with_sliding_windows_between():
     model = "windows"
     assert tokens_of(engine(model, ALL_TWO, 0)) == tokens_of(engine(model, ALL, 0))
@@ -136,6 +139,7 @@ def test_an_own_query_has_no_lead():
     assert one == two and one.policy.lead == 0
 
 
+@pytest.mark.slow
 def test_pools_and_their_hot_sets():
     settings = {"dense_layers": 0, "pool": Pool(share=1.0), "hot_set": 2.0}
     policy = dataclasses.replace(ALL_TWO, window=4)

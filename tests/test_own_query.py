@@ -26,7 +26,7 @@ def test_with_an_exact_index_it_chooses_what_the_oracle_does(name):
     assert np.abs(scores_of(model, ahead) - best).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["gqa", "opt"])
+@pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
 def test_its_tail_is_the_one_that_is_scored_when_a_layer_attends(name):
     """Of an only layer the query before it is its own: nothing but the tail's way differs."""
     model = first_layers(name)

@@ -197,7 +197,11 @@ def test_h2o_evicts_for_good():
     assert all(len(slots) > 5 for row in gone for slots in row)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=() if k in (H2O, Quest) else pytest.mark.slow) for k in KINDS],
+    ids=lambda kind: kind.name,
+)
 def test_everything_fetched_is_the_full_cache(kind):
     run = finished(engine("gqa", kind(budget=1.0, window=4, sinks=2)))
     assert run.new_tokens == finished(engine("gqa", Full())).new_tokens

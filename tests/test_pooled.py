@@ -72,7 +72,7 @@ def live(run: Run) -> list[list[list[np.ndarray]]]:
     [
         pytest.param(SPARSE, id="infinigen", marks=pytest.mark.slow),
         pytest.param(TAIL, id="tail"),
-        pytest.param(Full(), id="full"),
+        pytest.param(Full(), id="full", marks=pytest.mark.slow),
     ],
 )
 def test_a_pool_of_the_whole_context_changes_nothing(policy):
@@ -121,10 +121,10 @@ class Masked:
 @pytest.mark.parametrize(
     "policy, eviction",
     [
-        (Full(), "fifo"),
+        pytest.param(Full(), "fifo", marks=pytest.mark.slow),
         (Full(window=4), "fifo"),
         (ALL, "lru"),
-        (Oracle(budget=1.0, window=4), "fifo"),
+        pytest.param(Oracle(budget=1.0, window=4), "fifo", marks=pytest.mark.slow),
     ],
     ids=["full", "full-window", "infinigen", "oracle"],
 )
@@ -150,7 +150,11 @@ def test_rows_that_gave_way_are_masked_in_full_attention(policy, eviction):
 
 @pytest.mark.parametrize(
     "policy, rows",
-    [(TAIL, "auto"), (TAIL, "int8"), (PreviousQuery(budget=0.2, window=4, sinks=2), "auto")],
+    [
+        pytest.param(TAIL, "auto", marks=pytest.mark.slow),
+        (TAIL, "int8"),
+        pytest.param(PreviousQuery(budget=0.2, window=4, sinks=2), "auto", marks=pytest.mark.slow),
+    ],
     ids=["infinigen", "int8", "previous-query"],
 )
 def test_slots_hold_what_the_directory_says(policy, rows):

@@ -105,7 +105,9 @@ def assert_alike(chosen: Engine, got: Cache, expected: Cache, tolerance: float =
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("dense_layers", [0, 2, 4])
+@pytest.mark.parametrize(
+    "dense_layers", [1, *[pytest.param(n, marks=pytest.mark.slow) for n in (0, 3)]]
+)
 def test_chunks_fill_the_cache_as_one_piece_does(dense_layers):
     chosen = engine("gqa", SPARSE, dense_layers)
     whole, first = read(chosen, LONG)
@@ -115,7 +117,13 @@ def test_chunks_fill_the_cache_as_one_piece_does(dense_layers):
         assert_alike(chosen, cache, whole)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("infinigen", "h2o") else pytest.mark.slow)
+        for name in POLICIES
+    ],
+)
 def test_policies_go_on_alike_behind_chunks(name):
     chosen = engine("gqa", POLICIES[name], 1)
     chunked = engine("gqa", POLICIES[name], 1, prefill_chunk=64)
@@ -133,7 +141,7 @@ def test_opt_in_chunks():
     "policy",
     [
         pytest.param(ALL, id="all", marks=pytest.mark.slow),
-        pytest.param(Full(), id="full"),
+        pytest.param(Full(), id="full", marks=pytest.mark.slow),
         pytest.param(POLICIES["infinigen"], id="tail"),
     ],
 )

@@ -164,6 +164,7 @@ def test_the_plan_is_of_what_comes_one_after_the_other():
     ] * 2
 
 
+@pytest.mark.slow
 def test_a_row_of_a_batch_with_small_rows_gives_what_it_gives_alone():
     """Rows are scaled by the prefix, and else by the first chunk, which is as long for all."""
     made = engine("gqa", SPARSE, 1, rows="int8", prefill_chunk=192)

@@ -70,7 +70,7 @@ def attended_by_window(position: int) -> tuple[np.ndarray, np.ndarray, int]:
     return resident | fetched, eligible, rows
 
 
-@pytest.mark.parametrize("name", ["gqa", "opt"])
+@pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
 def test_window_against_numpy(name):
     """What `window` attends to is known, and exact states are those of the plain forward pass."""
     arrays, _ = study_windows(engine(name, Window(**NARROW)), WINDOWS, SETTINGS)

@@ -159,8 +159,11 @@ def test_rows_through_a_hot_set_are_the_rows(n):
 
 
 @pytest.mark.parametrize("schedule", ["fused", pytest.param("layerwise", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dense_layers", [0, 1])
-@pytest.mark.parametrize("eviction", ["lru", "score"])
+@pytest.mark.parametrize(
+    "dense_layers, eviction",
+    [(1, "lru"), (0, "score")]
+    + [pytest.param(*other, marks=pytest.mark.slow) for other in [(0, "lru"), (1, "score")]],
+)
 def test_tokens_are_those_without_a_hot_set(schedule, dense_layers, eviction):
     """Bit for bit: the same rows in the same order."""
     if eviction == "score" and dense_layers == 0:

@@ -57,7 +57,7 @@ def test_it_is_the_state_in_front_of_the_mlp(name: str):
     "settings",
     [
         {},
-        {"schedule": "layerwise"},
+        pytest.param({"schedule": "layerwise"}, marks=pytest.mark.slow),
         pytest.param({"hot_set": 2.0}, marks=pytest.mark.slow),
         pytest.param({"weights": "host"}, marks=pytest.mark.slow),
         pytest.param({"rows": "auto", "check": True}, marks=pytest.mark.slow),
@@ -68,6 +68,7 @@ def test_everything_fetched_is_the_full_cache(settings: dict[str, Any]):
     assert tokens_of(engine("gqa", ALL_BEHIND, 1, **settings)) == expected
 
 
+@pytest.mark.slow
 def test_two_layers_ahead():
     two = dataclasses.replace(ALL_BEHIND, layers_ahead=2)
     assert tokens_of(engine("gqa", two, 0)) == tokens_of(engine("gqa", ALL, 0))

@@ -57,7 +57,14 @@ def test_the_plan_is_what_is_allocated():
 
 
 @pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-@pytest.mark.parametrize("policy", [SPARSE, HOT, Full()], ids=["infinigen", "hot", "full"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(SPARSE, id="infinigen", marks=pytest.mark.slow),
+        pytest.param(HOT, id="hot"),
+        pytest.param(Full(), id="full", marks=pytest.mark.slow),
+    ],
+)
 def test_memory_kinds_and_buffers(policy, schedule):
     run = made(policy, 1, schedule).start(RAGGED, NEW)
     assert run.cache.host is not None
@@ -75,7 +82,14 @@ def test_memory_kinds_and_buffers(policy, schedule):
 
 
 @pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-@pytest.mark.parametrize("policy", [SPARSE, HOT, Full()], ids=["infinigen", "hot", "full"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(SPARSE, id="infinigen", marks=pytest.mark.slow),
+        pytest.param(HOT, id="hot"),
+        pytest.param(Full(), id="full", marks=pytest.mark.slow),
+    ],
+)
 def test_no_compilation_after_warm_up(policy, schedule):
     chosen = made(policy, 2, schedule)
     first = finished(chosen)

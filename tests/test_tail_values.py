@@ -201,17 +201,17 @@ EXACT = dataclasses.replace(TAILED, tail_columns=16, tail_tokens=64)
 
 def test_a_trained_model_comes_nearer_to_the_full_cache():
     model = checkpoint.load(checkpoint.embedded("tiny-opt"))
-    tokens = np.array(model.tokenizer.encode(DEFAULT_TEXT.read_text(encoding="utf-8")))[:320]
+    tokens = np.array(model.tokenizer.encode(DEFAULT_TEXT.read_text(encoding="utf-8")))[:312]
     found = []
     for policy in (Full(), InfiniGen(budget=0.05), InfiniGen(budget=0.05, tail_columns=0)):
-        run = Engine(model, policy=policy).start([tokens[:300].tolist()], 20)
+        run = Engine(model, policy=policy).start([tokens[:300].tolist()], 12)
         pairs = zip(tokens[300:-1], tokens[301:], strict=True)
         found.append([float(run.score(np.array([a]), np.array([b]))[0]) for a, b in pairs])
     full, both, means = map(np.array, found)
     assert np.abs(both - full).mean() < 0.5 * np.abs(means - full).mean()
 
 
-@pytest.mark.parametrize("name", ["gqa", "opt"])
+@pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
 def test_blocks_of_one_token_are_the_full_cache_still(name):
     model = with_moments(name)
     policy = dataclasses.replace(EXACT, tail_tokens=1, budget=0.05)

@@ -42,7 +42,7 @@ def assert_on_host(layers: Any) -> None:
     [
         pytest.param("gqa", SPARSE, 0, {}, id="gqa"),
         pytest.param("opt", SPARSE, 2, HOT, id="opt", marks=pytest.mark.slow),
-        pytest.param("gqa", Full(), 1, {}, id="full"),
+        pytest.param("gqa", Full(), 1, {}, id="full", marks=pytest.mark.slow),
     ],
 )
 def test_equal_outputs(name, policy, dense_layers, settings, schedule):
