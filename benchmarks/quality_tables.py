@@ -9,25 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figure_tables import FIGURE_TABLES
-from benchmarks.table_cells import Line, above, fetched, find, markdown, pool_change, read
+from benchmarks.recall_tables import behind_recall_table, lost_table, recall_table
+from benchmarks.table_cells import (
+    AHEAD,
+    ALL,
+    BUDGETS,
+    DEFAULT,
+    OWN,
+    POLICIES,
+    Line,
+    above,
+    fetched,
+    find,
+    markdown,
+    pool_change,
+    read,
+)
 
 MODELS = ("books-llama", "tiny-llama", "tiny-opt", "stories260k")
-OWN, AHEAD = {"query": "own"}, {"query": "corrected"}
-DEFAULT, ALL = {"alpha": 4.0}, {"alpha": "inf"}
 WHOLE_BUDGETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "infinigen, own query, no alpha": ("infinigen", OWN | ALL),
     "infinigen, corrected query, no alpha": ("infinigen", AHEAD | ALL),
-}
-# What a row of the tables of policies is called, and which line of a result it is.
-POLICIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "**infinigen**, own query (CPU)": ("infinigen", OWN | DEFAULT),
-    "**infinigen**, corrected query, a layer ahead (GPU)": ("infinigen", AHEAD | DEFAULT),
-    "infinigen-paper": ("infinigen-paper", {}),
-    "quest": ("quest", {}),
-    "h2o": ("h2o", {}),
-    "window": ("window", {}),
-    "previous-query": ("previous-query", {}),
-    "oracle (study)": ("oracle", {}),
 }
 TAILS = {
     "**as by default** but alpha 5: blocks of 64, 8 columns": {},
@@ -40,7 +42,6 @@ TAILS = {
     "alpha 4, the default": {"alpha": 4.0},
     "no alpha": {"alpha": "inf"},
 }
-BUDGETS = (0.05, 0.1)
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PLACE = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -135,21 +136,38 @@ def layer_budgets_table(folder: Path) -> str:
     return by_model(folder, "perplexity-layer-budgets", rows, traffic)
 
 
-def recall_table(folder: Path, model: str) -> str:
-    """Recall, mass, mass over the oracle's, error of the output, at both budgets."""
-    lines = read(folder, f"recall-{model}") or []
-    names = ("recall", "mass", "of oracle", "error (oracle's)")
-    head = ["", *(f"{b:.0%}: {n}".replace("%", " %") for b in BUDGETS for n in names)]
-    rows = []
-    for title, (policy, settings) in POLICIES.items():
-        cells = [title]
-        for budget in BUDGETS:
-            line = find(lines, policy, dict(settings) | {"budget": budget})
-            shares = ("top_k_recall", "mass", "of_oracle")
-            cells += [f"{100 * line[share]:.1f}" if line else "" for share in shares]
-            cells.append(f"{line['error']:.3f} ({line['oracle_error']:.3f})" if line else "")
-        rows.append(cells)
-    return markdown(head, rows)
+LEADS: Mapping[str, tuple[str, str, int]] = {
+    "corrected query, one layer ahead": ("one-ahead", "corrected", 1),
+    "corrected query, two layers ahead": ("two-ahead", "corrected", 2),
+    "plain query, one layer ahead": ("two-ahead", "plain", 1),
+    "plain query, two layers ahead": ("two-ahead", "plain", 2),
+}
+
+
+def leads_table(folder: Path) -> str:
+    """Rows requested one and two layers ahead; a corrected query takes a conversion for each."""
+    rows = {}
+    for title, (name, query, layers) in LEADS.items():
+        rows[title] = (f"perplexity-{name}", {"query": query, "layers_ahead": layers})
+    return by_result(folder, rows)
+
+
+def behind_table(folder: Path) -> str:
+    """By a layer's input, and by the state behind its attention."""
+    rows = {"input": "perplexity", "behind the attention": "perplexity-behind"}
+    return by_result(folder, {title: (name, AHEAD | DEFAULT) for title, name in rows.items()})
+
+
+def by_result(folder: Path, rows: Mapping[str, tuple[str, Mapping[str, Any]]]) -> str:
+    """Perplexity of InfiniGen, in two columns for each model; each row of another result."""
+    head, made = [""], [[title] for title in rows]
+    for model in MODELS[:3]:
+        head += [f"{model} 5 %", "10 %"]
+        for cells, (name, settings) in zip(made, rows.values(), strict=True):
+            lines = read(folder, f"{name}-{model}") or []
+            for budget in BUDGETS:
+                cells.append(above(find(lines, "infinigen", {**settings, "budget": budget})))
+    return markdown(head, made)
 
 
 POOLS = [f"{share} {order}" for share in ("80%", "50%") for order in ("counter", "lru", "fifo")]
@@ -203,6 +221,12 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "layer budgets": layer_budgets_table,
     "pool": pool_table,
     "pool end": pool_end_table,
+    "leads": leads_table,
+    "behind": behind_table,
+    "behind recall": behind_recall_table,
+    "lost tiny-llama": lambda folder: lost_table(folder, "tiny-llama"),
+    "lost tiny-opt": lambda folder: lost_table(folder, "tiny-opt"),
+    "lost books-llama": lambda folder: lost_table(folder, "books-llama"),
     "recall books-llama": lambda folder: recall_table(folder, "books-llama"),
     "recall tiny-llama": lambda folder: recall_table(folder, "tiny-llama"),
     "recall tiny-opt": lambda folder: recall_table(folder, "tiny-opt"),

@@ -6,6 +6,20 @@ from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
+BUDGETS = (0.05, 0.1)
+OWN, AHEAD = {"query": "own"}, {"query": "corrected"}
+DEFAULT, ALL = {"alpha": 4.0}, {"alpha": "inf"}
+# What a row of the tables of policies is called, and which line of a result it is.
+POLICIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "**infinigen**, own query (CPU)": ("infinigen", OWN | DEFAULT),
+    "**infinigen**, corrected query, a layer ahead (GPU)": ("infinigen", AHEAD | DEFAULT),
+    "infinigen-paper": ("infinigen-paper", {}),
+    "quest": ("quest", {}),
+    "h2o": ("h2o", {}),
+    "window": ("window", {}),
+    "previous-query": ("previous-query", {}),
+    "oracle (study)": ("oracle", {}),
+}
 
 
 def read(folder: Path, name: str) -> list[Line] | None:
