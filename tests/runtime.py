@@ -10,9 +10,10 @@ import numpy as np
 
 from infinigen_jax.checkpoint import Basis, Model
 from infinigen_jax.engine import Engine
-from infinigen_jax.models import config_from_hf, random_params
+from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf, random_params
 from infinigen_jax.policies import InfiniGen, Policy
 from infinigen_jax.run import Run
+from infinigen_jax.tail_values import block_products
 
 HF: dict[str, dict[str, Any]] = {
     "gqa": {"model_type": "llama", "num_key_value_heads": 2},
@@ -49,6 +50,20 @@ def random_basis(kv_heads: int, d: int, seed: int) -> Basis:
     return Basis(matrix, matrix)
 
 
+def tail_moments(config: ModelConfig, params: Params) -> tuple[np.ndarray, np.ndarray]:
+    """The moments of a model's own keys and values on random tokens, without attention."""
+    tokens = jnp.asarray(np.random.default_rng(5).integers(3, 96, 64), jnp.int32)
+    places = jnp.arange(64, dtype=jnp.int32)
+    plan, moments = blueprint(config, jnp.float32), []
+    x = plan.embedding(params["embedding"]).embed(tokens, places)
+    for layer in map(plan.layer, params["layers"]):
+        keys, values = layer.key_value(layer.attention_input(x), places)
+        moments.append(block_products(keys, values, jnp.ones(64, bool)))
+        x = x + layer.mlp(x)
+    keys, values = (np.stack([np.asarray(m[i]) for m in moments]) for i in range(2))
+    return keys, values
+
+
 @functools.cache
 def random_model(name: str, dtype: str = "float32", with_basis: bool | None = None) -> Model:
     """A model by name, the same object every time, so that compilations are shared.
@@ -77,7 +92,10 @@ def random_model(name: str, dtype: str = "float32", with_basis: bool | None = No
         bases = [
             random_basis(config.num_kv_heads, config.head_dim, i) for i in range(config.num_layers)
         ]
-    return Model.from_params(config, params, dtype, bases=bases)
+    exact = dtype == "float32"
+    moments = tail_moments(config, params) if exact else random_model(name).tail_moments
+    model = Model.from_params(config, params, dtype, bases=bases)
+    return dataclasses.replace(model, tail_moments=moments)
 
 
 def first_layers(name: str, number: int = 1, **changes: Any) -> Model:

@@ -13,12 +13,10 @@ from test_counting import TAILED, scores_of
 from infinigen_jax import Engine, checkpoint
 from infinigen_jax.attention import Tail, attend, attend_weighted, packed
 from infinigen_jax.cache import Slots, sums_of_values
-from infinigen_jax.checkpoint import Model
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.calibrate import DEFAULT_TEXT, SINKS
 from infinigen_jax.errors import InputError
 from infinigen_jax.index import INDEX_DTYPES, IndexFormat
-from infinigen_jax.models import blueprint
 from infinigen_jax.models.rope import Rope
 from infinigen_jax.policies import Full, InfiniGen
 from infinigen_jax.selection import Request
@@ -179,23 +177,6 @@ def rounding(entries: jnp.ndarray) -> np.ndarray:
     return np.square(step) / 24
 
 
-def with_moments(name: str) -> Model:
-    """A random model, with the moments of its own keys and values on random tokens."""
-    model = random_model(name)
-    config = model.config
-    tokens = jnp.asarray(np.random.default_rng(5).integers(3, 96, 64), jnp.int32)
-    places = jnp.arange(64, dtype=jnp.int32)
-    plan, moments = blueprint(config, jnp.float32), []
-    x = plan.embedding(model.params["embedding"]).embed(tokens, places)
-    for params in model.params["layers"]:
-        layer = plan.layer(params)
-        keys, values = layer.key_value(layer.attention_input(x), places)
-        moments.append(block_products(keys, values, jnp.ones(64, bool)))
-        x = x + layer.mlp(x)
-    keys, values = (np.stack([np.asarray(m[i]) for m in moments]) for i in range(2))
-    return dataclasses.replace(model, tail_moments=(keys, values))
-
-
 EXACT = dataclasses.replace(TAILED, tail_columns=16, tail_tokens=64)
 
 
@@ -213,7 +194,7 @@ def test_a_trained_model_comes_nearer_to_the_full_cache():
 
 @pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
 def test_blocks_of_one_token_are_the_full_cache_still(name):
-    model = with_moments(name)
+    model = random_model(name)
     policy = dataclasses.replace(EXACT, tail_tokens=1, budget=0.05)
     np.testing.assert_allclose(
         scores_of(model, policy), scores_of(model, Full()), rtol=1e-4, atol=1e-4
@@ -221,7 +202,7 @@ def test_blocks_of_one_token_are_the_full_cache_still(name):
 
 
 def test_a_prompt_in_chunks_and_decoded_tokens_leave_the_same_sums():
-    model = with_moments("gqa")
+    model = random_model("gqa")
     whole, chunks = (
         Engine(model, policy=EXACT, dense_layers=0, prefill_chunk=chunk) for chunk in (64, 16)
     )
@@ -233,7 +214,8 @@ def test_a_prompt_in_chunks_and_decoded_tokens_leave_the_same_sums():
 
 
 def test_without_moments_or_blocks_there_is_nothing_to_predict_by():
-    with_, without = with_moments("gqa"), random_model("gqa")
+    with_ = random_model("gqa")
+    without = dataclasses.replace(with_, tail_moments=None)
     for model, pooled, expected in ((with_, False, 8), (with_, True, 0), (without, False, 0)):
         assert InfiniGen().fitted(model, True, pooled).tail_columns == min(
             expected, model.config.head_dim
