@@ -27,7 +27,13 @@ from infinigen_jax.manifest import (
     read_manifest,
     verify_files,
 )
-from infinigen_jax.memory_limits import available_device_bytes, format_bytes
+from infinigen_jax.memory_limits import (
+    PINNED_POOL_VARIABLE,
+    available_device_bytes,
+    available_host_bytes,
+    format_bytes,
+    pinned_pool_limit_bytes,
+)
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.skew_file import DTYPES, Ahead, Basis, read_skew
 from infinigen_jax.tokenization import load_tokenizer
@@ -225,18 +231,34 @@ def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) 
 
 def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
     """Refuse a model whose weights do not fit, before any is read."""
-    together = plan.config.num_layers
-    if weights == "host" and jax.default_backend() != "cpu":
-        together = min(2, together)  # at a time
-    layers = [plan.layer_shapes] * together
-    leaves = jax.tree.leaves([plan.embedding_shapes, layers])
-    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    room = available_device_bytes(jax.devices()[0])
+    device, together = jax.devices()[0], plan.config.num_layers
+    layer = shapes_bytes(plan.layer_shapes)
+    if weights == "host" and device.platform != "cpu":
+        there = layer * together
+        if there > (room := available_host_bytes()):
+            raise InputError(
+                f"{folder}: the weights need {format_bytes(there)} of host memory, and "
+                f"{format_bytes(room)} are available; use a smaller model or --dtype bfloat16"
+            )
+        pool = pinned_pool_limit_bytes(device)
+        if pool is not None and there > pool:
+            raise InputError(
+                f"{folder}: the weights need {format_bytes(there)} of pinned memory, and JAX may "
+                f"take {format_bytes(pool)}: set {PINNED_POOL_VARIABLE}={-(-there // 2**30) + 2}"
+            )
+        together = min(2, together)  # at a time on the device
+    needed = shapes_bytes(plan.embedding_shapes) + layer * together
+    room = available_device_bytes(device)
     if room is not None and needed > room:
         raise InputError(
             f"{folder}: the weights need {format_bytes(needed)}, and {format_bytes(room)} are "
             "available; use --weights host, a smaller model or --dtype bfloat16"
         )
+
+
+def shapes_bytes(shapes: Any) -> int:
+    """Of the arrays of a tree of shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 @functools.partial(jax.jit, static_argnames=("transform", "dtype"))

@@ -78,6 +78,13 @@ def pinned_pool_limit_bytes(device: Device | None = None) -> int | None:
     return limit << 30
 
 
+def pinned_bytes_in_use(device: Device) -> int:
+    """Bytes of this process's arrays in a device's pinned host memory, weights among them."""
+    pinned = (x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host")
+    shards = (shard for x in pinned for shard in x.addressable_shards)
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
 def format_bytes(count: int) -> str:
     """A byte count for people: `1536` is "1.5 KiB"."""
     if abs(count) < 1024:

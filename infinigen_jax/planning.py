@@ -15,6 +15,7 @@ from infinigen_jax.memory_limits import (
     available_device_bytes,
     available_host_bytes,
     format_bytes,
+    pinned_bytes_in_use,
     pinned_pool_limit_bytes,
 )
 from infinigen_jax.remedies import Remedies
@@ -141,9 +142,10 @@ def shortage(plan: MemoryPlan, device: Device, share: float = 1.0) -> Shortage |
         text = f"{format_bytes(needed)} of host memory {cache}, and {format_bytes(host)} are"
         return Shortage(f"{text} available", "host")
     pool = pinned_pool_limit_bytes(device)
-    if pool is not None and plan.host_cache > pool:
+    if pool is not None and plan.host_cache + (used := pinned_bytes_in_use(device)) > pool:
         text = f"{format_bytes(plan.host_cache)} of pinned memory for the KV cache, and JAX may"
-        return Shortage(f"{text} take {format_bytes(pool)}", "pinned")
+        rest = f", of which {format_bytes(used)} are in use" if used else ""
+        return Shortage(f"{text} take {format_bytes(pool)}{rest}", "pinned")
     room = None if device.platform == "cpu" else available_device_bytes(device)
     if room is not None and plan.device > share * room:
         text = f"{format_bytes(plan.device)} of device memory, and {format_bytes(room)} are free"
@@ -161,7 +163,8 @@ def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
     if found is None:
         return
     if found.memory == "pinned":
-        remedy = f"set {PINNED_POOL_VARIABLE}={-(-plan.host_cache // 2**30) + 2}"
+        pinned = plan.host_cache + pinned_bytes_in_use(device)
+        remedy = f"set {PINNED_POOL_VARIABLE}={-(-pinned // 2**30) + 2}"
     elif found.memory == "host":
         remedy = remedies.for_host(plan, unified=device.platform == "cpu")
     else:

@@ -3,18 +3,22 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
-from runtime import engine
+from runtime import engine, random_model
 
-from infinigen_jax import planning
+from infinigen_jax import checkpoint, planning
+from infinigen_jax.checkpoint import shapes_bytes
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory_limits import (
     PINNED_POOL_VARIABLE,
     available_device_bytes,
     available_host_bytes,
     format_bytes,
+    pinned_bytes_in_use,
     pinned_pool_limit_bytes,
 )
+from infinigen_jax.models import Blueprint, blueprint
 from infinigen_jax.planning import MemoryPlan, check_memory
 from infinigen_jax.policies import H2O
 from infinigen_jax.pool import Pool
@@ -119,6 +123,11 @@ def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
         "or use --rows int8, --pool-tokens or more --dense-layers"
     )
     assert refusal(host_cache=90 * GIB).endswith(f"set {PINNED_POOL_VARIABLE}=92")
+    with monkeypatch.context() as patch:  # by weights, for instance
+        patch.setattr(planning, "pinned_bytes_in_use", lambda device: 60 * GIB)
+        message = refusal(host_cache=30 * GIB)
+    assert "may take 80.0 GiB, of which 60.0 GiB are in use" in message
+    assert message.endswith(f"set {PINNED_POOL_VARIABLE}=92")
     message = refusal(dense_cache=6 * GIB, workspace=4 * GIB)
     assert "10.0 GiB of device memory, and 9.0 GiB are free" in message
     assert message.endswith(
@@ -157,6 +166,36 @@ def test_pinned_pool(monkeypatch):
     assert pinned_pool_limit_bytes(FakeDevice("gpu")) == 64 * GIB
     monkeypatch.setenv(PINNED_POOL_VARIABLE, "200")
     assert pinned_pool_limit_bytes(FakeDevice("gpu")) == 200 * GIB
+
+
+def test_pinned_arrays_are_counted():
+    device = jax.devices()[0]
+    before = pinned_bytes_in_use(device)
+    pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    kept = jax.device_put(np.zeros((3, 5), np.float32), pinned)
+    assert pinned_bytes_in_use(device) == before + kept.nbytes
+    del kept
+    assert pinned_bytes_in_use(device) == before
+
+
+def test_weights_that_the_host_has_no_room_for(monkeypatch, tmp_path):
+    plan = random_plan()
+    needed = shapes_bytes(plan.layer_shapes) * plan.config.num_layers
+    monkeypatch.setattr(jax, "devices", lambda: [FakeDevice("gpu")])
+    monkeypatch.setattr(checkpoint, "available_host_bytes", lambda: needed)
+    checkpoint._check_room(tmp_path, plan, "host")
+    monkeypatch.setattr(checkpoint, "pinned_pool_limit_bytes", lambda device: needed - 1)
+    with pytest.raises(InputError, match=f"pinned memory.*set {PINNED_POOL_VARIABLE}=3"):
+        checkpoint._check_room(tmp_path, plan, "host")
+    monkeypatch.setattr(checkpoint, "available_host_bytes", lambda: needed - 1)
+    with pytest.raises(InputError, match="of host memory, .*use a smaller model or --dtype"):
+        checkpoint._check_room(tmp_path, plan, "host")
+    checkpoint._check_room(tmp_path, plan, "device")
+
+
+def random_plan() -> Blueprint:
+    model = random_model("gqa")
+    return blueprint(model.config, model.dtype)
 
 
 @pytest.mark.parametrize("value", ["many", "0", "-1", "1.5"])

@@ -17,7 +17,7 @@ from infinigen_jax import checkpoint
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.mapping import expected, match, write_tree
 from infinigen_jax.convert.reader import open_tensors
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models import blueprint, config_from_hf
 from infinigen_jax.safetensors_io import SafetensorsWriter
 
@@ -329,3 +329,12 @@ def test_torch_files_with_any_byte_of_the_pickle_changed(tmp_path):
         except InputError:
             refused += 1
     assert refused > 50
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "ministral", "qwen2", "qwen3", "opt"])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size"])
+def test_sizes_that_no_model_has(family, name):
+    """Refused at once: a list of all layers would be the end of the memory."""
+    for size in (1 << 31, 10**12):
+        with pytest.raises(UnsupportedModelError, match=f"config.json: {name} is {size}"):
+            config_from_hf(LLAMA | {"model_type": family, "ffn_dim": 64, name: size})

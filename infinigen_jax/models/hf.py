@@ -7,6 +7,9 @@ from infinigen_jax.errors import UnsupportedModelError
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of `layer_types`
 
+MOST_LAYERS = 10_000  # of each of which something is listed
+LARGEST = (1 << 31) - 1  # of all other sizes, which index arrays
+
 
 def refuse_unless(condition: Any, setting: str) -> None:
     """Raise UnsupportedModelError naming `setting` unless `condition` holds."""
@@ -86,5 +89,10 @@ def _positive(hf: Mapping[str, Any], name: str, default: int | None = None) -> i
         shown = "missing" if value is None else repr(value)
         raise UnsupportedModelError(
             f"config.json: {name} is {shown}; it must be a positive whole number"
+        )
+    most = MOST_LAYERS if "layers" in name else LARGEST
+    if value > most:
+        raise UnsupportedModelError(
+            f"config.json: {name} is {value}, more than {most:,}; the file may be damaged"
         )
     return value
