@@ -337,4 +337,5 @@ def test_sizes_that_no_model_has(family, name):
     """Refused at once: a list of all layers would be the end of the memory."""
     for size in (1 << 31, 10**12):
         with pytest.raises(UnsupportedModelError, match=f"config.json: {name} is {size}"):
-            config_from_hf(LLAMA | {"model_type": family, "ffn_dim": 64, name: size})
+            others = {"model_type": family, "ffn_dim": 64, "num_key_value_heads": 2}
+            config_from_hf(LLAMA | others | {name: size})
