@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import SPARSE, engine
+from runtime import SPARSE, engine, random_model
 
 from benchmarks.prefill import temporaries
 from infinigen_jax.memory import Placement, allocate_host, default_mesh, gather_rows, write_span
+from infinigen_jax.models import blueprint
+from infinigen_jax.policies import InfiniGen
 from infinigen_jax.prompt_attention import attend_chunk
 from infinigen_jax.prompt_layer import host_rows
 from infinigen_jax.prompt_steps import prefill_steps
@@ -65,6 +67,37 @@ def test_a_chunk_at_the_end_of_128k_tokens():
         weights = np.exp(scores - scores.max())
         expected = weights @ values[kv, : start + row + 1] / weights.sum()
         np.testing.assert_allclose(got[0, row, head], expected, atol=1e-5)
+
+
+def test_an_index_of_128k_tokens_chooses_what_numpy_does():
+    """By the true query of the last token, with its rotary position; all that alpha lets pass."""
+    tokens, alpha = 131072, 2.0
+    model = random_model("gqa")
+    config, at = model.config, jnp.array([tokens - 1], jnp.int32)
+    asked = InfiniGen(index_dtype="float32", query="own", tail=False, alpha=alpha, budget=0.1)
+    policy = asked.fitted(model, True, False)
+    weights = policy.prepare(model, 0)
+    k, d = config.num_kv_heads, config.head_dim
+    keys = np.random.default_rng(0).normal(size=(1, k, tokens, d)).astype(np.float32)
+    state, append = policy.init(config, 1, tokens), jax.jit(policy.append)
+    for start in range(0, tokens, 1 << 15):
+        span = Span(jnp.array([start], jnp.int32), jnp.array([1 << 15], jnp.int32))
+        state = append(weights, state, jnp.asarray(keys[:, :, start : start + (1 << 15)]), span)
+    layer = blueprint(config, model.dtype).layer(model.params["layers"][0])
+    a = jnp.asarray(np.random.default_rng(1).normal(size=(1, config.hidden_size)), jnp.float32)
+    select = jax.jit(lambda a, state: policy.select(config, layer, weights, state, a, at))
+    request = select(a, state)
+    query = np.asarray(config.grouped(layer.query(a, at)))[0]
+    for head in range(k):
+        scores = query[head] @ keys[0, head].T
+        scores[:, : policy.sinks] = scores[:, tokens - policy.window :] = -np.inf
+        distance = scores - scores.max(axis=-1, keepdims=True) + alpha
+        assert np.abs(distance).min() > 1e-5  # float32 decides as NumPy does
+        expected = np.flatnonzero((distance > 0).any(axis=0))
+        count = int(request.count[0, head])
+        assert 3 < len(expected) == count < tokens // 10
+        assert sorted(np.asarray(request.slots)[0, head, :count].tolist()) == expected.tolist()
+        assert expected.max() > 100_000
 
 
 def test_rows_are_gathered_from_a_million_slots():
