@@ -36,6 +36,13 @@ def test_temporaries_do_not_grow_with_the_prompt(rows, batch):
     assert 0 < max(long) < 2**27
 
 
+def test_a_prompt_of_a_million_tokens_compiles():
+    """Its chunks' programs, in the memory of any other's."""
+    chosen = engine("gqa", SPARSE, 1)
+    usual, million = (temporaries(chosen, CHUNK, tokens, 1) for tokens in (16 * CHUNK, 1 << 20))
+    assert (np.array(million) <= 1.01 * np.array(usual)).all()
+
+
 def test_a_chunk_at_the_end_of_128k_tokens():
     """Against dense attention in float64: slots, masks and blocks of earlier rows."""
     tokens, chunk = 131072, 64
