@@ -72,7 +72,7 @@ def largest(case: dict[str, Any]) -> float:
     return float(np.max(np.abs(low) + step * (2 ** CODE_BITS[case["format"].name] - 1)))
 
 
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(cases())
 def test_scores(emulator: Emulator, case: dict[str, Any]):
     query, index, bits = case["query"], case["index"], CODE_BITS[case["format"].name]
@@ -95,7 +95,7 @@ def request(random: np.random.Generator, b: int, k: int, n: int, t: int) -> Requ
     return Request(jnp.asarray(slots, jnp.int32), jnp.asarray(count, jnp.int32))
 
 
-@settings(max_examples=20)
+@settings(max_examples=30)
 @given(
     case=cases(),
     run=st.sampled_from([1, 16, 64, 128]),

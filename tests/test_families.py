@@ -137,9 +137,9 @@ def test_decoding_is_that_of_transformers(name, tmp_path):
 def test_layers_with_a_window_stay_on_the_device():
     model = random_model("windows")
     run = finished(Engine(model, policy=SPARSE, dense_layers=1), PROMPTS, NEW)
-    assert run.decoder.on_host == (2,)
-    assert [type(local) for local in run.cache.local] == [DenseLayer, Sliding, Resident]
-    assert run.cache.host is not None and run.cache.host.shape[0] == 1
+    assert run.decoder.on_host == (2, 3)
+    assert [type(local) for local in run.cache.local] == [DenseLayer, Sliding, Resident, Resident]
+    assert run.cache.host is not None and run.cache.host.shape[0] == 2
     local = run.cache.local[1]
     assert isinstance(local, Sliding) and local.keys.shape[2] == 9
     on_device = jax.tree.leaves(run.cache.local[:2])

@@ -32,33 +32,33 @@ ALL_TWO = dataclasses.replace(ALL, layers_ahead=2)
 
 def test_what_is_requested_where():
     def targets(policy: Any, dense_layers: int) -> list[tuple[int, ...]]:
-        decoder = engine("gqa", policy, dense_layers).decoder
-        return [decoder.fetches_for(i) for i in range(3)]
+        decoder = engine("deep", policy, dense_layers).decoder
+        return [decoder.fetches_for(i) for i in range(4)]
 
     # Host layer n is layer n + dense_layers of the model.
-    assert targets(SPARSE, 0) == [(1,), (2,), (-1,)]
-    assert targets(TWO, 0) == [(1, 2), (-1,), (-1,)]
-    assert targets(TWO, 1) == [(0, 1), (-1,), (-1,)]
-    assert targets(TWO, 2) == [(-1, 0), (-1,), (-1,)]
+    assert targets(SPARSE, 0) == [(1,), (2,), (3,), (-1,)]
+    assert targets(TWO, 0) == [(1, 2), (3,), (-1,), (-1,)]
+    assert targets(TWO, 1) == [(0, 1), (2,), (-1,), (-1,)]
+    assert targets(TWO, 2) == [(-1, 0), (1,), (-1,), (-1,)]
     own = dataclasses.replace(SPARSE, query="own")
-    assert targets(own, 1) == [(-1,), (0,), (1,)]
-    assert [engine("gqa", TWO, 1).decoder.awaits_for(i) for i in range(3)] == [0, 1, -1]
-    assert [engine("gqa", own, 1).decoder.awaits_for(i) for i in range(3)] == [-1, 0, 1]
+    assert targets(own, 1) == [(-1,), (0,), (1,), (2,)]
+    assert [engine("deep", TWO, 1).decoder.awaits_for(i) for i in range(4)] == [0, 1, 2, -1]
+    assert [engine("deep", own, 1).decoder.awaits_for(i) for i in range(4)] == [-1, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
     "dense_layers", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3)]]
 )
 def test_everything_fetched_is_the_full_cache(dense_layers):
-    expected = finished(engine("gqa", ALL, dense_layers))
-    run = finished(engine("gqa", ALL_TWO, dense_layers))
+    expected = finished(engine("deep", ALL, dense_layers))
+    run = finished(engine("deep", ALL_TWO, dense_layers))
     assert run.new_tokens == expected.new_tokens
     np.testing.assert_array_equal(counts_of(run), counts_of(expected))
 
 
 def test_rows_are_those_of_the_input_two_layers_before():
     """Layers that add nothing have the input of the layers before: the guesses are then equal."""
-    model = random_model("gqa")
+    model = random_model("deep")
     layers = []
     for layer in model.params["layers"]:
         quiet = {name: jax.tree.map(jnp.zeros_like, layer[name]) for name in ("o", "down")}
@@ -68,7 +68,7 @@ def test_rows_are_those_of_the_input_two_layers_before():
     runs = [finished(Engine(still, policy=policy, dense_layers=1)) for policy in (SPARSE, TWO)]
     np.testing.assert_array_equal(counts_of(runs[0]), counts_of(runs[1]))
     assert np.sum(counts_of(runs[0])) > 0
-    others = [finished(engine("gqa", policy, 1)) for policy in (SPARSE, TWO)]
+    others = [finished(engine("deep", policy, 1)) for policy in (SPARSE, TWO)]
     assert not np.array_equal(counts_of(others[0]), counts_of(others[1]))
 
 
@@ -77,12 +77,12 @@ def test_rows_are_those_of_the_input_two_layers_before():
 )
 def test_transfers_give_the_same(settings, monkeypatch):
     """With a hot set, each layer's is that of its own rows; and where rows are really moved."""
-    expected = finished(engine("gqa", TWO, 1))
+    expected = finished(engine("deep", TWO, 1))
     if "transfer" in settings:
         monkeypatch.setattr("infinigen_jax.engine.make_transfer", lambda name: XlaTransfer())
-        run = finished(Engine(random_model("gqa"), policy=TWO, dense_layers=1))
+        run = finished(Engine(random_model("deep"), policy=TWO, dense_layers=1))
     else:
-        run = finished(engine("gqa", TWO, 1, **settings))
+        run = finished(engine("deep", TWO, 1, **settings))
     assert run.new_tokens == expected.new_tokens
     np.testing.assert_array_equal(counts_of(run), counts_of(expected))
 
@@ -135,7 +135,7 @@ def test_the_option(command, tmp_path):
 def test_an_own_query_has_no_lead():
     """Settings that change nothing are equal: programs are shared, conversations resumed."""
     own = [dataclasses.replace(SPARSE, query="own", layers_ahead=n) for n in (0, 2)]
-    one, two = (Engine(random_model("gqa"), policy=policy).decoder for policy in own)
+    one, two = (Engine(random_model("deep"), policy=policy).decoder for policy in own)
     assert one == two and one.policy.lead == 0
 
 
@@ -143,12 +143,12 @@ def test_an_own_query_has_no_lead():
 def test_pools_and_their_hot_sets():
     settings = {"dense_layers": 0, "pool": Pool(share=1.0), "hot_set": 2.0}
     policy = dataclasses.replace(ALL_TWO, window=4)
-    assert tokens_of(engine("gqa", policy, **settings)) == tokens_of(engine("gqa", ALL, 0))
+    assert tokens_of(engine("deep", policy, **settings)) == tokens_of(engine("deep", ALL, 0))
 
 
 def test_a_plan_has_room_for_the_rows_of_two_layers_under_way():
     one, two = (
-        dataclasses.replace(engine("gqa", policy, 1).decoder, transfer=XlaTransfer())
+        dataclasses.replace(engine("deep", policy, 1).decoder, transfer=XlaTransfer())
         for policy in (SPARSE, TWO)
     )
     config, rows = one.config, SPARSE.request_size(64)
@@ -164,7 +164,7 @@ def test_refusals(tiny, tmp_path):
     with pytest.raises(InputError, match="--layers-ahead 2: .* --skew svd has none"):
         convert(tmp_path, tmp_path / "x", layers_ahead=2, skew="svd")
     with pytest.raises(InputError, match="--layers-ahead 2: .*--schedule fused"):
-        Engine(random_model("gqa"), policy=TWO, schedule="layerwise")
+        Engine(random_model("deep"), policy=TWO, schedule="layerwise")
     folder = convert(tiny("llama").folder, tmp_path / "y", skew="none")
     manifest: Path = folder / "infinigen.json"
     value = json.loads(manifest.read_text()) | {"layers_ahead": 7}

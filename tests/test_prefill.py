@@ -99,7 +99,7 @@ def contents(chosen: Engine, cache: Cache) -> dict[str, list[np.ndarray]]:
 
 
 def assert_alike(chosen: Engine, got: Cache, expected: Cache, tolerance: float = 2e-4) -> None:
-    """Sums of some hundred products of size 10, through four layers, in another order."""
+    """Sums of some hundred products of size 10, through three layers, in another order."""
     for name, arrays in contents(chosen, expected).items():
         for x, y in zip(contents(chosen, got)[name], arrays, strict=True):
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=name)
