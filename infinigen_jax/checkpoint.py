@@ -28,11 +28,11 @@ from infinigen_jax.manifest import (
     verify_files,
 )
 from infinigen_jax.memory_limits import (
-    PINNED_POOL_VARIABLE,
     available_device_bytes,
     available_host_bytes,
     format_bytes,
     pinned_pool_limit_bytes,
+    widen_pool_to,
 )
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.skew_file import DTYPES, Ahead, Basis, read_skew
@@ -244,7 +244,7 @@ def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
         if pool is not None and there > pool:
             raise InputError(
                 f"{folder}: the weights need {format_bytes(there)} of pinned memory, and JAX may "
-                f"take {format_bytes(pool)}: set {PINNED_POOL_VARIABLE}={-(-there // 2**30) + 2}"
+                f"take {format_bytes(pool)}: {widen_pool_to(there)}"
             )
         together = min(2, together)  # at a time on the device
     needed = shapes_bytes(plan.embedding_shapes) + layer * together

@@ -78,6 +78,11 @@ def pinned_pool_limit_bytes(device: Device | None = None) -> int | None:
     return limit << 30
 
 
+def widen_pool_to(count: int) -> str:
+    """What to do for a pool with room for so many bytes."""
+    return f"set {PINNED_POOL_VARIABLE}={-(-count // 2**30) + 2}"
+
+
 def pinned_bytes_in_use(device: Device) -> int:
     """Bytes of this process's arrays in a device's pinned host memory, weights among them."""
     pinned = (x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host")

@@ -10,13 +10,13 @@ import jax
 from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import MemoryShortageError
 from infinigen_jax.memory_limits import (
-    PINNED_POOL_VARIABLE,
     Device,
     available_device_bytes,
     available_host_bytes,
     format_bytes,
     pinned_bytes_in_use,
     pinned_pool_limit_bytes,
+    widen_pool_to,
 )
 from infinigen_jax.remedies import Remedies
 from infinigen_jax.workspace import decode_bytes, prefill_bytes
@@ -163,8 +163,7 @@ def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
     if found is None:
         return
     if found.memory == "pinned":
-        pinned = plan.host_cache + pinned_bytes_in_use(device)
-        remedy = f"set {PINNED_POOL_VARIABLE}={-(-pinned // 2**30) + 2}"
+        remedy = widen_pool_to(plan.host_cache + pinned_bytes_in_use(device))
     elif found.memory == "host":
         remedy = remedies.for_host(plan, unified=device.platform == "cpu")
     else:

@@ -37,7 +37,7 @@ def sliding_windows(hf: Mapping[str, Any], window: int | None, first: int = 0) -
         window: what the family reads from `sliding_window`; None where there is none.
         first: layer from which on layers have the window, where `layer_types` does not say which.
     """
-    number = _positive(hf, "num_hidden_layers")
+    number = _positive(hf, "num_hidden_layers", most=MOST_LAYERS)
     kinds = hf.get("layer_types")
     if kinds is None:
         kinds = [SLIDING if window and i >= first else FULL for i in range(number)]
@@ -71,7 +71,7 @@ def common_settings(hf: Mapping[str, Any], *, layers: str, mlp: str) -> dict[str
         "vocab_size": _positive(hf, "vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": _positive(hf, mlp),
-        "num_layers": _positive(hf, layers),
+        "num_layers": _positive(hf, layers, most=MOST_LAYERS),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -82,7 +82,9 @@ def common_settings(hf: Mapping[str, Any], *, layers: str, mlp: str) -> dict[str
     }
 
 
-def _positive(hf: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _positive(
+    hf: Mapping[str, Any], name: str, default: int | None = None, most: int = LARGEST
+) -> int:
     value = hf.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -90,7 +92,6 @@ def _positive(hf: Mapping[str, Any], name: str, default: int | None = None) -> i
         raise UnsupportedModelError(
             f"config.json: {name} is {shown}; it must be a positive whole number"
         )
-    most = MOST_LAYERS if "layers" in name else LARGEST
     if value > most:
         raise UnsupportedModelError(
             f"config.json: {name} is {value}, more than {most:,}; the file may be damaged"
