@@ -87,6 +87,10 @@ NEEDLES = (
     *("--dense-layers", "0", "--budget", "0.02", "0.05", "0.1", "--policy"),
     *("full", "infinigen", "quest", "h2o", "window", "previous-query", "oracle"),
 )
+CORRECTED_NEEDLES = (
+    *("--budget", "0.02", "0.05", "0.1"),
+    *("--policy", "full", "infinigen:query=corrected"),
+)
 TWO_AHEAD = ("--layers-ahead", "2")
 BEHIND = ("--speculate-from", "attention")
 # With all of the budget, as the others have it.
@@ -142,6 +146,18 @@ EXPERIMENTS = {
         conversion=BEHIND,
     ),
     "retrieval": _retrieval(None, *NEEDLES),
+    "retrieval-dense": _retrieval(
+        *(None, "--budget", "0.05", "--policy", "full", "infinigen", "infinigen:query=corrected"),
+        *("window", "h2o"),
+    ),
+    "retrieval-ahead": _retrieval(None, "--dense-layers", "0", *CORRECTED_NEEDLES),
+    "retrieval-ahead-dense": _retrieval(None, "--dense-layers", "2", *CORRECTED_NEEDLES),
+    "retrieval-behind": dataclasses.replace(
+        _retrieval(None, "--dense-layers", "0", *CORRECTED_NEEDLES), conversion=BEHIND
+    ),
+    "retrieval-behind-dense": dataclasses.replace(
+        _retrieval(None, "--dense-layers", "2", *CORRECTED_NEEDLES), conversion=BEHIND
+    ),
     "retrieval-haystack": _retrieval("--haystack", *NEEDLES),
     **{
         f"figures/{name}": Experiment(

@@ -1,8 +1,8 @@
-"""Reductions over the tokens of long arrays, for a CPU.
+"""Reductions over the tokens of long arrays, as a CPU is quick at them.
 
 XLA's own go along the last axis one element after the other, as sums of floats depend on the order.
-Here an array is cut into up to AT_ONCE pieces, and what is left, after all of them have been taken
-together side by side, is short.
+Here an array is cut into some pieces, and what is left, after all of them have been taken together
+side by side, is short.
 """
 
 import functools
@@ -10,10 +10,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-LANES = 128  # pieces are of a multiple of so many tokens
+LANES = 64  # pieces are of a multiple of so many tokens
 AT_ONCE = 64
+# Of a reduction that only reads: more streams than the processor reads ahead for are slower.
+STREAMS = 8
 
 
 def summed(term: Callable[..., Array], *arrays: Shaped[Array, "..."]) -> Array:
@@ -23,24 +26,39 @@ def summed(term: Callable[..., Array], *arrays: Shaped[Array, "..."]) -> Array:
         term: given a piece of each array.
         arrays: the last axis is of tokens, a multiple of LANES.
     """
-    return jnp.sum(_folded(jnp.add, term, *arrays), axis=-1)
+    return jnp.sum(_folded(jnp.add, term, AT_ONCE, *arrays), axis=-1)
 
 
 @jax.jit  # traced once for all layers of a step
 def best(x: Float[Array, "*b t"]) -> Float[Array, "*b"]:
     """The largest over all tokens."""
-    if x.shape[-1] % LANES:
-        return jnp.max(x, axis=-1)
-    return jnp.max(_folded(jnp.maximum, lambda x: x, x), axis=-1)
+    return lax.platform_dependent(x, cpu=_best, default=lambda x: jnp.max(x, axis=-1))
+
+
+def _best(x: Float[Array, "*b t"]) -> Float[Array, "*b"]:
+    while not x.shape[-1] % LANES and _pieces(x.shape[-1], STREAMS) > 1:
+        x = _folded(jnp.maximum, lambda x: x, STREAMS, x)
+    return jnp.max(x, axis=-1)
 
 
 def _folded(
     combine: Callable[[Array, Array], Array],
     term: Callable[..., Array],
+    at_once: int,
     *arrays: Shaped[Array, "..."],
 ) -> Array:
-    groups = arrays[0].shape[-1] // LANES
-    number = max(n for n in range(1, AT_ONCE + 1) if groups % n == 0)
-    pieces = [x.reshape(*x.shape[:-1], number, -1) for x in arrays]
-    terms = (term(*(x[..., i, :] for x in pieces)) for i in range(number))
+    number = _pieces(arrays[0].shape[-1], at_once)
+    size = arrays[0].shape[-1] // number
+
+    def piece(x: Array, i: int) -> Array:
+        """Cut out of the array as it is, so that XLA reads it where it is."""
+        return lax.slice_in_dim(x, i * size, (i + 1) * size, axis=x.ndim - 1)
+
+    terms = (term(*(piece(x, i) for x in arrays)) for i in range(number))
     return functools.reduce(combine, terms)
+
+
+def _pieces(tokens: int, at_most: int) -> int:
+    """The largest number of pieces of whole LANES."""
+    groups = tokens // LANES
+    return max(n for n in range(1, at_most + 1) if groups % n == 0)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -238,6 +238,17 @@ def test_top_slots_against_numpy(data, t):
     rows = [data.draw(st.lists(values, min_size=t, max_size=t)) for _ in range(2)]
     counts = [data.draw(st.one_of(st.sampled_from([0, t]), st.integers(0, t))) for _ in range(2)]
     check_top(np.array([rows], np.float32), np.array([counts]), t)
+
+
+@given(st.sampled_from([12, 600]), st.integers(0, 2**32 - 1))
+@example(12, 7)  # all found by comparing, the best of them 0
+def test_top_slots_of_equal_and_awkward_values(t, seed):
+    """With values that are close together, in any mixture."""
+    rng = np.random.default_rng(seed)
+    close, few = 1 + 1e-7 * rng.integers(0, 9, t), -rng.integers(0, 4, t).astype(np.float32)
+    kinds = [rng.choice(AWKWARD, t), rng.normal(size=t), close, few]
+    rank = np.choose(rng.choice(4, (1, 2, t), p=rng.dirichlet(np.ones(4))), kinds)
+    check_top(rank.astype(np.float32), rng.integers(0, t + 1, (1, 2)), t)
 
 
 def test_top_slots_of_large_arrays():
