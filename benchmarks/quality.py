@@ -122,6 +122,15 @@ EXPERIMENTS = {
         *("--budget", "0.1", *ALPHA, "--pool-tokens", "all", "80%", "50%"),
         *("--pool-eviction", "counter", "lru", "fifo", "--policy", "full", "infinigen"),
     ),
+    "perplexity-rows": _perplexity(
+        *("--budget", "0.1", "--rows", "auto", "int8", "int4", "--policy", "full", "infinigen"),
+    ),
+    "perplexity-parts": _perplexity(
+        *("--budget", "0.05", "--policy", "full", "infinigen", "infinigen:index_dtype=int8"),
+        *("infinigen:count=fixed", "infinigen:count=pooled", "infinigen:count=top-p"),
+        *("infinigen:count=mean", "infinigen:basis=svd", "infinigen:query=plain"),
+        "infinigen:query=corrected",
+    ),
     "recall": Experiment(
         ("infinigen_jax.evaluate", "recall"),
         (*RECALL, "--policy", *POLICIES),
