@@ -32,6 +32,7 @@ from infinigen_jax.memory_limits import (
     available_host_bytes,
     format_bytes,
     pinned_pool_limit_bytes,
+    tree_bytes,
     widen_pool_to,
 )
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
@@ -232,7 +233,7 @@ def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) 
 def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
     """Refuse a model whose weights do not fit, before any is read."""
     device, together = jax.devices()[0], plan.config.num_layers
-    layer = shapes_bytes(plan.layer_shapes)
+    layer = tree_bytes(plan.layer_shapes)
     if weights == "host" and device.platform != "cpu":
         there = layer * together
         if there > (room := available_host_bytes()):
@@ -247,18 +248,13 @@ def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
                 f"take {format_bytes(pool)}: {widen_pool_to(there)}"
             )
         together = min(2, together)  # at a time on the device
-    needed = shapes_bytes(plan.embedding_shapes) + layer * together
+    needed = tree_bytes(plan.embedding_shapes) + layer * together
     room = available_device_bytes(device)
     if room is not None and needed > room:
         raise InputError(
             f"{folder}: the weights need {format_bytes(needed)}, and {format_bytes(room)} are "
             "available; use --weights host, a smaller model or --dtype bfloat16"
         )
-
-
-def shapes_bytes(shapes: Any) -> int:
-    """Of the arrays of a tree of shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 @functools.partial(jax.jit, static_argnames=("transform", "dtype"))

@@ -17,6 +17,7 @@ from infinigen_jax.checkpoint import Model
 from infinigen_jax.convert import DEFAULT_SKEW
 from infinigen_jax.decode import Decoder
 from infinigen_jax.manifest import AHEAD_FILE, MANIFEST_FILE, SKEW_FILE, read_manifest
+from infinigen_jax.memory_limits import tree_bytes
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.models.joined import split
 from infinigen_jax.options import chunk_option, make_engine
@@ -313,7 +314,3 @@ def brought_bytes(decoder: Decoder, weights: Weights) -> int:
     if not decoder.weights_on_host:
         return 0
     return tree_bytes([in_host_memory(layer) for layer in weights.params["layers"]])
-
-
-def tree_bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

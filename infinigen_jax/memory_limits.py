@@ -4,7 +4,7 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -88,6 +88,11 @@ def pinned_bytes_in_use(device: Device) -> int:
     pinned = (x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host")
     shards = (shard for x in pinned for shard in x.addressable_shards)
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+def tree_bytes(tree: Any) -> int:
+    """Of the arrays of a tree, or of those that its shapes are of."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def format_bytes(count: int) -> str:

@@ -16,6 +16,7 @@ from infinigen_jax.memory_limits import (
     format_bytes,
     pinned_bytes_in_use,
     pinned_pool_limit_bytes,
+    tree_bytes,
     widen_pool_to,
 )
 from infinigen_jax.remedies import Remedies
@@ -122,8 +123,7 @@ def _tokens_on_device(decoder: Decoder, capacity: int) -> Iterator[int]:
 
 def _bytes(make: Callable[[], Any]) -> int:
     """Of the arrays that a function would make."""
-    leaves = jax.tree.leaves(jax.eval_shape(make))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return tree_bytes(jax.eval_shape(make))
 
 
 class Shortage(NamedTuple):

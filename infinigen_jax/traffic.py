@@ -2,10 +2,9 @@
 
 import dataclasses
 
-import jax
-
 from infinigen_jax.carry import Weights
 from infinigen_jax.decode import Decoder
+from infinigen_jax.memory_limits import tree_bytes
 from infinigen_jax.planning import MemoryPlan
 
 HIT_RATE = 0.6  # of a hot set of twice a request, supposed for a step that was not measured yet
@@ -69,7 +68,6 @@ def planned_traffic(
     config = decoder.config
     embedding = weights.params["embedding"]
     head = embedding["tokens" if config.tie_embeddings else "head"]
-    leaves = jax.tree.leaves((weights.params["layers"], head, weights.policy))
     streamed = sum(decoder.streams(number) for number in range(decoder.host_layers))
     on_host = min(context, slots)
     requested = sum(decoder.request_sizes(on_host))
@@ -79,7 +77,7 @@ def planned_traffic(
     padded = decoder.padded_rows(slots)
     link = int(attended * (1 - HIT_RATE if decoder.hot_set else 1))
     return Traffic(
-        weights=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+        weights=tree_bytes((weights.params["layers"], head, weights.policy)),
         device_cache=plan.dense_cache * context // capacity,
         index=plan.index,
         attended=attended,

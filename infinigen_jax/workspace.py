@@ -1,10 +1,9 @@
 """Memory that is taken for a while: by a prompt's layer, and by a decode step."""
 
-import jax
-
 from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.decode import Decoder
 from infinigen_jax.earlier import BLOCK
+from infinigen_jax.memory_limits import tree_bytes
 from infinigen_jax.prompt_attention import CPU_WIDE_TILE, DEVICE_TILE_BYTES
 from infinigen_jax.weights import in_host_memory
 
@@ -68,8 +67,7 @@ def _arriving_bytes(decoder: Decoder) -> int:
     """Weights that are kept in host memory: two layers' worth is on the device, see `weights`."""
     if not decoder.weights_on_host:
         return 0
-    leaves = jax.tree.leaves(in_host_memory(decoder.blueprint.layer_shapes))
-    return 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return 2 * tree_bytes(in_host_memory(decoder.blueprint.layer_shapes))
 
 
 def _converted_bytes(decoder: Decoder, batch: int, capacity: int) -> int:

@@ -8,7 +8,6 @@ import pytest
 from runtime import engine, random_model
 
 from infinigen_jax import checkpoint, planning
-from infinigen_jax.checkpoint import shapes_bytes
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory_limits import (
     PINNED_POOL_VARIABLE,
@@ -17,6 +16,7 @@ from infinigen_jax.memory_limits import (
     format_bytes,
     pinned_bytes_in_use,
     pinned_pool_limit_bytes,
+    tree_bytes,
 )
 from infinigen_jax.models import Blueprint, blueprint
 from infinigen_jax.planning import MemoryPlan, check_memory
@@ -180,7 +180,7 @@ def test_pinned_arrays_are_counted():
 
 def test_weights_that_the_host_has_no_room_for(monkeypatch, tmp_path):
     plan = random_plan()
-    needed = shapes_bytes(plan.layer_shapes) * plan.config.num_layers
+    needed = tree_bytes(plan.layer_shapes) * plan.config.num_layers
     monkeypatch.setattr(jax, "devices", lambda: [FakeDevice("gpu")])
     monkeypatch.setattr(checkpoint, "available_host_bytes", lambda: needed)
     checkpoint._check_room(tmp_path, plan, "host")

@@ -15,8 +15,8 @@ from tiny import only
 from infinigen_jax import advice, checkpoint, plan
 from infinigen_jax.cache import DenseLayer, Resident
 from infinigen_jax.convert.reader import read_config
-from infinigen_jax.forecast import Forecast, Machine, Planner, conversion_of, tree_bytes
-from infinigen_jax.memory_limits import available_host_bytes, format_bytes
+from infinigen_jax.forecast import Forecast, Machine, Planner, conversion_of
+from infinigen_jax.memory_limits import available_host_bytes, format_bytes, tree_bytes
 from infinigen_jax.options import make_engine, make_policy
 from infinigen_jax.sampling import Sampling
 
