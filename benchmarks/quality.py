@@ -73,8 +73,20 @@ def _equal_memory(model: str, dense_layers: int) -> Experiment:
     return _perplexity(*BUDGETS, *asked, models=(model,))
 
 
-def _retrieval(text: str | None, *arguments: str) -> Experiment:
-    asked = ("--task", "needle", "--items", "10", "--length", "1024", "--batch", "50", *arguments)
+def _retrieval(
+    text: str | None, *arguments: str, tasks: tuple[str, ...] = ("needle",), length: int = 1024
+) -> Experiment:
+    asked = (
+        "--task",
+        *tasks,
+        "--items",
+        "10",
+        "--length",
+        str(length),
+        "--batch",
+        "50",
+        *arguments,
+    )
     program = ("infinigen_jax.evaluate", "retrieval")
     return Experiment(program, asked, False, ("books-llama",), text)
 
@@ -166,6 +178,11 @@ EXPERIMENTS = {
     ),
     "retrieval-behind-dense": dataclasses.replace(
         _retrieval(None, "--dense-layers", "2", *CORRECTED_NEEDLES), conversion=BEHIND
+    ),
+    "retrieval-tasks": _retrieval(
+        *(None, "--dense-layers", "0", "--budget", "0.1", "--policy", "full", "infinigen"),
+        tasks=("kv", "variables", "aggregation"),
+        length=256,
     ),
     "retrieval-haystack": _retrieval("--haystack", *NEEDLES),
     **{
