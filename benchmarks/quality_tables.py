@@ -46,6 +46,12 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PLACE = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
+def measured_models(folder: Path, name: str) -> dict[str, list[Line]]:
+    """The results that are there, by model."""
+    results = {model: read(folder, f"{name}-{model}") for model in MODELS}
+    return {model: lines for model, lines in results.items() if lines}
+
+
 def by_model(
     folder: Path,
     name: str,
@@ -57,8 +63,7 @@ def by_model(
     Args:
         traffic: further rows, of what is fetched.
     """
-    results = {model: read(folder, f"{name}-{model}") for model in MODELS}
-    measured = {model: lines for model, lines in results.items() if lines}
+    measured = measured_models(folder, name)
     head = [""]
     for model in measured:
         head += [f"{model} 5 %", "10 %"]
@@ -136,20 +141,69 @@ def layer_budgets_table(folder: Path) -> str:
     return by_model(folder, "perplexity-layer-budgets", rows, traffic)
 
 
-LEADS: Mapping[str, tuple[str, str, int]] = {
-    "corrected query, one layer ahead": ("one-ahead", "corrected", 1),
-    "corrected query, two layers ahead": ("two-ahead", "corrected", 2),
-    "plain query, one layer ahead": ("two-ahead", "plain", 1),
-    "plain query, two layers ahead": ("two-ahead", "plain", 2),
+PARTS: Mapping[str, Mapping[str, Any]] = {
+    "**as by default** on a CPU": {},
+    "index in int8": {"index_dtype": "int8"},
+    "count fixed": {"count": "fixed"},
+    "count pooled": {"count": "pooled"},
+    "count top-p, 0.9": {"count": "top-p"},
+    "count mean": {"count": "mean"},
+    "basis svd": {"basis": "svd"},
+    "plain query, a layer ahead": {"query": "plain"},
+    "corrected query, a layer ahead": {"query": "corrected"},
+}
+
+
+def parts_table(folder: Path) -> str:
+    """The default with one part changed, and what is fetched."""
+    usual = {"index_dtype": "int4", "count": "head", "basis": "auto", "query": "own"}
+    rows = {title: usual | dict(change) for title, change in PARTS.items()}
+    return beside(folder, "perplexity-parts", rows)
+
+
+def rows_table(folder: Path) -> str:
+    """Rows on the host in fewer bits, of the full cache and of the default."""
+    kinds = ("auto", "int8", "int4")
+    names = {"auto": "as they are"}
+    head, made = [""], [[f"infinigen, rows {names.get(kind, kind)}"] for kind in kinds]
+    made += [[f"full cache, rows {names.get(kind, kind)}"] for kind in kinds]
+    for model, lines in measured_models(folder, "perplexity-rows").items():
+        head.append(model)
+        for cells, (policy, kind) in zip(
+            made, [(x, kind) for x in ("infinigen", "full") for kind in kinds], strict=True
+        ):
+            cells.append(above(find(lines, policy, {"rows": kind})))
+    return markdown(head, made)
+
+
+def beside(folder: Path, name: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Perplexity of InfiniGen and the rows fetched, for each model that has been measured."""
+    head, made = [""], [[title] for title in rows]
+    for model, lines in measured_models(folder, name).items():
+        head += [model, "fetched"]
+        for cells, settings in zip(made, rows.values(), strict=True):
+            line = find(lines, "infinigen", settings)
+            cells += [above(line), fetched(line)]
+    return markdown(head, made)
+
+
+LEADS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    f"{query} query, {'one layer' if layers == 1 else 'two layers'} ahead": (
+        f"perplexity-{name}",
+        {"query": query, "layers_ahead": layers},
+    )
+    for name, query, layers in (
+        ("one-ahead", "corrected", 1),
+        ("two-ahead", "corrected", 2),
+        ("two-ahead", "plain", 1),
+        ("two-ahead", "plain", 2),
+    )
 }
 
 
 def leads_table(folder: Path) -> str:
     """Rows requested one and two layers ahead; a corrected query takes a conversion for each."""
-    rows = {}
-    for title, (name, query, layers) in LEADS.items():
-        rows[title] = (f"perplexity-{name}", {"query": query, "layers_ahead": layers})
-    return by_result(folder, rows)
+    return by_result(folder, LEADS)
 
 
 def behind_table(folder: Path) -> str:
@@ -173,15 +227,9 @@ def by_result(folder: Path, rows: Mapping[str, tuple[str, Mapping[str, Any]]]) -
 POOLS = [f"{share} {order}" for share in ("80%", "50%") for order in ("counter", "lru", "fifo")]
 
 
-def pool_results(folder: Path) -> dict[str, list[Line]]:
-    """The results with a limited pool, by model."""
-    results = {model: read(folder, f"perplexity-pool-{model}") for model in MODELS}
-    return {model: lines for model, lines in results.items() if lines}
-
-
 def pool_table(folder: Path) -> str:
     """Perplexity above that of InfiniGen without a limit, and above the full cache's."""
-    measured = pool_results(folder)
+    measured = measured_models(folder, "perplexity-pool")
     rows = []
     for pool in ("all", *POOLS):
         cells = [pool.replace("%", " %") if pool != "all" else "none"]
@@ -204,7 +252,7 @@ def pool_table(folder: Path) -> str:
 
 def pool_end_table(folder: Path) -> str:
     """Above InfiniGen without a limit in the last chunk of the windows alone."""
-    measured = pool_results(folder)
+    measured = measured_models(folder, "perplexity-pool")
     rows = []
     for pool in POOLS:
         changes = [pool_change(lines, pool, last=True) for lines in measured.values()]
@@ -219,6 +267,8 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "tail": tail_table,
     "alphas ahead": alphas_ahead_table,
     "layer budgets": layer_budgets_table,
+    "parts": parts_table,
+    "rows": rows_table,
     "pool": pool_table,
     "pool end": pool_end_table,
     "leads": leads_table,
