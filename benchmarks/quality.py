@@ -41,6 +41,7 @@ class Experiment:
         models: that it is for; None: all.
         text: the option that the text is given by; None: it reads none.
         conversion: options of a conversion that the model goes through first.
+        asked_for: measured only if it is named, as it is of another text than the rest.
     """
 
     program: tuple[str, str]
@@ -49,6 +50,7 @@ class Experiment:
     models: tuple[str, ...] | None = None
     text: str | None = "--text"
     conversion: tuple[str, ...] = ()
+    asked_for: bool = False
 
     def command(self, folder: Path, text: Path | None, positions: int, result: Path) -> list[str]:
         """What is run."""
@@ -133,6 +135,13 @@ EXPERIMENTS = {
     "perplexity-pool": _perplexity(
         *("--budget", "0.1", *ALPHA, "--pool-tokens", "all", "80%", "50%"),
         *("--pool-eviction", "counter", "lru", "fifo", "--policy", "full", "infinigen"),
+    ),
+    "perplexity-books": dataclasses.replace(
+        _perplexity(
+            *(*BUDGETS, "--policy", "full", "infinigen", "infinigen:alpha=inf"),
+            *("infinigen:query=corrected", "quest", "h2o", "window"),
+        ),
+        asked_for=True,
     ),
     "perplexity-rows": _perplexity(
         *("--budget", "0.1", "--rows", "auto", "int8", "int4", "--policy", "full", "infinigen"),
@@ -227,7 +236,7 @@ def measure(options: argparse.Namespace) -> None:
     Raises:
         InputError: for a name that does not exist, or an experiment that fails.
     """
-    names = options.only or list(EXPERIMENTS)
+    names = options.only or [name for name, each in EXPERIMENTS.items() if not each.asked_for]
     for name in names:
         if name not in EXPERIMENTS:
             raise InputError(f"--only {name}: use {' or '.join(EXPERIMENTS)}")

@@ -42,6 +42,7 @@ TAILS = {
     "alpha 4, the default": {"alpha": 4.0},
     "no alpha": {"alpha": "inf"},
 }
+BOOK_POLICIES = ("infinigen", "quest", "h2o", "window")
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PLACE = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -91,6 +92,13 @@ def perplexity_table(folder: Path) -> str:
         "the same, no alpha": ("infinigen", OWN | ALL),
     }
     return by_model(folder, "perplexity", rows, traffic)
+
+
+def books_table(folder: Path) -> str:
+    """Some of the policies, on windows of many books."""
+    rows = {name: which for name, which in POLICIES.items() if which[0] in BOOK_POLICIES}
+    rows |= {title: which for title, which in WHOLE_BUDGETS.items() if "own" in title}
+    return by_model(folder, "perplexity-books", rows, {})
 
 
 def equal_memory_table(folder: Path) -> str:
@@ -263,6 +271,7 @@ def pool_end_table(folder: Path) -> str:
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "perplexity": perplexity_table,
+    "books": books_table,
     "equal memory": equal_memory_table,
     "tail": tail_table,
     "alphas ahead": alphas_ahead_table,
