@@ -19,8 +19,8 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.memory_limits import Device
 from infinigen_jax.planning import FILLED, MemoryPlan, Shortage
 from infinigen_jax.policies import Full, InfiniGenPaper
-from infinigen_jax.policies.exact import PreviousQuery
 from infinigen_jax.policies.h2o import H2O
+from infinigen_jax.policies.previous_query import PreviousQuery
 from infinigen_jax.policies.quest import Quest
 from infinigen_jax.pool import Pool
 from infinigen_jax.run import Run

@@ -6,11 +6,12 @@ import pkgutil
 from typing import Any
 
 from infinigen_jax.policies.base import Policy
-from infinigen_jax.policies.exact import Oracle, PreviousQuery
 from infinigen_jax.policies.full import Full
 from infinigen_jax.policies.h2o import H2O
 from infinigen_jax.policies.infinigen import InfiniGen
 from infinigen_jax.policies.infinigen_paper import InfiniGenPaper
+from infinigen_jax.policies.oracle import Oracle
+from infinigen_jax.policies.previous_query import PreviousQuery
 from infinigen_jax.policies.quest import Quest
 from infinigen_jax.policies.window import Window
 

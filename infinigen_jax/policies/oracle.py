@@ -1,0 +1,73 @@
+"""Selection by the exact scores of a step's own query, for study.
+
+It keeps every key of the host's layers on the device, half of the cache, and saves no memory.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.index import IndexFormat, write_entries
+from infinigen_jax.models.base import Layer, ModelConfig, Params
+from infinigen_jax.policies.base import Budgeted
+from infinigen_jax.selection import Request
+from infinigen_jax.span import Span
+from infinigen_jax.speculation import partial_keys
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Oracle(Budgeted):
+    """The rows that this step's query weighs most: exact top-k, the group's softmax summed.
+
+    It needs the layer's own query, so the layer waits for its rows.
+    """
+
+    name: ClassVar[str] = "oracle"
+    pools: ClassVar[bool] = True
+
+    @property
+    def lead(self) -> int:
+        return 0
+
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k d t"]:
+        return _keys(config.head_dim).empty(batch, config.num_kv_heads, capacity)
+
+    def select(
+        self,
+        config: ModelConfig,
+        layer: Layer,
+        weights: Params,
+        state: Float[Array, "b k d t"],
+        a: Float[Array, "b e"],
+        positions: Int[Array, " b"],
+        held: Int[Array, "b k t"] | None = None,
+    ) -> Request:
+        query = config.grouped(layer.query(a, positions))
+        return self._best_of(query, state, positions, held)
+
+    def append(
+        self,
+        weights: Params,
+        state: Float[Array, "b k d t"],
+        keys: Float[Array, "b k n d"],
+        span: Span,
+        slots: Int[Array, "b k n"] | None = None,
+    ) -> Float[Array, "b k d t"]:
+        new = partial_keys(weights, keys, keys.shape[3])
+        return write_entries(state, new, span, slots)
+
+    def _best_of(
+        self,
+        query: Float[Array, "b k g d"],
+        keys: Float[Array, "b k d t"],
+        positions: Int[Array, " b"],
+        held: Int[Array, "b k t"] | None = None,
+    ) -> Request:
+        scores = _keys(query.shape[-1]).scores(query, keys)
+        return self.choose(scores, positions, held=held)
+
+
+def _keys(head_dim: int) -> IndexFormat:
+    """Keys whole and exact."""
+    return IndexFormat("float32", head_dim)
