@@ -1,7 +1,9 @@
 """The policies that InfiniGen is compared with, against plain NumPy and against the full cache."""
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -226,6 +228,41 @@ def test_schedules_batches_and_hot_sets_change_nothing(kind):
     tokens = run.prompt_lengths + np.arange(NEW - 1)[:, None]
     heads = run.decoder.host_layers * CONFIG.num_kv_heads
     assert (counts_of(run) <= heads * (0.15 * tokens)).all()
+
+
+OFTEN = ("full", "h2o", "infinigen")  # and the others where slow tests are run
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in POLICIES]
+)
+def test_int4_rows_are_as_exact_ones_of_the_same_numbers(name):
+    """Greedy generation; before each step, the other host cache gets what this one's rows mean.
+
+    What is selected must be the same, and what is attended to but for the order of sums. (How far
+    int4 rows may be from what was stored is in test_rows.)
+    """
+    kind: Any = POLICIES[name]
+    fields = {field.name for field in dataclasses.fields(kind)}
+    policy = kind(**{n: x for n, x in settings().items() if n in fields})
+    mine, other = (engine("gqa", policy, 1, rows=r).start(RAGGED, NEW) for r in ("int4", "auto"))
+    cache, twin, tokens = mine.cache, other.cache, np.asarray(mine.drawn)
+    for step in range(RECENT + 2):  # rows of the prompt alone at first, then flushed ones
+        cache, twin = mine.dispatcher.flush(cache), other.dispatcher.flush(twin)
+        assert cache.host is not None and twin.host is not None
+        stored = jax.device_put(cache.host, jax.memory.Space.Device)
+        pairs = zip(cache.scales, stored, strict=True)
+        rows = jnp.stack([mine.decoder.row_format.decode(*pair) for pair in pairs])
+        assert step or np.abs(np.asarray(twin.host) - np.asarray(rows))[:, 0, :, :37].max() > 0.1
+        twin = twin._replace(host=jax.device_put(rows, twin.host.sharding))
+        targets = np.full(3, 5 + step)
+        got, expected = (
+            run.dispatcher.score(x, tokens, targets) for run, x in ((mine, cache), (other, twin))
+        )
+        np.testing.assert_allclose(got.scores, expected.scores, atol=1e-4)
+        np.testing.assert_array_equal(got.counts.selected, expected.counts.selected)
+        np.testing.assert_array_equal(got.drawn, expected.drawn)
+        cache, twin, tokens = got.cache, expected.cache, np.asarray(got.drawn)
 
 
 def test_all_follow_the_protocol():
