@@ -205,6 +205,18 @@ def embedded(name: str = EMBEDDED[0]) -> Path:
     return EMBEDDED_FOLDER / name
 
 
+def model_folder(model: str | None) -> Path:
+    """What --model means: a folder, or where there is none, an embedded model of that name.
+
+    Args:
+        model: None for the first of EMBEDDED.
+    """
+    if model is None:
+        return embedded()
+    folder = Path(model)
+    return embedded(model) if model in EMBEDDED and not folder.exists() else folder
+
+
 def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) -> Model:
     manifest = read_manifest(folder)
     if verify:

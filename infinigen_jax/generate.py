@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from infinigen_jax.chat import add_chat_options, chat, check_chat_options, interrupts
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.options import (
+    OR_EMBEDDED,
     SAMPLING_OPTIONS,
     add_engine_options,
     make_engine,
@@ -42,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Generate text with the KV cache in host memory.",
     )
     add = parser.add_argument
-    add("--model", metavar="DIR", help="converted or Hugging Face folder (default: embedded)")
+    add("--model", metavar="DIR", help=f"converted or Hugging Face folder, {OR_EMBEDDED}")
     add("--prompt", action="append", metavar="TEXT", help="may be given several times")
     add("--prompt-file", metavar="F", help="a file whose whole text is one more prompt")
     add("--prefix", metavar="TEXT", help="before every prompt; read and stored once")
@@ -80,7 +81,7 @@ def generate(arguments: argparse.Namespace) -> None:
     stats_file = checked_output("--stats-json", arguments.stats_json)
     # Before the heavy imports, so that a bad option is reported at once.
     from infinigen_jax.backend import widen_pinned_pool
-    from infinigen_jax.checkpoint import embedded, load
+    from infinigen_jax.checkpoint import load, model_folder
     from infinigen_jax.sampling import Sampling
     from infinigen_jax.user_cache import keep_programs
 
@@ -95,7 +96,7 @@ def generate(arguments: argparse.Namespace) -> None:
         say(line)
     widen_pinned_pool()
     keep_programs()
-    folder = embedded() if arguments.model is None else arguments.model
+    folder = model_folder(arguments.model)
     chosen = {"schedule": arguments.schedule, "check": arguments.check}
     model = load(folder, arguments.dtype, notify=say, weights=arguments.weights)
     engine = make_engine(model, policy, arguments, **chosen)

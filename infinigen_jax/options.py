@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from infinigen_jax.policies import Policy
     from infinigen_jax.pool import Pool
 
+# For the help of --model; `checkpoint.EMBEDDED` comes with JAX.
+OR_EMBEDDED = "or an embedded model: books-llama (default), tiny-llama or tiny-opt"
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "seed")  # fields of `sampling.Sampling`
 POLICY_OPTIONS = (
     "alpha",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import InputError, Parser, run_command
-from infinigen_jax.options import add_engine_options, make_policy
+from infinigen_jax.options import OR_EMBEDDED, add_engine_options, make_policy
 from infinigen_jax.output import checked_output, write_json
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Reckon memory and time of a generation, and recommend settings.",
     )
     add = parser.add_argument
-    add("--model", metavar="DIR", help="a folder with a config.json (default: embedded)")
+    add("--model", metavar="DIR", help=f"a folder with a config.json, {OR_EMBEDDED}")
     add("--context", type=int, required=True, metavar="N", help="tokens, prompt and new ones")
     add("--batch", type=int, default=1, metavar="B", help="sequences (default 1)")
     add("--device-memory", type=float, metavar="G", help="GiB (default: what this device has)")
@@ -59,11 +59,11 @@ def plan(arguments: argparse.Namespace) -> None:
     policy = make_policy(arguments)
     from infinigen_jax.advice import advise
     from infinigen_jax.backend import start_backend
-    from infinigen_jax.checkpoint import checked_dtype, embedded
+    from infinigen_jax.checkpoint import checked_dtype, model_folder
     from infinigen_jax.convert.reader import checked_folder, read_config
     from infinigen_jax.forecast import Planner, conversion_of
 
-    folder = checked_folder(embedded() if arguments.model is None else arguments.model)
+    folder = checked_folder(model_folder(arguments.model))
     _, config = read_config(folder)
     if arguments.context > config.max_positions:
         raise InputError(

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file
 from tiny import ROOT, TEXT, logits_of
 
-from infinigen_jax import checkpoint
+from infinigen_jax import checkpoint, evaluate, generate, plan
 from infinigen_jax.convert import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.safetensors_io import SafetensorsWriter
@@ -32,6 +32,24 @@ def test_embedded_models(name):
     assert not [word for word in ("/home", "/root", "/tmp", "/work") if word in text]
     with pytest.raises(InputError, match="no embedded model"):
         checkpoint.embedded("gpt")
+
+
+def test_embedded_models_by_name(command, tmp_path, monkeypatch):
+    """A folder of that name goes first, and every command says which names there are."""
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint.model_folder(None) == checkpoint.embedded("books-llama")
+    for name in checkpoint.EMBEDDED:
+        assert checkpoint.model_folder(name) == checkpoint.embedded(name)
+        for main, *sub in ((generate.main,), (plan.main,), (evaluate.main, "perplexity")):
+            status, out, _ = command(main, *sub, "--help")
+            assert status == 0 and name in out
+    given = ("--model", "tiny-opt", "--context", "64", "--device-memory", "1", "--host-memory", "1")
+    rates = ("--device-bandwidth", "1000", "--copy-bandwidth", "10")
+    assert command(plan.main, *given, *rates)[0] == 0
+    (tmp_path / "tiny-opt").mkdir()
+    status, out, err = command(plan.main, *given, *rates)
+    assert status == 2 and not out and "config.json" in err
+    assert "config.json" in command(generate.main, "--model", "tiny-opt", "--quiet")[2]
 
 
 @pytest.mark.parametrize("name", checkpoint.EMBEDDED)

@@ -21,7 +21,7 @@ from infinigen_jax.evaluation.naming import name_columns
 from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.plots import checked_plot
 from infinigen_jax.evaluation.report import percent, provenance, table
-from infinigen_jax.options import add_engine_options, unused_options
+from infinigen_jax.options import OR_EMBEDDED, add_engine_options, unused_options
 from infinigen_jax.output import checked_output, write_json
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> 
         of: what a batch is made of.
     """
     add = parser.add_argument
-    add("--model", metavar="DIR", help="converted or Hugging Face folder (default: embedded)")
+    add("--model", metavar="DIR", help=f"converted or Hugging Face folder, {OR_EMBEDDED}")
     add(
         "--batch",
         type=int,
@@ -109,10 +109,10 @@ class Session:
     def load(self) -> "Model":
         """The model, and whether it can have all configurations."""
         from infinigen_jax.backend import widen_pinned_pool
-        from infinigen_jax.checkpoint import embedded, load
+        from infinigen_jax.checkpoint import load, model_folder
         from infinigen_jax.user_cache import keep_programs
 
-        self.folder = embedded() if self.arguments.model is None else self.arguments.model
+        self.folder = model_folder(self.arguments.model)
         widen_pinned_pool()
         keep_programs()
         given = self.arguments
