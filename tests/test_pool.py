@@ -1,5 +1,6 @@
 """The host pool's directory against lists in plain Python."""
 
+import functools
 from typing import Any
 
 import jax
@@ -10,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinigen_jax.errors import InputError
+from infinigen_jax.memory import Placement, default_mesh
+from infinigen_jax.policies import Oracle
 from infinigen_jax.pool import (
     COUNTER_BITS,
+    POOL_EVICTIONS,
     Pool,
     first_used,
     held,
@@ -20,7 +24,9 @@ from infinigen_jax.pool import (
     parse_limit,
     touch,
 )
+from infinigen_jax.reuse import HotSet, forget, plan
 from infinigen_jax.selection import Request
+from infinigen_jax.transfer import XlaTransfer
 
 B, K = 2, 2
 # Eviction, size, window, sinks of the pool and of the device, share of recent rows.
@@ -35,6 +41,7 @@ inserted = jax.jit(insert, static_argnums=(0, 5))
 touched = jax.jit(touch, static_argnums=0)
 after_prompt = jax.jit(of_prompt, static_argnums=(0, 2, 3, 4))
 held_now = jax.jit(held, static_argnums=2)
+forgotten = jax.jit(forget)
 
 
 class Reference:
@@ -148,6 +155,83 @@ def test_against_dictionaries(data):
 def _at(rows: np.ndarray, slots: np.ndarray) -> np.ndarray:
     """Whether a slot had a row."""
     return rows[np.minimum(slots, len(rows) - 1)] >= 0
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def read(
+    pool: Pool,
+    policy: Oracle,
+    host: jax.Array,
+    positions: jax.Array,
+    used: jax.Array | None,
+    hot: HotSet,
+    scores: jax.Array,
+    now: jax.Array,
+) -> tuple[Request, jax.Array, jax.Array | None, HotSet]:
+    """A step's request and the rows that it gets, `used` and the hot set afterwards."""
+    there = held(positions, now, policy.window)
+    request = policy.choose(scores, now, 1.0, held=there)
+    used = None if used is None else touch(pool, used, request, now)
+    hot, made = plan(hot, request, now)
+    transfer = XlaTransfer()
+    ticket = transfer.start(host, jnp.int32(0), request, hot.rows, made, default_mesh())
+    _, rows, hot_rows = transfer.wait(ticket, jnp.zeros((B, 1)))
+    assert rows is not None and hot_rows is not None
+    return request, rows, used, hot._replace(rows=hot_rows)
+
+
+@pytest.mark.parametrize("eviction", POOL_EVICTIONS)
+@given(st.data())
+@settings(max_examples=6)
+def test_a_row_that_gave_way_is_never_read(eviction, data):
+    """Through a hot set, which must not keep it either.
+
+    A row is its token's position, and NaN once the reference has evicted it, until another is
+    written there. Rows that must not be read are the most wanted.
+    """
+    size, window, pool_sinks, device_sinks = 9, 3, 2, 1
+    pool = Pool(tokens=size, eviction=eviction, sinks=pool_sinks)
+    policy = Oracle(budget=0.5, sinks=device_sinks, window=window)
+    lengths = np.array(data.draw(st.tuples(st.integers(1, 24), st.integers(1, 24)), "lengths"))
+    rng = np.random.default_rng(data.draw(st.integers(0, 999), "seed"))
+    early = data.draw(st.sampled_from([0.0, 0.2]), "flushes that come early")
+    positions = after_prompt(pool, jnp.asarray(lengths, jnp.int32), K, size, device_sinks)
+    used = first_used(pool, positions)
+    rows = np.where(np.asarray(positions) >= 0, np.asarray(positions, np.float32), np.nan)
+    plain = [
+        [Reference(pool, size, window, sorted(head)) for head in row]
+        for row in contents(positions, used)
+    ]
+    hot, since = HotSet.empty(B, K, 6, 1, size, jnp.float32), 0
+    for _ in range(6 * window):
+        now = jnp.asarray(lengths, jnp.int32)
+        scores = rng.normal(size=(B, K, 1, size)).astype(np.float32)
+        live = rows[:, :, None] <= (lengths - window)[:, None, None, None]
+        scores = jnp.asarray(np.where(live, scores, 100.0), jnp.float32)
+        host = jax.device_put(rows[None, ..., None], Placement(default_mesh()).host)
+        request, got, used, hot = read(pool, policy, host, positions, used, hot, scores, now)
+        for i, j in np.ndindex(B, K):
+            seen = np.asarray(got)[i, j, : int(request.count[i, j]), 0].tolist()
+            allowed = {p for p in plain[i][j].rows if p <= lengths[i] - window}
+            assert len(set(seen)) == len(seen) and set(seen) <= allowed
+            assert seen or len(allowed) < 2
+            plain[i][j].request([int(p) for p in seen], int(lengths[i]))
+        lengths, since = lengths + 1, since + 1
+        if since < window and rng.random() >= early:
+            continue
+        since = 0
+        new = np.maximum(lengths - window, 0)[:, None] + np.arange(window)
+        given = jnp.asarray(new, jnp.int32), jnp.asarray(lengths, jnp.int32)
+        made = inserted(pool, positions, used, *given, device_sinks)
+        positions, used, hot = made.positions, made.used, forgotten(hot, made.slots)
+        for i, j in np.ndindex(B, K):
+            wanted = [p for p in new[i].tolist() if device_sinks <= p < lengths[i]]
+            fresh = [p for p in wanted if p not in plain[i][j].rows]
+            gone = plain[i][j].insert(fresh, int(lengths[i]))
+            rows[i, j, np.isin(rows[i, j], gone)] = np.nan
+            for p, slot in zip(new[i], np.asarray(made.slots)[i, j], strict=True):
+                if slot < size:
+                    rows[i, j, slot] = p
 
 
 def one_head(eviction: str, size: int, fetches: list[list[int]], **settings) -> tuple[Any, Any]:
