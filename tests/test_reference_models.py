@@ -151,6 +151,18 @@ def test_a_batch_depends_on_seed_step_and_stage_alone(corpus: Corpus) -> None:
     assert not np.array_equal(in_order[0].tokens, in_order[1].tokens)
 
 
+def test_processes_make_the_same_batches(corpus: Corpus) -> None:
+    _, first, second = SMOKE.stages
+    alone, batches = (Batches(corpus, SMOKE, 3, processes) for processes in (0, 1))
+    try:
+        for step, stage in enumerate((first, first, second, second)):
+            made = batches.get(step, stage)
+            jax.tree.map(np.testing.assert_array_equal, made, alone.make(step, stage))
+    finally:
+        alone.close()
+        batches.close()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_synthetic_answers_are_what_their_facts_say(corpus: Corpus, kind: str) -> None:
     tokenizer = corpus.tokenizer

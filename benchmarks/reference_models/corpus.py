@@ -55,6 +55,7 @@ class Corpus:
     tokenizer: Tokenizer
     tokenizer_json: str
     fingerprint: str
+    folder: Path
 
 
 def prepare(books: Path, destination: Path, size: Size, tokenizer: Path | None) -> None:
@@ -103,7 +104,7 @@ def open_corpus(folder: Path) -> Corpus:
         raise InputError(f"{folder}: prepared by another version; delete it")
     fingerprint = hashlib.sha256((text + tokenizer_json).encode()).hexdigest()
     made = Tokenizer.from_str(tokenizer_json)
-    return Corpus(splits["train"], splits["val"], made, tokenizer_json, fingerprint)
+    return Corpus(splits["train"], splits["val"], made, tokenizer_json, fingerprint, folder)
 
 
 def held_out(books: Path, tokenizer: Tokenizer) -> Tokens:

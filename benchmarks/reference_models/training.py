@@ -42,6 +42,7 @@ from infinigen_jax.models import blueprint, config_from_hf
 CHECKPOINT = "checkpoint.npz"
 VALIDATIONS = 10  # parts of the training, with a validation behind each
 QUICK_WINDOWS = 16  # of such a validation
+BATCH_PROCESSES = 4  # that make batches for a GPU
 IN_FLIGHT = 2  # steps dispatched before the oldest is waited for
 POINTS = 400  # of the curve, at most, about
 VALIDATIONS_SHARE = 0.05  # of the time, at most, where that is given
@@ -118,7 +119,9 @@ class _Job:
 
     def run(self, stopping: Callable[[], bool]) -> bool:
         """Steps until the clock has run out (True) or somebody wants it to stop (False)."""
-        batches = Batches(self.corpus, self.size, self.settings.seed)
+        # A GPU's step may be over before one thread of Python has made a batch.
+        processes = BATCH_PROCESSES if jax.default_backend() == "gpu" else 0
+        batches = Batches(self.corpus, self.size, self.settings.seed, processes)
         try:
             self._warm_up(batches)
             return self._steps(batches, stopping)
@@ -217,9 +220,10 @@ class _Job:
     def _warm_up(self, batches: Batches) -> None:
         """Compile before the clock starts, then fix how long the training may take."""
         begun = time.monotonic()
-        for stage in dict.fromkeys(self.size.stages):
-            if stage.until > self.clock.progress:
-                self._compile(batches.make(0, stage))
+        for stage in self.size.stages:
+            batch = batches.make(0, stage)
+            if stage.until > self.clock.progress and batch.tokens.shape not in self.compiled:
+                self._compile(batch)
         start = time.monotonic()
         if self.clock.progress < 1:
             self.validate(QUICK_WINDOWS)
