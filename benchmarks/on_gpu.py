@@ -9,8 +9,6 @@ notes.
 
 import argparse
 import dataclasses
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.files import note
+from benchmarks.processes import run_within
 from infinigen_jax.cuda import first_use
 
 GRACE = 20.0  # seconds that a piece may go on behind its cap, to end what it has begun
@@ -150,25 +149,12 @@ def _check(summary: Path, log: Any) -> str:
 
 def _run_piece(piece: Piece, out: Path, cap: float, limit: float, log: Any) -> tuple[str, str]:
     """Its status, and what it wrote to stdout."""
-    command = [sys.executable, "-m", *piece.command]
-    command += ["--json", str(out / f"{piece.name}.json"), "--cap-seconds", f"{cap:.0f}"]
-    log.write(f"\n$ {' '.join(command)}\n")
-    log.flush()
-    process = subprocess.Popen(
-        command,
-        env=os.environ | dict(piece.environment),
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        start_new_session=True,  # so that its own processes can be ended with it
-    )
-    try:
-        text, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        text, _ = process.communicate()
+    command = [*piece.command, "--json", str(out / f"{piece.name}.json")]
+    command += ["--cap-seconds", f"{cap:.0f}"]
+    status, text = run_within(command, limit, log, dict(piece.environment))
+    if status is None:
         return "out of time", text
-    return "done" if process.returncode == 0 else f"status {process.returncode}", text
+    return "done" if status == 0 else f"status {status}", text
 
 
 if __name__ == "__main__":

@@ -2,5 +2,5 @@
 
 `recipes` says what is trained; `books`, `corpus`, `synthetic` and `batches` make the tokens;
 `model`, `schedule` and `checkpoints` are the training; `export` writes a Hugging Face folder.
-Commands: `train` and `report`.
+Commands: `train`, `report`, and `on_gpu`, which does everything in limited time.
 """

@@ -1,6 +1,7 @@
 """What a model is worth, and what selection can expect of its attention.
 
     python -m benchmarks.reference_models.report --model DIR --books DIR [--json FILE]
+    python -m benchmarks.reference_models.report --model DIR --data DIR [--json FILE]
 
 Validation loss on held-out books, accuracy of long-range lookups with the full cache, outlier
 channels, similarity of consecutive layers' inputs, concentration of the attention. A table on
@@ -19,7 +20,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m benchmarks.reference_models.report", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--books", type=Path, required=True, help="folder of books_val*.tar.xz")
+    held_out = parser.add_mutually_exclusive_group(required=True)
+    held_out.add_argument("--books", type=Path, help="folder of books_val*.tar.xz")
+    held_out.add_argument("--data", type=Path, help="the model's own prepared tokens")
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--windows", type=int, default=48, help="for the validation loss")
     parser.add_argument("--statistics-windows", type=int, default=4)
@@ -56,21 +59,34 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.machine import describe
     from benchmarks.reference_models.attention import best_attention
     from benchmarks.reference_models.batches import passage, windows
-    from benchmarks.reference_models.corpus import held_out
+    from benchmarks.reference_models.corpus import held_out, open_corpus
     from benchmarks.reference_models.folder import read_folder
     from benchmarks.reference_models.model import Training, logits, token_losses
     from benchmarks.reference_models.needles import needle_accuracy
     from benchmarks.reference_models.statistics import layer_statistics
     from benchmarks.reference_models.synthetic import SHORTEST, Synthetic
     from benchmarks.reference_models.validation import validate
+    from infinigen_jax.prompt_attention import causal_attention
+    from infinigen_jax.user_cache import keep_programs
+
+    keep_programs()
 
     model = read_folder(options.model)
     context = model.config.max_positions
     lengths = options.lengths or sorted({max(context // n, SHORTEST) for n in (4, 2, 1)})
     if not all(SHORTEST <= length <= context for length in lengths):
         raise InputError(f"--lengths: the model takes {SHORTEST} to {context} tokens")
-    split = held_out(options.books, model.tokenizer)
-    training = Training(model.plan, best_attention(jnp.float32), remat=False)
+    if options.data:
+        corpus = open_corpus(options.data)
+        if corpus.tokenizer.to_str() != model.tokenizer.to_str():
+            raise InputError(f"--data {options.data}: not of this model's tokenizer; give --books")
+        split = corpus.val
+    else:
+        split = held_out(options.books, model.tokenizer)
+    # Without a gradient; the other one is a program of hundreds of products on a GPU.
+    on_cpu = jax.default_backend() == "cpu"
+    attention = best_attention(jnp.float32) if on_cpu else causal_attention
+    training = Training(model.plan, attention, remat=False)
 
     @jax.jit
     def losses(params, tokens):

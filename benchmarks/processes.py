@@ -1,0 +1,53 @@
+"""Modules of this package as processes whose time is limited."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import IO
+
+
+def run_within(
+    command: Iterable[str],
+    limit: float,
+    log: IO[str],
+    environment: dict[str, str] | None = None,
+    gently: float = 0.0,
+) -> tuple[int | None, str]:
+    """Run `python -m command`; what it writes to stderr goes to `log`.
+
+    Args:
+        limit: seconds; then it is ended, and what it started with it.
+        environment: further variables.
+        gently: seconds behind the limit that it has to end by itself, told to by SIGTERM.
+
+    Returns:
+        its exit status, None where it had to be ended, and what it wrote to stdout.
+    """
+    whole = [sys.executable, "-m", *command]
+    log.write(f"\n$ {' '.join(whole)}\n")
+    log.flush()
+    process = subprocess.Popen(
+        whole,
+        env=os.environ | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        start_new_session=True,  # so that its own processes can be ended with it
+    )
+    try:
+        text, _ = process.communicate(timeout=limit)
+        return process.returncode, text
+    except subprocess.TimeoutExpired:
+        pass
+    if gently > 0:
+        process.terminate()
+        try:
+            text, _ = process.communicate(timeout=gently)
+            return process.returncode, text
+        except subprocess.TimeoutExpired:
+            pass
+    os.killpg(process.pid, signal.SIGKILL)
+    text, _ = process.communicate()
+    return None, text
