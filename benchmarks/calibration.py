@@ -1,6 +1,6 @@
 """What a calibration is worth at positions that its text does not reach.
 
-    python -m benchmarks.calibration --model infinigen_jax/embedded/tiny-llama --text BOOK
+    python -m benchmarks.calibration --model tiny-llama --text BOOK
 
 The model is converted three times with the same tokens: in windows of all its positions; in short
 windows, taken for what they are; and in short windows whose moments are spread over all positions
@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks import machine
 from benchmarks.files import RESULTS, note, write_json
-from infinigen_jax.checkpoint import load
+from infinigen_jax.checkpoint import load, model_folder
 from infinigen_jax.convert import calibrate, convert, pipeline
 from infinigen_jax.engine import Engine
 from infinigen_jax.evaluation.recall import study_windows, summary
@@ -70,7 +70,9 @@ def main(argv: list[str] | None = None) -> int:
             continue
         with tempfile.TemporaryDirectory() as folder:
             with calibrating(way, options.seen):
-                model = load(convert(options.model, Path(folder) / "converted"), "float32")
+                model = load(
+                    convert(model_folder(str(options.model)), Path(folder) / "converted"), "float32"
+                )
             for name, policy in policies(options.budget).items():
                 known = {"calibration": way, "policy": name}
                 result["lines"].append(known | found(model, policy, options))

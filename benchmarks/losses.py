@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.files import RESULTS, note, write_json
-from infinigen_jax.checkpoint import EMBEDDED, Model, embedded, load
+from infinigen_jax.checkpoint import Model, load, model_folder
 from infinigen_jax.errors import Parser, run_command
 
 
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(options: argparse.Namespace) -> None:
     lines: list[dict[str, Any]] = []
     for name in options.models:
-        model = load(embedded(name) if name in EMBEDDED else name)
+        model = load(model_folder(name))
         lines += losses(Path(name).name, model)
     write_json(options.json, {"benchmark": "losses", "machine": machine.describe(), "lines": lines})
     print(table(lines))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.files import RESULTS, note
 from benchmarks.quality_tables import write_tables
-from infinigen_jax.checkpoint import EMBEDDED, embedded
+from infinigen_jax.checkpoint import EMBEDDED, model_folder
 from infinigen_jax.convert.reader import read_config
 from infinigen_jax.errors import InputError, Parser, run_command
 
@@ -256,7 +256,7 @@ def run(name: str, model: str, text: Path | None, out: Path) -> None:
     if result.exists():
         note(f"{result}: there already")
         return
-    folder = embedded(model) if model in EMBEDDED else Path(model)
+    folder = model_folder(model)
     result.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as made:
         if experiment.conversion:

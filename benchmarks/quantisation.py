@@ -82,7 +82,12 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.quantisation", description="Measure smaller rows and indexes."
     )
     add = parser.add_argument
-    add("--models", type=Path, nargs="+", help="folders (default: the models of the package)")
+    add(
+        "--models",
+        type=Path,
+        nargs="+",
+        help="folders, or names of embedded models (default: those)",
+    )
     add("--text", type=Path, default=CALIBRATION, help="read by the models")
     add("--tokens", type=int, default=1024, help="of the text, at most (default 1024)")
     add("--capacity", type=int, default=16384, help="slots of the index whose time is taken")
@@ -106,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     for folder in folders:
         note(f"{folder.name}: reading the text")
-        model = checkpoint.load(folder)
+        model = checkpoint.load(checkpoint.model_folder(str(folder)))
         assert model.tokenizer is not None
         tokens = model.tokenizer.encode(text)[: min(options.tokens, model.config.max_positions)]
         inputs, samples = read(model, tokens)

@@ -79,10 +79,11 @@ def main(argv: list[str] | None = None) -> int:
 def measure_model(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Every budget, size and eviction with one model."""
     import infinigen_jax as ig
+    from infinigen_jax.checkpoint import model_folder
     from infinigen_jax.evaluation.scoring import score_windows
     from infinigen_jax.evaluation.texts import read_text, tokenize
 
-    model = ig.load(folder, options.dtype)
+    model = ig.load(model_folder(folder), options.dtype)
     text = tokenize(read_text(options.text), model.tokenizer, model.config.vocab_size)
     size = min(options.window, model.config.max_positions)
     windows = text.cut(size, options.windows)
