@@ -186,20 +186,32 @@ class IndexFormat:
         if not self.quantised:
             leading = index[:, :, :columns].astype(jnp.float32)
             return jnp.einsum("bkgt,bkct->bkgc", weights, leading, precision="highest")
-        bits = CODE_BITS[self.name]
-        words = index[:, :, None, : -(-columns * bits // 32), None]
-        shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32)[:, None]
+        words = index[:, :, : -(-columns * CODE_BITS[self.name] // 32)]
+        weighted = weights * _step(index[:, :, -1])[:, :, None]
+        codes = self._code_sums(weighted, words)[..., :columns]
+        # Not as a product of the two: XLA for the CPU takes several times as long for that.
+        lows = weights * _low(index[:, :, -1])[:, :, None]
+        ones = jnp.ones(lows.shape[-1], jnp.float32)
+        lows = jnp.einsum("bkgt,t->bkg", lows, ones, precision="highest")
+        return codes + lows[..., None]
 
-        def term(weight: Array, words: Array, parameters: Array) -> Array:
-            codes = (words >> shifts) & jnp.uint32(2**bits - 1)
+    def _code_sums(
+        self, weights: Float[Array, "b k g t"], words: UInt32[Array, "b k v t"]
+    ) -> Float[Array, "b k g c"]:
+        """Weighted sums of the codes in words.
+
+        A dot product would have the codes written out in float32 first.
+        """
+        bits, (b, k, g, _) = CODE_BITS[self.name], weights.shape
+        shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32)[None, None, None, None, :, None]
+
+        def term(weight: Array, word: Array) -> Array:
+            codes = (word >> shifts) & jnp.uint32(2**bits - 1)
             # By way of int32, which every vector unit can convert.
-            codes = codes.astype(jnp.int32).astype(jnp.float32)
-            return weight * (_step(parameters) * codes + _low(parameters))
+            return weight * codes.astype(jnp.int32).astype(jnp.float32)
 
-        # A dot product would have the codes written out in float32 first.
-        parameters = index[:, :, None, None, -1:]
-        sums = summed(term, weights[:, :, :, None, None], words, parameters)
-        return sums.reshape(*weights.shape[:3], -1)[..., :columns]
+        sums = summed(term, weights[:, :, :, None, None], words[:, :, None, :, None])
+        return sums.reshape(b, k, g, -1)
 
     def _products(
         self, query: Float[Array, "*w c"], words: UInt32[Array, "*v t"]
