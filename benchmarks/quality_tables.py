@@ -171,10 +171,9 @@ def parts_table(folder: Path) -> str:
 
 def rows_table(folder: Path) -> str:
     """Rows on the host in fewer bits, of the full cache and of the default."""
-    kinds = ("auto", "int8", "int4")
-    names = {"auto": "as they are"}
-    head, made = [""], [[f"infinigen, rows {names.get(kind, kind)}"] for kind in kinds]
-    made += [[f"full cache, rows {names.get(kind, kind)}"] for kind in kinds]
+    kinds = ("exact", "int8", "int4")
+    head, made = [""], [[f"infinigen, {kind} rows"] for kind in kinds]
+    made += [[f"full cache, {kind} rows"] for kind in kinds]
     for model, lines in measured_models(folder, "perplexity-rows").items():
         head.append(model)
         for cells, (policy, kind) in zip(
