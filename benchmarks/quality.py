@@ -28,6 +28,7 @@ RECALL = ("--windows", "16", "--batch", "16", *BUDGETS)
 FIGURES = ("kv-size", "chunks", "skewing", "sensitivity", "long-context", "pool")
 # Recent tokens whose rows take the memory of InfiniGen's index and tail, beside the usual 32.
 EQUAL = ":window=120"
+EQUAL_BFLOAT16 = ":window=208"  # of rows in bfloat16, which are half as long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +69,12 @@ def _perplexity(*arguments: str, models: tuple[str, ...] | None = None) -> Exper
     )
 
 
-def _equal_memory(model: str, dense_layers: int) -> Experiment:
+def _equal_memory(
+    model: str, dense_layers: int, own: str = "infinigen", equal: str = EQUAL
+) -> Experiment:
     """With as many dense layers as the conversion wants, for all policies."""
-    policies = [f"{name}{EQUAL}" for name in ("quest", "h2o", "window", "previous-query")]
-    asked = ("--dense-layers", str(dense_layers), "--policy", "full", "infinigen", *policies)
+    policies = [f"{name}{equal}" for name in ("quest", "h2o", "window", "previous-query")]
+    asked = ("--dense-layers", str(dense_layers), "--policy", "full", own, *policies)
     return _perplexity(*BUDGETS, *asked, models=(model,))
 
 
@@ -115,6 +118,12 @@ EXPERIMENTS = {
     "perplexity-equal-memory-books-llama": _equal_memory("books-llama", 0),
     "perplexity-equal-memory-tiny-llama": _equal_memory("tiny-llama", 1),
     "perplexity-equal-memory-tiny-opt": _equal_memory("tiny-opt", 2),
+    **{
+        f"perplexity-equal-memory-ahead-{model}": _equal_memory(
+            model, dense_layers, "infinigen:query=corrected", EQUAL_BFLOAT16
+        )
+        for model, dense_layers in (("books-llama", 2), ("tiny-llama", 1), ("tiny-opt", 2))
+    },
     "perplexity-tail": _perplexity(
         *(*BUDGETS, *ALPHA),
         *("--policy", "full", "infinigen:tail=false", "infinigen:tail_tokens=0"),

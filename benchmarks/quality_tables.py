@@ -101,11 +101,11 @@ def books_table(folder: Path) -> str:
     return by_model(folder, "perplexity-books", rows, {})
 
 
-def equal_memory_table(folder: Path) -> str:
+def equal_memory_table(folder: Path, name: str = "perplexity-equal-memory") -> str:
     """All policies, with the device memory that InfiniGen takes."""
     names = ("quest", "h2o", "window", "previous-query")
     rows = {"**infinigen**": ("infinigen", {})} | {name: (name, {}) for name in names}
-    return by_model(folder, "perplexity-equal-memory", rows, {})
+    return by_model(folder, name, rows, {})
 
 
 def tail_table(folder: Path) -> str:
@@ -272,6 +272,9 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "perplexity": perplexity_table,
     "books": books_table,
     "equal memory": equal_memory_table,
+    "equal memory ahead": lambda folder: equal_memory_table(
+        folder, "perplexity-equal-memory-ahead"
+    ),
     "tail": tail_table,
     "alphas ahead": alphas_ahead_table,
     "layer budgets": layer_budgets_table,
