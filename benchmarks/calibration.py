@@ -70,9 +70,8 @@ def main(argv: list[str] | None = None) -> int:
             continue
         with tempfile.TemporaryDirectory() as folder:
             with calibrating(way, options.seen):
-                model = load(
-                    convert(model_folder(str(options.model)), Path(folder) / "converted"), "float32"
-                )
+                source = model_folder(str(options.model))
+                model = load(convert(source, Path(folder) / "converted"), "float32")
             for name, policy in policies(options.budget).items():
                 known = {"calibration": way, "policy": name}
                 result["lines"].append(known | found(model, policy, options))

@@ -81,19 +81,9 @@ def _equal_memory(
 def _retrieval(
     text: str | None, *arguments: str, tasks: tuple[str, ...] = ("needle",), length: int = 1024
 ) -> Experiment:
-    asked = (
-        "--task",
-        *tasks,
-        "--items",
-        "10",
-        "--length",
-        str(length),
-        "--batch",
-        "50",
-        *arguments,
-    )
+    asked = ("--task", *tasks, "--items", "10", "--batch", "50", "--length", str(length))
     program = ("infinigen_jax.evaluate", "retrieval")
-    return Experiment(program, asked, False, ("books-llama",), text)
+    return Experiment(program, (*asked, *arguments), False, ("books-llama",), text)
 
 
 POLICIES = (
