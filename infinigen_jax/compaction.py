@@ -134,11 +134,12 @@ def nth_marks(
         rest, bits, position = state
         half = WORD // 2 >> step
         lower = lax.population_count(bits & jnp.uint32((1 << half) - 1)).astype(jnp.int32)
-        upper = rest >= lower
+        # Not by selecting, which takes twice as long on the CPU.
+        upper = (rest >= lower).astype(jnp.int32)
         return (
-            jnp.where(upper, rest - lower, rest),
-            jnp.where(upper, bits >> jnp.uint32(half), bits),
-            jnp.where(upper, position + half, position),
+            rest - lower * upper,
+            bits >> (upper * half).astype(jnp.uint32),
+            position + upper * half,
         )
 
     state = (nth - before, words[row, word], word * WORD)

@@ -187,30 +187,35 @@ class IndexFormat:
             leading = index[:, :, :columns].astype(jnp.float32)
             return jnp.einsum("bkgt,bkct->bkgc", weights, leading, precision="highest")
         words = index[:, :, : -(-columns * CODE_BITS[self.name] // 32)]
-        weighted = weights * _step(index[:, :, -1])[:, :, None]
-        codes = self._code_sums(weighted, words)[..., :columns]
-        # Not as a product of the two: XLA for the CPU takes several times as long for that.
-        lows = weights * _low(index[:, :, -1])[:, :, None]
-        ones = jnp.ones(lows.shape[-1], jnp.float32)
-        lows = jnp.einsum("bkgt,t->bkg", lows, ones, precision="highest")
+        codes = self._code_sums(weights, words, index[:, :, -1:])[..., :columns]
+        lows = summed(lambda weight, last: weight * _low(last), weights, index[:, :, -1:])
         return codes + lows[..., None]
 
     def _code_sums(
-        self, weights: Float[Array, "b k g t"], words: UInt32[Array, "b k v t"]
+        self,
+        weights: Float[Array, "b k g t"],
+        words: UInt32[Array, "b k v t"],
+        parameters: UInt32[Array, "b k 1 t"],
     ) -> Float[Array, "b k g c"]:
-        """Weighted sums of the codes in words.
+        """Weighted sums of the codes in words, times their tokens' steps.
 
-        A dot product would have the codes written out in float32 first.
+        A dot product would have the codes written out in float32 first. The steps are multiplied
+        with for each code anew, which is less than to write the products and to read them.
         """
         bits, (b, k, g, _) = CODE_BITS[self.name], weights.shape
         shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32)[None, None, None, None, :, None]
 
-        def term(weight: Array, word: Array) -> Array:
+        def term(weight: Array, last: Array, word: Array) -> Array:
             codes = (word >> shifts) & jnp.uint32(2**bits - 1)
             # By way of int32, which every vector unit can convert.
-            return weight * codes.astype(jnp.int32).astype(jnp.float32)
+            return weight * _step(last) * codes.astype(jnp.int32).astype(jnp.float32)
 
-        sums = summed(term, weights[:, :, :, None, None], words[:, :, None, :, None])
+        sums = summed(
+            term,
+            weights[:, :, :, None, None],
+            parameters[:, :, :, None, None],
+            words[:, :, None, :, None],
+        )
         return sums.reshape(b, k, g, -1)
 
     def _products(

@@ -14,8 +14,9 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 LANES = 64  # pieces are of a multiple of so many tokens
+# Pieces of what is in the processor's nearest cache: a sum has less to write the more there are.
 AT_ONCE = 64
-# Of a reduction that only reads: more streams than the processor reads ahead for are slower.
+# Of what is not: more streams than the processor reads ahead for are slower.
 STREAMS = 8
 
 
@@ -26,7 +27,8 @@ def summed(term: Callable[..., Array], *arrays: Shaped[Array, "..."]) -> Array:
         term: given a piece of each array.
         arrays: the last axis is of tokens, a multiple of LANES.
     """
-    return jnp.sum(_folded(jnp.add, term, AT_ONCE, *arrays), axis=-1)
+    terms = _folded(jnp.add, term, STREAMS, *arrays)
+    return jnp.sum(_folded(jnp.add, lambda x: x, AT_ONCE, terms), axis=-1)
 
 
 @jax.jit  # traced once for all layers of a step
