@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.joined import part_of, split
+from infinigen_jax.models.products import dot_general
 from infinigen_jax.models.rope import Rope
 
 Params = dict[str, Any]
@@ -193,7 +194,15 @@ def blueprint(config: ModelConfig, dtype: Any) -> Blueprint:
 
 def linear(inputs: int, outputs: int, bias: bool, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
     """A dense projection whose kernel is `[inputs, outputs]`, parameters in `dtype`."""
-    return nnx.Linear(inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
+    return nnx.Linear(
+        inputs,
+        outputs,
+        use_bias=bias,
+        dtype=dtype,
+        param_dtype=dtype,
+        dot_general=dot_general,
+        rngs=rngs,
+    )
 
 
 def random_params(config: ModelConfig, dtype: Any, seed: int = 0) -> Params:

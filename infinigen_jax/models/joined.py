@@ -11,6 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from infinigen_jax.models.products import product
+
 Params = dict[str, Any]
 
 
@@ -44,7 +46,7 @@ def part_of(joined: Params, begin: int, end: int | None) -> Callable[[Array], Ar
     """
 
     def project(a: Float[Array, "*b e"]) -> Float[Array, "*b w"]:
-        y = a @ joined["kernel"]
+        y = product(a, joined["kernel"])
         if "bias" in joined:
             y = y + jnp.broadcast_to(joined["bias"], y.shape)
         return y[..., begin:end]
