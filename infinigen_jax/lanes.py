@@ -27,8 +27,14 @@ def summed(term: Callable[..., Array], *arrays: Shaped[Array, "..."]) -> Array:
         term: given a piece of each array.
         arrays: the last axis is of tokens, a multiple of LANES.
     """
-    terms = _folded(jnp.add, term, STREAMS, *arrays)
-    return jnp.sum(_folded(jnp.add, lambda x: x, AT_ONCE, terms), axis=-1)
+
+    def in_pieces(*arrays: Array) -> Array:
+        terms = _folded(jnp.add, term, STREAMS, *arrays)
+        return jnp.sum(_folded(jnp.add, lambda x: x, AT_ONCE, terms), axis=-1)
+
+    return lax.platform_dependent(
+        *arrays, cpu=in_pieces, default=lambda *arrays: jnp.sum(term(*arrays), axis=-1)
+    )
 
 
 @jax.jit  # traced once for all layers of a step
