@@ -1,11 +1,12 @@
-"""Keeping XLA for the CPU from computing a value again wherever it is used."""
+"""When XLA for the CPU computes what: barriers are gone before it fuses and before it decides on
+copies, so that it takes conditions and numbers that it cannot know."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float, Shaped
 
 
 def apart(compute: Callable[[], Array]) -> Array:
@@ -18,3 +19,13 @@ def apart(compute: Callable[[], Array]) -> Array:
     shape = jax.eval_shape(compute)
     always = lax.optimization_barrier(jnp.bool_(True))  # which XLA must not know
     return lax.cond(always, compute, lambda: jnp.zeros(shape.shape, shape.dtype))
+
+
+def behind(x: Shaped[Array, "*b w"], made: Float[Array, "*b d"]) -> Shaped[Array, "*b w"]:
+    """x, when `made` has been computed; w is a multiple of d.
+
+    What is then written in the place of something that `made` was read from needs no copy of it.
+    """
+    never = jnp.isnan(made) & jnp.isinf(made)
+    parts = x.reshape(*made.shape[:-1], -1, made.shape[-1])
+    return jnp.where(never[..., None, :], jnp.zeros((), x.dtype), parts).reshape(x.shape)

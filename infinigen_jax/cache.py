@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from infinigen_jax.apart import behind
 from infinigen_jax.attention import Part, packed
 from infinigen_jax.bits import from_kept, to_kept
 from infinigen_jax.pool import Kept
@@ -204,8 +205,12 @@ class Resident(NamedTuple):
             values = summed(leaving)[:, :, 0].astype(jnp.float32)
             values = jnp.where((gone >= slots.sinks)[:, None, None], values, 0.0)
             block = jnp.maximum(gone, 0) // slots.tail_block if slots.tail_block else gone * 0
-            before = jnp.take_along_axis(left, block[:, None, None, None], axis=2)[:, :, 0]
+            at = block[:, None, None, None]
+            before = jnp.take_along_axis(left, at, axis=2)[:, :, 0]
             left = _put(left, before + values, block)
+            # What the barrier does elsewhere: XLA removes it for a CPU before it decides on copies.
+            made = jnp.take_along_axis(left, at, axis=2)[:, :, 0]
+            row = lax.platform_dependent(row, made, cpu=behind, default=lambda row, _: row)
         return Resident(_put(rows, row, slot), left)
 
     def part(self, position: Int[Array, " b"], slots: Slots) -> Part:

@@ -232,11 +232,14 @@ def _top_marks(
     words = pack_marks(there)
     above = marked(words)
 
-    def search() -> tuple[Array, Array]:
+    def search(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        there = state[0]
         mask = _searched(jnp.where(there, rank, -jnp.inf), count, there, above)
-        return mask, pack_marks(mask)
+        return mask, pack_marks(mask), jnp.bool_(False)
 
-    return lax.cond(jnp.all(above == count), lambda: (there, words), search)
+    # One pass, or none: a condition would copy the marks where it has nothing to do.
+    state = there, words, jnp.any(above != count)
+    return lax.while_loop(lambda state: state[2], search, state)[:2]
 
 
 def _searched(

@@ -88,13 +88,14 @@ def without_predicted(
     """v - z S of tokens, float32, for the sums that blocks keep.
 
     Args:
-        weights: "slope" [k, c, d], and as in `speculation.speculation_weights`.
+        weights: "slope" [k, c, d]; "leading" [k, d, c], the keys' change of basis as far as it is
+            used, if there is one; "centre" as in `speculation.speculation_weights`.
     """
     slope = weights["slope"]
     keys, count = keys.astype(jnp.float32), slope.shape[1]
     with jax.default_matmul_precision("highest"):
-        if "key" in weights:
-            entries = jnp.einsum("bknd,kdc->bknc", keys, weights["key"][..., :count])
+        if "leading" in weights:
+            entries = jnp.einsum("bknd,kdc->bknc", keys, weights["leading"])
         else:
             entries = keys[..., :count]
         if "centre" in weights:

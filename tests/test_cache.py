@@ -259,6 +259,30 @@ def copies(hlo: str) -> list[int]:
     return [int(np.prod([int(n) for n in shape.split(",") if n] or [1])) for shape in shapes]
 
 
+def test_a_token_is_written_to_the_ring_where_it_lies():
+    """Though what it drives out is read from it, by more than one operation."""
+    slots, matrix = Slots(4, 16, 8), jnp.ones((2, 8, 8))
+    local = Resident.empty(1, 2, 16, slots, jnp.float32, blocks=8)
+
+    def summed(rows: jax.Array) -> jax.Array:
+        keys, values = jnp.split(rows, 2, axis=-1)
+        return values - jnp.einsum("bknd,kde->bkne", keys, matrix)
+
+    def write(local: Resident, row: jax.Array, position: jax.Array) -> Resident:
+        return local.write(row, position, slots, summed)
+
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(40, 1, 2, 16)), jnp.float32)
+    program = jax.jit(write, donate_argnums=0).lower(local, rows[0], jnp.array([3])).compile()
+    assert max(copies(program.as_text() or ""), default=0) < local.rows.size
+    for position, row in enumerate(rows):
+        local = program(local, row, jnp.array([position]))
+    assert local.left is not None
+    gone = summed(rows[4:24].transpose(1, 2, 0, 3)).astype(jnp.float32)
+    blocks = jnp.pad(gone, ((0, 0), (0, 0), (4, 0), (0, 0))).reshape(1, 2, 3, 8, 8).sum(axis=3)
+    np.testing.assert_allclose(local.left[:, :, :3], blocks, atol=1e-5)
+    np.testing.assert_array_equal(local.left[:, :, 3:], 0)
+
+
 def test_the_programs_hold_no_copy_of_a_layer():
     shape = (3, 2, 2, 4096, 16)
     cache = allocate_host(shape, jnp.float32, MESH)

@@ -1,5 +1,7 @@
 """From scores to slots: the counting rule, the ranking of a group, and the exact top-k."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from infinigen_jax.selection import (
     group_margin,
     group_rank,
     select,
+    top_choice,
     top_mask,
     top_slots,
 )
@@ -341,3 +344,13 @@ def test_masked_scores_are_selected_from_alike(mode, each_head):
     for place in np.ndindex(2, 3):
         listed = np.sort(np.asarray(request.slots[place])[: int(request.count[place])])
         np.testing.assert_array_equal(listed, np.flatnonzero(request.chosen[place]))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="elsewhere nothing is searched")
+def test_marks_that_are_not_searched_are_not_copied():
+    rank = jnp.zeros((1, 2, 4096))
+    choose = jax.jit(lambda rank, count: top_choice(rank, count, 64, rank > 1)[1:])
+    text = choose.lower(rank, jnp.array([[3, 64]])).compile().as_text()
+    assert text is not None
+    main = text[text.index("\nENTRY") :]
+    assert "while(" in main and not re.search(r"= (pred|u32)\S+ (copy|conditional)\(", main)

@@ -130,7 +130,7 @@ def test_values_that_follow_from_their_keys_are_attended_exactly(dtype, toleranc
     basis = normal(k, d, d, seed=4) if with_basis else np.broadcast_to(np.eye(d), (k, d, d))
     basis = jnp.asarray(basis, jnp.float32)
     weights = {"slope": jnp.einsum("kcd,kde->kce", jnp.linalg.inv(basis), linear)}
-    weights |= {"key": basis} if with_basis else {}
+    weights |= {"leading": basis} if with_basis else {}
     weights["centre"] = jnp.asarray(normal(k, d, seed=5))
     entries = jnp.einsum("bktd,kdc->bkct", keys, basis) - weights["centre"][None, :, :, None]
     own = jnp.einsum("bkgd,kcd->bkgc", q, jnp.linalg.inv(basis))

@@ -225,10 +225,11 @@ class InfiniGen(Budgeted):
         if self.tail_block or not self.lead:
             weights |= own_query_weights(weights)
         if self.tail_block and self.tail_columns and model.tail_moments is not None:
-            unchanged = jnp.broadcast_to(
-                jnp.eye(config.head_dim), (config.num_kv_heads, config.head_dim, config.head_dim)
-            )
-            columns = weights.get("key", unchanged)[..., : self.tail_columns]
+            if "key" in weights:
+                columns = weights["leading"] = weights["key"][..., : self.tail_columns]
+            else:
+                unchanged = jnp.eye(config.head_dim)[None, :, : self.tail_columns]
+                columns = jnp.repeat(unchanged, config.num_kv_heads, axis=0)
             keys, cross = (moment[layer] for moment in model.tail_moments)
             weights["slope"] = fit_slope(keys, cross, columns)
         return weights
