@@ -121,6 +121,10 @@ EXPERIMENTS = {
         *("infinigen:tail_tokens=16", "infinigen:tail_tokens=1"),
         *("infinigen:alpha=4", "infinigen:alpha=inf"),
     ),
+    "perplexity-columns": _perplexity(
+        *(*BUDGETS, "--policy", "full"),
+        *(f"infinigen:partial_ratio={ratio}" for ratio in (1, 0.75, 0.5)),
+    ),
     "perplexity-alpha-ahead": _perplexity(
         *(*BUDGETS, "--policy", "full"),
         *("infinigen:query=corrected,alpha=4", "infinigen:query=corrected,alpha=5"),

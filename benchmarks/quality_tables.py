@@ -134,6 +134,14 @@ def alphas_ahead_table(folder: Path) -> str:
     return by_model(folder, "perplexity-alpha-ahead", rows, traffic)
 
 
+def columns_table(folder: Path) -> str:
+    """An index of fewer columns; by the layer's own query."""
+    titles = {"all columns, the default": 1.0, "three quarters": 0.75, "half": 0.5}
+    rows = {title: ("infinigen", {"partial_ratio": ratio}) for title, ratio in titles.items()}
+    traffic = {f"fetched, {title}": which for title, which in rows.items()}
+    return by_model(folder, "perplexity-columns", rows, traffic)
+
+
 def layer_budgets_table(folder: Path) -> str:
     """Equal budgets of all layers against calibrated ones."""
     rows = {
@@ -277,6 +285,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     ),
     "tail": tail_table,
     "alphas ahead": alphas_ahead_table,
+    "columns": columns_table,
     "layer budgets": layer_budgets_table,
     "parts": parts_table,
     "rows": rows_table,
