@@ -24,7 +24,7 @@ def summed(term: Callable[..., Array], *arrays: Shaped[Array, "..."]) -> Array:
     """Sum over tokens of a term of each.
 
     Args:
-        term: given a piece of each array.
+        term: given a piece of each array, or, where there are no pieces, all of it.
         arrays: the last axis is of tokens, a multiple of LANES.
     """
 
