@@ -1,9 +1,9 @@
 """Attention to requested rows where the host's memory is the device's: as many as are meant.
 
 KV heads want very different numbers of rows, and a request has room for the most that any may have.
-So what is meant is cut into jobs of CHUNK rows of one KV head, and JOBS of them are read and
-attended to at a time, whichever heads they are of: they stay in the CPU's cache. A head's jobs are
-put together at the end, always in the same order, so that no sequence's sums depend on another's.
+So what is meant is cut into jobs (`jobs`), and JOBS of them are read and attended to at a time,
+whichever heads they are of: they stay in the CPU's cache. A head's jobs are put together at the
+end, always in the same order, so that no sequence's sums depend on another's.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.apart import apart
 from infinigen_jax.attention import Softmax, extend_softmax, packed, start_softmax
-from infinigen_jax.compaction import nth_marks, running_counts
+from infinigen_jax.compaction import mark_starts, marks_at, running_counts
+from infinigen_jax.jobs import JOBS, cut, most_jobs
 from infinigen_jax.selection import Request
-
-CHUNK = 64  # rows of a job
-JOBS = 32  # at a time
 
 # The rows of some jobs: given each one's KV head (sequences and KV heads counted together), its
 # places in the request, and its slots.
@@ -38,36 +36,30 @@ def attend_requested(
     b, k, g, d = q.shape
     heads, n = b * k, request.slots.shape[2]
     count = request.count.reshape(heads)
-    chunk = min(CHUNK, n)
-    most = -(-n // chunk)  # jobs of a head
-    jobs = (count + (chunk - 1)) // chunk
-    ends = jnp.cumsum(jobs)
+    jobs, most = cut(count), most_jobs(n)
+    room = heads * most + JOBS
     queries = q.reshape(heads, g, d)
     if request.marks is None:
         slots = request.slots.reshape(heads, n)
     else:
         marks = request.marks.reshape(heads, -1)
-        marked = running_counts(marks)
+        starts = mark_starts(marks, running_counts(marks), count, jobs, room)
 
-    def find(head: Array, place: Array) -> Array:
+    def find(i: Array, head: Array, place: Array, meant: Array) -> Array:
         if request.marks is None:
             return slots[head[:, None], place]
 
         def search() -> Array:
-            found = nth_marks(marks, marked, head, place)
-            return jnp.where(place < count[head][:, None], found, 0)  # any behind what is meant
+            found = marks_at(marks, lax.dynamic_slice_in_dim(starts, i * JOBS, JOBS), head)
+            return jnp.where(meant, found, 0)  # any behind what is meant
 
         return apart(search)
 
     def visit(i: Array, made: Any) -> Any:
-        job = i * JOBS + jnp.arange(JOBS, dtype=jnp.int32)
-        head = jnp.sum(ends[None] <= job[:, None], axis=-1, dtype=jnp.int32)
-        head = jnp.minimum(head, heads - 1)
-        first = (job - (ends - jobs)[head]) * chunk
-        place = first[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
+        head, place = jobs.places(i, JOBS)
         meant = place < count[head][:, None]
         place = jnp.minimum(place, n - 1)
-        part = packed(read(head, place, find(head, place)), meant[None])
+        part = packed(read(head, place, find(i, head, place, meant)), meant[None])
         query = queries[head][None]
         found = extend_softmax(start_softmax(query), query, part)
         return jax.tree.map(
@@ -76,15 +68,13 @@ def attend_requested(
             (found, part.taken(d) if sums else None),
         )
 
-    room = heads * most + JOBS
     taken = jnp.zeros((room, d), jnp.float32) if sums else None
     nothing = start_softmax(jnp.zeros((1, room, g, d), q.dtype))
     made: Any = jax.tree.map(lambda x: x[0], nothing), taken
-    loops = (ends[-1] + (JOBS - 1)) // JOBS
-    made = lax.fori_loop(jnp.int32(0), loops, visit, made)
+    made = lax.fori_loop(jnp.int32(0), jobs.loops(JOBS), visit, made)
     place = jnp.arange(most, dtype=jnp.int32)[None]
-    there = place < jobs[:, None]
-    place = jnp.where(there, (ends - jobs)[:, None] + place, 0)
+    there = place < jobs.number[:, None]
+    place = jnp.where(there, jobs.begin[:, None] + place, 0)
     parts, taken = jax.tree.map(lambda x: x[place].reshape(b, k, most, *x.shape[1:]), made)
     there = there.reshape(b, k, most)
     if sums:

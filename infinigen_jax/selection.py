@@ -307,12 +307,12 @@ class _Search(NamedTuple):
 
 def _finished(state: _Search, rank: Float[Array, "b k t"], count: Int[Array, "b k"]) -> _Search:
     """The end of a search, where an interval that is open has at most FEW entries."""
-    b, k, t = rank.shape
+    t = rank.shape[-1]
     few = min(FEW, t)
     low, high = (_value(x)[..., None] for x in (state.low, state.high))
     # As they were counted: above the largest number is NaN, and numbers may be too small to differ.
     words = pack_marks((rank >= low) & ~(rank >= high))
-    slots = compact_words(words, few, few * b * k)
+    slots = compact_words(words, few)
     there = lax.broadcasted_iota(jnp.int32, slots.shape, 2) < (state.found - state.over)[..., None]
     values = jnp.take_along_axis(rank, jnp.minimum(slots, t - 1), axis=2)
     values = jnp.where(there, _key(values), _LOWEST)
