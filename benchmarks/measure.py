@@ -11,6 +11,7 @@ too: whatever else happens reaches all alike. What is timed, in this order:
 import dataclasses
 import functools
 import gc
+import random
 import statistics
 import sys
 import time
@@ -95,8 +96,9 @@ def _measure_wave(
     for number in range(options.rounds):
         if number and bench.late:
             break
-        order = list(systems)
-        for name in order[number % len(order) :] + order[: number % len(order)]:
+        # In another order every time: a system leaves caches and threads to the next one as it
+        # used them, and would always do so to the same one.
+        for name in random.Random(number).sample(list(systems), len(systems)):
             seconds[name].append(systems[name].round(options.tokens))
     compiled = compilations() - compiled
     for name, system in systems.items():
