@@ -11,7 +11,6 @@ too: whatever else happens reaches all alike. What is timed, in this order:
 import dataclasses
 import functools
 import gc
-import random
 import statistics
 import sys
 import time
@@ -96,9 +95,7 @@ def _measure_wave(
     for number in range(options.rounds):
         if number and bench.late:
             break
-        # In another order every time: a system leaves caches and threads to the next one as it
-        # used them, and would always do so to the same one.
-        for name in random.Random(number).sample(list(systems), len(systems)):
+        for name in turns(list(systems), number):
             seconds[name].append(systems[name].round(options.tokens))
     compiled = compilations() - compiled
     for name, system in systems.items():
@@ -120,6 +117,19 @@ def _measure_wave(
     for name, system in systems.items() if reference else ():
         entries[name]["first_tokens_equal_to_exact"] = _equal(system.drawn, reference)
     return entries
+
+
+def turns(names: list[str], number: int) -> list[str]:
+    """The order of a round in which no system runs behind the same one more often than another.
+
+    A system leaves caches and threads to the next one as it used them. This is Williams' Latin
+    square: of n systems it takes n rounds, or 2n if n is odd, for each to have followed every other
+    one equally often.
+    """
+    n = len(names)
+    number, back = divmod(number, 2) if n % 2 else (number, 0)
+    order = [(number + (i + 1) // 2 * (1 if i % 2 else -1)) % n for i in range(n)]
+    return [names[i] for i in (reversed(order) if back else order)]
 
 
 def _let_go() -> None:

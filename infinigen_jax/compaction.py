@@ -141,9 +141,9 @@ def mark_starts(
 
     Args:
         counts: the words' `running_counts`.
-        wanted: how many marks of each row, the first ones; none, or at most as many as it has.
+        wanted: so many marks of each row, the first ones; it must have as many.
         jobs: of the wanted ones.
-        room: j, above their number.
+        room: j, above the number of all jobs: the last place of the last one takes what is dropped.
     """
     word = lax.broadcasted_iota(jnp.int32, words.shape, 1)
     begin = jobs.begin[:, None] * CHUNK

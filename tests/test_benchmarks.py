@@ -1,6 +1,8 @@
 """The benchmark of decoding, run at a toy size: what it writes, and that its parts are right."""
 
+import collections
 import functools
+import itertools
 import json
 
 import jax
@@ -19,6 +21,7 @@ from benchmarks import (
     shapes,
     step_times,
 )
+from benchmarks.measure import turns
 from benchmarks.physics import Memory, resident_traffic
 from benchmarks.systems import MARGIN, settings
 from benchmarks.waves import Bench, needs_of, waves_of
@@ -217,6 +220,16 @@ def test_a_memory_cap_refuses_what_does_not_fit():
     assert "full-device" in refused
     assert not {"full-streamed", "infinigen"} & refused
     assert "device memory" in absent["full-device"]["reason"]
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_every_system_follows_every_other_one_equally_often(n):
+    names = list("abcdefg"[:n])
+    rounds = [turns(names, number) for number in range(2 * n)]
+    assert all(sorted(order) == names for order in rounds)
+    pairs = [pair for order in rounds for pair in itertools.pairwise(order)]
+    assert set(collections.Counter(pairs).values()) <= {2}
+    assert len(set(pairs)) == n * (n - 1)
 
 
 def test_waves_fill_the_room_in_order():

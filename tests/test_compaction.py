@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -44,10 +45,11 @@ def test_compact_lists_the_marked_positions(t, seed):
     check_compact(compiled_by_row(jnp.asarray(mask), t), mask)
 
 
-def test_compact_into_fewer_places_than_there_are_marks():
-    mask = np.ones((1, 1, 40), bool)
-    check_compact(compact(jnp.asarray(mask), 3), mask)
-    check_compact(compiled_by_row(jnp.asarray(mask), 3), mask)
+@pytest.mark.parametrize(("t", "size"), [(40, 3), (900, 150), (900, 128)])
+def test_compact_into_fewer_places_than_there_are_marks(t, size):
+    mask = np.random.default_rng(size).random((2, 2, t)) < 0.9
+    check_compact(compiled_compact(jnp.asarray(mask), size=size), mask)
+    check_compact(compiled_by_row(jnp.asarray(mask), size), mask)
 
 
 @given(st.sampled_from([1, 32, 100, 640]), st.integers(0, 2**32 - 1))

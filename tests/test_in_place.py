@@ -12,7 +12,7 @@ from infinigen_jax.compaction import pack_marks
 from infinigen_jax.selection import Request
 
 B, K, G, D, T = 2, 3, 2, 8, 700
-SIZE = 150  # places of a request; three jobs of a head, the last one not whole
+SIZE = 400  # places of a request: up to seven jobs of a head, and two loops of all
 
 
 @jax.jit
