@@ -3,8 +3,9 @@
     JAX_PLATFORMS=cpu python -m benchmarks.ffi_handler [--layers N]
 
 XLA calls a start and a wait for every layer that fetches, and launches kernels in line: scores,
-selection and the tail's scores. All on the thread that enqueues the step. The driver is a stand-in
-whose functions do nothing, so that the handlers' own time shows; the real one's calls come on top.
+selection, the plan of the hot set and the tail's scores. All on the thread that enqueues the step.
+The driver is a stand-in whose functions do nothing, so that the handlers' own time shows; the real
+one's calls come on top.
 Prints a line for each handler, and what they make for a step.
 """
 
@@ -27,7 +28,7 @@ from infinigen_jax.cuda.launch import KERNELS, LANES, Device, Launcher
 
 CALLS = 256  # in one compiled function
 REPEATS = 30
-IN_LINE = 3  # launches of a layer without a hot set
+IN_LINE = 4  # launches of a layer as it comes
 
 
 NOTHING = "pthread_getconcurrency"  # of libc: whatever it is given, returns 0 at once

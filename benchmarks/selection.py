@@ -3,12 +3,14 @@
     python -m benchmarks.selection
     python -m benchmarks.selection --contexts 16384 65536 262144 --shares 0.01 0.05 --heads 64
 
-`top_slots` is what the package calls; beside it a search for the threshold with a compaction,
-linear in the context, and `lax.top_k`, of which it may be one. The growth is the time at the
+`top_slots` is what the package calls where no kernel selects; beside it a search for the threshold
+with a compaction, linear in the context, and `lax.top_k`, of which it may be one; and on a GPU the
+kernel. The growth is the time at the
 longest context over that at the shortest, over the ratio of their lengths: 1 where it is linear.
 """
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -22,15 +24,30 @@ from jax import lax
 
 from benchmarks import machine
 from benchmarks.files import RESULTS, note, write_json
+from infinigen_jax import cuda
 from infinigen_jax.compaction import compact
-from infinigen_jax.selection import top_mask, top_slots
+from infinigen_jax.cuda.calls import select_rows
+from infinigen_jax.selection import budget_fraction, top_mask, top_slots
 
-Choose = Callable[[jax.Array, jax.Array, int], jax.Array]
+# Given ranks [1, heads, context], how many to choose of each row, and that as a share.
+Share = tuple[int, int]
+Choose = Callable[[jax.Array, jax.Array, int, Share], jax.Array]
 WAYS: dict[str, Choose] = {
-    "top_slots": top_slots,
-    "threshold": lambda rank, count, size: compact(top_mask(rank, count), size),
-    "top_k": lambda rank, count, size: lax.top_k(rank, size)[1],
+    "top_slots": lambda rank, count, size, _: top_slots(rank, count, size),
+    "threshold": lambda rank, count, size, _: compact(top_mask(rank, count), size),
+    "top_k": lambda rank, _, size, __: lax.top_k(rank, size)[1],
 }
+
+
+def by_kernel(rank: jax.Array, _: jax.Array, size: int, share: Share) -> jax.Array:
+    """All tokens but the current one are on the host, and none is too unlikely."""
+    positions = jnp.full(rank.shape[:1], rank.shape[2], jnp.int32)
+    return select_rows(rank[:, :, None], positions, size, math.inf, share, sinks=0, window=1)[0]
+
+
+def ways() -> dict[str, Choose]:
+    """Those that there are on this device."""
+    return WAYS | ({"kernel": by_kernel} if cuda.in_use() else {})
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -68,26 +85,29 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         "heads": options.heads,
         "calls": options.calls,
         "times": [],
+        "growth": {},
     }
     for context in sorted(options.contexts):
         for share in options.shares:
             if time.monotonic() < deadline:
-                size = max(1, int(share * context))
+                rows = budget_fraction(share).as_integer_ratio()
+                if not (size := context * rows[0] // rows[1]):
+                    size, rows = 1, (1, context)
                 entry = {"context": context, "share": share, "rows": size}
-                result["times"].append(entry | times(context, size, options))
+                result["times"].append(entry | times(context, size, rows, options))
                 result["growth"] = growth(result["times"])
                 write_json(path, result)
     return result
 
 
-def times(context: int, size: int, options: argparse.Namespace) -> dict[str, Any]:
+def times(context: int, size: int, share: Share, options: argparse.Namespace) -> dict[str, Any]:
     """Microseconds of each way at one context, and whether they choose the same rows."""
     key = jax.random.key(context)
     rank = jax.random.normal(key, (options.calls, 1, options.heads, context), jnp.float32)
     count = jnp.full((1, options.heads), size, jnp.int32)
     microseconds, rounds, chosen = {}, {}, {}
-    for name, choose in WAYS.items():
-        run = _all_calls(choose, size)
+    for name, choose in ways().items():
+        run = _all_calls(choose, size, share)
         chosen[name] = jnp.sort(run(rank, count), axis=-1)
         rounds[name] = [_seconds(run, rank, count) for _ in range(options.repeats)]
         microseconds[name] = 1e6 * statistics.median(rounds[name]) / options.calls
@@ -97,9 +117,11 @@ def times(context: int, size: int, options: argparse.Namespace) -> dict[str, Any
     return {"microseconds": microseconds, "round_seconds": rounds}
 
 
-def _all_calls(choose: Choose, size: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _all_calls(
+    choose: Choose, size: int, share: Share
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """One program with a call for each leading entry, as a step's layers are one program."""
-    return jax.jit(lambda rank, count: lax.map(lambda one: choose(one, count, size), rank))
+    return jax.jit(lambda rank, count: lax.map(lambda one: choose(one, count, size, share), rank))
 
 
 def _seconds(run: Callable[..., jax.Array], *arguments: jax.Array) -> float:
@@ -114,7 +136,7 @@ def growth(entries: list[dict[str, Any]]) -> dict[str, float]:
     for share in {entry["share"] for entry in entries}:
         same = [entry for entry in entries if entry["share"] == share]
         first, last = same[0], same[-1]
-        for name in WAYS:
+        for name in first["microseconds"]:
             longer = last["microseconds"][name] / first["microseconds"][name]
             found.setdefault(name, []).append(longer / (last["context"] / first["context"]))
     return {name: statistics.mean(values) for name, values in found.items()}
@@ -122,18 +144,18 @@ def growth(entries: list[dict[str, Any]]) -> dict[str, float]:
 
 def table(result: dict[str, Any]) -> str:
     """In Markdown."""
-    described = result["machine"]
+    described, names = result["machine"], list(result["growth"])
     lines = [
         f"{result['heads']} heads, microseconds; {described['cpu']}, {described['device']}",
         "",
-        f"| context | rows | {' | '.join(WAYS)} |",
-        "|" + "---|" * (2 + len(WAYS)),
+        f"| context | rows | {' | '.join(names)} |",
+        "|" + "---|" * (2 + len(names)),
     ]
     for entry in result["times"]:
-        cells = [f"{entry['microseconds'][name]:.0f}" for name in WAYS]
+        cells = [f"{entry['microseconds'][name]:.0f}" for name in names]
         lines.append(f"| {entry['context']} | {entry['rows']} | {' | '.join(cells)} |")
     if result["times"]:
-        cells = [f"{result['growth'][name]:.2f}" for name in WAYS]
+        cells = [f"{growth:.2f}" for growth in result["growth"].values()]
         lines.append(f"| growth | | {' | '.join(cells)} |")
     return "\n".join(lines)
 
