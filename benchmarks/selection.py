@@ -5,8 +5,8 @@
 
 `top_slots` is what the package calls where no kernel selects; beside it a search for the threshold
 with a compaction, linear in the context, and `lax.top_k`, of which it may be one; and on a GPU the
-kernel. The growth is the time at the
-longest context over that at the shortest, over the ratio of their lengths: 1 where it is linear.
+kernel. The growth is the time at the longest context over that at the shortest, over the ratio of
+their lengths: 1 where it is linear.
 """
 
 import argparse

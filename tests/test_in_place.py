@@ -11,8 +11,8 @@ from infinigen_jax.attention import attend, finish_softmax, packed
 from infinigen_jax.compaction import pack_marks
 from infinigen_jax.selection import Request
 
-B, K, G, D, T = 2, 3, 2, 8, 700
-SIZE = 400  # places of a request: up to seven jobs of a head, and two loops of all
+B, K, G, D, T = 3, 4, 2, 8, 700
+SIZE = 400  # places of a request: up to seven jobs of a head, the last one not whole
 
 
 @jax.jit
@@ -33,6 +33,7 @@ def test_slots_by_list_and_by_marks(seed):
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((B, K, G, D)).astype(np.float32)
     rows = rng.standard_normal((B, K, T, 2 * D)).astype(np.float32)
+    # About as many jobs as a loop takes: one loop, or two.
     count = rng.integers(1, SIZE + 1, (B, K)) * (rng.random((B, K)) < 0.8).astype(np.int32)
     mask = np.zeros((B, K, T), bool)
     slots = np.zeros((B, K, SIZE), np.int32)
