@@ -4,31 +4,37 @@
     python -m benchmarks.quality --text book.txt --only perplexity recall --models books-llama
     python -m benchmarks.quality --tables
 
+    python -m benchmarks.quality --text book.txt --renew infinigen
+
 The first measures all, for the embedded models; each command that it runs is shown. A result that
-is there is left alone: remove the file to measure it again. --tables writes the tables of what is
-there into the documentation.
+is there is left alone: remove the file to measure it again, or name with --renew the policies whose
+lines are to be. --tables writes the tables of what is there into the documentation.
 """
 
 import argparse
 import dataclasses
+import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.files import RESULTS, note
 from benchmarks.quality_tables import write_tables
+from benchmarks.renewal import only_policies, renewed
 from infinigen_jax.checkpoint import EMBEDDED, model_folder
 from infinigen_jax.convert.reader import read_config
 from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.output import write_json
 
 BUDGETS = ("--budget", "0.05", "0.1")
 WINDOWS = ("--windows", "24", "--batch", "12")
 RECALL = ("--windows", "16", "--batch", "16", *BUDGETS)
 FIGURES = ("kv-size", "chunks", "skewing", "sensitivity", "long-context", "pool")
 # Recent tokens whose rows take the memory of InfiniGen's index and tail, beside the usual 32.
-EQUAL = ":window=120"
-EQUAL_BFLOAT16 = ":window=208"  # of rows in bfloat16, which are half as long
+EQUAL = ":window=104"
+EQUAL_BFLOAT16 = ":window=176"  # of rows in bfloat16, which are half as long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +92,9 @@ def _retrieval(
     return Experiment(program, (*asked, *arguments), False, ("books-llama",), text)
 
 
+# The defaults when these were measured.
+ALL_COLUMNS = ("--partial-ratio", "1")
+ALPHA = ("--alpha", "5", *ALL_COLUMNS)
 POLICIES = (
     *("full", "infinigen", "infinigen:query=corrected", "infinigen-paper"),
     *("quest", "h2o", "window", "previous-query", "oracle"),
@@ -95,14 +104,13 @@ NEEDLES = (
     *("full", "infinigen", "quest", "h2o", "window", "previous-query", "oracle"),
 )
 CORRECTED_NEEDLES = (
-    *("--budget", "0.02", "0.05", "0.1"),
+    *("--budget", "0.02", "0.05", "0.1", *ALL_COLUMNS),
     *("--policy", "full", "infinigen:query=corrected"),
 )
 TWO_AHEAD = ("--layers-ahead", "2")
 BEHIND = ("--speculate-from", "attention")
 # With all of the budget, as the others have it.
 NO_ALPHA = ("infinigen:alpha=inf", "infinigen:query=corrected,alpha=inf")
-ALPHA = ("--alpha", "5")  # the default when these were measured
 EXPERIMENTS = {
     "perplexity": _perplexity(*BUDGETS, "--policy", *POLICIES, *NO_ALPHA),
     "perplexity-equal-memory-books-llama": _equal_memory("books-llama", 0),
@@ -123,10 +131,10 @@ EXPERIMENTS = {
     ),
     "perplexity-columns": _perplexity(
         *(*BUDGETS, "--policy", "full"),
-        *(f"infinigen:partial_ratio={ratio}" for ratio in (1, 0.75, 0.5)),
+        *(f"infinigen:partial_ratio={ratio}" for ratio in (1, 0.75, 0.5, 0.25)),
     ),
     "perplexity-alpha-ahead": _perplexity(
-        *(*BUDGETS, "--policy", "full"),
+        *(*BUDGETS, *ALL_COLUMNS, "--policy", "full"),
         *("infinigen:query=corrected,alpha=4", "infinigen:query=corrected,alpha=5"),
     ),
     "perplexity-layer-budgets": _perplexity(
@@ -150,7 +158,8 @@ EXPERIMENTS = {
         *("--budget", "0.1", "--rows", "auto", "int8", "int4", "--policy", "full", "infinigen"),
     ),
     "perplexity-parts": _perplexity(
-        *("--budget", "0.05", "--policy", "full", "infinigen", "infinigen:index_dtype=int8"),
+        *("--budget", "0.05", *ALL_COLUMNS),
+        *("--policy", "full", "infinigen", "infinigen:index_dtype=int8"),
         *("infinigen:count=fixed", "infinigen:count=pooled", "infinigen:count=top-p"),
         *("infinigen:count=mean", "infinigen:basis=svd", "infinigen:query=plain"),
         "infinigen:query=corrected",
@@ -160,11 +169,12 @@ EXPERIMENTS = {
         (*RECALL, "--policy", *POLICIES),
     ),
     "perplexity-one-ahead": _perplexity(
-        *(*BUDGETS, "--dense-layers", "2", "--policy", "full", "infinigen:query=corrected"),
+        *(*BUDGETS, "--dense-layers", "2", *ALL_COLUMNS),
+        *("--policy", "full", "infinigen:query=corrected"),
     ),
     "perplexity-two-ahead": dataclasses.replace(
         _perplexity(
-            *(*BUDGETS, "--dense-layers", "2", "--policy", "full"),
+            *(*BUDGETS, "--dense-layers", "2", *ALL_COLUMNS, "--policy", "full"),
             *("infinigen:query=corrected,layers_ahead=2", "infinigen:query=plain,layers_ahead=1"),
             "infinigen:query=plain,layers_ahead=2",
         ),
@@ -222,6 +232,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="names of embedded models or converted folders (default: the embedded ones)",
     )
     add("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of the results")
+    add(
+        "--renew",
+        nargs="+",
+        default=[],
+        metavar="POLICY",
+        help="measure these policies again where there is a result, and keep its other lines",
+    )
     add("--tables", action="store_true", help="write the documentation's tables, and measure none")
     return parser
 
@@ -247,26 +264,38 @@ def measure(options: argparse.Namespace) -> None:
         raise InputError("--text: give a text")
     for name in names:
         for model in options.models:
-            run(name, model, options.text, options.out)
+            run(name, model, options.text, options.out, options.renew)
 
 
-def run(name: str, model: str, text: Path | None, out: Path) -> None:
-    """One experiment with one model, unless there is a result or it is not for this model."""
+def run(name: str, model: str, text: Path | None, out: Path, renew: Sequence[str] = ()) -> None:
+    """One experiment with one model, unless there is a result or it is not for this model.
+
+    Args:
+        renew: policies that are measured again where there is one.
+    """
     experiment, own = EXPERIMENTS[name], Path(model).name
     if experiment.models is not None and own not in experiment.models:
         return
     result = out / f"{name if name.endswith(own) else f'{name}-{own}'}.json"
-    if result.exists():
+    again = only_policies(experiment.arguments, renew) if result.exists() else None
+    if result.exists() and not again:
         note(f"{result}: there already")
         return
     folder = model_folder(model)
     result.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as made:
+        measured = result
+        if again:
+            measured = Path(made) / result.name
+            experiment = dataclasses.replace(experiment, arguments=again)
         if experiment.conversion:
             source, folder = folder, Path(made) / own
             given = ["--dtype", "bfloat16", *experiment.conversion]
             call(["infinigen_jax.convert", str(source), str(folder), *given])
-        call(experiment.command(folder, text, read_config(folder)[1].max_positions, result))
+        call(experiment.command(folder, text, read_config(folder)[1].max_positions, measured))
+        if again:
+            made_again = renewed(json.loads(result.read_text()), json.loads(measured.read_text()))
+            write_json("--out", result, made_again)
 
 
 def call(command: list[str]) -> None:

@@ -29,6 +29,7 @@ from infinigen_jax.lanes import summed
 from infinigen_jax.quantize import affine_codes
 from infinigen_jax.selection import Request, Rest
 from infinigen_jax.span import Span, put_span
+from infinigen_jax.speculation import partial_columns
 
 INDEX_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 CODE_BITS = {"int8": 8, "int4": 4}
@@ -47,6 +48,16 @@ class IndexFormat:
 
     name: str
     columns: int
+
+    @classmethod
+    def of_share(cls, name: str, head_dim: int, ratio: float) -> "IndexFormat":
+        """With a share of a key's columns, and those besides that the last word of codes has room
+        for: they take no memory."""
+        columns = partial_columns(head_dim, ratio)
+        if name in CODE_BITS:
+            size = 32 // CODE_BITS[name]
+            columns = min(-(-columns // size) * size, head_dim)
+        return cls(name, columns)
 
     @property
     def quantised(self) -> bool:

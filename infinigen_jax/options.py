@@ -81,7 +81,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         "--partial-ratio",
         type=float,
         metavar="R",
-        help="columns in the index (default 1)",
+        help="columns in the index (default 0.75)",
         **many,
     )
     add(

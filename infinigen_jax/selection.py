@@ -4,6 +4,7 @@ All of it is per sequence and KV head, with static shapes: at most n slots, of w
 `count` are meant. Nothing is read back by the host.
 """
 
+import math
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ FEW = 32  # entries among which the search for a threshold ends by comparing the
 _NOTHING = 0x7FC00000  # the bits of a NaN: a threshold that nothing reaches
 _SMALLEST = 0x00800000  # the key of the smallest normal number
 _LOWEST = -(2**31)  # below the keys of all numbers
+ROUNDING = 2.0**-22  # of a number: more than a float32 is rounded by
 
 
 class Rest(NamedTuple):
@@ -34,6 +36,13 @@ class Rest(NamedTuple):
 
     score: Float[Array, "b k g m"]
     entry: Float[Array, "b k g c"] | None = None
+
+
+class Bounds(NamedTuple):
+    """Ranks of which none is below `low` or above `high`; nothing may be between them."""
+
+    low: Float[Array, "b k"]
+    high: Float[Array, "b k"]
 
 
 class Request(NamedTuple):
@@ -141,12 +150,25 @@ def select(
         eligible = eligible if eligible.ndim == 3 else eligible[:, None]
         scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     passing = group_margin(scores) > -alpha
+    between = _bounds(scores, alpha) if mode == "head" else None
     count = combine_counts(_entries(passing), cap[:, None], mode)
     rank = group_rank(scores)
     if mode != "head":  # the mean may be above a head's own count: the rest comes in order of rank
         count = jnp.minimum(count, _entries(rank > -jnp.inf))
-    slots, chosen, marks = top_choice(rank, count, size, passing if mode == "head" else None)
+    slots, chosen, marks = top_choice(
+        rank, count, size, passing if mode == "head" else None, between
+    )
     return Request(slots, count, rank, chosen=chosen, marks=marks)
+
+
+def _bounds(scores: Float[Array, "b k g t"], alpha: float) -> Bounds | None:
+    """Between which ranks the tokens are that pass alpha, where the scores tell."""
+    if scores.shape[2] > 1 or not math.isfinite(alpha):
+        return None
+    high = best(scores)[:, :, 0]
+    low = high - alpha
+    # A difference that is above -alpha as it was rounded may be a little below.
+    return Bounds(low - ROUNDING * (jnp.abs(low) + alpha), high)
 
 
 def top_slots(
@@ -167,16 +189,18 @@ def top_choice(
     count: Int[Array, "b k"],
     size: int,
     there: Bool[Array, "b k t"] | None = None,
+    between: Bounds | None = None,
 ) -> tuple[Int[Array, "b k n"], Bool[Array, "b k t"], UInt32[Array, "b k v"]]:
     """`top_slots`, and all of them marked, also in words: what is not used costs nothing.
 
     Args:
         there: which ranks count, all of them above -inf; None for all that are.
+        between: what those ranks are between, if it is known: it saves the search two passes.
     """
     there = rank > -jnp.inf if there is None else there
 
     def by_threshold(rank: Array, count: Array, there: Array) -> tuple[Array, Array, Array]:
-        chosen, marks = _top_marks(rank, count, there)
+        chosen, marks = _top_marks(rank, count, there, between)
         return compact_words(marks, size), chosen, marks
 
     def by_sorting(rank: Array, count: Array, there: Array) -> tuple[Array, Array, Array]:
@@ -226,7 +250,10 @@ def top_mask(
 
 
 def _top_marks(
-    rank: Float[Array, "b k t"], count: Int[Array, "b k"], there: Bool[Array, "b k t"]
+    rank: Float[Array, "b k t"],
+    count: Int[Array, "b k"],
+    there: Bool[Array, "b k t"],
+    between: Bounds | None = None,
 ) -> tuple[Bool[Array, "b k t"], UInt32[Array, "b k v"]]:
     """`top_mask`, also in words."""
     words = pack_marks(there)
@@ -234,7 +261,7 @@ def _top_marks(
 
     def search(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         there = state[0]
-        mask = _searched(jnp.where(there, rank, -jnp.inf), count, there, above)
+        mask = _searched(jnp.where(there, rank, -jnp.inf), count, there, above, between)
         return mask, pack_marks(mask), jnp.bool_(False)
 
     # One pass, or none: a condition would copy the marks where it has nothing to do.
@@ -247,11 +274,13 @@ def _searched(
     count: Int[Array, "b k"],
     finite: Bool[Array, "b k t"],
     above: Int[Array, "b k"],
+    between: Bounds | None = None,
 ) -> Bool[Array, "b k t"]:
     """The search of `top_mask`, where `above` entries are `finite`."""
+    if between is None:
+        between = Bounds(-best(jnp.where(finite, -rank, -jnp.inf)), best(rank))
     # Invariant: at least `count` entries are >= low, fewer than `count` are >= high.
-    lowest = _key(-best(jnp.where(finite, -rank, -jnp.inf)))
-    highest = _key(best(rank))
+    lowest, highest = _key(between.low), _key(between.high)
     enough, none = (above >= count) & (above > 0), count == 0
     low = jnp.where(enough, lowest, _key(jnp.float32(-jnp.inf)))
     found = jnp.where(enough, above, rank.shape[-1])

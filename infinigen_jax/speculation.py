@@ -114,6 +114,7 @@ def speculation_weights(
     centred: bool = False,
     basis: str = "auto",
     query: str = "plain",
+    true: bool = False,
 ) -> Params:
     """What is needed, beside the model's own weights, to speculate a layer.
 
@@ -129,6 +130,10 @@ def speculation_weights(
             index's coordinates, "mean" [k, d] in those of the cached keys.
         basis: one of BASES.
         query: one of QUERIES. The layer's own needs nothing but the index's weights.
+        true: also give what takes the layer's own query to the index's coordinates, if there is a
+            change of basis: "own" [k, r, d], the leading rows of its inverse. Where the index has
+            all columns, scores are then the true ones; else those of what the columns that it has
+            tell of a key, as the columns of a balanced basis are uncorrelated with each other.
 
     Raises:
         InputError: for a basis or a query that the model was not converted for.
@@ -160,6 +165,9 @@ def speculation_weights(
         if pair is not None:
             mean = jnp.einsum("kd,kdr->kr", mean, pair.key)
         weights["centre"] = mean[..., :columns]
+    if true and pair is not None:
+        with jax.default_matmul_precision("highest"):
+            weights["own"] = jnp.linalg.inv(pair.key.astype(jnp.float32))[:, :columns]
     if query == "own":
         return weights
     if config.rope is None:
@@ -226,19 +234,6 @@ def speculate_query(
     if "query" not in weights:
         return q[..., :columns]
     return jnp.einsum("bkgd,kdr->bkgr", q.astype(jnp.float32), weights["query"])
-
-
-def own_query_weights(weights: Params) -> Params:
-    """What takes a layer's own query to the index's coordinates, beside `speculation_weights`.
-
-    {"own" [k, r, d]}, the inverse of the keys' change of basis, if there is one: the basis of a
-    guessed query is not quite that. Of an index without all columns, the pseudo-inverse: the
-    scores are then those of the keys' shadows on its columns.
-    """
-    if "key" not in weights:
-        return {}
-    with jax.default_matmul_precision("highest"):
-        return {"own": jnp.linalg.pinv(weights["key"].astype(jnp.float32))}
 
 
 def own_query(

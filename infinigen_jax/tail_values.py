@@ -27,6 +27,7 @@ from infinigen_jax.models.base import Params
 
 BLOCK = 64  # tokens that moments are within
 RIDGE = 1e-3  # of the columns' mean variance
+FEW = 4  # tokens, of a step: their products are parts of what uses them
 
 
 class BlockMoments(NamedTuple):
@@ -92,15 +93,20 @@ def without_predicted(
             used, if there is one; "centre" as in `speculation.speculation_weights`.
     """
     slope = weights["slope"]
-    keys, count = keys.astype(jnp.float32), slope.shape[1]
+    keys, values, count = keys.astype(jnp.float32), values.astype(jnp.float32), slope.shape[1]
+    few = keys.shape[2] <= FEW
     with jax.default_matmul_precision("highest"):
-        if "leading" in weights:
-            entries = jnp.einsum("bknd,kdc->bknc", keys, weights["leading"])
-        else:
+        if "leading" not in weights:
             entries = keys[..., :count]
+        elif few:
+            entries = jnp.sum(keys[..., None] * weights["leading"][None, :, None], axis=3)
+        else:
+            entries = jnp.einsum("bknd,kdc->bknc", keys, weights["leading"])
         if "centre" in weights:
             entries = entries - weights["centre"][None, :, None, :count]
-        return values.astype(jnp.float32) - jnp.einsum("bknc,kcd->bknd", entries, slope)
+        if few:
+            return values - predicted(weights, entries)
+        return values - jnp.einsum("bknc,kcd->bknd", entries, slope)
 
 
 def predicted(weights: Params, entry: Float[Array, "b k g c"]) -> Float[Array, "b k g d"]:

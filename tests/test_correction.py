@@ -157,7 +157,8 @@ def test_what_a_conversion_does_not_have_is_refused_in_one_line(converted, tmp_p
 def test_the_paper_preset_keeps_the_paper_basis(converted):
     model = checkpoint.load(converted)
     assert model.svd_bases is not None
-    preset, orthogonal = InfiniGenPaper(partial_ratio=1.0), InfiniGen(basis="svd", query="plain")
+    preset = InfiniGenPaper(partial_ratio=1.0)
+    orthogonal = InfiniGen(basis="svd", query="plain", partial_ratio=1.0)
     found = preset.prepare(model, 1)
     np.testing.assert_array_equal(found["key"], model.svd_bases[1].key)
     assert "ahead" not in found and not preset.tail

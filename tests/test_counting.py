@@ -269,7 +269,14 @@ def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
 
 
 TAILED = InfiniGen(
-    budget=0.1, window=4, sinks=2, index_dtype="float32", count="fixed", query="plain", tail=True
+    budget=0.1,
+    window=4,
+    sinks=2,
+    partial_ratio=1.0,
+    index_dtype="float32",
+    count="fixed",
+    query="plain",
+    tail=True,
 )
 ONE_MEAN = dataclasses.replace(TAILED, tail_tokens=0)
 

@@ -56,6 +56,18 @@ def test_words_of_a_token():
     assert 4 * sizes["int4", 128] == 68 and IndexFormat("bfloat16", 32).entries * 2 == 64
 
 
+def test_a_share_of_the_columns_fills_its_words():
+    def columns(name: str, ratio: float, heads: tuple[int, ...] = (8, 32, 80, 128)) -> list[int]:
+        return [IndexFormat.of_share(name, d, ratio).columns for d in heads]
+
+    assert columns("int4", 0.75) == [8, 24, 64, 96] and columns("int8", 0.75) == [8, 24, 60, 96]
+    assert columns("float32", 0.3) == [2, 9, 24, 38], "the paper's"
+    assert columns("int4", 0.01) == [8, 8, 8, 8] and columns("int4", 1.0, (12,)) == [12]
+    for d, ratio in ((32, 0.3), (80, 0.75)):
+        asked = IndexFormat("int4", int(d * ratio))
+        assert asked.entries == IndexFormat.of_share("int4", d, ratio).entries
+
+
 @pytest.mark.parametrize("name", LEVELS)
 def test_both_ways_of_scoring_agree(name):
     """The passes of the CPU and the reduction of the GPU."""

@@ -81,7 +81,8 @@ def test_an_index_of_128k_tokens_chooses_what_numpy_does():
     tokens, alpha = 131072, 2.0
     model = random_model("gqa")
     config, at = model.config, jnp.array([tokens - 1], jnp.int32)
-    asked = InfiniGen(index_dtype="float32", query="own", tail=False, alpha=alpha, budget=0.1)
+    exact = {"index_dtype": "float32", "partial_ratio": 1.0}
+    asked = InfiniGen(**exact, query="own", tail=False, alpha=alpha, budget=0.1)
     policy = asked.fitted(model, True, False)
     weights = policy.prepare(model, 0)
     k, d = config.num_kv_heads, config.head_dim

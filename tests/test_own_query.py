@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from runtime import RAGGED, SPARSE, engine, random_model, tokens_of
@@ -10,6 +11,9 @@ from test_counting import TAILED, first_layers, scores_of
 from infinigen_jax.engine import Engine
 from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Oracle
 from infinigen_jax.pool import Pool
+from infinigen_jax.skew import balanced_basis, moments
+from infinigen_jax.skew_file import Basis
+from infinigen_jax.speculation import own_query, partial_keys, speculation_weights
 from infinigen_jax.transfer.xla import XlaTransfer
 
 OWN = dataclasses.replace(SPARSE, query="own", partial_ratio=1.0, index_dtype="float32")
@@ -69,3 +73,35 @@ def test_a_hot_set_changes_no_token():
     policy = dataclasses.replace(OWN, tail=True)
     plain, kept = (tokens_of(engine("gqa", policy, 1, hot_set=size)) for size in (0.0, 2.0))
     assert plain == kept
+
+
+def test_a_narrow_index_tells_of_a_true_query_what_it_can():
+    """The rank-r scores of least error, of `skew.balanced_basis`; not those of the shadows of keys
+    on the index's columns, which are not orthogonal."""
+    model = random_model("gqa")
+    config, rng = model.config, np.random.default_rng(3)
+    k, d = config.num_kv_heads, config.head_dim
+    spread = np.geomspace(1, 0.01, d)
+    mixed = rng.normal(size=(2, k, d, d)) * spread[:, None]
+    keys = np.einsum("tkd,kde->tke", rng.normal(size=(2000, k, d)), mixed[0])
+    queries = np.einsum("tkd,kde->tke", rng.normal(size=(2000, k, d)), mixed[1])
+    ours, theirs, _ = balanced_basis(moments(queries, keys))
+    pair = Basis(jnp.asarray(ours, jnp.float32), jnp.asarray(theirs, jnp.float32))
+    model = dataclasses.replace(
+        model, skew="balanced", bases=(pair,) * config.num_layers, key_mean=None
+    )
+    columns = d // 4
+    weights = speculation_weights(model, 0, columns, query="own", true=True)
+    assert weights["own"].shape == (k, columns, d)
+    index = partial_keys(weights, jnp.asarray(keys, jnp.float32).swapaxes(0, 1)[None], columns)
+    asked = jnp.asarray(queries[:50], jnp.float32)
+    true = np.einsum("qkd,tkd->qkt", queries[:50], keys)
+
+    def error(weights) -> float:
+        query = own_query(weights, asked[:, :, None], columns)
+        scores = np.einsum("qkgr,krt->qkt", query, index[0])
+        return float(np.square(scores - true).mean())
+
+    least = error({"own": pair.query[..., :columns].mT})
+    assert error(weights) == pytest.approx(least, rel=1e-3)
+    assert error({"own": jnp.linalg.pinv(pair.key[..., :columns])}) > 1.3 * least

@@ -206,7 +206,7 @@ def test_weights_go_to_the_host_only_where_they_have_to(opt):
     assert "--weights" not in "".join(advice.verdict(roomy))
     # What fits at most is counted with them there, unless they are to stay.
     made.machine = dataclasses.replace(SMALL_GPU, device_memory=17 * GIB)
-    assert advice.fits(made, [2], 1, 2048) and not advice.fits(made, [2], 8, 2048)
+    assert advice.fits(made, [2], 1, 2048) and not advice.fits(made, [2], 16, 2048)
     made.arguments.weights = "device"
     assert not advice.fits(made, [2], 1, 2048)
     assert advice.best_settings(made, 8, 2048) is None

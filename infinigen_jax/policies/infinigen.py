@@ -37,8 +37,6 @@ from infinigen_jax.speculation import (
     choose_source,
     mean_score,
     own_query,
-    own_query_weights,
-    partial_columns,
     partial_keys,
     speculate_query,
     speculation_weights,
@@ -59,13 +57,14 @@ class InfiniGen(Budgeted):
     Attributes:
         alpha: allowed distance below the best speculated logit (the paper: 4 for OPT, 5 for
             LLaMA); `inf` leaves the choice to the budget alone.
-        partial_ratio: share of a key's columns in the index (the paper: 0.3).
+        partial_ratio: share of a key's columns in the index (the paper: 0.3); in whole words of
+            codes, 8 columns in int4.
         budget: most rows fetched, as a share of the tokens cached, in (0, 1] (the paper: 0.2).
         sinks: first tokens kept on the device.
         window: recent tokens kept on the device, the current one included.
         index_dtype: of the index: "float32", "bfloat16", "int8", "int4" or "auto" (bfloat16, but
-            float32 on the CPU). In int4, the default, all columns (a partial ratio of 1) take
-            hardly more memory than a quarter of them in bfloat16.
+            float32 on the CPU). In int4, the default, three quarters of the columns take hardly
+            more memory than a fifth of them in bfloat16.
         count: how many rows, within the budget: "head", for each KV head those that pass alpha;
             "fixed", the budget's number for each; "pooled", the budget's number on average over
             a layer's KV heads, the most probable of all, at most twice the number for one;
@@ -109,7 +108,7 @@ class InfiniGen(Budgeted):
     pools: ClassVar[bool] = True
 
     alpha: float = 4.0
-    partial_ratio: float = 1.0
+    partial_ratio: float = 0.75
     budget: float = 0.1
     sinks: int = 4
     window: int = 32
@@ -215,15 +214,16 @@ class InfiniGen(Budgeted):
         )
 
     def index_format(self, head_dim: int) -> IndexFormat:
-        return IndexFormat(self.index_dtype, partial_columns(head_dim, self.partial_ratio))
+        return IndexFormat.of_share(self.index_dtype, head_dim, self.partial_ratio)
 
     def prepare(self, model: "Model", layer: int) -> Params:
         config = model.config
         index = self.index_format(config.head_dim)
         centred = index.quantised or self.tail
-        weights = speculation_weights(model, layer, index.columns, centred, self.basis, self.query)
-        if self.tail_block or not self.lead:
-            weights |= own_query_weights(weights)
+        true = bool(self.tail_block) or not self.lead
+        weights = speculation_weights(
+            model, layer, index.columns, centred, self.basis, self.query, true
+        )
         if self.tail_block and self.tail_columns and model.tail_moments is not None:
             if "key" in weights:
                 columns = weights["leading"] = weights["key"][..., : self.tail_columns]

@@ -1,0 +1,62 @@
+"""Some lines of a result measured again, the others as they were: what a changed default takes.
+
+A line depends on its own settings alone, and is the same in every run on one machine. So lines of
+policies that did not change are kept, if the full cache, which comes first in every result, has the
+numbers that it had.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from infinigen_jax.errors import InputError
+
+# What kept lines must have been measured with as well.
+SAME = ("command", "text", "settings", "model", "versions", "device")
+# Of the full cache: not numbers of quality.
+NOT_QUALITY = ("seconds",)
+
+
+def only_policies(arguments: Sequence[str], names: Sequence[str]) -> tuple[str, ...] | None:
+    """A command's arguments with those of its policies alone; None: it has none of them.
+
+    Args:
+        arguments: with `--policy` and names, behind which settings may stand.
+        names: of policies, without settings.
+    """
+    if "--policy" not in arguments:
+        return None
+    first = arguments.index("--policy") + 1
+    end = first
+    while end < len(arguments) and not arguments[end].startswith("--"):
+        end += 1
+    kept = [each for each in arguments[first:end] if each.split(":")[0] in names]
+    return (*arguments[:first], *kept, *arguments[end:]) if kept else None
+
+
+def renewed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The new result with those lines of the old one whose policies the new one has not.
+
+    Each line that was kept says when it was measured.
+
+    Raises:
+        InputError: if the two are not of the same text, model, settings, versions and device, or
+            their full caches differ.
+    """
+    for name in SAME:
+        if old.get(name) != new.get(name):
+            raise InputError(f"the result is of another {name}: remove it to measure all again")
+    before, now = (_reference(result["configurations"]) for result in (old, new))
+    if before != now:
+        raise InputError("the full cache has other numbers: remove the result to measure all again")
+    measured = {line["policy"] for line in new["configurations"]}
+    kept = [
+        {"date": old["date"]} | line
+        for line in old["configurations"]
+        if line["policy"] not in measured
+    ]
+    return new | {"configurations": [*new["configurations"], *kept]}
+
+
+def _reference(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    line = next(line for line in lines if line["reference"])
+    return {name: value for name, value in line.items() if name not in NOT_QUALITY}
