@@ -30,6 +30,7 @@ from infinigen_jax.transfer import XlaTransfer
 B, K, G, D, T = 8, 8, 4, 128, 16384
 POLICY = InfiniGen()
 SCORES_BYTES = 4 * B * K * G * T
+COLUMNS = POLICY.index_format(D).columns
 INDEX = jax.eval_shape(lambda: POLICY.index_format(D).empty(B, K, T))
 
 
@@ -55,7 +56,7 @@ def speculated(kernels: bool) -> Program:
         return POLICY.index_format(D).scores(query, index)
 
     with mock.patch.object(cuda, "in_use", lambda: kernels):
-        query = array(B, K, G, D, dtype=jnp.float32)
+        query = array(B, K, G, COLUMNS, dtype=jnp.float32)
         return compile_for_gpu(scores, query, array(*INDEX.shape, dtype=INDEX.dtype))
 
 
@@ -78,7 +79,7 @@ def tail(kernels: bool) -> Program:
             scores,
             array(B, K, G, D),
             {
-                "own": array(K, D, D, dtype=jnp.float32),
+                "own": array(K, COLUMNS, D, dtype=jnp.float32),
                 "slope": array(K, POLICY.tail_columns, D, dtype=jnp.float32),
                 **dict.fromkeys(("mean", "centre"), of_head),
             },
