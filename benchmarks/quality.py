@@ -155,7 +155,8 @@ EXPERIMENTS = {
         asked_for=True,
     ),
     "perplexity-rows": _perplexity(
-        *("--budget", "0.1", "--rows", "auto", "int8", "int4", "--policy", "full", "infinigen"),
+        *("--budget", "0.1", *ALL_COLUMNS, "--rows", "auto", "int8", "int4"),
+        *("--policy", "full", "infinigen"),
     ),
     "perplexity-parts": _perplexity(
         *("--budget", "0.05", *ALL_COLUMNS),
@@ -181,11 +182,12 @@ EXPERIMENTS = {
         conversion=TWO_AHEAD,
     ),
     "perplexity-behind": dataclasses.replace(
-        _perplexity(*BUDGETS, "--policy", "full", "infinigen:query=corrected"), conversion=BEHIND
+        _perplexity(*BUDGETS, *ALL_COLUMNS, "--policy", "full", "infinigen:query=corrected"),
+        conversion=BEHIND,
     ),
     "recall-behind": Experiment(
         ("infinigen_jax.evaluate", "recall"),
-        (*RECALL, "--policy", "full", "infinigen:query=corrected"),
+        (*RECALL, *ALL_COLUMNS, "--policy", "full", "infinigen:query=corrected"),
         conversion=BEHIND,
     ),
     "retrieval": _retrieval(None, *NEEDLES),
