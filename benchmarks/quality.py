@@ -149,7 +149,7 @@ EXPERIMENTS = {
     ),
     "perplexity-books": dataclasses.replace(
         _perplexity(
-            *(*BUDGETS, "--policy", "full", "infinigen", "infinigen:alpha=inf"),
+            *(*BUDGETS, *ALL_COLUMNS, "--policy", "full", "infinigen", "infinigen:alpha=inf"),
             *("infinigen:query=corrected", "quest", "h2o", "window"),
         ),
         asked_for=True,

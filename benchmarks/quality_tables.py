@@ -136,7 +136,12 @@ def alphas_ahead_table(folder: Path) -> str:
 
 def columns_table(folder: Path) -> str:
     """An index of fewer columns; by the layer's own query."""
-    titles = {"all columns, the default": 1.0, "three quarters": 0.75, "half": 0.5}
+    titles = {
+        "all columns": 1.0,
+        "three quarters, the default": 0.75,
+        "half": 0.5,
+        "a quarter": 0.25,
+    }
     rows = {title: ("infinigen", {"partial_ratio": ratio}) for title, ratio in titles.items()}
     traffic = {f"fetched, {title}": which for title, which in rows.items()}
     return by_model(folder, "perplexity-columns", rows, traffic)
@@ -223,7 +228,7 @@ def leads_table(folder: Path) -> str:
 
 def behind_table(folder: Path) -> str:
     """By a layer's input, and by the state behind its attention."""
-    rows = {"input": "perplexity", "behind the attention": "perplexity-behind"}
+    rows = {"input": "perplexity", "behind the attention, all columns": "perplexity-behind"}
     return by_result(folder, {title: (name, AHEAD | DEFAULT) for title, name in rows.items()})
 
 

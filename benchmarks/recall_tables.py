@@ -67,7 +67,10 @@ def lost_table(folder: Path, model: str) -> str:
 def behind_recall_table(folder: Path) -> str:
     """What the corrected query finds, by a layer's input and by the state behind its attention."""
     models = ("books-llama", "tiny-llama", "tiny-opt")
-    rows: Mapping[str, str] = {"input": "recall", "behind the attention": "recall-behind"}
+    rows: Mapping[str, str] = {
+        "input": "recall",
+        "behind the attention, all columns": "recall-behind",
+    }
     head = [""]
     for model in models:
         head += [f"{model}: recall", "of oracle", "error"]

@@ -24,7 +24,9 @@ def test_a_command_with_some_of_its_policies():
     )
     assert only_policies(given, ["quest"]) is None
     assert only_policies(("--budget", "0.1"), ["infinigen"]) is None
-    assert only_policies(given[:-1], ["infinigen-paper"])[-1] == "infinigen-paper"
+    assert only_policies(given[:-1], ["infinigen-paper"]) == (
+        *("--budget", "0.1", "--policy", "infinigen-paper"),
+    )
 
 
 def test_lines_of_other_policies_are_kept_with_their_date():
