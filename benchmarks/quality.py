@@ -123,18 +123,18 @@ EXPERIMENTS = {
         for model, dense_layers in (("books-llama", 2), ("tiny-llama", 1), ("tiny-opt", 2))
     },
     "perplexity-tail": _perplexity(
-        *(*BUDGETS, *ALPHA),
-        *("--policy", "full", "infinigen:tail=false", "infinigen:tail_tokens=0"),
+        *(*BUDGETS, "--policy", "full"),
+        *("infinigen:tail=false", "infinigen:tail_tokens=0"),
         *("infinigen:tail_columns=0", "infinigen", "infinigen:tail_columns=16"),
         *("infinigen:tail_tokens=16", "infinigen:tail_tokens=1"),
-        *("infinigen:alpha=4", "infinigen:alpha=inf"),
+        *("infinigen:alpha=5", "infinigen:alpha=inf"),
     ),
     "perplexity-columns": _perplexity(
         *(*BUDGETS, "--policy", "full"),
         *(f"infinigen:partial_ratio={ratio}" for ratio in (1, 0.75, 0.5, 0.25)),
     ),
     "perplexity-alpha-ahead": _perplexity(
-        *(*BUDGETS, *ALL_COLUMNS, "--policy", "full"),
+        *(*BUDGETS, "--policy", "full"),
         *("infinigen:query=corrected,alpha=4", "infinigen:query=corrected,alpha=5"),
     ),
     "perplexity-layer-budgets": _perplexity(
@@ -170,24 +170,24 @@ EXPERIMENTS = {
         (*RECALL, "--policy", *POLICIES),
     ),
     "perplexity-one-ahead": _perplexity(
-        *(*BUDGETS, "--dense-layers", "2", *ALL_COLUMNS),
+        *(*BUDGETS, "--dense-layers", "2"),
         *("--policy", "full", "infinigen:query=corrected"),
     ),
     "perplexity-two-ahead": dataclasses.replace(
         _perplexity(
-            *(*BUDGETS, "--dense-layers", "2", *ALL_COLUMNS, "--policy", "full"),
+            *(*BUDGETS, "--dense-layers", "2", "--policy", "full"),
             *("infinigen:query=corrected,layers_ahead=2", "infinigen:query=plain,layers_ahead=1"),
             "infinigen:query=plain,layers_ahead=2",
         ),
         conversion=TWO_AHEAD,
     ),
     "perplexity-behind": dataclasses.replace(
-        _perplexity(*BUDGETS, *ALL_COLUMNS, "--policy", "full", "infinigen:query=corrected"),
+        _perplexity(*BUDGETS, "--policy", "full", "infinigen:query=corrected"),
         conversion=BEHIND,
     ),
     "recall-behind": Experiment(
         ("infinigen_jax.evaluate", "recall"),
-        (*RECALL, *ALL_COLUMNS, "--policy", "full", "infinigen:query=corrected"),
+        (*RECALL, "--policy", "full", "infinigen:query=corrected"),
         conversion=BEHIND,
     ),
     "retrieval": _retrieval(None, *NEEDLES),

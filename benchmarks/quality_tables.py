@@ -19,6 +19,7 @@ from benchmarks.table_cells import (
     POLICIES,
     Line,
     above,
+    apart,
     fetched,
     find,
     markdown,
@@ -26,6 +27,7 @@ from benchmarks.table_cells import (
     read,
 )
 
+Cell = Callable[[Line | None], str]
 MODELS = ("books-llama", "tiny-llama", "tiny-opt", "stories260k")
 WHOLE_BUDGETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "infinigen, own query, no alpha": ("infinigen", OWN | ALL),
@@ -58,18 +60,20 @@ def by_model(
     name: str,
     rows: Mapping[str, tuple[str, Mapping[str, Any]]],
     traffic: Mapping[str, tuple[str, Mapping[str, Any]]],
+    quality: Cell = above,
 ) -> str:
-    """Perplexity of rows, in two columns for each model that has been measured.
+    """Quality of rows, in two columns for each model that has been measured.
 
     Args:
         traffic: further rows, of what is fetched.
+        quality: what is shown of it.
     """
     measured = measured_models(folder, name)
     head = [""]
     for model in measured:
         head += [f"{model} 5 %", "10 %"]
 
-    def row(title: str, cell: Callable[[Line | None], str], which: Any) -> list[str]:
+    def row(title: str, cell: Cell, which: Any) -> list[str]:
         policy, settings = which
         cells = [title]
         for lines in measured.values():
@@ -77,7 +81,7 @@ def by_model(
                 cells.append(cell(find(lines, policy, dict(settings) | {"budget": budget})))
         return cells
 
-    made = [row(title, above, which) for title, which in rows.items()]
+    made = [row(title, quality, which) for title, which in rows.items()]
     made += [row(f"*{title}*", fetched, which) for title, which in traffic.items()]
     return markdown(head, made)
 
@@ -94,6 +98,12 @@ def perplexity_table(folder: Path) -> str:
     return by_model(folder, "perplexity", rows, traffic)
 
 
+def divergence_table(folder: Path) -> str:
+    """How far all policies' predictions are from the full cache's, with their default memory."""
+    rows = {**POLICIES, **WHOLE_BUDGETS}
+    return by_model(folder, "perplexity", rows, {}, apart)
+
+
 def books_table(folder: Path) -> str:
     """Some of the policies, on windows of many books."""
     rows = {name: which for name, which in POLICIES.items() if which[0] in BOOK_POLICIES}
@@ -101,11 +111,12 @@ def books_table(folder: Path) -> str:
     return by_model(folder, "perplexity-books", rows, {})
 
 
-def equal_memory_table(folder: Path, name: str = "perplexity-equal-memory") -> str:
+def equal_memory_table(folder: Path, ahead: bool = False, quality: Cell = above) -> str:
     """All policies, with the device memory that InfiniGen takes."""
     names = ("quest", "h2o", "window", "previous-query")
     rows = {"**infinigen**": ("infinigen", {})} | {name: (name, {}) for name in names}
-    return by_model(folder, name, rows, {})
+    result = "perplexity-equal-memory" + ("-ahead" if ahead else "")
+    return by_model(folder, result, rows, {}, quality)
 
 
 def tail_table(folder: Path) -> str:
@@ -283,11 +294,12 @@ def pool_end_table(folder: Path) -> str:
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "perplexity": perplexity_table,
+    "divergence": divergence_table,
     "books": books_table,
     "equal memory": equal_memory_table,
-    "equal memory ahead": lambda folder: equal_memory_table(
-        folder, "perplexity-equal-memory-ahead"
-    ),
+    "equal memory ahead": lambda folder: equal_memory_table(folder, ahead=True),
+    "equal memory divergence": lambda folder: equal_memory_table(folder, quality=apart),
+    "equal memory ahead divergence": lambda folder: equal_memory_table(folder, True, apart),
     "tail": tail_table,
     "alphas ahead": alphas_ahead_table,
     "columns": columns_table,

@@ -101,7 +101,8 @@ def measure_model(options: argparse.Namespace, folder: str) -> dict[str, Any]:
                 hot_set=multiple,
                 eviction=eviction,
             )
-            nats, moved = score_windows(engine, windows, size // 2, len(windows))
+            scores, moved = score_windows(engine, windows, size // 2, len(windows))
+            nats = scores.nats
             plain = nats if plain is None else plain
             if not np.allclose(nats, plain, atol=1e-3):
                 raise AssertionError("a hot set changed the scores")

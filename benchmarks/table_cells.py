@@ -54,6 +54,13 @@ def above(line: Line | None) -> str:
     return f"{line['perplexity_change_percent']:+.2f} ({error:.2f})"
 
 
+def apart(line: Line | None) -> str:
+    """Divergence from the full cache's predictions, in thousandths of a nat, and its error."""
+    if line is None or "divergence_nats" not in line:
+        return ""
+    return f"{1e3 * line['divergence_nats']:.2f} ({1e3 * line['divergence_standard_error']:.2f})"
+
+
 def fetched(line: Line | None) -> str:
     return "" if line is None else f"*{100 * line['fetched_fraction']:.1f} %*"
 

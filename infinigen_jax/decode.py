@@ -257,14 +257,13 @@ class Decoder(Layout):
         """Of the next tokens, from the last layer's output; float32."""
         return self.blueprint.embedding(params).logits(x)
 
-    def score(
-        self, params: Params, x: Float[Array, "b e"], targets: Int[Array, " b"]
-    ) -> tuple[Float[Array, " b"], Int[Array, " b"]]:
-        """Natural log-probabilities of given next tokens, float32, and the likeliest tokens."""
-        logits = self.blueprint.embedding(params).logits(x).astype(jnp.float32)
-        chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    def predict(
+        self, params: Params, x: Float[Array, "b e"]
+    ) -> tuple[Float[Array, "b v"], Int[Array, " b"]]:
+        """Natural log-probabilities of all next tokens, float32, and the likeliest tokens."""
+        logits = self.logits(params, x).astype(jnp.float32)
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return chosen - jax.nn.logsumexp(logits, axis=-1), best
+        return jax.nn.log_softmax(logits, axis=-1), best
 
     def flush(self, policy: tuple[Params, ...], cache: Cache) -> Cache:
         """Write the ring of every host layer to the host, and its keys to the policy's state.

@@ -47,18 +47,18 @@ class Stepped(NamedTuple):
     place: list[Array]
 
 
-class Scored(NamedTuple):
+class Forced(NamedTuple):
     """What a step over given tokens came to.
 
     Attributes:
         drawn: the likeliest next tokens.
-        scores: natural log-probabilities of the targets.
+        log_probs: natural log-probabilities of all next tokens.
         records: what was watched, one a layer.
     """
 
     cache: Cache
     drawn: Int[Array, " b"]
-    scores: Float[Array, " b"]
+    log_probs: Float[Array, "b v"]
     counts: Counts
     records: tuple[Any, ...]
 
@@ -89,19 +89,17 @@ class Dispatcher:
         with jax.transfer_guard("disallow"):
             return self._by_layer(progress) if self._layerwise else self._fused(progress)
 
-    def score(
-        self, cache: Cache, tokens: np.ndarray, targets: np.ndarray, watch: Watch | None = None
-    ) -> Scored:
-        """One step over given tokens; arguments as in `Run.score` and `Run.watch`."""
+    def force(self, cache: Cache, tokens: np.ndarray, watch: Watch | None = None) -> Forced:
+        """One step over given tokens; arguments as in `Run.predict` and `Run.watch`."""
         at = Placement(self.decoder.mesh)
-        step = self._steps.scored
+        step = self._steps.forced
         if watch is not None:
             step = functools.partial(self._steps.watched, watch=watch)
-        given = (jax.device_put(np.asarray(x, np.int32), at.batch) for x in (tokens, targets))
-        new, scores, drawn, counts, *records = step(
-            self.weights, *_arguments(cache), *given, cache.pool
+        given = jax.device_put(np.asarray(tokens, np.int32), at.batch)
+        new, log_probs, drawn, counts, *records = step(
+            self.weights, *_arguments(cache), given, cache.pool
         )
-        return Scored(self._replaced(cache, new), drawn, scores, counts, *records or [()])
+        return Forced(self._replaced(cache, new), drawn, log_probs, counts, *records or [()])
 
     def flush(self, cache: Cache) -> Cache:
         """The cache with the rows of its rings on the host, too."""

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from infinigen_jax.batching import IDLE, Owners, admission
 from infinigen_jax.cache import Cache
@@ -131,27 +133,35 @@ class Run:
         )
         self.counts.append(counts)
 
-    def score(self, tokens: np.ndarray, targets: np.ndarray) -> jax.Array:
+    def predict(self, tokens: np.ndarray) -> jax.Array:
         """One decode step over given tokens, whatever was drawn. Does not wait.
 
         `drawn` is then the likeliest next tokens, from which `advance` can go on.
 
         Args:
             tokens: [b] the tokens at the next position, int32.
-            targets: [b] the tokens behind them, int32.
 
         Returns:
-            [b] float32, the natural log-probabilities of the targets.
+            [b, v] float32, the natural log-probabilities of all tokens to come next.
 
         Raises:
             InputError: when the cache is full.
         """
-        return self._score(tokens, targets)[0]
+        return self._force(tokens)[0]
 
-    def watch(
-        self, watch: Watch, tokens: np.ndarray, targets: np.ndarray
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """As `score`, with a look at every layer.
+    def score(self, tokens: np.ndarray, targets: np.ndarray) -> jax.Array:
+        """As `predict`, of some next tokens alone.
+
+        Args:
+            targets: [b] one for each sequence, int32.
+
+        Returns:
+            [b] float32, the natural log-probabilities of the targets.
+        """
+        return _of_targets(self.predict(tokens), np.asarray(targets, np.int32))
+
+    def watch(self, watch: Watch, tokens: np.ndarray) -> tuple[jax.Array, tuple[Any, ...]]:
+        """As `predict`, with a look at every layer.
 
         Args:
             watch: is traced into the step; the same function object, the same compilation.
@@ -159,16 +169,16 @@ class Run:
         Returns:
             The log-probabilities, and what `watch` recorded, one record a layer.
         """
-        return self._score(tokens, targets, watch)
+        return self._force(tokens, watch)
 
-    def _score(
-        self, tokens: np.ndarray, targets: np.ndarray, watch: Watch | None = None
+    def _force(
+        self, tokens: np.ndarray, watch: Watch | None = None
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         self._make_room()
-        scored = self.dispatcher.score(self.cache, tokens, targets, watch)
-        self.cache, self.drawn = scored.cache, scored.drawn
-        self.counts.append(scored.counts)
-        return scored.scores, scored.records
+        forced = self.dispatcher.force(self.cache, tokens, watch)
+        self.cache, self.drawn = forced.cache, forced.drawn
+        self.counts.append(forced.counts)
+        return forced.log_probs, forced.records
 
     def settle(self) -> None:
         """Bring every row that is cached to the host."""
@@ -292,3 +302,8 @@ class Run:
     def stats(self) -> Stats:
         """What the generation took, up to now."""
         return stats_of(self)
+
+
+@jax.jit
+def _of_targets(log_probs: Float[Array, "b v"], targets: Int[Array, " b"]) -> Float[Array, " b"]:
+    return jnp.take_along_axis(log_probs, targets[:, None], axis=1)[:, 0]

@@ -63,7 +63,7 @@ class Steps(NamedTuple):
     """The compiled functions of a Decoder; the cache arrays that they replace are donated.
 
     `checked` is `fused` that also returns the first place that is not finite, see `checking`;
-    `scored` is `fused` for given tokens: it returns the log-probability of each next one, and
+    `forced` is `fused` for given tokens: it returns the log-probabilities of all next ones, and
     `watched` also what a Watch recorded of every layer. `layer`
     and `fetching_layer` are `decode_layer` without and with rows requested for the next layer. Rows
     that were fetched are not donated: nothing that comes out has their shape twice. `flush_pool`
@@ -72,7 +72,7 @@ class Steps(NamedTuple):
 
     fused: Any
     checked: Any
-    scored: Any
+    forced: Any
     watched: Any
     embed: Any
     first: Any
@@ -196,7 +196,7 @@ def steps(decoder: Decoder) -> Steps:
         first, last = (jnp.all(jnp.isfinite(end), axis=-1) for end in ends)
         return *outcome, first_place((first, *finite, last), positions)
 
-    def scored(
+    def forced(
         weights: Weights,
         host: Array | None,
         states: tuple[Any, ...],
@@ -205,14 +205,13 @@ def steps(decoder: Decoder) -> Steps:
         hot: tuple[HotSet | Kept | None, ...],
         positions: Array,
         tokens: Array,
-        targets: Array,
         pool: tuple[Array, ...] = (),
         watch: Watch | None = None,
     ) -> tuple:
         cache = Cache(host, states, local, positions, scales, hot, pool)
         x, cache, counts, records = layers(weights, cache, tokens, watch)
-        scores, best = decoder.score(weights.params["embedding"], x, targets)
-        outcome = replaced(cache), scores, best, counts
+        log_probs, best = decoder.predict(weights.params["embedding"], x)
+        outcome = replaced(cache), log_probs, best, counts
         return outcome if watch is None else (*outcome, records)
 
     def draw(
@@ -264,14 +263,14 @@ def steps(decoder: Decoder) -> Steps:
             out_shardings=(step, at.batch, at.batch, counts, at.batch),
             compiler_options=options,
         ),
-        scored=jax.jit(
-            scored,
+        forced=jax.jit(
+            forced,
             donate_argnums=donated,
             out_shardings=(step, at.batch, at.batch, counts),
             compiler_options=options,
         ),
         watched=jax.jit(
-            scored,
+            forced,
             static_argnames="watch",
             donate_argnums=donated,
             out_shardings=(step, at.batch, at.batch, counts, at.batch),

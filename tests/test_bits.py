@@ -55,7 +55,7 @@ def cache_of(engine: Engine) -> Cache:
 def step(engine: Engine, cache: Cache) -> Any:
     lengths = cache.lengths
     arguments = (engine.weights, cache.host, cache.states, cache.scales, cache.local, cache.hot)
-    return steps(engine.decoder).scored.lower(*arguments, lengths, lengths, lengths, ())
+    return steps(engine.decoder).forced.lower(*arguments, lengths, lengths, ())
 
 
 def flush(engine: Engine, cache: Cache) -> Any:

@@ -20,6 +20,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.configurations import Configuration, configurations
 from infinigen_jax.evaluation.naming import labels, labels_over_budgets, name_columns
+from infinigen_jax.evaluation.parts import Parts
 from infinigen_jax.evaluation.perplexity import markdown
 from infinigen_jax.evaluation.session import Session, measurements
 from infinigen_jax.evaluation.texts import read_text
@@ -40,6 +41,9 @@ LINE = {
     "difference_nats": float,
     "difference_standard_error": float,
     "perplexity_change_percent": float,
+    "divergence_nats": float,
+    "divergence_standard_error": float,
+    "same_best_fraction": float,
     "chunks": list,
     "selected_fraction": float,
     "fetched_fraction": float,
@@ -108,7 +112,8 @@ def test_table_and_record(tmp_path, text, run):
     record = json.loads(result.read_text(), parse_constant=never)
     assert record["text"]["file"] == "text.txt" and record["text"]["prefix_tokens"] == 1
     assert record["model"]["name"] == "books-llama" and record["versions"]["jax"]
-    assert record["settings"] == dict(window=48, context=16, windows=3, batch=2, chunk=20)
+    sizes = dict(window=48, context=16, windows=3, batch=2, chunk=20)
+    assert record["settings"] == sizes | {"likeliest": 128}
     # Nothing tells where things lie on this machine.
     assert str(tmp_path) not in result.read_text() and str(ROOT) not in result.read_text()
     full, sparse = record["configurations"]
@@ -124,6 +129,7 @@ def test_table_and_record(tmp_path, text, run):
     assert 0 < sparse["fetched_fraction"] <= 0.1
     difference = sparse["nats_per_token"] - full["nats_per_token"]
     assert sparse["difference_nats"] == pytest.approx(difference)
+    assert 0 < sparse["divergence_nats"] < 0.1 and 0.8 < sparse["same_best_fraction"] <= 1
     assert only(tmp_path, "text.txt") == ["result.json"]
 
 
@@ -250,16 +256,46 @@ def test_several_policies_and_budgets_in_one_table():
     chosen = configurations(arguments, reference=False)
     model, sizes = random_model("gqa"), {"context": 20, "chunk": 16, "batch": 2}
     windows = np.random.default_rng(3).integers(3, 96, (2, 40)).astype(np.int32)
-    measure = perplexity.measuring(windows, sizes)
-    measured = list(measurements(model, chosen, measure, 40, "tokens", arguments))
-    lines = perplexity.with_statistics(measured, sizes)
+    scoring = perplexity.Scoring(windows, sizes)
+    measured = measurements(model, chosen, scoring, 40, "tokens", arguments)
+    lines = perplexity.lines_of(measured, scoring)
     assert [line["difference_nats"] for line in lines] == [None] * 3
+    assert [line["divergence_nats"] for line in lines] == [None] * 3
     cells = [[c.strip() for c in row.split("|")] for row in markdown(lines).splitlines()]
     assert cells[0][1:6] == ["policy", "budget", "selected", "fetched", "perplexity"]
     assert len(cells) == 2 + 3
     expected = [["full", ""], ["infinigen", "0.3"], ["infinigen", "0.9"]]
     assert [row[1:3] for row in cells[2:]] == expected
     assert float(cells[3][5]) == pytest.approx(lines[1]["perplexity"], abs=1e-4)
+
+
+def test_what_was_measured_before_is_still_compared_with(tmp_path):
+    """A run that goes on where it was cut off has the full cache's predictions from its parts."""
+    few = [f"infinigen:window=4,sinks=2,alpha={alpha}" for alpha in ("1", "inf")]
+    given = ["perplexity", "--text", "t", "--dense-layers", "0", "--policy", "full", *few]
+    arguments = evaluate.build_parser().parse_args([*given, "--budget", "0.2", "--quiet"])
+    chosen = configurations(arguments, reference=True)
+    sizes = {"context": 20, "chunk": 16, "batch": 2, "likeliest": 8}
+    windows = np.random.default_rng(3).integers(3, 96, (3, 40)).astype(np.int32)
+    said: list[str] = []
+
+    def lines(of: list[Configuration]) -> list[dict[str, Any]]:
+        scoring = perplexity.Scoring(windows, sizes)
+        parts = Parts(tmp_path / "result.json", {"text": "t"})
+        model = random_model("gqa")
+        measured = measurements(model, of, scoring, 40, "x", arguments, said.append, parts)
+        return perplexity.lines_of(measured, scoring)
+
+    first = lines(chosen[:2])
+    assert said == []
+    second = lines(chosen)
+    assert len(said) == 2 and all("measured before" in line for line in said)
+    assert second[:2] == first and first[1]["divergence_nats"] > 1e-3
+    assert first[1]["same_best_fraction"] < 1
+    assert second[2]["divergence_nats"] != first[1]["divergence_nats"]
+    # All of it, in the same places: nothing is apart.
+    exact = lines(parsed("--policy", "full", few[1], "--budget", "1"))[1]
+    assert exact["same_best_fraction"] == 1 and 0 <= exact["divergence_nats"] < 1e-6
 
 
 def test_help(run):

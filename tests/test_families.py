@@ -105,7 +105,7 @@ def decoded(engine: Engine, tokens: list[list[int]]) -> np.ndarray:
     run, steps = engine.start(PROMPTS, NEW), []
     embedding = engine.decoder.blueprint.embedding(engine.weights.params["embedding"])
     for column in np.array(tokens).T[:-1]:
-        records = run.watch(record_output, column, column)[1]
+        records = run.watch(record_output, column)[1]
         steps.append(np.asarray(embedding.logits(records[-1])))
     return np.stack(steps, axis=1)
 

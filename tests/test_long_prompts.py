@@ -134,7 +134,7 @@ def test_a_step_with_a_million_slots_compiles():
         shaped(x, at.rows) for x in (cache.states, cache.scales, cache.local, cache.hot)
     )
     lengths = shaped(cache.lengths, at.batch)
-    lowered = steps(decoder).scored.lower(
-        chosen.weights, host, states, scales, local, hot, lengths, lengths, lengths, ()
+    lowered = steps(decoder).forced.lower(
+        chosen.weights, host, states, scales, local, hot, lengths, lengths, ()
     )
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 2**31

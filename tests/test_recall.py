@@ -174,8 +174,11 @@ def test_watching_changes_nothing():
         run, own = chosen.start(WINDOWS[:2, :23].tolist(), 8), []
         for i in range(23, 29):
             tokens, targets = WINDOWS[:2, i], WINDOWS[:2, i + 1]
-            score = run.score(tokens, targets) if watch is None else None
-            own.append(score if watch is None else run.watch(watch, tokens, targets)[0])
+            if watch is None:
+                own.append(run.score(tokens, targets))
+            else:
+                log_probs = run.watch(watch, tokens)[0]
+                own.append(jnp.take_along_axis(log_probs, targets[:, None], axis=1)[:, 0])
         scores.append(np.stack(jax.device_get(own)))
     np.testing.assert_allclose(scores[1], scores[0], rtol=1e-5, atol=1e-5)
     # With exact states the predictions are the full cache's.

@@ -15,7 +15,7 @@ from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.report import table
 from infinigen_jax.evaluation.scoring import score_windows
-from infinigen_jax.evaluation.statistics import statistics
+from infinigen_jax.evaluation.statistics import Compared, divergence, statistics
 from infinigen_jax.evaluation.texts import TokenizedText, read_text, tokenize
 from infinigen_jax.policies import Full, InfiniGenPaper
 from infinigen_jax.stats import fraction, rows_per_step
@@ -37,7 +37,7 @@ def reference_nats(model: Model, windows: np.ndarray, context: int) -> np.ndarra
 
 @pytest.mark.parametrize("name", ["gqa", "opt"])
 def test_the_full_cache_scores_as_the_plain_forward_pass(name):
-    nats, traffic = score_windows(engine(name, Full()), WINDOWS, CONTEXT, batch=2)
+    (nats, *_), traffic = score_windows(engine(name, Full()), WINDOWS, CONTEXT, batch=2)
     expected = reference_nats(random_model(name), WINDOWS, CONTEXT)
     assert nats.shape == expected.shape == (5, 28) and nats.dtype == np.float64
     assert nats.mean() == pytest.approx(expected.mean(), rel=1e-5)
@@ -46,11 +46,29 @@ def test_the_full_cache_scores_as_the_plain_forward_pass(name):
     assert traffic.tokens == 5 * 28 and traffic.selected == traffic.fetched == traffic.tokens
 
 
+@pytest.mark.parametrize("policy", [Full(), SPARSE], ids=lambda policy: policy.name)
+def test_tokens_that_are_asked_for(policy):
+    """All of them in another order, the likeliest few, and the text's own."""
+    chosen, tokens = engine("gqa", policy), np.arange(96, dtype=np.int32)[::-1]
+    asked = np.broadcast_to(tokens, (5, 28, 96))
+    every, _ = score_windows(chosen, WINDOWS, CONTEXT, batch=2, asked=asked)
+    assert (every.tokens == asked).all() and every.log_probs.shape == asked.shape
+    np.testing.assert_allclose(np.exp(every.log_probs).sum(axis=-1), 1, rtol=1e-5)
+    text = 95 - WINDOWS[:, CONTEXT:]
+    own = np.take_along_axis(every.log_probs, text[..., None], axis=-1)[..., 0]
+    np.testing.assert_array_equal(own, -every.nats)
+    best, _ = score_windows(chosen, WINDOWS, CONTEXT, batch=2, asked=3)
+    order = np.argsort(-every.log_probs, axis=-1, kind="stable")[..., :3]
+    np.testing.assert_array_equal(best.tokens, 95 - order)
+    np.testing.assert_array_equal(best.log_probs, -np.sort(-every.log_probs, axis=-1)[..., :3])
+    assert (best.best == best.tokens[..., 0]).all() and (every.best == best.best).all()
+
+
 def test_scores_and_traffic_do_not_depend_on_the_batch():
     (first, here), (second, there) = (
         score_windows(engine("gqa", SPARSE), WINDOWS, CONTEXT, batch) for batch in (2, 9)
     )
-    np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(first.nats, second.nats, rtol=1e-5, atol=1e-5)
     assert here.selected_rows == there.selected_rows and here.tokens == there.tokens == 5 * 28
     assert here.fetched_rows == there.fetched_rows and here.moved_bytes == there.moved_bytes
     assert here.selected == pytest.approx(there.selected)
@@ -60,9 +78,9 @@ def test_scores_and_traffic_do_not_depend_on_the_batch():
 def test_without_a_limit_infinigen_is_the_full_cache():
     full, _ = score_windows(engine("gqa", Full()), WINDOWS, CONTEXT, batch=2)
     everything, _ = score_windows(engine("gqa", ALL), WINDOWS, CONTEXT, batch=2)
-    np.testing.assert_allclose(everything, full, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(everything.nats, full.nats, rtol=1e-5, atol=1e-4)
     sparse, traffic = score_windows(engine("gqa", SPARSE), WINDOWS, CONTEXT, batch=2)
-    assert np.abs(sparse - full).max() > 1e-2
+    assert np.abs(sparse.nats - full.nats).max() > 1e-2
     assert 0 < traffic.selected / traffic.tokens <= SPARSE.budget
 
 
@@ -103,7 +121,7 @@ def with_embedding(value: float) -> Engine:
 
 
 def test_uniform_predictions():
-    nats, _ = score_windows(with_embedding(0), WINDOWS, CONTEXT, batch=2)
+    (nats, *_), _ = score_windows(with_embedding(0), WINDOWS, CONTEXT, batch=2)
     np.testing.assert_allclose(nats, math.log(96), rtol=1e-6)
     assert statistics(nats, None, CONTEXT, 16)["perplexity"] == pytest.approx(96)
 
@@ -120,11 +138,14 @@ def test_chunks_combine_to_the_whole():
     rng = np.random.default_rng(0)
     full = rng.exponential(3, (7, 50))
     nats = full + rng.normal(0.01, 0.1, full.shape)
-    result = statistics(nats, full, context=20, chunk=16)
+    compared = Compared(
+        full, rng.exponential(0.1, full.shape), rng.integers(0, 2, full.shape) * 1.0
+    )
+    result = statistics(nats, compared, context=20, chunk=16)
     chunks = result["chunks"]
     assert [(c["from"], c["to"]) for c in chunks] == [(20, 36), (36, 52), (52, 68), (68, 70)]
     assert sum(c["tokens"] for c in chunks) == result["tokens"] == 350
-    for name in ("nats_per_token", "difference_nats"):
+    for name in ("nats_per_token", "difference_nats", "divergence_nats", "same_best_fraction"):
         total = sum(c[name] * c["tokens"] for c in chunks)
         assert total / 350 == pytest.approx(result[name])
     assert chunks[1]["perplexity"] == pytest.approx(np.exp(nats[:, 16:32].mean()))
@@ -133,7 +154,9 @@ def test_chunks_combine_to_the_whole():
 def test_differences_are_paired():
     full = np.random.default_rng(0).exponential(3, (6, 40))
     shift = np.linspace(0.01, 0.03, 6)[:, None]
-    result = statistics(full + shift, full, context=2, chunk=256)
+    compared = Compared(full, np.zeros_like(full), np.ones_like(full))
+    result = statistics(full + shift, compared, context=2, chunk=256)
+    assert result["divergence_nats"] == 0 and result["same_best_fraction"] == 1
     assert result["difference_nats"] == pytest.approx(0.02)
     expected = np.std(shift, ddof=1) / np.sqrt(6)
     assert result["difference_standard_error"] == pytest.approx(expected)
@@ -141,7 +164,7 @@ def test_differences_are_paired():
     assert result["perplexity_change_percent"] == pytest.approx(100 * math.expm1(0.02))
     alone = statistics(full[:1], None, context=2, chunk=256)
     assert alone["standard_error"] is None and alone["difference_nats"] is None
-    assert statistics(full + 1000, full, 2, 256)["perplexity"] is None  # overflow, not infinity
+    assert statistics(full + 1000, compared, 2, 256)["perplexity"] is None  # overflow, not infinity
 
 
 def test_tables():
@@ -187,3 +210,35 @@ def test_text_with_a_mark_and_odd_characters(tmp_path):
     assert [*tokens.prefix, *tokens.tokens.tolist()] == tokenizer.encode(content)
     with pytest.raises(InputError, match="tokenizer is not this model's"):
         tokenize(text, tokenizer, 5)
+
+
+def distributions(spread: float, tokens: int = 50) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities [3, 4, tokens] of one, the likeliest first, and of another one near it."""
+    rng = np.random.default_rng(1)
+    logits = rng.normal(0, 3, (3, 4, tokens))
+    both = np.stack([logits, logits + rng.normal(0, spread, logits.shape)])
+    both -= np.log(np.exp(both).sum(axis=-1, keepdims=True))
+    order = np.argsort(-both[0], axis=-1)
+    p, q = (np.take_along_axis(x, order, axis=-1).astype(np.float32) for x in both)
+    return p, q
+
+
+@pytest.mark.parametrize("spread", [1e-3, 0.1, 3.0])
+def test_divergence(spread):
+    p, q = distributions(spread)
+    exact = np.sum(np.exp(p.astype(np.float64)) * (p.astype(np.float64) - q), axis=-1)
+    np.testing.assert_allclose(divergence(p, q), exact, rtol=1e-3, atol=1e-6)
+    assert (divergence(p, p) == 0).all()
+    # Of fewer tokens it is less, and of none nothing.
+    parts = [divergence(p[..., :n], q[..., :n]) for n in (50, 20, 5, 0)]
+    for more, fewer in zip(parts, parts[1:], strict=False):
+        assert (fewer <= more + 1e-6).all() and (fewer >= 0).all()
+    assert (parts[-1] == 0).all()
+    assert parts[1].mean() > 0.5 * parts[0].mean()
+
+
+def test_divergence_where_a_likely_token_became_impossible():
+    p = np.log(np.array([[0.5, 0.25]], np.float32))
+    q = np.array([[math.log(0.75), -1e4]], np.float32)
+    assert divergence(p, q) == pytest.approx(0.25 * 1e4, rel=1e-3)
+    assert divergence(q, p) == pytest.approx(0.75 * math.log(1.5), rel=1e-3)

@@ -157,7 +157,7 @@ def _study_batch(
         waiting.clear()
 
     for step, position in enumerate(positions):
-        _, records = run.watch(watch, windows[:, position], windows[:, position + 1])
+        _, records = run.watch(watch, windows[:, position])
         waiting.append((step, records))
         if len(waiting) == READ_EVERY:
             read()

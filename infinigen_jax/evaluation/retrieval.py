@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         "items": len(items),
     }
     measure = measuring(items, arguments.batch, arguments.max_new_tokens)
-    measured = session.measure(model, measure, len(items), "items")
+    measured = list(session.measure(model, measure, len(items), "items"))
     lines = with_scores(measured, items, model)
     session.finish(lines)
     if session.plot is not None:

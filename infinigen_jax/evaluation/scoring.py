@@ -10,11 +10,14 @@ prefill computes does not depend on the policy.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 from infinigen_jax.errors import InputError, MemoryShortageError
 
@@ -23,6 +26,21 @@ if TYPE_CHECKING:
     from infinigen_jax.run import Run
 
 READ_EVERY = 64  # steps; as many stay queued, so that the device never waits for Python
+
+
+class Scores(NamedTuple):
+    """What was predicted of some windows behind their context.
+
+    Attributes:
+        nats: of each token, its negative natural log-probability.
+        best: the likeliest token in its place.
+        tokens, log_probs: n tokens in its place, and their natural log-probabilities.
+    """
+
+    nats: Float[np.ndarray, "w t"]
+    best: Int[np.ndarray, "w t"]
+    tokens: Int[np.ndarray, "w t n"]
+    log_probs: Float[np.ndarray, "w t n"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +82,8 @@ def score_windows(
     context: int,
     batch: int,
     advance: Callable[[int], object] = lambda tokens: None,
-) -> tuple[Float[np.ndarray, "w t"], Traffic]:
+    asked: int | Int[np.ndarray, "w t m"] = 0,
+) -> tuple[Scores, Traffic]:
     """Score all tokens of some windows behind their context.
 
     Args:
@@ -72,25 +91,28 @@ def score_windows(
         batch: windows at once. The last batch is filled up with repetitions, so that one
             compilation serves all; they do not count.
         advance: called with a number of tokens when so many more have been scored.
+        asked: which tokens' log-probabilities are wanted, beside those of the text: so many of the
+            likeliest in each place, or these m; t = n - c.
 
     Returns:
-        nats [w, n - c], float64: negative natural log-probabilities; and what moved.
+        The scores [w, n - c], nats in float64; and what moved.
 
     Raises:
         InputError: if memory is too small, or the model does not give finite numbers.
     """
-    scores, total = [], Traffic()
+    parts, total = [], Traffic()
     for rows, kept in batches(len(windows), batch):
-        nats, traffic = _score_batch(engine, windows[rows], context, kept, advance)
-        scores.append(nats)
+        wanted = asked if isinstance(asked, int) else asked[rows]
+        scores, traffic = _score_batch(engine, windows[rows], context, kept, advance, wanted)
+        parts.append(scores)
         total += traffic
-    nats = np.concatenate(scores)
-    if not np.isfinite(nats).all():
+    made = Scores(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+    if not np.isfinite(made.nats).all():
         raise InputError(
-            f"{np.count_nonzero(~np.isfinite(nats))} of {nats.size} scores are not finite in "
-            f"{engine.model.dtype.name}; try --dtype float32, or check the model"
+            f"{np.count_nonzero(~np.isfinite(made.nats))} of {made.nats.size} scores are not "
+            f"finite in {engine.model.dtype.name}; try --dtype float32, or check the model"
         )
-    return nats, total
+    return made, total
 
 
 def _score_batch(
@@ -99,19 +121,48 @@ def _score_batch(
     context: int,
     kept: int,
     advance: Callable[[int], object],
-) -> tuple[Float[np.ndarray, "k t"], Traffic]:
+    asked: int | Int[np.ndarray, "b t m"],
+) -> tuple[Scores, Traffic]:
     """Of the first `kept` windows."""
     run = start_run(engine, windows, context)
     read, waiting = [], []
-    for position in range(context - 1, windows.shape[1] - 1):
-        waiting.append(run.score(windows[:, position], windows[:, position + 1]))
+    for step, position in enumerate(range(context - 1, windows.shape[1] - 1)):
+        log_probs, targets = run.predict(windows[:, position]), windows[:, position + 1]
+        # What is wanted is taken on the device: all of them are many, and steps are queued.
+        if isinstance(asked, int):
+            number = min(asked, log_probs.shape[1])
+            own, tokens, found = _likeliest(log_probs, targets, number)
+        else:
+            tokens = asked[:, step]
+            own, found = _chosen(log_probs, targets, tokens)
+        waiting.append((own, run.drawn, tokens, found))
         if len(waiting) == 2 * READ_EVERY:
-            read += [np.asarray(scores) for scores in waiting[:READ_EVERY]]
+            read += jax.device_get(waiting[:READ_EVERY])
             del waiting[:READ_EVERY]
             advance(kept * READ_EVERY)
-    read += [np.asarray(scores) for scores in waiting]
+    read += jax.device_get(waiting)
     advance(kept * len(waiting))
-    return -np.stack(read, axis=1)[:kept].astype(np.float64), traffic(run, kept)
+    own, *others = (np.stack(part, axis=1)[:kept] for part in zip(*read, strict=True))
+    return Scores(-own.astype(np.float64), *others), traffic(run, kept)
+
+
+@functools.partial(jax.jit, static_argnames="number")
+def _likeliest(
+    log_probs: Float[Array, "b v"], targets: Int[Array, " b"], number: int
+) -> tuple[Float[Array, " b"], Int[Array, "b n"], Float[Array, "b n"]]:
+    """Log-probabilities of the targets, and the likeliest tokens with theirs."""
+    found, tokens = jax.lax.top_k(log_probs, number)
+    return _chosen(log_probs, targets, tokens)[0], tokens, found
+
+
+@jax.jit
+def _chosen(
+    log_probs: Float[Array, "b v"], targets: Int[Array, " b"], tokens: Int[Array, "b n"]
+) -> tuple[Float[Array, " b"], Float[Array, "b n"]]:
+    """Log-probabilities of the targets, and of other tokens."""
+    both = jnp.concatenate([targets[:, None], tokens], axis=1)
+    found = jnp.take_along_axis(log_probs, both, axis=1)
+    return found[:, 0], found[:, 1:]
 
 
 def batches(number: int, size: int) -> Iterator[tuple[Int[np.ndarray, " b"], int]]:

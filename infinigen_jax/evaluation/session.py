@@ -122,8 +122,10 @@ class Session:
             self.say("all layers attend to a window that the device keeps: nothing is selected")
         return model
 
-    def measure(self, model: "Model", measure: Measure, total: int, unit: str) -> "list[Line]":
+    def measure(self, model: "Model", measure: Measure, total: int, unit: str) -> "Iterator[Line]":
         """One measurement for each configuration; what was finished before is not repeated.
+
+        A configuration is measured when its line is asked for.
 
         Args:
             total: work of one configuration, for the progress.
@@ -133,10 +135,8 @@ class Session:
         self.parts = Parts(
             self.output, self.record | {name: None for name in NOT_COMPARED if name in made}
         )
-        return list(
-            measurements(
-                model, self.chosen, measure, total, unit, self.arguments, self.say, self.parts
-            )
+        return measurements(
+            model, self.chosen, measure, total, unit, self.arguments, self.say, self.parts
         )
 
     def finish(self, lines: list[dict[str, Any]]) -> None:

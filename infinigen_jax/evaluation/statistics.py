@@ -1,7 +1,7 @@
 """Means, standard errors and paired differences of token scores."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -9,17 +9,31 @@ from jaxtyping import Float
 Nats = Float[np.ndarray, "w t"]
 
 
-def statistics(nats: Nats, reference: Nats | None, context: int, chunk: int) -> dict[str, Any]:
-    """Perplexity, whole and by position, and the paired difference to a reference.
+class Compared(NamedTuple):
+    """Predictions beside those of the full cache for the same tokens.
+
+    Attributes:
+        nats: the full cache's.
+        divergence: see `divergence`.
+        same: whether the likeliest token is the same, 0 or 1.
+    """
+
+    nats: Nats
+    divergence: Nats
+    same: Nats
+
+
+def statistics(nats: Nats, compared: Compared | None, context: int, chunk: int) -> dict[str, Any]:
+    """Perplexity, whole and by position, and how far it is from a reference.
 
     Args:
         nats: [w, t] of each scored token; their positions in the window count from `context`.
-        reference: the same tokens' with the full cache.
+        compared: the same tokens beside the full cache's.
     """
 
     def part(start: int, end: int) -> dict[str, Any]:
-        compared = None if reference is None else reference[:, start:end]
-        return _mean(nats[:, start:end], compared)
+        beside = None if compared is None else Compared(*(x[:, start:end] for x in compared))
+        return _mean(nats[:, start:end], beside)
 
     total = nats.shape[1]
     ends = [(start, min(start + chunk, total)) for start in range(0, total, chunk)]
@@ -27,7 +41,7 @@ def statistics(nats: Nats, reference: Nats | None, context: int, chunk: int) -> 
     return part(0, total) | {"chunks": chunks}
 
 
-def _mean(nats: Nats, reference: Nats | None) -> dict[str, Any]:
+def _mean(nats: Nats, compared: Compared | None) -> dict[str, Any]:
     """Means over all tokens; errors over windows, for the tokens of one are not independent."""
     mean = float(nats.mean())
     result = {
@@ -38,15 +52,46 @@ def _mean(nats: Nats, reference: Nats | None) -> dict[str, Any]:
         "difference_nats": None,
         "difference_standard_error": None,
         "perplexity_change_percent": None,
+        "divergence_nats": None,
+        "divergence_standard_error": None,
+        "same_best_fraction": None,
     }
-    if reference is not None:
-        difference = nats - reference
+    if compared is not None:
+        difference = nats - compared.nats
         change = float(difference.mean())
-        result["difference_nats"] = change
-        result["difference_standard_error"] = standard_error(difference)
         ratio = perplexity(change)
-        result["perplexity_change_percent"] = None if ratio is None else 100 * (ratio - 1)
+        result |= {
+            "difference_nats": change,
+            "difference_standard_error": standard_error(difference),
+            "perplexity_change_percent": None if ratio is None else 100 * (ratio - 1),
+            "divergence_nats": float(compared.divergence.mean()),
+            "divergence_standard_error": standard_error(compared.divergence),
+            "same_best_fraction": float(compared.same.mean()),
+        }
     return result
+
+
+def divergence(
+    reference: Float[np.ndarray, "*w t n"], other: Float[np.ndarray, "*w t n"]
+) -> Float[np.ndarray, "*w t"]:
+    """Kullback-Leibler divergence from a reference's distribution to another one, in nats.
+
+    Over n tokens and, as if it were one token, all the rest: at most what it is over all tokens
+    apart, and nearly that if the n are what the reference holds likely.
+
+    Args:
+        reference, other: natural log-probabilities of the same n tokens.
+
+    Returns:
+        float64, not negative: 0 where the two are equal.
+    """
+    p, q = (np.exp(x.astype(np.float64)) for x in (reference, other))
+    apart = reference.astype(np.float64) - other
+    # p log(p / q) + (q - p), not negative; the latter is nothing over all tokens together.
+    known = np.sum(p * apart + (q - p), axis=-1)
+    # Never nothing: what sums of float32 leave over is no more than their rounding.
+    p, q = (np.maximum(1 - x.sum(axis=-1), 1e-6) for x in (p, q))
+    return known + p * np.log(p / q) + (q - p)
 
 
 def standard_error(nats: Nats) -> float | None:

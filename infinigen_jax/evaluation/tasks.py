@@ -102,7 +102,7 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
         "seed": arguments.seed,
     }
     total = sum(map(len, asked.values()))
-    measured = session.measure(model, measuring(asked, arguments.batch), total, "choices")
+    measured = list(session.measure(model, measuring(asked, arguments.batch), total, "choices"))
     return with_scores(measured, tasks)
 
 
