@@ -96,8 +96,8 @@ def alphas_table(folder: Path) -> str:
     """Figure 17: alpha."""
     rows = {f"{alpha:g}": {"alpha": alpha} for alpha in (1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0)}
     columns = {
-        "fetched": ("infinigen", {"partial_ratio": 1.0}, fetched),
-        "infinigen": ("infinigen", {"partial_ratio": 1.0}, above),
+        "fetched": ("infinigen", {"partial_ratio": 0.75}, fetched),
+        "infinigen": ("infinigen", {"partial_ratio": 0.75}, above),
         "paper's settings, a fifth of the columns": (
             "infinigen-paper",
             {"partial_ratio": 0.2},
@@ -109,7 +109,8 @@ def alphas_table(folder: Path) -> str:
 
 def ratios_table(folder: Path) -> str:
     """Figure 17: columns of the index."""
-    rows = {f"{ratio:g}": {"partial_ratio": ratio} for ratio in (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)}
+    ratios = (0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.8, 1.0)
+    rows = {f"{ratio:g}": {"partial_ratio": ratio} for ratio in ratios}
     columns = {
         "infinigen": ("infinigen", {"alpha": 4.0}, above),
         "paper's settings": ("infinigen-paper", {"alpha": 4.0}, above),

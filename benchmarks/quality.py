@@ -296,8 +296,13 @@ def run(name: str, model: str, text: Path | None, out: Path, renew: Sequence[str
             call(["infinigen_jax.convert", str(source), str(folder), *given])
         call(experiment.command(folder, text, read_config(folder)[1].max_positions, measured))
         if again:
-            made_again = renewed(json.loads(result.read_text()), json.loads(measured.read_text()))
-            write_json("--out", result, made_again)
+            new = json.loads(measured.read_text())
+            try:
+                write_json("--out", result, renewed(json.loads(result.read_text()), new))
+            except InputError as error:
+                kept = result.with_suffix(".new.json")
+                write_json("--out", kept, new)
+                raise InputError(f"{result}: {error} (what was measured is in {kept})") from None
 
 
 def call(command: list[str]) -> None:

@@ -34,14 +34,14 @@ WHOLE_BUDGETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "infinigen, corrected query, no alpha": ("infinigen", AHEAD | ALL),
 }
 TAILS = {
-    "**as by default** but alpha 5: blocks of 64, 8 columns": {},
+    "**as by default**: alpha 4, blocks of 64, 8 columns": {},
     "16 columns": {"tail_columns": 16},
     "no columns": {"tail_columns": 0},
     "blocks of 16, 8 columns": {"tail_tokens": 16},
     "a value for each token": {"tail_tokens": 1},
     "one mean for all": {"tail_tokens": 0},
     "no tail": {"tail": False},
-    "alpha 4, the default": {"alpha": 4.0},
+    "alpha 5": {"alpha": 5.0},
     "no alpha": {"alpha": "inf"},
 }
 BOOK_POLICIES = ("infinigen", "quest", "h2o", "window")
@@ -121,7 +121,7 @@ def equal_memory_table(folder: Path, ahead: bool = False, quality: Cell = above)
 
 def tail_table(folder: Path) -> str:
     """Forms of the tail; by the layer's own query."""
-    usual = {"tail": True, "tail_tokens": 64, "tail_columns": 8, "alpha": 5.0}
+    usual = {"tail": True, "tail_tokens": 64, "tail_columns": 8, "alpha": 4.0}
 
     def which(changes: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         settings = usual | dict(changes)
@@ -132,8 +132,8 @@ def tail_table(folder: Path) -> str:
         return "infinigen", settings
 
     rows = {title: which(changes) for title, changes in TAILS.items()}
-    chosen = {"alpha 5": "**as by default** but alpha 5: blocks of 64, 8 columns"}
-    chosen |= {title: title for title in ("alpha 4, the default", "no alpha")}
+    chosen = {"as by default": "**as by default**: alpha 4, blocks of 64, 8 columns"}
+    chosen |= {title: title for title in ("alpha 5", "no alpha")}
     traffic = {f"fetched, {title}": rows[row] for title, row in chosen.items()}
     return by_model(folder, "perplexity-tail", rows, traffic)
 
@@ -239,7 +239,7 @@ def leads_table(folder: Path) -> str:
 
 def behind_table(folder: Path) -> str:
     """By a layer's input, and by the state behind its attention."""
-    rows = {"input": "perplexity", "behind the attention, all columns": "perplexity-behind"}
+    rows = {"input": "perplexity", "behind the attention": "perplexity-behind"}
     return by_result(folder, {title: (name, AHEAD | DEFAULT) for title, name in rows.items()})
 
 

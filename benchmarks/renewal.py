@@ -48,11 +48,12 @@ def renewed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     before, now = (_reference(result["configurations"]) for result in (old, new))
     if before != now:
         raise InputError("the full cache has other numbers: remove the result to measure all again")
-    measured = {line["policy"] for line in new["configurations"]}
+    # The reference comes with every result; other lines of its policy need not have come.
+    measured = {line["policy"] for line in new["configurations"] if not line["reference"]}
     kept = [
         {"date": old["date"]} | line
         for line in old["configurations"]
-        if line["policy"] not in measured
+        if line["policy"] not in measured and not line["reference"]
     ]
     return new | {"configurations": [*new["configurations"], *kept]}
 

@@ -167,7 +167,7 @@ def speculation_weights(
         weights["centre"] = mean[..., :columns]
     if true and pair is not None:
         with jax.default_matmul_precision("highest"):
-            weights["own"] = jnp.linalg.inv(pair.key.astype(jnp.float32))[:, :columns]
+            weights["own"] = _inverse(pair.key.astype(jnp.float32))[:, :columns]
     if query == "own":
         return weights
     if config.rope is None:
@@ -175,6 +175,20 @@ def speculation_weights(
     if corrected is not None:
         weights["ahead"] = projection
     return weights | ({} if pair is None else {"query": pair.query[..., :columns]})
+
+
+def _inverse(basis: Float[Array, "k d r"]) -> Float[Array, "k r d"]:
+    """The inverse of each head's basis, with a row of zeros for a column that is next to nothing.
+
+    In a balanced basis such a column is one of a direction that queries, or keys, never took in
+    the calibration text: an index in few bits has but rounding there, which the inverse would
+    make large. A head that asks for nothing has no other columns.
+    """
+    length = jnp.linalg.norm(basis, axis=1, keepdims=True)
+    there = length > 1e-4 * jnp.max(length, axis=2, keepdims=True)
+    # Of unit columns, so that what is short does not count as singular, and only nothing does.
+    inverse = jnp.linalg.pinv(basis / jnp.where(length > 0, length, 1.0), rtol=1e-6)
+    return jnp.where(there, inverse.mT / jnp.where(there, length, 1.0), 0.0).mT
 
 
 def projected_query(
@@ -241,8 +255,8 @@ def own_query(
 ) -> Float[Array, "b k g r"]:
     """A layer's own query, scaled and rotated, in the index's coordinates; float32.
 
-    Its product with an entry is the attention logit, less that of the mean key if there is a
-    "centre" among the weights.
+    Its product with an entry is the attention logit, or what the index's columns tell of it if it
+    has not all of them; less that of the mean key if there is a "centre" among the weights.
     """
     query = query.astype(jnp.float32)
     if "own" in weights:

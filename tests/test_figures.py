@@ -136,16 +136,18 @@ def test_positions(figure):
 def test_sweeps_meet_in_a_point():
     options = evaluate.build_parser(FIGURES)
     chosen = options.parse_args(["sensitivity", "--text", "t"]).policy
-    assert len(chosen) == len(set(chosen)) == 2 * (len(sensitivity.ALPHAS) + 6 - 1)
+    ratios = sum(map(len, sensitivity.RATIOS.values()))
+    assert len(chosen) == len(set(chosen)) == 2 * (len(sensitivity.ALPHAS) - 1) + ratios
     one = {"policy": "infinigen", "reference": False, "perplexity": 5.0}
     lines = [
         one | {"settings": {"alpha": a, "partial_ratio": r}}
-        for a, r in ((4.0, 1.0), (2.0, 1.0), (4.0, 0.4), ("inf", 1.0))
+        for a, r in ((4.0, 0.75), (2.0, 0.75), (4.0, 0.5), ("inf", 0.75))
     ]
     over_alpha = sensitivity.sweep(lines, "perplexity", "alpha", sensitivity.ALPHAS)
     assert over_alpha == {"infinigen": [(2.0, 5.0), (4.0, 5.0)]}
-    over_ratio = sensitivity.sweep(lines, "perplexity", "partial_ratio", sensitivity.RATIOS)
-    assert over_ratio == {"infinigen": [(0.4, 5.0), (1.0, 5.0)]}
+    ratios = sensitivity.RATIOS["infinigen"]
+    over_ratio = sensitivity.sweep(lines, "perplexity", "partial_ratio", ratios)
+    assert over_ratio == {"infinigen": [(0.5, 5.0), (0.75, 5.0)]}
 
 
 def test_bad_input(command, model, tmp_path):

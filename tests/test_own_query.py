@@ -102,6 +102,32 @@ def test_a_narrow_index_tells_of_a_true_query_what_it_can():
         scores = np.einsum("qkgr,krt->qkt", query, index[0])
         return float(np.square(scores - true).mean())
 
+    np.testing.assert_allclose(
+        weights["own"], np.linalg.inv(theirs)[:, :columns], rtol=1e-4, atol=1e-4
+    )
     least = error({"own": pair.query[..., :columns].mT})
     assert error(weights) == pytest.approx(least, rel=1e-3)
     assert error({"own": jnp.linalg.pinv(pair.key[..., :columns])}) > 1.3 * least
+
+
+def test_directions_that_queries_never_took_are_left_out():
+    """Of a head without queries all of them: nothing is not a number, and no rounding is raised."""
+    model = random_model("gqa")
+    config, rng = model.config, np.random.default_rng(3)
+    assert config.num_kv_heads == 2
+    d = config.head_dim
+    basis = rng.normal(size=(2, d, d)).astype(np.float32)
+    basis[0] = 0
+    basis[1, :, 4] *= 1e-6
+    basis[1, :, 5] = 0
+    pair = Basis(jnp.asarray(basis), jnp.asarray(basis))
+    model = dataclasses.replace(model, skew="balanced", bases=(pair,) * config.num_layers)
+    own = np.asarray(speculation_weights(model, 0, d, query="own", true=True)["own"])
+    assert (own[0] == 0).all() and (own[1, 4:6] == 0).all()
+    kept = np.arange(d) != 5
+    product = own[1] @ basis[1][:, kept]
+    expected = np.eye(d)[:, kept]
+    expected[4] = 0
+    np.testing.assert_allclose(
+        product[:, np.arange(d - 1) != 4], expected[:, np.arange(d - 1) != 4], atol=1e-4
+    )

@@ -37,6 +37,10 @@ def test_lines_of_other_policies_are_kept_with_their_date():
     kept = {"date": "May", "policy": "quest", "reference": False, "nats": 3.0}
     assert made["configurations"] == [*new["configurations"], kept]
     assert renewed(made, new) == made, "a line that was kept twice has the date of its measurement"
+    # Another line of the full cache is one of those that nobody measured again.
+    rows = {"policy": "full", "reference": False, "nats": 1.5}
+    old["configurations"].append(rows)
+    assert renewed(old, new)["configurations"][-1] == {"date": "May"} | rows
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ def test_tokens_that_are_asked_for(policy):
     text = 95 - WINDOWS[:, CONTEXT:]
     own = np.take_along_axis(every.log_probs, text[..., None], axis=-1)[..., 0]
     np.testing.assert_array_equal(own, -every.nats)
+    more, _ = score_windows(chosen, WINDOWS, CONTEXT, batch=2, asked=128)
+    assert more.tokens.shape == asked.shape, "no more than there are"
     best, _ = score_windows(chosen, WINDOWS, CONTEXT, batch=2, asked=3)
     order = np.argsort(-every.log_probs, axis=-1, kind="stable")[..., :3]
     np.testing.assert_array_equal(best.tokens, 95 - order)

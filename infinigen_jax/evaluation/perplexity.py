@@ -68,7 +68,7 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
     windows, described = cut_windows(arguments, text, model)
     settings = described["settings"]
     if not arguments.no_reference:
-        settings["likeliest"] = LIKELIEST
+        settings["likeliest"] = min(LIKELIEST, model.config.vocab_size)
     session.record |= described
     total = windows.size - len(windows) * settings["context"]
     scoring = Scoring(windows, settings)

@@ -91,7 +91,7 @@ def divergence(
     known = np.sum(p * apart + (q - p), axis=-1)
     # Never nothing: what sums of float32 leave over is no more than their rounding.
     p, q = (np.maximum(1 - x.sum(axis=-1), 1e-6) for x in (p, q))
-    return known + p * np.log(p / q) + (q - p)
+    return np.maximum(known + p * np.log(p / q) + (q - p), 0)
 
 
 def standard_error(nats: Nats) -> float | None:
