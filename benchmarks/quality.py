@@ -170,12 +170,12 @@ EXPERIMENTS = {
         (*RECALL, "--policy", *POLICIES),
     ),
     "perplexity-one-ahead": _perplexity(
-        *(*BUDGETS, "--dense-layers", "2"),
+        *(*BUDGETS, "--dense-layers", "2", *ALL_COLUMNS),
         *("--policy", "full", "infinigen:query=corrected"),
     ),
     "perplexity-two-ahead": dataclasses.replace(
         _perplexity(
-            *(*BUDGETS, "--dense-layers", "2", "--policy", "full"),
+            *(*BUDGETS, "--dense-layers", "2", *ALL_COLUMNS, "--policy", "full"),
             *("infinigen:query=corrected,layers_ahead=2", "infinigen:query=plain,layers_ahead=1"),
             "infinigen:query=plain,layers_ahead=2",
         ),

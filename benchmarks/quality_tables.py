@@ -119,7 +119,7 @@ def equal_memory_table(folder: Path, ahead: bool = False, quality: Cell = above)
     return by_model(folder, result, rows, {}, quality)
 
 
-def tail_table(folder: Path) -> str:
+def tail_table(folder: Path, quality: Cell = above) -> str:
     """Forms of the tail; by the layer's own query."""
     usual = {"tail": True, "tail_tokens": 64, "tail_columns": 8, "alpha": 4.0}
 
@@ -135,7 +135,7 @@ def tail_table(folder: Path) -> str:
     chosen = {"as by default": "**as by default**: alpha 4, blocks of 64, 8 columns"}
     chosen |= {title: title for title in ("alpha 5", "no alpha")}
     traffic = {f"fetched, {title}": rows[row] for title, row in chosen.items()}
-    return by_model(folder, "perplexity-tail", rows, traffic)
+    return by_model(folder, "perplexity-tail", rows, traffic if quality is above else {}, quality)
 
 
 def alphas_ahead_table(folder: Path) -> str:
@@ -301,6 +301,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "equal memory divergence": lambda folder: equal_memory_table(folder, quality=apart),
     "equal memory ahead divergence": lambda folder: equal_memory_table(folder, True, apart),
     "tail": tail_table,
+    "tail divergence": lambda folder: tail_table(folder, apart),
     "alphas ahead": alphas_ahead_table,
     "columns": columns_table,
     "layer budgets": layer_budgets_table,
