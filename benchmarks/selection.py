@@ -27,7 +27,8 @@ from benchmarks.files import RESULTS, note, write_json
 from infinigen_jax import cuda
 from infinigen_jax.compaction import compact
 from infinigen_jax.cuda.calls import select_rows
-from infinigen_jax.selection import budget_fraction, top_mask, top_slots
+from infinigen_jax.selection import budget_fraction, top_slots
+from infinigen_jax.threshold import top_mask
 
 # Given ranks [1, heads, context], how many to choose of each row, and that as a share.
 Share = tuple[int, int]

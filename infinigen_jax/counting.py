@@ -16,8 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.compaction import compact, unpack_marks
 from infinigen_jax.lanes import best
-from infinigen_jax.selection import Request, Rest, top_mask
+from infinigen_jax.selection import Request, Rest
 from infinigen_jax.tables import put
+from infinigen_jax.threshold import top_mask
 
 POOL = 2  # a head's share of a pool is at most so many times its own budget
 

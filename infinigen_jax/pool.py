@@ -27,8 +27,9 @@ from jaxtyping import Array, Bool, Int, Shaped
 from infinigen_jax.compaction import compact
 from infinigen_jax.errors import InputError
 from infinigen_jax.reuse import HotSet
-from infinigen_jax.selection import Request, top_mask
+from infinigen_jax.selection import Request
 from infinigen_jax.tables import look_up, put
+from infinigen_jax.threshold import top_mask
 
 POOL_EVICTIONS = ("fifo", "lru", "counter")
 COUNTER_BITS = 8

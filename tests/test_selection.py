@@ -22,10 +22,10 @@ from infinigen_jax.selection import (
     group_rank,
     select,
     top_choice,
-    top_mask,
     top_slots,
 )
 from infinigen_jax.speculation import partial_columns
+from infinigen_jax.threshold import top_mask
 
 INF = float("inf")
 

@@ -28,9 +28,10 @@ from infinigen_jax.host_attention import fetched_part, tail_term
 from infinigen_jax.memory import read_block
 from infinigen_jax.models.base import Layer
 from infinigen_jax.policies import Policy
-from infinigen_jax.selection import Request, budget_rows, group_rank, top_mask
+from infinigen_jax.selection import Request, budget_rows, group_rank
 from infinigen_jax.steps import Watched
 from infinigen_jax.tables import put
+from infinigen_jax.threshold import top_mask
 
 
 class Seen(NamedTuple):
