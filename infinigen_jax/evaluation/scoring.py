@@ -129,12 +129,8 @@ def _score_batch(
     for step, position in enumerate(range(context - 1, windows.shape[1] - 1)):
         log_probs, targets = run.predict(windows[:, position]), windows[:, position + 1]
         # What is wanted is taken on the device: all of them are many, and steps are queued.
-        if isinstance(asked, int):
-            number = min(asked, log_probs.shape[1])
-            own, tokens, found = _likeliest(log_probs, targets, number)
-        else:
-            tokens = asked[:, step]
-            own, found = _chosen(log_probs, targets, tokens)
+        tokens = _likeliest(log_probs, asked) if isinstance(asked, int) else asked[:, step]
+        own, found = _chosen(log_probs, targets, tokens)
         waiting.append((own, run.drawn, tokens, found))
         if len(waiting) == 2 * READ_EVERY:
             read += jax.device_get(waiting[:READ_EVERY])
@@ -147,12 +143,9 @@ def _score_batch(
 
 
 @functools.partial(jax.jit, static_argnames="number")
-def _likeliest(
-    log_probs: Float[Array, "b v"], targets: Int[Array, " b"], number: int
-) -> tuple[Float[Array, " b"], Int[Array, "b n"], Float[Array, "b n"]]:
-    """Log-probabilities of the targets, and the likeliest tokens with theirs."""
-    found, tokens = jax.lax.top_k(log_probs, number)
-    return _chosen(log_probs, targets, tokens)[0], tokens, found
+def _likeliest(log_probs: Float[Array, "b v"], number: int) -> Int[Array, "b n"]:
+    """The likeliest tokens, all of them if there are fewer."""
+    return jax.lax.top_k(log_probs, min(number, log_probs.shape[1]))[1]
 
 
 @jax.jit
