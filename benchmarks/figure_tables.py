@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import sensitivity, skewing
 from benchmarks.table_cells import Line, above, fetched, find, markdown, pool_change, read
 
 FIGURE_MODELS = ("books-llama", "tiny-opt")
@@ -86,7 +87,7 @@ def chunks_table(folder: Path) -> str:
 
 def skewing_table(folder: Path) -> str:
     """Figure 13: bases, by the share of columns."""
-    rows = {f"{ratio:g}": {"partial_ratio": ratio} for ratio in (0.1, 0.2, 0.3, 0.5, 1.0)}
+    rows = {f"{ratio:g}": {"partial_ratio": ratio} for ratio in skewing.RATIOS}
     bases = ("none", "svd", "balanced")
     columns = {basis: ("infinigen-paper", {"basis": basis}, above) for basis in bases}
     return figure_table(folder, "skewing", rows, columns, "columns")
@@ -94,26 +95,26 @@ def skewing_table(folder: Path) -> str:
 
 def alphas_table(folder: Path) -> str:
     """Figure 17: alpha."""
-    rows = {f"{alpha:g}": {"alpha": alpha} for alpha in (1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0)}
+    rows = {f"{alpha:g}": {"alpha": alpha} for alpha in sensitivity.ALPHAS}
+    own, papers = (
+        (name, {"partial_ratio": sensitivity.OWN_RATIO[name]})
+        for name in ("infinigen", "infinigen-paper")
+    )
     columns = {
-        "fetched": ("infinigen", {"partial_ratio": 0.75}, fetched),
-        "infinigen": ("infinigen", {"partial_ratio": 0.75}, above),
-        "paper's settings, a fifth of the columns": (
-            "infinigen-paper",
-            {"partial_ratio": 0.2},
-            above,
-        ),
+        "fetched": (*own, fetched),
+        "infinigen": (*own, above),
+        "paper's settings, a fifth of the columns": (*papers, above),
     }
     return figure_table(folder, "sensitivity", rows, columns, "alpha")
 
 
 def ratios_table(folder: Path) -> str:
     """Figure 17: columns of the index."""
-    ratios = (0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.8, 1.0)
+    ratios = sorted({ratio for swept in sensitivity.RATIOS.values() for ratio in swept})
     rows = {f"{ratio:g}": {"partial_ratio": ratio} for ratio in ratios}
     columns = {
-        "infinigen": ("infinigen", {"alpha": 4.0}, above),
-        "paper's settings": ("infinigen-paper", {"alpha": 4.0}, above),
+        "infinigen": ("infinigen", {"alpha": sensitivity.ALPHA}, above),
+        "paper's settings": ("infinigen-paper", {"alpha": sensitivity.ALPHA}, above),
     }
     return figure_table(folder, "sensitivity", rows, columns, "columns")
 
