@@ -92,9 +92,10 @@ def _retrieval(
     return Experiment(program, (*asked, *arguments), False, ("books-llama",), text)
 
 
-# The defaults when these were measured.
+# The defaults when these were measured, of a policy and of a conversion.
 ALL_COLUMNS = ("--partial-ratio", "1")
 ALPHA = ("--alpha", "5", *ALL_COLUMNS)
+EARLIER = ("--speculate-from", "input", "--neurons", "0")
 POLICIES = (
     *("full", "infinigen", "infinigen:query=corrected", "infinigen-paper"),
     *("quest", "h2o", "window", "previous-query", "oracle"),
@@ -104,11 +105,16 @@ NEEDLES = (
     *("full", "infinigen", "quest", "h2o", "window", "previous-query", "oracle"),
 )
 CORRECTED_NEEDLES = (
-    *("--budget", "0.02", "0.05", "0.1", *ALL_COLUMNS),
+    *("--budget", "0.02", "0.05", "0.1"),
     *("--policy", "full", "infinigen:query=corrected"),
 )
-TWO_AHEAD = ("--layers-ahead", "2")
-BEHIND = ("--speculate-from", "attention")
+# What a query ahead may see, beside the default.
+SEEN = {
+    "input": ("--speculate-from", "input"),
+    "behind": ("--speculate-from", "attention"),
+    "no-neurons": ("--neurons", "0"),
+    "input-no-neurons": EARLIER,
+}
 # With all of the budget, as the others have it.
 NO_ALPHA = ("infinigen:alpha=inf", "infinigen:query=corrected,alpha=inf")
 EXPERIMENTS = {
@@ -169,9 +175,12 @@ EXPERIMENTS = {
         ("infinigen_jax.evaluate", "recall"),
         (*RECALL, "--policy", *POLICIES),
     ),
-    "perplexity-one-ahead": _perplexity(
-        *(*BUDGETS, "--dense-layers", "2", *ALL_COLUMNS),
-        *("--policy", "full", "infinigen:query=corrected"),
+    "perplexity-one-ahead": dataclasses.replace(
+        _perplexity(
+            *(*BUDGETS, "--dense-layers", "2", *ALL_COLUMNS),
+            *("--policy", "full", "infinigen:query=corrected"),
+        ),
+        conversion=EARLIER,
     ),
     "perplexity-two-ahead": dataclasses.replace(
         _perplexity(
@@ -179,17 +188,23 @@ EXPERIMENTS = {
             *("infinigen:query=corrected,layers_ahead=2", "infinigen:query=plain,layers_ahead=1"),
             "infinigen:query=plain,layers_ahead=2",
         ),
-        conversion=TWO_AHEAD,
+        conversion=("--layers-ahead", "2", *EARLIER),
     ),
-    "perplexity-behind": dataclasses.replace(
-        _perplexity(*BUDGETS, "--policy", "full", "infinigen:query=corrected"),
-        conversion=BEHIND,
-    ),
-    "recall-behind": Experiment(
-        ("infinigen_jax.evaluate", "recall"),
-        (*RECALL, "--policy", "full", "infinigen:query=corrected"),
-        conversion=BEHIND,
-    ),
+    **{
+        f"perplexity-{name}": dataclasses.replace(
+            _perplexity(*BUDGETS, "--policy", "full", "infinigen:query=corrected"),
+            conversion=conversion,
+        )
+        for name, conversion in SEEN.items()
+    },
+    **{
+        f"recall-{name}": Experiment(
+            ("infinigen_jax.evaluate", "recall"),
+            (*RECALL, "--policy", "full", "infinigen:query=corrected"),
+            conversion=conversion,
+        )
+        for name, conversion in SEEN.items()
+    },
     "retrieval": _retrieval(None, *NEEDLES),
     "retrieval-dense": _retrieval(
         *(None, "--budget", "0.05", "--policy", "full", "infinigen", "infinigen:query=corrected"),
@@ -197,12 +212,12 @@ EXPERIMENTS = {
     ),
     "retrieval-ahead": _retrieval(None, "--dense-layers", "0", *CORRECTED_NEEDLES),
     "retrieval-ahead-dense": _retrieval(None, "--dense-layers", "2", *CORRECTED_NEEDLES),
-    "retrieval-behind": dataclasses.replace(
-        _retrieval(None, "--dense-layers", "0", *CORRECTED_NEEDLES), conversion=BEHIND
-    ),
-    "retrieval-behind-dense": dataclasses.replace(
-        _retrieval(None, "--dense-layers", "2", *CORRECTED_NEEDLES), conversion=BEHIND
-    ),
+    **{
+        f"retrieval-{name}": dataclasses.replace(
+            _retrieval(None, "--dense-layers", "0", *CORRECTED_NEEDLES), conversion=conversion
+        )
+        for name, conversion in SEEN.items()
+    },
     "retrieval-tasks": _retrieval(
         *(None, "--dense-layers", "0", "--budget", "0.1", "--policy", "full", "infinigen"),
         tasks=("kv", "variables", "aggregation"),

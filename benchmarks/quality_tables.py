@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figure_tables import FIGURE_TABLES
-from benchmarks.recall_tables import behind_recall_table, lost_table, recall_table
+from benchmarks.recall_tables import lost_table, recall_table, seen_recall_table
 from benchmarks.table_cells import (
     AHEAD,
     ALL,
@@ -17,6 +17,7 @@ from benchmarks.table_cells import (
     DEFAULT,
     OWN,
     POLICIES,
+    SEEN,
     Line,
     above,
     apart,
@@ -237,21 +238,23 @@ def leads_table(folder: Path) -> str:
     return by_result(folder, LEADS)
 
 
-def behind_table(folder: Path) -> str:
-    """By a layer's input, and by the state behind its attention."""
-    rows = {"input": "perplexity", "behind the attention": "perplexity-behind"}
-    return by_result(folder, {title: (name, AHEAD | DEFAULT) for title, name in rows.items()})
+def seen_table(folder: Path, quality: Cell = above) -> str:
+    """By what a query ahead sees."""
+    rows = {title: (f"perplexity{name}", AHEAD | DEFAULT) for title, name in SEEN.items()}
+    return by_result(folder, rows, quality)
 
 
-def by_result(folder: Path, rows: Mapping[str, tuple[str, Mapping[str, Any]]]) -> str:
-    """Perplexity of InfiniGen, in two columns for each model; each row of another result."""
+def by_result(
+    folder: Path, rows: Mapping[str, tuple[str, Mapping[str, Any]]], quality: Cell = above
+) -> str:
+    """InfiniGen in two columns for each model; each row of another result."""
     head, made = [""], [[title] for title in rows]
     for model in MODELS[:3]:
         head += [f"{model} 5 %", "10 %"]
         for cells, (name, settings) in zip(made, rows.values(), strict=True):
             lines = read(folder, f"{name}-{model}") or []
             for budget in BUDGETS:
-                cells.append(above(find(lines, "infinigen", {**settings, "budget": budget})))
+                cells.append(quality(find(lines, "infinigen", {**settings, "budget": budget})))
     return markdown(head, made)
 
 
@@ -310,8 +313,9 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "pool": pool_table,
     "pool end": pool_end_table,
     "leads": leads_table,
-    "behind": behind_table,
-    "behind recall": behind_recall_table,
+    "seen": seen_table,
+    "seen divergence": lambda folder: seen_table(folder, apart),
+    "seen recall": seen_recall_table,
     "lost tiny-llama": lambda folder: lost_table(folder, "tiny-llama"),
     "lost tiny-opt": lambda folder: lost_table(folder, "tiny-opt"),
     "lost books-llama": lambda folder: lost_table(folder, "books-llama"),

@@ -1,10 +1,10 @@
 """Tables of the attention that each policy finds, out of the results of `evaluate recall`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.table_cells import AHEAD, BUDGETS, POLICIES, Line, find, markdown, read
+from benchmarks.table_cells import AHEAD, BUDGETS, POLICIES, SEEN, Line, find, markdown, read
 
 SHARES = ("top_k_recall", "mass", "of_oracle")
 
@@ -64,13 +64,10 @@ def lost_table(folder: Path, model: str) -> str:
     return markdown(head, rows)
 
 
-def behind_recall_table(folder: Path) -> str:
-    """What the corrected query finds, by a layer's input and by the state behind its attention."""
+def seen_recall_table(folder: Path) -> str:
+    """What the corrected query finds, by what it sees."""
     models = ("books-llama", "tiny-llama", "tiny-opt")
-    rows: Mapping[str, str] = {
-        "input": "recall",
-        "behind the attention": "recall-behind",
-    }
+    rows = {title: f"recall{name}" for title, name in SEEN.items()}
     head = [""]
     for model in models:
         head += [f"{model}: recall", "of oracle", "error"]

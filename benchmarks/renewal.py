@@ -2,7 +2,8 @@
 
 A line depends on its own settings alone, and is the same in every run on one machine. So lines of
 policies that did not change are kept, if the full cache, which comes first in every result, has the
-numbers that it had.
+numbers that it had. The model may have been converted anew: a kept line says of which conversion it
+is.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from infinigen_jax.errors import InputError
 
 # What kept lines must have been measured with as well.
 SAME = ("command", "text", "settings", "model", "versions", "device")
+CONVERSION = "manifest_sha256"  # of a model
 # Of the full cache: not numbers of quality.
 NOT_QUALITY = ("seconds",)
 
@@ -36,26 +38,35 @@ def only_policies(arguments: Sequence[str], names: Sequence[str]) -> tuple[str, 
 def renewed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """The new result with those lines of the old one whose policies the new one has not.
 
-    Each line that was kept says when it was measured.
+    Each line that was kept says when it was measured, and with which conversion if with another.
 
     Raises:
         InputError: if the two are not of the same text, model, settings, versions and device, or
             their full caches differ.
     """
     for name in SAME:
-        if old.get(name) != new.get(name):
+        if _without_conversion(old.get(name)) != _without_conversion(new.get(name)):
             raise InputError(f"the result is of another {name}: remove it to measure all again")
     before, now = (_reference(result["configurations"]) for result in (old, new))
     if before != now:
         raise InputError("the full cache has other numbers: remove the result to measure all again")
     # The reference comes with every result; other lines of its policy need not have come.
     measured = {line["policy"] for line in new["configurations"] if not line["reference"]}
+    origin = {"date": old["date"]}
+    if (conversion := (old.get("model") or {}).get(CONVERSION)) != new["model"].get(CONVERSION):
+        origin[CONVERSION] = conversion
     kept = [
-        {"date": old["date"]} | line
+        origin | line
         for line in old["configurations"]
         if line["policy"] not in measured and not line["reference"]
     ]
     return new | {"configurations": [*new["configurations"], *kept]}
+
+
+def _without_conversion(record: Any) -> Any:
+    if isinstance(record, dict):
+        return {name: value for name, value in record.items() if name != CONVERSION}
+    return record
 
 
 def _reference(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:

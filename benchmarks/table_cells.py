@@ -20,6 +20,14 @@ POLICIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "previous-query": ("previous-query", {}),
     "oracle (study)": ("oracle", {}),
 }
+# What a query ahead sees, and the end of the name of its results.
+SEEN: Mapping[str, str] = {
+    "input": "-input-no-neurons",
+    "input, neurons": "-input",
+    "behind what is resident": "-no-neurons",
+    "**behind what is resident, neurons**": "",
+    "behind the attention, neurons": "-behind",
+}
 
 
 def read(folder: Path, name: str) -> list[Line] | None:

@@ -103,6 +103,10 @@ class DenseLayer(NamedTuple):
         keys, values = (from_kept(x, dtype) for x in self)
         return Part(keys, values, valid[:, None])
 
+    def near(self, position: Int[Array, " b"], slots: Slots, dtype: Any) -> Part:
+        """Of that, what would be resident if this layer's cache were on the host."""
+        return _picked(self, slots.positions(position), None, dtype)
+
 
 class Sliding(NamedTuple):
     """The cache of a layer with a sliding window: position p at p mod n.
@@ -142,6 +146,11 @@ class Sliding(NamedTuple):
         valid = (self.slots.positions(position) >= 0)[:, None]
         keys, values = (from_kept(x, dtype) for x in self)
         return Part(keys, values, valid)
+
+    def near(self, position: Int[Array, " b"], slots: Slots, dtype: Any) -> Part:
+        """Of that, at most as many recent tokens as are resident of a layer on the host."""
+        recent = Slots(0, min(slots.window, self.slots.window))
+        return _picked(self, recent.positions(position), self.slots, dtype)
 
 
 def values_of(rows: Float[Array, "*n w"]) -> Float[Array, "*n d"]:
@@ -217,6 +226,10 @@ class Resident(NamedTuple):
         """Sinks and recent tokens, the current one included."""
         return packed(self.rows, (slots.positions(position) >= 0)[:, None])
 
+    def near(self, position: Int[Array, " b"], slots: Slots, dtype: Any) -> Part:
+        """All of it."""
+        return self.part(position, slots)
+
     def since(self, start: Int[Array, " b"], slots: Slots) -> Float[Array, "b k n w"]:
         """The `window` rows from position `start` on, in order of position."""
         positions = start[:, None] + jnp.arange(slots.window, dtype=jnp.int32)[None]
@@ -285,6 +298,20 @@ def sums_of_values(
     size = size or n
     values = jnp.pad(values, ((0, 0), (0, 0), (0, blocks * size - n), (0, 0)))
     return jnp.sum(values.reshape(b, k, blocks, size, d), axis=3)
+
+
+def _picked(
+    layer: DenseLayer | Sliding, positions: Int[Array, "b n"], slots: Slots | None, dtype: Any
+) -> Part:
+    """The rows of some positions; of -1, none.
+
+    Args:
+        slots: that the layer keeps them in; None where slot = position.
+    """
+    there = jnp.maximum(positions, 0)
+    at = (there if slots is None else slots.of(there))[:, None, :, None]
+    keys, values = (from_kept(jnp.take_along_axis(x, at, axis=2), dtype) for x in layer)
+    return Part(keys, values, (positions >= 0)[:, None])
 
 
 def _moved_on(

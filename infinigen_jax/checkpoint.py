@@ -67,8 +67,9 @@ class Model:
         layers_ahead: how many layers ahead that query looks; from the first layer, fewer.
         speculate_from: what it is of there, one of `speculation.SOURCES`.
         sparse_loss: [L, 2] float32, relative error behind each layer's attention with few rows,
-            chosen by its own query and by that of a layer before, see `convert.loss`.
-        row_loss: [L, 2, m] float32, likewise with each of `row_shares` [m] of the rows.
+            chosen by its own query and by that of a layer before, see `convert.loss`; the latter
+            by the layer's input, where it is guessed behind attention to what is resident.
+        row_loss: [L, 2, m] float32, with each of `row_shares` [m] of the rows, by the query itself.
         tail_moments: covariances of keys, and of keys (rows) with values (columns), within blocks
             of the calibration text, each [L, k, d, d] float32, in the coordinates of the cached
             keys, see `tail_values`.
@@ -107,11 +108,10 @@ class Model:
         loss = self.sparse_loss[:DENSE_AMONG, int(ahead)]
         return int(np.max(np.flatnonzero(loss > DENSE_LOSS), initial=-1)) + 1
 
-    def measured(self, lead: int, behind_attention: bool) -> bool:
+    def measured(self, lead: int, source: str) -> bool:
         """Whether the conversion measured losses with rows chosen so: by a layer's own query
         (`lead` 0), or by what it corrected a query for."""
-        corrected = self.layers_ahead, self.speculate_from == "attention"
-        return lead == 0 or (lead, behind_attention) == corrected
+        return lead == 0 or (lead, source) == (self.layers_ahead, self.speculate_from)
 
     @property
     def has_curves(self) -> bool:

@@ -14,7 +14,7 @@ from infinigen_jax.user_cache import cache_root
 
 # Counts up when conversions measure more: what an earlier version left in a cache, which nobody
 # asked for, is made again. A folder that was asked for stays as good as it was.
-REVISION = 2
+REVISION = 3
 
 
 @contextlib.contextmanager

@@ -31,11 +31,13 @@ class Projection(NamedTuple):
         kernel: [e, c].
         bias: [c].
         ridge: the one of RIDGES that was chosen; `inf` for the layer's own kernel.
+        outer: [r, c], of the neurons' activations; None without any.
     """
 
     kernel: np.ndarray
     bias: np.ndarray
     ridge: float
+    outer: np.ndarray | None = None
 
 
 def corrected_projection(
@@ -43,6 +45,7 @@ def corrected_projection(
     targets: Float[Matrix, "n e"],
     kernel: Float[Matrix, "e c"],
     bias: Float[Matrix, " c"] | None = None,
+    neurons: Float[Matrix, "n r"] | None = None,
 ) -> Projection:
     """The projection that brings `inputs` nearest to what the layer makes of its `targets`.
 
@@ -51,9 +54,18 @@ def corrected_projection(
             tokens.
         targets: the input that the projection was trained for: the layer's own.
         kernel, bias: the layer's W_Q and its bias.
+        neurons: activations that there are besides, see `neurons`.
     """
     x, y, w = (np.asarray(m, np.float64) for m in (inputs, targets, kernel))
     missing = (y - x) @ w
+    unit, width = 1.0, x.shape[1]
+    if neurons is not None:
+        h = np.asarray(neurons, np.float64)
+        # On one scale with the inputs, so that a ridge is as much to both; those that vary most
+        # are held back least.
+        spread = np.mean(np.var(x, axis=0)), np.mean(np.var(h, axis=0))
+        unit = np.sqrt(spread[0] / spread[1]) if min(spread) > 0 else 0.0
+        x = np.concatenate([x, h * unit], axis=1)
     train = len(x) - len(x) // HELD_OUT
     ridge = np.inf
     if train < len(x):
@@ -63,7 +75,8 @@ def corrected_projection(
         ridge = RIDGES[int(np.argmin(errors))]
     slope, intercept = _Regression(x, missing).affine(ridge)
     offset = np.zeros(w.shape[1]) if bias is None else np.asarray(bias, np.float64)
-    return Projection(w + slope, offset + intercept, float(ridge))
+    outer = None if neurons is None else slope[width:] * unit
+    return Projection(w + slope[:width], offset + intercept, float(ridge), outer)
 
 
 class _Regression:

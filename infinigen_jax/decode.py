@@ -3,9 +3,10 @@
     decode_layer:   norm -> speculate layer l+1 -> start its transfer
                          -> attend (sinks, window, fetched rows) -> MLP -> await the transfer
 
-Two layers ahead (`Policy.lead`) it is layer l+2 that is speculated, and the transfer that layer l-1
-started for l+1 that is awaited. A policy that speculates behind the attention
-(`Policy.behind_attention`) does so in front of the MLP.
+Two layers ahead (`Policy.lead`) it is layer l+2 that is speculated, and the transfer that layer
+l-1 started for l+1 that is awaited. A policy that speculates behind the attention (`Policy.source`)
+does so in front of the MLP; one that does behind attention to what is resident, in front of
+attention to the rows that were fetched.
 
 The host cache and the policy's state are read-only inside a step; new rows go to the ring of
 resident rows, and from there to the host in `flush`, one donated update every `window` steps.
@@ -86,7 +87,19 @@ class Decoder(Layout):
                 lane = (number + lead - len(following) + 1 + i) % max(lead, 1)
                 started.append(self.start(target, source(target), hot[i], host, positions, lane))
 
-        if not self.policy.behind_attention:
+        def behind_resident(q: Array, local: Local) -> Array:
+            """The query, behind the start of transfers that wait for what is resident alone."""
+            if self.policy.source != "resident":
+                return q
+            near = x
+            if any(target is not None for target in following):
+                with jax.named_scope("resident"):
+                    o = attend(q, local.near(positions, self.slots, self.dtype))
+                    near = x + layer.attention_output(o.reshape(len(o), config.num_heads, -1))
+            start_all(lambda target: self.stand_in(target, near))
+            return self.tie(started, q)
+
+        if self.policy.source == "input":
             start_all(lambda target: a)
         if lead == 0 and (at_once := started.pop()) is not None:
             x, fetched, new_hot, counts = self.wait(at_once, x, counts)
@@ -97,12 +110,14 @@ class Decoder(Layout):
             q = self.tie(started, q)
             if not isinstance(local, Resident):
                 local = local.write(key, value, positions)
+                q = behind_resident(q, local)
                 o = attend(q, local.part(positions, self.dtype))
             else:
                 assert host is not None and own is not None
                 row = jnp.concatenate([key, value], axis=-1)
                 summed = self.summed(own.tail[0] if own.tail else {})
                 local = local.write(row, positions, self.slots, summed)
+                q = behind_resident(q, local)
                 if carry.fetched is not None:
                     o, seen = attend_fetched(self, q, carry.fetched, host, local, own, positions)
                     if seen is not None:
@@ -112,7 +127,7 @@ class Decoder(Layout):
                     capacity = capacity_of(host, x.shape[0])
                     counts = count_streamed(self, counts, capacity, own, positions)
             x = x + layer.attention_output(o.reshape(o.shape[0], config.num_heads, -1))
-        if self.policy.behind_attention:
+        if self.policy.source == "attention":
             start_all(lambda target: self.stand_in(target, x))
             x = self.tie(started, x)
         with jax.named_scope("mlp"):

@@ -166,7 +166,7 @@ class Engine:
             dense_layers = chosen.dense_layers
         if dense_layers is None:
             dense_layers = DENSE_UNKNOWN
-            if model.measured(chosen.lead, chosen.behind_attention):
+            if model.measured(chosen.lead, chosen.source):
                 dense_layers = model.dense_layers(chosen.lead > 0)
         dense_layers = min(dense_layers, model.config.num_layers)
         self.decoder = Decoder(

@@ -14,19 +14,20 @@ import numpy as np
 
 from infinigen_jax.carry import Weights
 from infinigen_jax.checkpoint import Model
-from infinigen_jax.convert import DEFAULT_SKEW
+from infinigen_jax.convert import DEFAULT_NEURONS, DEFAULT_SKEW, DEFAULT_SOURCE
 from infinigen_jax.decode import Decoder
 from infinigen_jax.manifest import AHEAD_FILE, MANIFEST_FILE, SKEW_FILE, read_manifest
 from infinigen_jax.memory_limits import tree_bytes
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.models.joined import split
+from infinigen_jax.neurons import number_of, projection_shapes
 from infinigen_jax.options import chunk_option, make_engine
 from infinigen_jax.planning import MemoryPlan, plan_memory
 from infinigen_jax.policies import Policy
 from infinigen_jax.prefill import chunk_for
 from infinigen_jax.prompt_reader import round_up_capacity
 from infinigen_jax.safetensors_io import SafetensorsFile
-from infinigen_jax.skew_file import Ahead, Basis, predicts, read_loss
+from infinigen_jax.skew_file import Ahead, Basis, neurons_in, predicts, read_loss
 from infinigen_jax.traffic import Traffic, planned_traffic
 from infinigen_jax.transfer.cuda import CudaTransfer
 from infinigen_jax.transfer.xla import XlaTransfer
@@ -130,6 +131,7 @@ class Conversion(NamedTuple):
         losses: the fields of `Model` on what few rows lose.
         layers_ahead, speculate_from: of the corrected query.
         predicts: whether it has what the values of a tail are predicted by.
+        neurons: that its corrected query sees.
     """
 
     skew: str
@@ -138,6 +140,7 @@ class Conversion(NamedTuple):
     layers_ahead: int = 1
     speculate_from: str = "input"
     predicts: bool = True
+    neurons: int = 0
 
 
 class Planner:
@@ -162,7 +165,7 @@ class Planner:
         machine: Machine,
     ):
         self.config, self.machine, self.arguments = config, machine, arguments
-        self._shapes = model_shapes(config, jnp.dtype(dtype), conversion.skew, conversion.corrected)
+        self._shapes = model_shapes(config, jnp.dtype(dtype), conversion)
         make = functools.partial(self._engine, jnp.dtype(dtype), conversion, policy)
         asked, _ = make({})
         # With all layers on the host there are the policy's weights for all of them.
@@ -273,30 +276,35 @@ class Planner:
         return others / reads + traffic.attended / rate
 
 
-def model_shapes(config: ModelConfig, dtype: jnp.dtype, skew: str, corrected: bool) -> Any:
+def model_shapes(config: ModelConfig, dtype: jnp.dtype, conversion: Conversion) -> Any:
     """The arrays of a loaded Model that are on the device, by field, as shapes."""
     plan, count = blueprint(config, dtype), config.num_layers
     shape = jax.ShapeDtypeStruct
     square: Any = shape((config.num_kv_heads, config.head_dim, config.head_dim), jnp.float32)
     pairs = tuple(Basis(square, square) for _ in range(count))
-    width = config.query_width
-    projection = {
-        "kernel": shape((config.hidden_size, width), dtype),
-        "bias": shape((width,), dtype),
-    }
+    skew, corrected, neurons = conversion.skew, conversion.corrected, conversion.neurons
+    projections = [
+        {name: shape(size, dtype) for name, size in projection_shapes(config, i, neurons).items()}
+        for i in range(count)
+    ]
     absorbed = skew == "none" or (skew == "svd" and config.rope is None)
     return {
         "params": {"embedding": plan.embedding_shapes, "layers": [plan.layer_shapes] * count},
         "bases": (None,) * count if absorbed else pairs,
         "svd_bases": pairs if corrected else None,
-        "ahead": tuple(Ahead(projection, pair) for pair in pairs) if corrected else None,
+        "ahead": tuple(map(Ahead, projections, pairs)) if corrected else None,
     }
 
 
 def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
     """How a folder is converted, or would be by default."""
     if not (folder / MANIFEST_FILE).exists():
-        return Conversion(DEFAULT_SKEW, DEFAULT_SKEW == "balanced")
+        return Conversion(
+            DEFAULT_SKEW,
+            DEFAULT_SKEW == "balanced",
+            speculate_from=DEFAULT_SOURCE,
+            neurons=number_of(config, DEFAULT_NEURONS),
+        )
     manifest = read_manifest(folder)
     file = SafetensorsFile(folder / SKEW_FILE)
     return Conversion(
@@ -306,6 +314,7 @@ def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
         manifest.layers_ahead,
         manifest.speculate_from,
         predicts(file),
+        neurons_in(SafetensorsFile(folder / AHEAD_FILE)) if AHEAD_FILE in manifest.files else 0,
     )
 
 

@@ -119,8 +119,8 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     add(
         "--speculate-from",
         metavar="S",
-        help="what there: input, or attention, the state behind it (default: as converted, else "
-        "input)",
+        help="what there: input, attention, the state behind it, or resident, behind attention to "
+        "what is resident (default: as converted, else input)",
         **many,
     )
     add(

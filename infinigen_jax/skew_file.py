@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from infinigen_jax.errors import InputError
 from infinigen_jax.manifest import AGAIN, AHEAD_FILE, SKEW_FILE, Manifest
 from infinigen_jax.models import ModelConfig, Params
+from infinigen_jax.neurons import projection_shapes
 from infinigen_jax.safetensors_io import SafetensorsFile
 
 TAIL_MOMENTS = ("tail_keys", "tail_values")  # `Model.tail_moments`
@@ -31,8 +32,8 @@ class Ahead(NamedTuple):
     """How to guess a layer's query from an earlier layer, corrected on calibration text.
 
     Attributes:
-        projection: {"kernel" [e, h*d], "bias" [h*d]}, in place of W_Q and its bias. Not on the
-            device before a policy asks for it.
+        projection: {"kernel" [e, h*d], "bias" [h*d]}, in place of W_Q and its bias, and what it
+            has of `neurons`. Not on the device before a policy asks for it.
         basis: the balanced one for this query; query @ key.T is near I, as the guess is good.
     """
 
@@ -117,14 +118,20 @@ def _ascending(shares: np.ndarray) -> bool:
 def _read_projections(path: Path, config: ModelConfig) -> list[Params]:
     """The corrected query projections, as views of the mapped file."""
     file = SafetensorsFile(path)
-    width = config.query_width
-    shapes = {"kernel": (config.hidden_size, width), "bias": (width,)}
+    neurons = neurons_in(file)
     projections = []
     for i in range(config.num_layers):
+        shapes = projection_shapes(config, i, neurons)
         for name, shape in shapes.items():
             _check_tensor(file, f"layers.{i}.{name}", shape, DTYPES)
         projections.append({name: file.read(f"layers.{i}.{name}") for name in shapes})
     return projections
+
+
+def neurons_in(file: SafetensorsFile) -> int:
+    """How many neurons the queries of AHEAD_FILE see; earlier conversions have none."""
+    found = file.tensors.get("layers.1.outer")
+    return found.shape[0] if found is not None and len(found.shape) == 2 else 0
 
 
 def _check_tensor(

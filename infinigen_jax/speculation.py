@@ -7,10 +7,12 @@
 
 Two layers ahead it is layer l+2's query, basis and keys. Not in the paper: behind layer l's
 attention there is a better stand-in, the hidden state there under layer l+1's norm, which lacks
-layer l's MLP alone; rows then have the time of that MLP to come. The basis orders its columns by
+layer l's MLP alone; rows then have the time of that MLP to come. Nearly as good is the state behind
+attention to what is resident alone, sinks and recent tokens: it waits for no rows, so that those
+of layer l+1 have the time of the layer but for its projections. The basis orders its columns by
 energy, so "the columns that matter" are always the leading ones. Beside the paper's there is a
-balanced basis, and a query corrected on calibration text (`skew`, `correction`); a converted model
-has what its conversion gave it.
+balanced basis, and a query corrected on calibration text (`skew`, `correction`), which may see some
+neurons of layer l's MLP as well (`neurons`); a converted model has what its conversion gave it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.models.joined import split
+from infinigen_jax.neurons import INNER, projected
 from infinigen_jax.skew import unskewed_basis
 
 if TYPE_CHECKING:
@@ -29,7 +32,9 @@ if TYPE_CHECKING:
 
 BASES = ("auto", "svd", "balanced", "none")
 QUERIES = ("auto", "plain", "corrected", "own")
-SOURCES = ("input", "attention")  # what a query ahead is guessed from: the state in front of it
+# What a query ahead is guessed from: the attention's input, the hidden state behind attention to
+# what is resident alone, or the one behind attention as it is.
+SOURCES = ("input", "resident", "attention")
 
 
 def partial_columns(head_dim: int, ratio: float) -> int:
@@ -123,7 +128,8 @@ def speculation_weights(
     {"key" [k, d, r]} if the cached keys are not in the basis already. With rotary positions the
     basis comes after the rotation: {"query" [k, d, r], "key" [k, d, r]}; nothing at all where the
     keys' own leading columns are used. The corrected query's projection then takes the place of
-    the layer's own: {"ahead": {"kernel" [e, h*d], "bias" [h*d]}}.
+    the layer's own: {"ahead": {"kernel" [e, h*d], "bias" [h*d]}}, and in either form what it has of
+    `neurons`.
 
     Args:
         centred: also give the mean calibration key, where it is known: "centre" [k, r] in the
@@ -192,17 +198,15 @@ def _inverse(basis: Float[Array, "k d r"]) -> Float[Array, "k r d"]:
 
 
 def projected_query(
+    config: ModelConfig,
     layer: Layer,
     projection: Params,
     a: Float[Array, "*b e"],
     positions: Int[Array, "*b"],
     lengths: Int[Array, "*b"] | None = None,
 ) -> Float[Array, "*b h d"]:
-    """As `Layer.query`, with another projection {"kernel" [e, h*d], "bias" [h*d]}."""
-    q = a @ projection["kernel"]
-    if "bias" in projection:
-        q = q + jnp.broadcast_to(projection["bias"], q.shape)
-    return layer.finish_query(q, positions, lengths)
+    """As `Layer.query`, with another projection of another input, see `neurons.projected`."""
+    return layer.finish_query(projected(config, projection, a), positions, lengths)
 
 
 def _partial_projection(config: ModelConfig, q: Params, basis: Any, columns: int) -> Params:
@@ -217,7 +221,7 @@ def _partial_projection(config: ModelConfig, q: Params, basis: Any, columns: int
             heads = jnp.einsum("...kgd,kdr->...kgr", heads, basis.query[..., :columns])
         return heads.reshape(*x.shape[:-1], -1).astype(x.dtype)
 
-    return {name: restrict(x) for name, x in q.items()}
+    return {name: x if name in INNER else restrict(x) for name, x in q.items()}
 
 
 def speculate_query(
@@ -237,11 +241,10 @@ def speculate_query(
         positions: of the current tokens.
     """
     if "kernel" in weights:
-        q = a @ weights["kernel"]
-        q = q + weights["bias"][None] if "bias" in weights else q
+        q = projected(config, weights, a)
         return q.reshape(a.shape[0], config.num_kv_heads, config.group_size, columns)
     if "ahead" in weights:
-        q = projected_query(layer, weights["ahead"], a, positions)
+        q = projected_query(config, layer, weights["ahead"], a, positions)
     else:
         q = layer.query(a, positions)
     q = config.grouped(q)

@@ -66,7 +66,7 @@ def converted(request, tmp_path_factory):
     if request.param == "qwen3":
         settings["head_dim"] = 20
     made = make_tiny(folder / "source", request.param, num_hidden_layers=3, **settings)
-    return convert(made.folder, folder / "out", calibration=IDS, skew="balanced")
+    return convert(made.folder, folder / "out", calibration=IDS, speculate_from="input")
 
 
 def attention_inputs(model) -> list[jax.Array]:
@@ -95,7 +95,7 @@ def test_the_corrected_query_is_nearer_to_the_true_one(converted):
         true = layer.query(inputs[number], positions)
         before = inputs[max(number - 1, 0)]
         projection = jax.tree.map(jnp.array, ahead.projection)
-        guess = projected_query(layer, projection, before, positions)
+        guess = projected_query(model.config, layer, projection, before, positions)
         plain = layer.query(before, positions)
         distances = [float(jnp.sum((true - x) ** 2)) for x in (guess, plain)]
         if number == 0:
@@ -118,7 +118,8 @@ def test_all_columns_give_the_scores_of_the_corrected_query(converted, basis):
     query = np.asarray(speculate_query(config, layer, weights, a, positions, d))
     assert model.ahead is not None and model.key_mean is not None
     projection = jax.tree.map(jnp.array, model.ahead[2].projection)
-    h = np.asarray(projected_query(layer, projection, a, positions)).reshape(3, k, -1, d)
+    guess = projected_query(config, layer, projection, a, positions)
+    h = np.asarray(guess).reshape(3, k, -1, d)
     product = np.broadcast_to(np.eye(d), (k, d, d))
     if basis == "balanced":
         pair = model.ahead[2].basis

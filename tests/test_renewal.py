@@ -14,7 +14,13 @@ def result(date: str, **values: float):
     """Of the full cache, and of policies with a value each."""
     lines = [{"policy": "full", "reference": True, "nats": values.pop("full", 1.0), "seconds": 7}]
     lines += [{"policy": name, "reference": False, "nats": x} for name, x in values.items()]
-    return {"text": {"file": "t"}, "versions": {"jax": "1"}, "date": date, "configurations": lines}
+    return {
+        "text": {"file": "t"},
+        "model": {"name": "m", "manifest_sha256": "1"},
+        "versions": {"jax": "1"},
+        "date": date,
+        "configurations": lines,
+    }
 
 
 def test_a_command_with_some_of_its_policies():
@@ -43,8 +49,25 @@ def test_lines_of_other_policies_are_kept_with_their_date():
     assert renewed(old, new)["configurations"][-1] == {"date": "May"} | rows
 
 
+def test_a_model_that_was_converted_again_is_the_same_if_its_full_cache_is():
+    old, new = result("May", infinigen=2.0, quest=3.0), result("June", infinigen=4.0)
+    new["model"] = {"name": "m", "manifest_sha256": "2"}
+    made = renewed(old, new)
+    kept = {"date": "May", "manifest_sha256": "1", "policy": "quest"}
+    assert made["model"] == new["model"] and made["configurations"][-1].items() >= kept.items()
+    # The next conversion does not change what a line says of its own.
+    later = new | {"model": {"name": "m", "manifest_sha256": "3"}, "date": "July"}
+    assert renewed(made, later)["configurations"][-1] == made["configurations"][-1]
+
+
 @pytest.mark.parametrize(
-    "change", [{"text": {"file": "u"}}, {"versions": {"jax": "2"}}, result("June", full=1.5)]
+    "change",
+    [
+        {"text": {"file": "u"}},
+        {"versions": {"jax": "2"}},
+        {"model": {"name": "n", "manifest_sha256": "1"}},
+        result("June", full=1.5),
+    ],
 )
 def test_lines_that_cannot_stand_together_are_refused(change):
     with pytest.raises(InputError, match="remove"):

@@ -1,8 +1,9 @@
-"""Rows requested behind the attention of the layer before, by the state there."""
+"""Rows requested by the state behind the attention of the layer before, or behind a part of it."""
 
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,21 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runtime import ALL, RAGGED, SPARSE, counts_of, engine, finished, random_model, tokens_of
+from safetensors.numpy import load_file
 from tiny import TEXT
 
 from infinigen_jax import generate
+from infinigen_jax.attention import attend
+from infinigen_jax.cache import DenseLayer, Resident, Sliding, Slots
 from infinigen_jax.checkpoint import DENSE_UNKNOWN, Model, load
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.configurations import configurations
+from infinigen_jax.models.forward import causal_attention
 from infinigen_jax.options import add_engine_options, make_policy
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper
 from infinigen_jax.speculation import choose_source
-
-BEHIND = dataclasses.replace(SPARSE, speculate_from="attention")
-ALL_BEHIND = dataclasses.replace(ALL, speculate_from="attention")
 
 
 def without_mlps(name: str) -> Model:
@@ -53,6 +55,79 @@ def test_it_is_the_state_in_front_of_the_mlp(name: str):
     assert not np.array_equal(counts_of(runs[2]), counts_of(runs[0]))
 
 
+def without_attention(name: str) -> Model:
+    """Layers that add nothing: the state behind any attention is what the next one gets."""
+    model = without_mlps(name)
+    layers = [
+        layer | {"o": jax.tree.map(jnp.zeros_like, layer["o"])} for layer in model.params["layers"]
+    ]
+    return dataclasses.replace(model, params=model.params | {"layers": layers})
+
+
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_behind_what_is_resident_it_is_under_the_next_layers_norm(dense_layers: int):
+    model = without_attention("gqa")
+    rng = np.random.default_rng(0)
+    layers = [
+        layer
+        | {"attention_norm": {"scale": jnp.asarray(rng.normal(size=model.config.hidden_size), "f")}}
+        for layer in model.params["layers"]
+    ]
+    model = dataclasses.replace(model, params=model.params | {"layers": layers})
+    exact = dataclasses.replace(SPARSE, partial_ratio=1.0, index_dtype="float32")
+    resident = dataclasses.replace(exact, speculate_from="resident")
+    own = dataclasses.replace(exact, query="own")
+    runs = [
+        finished(Engine(model, policy=policy, dense_layers=dense_layers))
+        for policy in (own, resident, exact)
+    ]
+    assert np.sum(counts_of(runs[0])) > 0
+    np.testing.assert_array_equal(counts_of(runs[1]), counts_of(runs[0]))
+    assert runs[1].new_tokens == runs[0].new_tokens
+    assert not np.array_equal(counts_of(runs[2]), counts_of(runs[0]))
+
+
+def test_what_is_resident_is_the_same_of_every_kind_of_cache():
+    """Sinks and recent tokens of a layer on the host, of one on the device, and of a window: as the
+    calibration attends to them."""
+    rng = np.random.default_rng(0)
+    s, heads, kv, d = 40, 4, 2, 8
+    q, k, v = (jnp.asarray(rng.normal(size=(s, n, d)), jnp.float32) for n in (heads, kv, kv))
+    slots = Slots(3, 8)
+    dense = DenseLayer.empty((1, kv, 64, d), jnp.float32)
+    sliding = Sliding.empty((1, kv, 16, d), jnp.float32)
+    host = Resident.empty(1, kv, 2 * d, slots, jnp.float32)
+    expected = {
+        "all": causal_attention(q, k, v, window=slots.window, sinks=slots.sinks),
+        "sliding": causal_attention(q, k, v, window=slots.window),
+    }
+    for place in range(s):
+        at = jnp.array([place], jnp.int32)
+        key, value = k[place][None], v[place][None]
+        dense = dense.write(key, value, at)
+        sliding = sliding.write(key, value, at)
+        host = host.write(jnp.concatenate([key, value], axis=-1), at, slots)
+        query = q[place].reshape(1, kv, heads // kv, d)
+        for kind, local in (("all", dense), ("all", host), ("sliding", sliding)):
+            found = attend(query, local.near(at, slots, jnp.float32)).reshape(heads, d)
+            np.testing.assert_allclose(found, expected[kind][place], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["all", "sinks"])
+def test_attention_to_sinks_and_recent_tokens(name: str):
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=(12, 1, 4)) for _ in range(3))
+    sinks = 2 if name == "sinks" else 0
+    queries, keys, values = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    found = causal_attention(queries, keys, values, block=4, window=3, sinks=sinks)
+    for i in range(12):
+        seen = [j for j in range(i + 1) if i - j < 3 or j < sinks]
+        weight = np.exp(k[seen, 0] @ q[i, 0])
+        expected = weight @ v[seen, 0] / weight.sum()
+        np.testing.assert_allclose(found[i, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("source", ["attention", "resident"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -63,22 +138,26 @@ def test_it_is_the_state_in_front_of_the_mlp(name: str):
         pytest.param({"rows": "auto", "check": True}, marks=pytest.mark.slow),
     ],
 )
-def test_everything_fetched_is_the_full_cache(settings: dict[str, Any]):
+def test_everything_fetched_is_the_full_cache(settings: dict[str, Any], source: str):
     expected = tokens_of(engine("gqa", ALL, 1))
-    assert tokens_of(engine("gqa", ALL_BEHIND, 1, **settings)) == expected
+    behind = dataclasses.replace(ALL, speculate_from=source)
+    assert tokens_of(engine("gqa", behind, 1, **settings)) == expected
 
 
+@pytest.mark.parametrize("source", ["attention", "resident"])
 @pytest.mark.slow
-def test_two_layers_ahead():
-    two = dataclasses.replace(ALL_BEHIND, layers_ahead=2)
+def test_two_layers_ahead(source: str):
+    two = dataclasses.replace(ALL, layers_ahead=2, speculate_from=source)
     assert tokens_of(engine("gqa", two, 0)) == tokens_of(engine("gqa", ALL, 0))
 
 
+@pytest.mark.parametrize("source", ["attention", "resident"])
 @pytest.mark.slow
-def test_schedules_and_places_in_a_batch_draw_the_same():
-    batch = tokens_of(engine("gqa", BEHIND, 1))
-    assert tokens_of(engine("gqa", BEHIND, 1, "layerwise")) == batch
-    assert tokens_of(engine("gqa", BEHIND, 1), RAGGED[:1]) == batch[:1]
+def test_schedules_and_places_in_a_batch_draw_the_same(source: str):
+    behind = dataclasses.replace(SPARSE, speculate_from=source)
+    batch = tokens_of(engine("gqa", behind, 1))
+    assert tokens_of(engine("gqa", behind, 1, "layerwise")) == batch
+    assert tokens_of(engine("gqa", behind, 1), RAGGED[:1]) == batch[:1]
 
 
 @pytest.mark.parametrize("layers_ahead", [1, 2])
@@ -92,8 +171,31 @@ def test_calibration_sees_what_decoding_does(layers_ahead: int):
     for number, params in enumerate(model.params["layers"]):
         calibrator.layer(params)
         projection, _ = calibrator.ahead(params)
-        same = np.allclose(projection.kernel, params["q"]["kernel"], atol=1e-4)
+        same = np.allclose(projection["kernel"], params["q"]["kernel"], atol=1e-4)
         assert same == (layers_ahead == 1 or number < 2)
+
+
+def test_behind_what_is_resident_dense_layers_are_told_by_the_input(tiny: Any, tmp_path: Path):
+    """What the input cannot tell depends on what attention finds, of which a part may miss it."""
+    model = random_model("gqa")
+    ids = np.random.default_rng(0).integers(3, 96, (1, 400)).astype(np.int32)
+    text = CalibrationTokens(ids, np.ones_like(ids, bool), "")
+    found: dict[str, list[np.ndarray]] = {}
+    for source, neurons in (("resident", 16), ("input", 0), ("attention", 0)):
+        calibrator = Calibrator(model.config, text, model.params["embedding"], 1, source, neurons)
+        for params in model.params["layers"]:
+            calibrator.layer(params)
+            calibrator.ahead(params)
+            found.setdefault(source, []).append(calibrator.loss(params))
+    for resident, before, attention in zip(*found.values(), strict=True):
+        assert len(resident) == 3 and len(before) == len(attention) == 2
+        np.testing.assert_array_equal(resident[0], before[0])
+        np.testing.assert_allclose(resident[2], before[1], rtol=1e-4)
+    folder = convert(tiny("llama").folder, tmp_path / "x", calibration=ids[0].tolist())
+    kept = load_file(folder / "infinigen.safetensors")
+    assert kept["sparse_loss"].shape == (len(kept["row_loss"]), 2)
+    np.testing.assert_array_equal(kept["sparse_loss"][:, 0], kept["row_loss"][:, 0, 2])
+    assert not np.array_equal(kept["sparse_loss"][1:, 1], kept["row_loss"][1:, 1, 2])
 
 
 def test_the_corrected_query_is_of_what_the_conversion_was_for(tiny: Any, tmp_path: Any):
@@ -114,15 +216,15 @@ def test_the_corrected_query_is_of_what_the_conversion_was_for(tiny: Any, tmp_pa
     corrected = InfiniGen(query="corrected")
     for name, model in models.items():
         policy = Engine(model, policy=corrected).decoder.policy
-        assert policy.behind_attention == (name == "attention")
+        assert policy.source == name
         other = "input" if name == "attention" else "attention"
         wanted = dataclasses.replace(corrected, speculate_from=other)
         with pytest.raises(InputError, match=f"--speculate-from {other}: .* is for {name}"):
             Engine(model, policy=wanted)
         plain = InfiniGen(query="plain", speculate_from=other)
-        assert Engine(model, policy=plain).decoder.policy.behind_attention == (other == "attention")
+        assert Engine(model, policy=plain).decoder.policy.source == other
         assert choose_source(model, "plain", "auto") == name
-        assert not Engine(model, policy=InfiniGenPaper()).decoder.policy.behind_attention
+        assert Engine(model, policy=InfiniGenPaper()).decoder.policy.source == "input"
     # Programs are shared between settings that mean the same.
     own = [InfiniGen(query="own", speculate_from=s) for s in ("input", "attention")]
     assert len({Engine(models["input"], policy=policy).decoder for policy in own}) == 1
@@ -170,17 +272,17 @@ def test_the_option(command: Any, tmp_path: Any):
     policy: Any = make_policy(
         parser.parse_args(["--speculate-from", "attention", "--query", "plain"])
     )
-    assert policy.behind_attention
+    assert policy.source == "attention"
     several = argparse.ArgumentParser()
     add_engine_options(several, several=True)
     made = configurations(
         several.parse_args(["--query", "plain", "--speculate-from", "input", "attention"]),
         reference=False,
     )
-    assert [c.policy.behind_attention for c in made] == [False, True]
+    assert [c.policy.source for c in made] == ["input", "attention"]
     status, out, err = command(generate.main, "--prompt", "The", "--speculate-from", "output")
     assert status == 2 and not out and err.startswith("error: --speculate-from output: use auto")
     with pytest.raises(InputError, match="--speculate-from attention: .* --skew svd has none"):
         convert(tmp_path, tmp_path / "x", speculate_from="attention", skew="svd")
-    with pytest.raises(InputError, match="--speculate-from output: use input or attention"):
+    with pytest.raises(InputError, match="--speculate-from output: use input, resident or"):
         convert(tmp_path, tmp_path / "x", speculate_from="output")

@@ -6,6 +6,8 @@ from pathlib import Path
 __all__ = ["convert"]
 
 DEFAULT_SKEW = "balanced"
+DEFAULT_SOURCE = "resident"  # of a query ahead
+DEFAULT_NEURONS = 0.125  # share of an MLP that a query ahead sees
 
 
 def convert(
@@ -16,7 +18,8 @@ def convert(
     dtype: str | None = None,
     skew: str = DEFAULT_SKEW,
     layers_ahead: int = 1,
-    speculate_from: str = "input",
+    speculate_from: str | None = None,
+    neurons: float = DEFAULT_NEURONS,
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
@@ -34,8 +37,11 @@ def convert(
         skew: "balanced" (the default: a basis that weighs queries and keys alike, a query corrected
             on the text, and the paper's basis), "svd" (the paper's), or "none".
         layers_ahead: how many layers ahead the corrected query looks, 1 or 2.
-        speculate_from: what it is of there: "input", the attention's, or "attention", the hidden
-            state behind it.
+        speculate_from: what it is of there: "input", the attention's; "attention", the hidden
+            state behind it; or "resident", behind attention to sinks and recent tokens alone, the
+            default of a balanced conversion.
+        neurons: of the MLP in front of a layer, as a share of its width, that the corrected query
+            sees besides; 0 for none.
         force: replace an earlier conversion at the destination, once the new one is complete.
         progress: called with the number of layers done and their total.
 
@@ -55,6 +61,7 @@ def convert(
         skew=skew,
         layers_ahead=layers_ahead,
         speculate_from=speculate_from,
+        neurons=neurons,
         force=force,
         progress=progress,
     )

@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from infinigen_jax.convert import DEFAULT_NEURONS, DEFAULT_SOURCE
 from infinigen_jax.errors import Parser, run_command
 
 
@@ -40,10 +41,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--speculate-from",
-        choices=("input", "attention"),
-        default="input",
-        help="what that query is made of: a layer's input, or the hidden state behind its "
-        "attention, which guesses better and comes later (default: %(default)s)",
+        choices=("input", "resident", "attention"),
+        help="what that query is made of: a layer's input; the hidden state behind attention to "
+        "sinks and recent tokens alone, which guesses better; or the one behind its attention, "
+        f"which guesses best and comes later (default: {DEFAULT_SOURCE})",
+    )
+    parser.add_argument(
+        "--neurons",
+        type=float,
+        default=DEFAULT_NEURONS,
+        metavar="SHARE",
+        help="share of an MLP's neurons that this query sees besides, as what it is made of lacks "
+        "that MLP; 0: none (default: %(default)s)",
     )
     parser.add_argument(
         "--force", action="store_true", help="replace an earlier conversion at DESTINATION"
@@ -80,6 +89,7 @@ def _convert(arguments: argparse.Namespace) -> None:
             skew=arguments.skew,
             layers_ahead=arguments.layers_ahead,
             speculate_from=arguments.speculate_from,
+            neurons=arguments.neurons,
             force=arguments.force,
             progress=progress,
         )

@@ -17,18 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.convert.loss import SINKS, squared_errors
-from infinigen_jax.correction import Projection, corrected_projection
+from infinigen_jax.convert.loss import RECENT, SINKS, squared_errors
+from infinigen_jax.correction import corrected_projection
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.models.forward import causal_attention
+from infinigen_jax.neurons import Mlp, activations
 from infinigen_jax.skew import GuessMoments, Moments, guess_moments
 from infinigen_jax.speculation import projected_query
 from infinigen_jax.spread import offsets, spread_blocks, spread_guess, spread_moments
 from infinigen_jax.tail_values import BlockMoments, block_products
 from infinigen_jax.tokenization import load_tokenizer
 
-AHEAD = ("kernel", "bias")
 DEFAULT_TEXT = Path(__file__).parent / "calibration.txt"
 DEFAULT_TOKENS = 2048
 CHARACTERS_PER_TOKEN = 64  # enough of a long text to fill the tokens asked for
@@ -121,6 +121,7 @@ class Calibrator:
         layers_ahead: keep what `ahead` and `loss` need, for a query of the layer so many before;
             0: keep nothing.
         speculate_from: what of that layer, one of `speculation.SOURCES`.
+        neurons: of that layer's MLP that the query sees besides.
     """
 
     def __init__(
@@ -130,16 +131,22 @@ class Calibrator:
         embedding: Params,
         layers_ahead: int = 0,
         speculate_from: str = "input",
+        neurons: int = 0,
     ):
         self._config = config
         self._count = tokens.count
-        self._layers_ahead, self._late = layers_ahead, speculate_from == "attention"
+        self._layers_ahead, self._source = layers_ahead, speculate_from
         self._done = 0  # layers
+        self._neurons = neurons
         self._sources: list[Array] = []  # of the layers before, the nearest last
+        self._mlps: list[Mlp] = []  # theirs
+        self._inner: Params = {}  # of the neurons that a query of this layer sees
         self._own: Array | None = None  # this layer's attention input
         self._stand_in: Array | None = None  # for it
         self._attended: tuple[Array, ...] | None = None  # hidden states, queries, keys, values
-        self._guesses: Array | None = None
+        self._guesses: tuple[Array, ...] = ()
+        self._inputs: list[Array] = []  # of the layers before, the nearest last
+        self._input: Array | None = None  # of the layer before, where another state stands in
         self._valid = jnp.asarray(tokens.valid)
         self._places = offsets(config.rope, config.max_positions, tokens.ids.shape[1])
         plan = blueprint(config, jnp.float32)
@@ -152,18 +159,24 @@ class Calibrator:
         They are those of the text at all places where the model has positions for it.
         """
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
-            step = _step(self._config, self._layers_ahead > 0, self._config.window_of(self._done))
+            sliding = self._config.window_of(self._done)
+            step = _step(self._config, self._source if self._layers_ahead else None, sliding)
             self._hidden, sums, seen = step(params, self._hidden, self._valid)
         self._done += 1
         if seen is not None:
-            own, behind, *attended = seen
-            self._attended, self._guesses = tuple(attended), None
+            own, source, *attended = seen
+            self._attended, self._guesses = tuple(attended), ()
             stand_in = self._sources[0] if self._sources else own
-            if self._late and self._sources:
+            if self._source != "input" and self._sources:
                 stand_in = _normed(self._config, params, stand_in)
             self._own, self._stand_in = own, stand_in
-            self._sources.append(behind if self._late else own)
-            del self._sources[: -self._layers_ahead]
+            if self._source == "resident":
+                self._input = self._inputs[0] if self._inputs else own
+                self._inputs = [*self._inputs, own][-self._layers_ahead :]
+            self._inner = self._chosen(params)
+            self._sources.append(source)
+            self._mlps.append(Mlp(params))
+            del self._sources[: -self._layers_ahead], self._mlps[: -self._layers_ahead]
         # Summed over windows in float64, on the host.
         query_gram, key_gram, key_sum, *blocks = (
             np.asarray(s, np.float64).sum(axis=0) for s in sums
@@ -181,42 +194,57 @@ class Calibrator:
         self.blocks = spread_blocks(self.blocks, self._config.rope, self._places)
         return spread_moments(found, self._config.rope, self._places)
 
-    def ahead(self, params: Params) -> tuple[Projection, GuessMoments]:
+    def ahead(self, params: Params) -> tuple[Params, GuessMoments]:
         """For the layer that `layer` ran last: its query by a layer before.
 
         By the one `layers_ahead` before, or the first. Of the first layer, whose rows are fetched
         by its own input, the query is the true one.
 
         Returns:
-            The corrected projection; moments of the queries that it gives, scaled and rotated, at
-            all places as in `layer`.
+            The corrected projection, see `neurons.projected`, float32; moments of the queries that
+            it gives, scaled and rotated, at all places as in `layer`.
         """
         config, valid = self._config, np.asarray(self._valid)
         before, own = (np.asarray(x)[valid] for x in (self._stand_in, self._own))
-        query = params["q"]
-        fitted = corrected_projection(before, own, query["kernel"], query.get("bias"))
+        query, hidden = params["q"], None
+        if self._inner:
+            with jax.default_matmul_precision("highest"):
+                hidden = activations(config, self._inner, jnp.asarray(before))
+        fitted = corrected_projection(before, own, query["kernel"], query.get("bias"), hidden)
         assert self._attended is not None
-        projection = {n: jnp.asarray(getattr(fitted, n), jnp.float32) for n in AHEAD}
-        self._guesses = self._guess(params, projection)
-        guesses, queries = (np.asarray(x)[valid] for x in (self._guesses, self._attended[1]))
+        projection = {"kernel": fitted.kernel, "bias": fitted.bias, "outer": fitted.outer}
+        projection = {
+            n: jnp.asarray(p, jnp.float32) for n, p in projection.items() if p is not None
+        }
+        projection |= self._inner
+        assert self._stand_in is not None
+        self._guesses = (self._guess(params, projection, self._stand_in),)
+        if self._input is not None:
+            seen = np.asarray(self._input)[valid]
+            plain = corrected_projection(seen, own, query["kernel"], query.get("bias"))
+            plain = {n: jnp.asarray(getattr(plain, n), jnp.float32) for n in ("kernel", "bias")}
+            self._guesses += (self._guess(params, plain, self._input),)
+        guesses, queries = (np.asarray(x)[valid] for x in (self._guesses[0], self._attended[1]))
         found = guess_moments(guesses, queries, config.num_kv_heads)
         if self._places == 1:
-            return fitted, found
+            return projection, found
         assert config.rope is not None
-        return fitted, spread_guess(found, config.rope, self._places)
+        return projection, spread_guess(found, config.rope, self._places)
 
-    def loss(self, params: Params) -> Float[np.ndarray, "2 m"]:
+    def loss(self, params: Params) -> Float[np.ndarray, "n m"]:
         """For the layer that `layer` ran last: relative error that few rows make.
 
         Returns:
             With rows chosen by its own queries, and by those of a layer before: corrected, if
-            `ahead` was called, else plain; at each of the m `loss.BUDGETS`. NaN if no window is
-            long enough. See `convert.loss`.
+            `ahead` was called, else plain; and, where those are guessed behind attention to what is
+            resident, by those of the layer's input; at each of the m `loss.BUDGETS`. NaN if no
+            window is long enough. See `convert.loss`.
         """
         assert self._attended is not None
-        guesses, self._guesses = self._guesses, None
-        if guesses is None:
-            guesses = self._guess(params, params["q"])
+        guesses, self._guesses = self._guesses, ()
+        if not guesses:
+            assert self._stand_in is not None
+            guesses = (self._guess(params, params["q"], self._stand_in),)
         hidden, queries, keys, values = self._attended
         self._attended = None
         with jax.default_matmul_precision("highest"):
@@ -227,11 +255,23 @@ class Calibrator:
         with np.errstate(invalid="ignore"):
             return np.sqrt(errors / whole).astype(np.float32)
 
-    def _guess(self, params: Params, projection: Params) -> Float[Array, "w s h d"]:
-        """The layer's queries by a projection of what stands in for its input."""
+    def _chosen(self, params: Params) -> Params:
+        """The neurons of a layer before that a query of the layer with these parameters sees."""
+        if not self._neurons or not self._mlps:
+            return {}
+        mlp, norm = self._mlps[0], params["attention_norm"]
+        whole = mlp.under(mlp.attention_norm if self._source == "input" else norm)
+        query = np.asarray(norm["scale"])[:, None] * np.asarray(params["q"]["kernel"])
         assert self._stand_in is not None
+        there = self._valid.astype(jnp.float32)
+        return mlp.chosen(self._config, whole, self._stand_in, there, query, self._neurons)
+
+    def _guess(
+        self, params: Params, projection: Params, stand_in: Float[Array, "w s e"]
+    ) -> Float[Array, "w s h d"]:
+        """The layer's queries by a projection of what stands in for its input."""
         with jax.default_matmul_precision("highest"):
-            return _projected(self._config, params, projection, self._stand_in)
+            return _projected(self._config, params, projection, stand_in)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -250,7 +290,9 @@ def _projected(
     windows, length, _ = inputs.shape
     positions = jnp.broadcast_to(jnp.arange(length), (windows, length))
     layer = blueprint(config, jnp.float32).layer(params)
-    return projected_query(layer, projection, inputs, positions, jnp.full_like(positions, length))
+    return projected_query(
+        config, layer, projection, inputs, positions, jnp.full_like(positions, length)
+    )
 
 
 Products = Float[Array, "w k d d"]
@@ -258,12 +300,12 @@ Sums = tuple[Products, Products, Float[Array, "w k d"], Products, Products]
 
 
 @functools.cache
-def _step(config: ModelConfig, keep: bool, sliding: int | None) -> Callable[..., Any]:
+def _step(config: ModelConfig, source: str | None, sliding: int | None) -> Callable[..., Any]:
     """One layer over all windows; compiled once, it serves every layer of a kind.
 
     Args:
-        keep: also return the layer's attention inputs, hidden states behind its attention and
-            into the layer, queries, keys and values.
+        source: also return the layer's attention inputs, what of it stands in for a later layer's
+            (one of `speculation.SOURCES`), hidden states into the layer, queries, keys and values.
         sliding: the layer's own window, if it has one.
     """
     plan = blueprint(config, jnp.float32)
@@ -286,7 +328,17 @@ def _step(config: ModelConfig, keep: bool, sliding: int | None) -> Callable[...,
         )
         attended = causal_attention(queries, keys, values, window=sliding)
         behind = x + layer.attention_output(attended)
-        seen = (a, behind, x, queries, keys, values) if keep else None
+
+        def resident() -> Array:
+            recent = RECENT if sliding is None else min(RECENT, sliding)
+            sinks = SINKS if sliding is None else 0
+            near = causal_attention(queries, keys, values, window=recent, sinks=sinks)
+            return x + layer.attention_output(near)
+
+        seen = None
+        if source is not None:
+            stand_in = {"input": lambda: a, "resident": resident, "attention": lambda: behind}
+            seen = (a, stand_in[source](), x, queries, keys, values)
         return behind + layer.mlp(behind), sums, seen
 
     def step(params: Params, x: Float[Array, "w s e"], valid: Bool[Array, "w s"]) -> Any:

@@ -10,6 +10,7 @@ for a budget to be shared out among the layers (`budgets`).
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,38 +32,39 @@ def squared_errors(
     params: Params,
     hidden: Float[Array, "w s e"],
     queries: Float[Array, "w s h d"],
-    guesses: Float[Array, "w s h d"],
+    guesses: tuple[Float[Array, "w s h d"], ...],
     keys: Float[Array, "w s k d"],
     values: Float[Array, "w s k d"],
     valid: Bool[Array, "w s"],
-) -> tuple[Float[Array, " w"], Float[Array, "w 2 m"]]:
+) -> tuple[Float[Array, " w"], Float[Array, "w n m"]]:
     """Of each window: the squared norm of the hidden state behind a layer's attention, and of its
-    error with rows chosen by the true queries, and by the guesses, at each of the m BUDGETS. 0 for
-    a window too short to tell.
+    error with rows chosen by the true queries, and by each of the guesses, at each of the m
+    BUDGETS. 0 for a window too short to tell.
 
     Args:
         params: of the layer, float32.
         hidden: into the layer.
-        queries: scaled and rotated; `guesses` likewise, from an earlier layer.
+        queries: scaled and rotated; `guesses` likewise, from an earlier layer; n - 1 of them.
     """
     layer = blueprint(config, jnp.float32).layer(params)
 
     def output(o: Float[Array, "n k g d"]) -> Float[Array, "n e"]:
         return layer.attention_output(o.reshape(len(o), config.num_heads, config.head_dim))
 
-    def window(arrays: tuple[Array, ...]) -> tuple[Float[Array, ""], Float[Array, "2 m"]]:
-        x, query, guess, key, value, there = arrays
+    def window(arrays: Any) -> tuple[Float[Array, ""], Float[Array, "n m"]]:
+        x, *choosers, key, value, there = arrays
         count = jnp.sum(there, dtype=jnp.int32)
         at = count - 1 - jnp.arange(STEPS, dtype=jnp.int32) * (count // 2) // STEPS
         at = jnp.maximum(at, 0)
-        query, guess = (config.grouped(q[at]) for q in (query, guess))
-        exact, *sparse = map(output, _attended(query, (query, guess), key, value, at))
+        choosers = tuple(config.grouped(q[at]) for q in choosers)
+        exact, *sparse = map(output, _attended(choosers[0], choosers, key, value, at))
         errors = jnp.stack([jnp.sum(jnp.square(o - exact)) for o in sparse])
         whole = jnp.sum(jnp.square(x[at] + exact))
         long = count >= SHORTEST
-        return jnp.where(long, whole, 0.0), jnp.where(long, errors, 0.0).reshape(2, -1)
+        errors = jnp.where(long, errors, 0.0).reshape(len(choosers), -1)
+        return jnp.where(long, whole, 0.0), errors
 
-    return jax.lax.map(window, (hidden, queries, guesses, keys, values, valid))
+    return jax.lax.map(window, (hidden, queries, *guesses, keys, values, valid))
 
 
 def _attended(

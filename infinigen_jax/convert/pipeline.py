@@ -11,8 +11,8 @@ import numpy as np
 
 from infinigen_jax.atomic import copy_file, staged, write_text
 from infinigen_jax.backend import start_backend
+from infinigen_jax.convert import DEFAULT_SOURCE
 from infinigen_jax.convert.calibrate import (
-    AHEAD,
     DEFAULT_TEXT,
     DEFAULT_TOKENS,
     CalibrationTokens,
@@ -40,6 +40,7 @@ from infinigen_jax.manifest import (
     file_record,
 )
 from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.neurons import number_of, projection_shapes
 from infinigen_jax.policies.base import MOST_LAYERS_AHEAD
 from infinigen_jax.safetensors_io import DTYPES, SafetensorsWriter, tensor_bytes
 from infinigen_jax.skew import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
@@ -74,7 +75,8 @@ def run(
     dtype: str | None,
     skew: str,
     layers_ahead: int,
-    speculate_from: str,
+    speculate_from: str | None,
+    neurons: float,
     force: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Path:
@@ -83,8 +85,14 @@ def run(
         raise InputError(f"skew {skew!r} is unknown; use one of {', '.join(SKEWS)}")
     if not 1 <= layers_ahead <= MOST_LAYERS_AHEAD:
         raise InputError(f"--layers-ahead {layers_ahead}: use 1 or {MOST_LAYERS_AHEAD}")
+    if speculate_from is None:
+        speculate_from = DEFAULT_SOURCE if skew == "balanced" else "input"
     if speculate_from not in SOURCES:
-        raise InputError(f"--speculate-from {speculate_from}: use {' or '.join(SOURCES)}")
+        raise InputError(
+            f"--speculate-from {speculate_from}: use {', '.join(SOURCES[:-1])} or {SOURCES[-1]}"
+        )
+    if not 0 <= neurons <= 1:
+        raise InputError(f"--neurons {neurons}: give a share from 0 to 1")
     ahead = {"--layers-ahead": (layers_ahead, 1), "--speculate-from": (speculate_from, "input")}
     for option, (given, usual) in ahead.items():
         if given != usual and skew != "balanced":
@@ -99,10 +107,12 @@ def run(
     stored = _weight_dtype(dtype, sources)
     copied = sorted({f for pattern in COPIED for f in folder.glob(pattern) if f.is_file()})
     start_backend()
-    check_space(target, _needed(config, sources, stored, copied, skew))
+    number = number_of(config, neurons) if skew == "balanced" else 0
+    check_space(target, _needed(config, sources, stored, copied, skew, number))
     tokens = _tokens(calibration, folder, config) if skew != "none" else None
     with staged(target) as out:
-        job = _Job(config, sources, stored, skew, (layers_ahead, speculate_from), tokens)
+        ahead = layers_ahead, speculate_from, number
+        job = _Job(config, sources, stored, skew, ahead, tokens)
         files = job.write_weights(out, progress or (lambda done, total: None))
         files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(_config(hf, stored), indent=2) + "\n")
@@ -135,11 +145,11 @@ class _Job:
         sources: Mapping[str, TensorSource],
         dtype: np.dtype,
         skew: str,
-        ahead: tuple[int, str],
+        ahead: tuple[int, str, int],
         tokens: CalibrationTokens | None,
     ):
         self.config, self.sources, self.dtype, self.skew = config, sources, dtype, skew
-        self.ahead, self.tokens = ahead, tokens  # `Calibrator`'s layers_ahead, speculate_from
+        self.ahead, self.tokens = ahead, tokens  # what `Calibrator` has of a query ahead
         self.slots = expected(blueprint(config, jnp.float32))
         # Rotation does not commute with the basis, and only an orthogonal one leaves a valid
         # checkpoint whose attention anyone can compute.
@@ -166,8 +176,8 @@ class _Job:
                 for name, tensor in self._cast(slots, found if self.absorbs else None):
                     files[SAFETENSORS].add(name, tensor)
                 if AHEAD_FILE in files:
-                    for name in AHEAD:
-                        tensor = getattr(found, name).astype(self.dtype)
+                    for name in projection_shapes(self.config, done, self.ahead[2]):
+                        tensor = np.asarray(found[name]).astype(self.dtype)
                         files[AHEAD_FILE].add(f"layers.{done}.{name}", tensor)
                 progress(done + 1, self.config.num_layers)
             return {
@@ -176,13 +186,10 @@ class _Job:
             }
 
     def _ahead_layout(self) -> dict[str, Any]:
-        c = self.config
-        width = c.query_width
-        shapes = {"kernel": (c.hidden_size, width), "bias": (width,)}
         return {
-            f"layers.{i}.{name}": (self.dtype, shapes[name])
-            for i in range(c.num_layers)
-            for name in AHEAD
+            f"layers.{i}.{name}": (self.dtype, shape)
+            for i in range(self.config.num_layers)
+            for name, shape in projection_shapes(self.config, i, self.ahead[2]).items()
         }
 
     def write_skew(self, out: Path) -> dict[str, Any]:
@@ -259,7 +266,11 @@ class _Job:
         self._keep(tail_keys=keys, tail_values=values)
 
     def _keep_loss(self, found: np.ndarray) -> None:
-        self._keep(sparse_loss=found[:, BUDGETS.index(BUDGET)], row_loss=found)
+        """Budgets follow what the query that is used loses. Which layers stay dense, what the last
+        one does: what a layer's input cannot tell of the next query depends on what its attention
+        finds, and attention to what is resident may miss just that.
+        """
+        self._keep(sparse_loss=found[[0, -1], BUDGETS.index(BUDGET)], row_loss=found[:2])
 
     def _keep(self, **found: np.ndarray) -> None:
         for name, value in found.items():
@@ -314,6 +325,7 @@ def _needed(
     dtype: np.dtype,
     copied: Sequence[Path],
     skew: str,
+    neurons: int,
 ) -> int:
     """Bytes that the destination will have, a little for headers included."""
     weights = sum(tensor_bytes(dtype, tensor.shape) for tensor in sources.values())
@@ -322,8 +334,9 @@ def _needed(
     bases = 4 * heads * (matrices * size * size + 2 * size)
     bases += 8 * config.num_layers * (1 + len(BUDGETS)) + 4 * len(BUDGETS)
     if skew == "balanced":
-        width = config.query_width
-        bases += config.num_layers * tensor_bytes(dtype, (config.hidden_size + 1, width))
+        for layer in range(config.num_layers):
+            for shape in projection_shapes(config, layer, neurons).values():
+                bases += tensor_bytes(dtype, shape)
     return weights + bases + sum(file.stat().st_size for file in copied) + 200 * len(sources)
 
 

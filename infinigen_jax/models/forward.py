@@ -38,6 +38,7 @@ def causal_attention(
     values: Float[Array, "s k d"],
     block: int = 256,
     window: int | None = None,
+    sinks: int = 0,
 ) -> Float[Array, "s h d"]:
     """Causal attention of one sequence, `block` queries at a time, so scores stay small.
 
@@ -45,6 +46,7 @@ def causal_attention(
         queries: scaled queries; query head h reads KV head h // (h / k).
         block: queries per step; the temporary is [h, block, s] float32.
         window: how many tokens, itself included, a token attends to; None for all before it.
+        sinks: first tokens that it attends to besides.
     """
     length, heads, size = queries.shape
     kv_heads = keys.shape[1]
@@ -57,10 +59,11 @@ def causal_attention(
     def attend(queries_and_positions: tuple[Array, Array]) -> Array:
         q, position = queries_and_positions
         scores = jnp.einsum("skgd,tkd->kgst", q, keys, preferred_element_type=jnp.float32)
-        distance = position[None, None, :, None] - jnp.arange(length)[None, None, None, :]
+        place = jnp.arange(length)[None, None, None, :]
+        distance = position[None, None, :, None] - place
         visible = distance >= 0
         if window is not None:
-            visible &= distance < window
+            visible &= (distance < window) | (place < sinks)
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
         return jnp.einsum("kgst,tkd->skgd", weights.astype(values.dtype), values)
 

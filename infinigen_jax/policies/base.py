@@ -75,8 +75,9 @@ class Policy(Protocol):
         lead: `select` sees the attention input of the layer so many before (at most
             MOST_LAYERS_AHEAD), so that the transfer runs beside those layers; with 0 the layer's
             own, and the layer waits for its rows.
-        behind_attention: what `select` sees of a layer before is the hidden state behind its
-            attention, under the norm of the layer that is selected for.
+        source: what `select` sees of a layer before, one of `speculation.SOURCES`: its attention
+            "input"; or the hidden state behind its "attention", or behind attention to its
+            "resident" rows alone, under the norm of the layer that is selected for.
         observes: `observe` is called and returns the next state. It is not for policies that
             need the layer's own input.
         reuses: whether rows that were fetched are kept on the device, unless the engine is told.
@@ -98,7 +99,7 @@ class Policy(Protocol):
     def lead(self) -> int: ...
 
     @property
-    def behind_attention(self) -> bool: ...
+    def source(self) -> str: ...
 
     @property
     def has_tail(self) -> bool:
@@ -179,7 +180,7 @@ class Policy(Protocol):
         Args:
             layer: the module of the layer that is selected for.
             a: the attention input of the layer `lead` before it, or of the first; see
-                `behind_attention`.
+                `source`.
             held: position of the row in each slot, -1 where there is none to fetch; None without
                 a pool: slot = position then, and what only the host has may be fetched.
         """
@@ -236,8 +237,8 @@ class Defaults:
         return 1
 
     @property
-    def behind_attention(self) -> bool:
-        return False
+    def source(self) -> str:
+        return "input"
 
     @property
     def has_tail(self) -> bool:

@@ -86,8 +86,9 @@ class InfiniGen(Budgeted):
             converted for, else 1. Without meaning for an own query.
         speculate_from: what in that layer: "input", the attention's, as in the paper; "attention",
             the hidden state behind it, a better guess that leaves transfers the time of the MLP in
-            place of the whole layer's; "auto": as the model was converted for, else "input".
-            Without meaning for an own query.
+            place of the whole layer's; "resident", the one behind attention to sinks and recent
+            tokens alone, which waits for no transfer; "auto": as the model was converted for, else
+            "input". Without meaning for an own query.
         layer_budgets: "equal", as in the paper; "calibrated": the budget is the mean of all layers,
             shared out among them by what each loses on the calibration text, see `budgets`; or
             "auto": calibrated where the model's conversion measured it.
@@ -147,7 +148,7 @@ class InfiniGen(Budgeted):
                 f"--layers-ahead {self.layers_ahead}: use 1 or 2, or 0 for the model's own"
             )
         if self.speculate_from not in ("auto", *SOURCES):
-            names = f"auto, {' or '.join(SOURCES)}"
+            names = f"auto, {', '.join(SOURCES[:-1])} or {SOURCES[-1]}"
             raise InputError(f"--speculate-from {self.speculate_from}: use {names}")
         if self.count not in COUNTS:
             raise InputError(f"--count {self.count}: use {' or '.join(COUNTS)}")
@@ -167,8 +168,8 @@ class InfiniGen(Budgeted):
         return 0 if self.query == "own" else max(self.layers_ahead, 1)
 
     @property
-    def behind_attention(self) -> bool:
-        return self.lead > 0 and self.speculate_from == "attention"
+    def source(self) -> str:
+        return self.speculate_from if self.lead and self.speculate_from in SOURCES else SOURCES[0]
 
     @property
     def has_tail(self) -> bool:
@@ -195,7 +196,7 @@ class InfiniGen(Budgeted):
             source = choose_source(model, query, self.speculate_from)
         layer_budgets = self.layer_budgets
         if layer_budgets == "auto":
-            known = model.has_curves and model.measured(layers_ahead, source == "attention")
+            known = model.has_curves and model.measured(layers_ahead, source)
             layer_budgets = "calibrated" if known else "equal"
         tail_tokens = 0 if pooled else self.tail_tokens
         tail_columns = 0

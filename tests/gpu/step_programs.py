@@ -25,6 +25,7 @@ from infinigen_jax.decode import Decoder
 from infinigen_jax.memory import Placement, default_mesh
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.models.rope import Rope
+from infinigen_jax.neurons import projection_shapes
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.pool import Pool
 from infinigen_jax.pooled import start_kept
@@ -37,6 +38,7 @@ from infinigen_jax.transfer import Transfer, XlaTransfer
 from infinigen_jax.weights import in_host_memory, placement
 
 LAYERS, DENSE, BATCH, CAPACITY, PROMPT = 6, 2, 2, 8192, 128
+NEURONS = 64  # that a query ahead sees
 DTYPE = jnp.dtype(jnp.bfloat16)
 CONFIG = ModelConfig(
     family="llama",
@@ -132,17 +134,16 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights
     }
     square = jnp.zeros((CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.head_dim), jnp.float32)
     basis = Basis(square, square)
-    queries = CONFIG.query_width
-    projection = {
-        "kernel": np.zeros((CONFIG.hidden_size, queries), np.float32),
-        "bias": np.zeros(queries, np.float32),
-    }
+    projections = [
+        {n: np.zeros(s, np.float32) for n, s in projection_shapes(CONFIG, i, NEURONS).items()}
+        for i in range(LAYERS)
+    ]
 
     def prepare(params: Any) -> Any:
         model = Model.from_params(config, params, DTYPE, bases=[basis] * LAYERS, skew="balanced")
         model = dataclasses.replace(
             model,
-            ahead=(Ahead(projection, basis),) * LAYERS,
+            ahead=tuple(Ahead(projection, basis) for projection in projections),
             key_mean=np.zeros((LAYERS, *square.shape[:2]), np.float32),
         )
         return tuple(POLICY.prepare(model, i) for i in decoder(config=config).on_host)

@@ -90,6 +90,22 @@ def test_behind_the_attention_a_start_has_the_mlp_beside_it():
         assert products and not any("attention" in name for name in products)
 
 
+def test_behind_what_is_resident_a_start_has_attention_and_the_mlp_beside_it():
+    body = step_of(sp.fused(CudaTransfer(), HOT_SET, speculate_from="resident"))
+    targets = [i.target for i in body]
+    starts, waits = ([n for n, t in enumerate(targets) if t == kind] for kind in (START, WAIT))
+    fetching = range(sp.DENSE - 1, sp.LAYERS - 1)
+    assert len(starts) == len(waits) == len(fetching)
+    for number, start, wait in zip(fetching, starts, waits, strict=True):
+        between = [i.op_name for i in body[start + 1 : wait]]
+        mlp = [i.op_name for i in body if f"/layer{number}/mlp/" in i.op_name]
+        assert mlp and all(name in between for name in mlp)
+        products = [name for name in between if name.endswith("dot_general")]
+        # Attention to all is still to come, attention to what is resident is over.
+        assert any(f"/layer{number}/attention/" in name for name in products)
+        assert not any("/resident/" in name for name in products)
+
+
 @pytest.mark.parametrize("hot_set", [0.0, HOT_SET])
 def test_nothing_is_staged_or_copied(hot_set: float):
     program = sp.fused(CudaTransfer(), hot_set)

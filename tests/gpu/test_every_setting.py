@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
             "count": ("fixed", "pooled", "top-p", "mean"),
             "query": ("own",),
             "layers_ahead": (2,),
-            "speculate_from": ("attention",),
+            "speculate_from": ("attention", "resident"),
             "index_dtype": ("float32", "bfloat16", "int8"),
             "tail_tokens": (0,),
             "tail": (False,),
