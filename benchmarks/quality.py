@@ -35,6 +35,11 @@ FIGURES = ("kv-size", "chunks", "skewing", "sensitivity", "long-context", "pool"
 # Recent tokens whose rows take the memory of InfiniGen's index and tail, beside the usual 32.
 EQUAL = ":window=104"
 EQUAL_BFLOAT16 = ":window=176"  # of rows in bfloat16, which are half as long
+# The same less what a policy itself keeps of each token: 8 bytes of a page's bounds, 4 of a sum of
+# attention, 64 of a key, which is more than InfiniGen keeps, where a row has 128.
+OTHERS = ("window:window=176", "quest:window=112", "h2o:window=144", "previous-query:window=32")
+# Layers that the conversion keeps dense for a query that looks ahead.
+DENSE_AHEAD = {"books-llama": 2, "tiny-llama": 1, "tiny-opt": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +89,13 @@ def _equal_memory(
     return _perplexity(*BUDGETS, *asked, models=(model,))
 
 
+def _many_books(model: str, *arguments: str, windows: int = 240) -> Experiment:
+    """Enough windows to tell policies apart, of a text of many books."""
+    asked = ("--windows", str(windows), "--batch", "48", *BUDGETS, *arguments)
+    program = ("infinigen_jax.evaluate", "perplexity")
+    return Experiment(program, asked, models=(model,), asked_for=True)
+
+
 def _retrieval(
     text: str | None, *arguments: str, tasks: tuple[str, ...] = ("needle",), length: int = 1024
 ) -> Experiment:
@@ -126,7 +138,7 @@ EXPERIMENTS = {
         f"perplexity-equal-memory-ahead-{model}": _equal_memory(
             model, dense_layers, "infinigen:query=corrected", EQUAL_BFLOAT16
         )
-        for model, dense_layers in (("books-llama", 2), ("tiny-llama", 1), ("tiny-opt", 2))
+        for model, dense_layers in DENSE_AHEAD.items()
     },
     "perplexity-tail": _perplexity(
         *(*BUDGETS, "--policy", "full"),
@@ -153,12 +165,21 @@ EXPERIMENTS = {
         *("--budget", "0.1", *ALPHA, "--pool-tokens", "all", "80%", "50%"),
         *("--pool-eviction", "counter", "lru", "fifo", "--policy", "full", "infinigen"),
     ),
-    "perplexity-books": dataclasses.replace(
-        _perplexity(
-            *(*BUDGETS, *ALL_COLUMNS, "--policy", "full", "infinigen", "infinigen:alpha=inf"),
-            *("infinigen:query=corrected", "quest", "h2o", "window"),
+    **{
+        f"perplexity-books-{model}": _many_books(
+            *(model, "--dense-layers", str(dense_layers), "--policy", "full", "infinigen"),
+            *("infinigen:query=corrected", *OTHERS),
+        )
+        for model, dense_layers in DENSE_AHEAD.items()
+    },
+    # Without dense layers; the state behind the attention tells a query ahead of all layers.
+    "perplexity-none-dense-books-llama": dataclasses.replace(
+        _many_books(
+            *("books-llama", "--dense-layers", "0", "--policy", "full", "infinigen"),
+            *("infinigen:query=corrected", *OTHERS),
+            windows=48,
         ),
-        asked_for=True,
+        conversion=SEEN["behind"],
     ),
     "perplexity-rows": _perplexity(
         *("--budget", "0.1", *ALL_COLUMNS, "--rows", "auto", "int8", "int4"),

@@ -45,7 +45,7 @@ TAILS = {
     "alpha 5": {"alpha": 5.0},
     "no alpha": {"alpha": "inf"},
 }
-BOOK_POLICIES = ("infinigen", "quest", "h2o", "window")
+BOOK_POLICIES = ("infinigen", "quest", "h2o", "window", "previous-query")
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PLACE = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -105,11 +105,10 @@ def divergence_table(folder: Path) -> str:
     return by_model(folder, "perplexity", rows, {}, apart)
 
 
-def books_table(folder: Path) -> str:
-    """Some of the policies, on windows of many books."""
+def books_table(folder: Path, quality: Cell = above, result: str = "perplexity-books") -> str:
+    """The policies on windows of many books, at equal memory."""
     rows = {name: which for name, which in POLICIES.items() if which[0] in BOOK_POLICIES}
-    rows |= {title: which for title, which in WHOLE_BUDGETS.items() if "own" in title}
-    return by_model(folder, "perplexity-books", rows, {})
+    return by_model(folder, result, rows, {}, quality)
 
 
 def equal_memory_table(folder: Path, ahead: bool = False, quality: Cell = above) -> str:
@@ -299,6 +298,9 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "perplexity": perplexity_table,
     "divergence": divergence_table,
     "books": books_table,
+    "books divergence": lambda folder: books_table(folder, apart),
+    "none dense": lambda folder: books_table(folder, above, "perplexity-none-dense"),
+    "none dense divergence": lambda folder: books_table(folder, apart, "perplexity-none-dense"),
     "equal memory": equal_memory_table,
     "equal memory ahead": lambda folder: equal_memory_table(folder, ahead=True),
     "equal memory divergence": lambda folder: equal_memory_table(folder, quality=apart),
