@@ -17,12 +17,14 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.files import RESULTS, note
 from benchmarks.quality_tables import write_tables
 from benchmarks.renewal import only_policies, renewed
+from benchmarks.table_cells import STEPS
 from infinigen_jax.checkpoint import EMBEDDED, model_folder
 from infinigen_jax.convert.reader import read_config
 from infinigen_jax.errors import InputError, Parser, run_command
@@ -96,6 +98,11 @@ def _many_books(model: str, *arguments: str, windows: int = 240) -> Experiment:
     return Experiment(program, asked, models=(model,), asked_for=True)
 
 
+def _settings(values: Mapping[str, Any]) -> str:
+    """As behind a policy's name."""
+    return ",".join(f"{name}={str(value).lower()}" for name, value in values.items())
+
+
 def _retrieval(
     text: str | None, *arguments: str, tasks: tuple[str, ...] = ("needle",), length: int = 1024
 ) -> Experiment:
@@ -104,10 +111,6 @@ def _retrieval(
     return Experiment(program, (*asked, *arguments), False, ("books-llama",), text)
 
 
-# The defaults when these were measured, of a policy and of a conversion.
-ALL_COLUMNS = ("--partial-ratio", "1")
-ALPHA = ("--alpha", "5", *ALL_COLUMNS)
-EARLIER = ("--speculate-from", "input", "--neurons", "0")
 POLICIES = (
     *("full", "infinigen", "infinigen:query=corrected", "infinigen-paper"),
     *("quest", "h2o", "window", "previous-query", "oracle"),
@@ -125,7 +128,7 @@ SEEN = {
     "input": ("--speculate-from", "input"),
     "behind": ("--speculate-from", "attention"),
     "no-neurons": ("--neurons", "0"),
-    "input-no-neurons": EARLIER,
+    "input-no-neurons": ("--speculate-from", "input", "--neurons", "0"),
 }
 # With all of the budget, as the others have it.
 NO_ALPHA = ("infinigen:alpha=inf", "infinigen:query=corrected,alpha=inf")
@@ -156,14 +159,19 @@ EXPERIMENTS = {
         *("infinigen:query=corrected,alpha=4", "infinigen:query=corrected,alpha=5"),
     ),
     "perplexity-layer-budgets": _perplexity(
-        *(*BUDGETS, *ALPHA),
-        *("--policy", "full", "infinigen:layer_budgets=equal"),
+        *(*BUDGETS, "--policy", "full", "infinigen:layer_budgets=equal"),
         *("infinigen", "infinigen:query=corrected,layer_budgets=equal"),
         "infinigen:query=corrected",
     ),
     "perplexity-pool": _perplexity(
-        *("--budget", "0.1", *ALPHA, "--pool-tokens", "all", "80%", "50%"),
+        *("--budget", "0.1", "--pool-tokens", "all", "80%", "50%"),
         *("--pool-eviction", "counter", "lru", "fifo", "--policy", "full", "infinigen"),
+    ),
+    # The paper's own: its settings, and the first tokens give way as any others.
+    "perplexity-pool-paper": _perplexity(
+        *("--context", "64", "--pool-tokens", "all", "80%", "--pool-sinks", "0"),
+        *("--pool-eviction", "counter", "lru", "fifo"),
+        *("--policy", "full", "infinigen-paper:alpha=4,budget=0.2"),
     ),
     **{
         f"perplexity-books-{model}": _many_books(
@@ -182,12 +190,11 @@ EXPERIMENTS = {
         conversion=SEEN["behind"],
     ),
     "perplexity-rows": _perplexity(
-        *("--budget", "0.1", *ALL_COLUMNS, "--rows", "auto", "int8", "int4"),
+        *("--budget", "0.1", "--rows", "auto", "int8", "int4"),
         *("--policy", "full", "infinigen"),
     ),
     "perplexity-parts": _perplexity(
-        *("--budget", "0.05", *ALL_COLUMNS),
-        *("--policy", "full", "infinigen", "infinigen:index_dtype=int8"),
+        *("--budget", "0.05", "--policy", "full", "infinigen", "infinigen:index_dtype=int8"),
         *("infinigen:count=fixed", "infinigen:count=pooled", "infinigen:count=top-p"),
         *("infinigen:count=mean", "infinigen:basis=svd", "infinigen:query=plain"),
         "infinigen:query=corrected",
@@ -196,20 +203,17 @@ EXPERIMENTS = {
         ("infinigen_jax.evaluate", "recall"),
         (*RECALL, "--policy", *POLICIES),
     ),
-    "perplexity-one-ahead": dataclasses.replace(
-        _perplexity(
-            *(*BUDGETS, "--dense-layers", "2", *ALL_COLUMNS),
-            *("--policy", "full", "infinigen:query=corrected"),
-        ),
-        conversion=EARLIER,
+    "perplexity-steps": _perplexity(
+        *(*BUDGETS, "--dense-layers", "2", "--policy", "full"),
+        *(f"infinigen:{_settings(step)}" for step in STEPS.values()),
     ),
     "perplexity-two-ahead": dataclasses.replace(
         _perplexity(
-            *(*BUDGETS, "--dense-layers", "2", *ALL_COLUMNS, "--policy", "full"),
-            *("infinigen:query=corrected,layers_ahead=2", "infinigen:query=plain,layers_ahead=1"),
-            "infinigen:query=plain,layers_ahead=2",
+            *(*BUDGETS, "--dense-layers", "2", "--policy", "full"),
+            "infinigen:query=corrected,layers_ahead=2",
+            *(f"infinigen:query=plain,speculate_from=input,layers_ahead={n}" for n in (1, 2)),
         ),
-        conversion=("--layers-ahead", "2", *EARLIER),
+        conversion=("--layers-ahead", "2"),
     ),
     **{
         f"perplexity-{name}": dataclasses.replace(

@@ -18,6 +18,7 @@ from benchmarks.table_cells import (
     OWN,
     POLICIES,
     SEEN,
+    STEPS,
     Line,
     above,
     apart,
@@ -193,6 +194,12 @@ def parts_table(folder: Path) -> str:
     return beside(folder, "perplexity-parts", rows)
 
 
+def steps_table(folder: Path, quality: Cell = above) -> str:
+    """From the paper's form to the default, each line with one part more changed."""
+    rows = {title: ("infinigen", step) for title, step in STEPS.items()}
+    return by_model(folder, "perplexity-steps", rows, {}, quality)
+
+
 def rows_table(folder: Path) -> str:
     """Rows on the host in fewer bits, of the full cache and of the default."""
     kinds = ("exact", "int8", "int4")
@@ -219,16 +226,14 @@ def beside(folder: Path, name: str, rows: Mapping[str, Mapping[str, Any]]) -> st
 
 
 LEADS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    f"{query} query, {'one layer' if layers == 1 else 'two layers'} ahead": (
-        f"perplexity-{name}",
-        {"query": query, "layers_ahead": layers},
-    )
-    for name, query, layers in (
-        ("one-ahead", "corrected", 1),
-        ("two-ahead", "corrected", 2),
-        ("two-ahead", "plain", 1),
-        ("two-ahead", "plain", 2),
-    )
+    "corrected query, one layer ahead": ("perplexity-steps", [*STEPS.values()][-1]),
+    **{
+        f"{query} query, {'one layer' if layers == 1 else 'two layers'} ahead": (
+            "perplexity-two-ahead",
+            {"query": query, "layers_ahead": layers},
+        )
+        for query, layers in (("corrected", 2), ("plain", 1), ("plain", 2))
+    },
 }
 
 
@@ -311,6 +316,8 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "columns": columns_table,
     "layer budgets": layer_budgets_table,
     "parts": parts_table,
+    "steps": steps_table,
+    "steps divergence": lambda folder: steps_table(folder, apart),
     "rows": rows_table,
     "pool": pool_table,
     "pool end": pool_end_table,

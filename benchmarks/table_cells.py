@@ -1,5 +1,6 @@
 """What tables of results are made of: lines found by their settings, cells, Markdown."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,29 @@ SEEN: Mapping[str, str] = {
     "**behind what is resident, neurons**": "",
     "behind the attention, neurons": "-behind",
 }
+# From the paper's form to the default, looking ahead with two dense layers: what each step changes
+# of the one before.
+_CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "the paper's": {
+        **{"sinks": 0, "window": 1, "count": "mean", "index_dtype": "auto", "partial_ratio": 0.3},
+        **{"basis": "svd", "query": "plain", "speculate_from": "input", "layers_ahead": 1},
+        **{"layer_budgets": "equal", "tail": False},
+    },
+    "4 sinks and 32 recent tokens resident": {"sinks": 4, "window": 32},
+    "a count for each KV head": {"count": "head"},
+    "index of three quarters in int4": {"index_dtype": "int4", "partial_ratio": 0.75},
+    "balanced basis": {"basis": "balanced"},
+    "query corrected, behind what is resident": {
+        **{"query": "corrected", "speculate_from": "resident"},
+    },
+    "tail, one mean for all": {"tail": True, "tail_tokens": 0},
+    "tail in blocks, by the layer's own query": {"tail_tokens": 64, "tail_columns": 0},
+    "values predicted within blocks": {"tail_columns": 8},
+    "**budgets by layer: the default**": {"layer_budgets": "calibrated"},
+}
+STEPS: Mapping[str, Mapping[str, Any]] = dict(
+    zip(_CHANGES, itertools.accumulate(_CHANGES.values(), lambda a, b: {**a, **b}), strict=True)
+)
 
 
 def read(folder: Path, name: str) -> list[Line] | None:

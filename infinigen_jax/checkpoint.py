@@ -168,7 +168,7 @@ class Model:
 
 
 def load(
-    path: str | Path,
+    path: str | Path | None = None,
     dtype: Any = None,
     *,
     verify: bool = True,
@@ -178,7 +178,7 @@ def load(
     """Load a model folder, converted or straight from Hugging Face.
 
     Args:
-        path: the folder.
+        path: the folder, or the name of an embedded model; None for the first of these.
         dtype: "float32", "bfloat16" or "float16", of weights and activations; by default float32
             on the CPU and bfloat16 elsewhere.
         verify: compare the SHA-256 of every file with the one recorded at conversion.
@@ -188,7 +188,7 @@ def load(
     Raises:
         InputError: naming the file or setting that is at fault, and the remedy.
     """
-    folder = checked_folder(path)
+    folder = checked_folder(model_folder(path))
     start_backend()
     chosen = checked_dtype(dtype)
     check_weights(weights)
@@ -205,8 +205,8 @@ def embedded(name: str = EMBEDDED[0]) -> Path:
     return EMBEDDED_FOLDER / name
 
 
-def model_folder(model: str | None) -> Path:
-    """What --model means: a folder, or where there is none, an embedded model of that name.
+def model_folder(model: str | Path | None) -> Path:
+    """What is meant by a model: a folder, or where there is none, an embedded model of that name.
 
     Args:
         model: None for the first of EMBEDDED.
@@ -214,7 +214,7 @@ def model_folder(model: str | None) -> Path:
     if model is None:
         return embedded()
     folder = Path(model)
-    return embedded(model) if model in EMBEDDED and not folder.exists() else folder
+    return embedded(str(model)) if str(model) in EMBEDDED and not folder.exists() else folder
 
 
 def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) -> Model:

@@ -81,7 +81,7 @@ def generate(arguments: argparse.Namespace) -> None:
     stats_file = checked_output("--stats-json", arguments.stats_json)
     # Before the heavy imports, so that a bad option is reported at once.
     from infinigen_jax.backend import widen_pinned_pool
-    from infinigen_jax.checkpoint import load, model_folder
+    from infinigen_jax.checkpoint import load
     from infinigen_jax.sampling import Sampling
     from infinigen_jax.user_cache import keep_programs
 
@@ -96,9 +96,8 @@ def generate(arguments: argparse.Namespace) -> None:
         say(line)
     widen_pinned_pool()
     keep_programs()
-    folder = model_folder(arguments.model)
     chosen = {"schedule": arguments.schedule, "check": arguments.check}
-    model = load(folder, arguments.dtype, notify=say, weights=arguments.weights)
+    model = load(arguments.model, arguments.dtype, notify=say, weights=arguments.weights)
     engine = make_engine(model, policy, arguments, **chosen)
     del model  # the engine may have its own form of the weights
     if arguments.chat:

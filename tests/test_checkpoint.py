@@ -43,6 +43,7 @@ def test_embedded_models_by_name(command, tmp_path, monkeypatch):
         for main, *sub in ((generate.main,), (plan.main,), (evaluate.main, "perplexity")):
             status, out, _ = command(main, *sub, "--help")
             assert status == 0 and name in out
+    assert checkpoint.load("tiny-opt").path == checkpoint.embedded("tiny-opt")
     given = ("--model", "tiny-opt", "--context", "64", "--device-memory", "1", "--host-memory", "1")
     rates = ("--device-bandwidth", "1000", "--copy-bandwidth", "10")
     assert command(plan.main, *given, *rates)[0] == 0

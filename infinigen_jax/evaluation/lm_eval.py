@@ -142,7 +142,7 @@ class InfiniGenLM(LM):
 
 
 def _engine(options: dict[str, Any]) -> "Engine":
-    from infinigen_jax.checkpoint import load, model_folder
+    from infinigen_jax.checkpoint import load
     from infinigen_jax.errors import Parser
     from infinigen_jax.options import add_engine_options, make_engine, make_policy
 
@@ -151,7 +151,7 @@ def _engine(options: dict[str, Any]) -> "Engine":
     add_engine_options(parser)
     arguments = parser.parse_args([_option(*item) for item in options.items()])
     policy = make_policy(arguments)
-    model = load(model_folder(arguments.model), arguments.dtype, weights=arguments.weights)
+    model = load(arguments.model, arguments.dtype, weights=arguments.weights)
     return make_engine(model, policy, arguments)
 
 
