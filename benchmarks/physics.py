@@ -6,6 +6,7 @@ import jax
 
 from infinigen_jax.checkpoint import Model
 from infinigen_jax.engine import Engine
+from infinigen_jax.memory_limits import tree_bytes
 from infinigen_jax.planning import plan_memory
 from infinigen_jax.prompt_reader import round_up_capacity
 from infinigen_jax.run import Run
@@ -32,7 +33,7 @@ def traffic_of(run: Run, context: int) -> Traffic:
     model, decoder, plan, stats = run.engine.model, run.decoder, run.plan, run.stats()
     rows = plan.host_cache / run.capacity * context  # as they are stored
     return Traffic(
-        weights=weight_bytes(model),
+        weights=weight_bytes(model) + tree_bytes(run.engine.weights.policy),
         device_cache=plan.dense_cache * context // run.capacity,
         index=plan.index * context // run.capacity,
         attended=int(rows * stats.selected_fraction),

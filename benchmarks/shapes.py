@@ -5,7 +5,9 @@ nearly every token; nor would a token want what the one before it wanted. In tra
 directions of queries and keys carry most of a score, few tokens hold most of the weight, and they
 are mostly the same from step to step, because a few outlier channels give all queries a common
 part. `peaked_model` plants these properties in random weights, no more; what text a model writes,
-and how well speculation guesses, is not its matter.
+and how well speculation guesses, is not its matter. It has what a conversion by default gives a
+query ahead, so that a step that looks ahead costs what it costs of a real model: a projection of
+its own, and neurons, from the state behind attention to what is resident.
 """
 
 import dataclasses
@@ -17,10 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from infinigen_jax.checkpoint import Basis, Model
+from infinigen_jax.convert import DEFAULT_NEURONS, DEFAULT_SOURCE
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf
+from infinigen_jax.neurons import gated, number_of, picked, projection_shapes
 from infinigen_jax.skew import svd_basis
+from infinigen_jax.skew_file import Ahead
 
 # Of attention logits over tokens; 1 with plain random weights. With 3.0 about 4 % of 2048 tokens
 # are within 4 of the best one; the paper fetches 3.6 % there.
@@ -116,8 +121,33 @@ def peaked_model(shape: Shape, positions: int, dtype: str, seed: int = 0) -> Mod
     params = {"embedding": make(_Shapes.of(plan.embedding_shapes), keys[0]), "layers": layers}
     bases, losses, blocks = _calibrated(config, params, seed)
     model = Model.from_params(config, params, dtype, bases=bases, skew="svd")
-    sparse_loss = losses[:, :, BUDGETS.index(BUDGET)]
-    return dataclasses.replace(model, sparse_loss=sparse_loss, tail_moments=blocks)
+    return dataclasses.replace(
+        model,
+        sparse_loss=losses[:, :, BUDGETS.index(BUDGET)],
+        tail_moments=blocks,
+        ahead=tuple(
+            Ahead(_projection_ahead(config, params["layers"], number), basis)
+            for number, basis in enumerate(bases)
+        ),
+        speculate_from=DEFAULT_SOURCE,
+    )
+
+
+def _projection_ahead(config: ModelConfig, layers: list[Params], number: int) -> Params:
+    """A layer's own projection to queries, with neurons of the layer before that add nothing to it.
+
+    All norms being equal, the neurons see what their MLP sees.
+    """
+    own, count = layers[number]["q"], number_of(config, DEFAULT_NEURONS)
+    shapes = projection_shapes(config, number, count)
+    dtype = own["kernel"].dtype
+    made = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
+    made |= {name: np.asarray(part) for name, part in own.items()}
+    if "inner_kernel" in shapes:
+        before = layers[number - 1]
+        inner = before["gate_up"] if gated(config) else before["up"]
+        made["inner_kernel"] = np.asarray(picked(config, inner["kernel"], np.arange(count)))
+    return made
 
 
 def prompt(config: ModelConfig, tokens: int, seed: int = 1) -> list[int]:

@@ -22,13 +22,15 @@ from benchmarks import (
     step_times,
 )
 from benchmarks.measure import turns
-from benchmarks.physics import Memory, resident_traffic
+from benchmarks.physics import Memory, resident_traffic, traffic_of
 from benchmarks.systems import MARGIN, settings
 from benchmarks.waves import Bench, needs_of, waves_of
 from infinigen_jax import bandwidths
+from infinigen_jax.convert import DEFAULT_NEURONS, DEFAULT_SOURCE
 from infinigen_jax.engine import Engine
 from infinigen_jax.forecast import Machine
 from infinigen_jax.models import blueprint
+from infinigen_jax.neurons import number_of, projection_shapes
 from infinigen_jax.policies import InfiniGen
 
 CONTEXT = 96
@@ -307,6 +309,27 @@ def test_a_shared_prompt_gives_what_a_prefill_gives():
     stats = [run.stats() for run in runs]
     assert stats[0].fetched_fraction == stats[1].fetched_fraction
     assert 0.6 < stats[0].hot_set_hit_rate < 0.98
+
+
+@pytest.mark.parametrize("name", ["toy", "toy-opt"])
+def test_a_random_model_has_what_a_conversion_gives_a_query_ahead(name):
+    model = model_of(name)
+    with_neurons = projection_shapes(model.config, 1, number_of(model.config, DEFAULT_NEURONS))
+    assert model.ahead is not None and "outer" in with_neurons
+    assert {n: x.shape for n, x in model.ahead[1].projection.items()} == with_neurons
+
+
+def test_it_costs_what_it_costs_and_guesses_what_the_layers_own_projection_does():
+    model, traffic, numbers = model_of("toy"), [], []
+    for query in ("corrected", "plain"):
+        engine = Engine(model, policy=InfiniGen(budget=0.2, query=query))
+        policy = engine.decoder.policy
+        assert isinstance(policy, InfiniGen) and policy.speculate_from == DEFAULT_SOURCE
+        run = engine.start([shapes.prompt(model.config, 100)], 8)
+        numbers.append([*run.tokens(ignore_eos=True)])
+        traffic.append(traffic_of(run, 100).weights)
+    assert numbers[0] == numbers[1]
+    assert traffic[0] > traffic[1]
 
 
 @functools.cache
