@@ -123,6 +123,7 @@ def keep_rows(
     """
     stored = decoder.row_format
     local = local.extend(rows, span, decoder.slots, decoder.summed(policy_weights))
+    chunk = span  # of positions; with a pool the rows that are kept are at other places
     fitted, first = stored.fit(rows, span.count), (span.start == 0) & (span.count > 0)
     first = first[:, None, None]
     scales = jax.tree.map(lambda new, old: jnp.where(first, new, old), fitted, scales)
@@ -138,6 +139,6 @@ def keep_rows(
         state = decoder.policy.append(policy_weights, state, keys, span)
     if seen is not None:
         queries, received = seen
-        state = decoder.policy.observe_queries(state, queries, received, span)
+        state = decoder.policy.observe_queries(state, queries, received, chunk)
     host = write_span(host, number, stored.encode(scales, rows), span, decoder.mesh)
     return local, state, scales, host

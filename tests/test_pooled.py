@@ -73,6 +73,7 @@ def live(run: Run) -> list[list[list[np.ndarray]]]:
         pytest.param(SPARSE, id="infinigen", marks=pytest.mark.slow),
         pytest.param(TAIL, id="tail"),
         pytest.param(Full(), id="full", marks=pytest.mark.slow),
+        pytest.param(PreviousQuery(budget=0.2, window=4, sinks=2), id="previous-query"),
     ],
 )
 def test_a_pool_of_the_whole_context_changes_nothing(policy):
