@@ -86,7 +86,7 @@ def test_aggregation_asks_for_the_most_frequent():
 
 def test_scores():
     def item(task: str, *answers: str) -> Item:
-        return Item(task, "c", "q", answers, None, 1)
+        return Item(task, "c", "q", answers, None, 1, "")
 
     assert score(item("needle", "1234567"), " 1234567. And") == 1
     assert score(item("needle", "1234567"), " 123456 7") == 0
@@ -133,7 +133,37 @@ def test_lost_in_the_middle(tmp_path):
     assert "Text number 6." in short.context and "Text number 9." not in short.context
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{", '{"question": "?"}', "\x80", '{"a": 1}'])
+def question(**changes: Any) -> str:
+    return json.dumps({"question": "?", "answers": ["A"], "ctxs": DOCUMENTS} | changes)
+
+
+SOMETHING_ELSE = {
+    "empty": "",
+    "list": "[1]",
+    "half": "{",
+    "no documents": '{"question": "?"}',
+    "latin": "\x80",
+    "other fields": '{"a": 1}',
+    "documents that are none": question(ctxs=[3]),
+    "a document without a title": question(ctxs=[*DOCUMENTS, {"text": "Text."}]),
+    "answers that are letters": question(answers="The Beatles"),
+    "answers that are numbers": question(answers=[3]),
+    "nothing but an article to find": question(
+        answers=["The"], ctxs=[{"title": "T", "text": "x", "isgold": False, "hasanswer": True}]
+    ),
+    "deep": "[" * 100_000,
+}
+
+
+def test_lines_end_where_json_says(tmp_path):
+    """Not at characters within strings, and behind a mark of the byte order, if there is one."""
+    path, lines = tmp_path / "a.jsonl", [{"a": "x\u2028y\u0085z"}, {"b": 1}]
+    text = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert read_lines("--data", str(path)) == lines
+
+
+@pytest.mark.parametrize("content", SOMETHING_ELSE.values(), ids=SOMETHING_ELSE)
 def test_files_that_are_something_else(content, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content.encode("latin-1"))
@@ -182,8 +212,8 @@ def test_means_by_task_length_and_depth():
             return " ".join(map(str, tokens))
 
     model = dataclasses.replace(random_model("gqa"), given_tokenizer=Tokenizer())
-    items = [Item("needle", "", "", (str(i),), d, 64) for i, d in ((10, 0.0), (11, 1.0))]
-    items += [Item("variables", "", "", ("12", "13"), None, 64)]
+    items = [Item("needle", "", "", (str(i),), d, 64, "0") for i, d in ((10, 0.0), (11, 1.0))]
+    items += [Item("variables", "", "", ("12", "13"), None, 64, "0")]
     full = np.array([[10, 5], [11, -1], [12, 13]], np.int32)
     sparse = np.array([[10, 5], [90, -1], [12, 14]], np.int32)
     described: dict[str, Any] = {"policy": "p", "settings": {}}
@@ -196,6 +226,30 @@ def test_means_by_task_length_and_depth():
     assert second["accuracy"] == pytest.approx(0.5) and second["same"] == pytest.approx(1 / 3)
     assert [part["accuracy"] for part in second["tasks"]] == [0.5, 0.5]
     assert [(c["depth"], c["accuracy"]) for c in second["cells"]] == [(0, 1), (1, 0), (None, 0.5)]
+    assert second["accuracy_standard_error"] == 0 and second["tasks"][0]["items"] == 2
+
+
+def test_an_item_at_several_depths_is_one_for_the_error():
+    class Tokenizer:
+        @staticmethod
+        def decode(tokens: list[int]) -> str:
+            return " ".join(map(str, tokens))
+
+    model = dataclasses.replace(random_model("gqa"), given_tokenizer=Tokenizer())
+    right = np.array([[1, 1, 1, 0], [0, 0, 1, 0], [1, 1, 1, 1]])  # problems, depths
+    items = [
+        Item("needle", "", "", ("7",), depth / 3, 64, str(number))
+        for depth in range(4)
+        for number in range(3)
+    ]
+    answers = np.where(right.T.reshape(-1, 1) == 1, 7, 5).astype(np.int32)
+    line = Line({"policy": "p", "settings": {}, "reference": True},
+                Measurement({"answers": answers}, {}))  # fmt: skip
+    (found,) = with_scores([line], items, model)
+    means = right.mean(axis=1)
+    assert found["accuracy"] == pytest.approx(right.mean())
+    assert found["accuracy_standard_error"] == pytest.approx(means.std(ddof=1) / np.sqrt(3))
+    assert found["items"] == 12
 
 
 # The command.

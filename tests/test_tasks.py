@@ -1,5 +1,6 @@
 """Multiple choice: formats of files, likelihoods through the engine, the harness's adapter."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -20,7 +21,7 @@ from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.session import Line
 from infinigen_jax.evaluation.task_files import Choices, read_choices
 from infinigen_jax.evaluation.tasks import with_scores, with_shots
-from infinigen_jax.evaluation.texts import prefixed, split_behind
+from infinigen_jax.evaluation.texts import beginning, prefixed, split_behind
 from infinigen_jax.models import blueprint
 from infinigen_jax.models.forward import forward
 from infinigen_jax.policies import Full
@@ -110,6 +111,9 @@ def test_formats(line, expected, tmp_path):
         {"query": "a", "choices": ["b", "c"], "gold": 2},
         {"query": "a", "choices": ["b"], "gold": 0},
         {"query": "a", "choices": ["b", 3], "gold": 0},
+        {"query": 5, "choices": ["b", "c"], "gold": 0},
+        {"query": " ", "choices": ["b", "c"], "gold": 0},
+        {"query": "a", "choices": ["b", "c"], "gold": float("inf")},
         {"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"},
         {"sentence": "a _", "option1": "a", "option2": "b", "answer": ""},
         COPA_LINE,
@@ -217,11 +221,40 @@ def test_contexts_and_texts_are_told_apart():
 
     tokenizer = AutoTokenizer.from_pretrained(str(embedded()))
     for context, text in (("The cat sat on", " the mat."), ("The cat ", "sat"), ("A", "b")):
-        head, tail = split_behind(tokenizer, context, text)
+        head, tail = split_behind(tokenizer, context, text, 7)
         assert head + tail == prefixed(tokenizer, context + text)
         assert head and tail and tokenizer.decode(tail).endswith(text.strip())
         assert head[0] == tokenizer.encode("a")[0]  # the mark in front
     assert prefixed(tokenizer, "") == tokenizer.encode("")
+    assert split_behind(tokenizer, "", "A word.", 7) == (
+        tokenizer.encode(""),
+        tokenizer.encode("A word.", add_special_tokens=False),
+    )
+    for context in ("", "A cat"):
+        with pytest.raises(InputError, match="nothing to score"):
+            split_behind(tokenizer, context, "", 7)
+
+
+def test_without_a_mark_in_front_a_text_is_behind_the_one_that_ends_texts():
+    """As with Qwen: all of its tokens are scored."""
+    from transformers import AutoTokenizer
+
+    whole = AutoTokenizer.from_pretrained(str(embedded()))
+
+    class Bare:
+        bos_token_id, eos_token_id = None, 2
+
+        @staticmethod
+        def encode(text: str, **_: Any) -> list[int]:
+            return whole.encode(text, add_special_tokens=False)
+
+    config = dataclasses.replace(random_model("gqa").config, bos_id=None)
+    first = beginning(Bare, config)
+    assert first == 2
+    for context, text in (("", "yes"), ("  ", "yes, it is"), ("", " ")):
+        head, tail = split_behind(Bare, context, text, first)
+        assert head == [2] and tail == Bare.encode(context + text)
+    assert split_behind(Bare, "A", " b", first)[0] == Bare.encode("A")
 
 
 # The commands.
@@ -273,7 +306,7 @@ def test_the_harness():
     lm: Any = InfiniGenLM(Engine(model, policy=Full()), batch_size=2)
     pairs = [("The old man", " went home."), ("", "A word.")]
     found = lm.loglikelihood([Request(pair) for pair in pairs], disable_tqdm=True)
-    head, tail = split_behind(tokenizer, *pairs[0])
+    head, tail = split_behind(tokenizer, *pairs[0], first=0)
     assert found[0][0] == pytest.approx(expected(model, Continuation(head, tail))[0], abs=1e-3)
     (total,) = lm.loglikelihood_rolling([Request(("A word.",))], disable_tqdm=True)
     assert found[1][0] == pytest.approx(total, abs=1e-3)
@@ -281,9 +314,12 @@ def test_the_harness():
     lm.positions = 64
     first, second = lm.generate_until(asked, disable_tqdm=True)
     texts = Engine(model, policy=Full()).generate(["Once upon a", "It"], max_new_tokens=32).texts
-    assert first == texts[0].split("a")[0] or texts[0].startswith(first)
-    assert second == texts[1]
+    short = Engine(model, policy=Full()).generate(["Once upon a"], max_new_tokens=8).texts[0]
+    assert first == short.split("a")[0] and second == texts[1]
+    (behind_nothing,) = lm.generate_until([Request(("", {"max_gen_toks": 4}))], disable_tqdm=True)
+    assert behind_nothing
     with pytest.raises(InputError, match="do_sample"):
         lm.generate_until([Request(("It", {"do_sample": True}))], disable_tqdm=True)
-    made: Any = InfiniGenLM(policy="window", budget=0.2, device="cpu", batch_size="auto")
-    assert made.engine.decoder.policy.budget == 0.2 and made.batch == 8
+    made: Any = InfiniGenLM(policy="quest", page=8, budget=0.2, device="cpu", batch_size="auto")
+    policy = made.engine.decoder.policy
+    assert (policy.budget, policy.page, made.batch) == (0.2, 8, 8)

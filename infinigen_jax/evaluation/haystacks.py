@@ -11,6 +11,8 @@ the shorter one with more filler.
 
 import dataclasses
 import random
+import re
+import string
 from collections.abc import Callable, Sequence
 
 from infinigen_jax.errors import InputError
@@ -34,6 +36,7 @@ class Item:
         answers: strings that are looked for in what is generated.
         depth: where in the context the answer is, 0 to 1; None if it is all over the text.
         length: tokens that the item was made for, the answer's included.
+        problem: its name; items of a task with one name differ in length and depth alone.
     """
 
     task: str
@@ -42,6 +45,7 @@ class Item:
     answers: tuple[str, ...]
     depth: float | None
     length: int
+    problem: str
 
 
 # Given the amount of filler (sentences, pairs, words): context, question, answers.
@@ -196,12 +200,17 @@ def make_items(
             for depth in depths if task in WITH_DEPTH else [None]:
                 for number in range(count):
                     build = generate(task, number, seed, depth, filler)
-                    items.append(_fit(task, build, length, depth, tokens))
+                    items.append(_fit(task, build, length, depth, number, tokens))
     return items
 
 
 def _fit(
-    task: str, build: Build, length: int, depth: float | None, tokens: Callable[[str], int]
+    task: str,
+    build: Build,
+    length: int,
+    depth: float | None,
+    number: int,
+    tokens: Callable[[str], int],
 ) -> Item:
     room = length - answer_tokens(build(0)[2], tokens)
     amount = fitted(build, lambda prompt: tokens(prompt) <= room)
@@ -209,7 +218,13 @@ def _fit(
         context, question, _ = build(0)
         least = length - room + tokens(context + question)
         raise InputError(f"--length {length}: {task} needs at least {least} tokens; raise it")
-    return Item(task, *build(amount), depth, length)
+    return Item(task, *build(amount), depth, length, str(number))
+
+
+def normalised(text: str) -> str:
+    """As SQuAD compares answers: no case, punctuation, articles or double spaces."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def answer_tokens(answers: Sequence[str], tokens: Callable[[str], int]) -> int:

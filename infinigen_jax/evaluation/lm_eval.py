@@ -13,6 +13,7 @@ Likelihoods are those of `likelihood`, and texts those of `answers`: every token
 by a decode step. Greedy only.
 """
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
@@ -26,7 +27,7 @@ from tqdm import tqdm
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.answers import answer
 from infinigen_jax.evaluation.likelihood import Continuation, likelihoods
-from infinigen_jax.evaluation.texts import prefixed, split_behind
+from infinigen_jax.evaluation.texts import beginning, prefixed, split_behind
 
 if TYPE_CHECKING:
     from infinigen_jax.engine import Engine
@@ -42,7 +43,9 @@ class InfiniGenLM(LM):
         engine: that generates; made from `options` if there is none.
         batch_size: requests at once.
         options: model, policy, budget, ... as the options of `python -m infinigen_jax.evaluate
-            tasks` of those names; what the harness adds and does not apply (device) is ignored.
+            tasks` of those names, and settings of the policy that have no option (a comma would
+            end it behind the policy's name); what the harness adds and does not apply (device) is
+            ignored.
 
     Raises:
         InputError: for options out of range.
@@ -63,6 +66,7 @@ class InfiniGenLM(LM):
         self.positions = self.engine.model.config.max_positions
         if self.engine.model.tokenizer is None:
             raise InputError("this model has no tokenizer; convert it with one")
+        self._first = beginning(self.engine.model.tokenizer, self.engine.model.config)
 
     @property
     def tokenizer_name(self) -> str:
@@ -74,11 +78,7 @@ class InfiniGenLM(LM):
         asked = []
         for request in requests:
             context, text = request.args
-            if context:
-                asked.append(Continuation(*split_behind(tokenizer, context, text)))
-            else:
-                plain = tokenizer.encode(text, add_special_tokens=False)
-                asked.append(Continuation([self._prefix()], plain))
+            asked.append(Continuation(*split_behind(tokenizer, context, text, self._first)))
         scores = self._score(asked, disable_tqdm)
         found = [(float(score), bool(greedy)) for score, greedy in scores]
         for request, one in zip(requests, found, strict=True):
@@ -90,7 +90,7 @@ class InfiniGenLM(LM):
         asked, owners = [], []
         for number, request in enumerate(requests):
             tokens = self.engine.model.tokenizer.encode(request.args[0], add_special_tokens=False)
-            windows = get_rolling_token_windows(tokens, self._prefix(), self.positions - 1, 1)
+            windows = get_rolling_token_windows(tokens, self._first, self.positions - 1, 1)
             for window in windows:
                 asked.append(Continuation(*make_disjoint_window(window)))
                 owners.append(number)
@@ -111,7 +111,7 @@ class InfiniGenLM(LM):
                 rows = [i for i, own in enumerate(sizes) if own == size]
                 room = self.positions - size
                 prompts = [prefixed(tokenizer, requests[i].args[0])[-room:] for i in rows]
-                prompts = [p if len(p) > 1 else [self._prefix(), *p] for p in prompts]
+                prompts = [[self._first] * (2 - len(p)) + p for p in prompts]
                 tokens, _ = answer(self.engine, prompts, 1, size, self.batch, progress.update)
                 for i, row in zip(rows, tokens, strict=True):
                     texts[i] = tokenizer.decode(row[row >= 0].tolist())
@@ -124,12 +124,6 @@ class InfiniGenLM(LM):
     def _score(self, asked: list[Continuation], disable_tqdm: bool) -> Any:
         with tqdm(total=len(asked), unit=" texts", disable=disable_tqdm) as progress:
             return likelihoods(self.engine, asked, self.batch, progress.update)[0]
-
-    def _prefix(self) -> int:
-        """What a text without context begins behind."""
-        config, tokenizer = self.engine.model.config, self.engine.model.tokenizer
-        marks = (tokenizer.bos_token_id, config.bos_id, tokenizer.eos_token_id, *config.eos_ids)
-        return next((mark for mark in marks if mark is not None), 0)
 
     def _settings(self, request: Any) -> tuple[list[str], int]:
         """Stop strings, and tokens to generate."""
@@ -144,11 +138,17 @@ class InfiniGenLM(LM):
 def _engine(options: dict[str, Any]) -> "Engine":
     from infinigen_jax.checkpoint import load
     from infinigen_jax.errors import Parser
-    from infinigen_jax.options import add_engine_options, make_engine, make_policy
+    from infinigen_jax.options import add_engine_options, make_engine, make_policy, read_policy
 
     parser = Parser(prog="--model_args")
     parser.add_argument("--model")
     add_engine_options(parser)
+    policy = str(options.get("policy", parser.get_default("policy")))
+    settings = {field.name for field in dataclasses.fields(read_policy(policy)[0])}
+    behind = settings & options.keys() - vars(parser.parse_args([])).keys()
+    for name in sorted(behind):
+        policy += f"{',' if ':' in policy else ':'}{name}={str(options[name]).lower()}"
+    options = {n: value for n, value in options.items() if n not in behind} | {"policy": policy}
     arguments = parser.parse_args([_option(*item) for item in options.items()])
     policy = make_policy(arguments)
     model = load(arguments.model, arguments.dtype, weights=arguments.weights)

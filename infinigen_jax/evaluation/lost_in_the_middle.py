@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infinigen_jax.errors import InputError
-from infinigen_jax.evaluation.haystacks import Item, answer_tokens, key_value_prompt
+from infinigen_jax.evaluation.haystacks import Item, answer_tokens, key_value_prompt, normalised
 
 QA_INTRODUCTION = (
     "Write a high-quality answer for the given question using only the provided search results "
@@ -36,7 +36,11 @@ def read_lines(option: str, path: str, most: int | None = None) -> list[dict[str
         data = Path(path).read_bytes()
         if path.endswith(".gz"):
             data = gzip.decompress(data)
-        lines = [json.loads(line) for line in data.decode("utf-8").splitlines() if line.strip()]
+        # Not by `splitlines`: strings may hold characters that it takes for ends of lines.
+        text = data.decode("utf-8-sig").split("\n")
+        lines = [json.loads(line) for line in text if line.strip()]
+    except RecursionError:
+        raise InputError(f"{option} {path}: nested too deeply; give another file") from None
     except (ValueError, EOFError, zlib.error) as error:
         raise InputError(f"{option} {path}: not jsonl ({error}); give another file") from None
     except OSError as error:
@@ -70,7 +74,7 @@ def read_items(
     for number, line in enumerate(read_lines("--data", path, most), 1):
         try:
             parts, gold, prompt, answers, task = _parsed(line)
-        except (KeyError, TypeError, ValueError, StopIteration):
+        except (KeyError, TypeError, ValueError, AttributeError, StopIteration):
             raise InputError(
                 f"--data {path}: item {number} is neither key-value retrieval nor multi-document "
                 "QA of Lost in the Middle; give such a file"
@@ -82,7 +86,7 @@ def read_items(
         if len(kept) < len(parts):
             cut.append((len(kept), len(parts)))
         depth = gold / max(1, len(parts) - 1)
-        items.append(Item(task, *prompt(kept), answers, depth, length))
+        items.append(Item(task, *prompt(kept), answers, depth, length, f"{path} {number}"))
     if cut:
         few, whole = min(cut)
         say(
@@ -99,11 +103,14 @@ def _parsed(line: dict[str, Any]) -> tuple[list[Any], int, Prompt, tuple[str, ..
     """Its parts, which of them is asked for, how they make a prompt, answers, name."""
     if "ordered_kv_records" in line:
         records = [(str(key), str(value)) for key, value in line["ordered_kv_records"]]
-        key, value = line["key"], line["value"]
+        key, value = str(line["key"]), str(line["value"])
         gold = records.index((key, value))
         return records, gold, lambda kept: key_value_prompt(kept, key), (value,), "kv"
     question, documents = line["question"], line["ctxs"]
-    answers = tuple(map(str, line["answers"]))
+    if not isinstance(line["answers"], list):
+        raise TypeError("no list of answers")
+    # Of nothing but an article nothing is left to compare, and every text would have it.
+    answers = tuple(answer for answer in line["answers"] if normalised(answer))
     gold = next(
         i for i, c in enumerate(documents) if c.get("isgold") or c.get("hasanswer") and answers
     )
@@ -114,7 +121,7 @@ def _parsed(line: dict[str, Any]) -> tuple[list[Any], int, Prompt, tuple[str, ..
         )
         return QA_INTRODUCTION + listed, f"\n\nQuestion: {question}\nAnswer:"
 
-    prompt(documents[:1])
+    prompt(documents)
     return documents, gold, prompt, answers, "qa"
 
 

@@ -9,8 +9,6 @@ tells policies apart even where a model is too weak for the problems.
 
 import argparse
 import itertools
-import re
-import string
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +22,7 @@ from infinigen_jax.evaluation.haystacks import (
     Item,
     answer_tokens,
     make_items,
+    normalised,
     sentences,
 )
 from infinigen_jax.evaluation.lost_in_the_middle import read_items
@@ -224,24 +223,24 @@ def prepare(group: list[Item], model: "Model") -> tuple[list[list[int]], int, in
 def with_scores(measured: list[Line], items: list[Item], model: "Model") -> list[dict[str, Any]]:
     """The result's lines; means of items, by task, length and depth."""
     reference: np.ndarray | None = None
-    lines = []
+    problems, lines = _problems(items), []
     for line in measured:
         answers = line.measured.arrays["answers"]
         texts = [model.tokenizer.decode(row[row >= 0].tolist()) for row in answers]
         scores = np.array([score(item, text) for item, text in zip(items, texts, strict=True)])
         same = None if reference is None else (answers == reference).all(axis=1)
-        numbers = _means(scores, same, np.ones(len(items), bool))
+        numbers = _means(scores, same, problems, np.ones(len(items), bool))
         keys = sorted({(item.task, item.length, item.depth or 0.0) for item in items})
         parts = []
         for task in dict.fromkeys(item.task for item in items):
             chosen = np.array([item.task == task for item in items])
-            parts.append({"task": task} | _means(scores, same, chosen))
+            parts.append({"task": task} | _means(scores, same, problems, chosen))
         cells = []
         for key in keys:
             chosen = np.array([(i.task, i.length, i.depth or 0.0) == key for i in items])
             depth = key[2] if key[0] in (*WITH_DEPTH, "qa") else None
             name = {"task": key[0], "length": key[1], "depth": depth}
-            cells.append(name | _means(scores, same, chosen))
+            cells.append(name | _means(scores, same, problems, chosen))
         lines.append(
             line.described
             | numbers
@@ -253,12 +252,22 @@ def with_scores(measured: list[Line], items: list[Item], model: "Model") -> list
     return lines
 
 
-def _means(scores: np.ndarray, same: np.ndarray | None, chosen: np.ndarray) -> dict[str, Any]:
-    mean, error = mean_and_error(scores[chosen])
+def _problems(items: list[Item]) -> np.ndarray:
+    """Which problem an item is, at whatever length and depth: [items]."""
+    known: dict[tuple[str, str], int] = {}
+    return np.array([known.setdefault((i.task, i.problem), len(known)) for i in items])
+
+
+def _means(
+    scores: np.ndarray, same: np.ndarray | None, problems: np.ndarray, chosen: np.ndarray
+) -> dict[str, Any]:
+    """Of the chosen items. The error is over problems: one at several depths is no several ones."""
+    found = np.unique(problems[chosen])
+    means = np.array([scores[chosen & (problems == problem)].mean() for problem in found])
     return {
         "items": int(chosen.sum()),
-        "accuracy": mean,
-        "accuracy_standard_error": error,
+        "accuracy": float(scores[chosen].mean()),
+        "accuracy_standard_error": mean_and_error(means)[1],
         "same": None if same is None else float(same[chosen].mean()),
     }
 
@@ -269,12 +278,6 @@ def score(item: Item, text: str) -> float:
         return float(any(normalised(a) in normalised(text) for a in item.answers))
     found = [answer.lower() in text.lower() for answer in item.answers]
     return sum(found) / len(found)
-
-
-def normalised(text: str) -> str:
-    """As SQuAD compares answers: no case, punctuation, articles or double spaces."""
-    text = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def markdown(lines: list[dict[str, Any]]) -> str:

@@ -56,10 +56,10 @@ def read_choices(path: str, most: int | None = None) -> list[Choices]:
             item = _parser(line)(line)
             if not (2 <= len(item.texts) == len(item.contexts) > item.gold >= 0):
                 raise ValueError("no right answer among its choices")
-            if not all(item.texts) or not all(isinstance(t, str) for t in item.texts):
-                raise ValueError("an empty choice")
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            if not all(isinstance(t, str) and t.strip() for t in (*item.contexts, *item.texts)):
+                raise ValueError("an empty text, or one that is none")
+        except (KeyError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
+            reason = f"no field {e}" if isinstance(e, KeyError) else str(e)
             raise InputError(
                 f"--data {path}: item {number}: {reason}; give items of COPA, OpenBookQA, "
                 "WinoGrande, PIQA, RTE, or with query, choices and gold"

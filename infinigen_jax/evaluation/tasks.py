@@ -28,7 +28,7 @@ from infinigen_jax.evaluation.session import (
 )
 from infinigen_jax.evaluation.statistics import mean_and_error
 from infinigen_jax.evaluation.task_files import Choices, read_choices
-from infinigen_jax.evaluation.texts import split_behind
+from infinigen_jax.evaluation.texts import beginning, split_behind
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
@@ -129,8 +129,9 @@ def continuations(items: list[Choices], model: "Model") -> list["Continuation"]:
     """What is to be scored: all choices of all items, in order."""
     from infinigen_jax.evaluation.likelihood import Continuation
 
+    first = beginning(model.tokenizer, model.config)
     made = [
-        Continuation(*split_behind(model.tokenizer, context, text))
+        Continuation(*split_behind(model.tokenizer, context, text, first))
         for item in items
         for context, text in zip(item.contexts, item.texts, strict=True)
     ]

@@ -4,12 +4,15 @@ import dataclasses
 import hashlib
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int
 
 from infinigen_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from infinigen_jax.models import ModelConfig
 
 SMALLEST_WINDOW = 3  # one token to prefill, one to decode, one to score
 
@@ -126,11 +129,26 @@ def prefixed(tokenizer: Any, text: str) -> list[int]:
     return wrapped[: in_front + len(plain)] if plain else wrapped
 
 
-def split_behind(tokenizer: Any, context: str, text: str) -> tuple[list[int], list[int]]:
+def beginning(tokenizer: Any, config: "ModelConfig") -> int:
+    """The token that a text without a context is behind: the tokenizer's or the model's first one,
+    else the one that ends the text before."""
+    marks = (tokenizer.bos_token_id, config.bos_id, tokenizer.eos_token_id, *config.eos_ids)
+    return next((mark for mark in marks if mark is not None), 0)
+
+
+def split_behind(
+    tokenizer: Any, context: str, text: str, first: int
+) -> tuple[list[int], list[int]]:
     """Tokens of a context as of a prompt, and those that the text adds; one at least of each.
 
     Where a token spans both, it belongs to the text. Spaces at the context's end go to the text,
     as tokenizers join them to the word behind.
+
+    Args:
+        first: the context where there is none, see `beginning`.
+
+    Raises:
+        InputError: for an empty text.
     """
     stripped = context.rstrip(" ")
     whole = prefixed(tokenizer, context + text)
@@ -140,5 +158,7 @@ def split_behind(tokenizer: Any, context: str, text: str) -> tuple[list[int], li
         if a != b:
             break
         common += 1
-    common = max(1, min(common, len(whole) - 1))
-    return whole[:common], whole[common:]
+    common = min(common, len(whole) - 1)
+    if not text or common < 0:
+        raise InputError(f"nothing to score behind {context[-40:]!r}; give a text")
+    return whole[:common] or [first], whole[common:]
