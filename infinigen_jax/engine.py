@@ -107,7 +107,7 @@ class Engine:
         check: whether every stage's output is looked at for a NaN or an infinity, which ends a run
             with `checking.NotFiniteError`. Takes the fused schedule.
         prefill_chunk: most tokens of a prompt that are read at a time; by default
-            `prefill.longest_chunk`.
+            `prefill.longest_chunk`. With a pool a prompt is read at once.
         mesh: devices, by the axes "data", which share the sequences, and "model", which share the
             KV heads; each keeps its part of the cache in its own host memory, and all weights. One
             device by default. Equal results.
@@ -150,7 +150,7 @@ class Engine:
         self.model = model
         self.schedule = schedule
         self.check = check
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = prefill_chunk if pool is None else None
         self.mesh = checked_mesh(mesh, model.config.num_kv_heads)
         mover = make_transfer(transfer)
         if hot_set is None:

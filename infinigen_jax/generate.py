@@ -23,6 +23,7 @@ from infinigen_jax.options import (
     add_engine_options,
     make_engine,
     make_policy,
+    options_without_effect,
     unused_options,
 )
 from infinigen_jax.output import checked_output, write_json
@@ -99,6 +100,8 @@ def generate(arguments: argparse.Namespace) -> None:
     chosen = {"schedule": arguments.schedule, "check": arguments.check}
     model = load(arguments.model, arguments.dtype, notify=say, weights=arguments.weights)
     engine = make_engine(model, policy, arguments, **chosen)
+    for line in options_without_effect(arguments, engine):
+        say(line)
     del model  # the engine may have its own form of the weights
     if arguments.chat:
         chat(engine, arguments, sampling, prompts, say)

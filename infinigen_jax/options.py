@@ -223,6 +223,31 @@ def unused_options(arguments: argparse.Namespace) -> list[str]:
     ]
 
 
+def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> list[str]:
+    """A line for each given option, or setting behind a policy's name, that an engine does without.
+
+    The model, the device or another setting leaves it no meaning.
+
+    Args:
+        arguments: that `engine` was made with, single values.
+    """
+    kind, own = read_policy(arguments.policy)
+    names = {field.name for field in dataclasses.fields(kind)} - own.keys()
+    given = {name: getattr(arguments, name) for name in POLICY_OPTIONS if name in names}
+    lines = [
+        f"{option}: no effect here, by the model, the device or other settings"
+        for name, value, option in (
+            *((n, value, f"--{n.replace('_', '-')} {value}") for n, value in given.items()),
+            *((n, value, f"--policy {arguments.policy}: {n}") for n, value in own.items()),
+        )
+        if value not in (None, "auto", getattr(engine.decoder.policy, name))
+    ]
+    chunk = chunk_option(arguments.prefill_chunk)
+    if chunk not in (None, engine.prefill_chunk):
+        lines.append(f"--prefill-chunk {chunk}: no effect, as --pool-tokens reads a prompt at once")
+    return lines
+
+
 def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
     """A policy's class, and the settings given behind its name: "quest:page=8,window=64".
 

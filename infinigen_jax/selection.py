@@ -66,7 +66,12 @@ class Request(NamedTuple):
 
 
 def budget_fraction(budget: float) -> Fraction:
-    """A budget as a fraction of small integers, so that `floor(budget * n)` is exact in int32."""
+    """A budget as a fraction of small integers, so that `floor(budget * n)` is exact in int32.
+
+    Below a thousandth, as of few rows in a long context, one of so many.
+    """
+    if budget < 1 / 1000:
+        return Fraction(1, math.ceil(1 / budget))
     return Fraction(budget).limit_denominator(1000)
 
 

@@ -12,6 +12,7 @@ import pytest
 from tiny import ROOT
 
 from infinigen_jax import policies
+from infinigen_jax.policies.base import Defaults
 
 PAGE = ROOT / "docs" / "policies.md"
 BLOCK = re.compile(r"^```python\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -45,6 +46,13 @@ def test_the_page_lists_every_policy():
     found = policies._found()
     exported = {name for name, kind in found.items() if kind.__name__ in policies.__all__}
     assert exported <= set(rows) <= set(found) and len(rows) == len(set(rows))
+
+
+def test_the_page_tells_every_flag():
+    flags = re.findall(r"^ - (`\w+`.*?):", PAGE.read_text(), re.MULTILINE)
+    told = {name for flag in flags for name in re.findall(r"`(\w+)`", flag)}
+    public = {name for name in vars(Defaults) if not name.startswith("_")}
+    assert told == {name for name in public if not inspect.isfunction(getattr(Defaults, name))}
 
 
 def test_it_is_one_file_and_one_test():

@@ -16,11 +16,12 @@ from tiny import ROOT, only
 
 from infinigen_jax import evaluate, generate, planning
 from infinigen_jax.checkpoint import embedded
+from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.configurations import Configuration, configurations
 from infinigen_jax.evaluation.naming import labels, labels_over_budgets, name_columns
-from infinigen_jax.evaluation.parts import Parts
+from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.perplexity import markdown
 from infinigen_jax.evaluation.session import Session, measurements
 from infinigen_jax.evaluation.texts import read_text
@@ -45,6 +46,7 @@ LINE = {
     "divergence_standard_error": float,
     "same_best_fraction": float,
     "chunks": list,
+    "window_nats": list,
     "selected_fraction": float,
     "fetched_fraction": float,
     "attended_fraction": float,
@@ -122,6 +124,7 @@ def test_table_and_record(tmp_path, text, run):
         for name, kind in LINE.items():
             assert type(line[name]) is kind or (line is full and line[name] is None), name
         assert [chunk["to"] for chunk in line["chunks"]] == [36, 48]
+        assert np.mean(line["window_nats"]) == pytest.approx(line["nats_per_token"], abs=1e-6)
     assert full["reference"] and full["difference_nats"] is None
     assert full["fetched_fraction"] == full["attended_fraction"] == 1.0
     assert full["device_index_bytes"] == 0
@@ -239,6 +242,36 @@ def test_options_that_no_policy_has_are_said(policies, said):
     if len(policies) == 1:
         arguments = generate.build_parser().parse_args(["--alpha", "3", "--policy", *policies])
         assert unused_options(arguments) == said
+
+
+def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_said():
+    """The engine chooses by the own query, which looks no layers ahead; `fixed` has no alpha."""
+    given = ("--layers-ahead", "1", "2", "--mass", "0.5", "--alpha", "3", "5", "--budget", "0.3")
+    policies = ("infinigen:count=fixed", "infinigen:tail=false,tail_tokens=16", "window")
+    chosen = parsed(*given, "--prefill-chunk", "8", "--pool-tokens", "all", "20", "--quiet",
+                    "--policy", *policies)  # fmt: skip
+    said: list[str] = []
+
+    def measure(engine: Engine, advance: Any) -> Measurement:
+        assert (engine.prefill_chunk is None) == (engine.decoder.pool is not None)
+        return Measurement({}, {})
+
+    measured = measurements(
+        random_model("gqa"), chosen, measure, 1, "x", chosen[0].options, said.append
+    )
+    lines = [line.described["settings"] for line in measured]
+    assert [(s.get("count"), s.get("alpha"), s["pool"]) for s in lines] == [
+        (None, None, "all"),
+        *(("fixed", "inf", pool) for pool in ("all", "20 counter")),
+        *(("head", a, pool) for a in (3.0, 5.0) for pool in ("all", "20 counter")),
+        *((None, None, pool) for pool in ("all", "20 counter")),
+    ]
+    assert all(s.get("mass", 0.9) == 0.9 and s.get("tail_tokens") in (0, 64, None) for s in lines)
+    no_effect = {line.split(": ", 1)[1] for line in said if "no effect" in line}
+    for option in ("--layers-ahead 1", "--layers-ahead 2", "--mass 0.5", "--alpha 3.0",
+                   "--prefill-chunk 8", f"--policy {policies[1]}: tail_tokens"):  # fmt: skip
+        assert any(line.startswith(f"{option}: no effect") for line in no_effect), option
+    assert sum("the same as a line before" in line for line in said) == len(chosen) - len(lines)
 
 
 def test_all_orders_of_a_streamed_pool_are_one():

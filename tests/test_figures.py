@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from tiny import make_tiny, only
 
@@ -11,6 +12,8 @@ from benchmarks.figures.__main__ import FIGURES, main
 from infinigen_jax import evaluate
 from infinigen_jax.checkpoint import embedded
 from infinigen_jax.convert import convert
+from infinigen_jax.options import read_policy
+from infinigen_jax.selection import budget_rows
 
 PROSE = "The old man went down to the sea, and nobody asked him where he had been. " * 8
 SMALL = ("--window", "48", "--context", "40", "--batch", "1", "--windows", "1", "--chunk", "4")
@@ -169,8 +172,10 @@ def test_bad_input(command, model, tmp_path):
 
 
 def test_kept_rows_are_split_alike():
-    for name in ("infinigen", "h2o", "window"):
-        assert long_context.keeping(name, 64, 512) == f"{name}:budget={32 / 512},sinks=4,window=29"
-    assert long_context.keeping("infinigen-paper", 64, 512).endswith(
-        "budget=0.125,sinks=0,window=1"
-    )
+    for length in (512, 131072):
+        for name in ("infinigen", "infinigen-paper", "h2o", "window"):
+            kind, own = read_policy(long_context.keeping(name, 64, length))
+            policy = kind(**own)
+            rows = int(budget_rows(policy.budget, jnp.int32(length)))
+            assert policy.sinks + (policy.window - 1) + rows == 64
+            assert getattr(policy, "layer_budgets", "equal") == "equal"  # in every layer

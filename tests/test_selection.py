@@ -292,9 +292,12 @@ def test_budget_rows_where_floats_round_down():
     assert int(budget_rows(0.29, jnp.int32(100))) == 29
     assert budget_rows(1.0, jnp.array([0, 7], jnp.int32)).tolist() == [0, 7]
     assert budget_fraction(0.1) * 10 == 1
+    # 32 rows of 65,536 tokens, which no thousandth is near.
+    assert int(budget_rows(32 / 65536, jnp.int32(65536))) == 32
+    assert int(budget_rows(63 / 131072, jnp.int32(131072))) == 62
 
 
-@pytest.mark.parametrize("budget", [0.1, 0.2, 0.3, 0.007, 1 / 3, 0.999, 1.0])
+@pytest.mark.parametrize("budget", [0.1, 0.2, 0.3, 0.007, 1 / 3, 0.999, 1.0, 0.0005])
 def test_requests_hold_the_largest_cap(budget):
     policy = InfiniGen(budget=budget)
     for capacity in (128, 256, 1024, 5120):
@@ -309,7 +312,7 @@ def test_requests_hold_the_largest_cap(budget):
         ({"budget": -0.1}, "--budget"),
         ({"budget": 1.01}, "--budget"),
         ({"budget": float("nan")}, "--budget"),
-        ({"budget": 1e-6}, "--budget"),
+        ({"budget": 1e-10}, "--budget"),
         ({"alpha": -1.0}, "--alpha"),
         ({"alpha": float("nan")}, "--alpha"),
         ({"partial_ratio": 0.0}, "--partial-ratio"),

@@ -1,12 +1,13 @@
 """A fixed number of tokens kept, whatever the length (the paper's figure 19).
 
 For each length, windows of so many tokens, of which the last part is scored; every policy attends
-to at most --kept tokens beside the current one, resident and fetched together (the layers that a
-policy keeps or streams whole apart). The paper keeps 64.
+to at most --kept tokens beside the current one, resident and fetched together, in every layer (the
+layers that a policy keeps or streams whole apart). The paper keeps 64.
 """
 
 import argparse
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.figures.common import add_options as add_evaluation_options
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.plots import Panel
 from infinigen_jax.evaluation.session import Session, check_numbers
+from infinigen_jax.policies import POLICIES
 
 SUMMARY = "a fixed number of tokens kept at growing length (figure 19)"
 SCORED = 8  # the last of so many parts of a window
@@ -99,7 +101,10 @@ def keeping(name: str, kept: int, length: int) -> str:
         return name
     sinks, window = RESIDENT.get(name, (SINKS, kept // 2 - SINKS + 1))
     fetched = kept - sinks - (window - 1)
-    return f"{name}:budget={fetched / length},sinks={sinks},window={window}"
+    settings = {"budget": fetched / length, "sinks": sinks, "window": window}
+    if any(field.name == "layer_budgets" for field in dataclasses.fields(POLICIES[name])):
+        settings["layer_budgets"] = "equal"
+    return f"{name}:{','.join(f'{key}={value}' for key, value in settings.items())}"
 
 
 def _points(lines: list[dict[str, Any]], value: str) -> dict[str, list[Any]]:

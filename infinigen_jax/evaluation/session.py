@@ -21,7 +21,12 @@ from infinigen_jax.evaluation.naming import name_columns
 from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.plots import checked_plot
 from infinigen_jax.evaluation.report import percent, provenance, table
-from infinigen_jax.options import OR_EMBEDDED, add_engine_options, unused_options
+from infinigen_jax.options import (
+    OR_EMBEDDED,
+    add_engine_options,
+    options_without_effect,
+    unused_options,
+)
 from infinigen_jax.output import checked_output, write_json
 
 if TYPE_CHECKING:
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
 
 # Measures a configuration; is given the engine and a function to call with work done.
 Measure = Callable[["Engine", Callable[[int], object]], Measurement]
-NOT_COMPARED = ("date", "device")  # of the provenance: the numbers do not depend on them
+NOT_COMPARED = ("date",)  # of the provenance: the numbers do not depend on it
 
 
 def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> None:
@@ -169,8 +174,13 @@ def measurements(
     say: Callable[[str], None] = lambda message: None,
     parts: Parts | None = None,
 ) -> Iterator[Line]:
-    """One measurement for each configuration, in turn; one engine lives at a time."""
+    """One measurement for each configuration, in turn; one engine lives at a time.
+
+    None for what comes to the same as a configuration before, on this model and device.
+    """
     parts = parts or Parts(None, {})
+    known: set[Any] = set()
+    told: set[str] = set()
     for number, configuration in enumerate(chosen, 1):
         started = time.perf_counter()
         engine = configuration.engine(model)
@@ -182,6 +192,15 @@ def measurements(
         }
         title = f"{number}/{len(chosen)} {configuration.label}"
         key = {"policy": configuration.policy.name} | settings
+        for line in options_without_effect(configuration.options, engine):
+            if line not in told:
+                say(f"{title}: {line}")
+                told.add(line)
+        if (same := tuple(sorted(key.items()))) in known:
+            say(f"{title}: the same as a line before")
+            del engine
+            continue
+        known.add(same)
         measured = parts.load(key)
         if measured is not None:
             say(f"{title}: measured before")

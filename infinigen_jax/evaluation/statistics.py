@@ -38,7 +38,9 @@ def statistics(nats: Nats, compared: Compared | None, context: int, chunk: int) 
     total = nats.shape[1]
     ends = [(start, min(start + chunk, total)) for start in range(0, total, chunk)]
     chunks = [{"from": context + a, "to": context + b} | part(a, b) for a, b in ends]
-    return part(0, total) | {"chunks": chunks}
+    # So that any two lines of a result can be compared window by window.
+    windows = [round(float(mean), 7) for mean in nats.mean(axis=1)]
+    return part(0, total) | {"chunks": chunks, "window_nats": windows}
 
 
 def _mean(nats: Nats, compared: Compared | None) -> dict[str, Any]:

@@ -360,9 +360,12 @@ class Budgeted(Defaults):
         return select(scores, None if masked else eligible, alpha, cap, size, mode)
 
 
+LEAST_BUDGET = 1e-9  # its inverse is a number of 32 bits
+
+
 def check_budget(budget: float) -> None:
     """Refuse a budget that is not in (0, 1], or too small to be told from nothing."""
     if not 0 < budget <= 1:
         raise InputError(f"--budget {budget}: it must be above 0 and at most 1")
-    if budget_fraction(budget) == 0:
-        raise InputError(f"--budget {budget}: the smallest budget is 0.001")
+    if budget < LEAST_BUDGET:
+        raise InputError(f"--budget {budget}: the smallest budget is {LEAST_BUDGET}")

@@ -1,7 +1,7 @@
 """The full cache: every row crosses to the device for every token, as FlexGen does. Exact."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import Array, Float, Int
 
@@ -9,9 +9,6 @@ from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import Defaults, check_resident
 from infinigen_jax.selection import Request
 from infinigen_jax.span import Span
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

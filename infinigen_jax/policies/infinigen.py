@@ -198,14 +198,17 @@ class InfiniGen(Budgeted):
         if layer_budgets == "auto":
             known = model.has_curves and model.measured(layers_ahead, source)
             layer_budgets = "calibrated" if known else "equal"
-        tail_tokens = 0 if pooled else self.tail_tokens
+        tail_tokens = 0 if pooled or not self.tail else self.tail_tokens
         tail_columns = 0
         # A token for itself has its own value.
-        if self.tail and tail_tokens > 1 and model.tail_moments is not None:
+        if tail_tokens > 1 and model.tail_moments is not None:
             index = self.index_format(model.config.head_dim)
             tail_columns = min(self.tail_columns, index.columns)
         return dataclasses.replace(
             self,
+            # What has no effect is the same whatever was asked for: equal settings, equal results.
+            alpha=self.alpha if self.count in ("head", "mean") else math.inf,
+            mass=self.mass if self.count == "top-p" else type(self).mass,
             query=query,
             layers_ahead=layers_ahead,
             speculate_from=source,
