@@ -30,6 +30,7 @@ from infinigen_jax.checkpoint import load, model_folder
 from infinigen_jax.convert import calibrate, convert, pipeline
 from infinigen_jax.engine import Engine
 from infinigen_jax.evaluation.recall import study_windows, summary
+from infinigen_jax.evaluation.texts import read_text
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper
 
 WAYS = ("all positions", "first positions", "first positions, spread")
@@ -95,10 +96,12 @@ def finished(path: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def policies(budget: float) -> dict[str, InfiniGen]:
-    """The defaults; with a quarter of the columns; and the paper's form with so many."""
+    """The defaults, by either query; with a quarter of the columns; and the paper's form with so
+    many."""
     return {
-        "default": InfiniGen(budget=budget),
-        "quarter": InfiniGen(budget=budget, partial_ratio=0.25, index_dtype="float32"),
+        "own query": InfiniGen(budget=budget, query="own"),
+        "corrected query": InfiniGen(budget=budget, query="corrected"),
+        "quarter": InfiniGen(budget=budget, query="own", partial_ratio=0.25),
         "paper, quarter": InfiniGenPaper(budget=budget, partial_ratio=0.25),
     }
 
@@ -123,7 +126,7 @@ def calibrating(way: str, seen: int) -> Iterator[None]:
 def found(model: Any, policy: InfiniGen, options: argparse.Namespace) -> dict[str, float]:
     """What a policy finds of the attention."""
     length = model.config.max_positions
-    text = options.text.read_text(encoding="utf-8")[: 8 * length * options.windows]
+    text = read_text(str(options.text)).content[: 8 * length * options.windows]
     ids = np.asarray(model.tokenizer.encode(text), np.int32)[: length * options.windows]
     windows = ids.reshape(options.windows, length)
     settings = {

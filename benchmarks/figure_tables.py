@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import sensitivity, skewing
-from benchmarks.table_cells import Line, above, fetched, find, markdown, pool_change, read
+from benchmarks.table_cells import Line, above, fetched, find, markdown, pool_cell, read
 
 FIGURE_MODELS = ("books-llama", "tiny-opt")
 
@@ -147,8 +147,7 @@ def limits_table(folder: Path) -> str:
     for share in ("80%", "60%"):
         cells = [f"{share.replace('%', ' %')} of the context"]
         for lines in measured.values():
-            changes = [pool_change(lines, f"{share} {order}") for order in orders]
-            cells += ["" if x is None else f"{x:+.2f}" for x in changes]
+            cells += [pool_cell(lines, f"{share} {order}") for order in orders]
         rows.append(cells)
     head = (f"{model}: {order}" for model in measured for order in orders)
     return markdown(["limit", *head], rows)

@@ -1,6 +1,6 @@
 """The measurements behind docs/quality.md and docs/figures.md, and their tables there.
 
-    python -m benchmarks.quality --text book.txt
+    python -m benchmarks.quality --text book.txt --tasks folder
     python -m benchmarks.quality --text book.txt --only perplexity recall --models books-llama
     python -m benchmarks.quality --tables
 
@@ -23,9 +23,11 @@ from typing import Any
 
 from benchmarks.files import RESULTS, note
 from benchmarks.quality_tables import write_tables
+from benchmarks.reference_models.books import with_broken_lines
 from benchmarks.renewal import only_policies, renewed
 from benchmarks.table_cells import STEPS
 from infinigen_jax.checkpoint import EMBEDDED, model_folder
+from infinigen_jax.convert.calibrate import DEFAULT_TEXT
 from infinigen_jax.convert.reader import read_config
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.output import write_json
@@ -34,10 +36,8 @@ BUDGETS = ("--budget", "0.05", "0.1")
 WINDOWS = ("--windows", "24", "--batch", "12")
 RECALL = ("--windows", "16", "--batch", "16", *BUDGETS)
 FIGURES = ("kv-size", "chunks", "skewing", "sensitivity", "long-context", "pool")
-# Recent tokens whose rows take the memory of InfiniGen's index and tail, beside the usual 32.
-EQUAL = ":window=104"
-EQUAL_BFLOAT16 = ":window=176"  # of rows in bfloat16, which are half as long
-# The same less what a policy itself keeps of each token: 8 bytes of a page's bounds, 4 of a sum of
+# Recent tokens that take the memory of InfiniGen's index and tail beside the usual 32, in rows of
+# bfloat16, less what a policy itself keeps of each token: 8 bytes of a page's bounds, 4 of a sum of
 # attention, 64 of a key, which is more than InfiniGen keeps, where a row has 128.
 OTHERS = ("window:window=176", "quest:window=112", "h2o:window=144", "previous-query:window=32")
 # Layers that the conversion keeps dense for a query that looks ahead.
@@ -53,7 +53,7 @@ class Experiment:
         arguments: all but those of model, text and result.
         chunked: whether it reports by position, in eighths of a window.
         models: that it is for; None: all.
-        text: the option that the text is given by; None: it reads none.
+        reads: the option that the text is given by, or the tasks' files; None: it reads none.
         conversion: options of a conversion that the model goes through first.
         asked_for: measured only if it is named, as it is of another text than the rest.
     """
@@ -62,33 +62,24 @@ class Experiment:
     arguments: tuple[str, ...]
     chunked: bool = True
     models: tuple[str, ...] | None = None
-    text: str | None = "--text"
+    reads: str | None = "--text"
     conversion: tuple[str, ...] = ()
     asked_for: bool = False
 
-    def command(self, folder: Path, text: Path | None, positions: int, result: Path) -> list[str]:
+    def command(
+        self, folder: Path, files: Sequence[Path], positions: int, result: Path
+    ) -> list[str]:
         """What is run."""
         module, name = self.program
         given = [module, name, "--model", str(folder)]
-        given += [self.text, str(text)] if self.text else []
+        given += [self.reads, *map(str, files)] if self.reads else []
         given += ["--chunk", str(positions // 8)] if self.chunked else []
         plot = ["--plot", str(result.with_suffix(".svg"))] if "figures" in module else []
         return [*given, *self.arguments, "--json", str(result), *plot]
 
 
-def _perplexity(*arguments: str, models: tuple[str, ...] | None = None) -> Experiment:
-    return Experiment(
-        ("infinigen_jax.evaluate", "perplexity"), (*WINDOWS, *arguments), True, models
-    )
-
-
-def _equal_memory(
-    model: str, dense_layers: int, own: str = "infinigen", equal: str = EQUAL
-) -> Experiment:
-    """With as many dense layers as the conversion wants, for all policies."""
-    policies = [f"{name}{equal}" for name in ("quest", "h2o", "window", "previous-query")]
-    asked = ("--dense-layers", str(dense_layers), "--policy", "full", own, *policies)
-    return _perplexity(*BUDGETS, *asked, models=(model,))
+def _perplexity(*arguments: str) -> Experiment:
+    return Experiment(("infinigen_jax.evaluate", "perplexity"), (*WINDOWS, *arguments))
 
 
 def _many_books(model: str, *arguments: str, windows: int = 240) -> Experiment:
@@ -119,6 +110,7 @@ NEEDLES = (
     *("--dense-layers", "0", "--budget", "0.02", "0.05", "0.1", "--policy"),
     *("full", "infinigen", "quest", "h2o", "window", "previous-query", "oracle"),
 )
+TASK_POLICIES = ("--policy", "full", "infinigen", "h2o", "window")
 CORRECTED_NEEDLES = (
     *("--budget", "0.02", "0.05", "0.1"),
     *("--policy", "full", "infinigen:query=corrected"),
@@ -130,19 +122,13 @@ SEEN = {
     "no-neurons": ("--neurons", "0"),
     "input-no-neurons": ("--speculate-from", "input", "--neurons", "0"),
 }
+# The package's calibration text has a paragraph a line, the book lines of about so many characters.
+LINE = 70
+BROKEN = "FILE"  # of the calibration text in lines like those
 # With all of the budget, as the others have it.
 NO_ALPHA = ("infinigen:alpha=inf", "infinigen:query=corrected,alpha=inf")
 EXPERIMENTS = {
     "perplexity": _perplexity(*BUDGETS, "--policy", *POLICIES, *NO_ALPHA),
-    "perplexity-equal-memory-books-llama": _equal_memory("books-llama", 0),
-    "perplexity-equal-memory-tiny-llama": _equal_memory("tiny-llama", 1),
-    "perplexity-equal-memory-tiny-opt": _equal_memory("tiny-opt", 2),
-    **{
-        f"perplexity-equal-memory-ahead-{model}": _equal_memory(
-            model, dense_layers, "infinigen:query=corrected", EQUAL_BFLOAT16
-        )
-        for model, dense_layers in DENSE_AHEAD.items()
-    },
     "perplexity-tail": _perplexity(
         *(*BUDGETS, "--policy", "full"),
         *("infinigen:tail=false", "infinigen:tail_tokens=0"),
@@ -203,10 +189,24 @@ EXPERIMENTS = {
         ("infinigen_jax.evaluate", "recall"),
         (*RECALL, "--policy", *POLICIES),
     ),
+    # Of the same layers for all policies, with the same budget in each.
+    "recall-common": Experiment(
+        ("infinigen_jax.evaluate", "recall"),
+        (
+            *(*RECALL, "--dense-layers", "2", "--layer-budgets", "equal", "--policy", "full"),
+            *("infinigen:query=own", "infinigen:query=corrected"),
+        ),
+    ),
     "perplexity-steps": _perplexity(
         *(*BUDGETS, "--dense-layers", "2", "--policy", "full"),
         *(f"infinigen:{_settings(step)}" for step in STEPS.values()),
     ),
+    **{
+        f"perplexity-dense-{layers}": _perplexity(
+            *(*BUDGETS, "--dense-layers", str(layers), "--policy", "full", "infinigen")
+        )
+        for layers in range(3)
+    },
     "perplexity-two-ahead": dataclasses.replace(
         _perplexity(
             *(*BUDGETS, "--dense-layers", "2", "--policy", "full"),
@@ -222,6 +222,10 @@ EXPERIMENTS = {
         )
         for name, conversion in SEEN.items()
     },
+    "perplexity-broken-lines": dataclasses.replace(
+        _perplexity(*BUDGETS, "--policy", "full", "infinigen", "infinigen:query=corrected"),
+        conversion=("--calibration", BROKEN),
+    ),
     **{
         f"recall-{name}": Experiment(
             ("infinigen_jax.evaluate", "recall"),
@@ -249,6 +253,12 @@ EXPERIMENTS = {
         length=256,
     ),
     "retrieval-haystack": _retrieval("--haystack", *NEEDLES),
+    "tasks": Experiment(
+        ("infinigen_jax.evaluate", "tasks"),
+        ("--items", "100", "--shots", "5", "--batch", "16", "--budget", "0.1", *TASK_POLICIES),
+        chunked=False,
+        reads="--data",
+    ),
     **{
         f"figures/{name}": Experiment(
             ("benchmarks.figures", name),
@@ -265,6 +275,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m benchmarks.quality", description="Measure quality, all of it.")
     add = parser.add_argument
     add("--text", type=Path, metavar="F", help="the text of all that reads one")
+    add("--tasks", type=Path, metavar="DIR", help="folder of the tasks' .jsonl files")
     add("--only", nargs="+", metavar="NAME", help=f"of {', '.join(EXPERIMENTS)}")
     add(
         "--models",
@@ -302,17 +313,34 @@ def measure(options: argparse.Namespace) -> None:
     for name in names:
         if name not in EXPERIMENTS:
             raise InputError(f"--only {name}: use {' or '.join(EXPERIMENTS)}")
-    if options.text is None and any(EXPERIMENTS[name].text for name in names):
-        raise InputError("--text: give a text")
+    files = {name: files_of(EXPERIMENTS[name], options.text, options.tasks) for name in names}
     for name in names:
         for model in options.models:
-            run(name, model, options.text, options.out, options.renew)
+            run(name, model, files[name], options.out, options.renew)
 
 
-def run(name: str, model: str, text: Path | None, out: Path, renew: Sequence[str] = ()) -> None:
+def files_of(experiment: Experiment, text: Path | None, tasks: Path | None) -> list[Path]:
+    """What an experiment reads.
+
+    Raises:
+        InputError: if it was not given.
+    """
+    if experiment.reads is None:
+        return []
+    if experiment.reads != "--data":
+        if text is None:
+            raise InputError("--text: give a text")
+        return [text]
+    if not (found := sorted(tasks.glob("*.jsonl")) if tasks else []):
+        raise InputError(f"--tasks {tasks or ''}: give a folder with .jsonl files of tasks")
+    return found
+
+
+def run(name: str, model: str, files: Sequence[Path], out: Path, renew: Sequence[str] = ()) -> None:
     """One experiment with one model, unless there is a result or it is not for this model.
 
     Args:
+        files: that it reads.
         renew: policies that are measured again where there is one.
     """
     experiment, own = EXPERIMENTS[name], Path(model).name
@@ -332,9 +360,12 @@ def run(name: str, model: str, text: Path | None, out: Path, renew: Sequence[str
             experiment = dataclasses.replace(experiment, arguments=again)
         if experiment.conversion:
             source, folder = folder, Path(made) / own
-            given = ["--dtype", "bfloat16", *experiment.conversion]
+            text = Path(made) / "calibration.txt"
+            text.write_text(with_broken_lines(DEFAULT_TEXT.read_text(), LINE))
+            given = [str(text) if each is BROKEN else each for each in experiment.conversion]
+            given = ["--dtype", "bfloat16", *given]
             call(["infinigen_jax.convert", str(source), str(folder), *given])
-        call(experiment.command(folder, text, read_config(folder)[1].max_positions, measured))
+        call(experiment.command(folder, files, read_config(folder)[1].max_positions, measured))
         if again:
             new = json.loads(measured.read_text())
             try:

@@ -3,13 +3,22 @@
 A table stands between the comments `<!-- table: NAME -->` and `<!-- end -->`.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.figure_tables import FIGURE_TABLES
-from benchmarks.recall_tables import lost_table, recall_table, seen_recall_table
+from benchmarks.quantisation_tables import index_table, speed_table
+from benchmarks.quantisation_tables import rows_table as rows_of_formats
+from benchmarks.recall_tables import (
+    calibration_table,
+    common_recall_table,
+    lost_table,
+    recall_table,
+    seen_recall_table,
+)
 from benchmarks.table_cells import (
     AHEAD,
     ALL,
@@ -22,10 +31,11 @@ from benchmarks.table_cells import (
     Line,
     above,
     apart,
+    end_change,
     fetched,
     find,
     markdown,
-    pool_change,
+    pool_cell,
     read,
 )
 
@@ -112,14 +122,6 @@ def books_table(folder: Path, quality: Cell = above, result: str = "perplexity-b
     return by_model(folder, result, rows, {}, quality)
 
 
-def equal_memory_table(folder: Path, ahead: bool = False, quality: Cell = above) -> str:
-    """All policies, with the device memory that InfiniGen takes."""
-    names = ("quest", "h2o", "window", "previous-query")
-    rows = {"**infinigen**": ("infinigen", {})} | {name: (name, {}) for name in names}
-    result = "perplexity-equal-memory" + ("-ahead" if ahead else "")
-    return by_model(folder, result, rows, {}, quality)
-
-
 def tail_table(folder: Path, quality: Cell = above) -> str:
     """Forms of the tail; by the layer's own query."""
     usual = {"tail": True, "tail_tokens": 64, "tail_columns": 8, "alpha": 4.0}
@@ -159,7 +161,7 @@ def columns_table(folder: Path) -> str:
     return by_model(folder, "perplexity-columns", rows, traffic)
 
 
-def layer_budgets_table(folder: Path) -> str:
+def layer_budgets_table(folder: Path, quality: Cell = above) -> str:
     """Equal budgets of all layers against calibrated ones."""
     rows = {
         f"{'own query (CPU)' if query is OWN else 'corrected query (GPU)'}, {kind}": (
@@ -171,7 +173,8 @@ def layer_budgets_table(folder: Path) -> str:
     }
     traffic = {f"fetched, {kind}": ("infinigen", OWN | {"layer_budgets": kind})
                for kind in ("equal", "calibrated")}  # fmt: skip
-    return by_model(folder, "perplexity-layer-budgets", rows, traffic)
+    traffic = traffic if quality is above else {}
+    return by_model(folder, "perplexity-layer-budgets", rows, traffic, quality)
 
 
 PARTS: Mapping[str, Mapping[str, Any]] = {
@@ -215,13 +218,13 @@ def rows_table(folder: Path) -> str:
 
 
 def beside(folder: Path, name: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Perplexity of InfiniGen and the rows fetched, for each model that has been measured."""
+    """Perplexity, divergence and rows fetched of InfiniGen, for each measured model."""
     head, made = [""], [[title] for title in rows]
     for model, lines in measured_models(folder, name).items():
-        head += [model, "fetched"]
+        head += [model, "divergence", "fetched"]
         for cells, settings in zip(made, rows.values(), strict=True):
             line = find(lines, "infinigen", settings)
-            cells += [above(line), fetched(line)]
+            cells += [above(line), apart(line), fetched(line)]
     return markdown(head, made)
 
 
@@ -237,14 +240,35 @@ LEADS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-def leads_table(folder: Path) -> str:
+def leads_table(folder: Path, quality: Cell = above) -> str:
     """Rows requested one and two layers ahead; a corrected query takes a conversion for each."""
-    return by_result(folder, LEADS)
+    return by_result(folder, LEADS, quality)
+
+
+DENSE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    title: (f"perplexity-dense-{layers}", {})
+    for layers, title in enumerate(("none", "one layer", "two layers"))
+}
+
+
+def dense_table(folder: Path, quality: Cell = above) -> str:
+    """By the number of leading layers that the device keeps in full."""
+    return by_result(folder, DENSE, quality)
 
 
 def seen_table(folder: Path, quality: Cell = above) -> str:
     """By what a query ahead sees."""
     rows = {title: (f"perplexity{name}", AHEAD | DEFAULT) for title, name in SEEN.items()}
+    return by_result(folder, rows, quality)
+
+
+def broken_table(folder: Path, quality: Cell = above) -> str:
+    """By the lines of the calibration text."""
+    rows = {
+        f"{query}, {title}": (f"perplexity{name}", settings | DEFAULT)
+        for query, settings in (("own query", OWN), ("corrected query", AHEAD))
+        for title, name in (("a paragraph a line", ""), ("broken lines", "-broken-lines"))
+    }
     return by_result(folder, rows, quality)
 
 
@@ -262,30 +286,55 @@ def by_result(
     return markdown(head, made)
 
 
+TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")
+
+
+def tasks_table(folder: Path) -> str:
+    """Right answers of multiple choice, and how many choices are the full cache's."""
+    titles = {"full": "full cache", "infinigen": "infinigen", "h2o": "h2o", "window": "window"}
+    rows = []
+    for model, lines in measured_models(folder, "tasks").items():
+        for policy, title in titles.items():
+            line = next(x for x in lines if x["policy"] == policy)
+            tasks = {task["task"]: task["accuracy"] for task in line["tasks"]}
+            same = "" if line["same"] is None else f"{100 * line['same']:.1f}"
+            rows.append([f"{model}, {title}", *(f"{100 * tasks[n]:.0f}" for n in TASKS), same])
+    return markdown(["", *TASKS, "as the full cache"], rows)
+
+
 POOLS = [f"{share} {order}" for share in ("80%", "50%") for order in ("counter", "lru", "fifo")]
 
 
 def pool_table(folder: Path) -> str:
     """Perplexity above that of InfiniGen without a limit, and above the full cache's."""
     measured = measured_models(folder, "perplexity-pool")
-    rows = []
+    head, rows = ["pool"], []
+    for model in measured:
+        head += [model, "above the full cache"]
     for pool in ("all", *POOLS):
         cells = [pool.replace("%", " %") if pool != "all" else "none"]
         for lines in measured.values():
-            change, line = pool_change(lines, pool), find(lines, "infinigen", {"pool": pool})
-            if change is None or line is None:
-                cells.append("")
-                continue
-            beyond = f"({line['perplexity_change_percent']:+.2f})"
-            cells.append(f"{change:+.2f} {beyond}" if pool != "all" else f"– {beyond}")
+            change = "–" if pool == "all" else pool_cell(lines, pool)
+            cells += [change, above(find(lines, "infinigen", {"pool": pool}))]
         rows.append(cells)
     for share in ("80%", "50%"):
         cells = [f"*full cache, {share.replace('%', ' %')}*"]
         for lines in measured.values():
-            line = find(lines, "full", {"pool": f"{share} fifo"})
-            cells.append(f"*{line['perplexity_change_percent']:+.2f}*" if line else "")
+            cells += ["", above(find(lines, "full", {"pool": f"{share} fifo"}))]
         rows.append(cells)
-    return markdown(["pool", *measured], rows)
+    return markdown(head, rows)
+
+
+def paper_pool_table(folder: Path) -> str:
+    """The paper's own case: its settings, and no row kept for being among the first."""
+    rows = {"no limit": "all"}
+    rows |= {f"80 % {order}": f"80% {order} sinks 0" for order in ("counter", "lru", "fifo")}
+    measured = measured_models(folder, "perplexity-pool-paper")
+    made = []
+    for title, pool in rows.items():
+        found = (find(x, "infinigen-paper", {"pool": pool}) for x in measured.values())
+        made.append([title, *map(above, found)])
+    return markdown(["pool", *measured], made)
 
 
 def pool_end_table(folder: Path) -> str:
@@ -293,10 +342,14 @@ def pool_end_table(folder: Path) -> str:
     measured = measured_models(folder, "perplexity-pool")
     rows = []
     for pool in POOLS:
-        changes = [pool_change(lines, pool, last=True) for lines in measured.values()]
+        changes = [end_change(lines, pool) for lines in measured.values()]
         cells = [pool.replace("%", " %"), *("" if x is None else f"{x:+.2f}" for x in changes)]
         rows.append(cells)
     return markdown(["pool", *measured], rows)
+
+
+def _of_quantisation(folder: Path, table: Callable[[dict[str, Any]], str]) -> str:
+    return table(json.loads((folder / "quantisation.json").read_text()))
 
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
@@ -306,31 +359,40 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "books divergence": lambda folder: books_table(folder, apart),
     "none dense": lambda folder: books_table(folder, above, "perplexity-none-dense"),
     "none dense divergence": lambda folder: books_table(folder, apart, "perplexity-none-dense"),
-    "equal memory": equal_memory_table,
-    "equal memory ahead": lambda folder: equal_memory_table(folder, ahead=True),
-    "equal memory divergence": lambda folder: equal_memory_table(folder, quality=apart),
-    "equal memory ahead divergence": lambda folder: equal_memory_table(folder, True, apart),
     "tail": tail_table,
     "tail divergence": lambda folder: tail_table(folder, apart),
     "alphas ahead": alphas_ahead_table,
     "columns": columns_table,
     "layer budgets": layer_budgets_table,
+    "layer budgets divergence": lambda folder: layer_budgets_table(folder, apart),
     "parts": parts_table,
     "steps": steps_table,
     "steps divergence": lambda folder: steps_table(folder, apart),
     "rows": rows_table,
+    "tasks": tasks_table,
     "pool": pool_table,
     "pool end": pool_end_table,
+    "paper's pool": paper_pool_table,
     "leads": leads_table,
+    "leads divergence": lambda folder: leads_table(folder, apart),
+    "dense": dense_table,
+    "dense divergence": lambda folder: dense_table(folder, apart),
+    "broken": broken_table,
+    "broken divergence": lambda folder: broken_table(folder, apart),
     "seen": seen_table,
     "seen divergence": lambda folder: seen_table(folder, apart),
     "seen recall": seen_recall_table,
+    "recall common": common_recall_table,
+    "calibration": calibration_table,
     "lost tiny-llama": lambda folder: lost_table(folder, "tiny-llama"),
     "lost tiny-opt": lambda folder: lost_table(folder, "tiny-opt"),
     "lost books-llama": lambda folder: lost_table(folder, "books-llama"),
     "recall books-llama": lambda folder: recall_table(folder, "books-llama"),
     "recall tiny-llama": lambda folder: recall_table(folder, "tiny-llama"),
     "recall tiny-opt": lambda folder: recall_table(folder, "tiny-opt"),
+    "stored rows": lambda folder: _of_quantisation(folder, rows_of_formats),
+    "indexes": lambda folder: _of_quantisation(folder, index_table),
+    "scoring": lambda folder: _of_quantisation(folder, speed_table),
     **FIGURE_TABLES,
 }
 

@@ -15,7 +15,7 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +25,11 @@ import numpy as np
 
 from benchmarks import machine
 from benchmarks.files import RESULTS, note, write_json
+from benchmarks.quantisation_tables import index_table, rows_table, speed_table
 from infinigen_jax import checkpoint
 from infinigen_jax.attention import MASKED
 from infinigen_jax.checkpoint import Model
+from infinigen_jax.evaluation.texts import read_text
 from infinigen_jax.index import IndexFormat
 from infinigen_jax.models import blueprint
 from infinigen_jax.prompt_layer import chunk_layer
@@ -42,7 +44,7 @@ from infinigen_jax.speculation import (
 
 SINKS, RECENT, SHARE, EVERY = 4, 32, 0.05, 8
 INDEXES = [("float32", 0.25), ("bfloat16", 0.25), ("int8", 0.25), ("int4", 0.25)]
-INDEXES += [("int4", 0.5), ("int8", 1.0), ("int4", 1.0), ("float32", 1.0)]
+INDEXES += [("int4", 0.5), ("int4", 0.75), ("int8", 1.0), ("int4", 1.0), ("float32", 1.0)]
 SPEED = [("float32", 16), ("int8", 16), ("int4", 16), ("float32", 64), ("int8", 64), ("int4", 64)]
 CALIBRATION = Path(checkpoint.__file__).parent / "convert" / "calibration.txt"
 
@@ -100,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     folders = options.models or [checkpoint.embedded(name) for name in checkpoint.EMBEDDED]
-    text = options.text.read_text(errors="ignore")
+    text = read_text(str(options.text)).content
     result: dict[str, Any] = {
         "benchmark": "quantisation",
         "machine": machine.describe(),
@@ -120,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     if not options.no_speed:
         result["speed"] = [speeds(options, group) for group in (1, 4)]
     write_json(options.json, result)
-    print(tables(result))
+    print("\n\n".join([rows_table(result), index_table(result), speed_table(result)]))
     note(f"written to {options.json}")
     return 0
 
@@ -277,39 +279,6 @@ def speeds(options: argparse.Namespace, group: int) -> dict[str, Any]:
         for form, _, _, copies, times in cases
     ]
     return {"capacity": options.capacity, "kv_heads": heads, "group": group, "times": entries}
-
-
-def tables(result: dict[str, Any]) -> str:
-    """All of it as Markdown."""
-    return "\n".join([*_rows_table(result), "", *_index_table(result), "", *_speed_table(result)])
-
-
-def _rows_table(result: dict[str, Any]) -> Iterator[str]:
-    yield "| rows | scales | " + " | ".join(result["rows"]) + " |"
-    yield "|---|---" + "|---" * len(result["rows"]) + "|"
-    for lines in zip(*result["rows"].values(), strict=True):
-        errors = " | ".join(f"{line['attention_error']:.4f}" for line in lines)
-        yield f"| {lines[0]['rows']} | {lines[0]['scales']} | {errors} |"
-
-
-def _index_table(result: dict[str, Any]) -> Iterator[str]:
-    yield "| index | columns | " + " | ".join(result["index"]) + " |"
-    yield "|---|---" + "|---" * len(result["index"]) + "|"
-    for lines in zip(*result["index"].values(), strict=True):
-        masses = " | ".join(f"{line['attention_mass']:.3f}" for line in lines)
-        yield f"| {lines[0]['index']} | {100 * lines[0]['ratio']:.0f} % | {masses} |"
-
-
-def _speed_table(result: dict[str, Any]) -> Iterator[str]:
-    for speed in result["speed"]:
-        yield f"{speed['group']} query heads per KV head:"
-        yield ""
-        yield "| index | columns | MB | ms |"
-        yield "|---|---|---|---|"
-        for line in speed["times"]:
-            size, time_ = line["bytes"] / 1e6, line["milliseconds"]
-            yield f"| {line['index']} | {line['columns']} | {size:.1f} | {time_:.2f} |"
-        yield ""
 
 
 if __name__ == "__main__":

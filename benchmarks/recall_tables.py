@@ -1,5 +1,6 @@
 """Tables of the attention that each policy finds, out of the results of `evaluate recall`."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,25 @@ def recall_table(folder: Path, model: str) -> str:
             cells += [f"{100 * line[share]:.1f}" if line else "" for share in SHARES]
             cells.append(f"{line['error']:.3f} ({line['oracle_error']:.3f})" if line else "")
         rows.append(cells)
+    return markdown(head, rows)
+
+
+def common_recall_table(folder: Path) -> str:
+    """Of the oracle's mass, in the layers behind the second with equal budgets for all policies."""
+    models = ("books-llama", "tiny-llama", "tiny-opt")
+    head, rows = [""], []
+    for model in models:
+        head += [f"{model} 5 %", "10 %"]
+    for title, (policy, settings) in POLICIES.items():
+        cells = [title]
+        for model in models:
+            name = "recall-common" if policy == "infinigen" else "recall"
+            lines = read(folder, f"{name}-{model}") or []
+            for budget in BUDGETS:
+                line = find(lines, policy, dict(settings) | {"budget": budget})
+                cells.append(f"{of_oracle(line):.1f}" if line else "")
+        if policy != "oracle":
+            rows.append(cells)
     return markdown(head, rows)
 
 
@@ -81,6 +101,25 @@ def seen_recall_table(folder: Path) -> str:
             cells.append(_both(both, "error", 1, 3))
         made.append(cells)
     return markdown(head, made)
+
+
+def calibration_table(folder: Path) -> str:
+    """What calibration at some of the positions costs at others (`benchmarks.calibration`)."""
+    path = folder / "calibration-spread.json"
+    lines = json.loads(path.read_text())["lines"] if path.exists() else []
+    policies = list(dict.fromkeys(line["policy"] for line in lines))
+    head = [
+        "calibrated at",
+        *(f"{policy}: {n}" for policy in policies for n in ("recall", "of oracle", "error")),
+    ]
+    rows = []
+    for way in dict.fromkeys(line["calibration"] for line in lines):
+        cells = [way]
+        for line in (x for x in lines if x["calibration"] == way):
+            shares = (f"{100 * line[name]:.1f}" for name in ("top_k_recall", "of_oracle"))
+            cells += [*shares, f"{line['error']:.3f}"]
+        rows.append(cells)
+    return markdown(head, rows)
 
 
 def _both(lines: Sequence[Line | None], name: str, factor: float, digits: int) -> str:

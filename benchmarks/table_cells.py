@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,15 +104,29 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows if any(row[1:]))])
 
 
-def pool_change(lines: Sequence[Line], pool: str, last: bool = False) -> float | None:
-    """Perplexity with a limited pool above InfiniGen's without one, in %, if both are there.
+def between(line: Line, other: Line) -> str:
+    """Perplexity above another line's, in %, and the standard error of that, window by window."""
+    change = 100 * (line["perplexity"] / other["perplexity"] - 1)
+    if not (line.get("window_nats") and other.get("window_nats")):
+        return f"{change:+.2f}"
+    pairs = zip(line["window_nats"], other["window_nats"], strict=True)
+    differences = [a - b for a, b in pairs]
+    error = 100 * statistics.stdev(differences) / len(differences) ** 0.5
+    return f"{change:+.2f} ({error:.2f})"
 
-    Args:
-        last: of the last chunk of the windows alone.
-    """
+
+def pool_cell(lines: Sequence[Line], pool: str) -> str:
+    """Perplexity with a limited pool above InfiniGen's without one, if both are there."""
+    free = find(lines, "infinigen", {"pool": "all"})
+    line = find(lines, "infinigen", {"pool": pool})
+    return "" if line is None or free is None else between(line, free)
+
+
+def end_change(lines: Sequence[Line], pool: str) -> float | None:
+    """As `pool_cell`, of the last chunk of the windows alone; None if one of them is missing."""
     free = find(lines, "infinigen", {"pool": "all"})
     line = find(lines, "infinigen", {"pool": pool})
     if line is None or free is None:
         return None
-    limited, without = (one["chunks"][-1] if last else one for one in (line, free))
+    limited, without = (one["chunks"][-1] for one in (line, free))
     return 100 * (limited["perplexity"] / without["perplexity"] - 1)

@@ -27,7 +27,7 @@ def line(policy: str, change: float, **settings):
 @pytest.mark.parametrize("name", quality.EXPERIMENTS)
 def test_commands_are_those_of_the_programs(name, tmp_path):
     experiment = quality.EXPERIMENTS[name]
-    command = experiment.command(tmp_path, tmp_path / "text", 1024, tmp_path / "a.json")
+    command = experiment.command(tmp_path, [tmp_path / "text"], 1024, tmp_path / "a.json")
     assert importlib.util.find_spec(command[0])
     modules = figures.FIGURES if "figures" in command[0] else evaluate.COMMANDS
     parsed = evaluate.build_parser(modules).parse_args(command[1:])
@@ -44,19 +44,19 @@ def test_an_experiment_runs_once_and_for_its_models(tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr(quality.subprocess, "run", fake)
     for _ in range(2):
-        names = ("perplexity", "perplexity-equal-memory-tiny-opt", "retrieval")
+        names = ("perplexity", "perplexity-books-tiny-opt", "retrieval")
         given = ["--text", "t", "--only", *names, "--models", "tiny-opt", "books-llama"]
         assert quality.main([*given, "--out", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "perplexity-books-llama.json",
-        "perplexity-equal-memory-tiny-opt.json",
+        "perplexity-books-tiny-opt.json",
         "perplexity-tiny-opt.json",
         "retrieval-books-llama.json",
     ]
     assert len(ran) == 4 and "there already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [["--only", "nothing"], []])
+@pytest.mark.parametrize("given", [["--only", "nothing"], [], ["--text", "t", "--tasks", "no"]])
 def test_what_cannot_be_measured_is_said(given, capsys):
     assert quality.main(given) == 2
     assert capsys.readouterr().err.count("\n") == 1
