@@ -222,7 +222,13 @@ def test_what_tells_lines_apart():
     assert name_columns(b)[0] == ["policy", "budget"]
     c = [line("infinigen", budget=0.1, alpha=alpha) for alpha in (4.0, "inf")]
     assert name_columns(c)[1] == [["infinigen", "0.1", "4"], ["infinigen", "0.1", "inf"]]
-    assert labels(c) == ["infinigen 0.1 alpha 4", "infinigen 0.1 alpha inf"]
+    assert labels(c) == ["infinigen alpha 4", "infinigen alpha inf"]
+    d = [
+        line("infinigen", budget=0.1, query=query, layers_ahead=ahead)
+        for query, ahead in (("own", 0), ("corrected", 1), ("corrected", 2))
+    ]
+    assert labels(d[:2]) == ["infinigen own", "infinigen corrected"]
+    assert labels(d)[1:] == [f"infinigen corrected layers ahead {n}" for n in (1, 2)]
 
 
 @pytest.mark.parametrize(

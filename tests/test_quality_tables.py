@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import quality, quality_tables, table_cells
+from benchmarks import pictures, quality, quality_tables, table_cells
 from benchmarks.figures import __main__ as figures
 from benchmarks.files import RESULTS
 from infinigen_jax import evaluate
@@ -86,6 +86,19 @@ def test_two_lines_that_are_meant_are_refused():
     assert table_cells.find(lines, "quest", {}) is None
     with pytest.raises(ValueError, match="2 lines"):
         table_cells.find(lines, "window", {})
+
+
+def test_pictures_are_of_the_results(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(pictures, "DOCS", tmp_path)
+    assert pictures.main([]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "recall-tiny-llama.svg",
+        "steps.svg",
+    ]
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        p.name for p in quality_tables.DOCS.iterdir()
+    }
 
 
 def test_the_documentation_has_the_tables_of_the_results():

@@ -7,6 +7,8 @@ policy differ in it.
 from collections.abc import Sequence
 from typing import Any
 
+# What the query that rows are chosen by may determine.
+IMPLIED = {"layers_ahead": "query", "speculate_from": "query"}
 COLUMNS = {"index_dtype": "index", "partial_ratio": "columns", "dense_layers": "dense"}
 
 
@@ -37,8 +39,12 @@ def name_columns(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[
 
 
 def labels(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """A name for each line, in a legend; with its budget."""
-    return _labels(lines, ["budget", *distinguishing(lines)])
+    """A name for each line, in a legend; with its budget, where a policy has several."""
+    budgets: dict[str, set[Any]] = {}
+    for line in lines:
+        budgets.setdefault(line["policy"], set()).add(line["settings"].get("budget"))
+    several = any(len(own) > 1 for own in budgets.values())
+    return _labels(lines, [*(["budget"] if several else []), *distinguishing(lines)])
 
 
 def labels_over_budgets(lines: Sequence[dict[str, Any]]) -> list[str]:
@@ -47,11 +53,20 @@ def labels_over_budgets(lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _labels(lines: Sequence[dict[str, Any]], settings: list[str]) -> list[str]:
-    made = []
+    settings, made = [s for s in settings if not _implied(lines, s, settings)], []
     for line in lines:
         values = [(s, line["settings"][s]) for s in settings if s in line["settings"]]
         made.append(" ".join([line["policy"], *(_word(s, value) for s, value in values)]))
     return made
+
+
+def _implied(lines: Sequence[dict[str, Any]], setting: str, settings: list[str]) -> bool:
+    """Whether another setting in a name says this one already."""
+    by = IMPLIED.get(setting)
+    if by not in settings:
+        return False
+    found = {(line["settings"].get(by), line["settings"].get(setting)) for line in lines}
+    return len(found) == len({value for value, _ in found})
 
 
 def _cell(value: Any) -> str:

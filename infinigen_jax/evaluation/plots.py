@@ -10,6 +10,7 @@ from infinigen_jax.evaluation.naming import labels_over_budgets
 from infinigen_jax.output import checked_output
 
 SUFFIXES = (".png", ".svg", ".pdf")
+STYLES = ("-", "--", ":")  # of the first ten lines, the next ten, ...
 Point = tuple[float | int, float | int]
 
 
@@ -64,19 +65,23 @@ def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
     figure, axes = plt.subplots(
         1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False, layout="constrained"
     )
-    # A name has one colour in all panels, and the last one's legend has them all.
+    # A name has one colour in all panels, and one legend has them all.
     names = list(dict.fromkeys(n for panel in panels for n in panel.lines if panel.lines[n]))
     handles = {}
     for axis, panel in zip(axes[0], panels, strict=True):
         for name, points in panel.lines.items():
             if not points:
                 continue
-            style = {"color": f"C{names.index(name) % 10}", "marker": "o", "markersize": 3}
+            number = names.index(name)
+            style = {"color": f"C{number % 10}", "linestyle": STYLES[number // 10 % len(STYLES)]}
+            style |= {"marker": "o", "markersize": 3}
             handles[name] = axis.plot(*zip(*points, strict=True), label=name, **style)[0]
         axis.set_xlabel(panel.x)
         axis.set_ylabel(panel.y)
         axis.grid(alpha=0.3)
-    axes[0][-1].legend([handles[name] for name in names], names, fontsize="x-small")
+    if names:
+        drawn = [handles[name] for name in names]
+        figure.legend(drawn, names, fontsize="small", loc="outside right upper")
     figure.suptitle(title)
     temporary = path.with_name(f".{path.stem}.unfinished{path.suffix}")
     try:
