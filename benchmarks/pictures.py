@@ -32,6 +32,17 @@ def recall(folder: Path) -> None:
     note(f"{path}")
 
 
+def step_points(folder: Path) -> dict[str, list[tuple[float, int]]]:
+    """By model: divergence, in thousandths of a nat, and number of each step."""
+    found: dict[str, list[tuple[float, int]]] = {}
+    for model, lines in measured_models(folder, "perplexity-steps").items():
+        for number, settings in enumerate(STEPS.values()):
+            if line := find(lines, "infinigen", {**settings, "budget": BUDGETS[0]}):
+                point = 1e3 * line["divergence_nats"], number
+                found.setdefault(model, []).append(point)
+    return found
+
+
 def steps(folder: Path) -> None:
     """Divergence of each step from the paper's form to the default, at the smaller budget."""
     import matplotlib
@@ -41,11 +52,7 @@ def steps(folder: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
     titles = [title.replace("*", "") for title in STEPS]
-    for model, lines in measured_models(folder, "perplexity-steps").items():
-        points = []
-        for number, settings in enumerate(STEPS.values()):
-            if line := find(lines, "infinigen", {**settings, "budget": BUDGETS[0]}):
-                points.append((1e3 * line["divergence_nats"], number))
+    for model, points in step_points(folder).items():
         axis.plot(*zip(*points, strict=True), marker="o", label=model)
     axis.set_yticks(range(len(titles)), titles)
     axis.invert_yaxis()

@@ -360,10 +360,11 @@ def run(name: str, model: str, files: Sequence[Path], out: Path, renew: Sequence
             experiment = dataclasses.replace(experiment, arguments=again)
         if experiment.conversion:
             source, folder = folder, Path(made) / own
-            text = Path(made) / "calibration.txt"
-            text.write_text(with_broken_lines(DEFAULT_TEXT.read_text(), LINE))
-            given = [str(text) if each is BROKEN else each for each in experiment.conversion]
-            given = ["--dtype", "bfloat16", *given]
+            given = ["--dtype", "bfloat16", *experiment.conversion]
+            if BROKEN in given:
+                text = Path(made) / "calibration.txt"
+                text.write_text(with_broken_lines(DEFAULT_TEXT.read_text(), LINE))
+                given[given.index(BROKEN)] = str(text)
             call(["infinigen_jax.convert", str(source), str(folder), *given])
         call(experiment.command(folder, files, read_config(folder)[1].max_positions, measured))
         if again:

@@ -14,8 +14,8 @@ from infinigen_jax.errors import InputError
 # What kept lines must have been measured with as well.
 SAME = ("command", "text", "settings", "model", "versions", "device")
 CONVERSION = "manifest_sha256"  # of a model
-# Of the full cache: not numbers of quality.
-NOT_QUALITY = ("seconds",)
+# Of the full cache: no number of quality, or one that earlier results do not have.
+NOT_COMPARED = ("seconds", "window_nats")
 
 
 def only_policies(arguments: Sequence[str], names: Sequence[str]) -> tuple[str, ...] | None:
@@ -71,4 +71,4 @@ def _without_conversion(record: Any) -> Any:
 
 def _reference(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     line = next(line for line in lines if line["reference"])
-    return {name: value for name, value in line.items() if name not in NOT_QUALITY}
+    return {name: value for name, value in line.items() if name not in NOT_COMPARED}

@@ -232,7 +232,7 @@ def options_of(settings: Settings) -> str:
     options = f"--dense-layers {settings.dense_layers} --hot-set {settings.hot_set:g}"
     options += f" --rows {settings.rows}"
     if settings.budget is not None:
-        options += f" --budget {settings.budget:g}"
+        options += f" --budget {settings.budget}"
     if settings.prefill_chunk is not None:
         options += f" --prefill-chunk {settings.prefill_chunk}"
     if settings.weights != "device":

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 LAYER_BUDGETS = ("auto", "equal", "calibrated")
-STEP = 1000  # budgets are multiples of 1 / STEP, see `selection.budget_fraction`
+STEP = 1000  # shares are multiples of 1 / STEP, see `selection.budget_fraction`
 
 
 class Curves(NamedTuple):

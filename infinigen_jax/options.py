@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # For the help of --model; `checkpoint.EMBEDDED` comes with JAX.
 OR_EMBEDDED = "or an embedded model: books-llama (default), tiny-llama or tiny-opt"
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "seed")  # fields of `sampling.Sampling`
+AUTO = {"layers_ahead": 0}  # where it is not called so
 POLICY_OPTIONS = (
     "alpha",
     "partial_ratio",
@@ -224,9 +225,8 @@ def unused_options(arguments: argparse.Namespace) -> list[str]:
 
 
 def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> list[str]:
-    """A line for each given option, or setting behind a policy's name, that an engine does without.
-
-    The model, the device or another setting leaves it no meaning.
+    """A line for each option of the policy, or setting behind its name, that an engine takes for
+    another value: the model, the device or another setting leaves the given one no meaning.
 
     Args:
         arguments: that `engine` was made with, single values.
@@ -234,13 +234,14 @@ def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> l
     kind, own = read_policy(arguments.policy)
     names = {field.name for field in dataclasses.fields(kind)} - own.keys()
     given = {name: getattr(arguments, name) for name in POLICY_OPTIONS if name in names}
+    policy = engine.decoder.policy
     lines = [
-        f"{option}: no effect here, by the model, the device or other settings"
+        f"{option}: taken as {getattr(policy, name)}, by the model, the device or other settings"
         for name, value, option in (
             *((n, value, f"--{n.replace('_', '-')} {value}") for n, value in given.items()),
             *((n, value, f"--policy {arguments.policy}: {n}") for n, value in own.items()),
         )
-        if value not in (None, "auto", getattr(engine.decoder.policy, name))
+        if value not in (None, AUTO.get(name, "auto"), getattr(policy, name))
     ]
     chunk = chunk_option(arguments.prefill_chunk)
     if chunk not in (None, engine.prefill_chunk):

@@ -71,7 +71,7 @@ def budget_fraction(budget: float) -> Fraction:
     Below a thousandth, as of few rows in a long context, one of so many.
     """
     if budget < 1 / 1000:
-        return Fraction(1, math.ceil(1 / budget))
+        return Fraction(1, math.ceil((1 - 1e-9) / budget))  # of a float that is one of so many
     return Fraction(budget).limit_denominator(1000)
 
 

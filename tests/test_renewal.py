@@ -37,7 +37,7 @@ def test_a_command_with_some_of_its_policies():
 
 def test_lines_of_other_policies_are_kept_with_their_date():
     old, new = result("May", infinigen=2.0, quest=3.0), result("June", infinigen=4.0)
-    new["configurations"][0]["seconds"] = 8
+    new["configurations"][0] |= {"seconds": 8, "window_nats": [1.0]}  # which results have of late
     made = renewed(old, new)
     assert made["date"] == "June"
     kept = {"date": "May", "policy": "quest", "reference": False, "nats": 3.0}

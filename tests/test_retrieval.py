@@ -149,8 +149,9 @@ SOMETHING_ELSE = {
     "answers that are letters": question(answers="The Beatles"),
     "answers that are numbers": question(answers=[3]),
     "nothing but an article to find": question(
-        answers=["The"], ctxs=[{"title": "T", "text": "x", "isgold": False, "hasanswer": True}]
+        answers=["The"], ctxs=[{"title": "T", "text": "x", "isgold": True, "hasanswer": True}]
     ),
+    "no answers": question(answers=[]),
     "deep": "[" * 100_000,
 }
 

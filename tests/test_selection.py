@@ -1,6 +1,7 @@
 """From scores to slots: the counting rule, the ranking of a group, and the exact top-k."""
 
 import re
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -294,6 +295,7 @@ def test_budget_rows_where_floats_round_down():
     assert budget_fraction(0.1) * 10 == 1
     # 32 rows of 65,536 tokens, which no thousandth is near.
     assert int(budget_rows(32 / 65536, jnp.int32(65536))) == 32
+    assert all(budget_fraction(1 / n) == Fraction(1, n) for n in range(1001, 20000, 7))
     assert int(budget_rows(63 / 131072, jnp.int32(131072))) == 62
 
 

@@ -111,9 +111,9 @@ def _parsed(line: dict[str, Any]) -> tuple[list[Any], int, Prompt, tuple[str, ..
         raise TypeError("no list of answers")
     # Of nothing but an article nothing is left to compare, and every text would have it.
     answers = tuple(answer for answer in line["answers"] if normalised(answer))
-    gold = next(
-        i for i, c in enumerate(documents) if c.get("isgold") or c.get("hasanswer") and answers
-    )
+    if not answers:
+        raise ValueError("no answers")
+    gold = next(i for i, c in enumerate(documents) if c.get("isgold") or c.get("hasanswer"))
 
     def prompt(kept: Sequence[Any]) -> tuple[str, str]:
         listed = "\n".join(

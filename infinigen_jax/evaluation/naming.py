@@ -39,12 +39,9 @@ def name_columns(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[
 
 
 def labels(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """A name for each line, in a legend; with its budget, where a policy has several."""
-    budgets: dict[str, set[Any]] = {}
-    for line in lines:
-        budgets.setdefault(line["policy"], set()).add(line["settings"].get("budget"))
-    several = any(len(own) > 1 for own in budgets.values())
-    return _labels(lines, [*(["budget"] if several else []), *distinguishing(lines)])
+    """A name for each line, in a legend; with its budget, unless all have the same."""
+    budgets = {line["settings"]["budget"] for line in lines if "budget" in line["settings"]}
+    return _labels(lines, [*(["budget"] if len(budgets) > 1 else []), *distinguishing(lines)])
 
 
 def labels_over_budgets(lines: Sequence[dict[str, Any]]) -> list[str]:

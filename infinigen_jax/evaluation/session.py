@@ -176,7 +176,7 @@ def measurements(
 ) -> Iterator[Line]:
     """One measurement for each configuration, in turn; one engine lives at a time.
 
-    None for what comes to the same as a configuration before, on this model and device.
+    Nothing for what comes to the same as a configuration before, on this model and device.
     """
     parts = parts or Parts(None, {})
     known: set[Any] = set()
@@ -199,6 +199,7 @@ def measurements(
         if (same := tuple(sorted(key.items()))) in known:
             say(f"{title}: the same as a line before")
             del engine
+            gc.collect()
             continue
         known.add(same)
         measured = parts.load(key)
