@@ -42,7 +42,7 @@ def index_table(result: dict[str, Any]) -> str:
 
 def speed_table(result: dict[str, Any]) -> str:
     """Time to score one layer, by format and columns of the index."""
-    groups = [f"ms, {each['group']} query heads a KV head" for each in result["speed"]]
+    groups = [f"ms, group of {each['group']}" for each in result["speed"]]
     rows = [
         [
             lines[0]["index"],
