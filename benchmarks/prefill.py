@@ -114,11 +114,13 @@ def theirs(model: Any, prompt: list[int]) -> float:
     import torch
     import transformers
 
+    from benchmarks.torch_systems import with_cache
+
     ids = torch.tensor([prompt], device=model.device)
     start = time.perf_counter()
     with torch.inference_mode():
         cache = transformers.DynamicCache(config=model.config)
-        output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(ids, **with_cache(model, cache), logits_to_keep=1)
         output.logits[:, -1].argmax(dim=-1).tolist()
     return time.perf_counter() - start
 

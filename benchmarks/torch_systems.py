@@ -4,6 +4,7 @@ The loop leaves out what `generate` adds to a token. Weights go over by DLPack, 
 transformers has them in, so nothing passes through another copy on the host.
 """
 
+import inspect
 import os
 import time
 from typing import Any
@@ -49,7 +50,7 @@ class Transformers:
             cache = transformers.DynamicCache(
                 config=model.config, offloading=name == "transformers-offloaded"
             )
-            output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = model(ids, **with_cache(model, cache), logits_to_keep=1)
             self.next = output.logits[:, -1:].argmax(dim=-1)
             self.next.tolist()
             if name == "transformers-static":
@@ -95,10 +96,16 @@ class Transformers:
         import torch
 
         with torch.inference_mode():
-            output = self.model(input_ids=self.next, past_key_values=self.cache, use_cache=True)
+            output = self.model(input_ids=self.next, **with_cache(self.model, self.cache))
             self.drawn.append(int(self.next[0, 0]))
             self.next = output.logits[:, -1:].argmax(dim=-1)
             self.next.tolist()  # read on the host, as generation does
+
+
+def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """Arguments of a call of a transformers model; the cache has another name since 5.24."""
+    names = inspect.signature(model.forward).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
 
 
 def _static(model: Any, cache: Any, capacity: int) -> Any:

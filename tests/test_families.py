@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from runtime import ALL, SPARSE, counts_of, finished, random_model
 from tiny import LLAMA, TEXT, logits_of, make_tiny
 
+from benchmarks.torch_systems import with_cache
 from infinigen_jax import checkpoint
 from infinigen_jax.cache import DenseLayer, Resident, Sliding
 from infinigen_jax.convert import convert
@@ -85,13 +86,15 @@ NEW = 12
 def greedy(reference: Any, prompt: list[int]) -> tuple[list[int], np.ndarray]:
     """What transformers generates with its cache, and the logits [NEW, v] that it draws from."""
     import torch
+    import transformers
 
     model = copy.deepcopy(reference)  # one with dynamic frequencies remembers the longest call
-    logits, past, inputs = [], None, torch.tensor([prompt])
+    logits, inputs = [], torch.tensor([prompt])
+    cache = with_cache(model, transformers.DynamicCache(config=model.config))
     with torch.no_grad():
         for _ in range(NEW):
-            made = model(inputs, past_key_values=past, use_cache=True)
-            past, inputs = made.past_key_values, made.logits[:, -1:].argmax(-1)
+            made = model(inputs, **cache)
+            inputs = made.logits[:, -1:].argmax(-1)
             logits.append(made.logits[0, -1].numpy())
     return [int(row.argmax()) for row in logits], np.stack(logits)
 

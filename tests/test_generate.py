@@ -300,7 +300,7 @@ def test_prompts_longer_than_the_model(refused):
         "--top-p": ["0", "-0.5", "1.5", "nan"],
         "--alpha": ["-1", "nan"],
         "--partial-ratio": ["0", "-1", "1.1", "nan"],
-        "--budget": ["0", "-1", "1.1", "nan", "0.00001"],
+        "--budget": ["0", "-1", "1.1", "nan", "1e-10"],
         "--seed": ["-1", "4294967296"],
         "--policy": ["best", ""],
         "--schedule": ["eager", ""],
