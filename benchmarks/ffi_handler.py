@@ -24,7 +24,7 @@ from benchmarks.files import RESULTS, write_json
 from infinigen_jax.cuda import ffi, scoring
 from infinigen_jax.cuda.calls import Gather, await_gather, start_gather
 from infinigen_jax.cuda.driver import Driver
-from infinigen_jax.cuda.launch import KERNELS, LANES, Device, Launcher
+from infinigen_jax.cuda.launch import KERNELS, Device, Launcher
 
 CALLS = 256  # in one compiled function
 REPEATS = 30
@@ -48,7 +48,7 @@ class IdleLauncher(Launcher):
 
     def __init__(self):
         super().__init__(Driver(Idle()), lambda architecture: b"")
-        self.streams[0] = Device(0, (0,) * len(KERNELS), 0, 0, (0,) * LANES)
+        self.streams[0] = Device(0, (0,) * len(KERNELS), 0, 0, 0)
 
     def stream(self, frame: ffi.Frame) -> int:
         # The CPU has no stream to tell; asking costs as much.

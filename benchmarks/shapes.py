@@ -228,7 +228,7 @@ def _calibrated(
     ids = ids.astype(np.int32)
     tokens = CalibrationTokens(ids, np.ones(ids.shape, bool), "")
     plain = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)  # noqa: E731
-    calibrator = Calibrator(config, tokens, plain(params["embedding"]), layers_ahead=1)
+    calibrator = Calibrator(config, tokens, plain(params["embedding"]), speculate_from="input")
     bases, losses, blocks = [], [], []
     for layer in map(plain, params["layers"]):
         matrix = jnp.asarray(svd_basis(calibrator.layer(layer))[0], jnp.float32)

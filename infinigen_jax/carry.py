@@ -92,10 +92,8 @@ class Carry(NamedTuple):
 
     Attributes:
         fetched: the next layer's rows.
-        coming: transfers for the layers behind the next, where rows are requested that early.
     """
 
     x: Float[Array, "b e"]
     fetched: Fetched | None
     counts: Counts
-    coming: tuple[Started | None, ...] = ()

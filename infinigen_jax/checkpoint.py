@@ -64,8 +64,7 @@ class Model:
         energies: [L, k, d] float32, the calibration queries' along the columns of the paper's
             bases; None where those are absorbed or unknown.
         ahead: likewise, one per layer: what the corrected layer-ahead query needs.
-        layers_ahead: how many layers ahead that query looks; from the first layer, fewer.
-        speculate_from: what it is of there, one of `speculation.SOURCES`.
+        speculate_from: what of the layer before that query is of, one of `speculation.SOURCES`.
         sparse_loss: [L, 2] float32, relative error behind each layer's attention with few rows,
             chosen by its own query and by that of a layer before, see `convert.loss`; the latter
             by the layer's input, where it is guessed behind attention to what is resident.
@@ -87,7 +86,6 @@ class Model:
     svd_bases: tuple[Basis, ...] | None = None
     energies: np.ndarray | None = None
     ahead: tuple[Ahead, ...] | None = None
-    layers_ahead: int = 1
     speculate_from: str = "input"
     sparse_loss: np.ndarray | None = None
     row_loss: np.ndarray | None = None
@@ -111,7 +109,7 @@ class Model:
     def measured(self, lead: int, source: str) -> bool:
         """Whether the conversion measured losses with rows chosen so: by a layer's own query
         (`lead` 0), or by what it corrected a query for."""
-        return lead == 0 or (lead, source) == (self.layers_ahead, self.speculate_from)
+        return lead == 0 or source == self.speculate_from
 
     @property
     def has_curves(self) -> bool:

@@ -3,17 +3,15 @@
     decode_layer:   norm -> speculate layer l+1 -> start its transfer
                          -> attend (sinks, window, fetched rows) -> MLP -> await the transfer
 
-Two layers ahead (`Policy.lead`) it is layer l+2 that is speculated, and the transfer that layer
-l-1 started for l+1 that is awaited. A policy that speculates behind the attention (`Policy.source`)
-does so in front of the MLP; one that does behind attention to what is resident, in front of
-attention to the rows that were fetched.
+A policy that speculates after attention to the resident rows (`Policy.source`) does so before
+attention to the rows that were fetched; one that selects by a layer's own query (`Policy.lead` 0)
+starts and awaits that layer's rows before its attention.
 
 The host cache and the policy's state are read-only inside a step; new rows go to the ring of
 resident rows, and from there to the host in `flush`, one donated update every `window` steps.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +26,7 @@ from infinigen_jax.host_attention import attend_fetched, attend_streamed, count_
 from infinigen_jax.layout import Layout
 from infinigen_jax.memory import append_rows, capacity_of
 from infinigen_jax.models import Params
+from infinigen_jax.models.base import Layer
 from infinigen_jax.pool import Kept, touch
 from infinigen_jax.reuse import HotSet, plan, plan_by_kernel
 from infinigen_jax.sampling import Sampling, row_keys, sample
@@ -43,13 +42,12 @@ class Decoder(Layout):
         params: Params,
         carry: Carry,
         local: Local,
-        hot: tuple[HotSet | Kept | None, ...],
+        hot: HotSet | Kept | None,
         state: Any,
         host: Shaped[Array, "l a k t w"] | None,
         own: HostLayer | None,
-        following: tuple[Following | None, ...],
+        following: Following | None,
         positions: Int[Array, " b"],
-        number: int = 0,
     ) -> tuple[Carry, Local, HotSet | Kept | None, Any]:
         """One layer of a step.
 
@@ -57,97 +55,95 @@ class Decoder(Layout):
             params: of this layer.
             carry: from the layer before; its `fetched` is this layer's.
             local: this layer's rows on the device.
-            hot: the hot sets of the layers in `following`, if they have one; of a pool, what it
-                keeps.
+            hot: the hot set of the layer in `following`, if it has one; of a pool, what it keeps.
             state: the policy's for this layer, if the policy observes; else None.
             host: the host cache, read-only.
             own: which of the host's layers this one is; None for one that is on the device.
-            following: the layers to fetch rows for, see `Layout.fetches_for`; None for one that
-                needs none.
+            following: the layer to fetch rows for, see `Layout.fetches_for`; None if none needs
+                any.
             positions: of the current tokens.
-            number: of this layer; read where rows are requested more than one layer ahead.
 
         Returns:
-            The carry, the replacement of `local`, that of the hot set of the layer whose rows were
-            awaited (`Layout.awaits_for`), and that of `state`.
+            The carry, the replacement of `local`, that of `hot`, and that of `state`.
         """
-        config = self.config
         layer = self.blueprint.layer(params)
-        x, counts = carry.x, carry.counts
+        x, fetched, counts = carry.x, carry.fetched, carry.counts
         a = layer.attention_input(x)
-        new_hot, lead = None, self.policy.lead
-        started: list[Started | None] = []
-
-        def start_all(source: Callable[[Following], Array]) -> None:
-            for i, target in enumerate(following):
-                if target is None:
-                    started.append(None)
-                    continue
-                # In turn, so that a transfer can be awaited while the one behind it goes on.
-                lane = (number + lead - len(following) + 1 + i) % max(lead, 1)
-                started.append(self.start(target, source(target), hot[i], host, positions, lane))
-
-        def behind_resident(q: Array, local: Local) -> Array:
-            """The query, behind the start of transfers that wait for what is resident alone."""
-            if self.policy.source != "resident":
-                return q
-            near = x
-            if any(target is not None for target in following):
-                with jax.named_scope("resident"):
-                    o = attend(q, local.near(positions, self.slots, self.dtype))
-                    near = x + layer.attention_output(o.reshape(len(o), config.num_heads, -1))
-            start_all(lambda target: self.stand_in(target, near))
-            return self.tie(started, q)
-
-        if self.policy.source == "input":
-            start_all(lambda target: a)
-        if lead == 0 and (at_once := started.pop()) is not None:
-            x, fetched, new_hot, counts = self.wait(at_once, x, counts)
-            carry = carry._replace(fetched=fetched)
+        started = new_hot = None
+        if following is not None and self.policy.source == "input":
+            started = self.start(following, a, hot, host, positions)
+        if started is not None and self.policy.lead == 0:
+            x, fetched, new_hot, counts = self.wait(started, x, counts)
+            started = None
         with jax.named_scope("attention"):
-            q = config.grouped(layer.query(a, positions))
+            q = self.config.grouped(layer.query(a, positions))
             key, value = layer.key_value(a, positions)
-            q = self.tie(started, q)
+            started, q = self.tie(started, q)
+            local = self.write(local, key, value, own, positions)
+            if following is not None and self.policy.source == "resident":
+                near = self.stand_in(following, self.near(layer, x, q, local, positions))
+                started, q = self.tie(self.start(following, near, hot, host, positions), q)
             if not isinstance(local, Resident):
-                local = local.write(key, value, positions)
-                q = behind_resident(q, local)
                 o = attend(q, local.part(positions, self.dtype))
             else:
                 assert host is not None and own is not None
-                row = jnp.concatenate([key, value], axis=-1)
-                summed = self.summed(own.tail[0] if own.tail else {})
-                local = local.write(row, positions, self.slots, summed)
-                q = behind_resident(q, local)
-                if carry.fetched is not None:
-                    o, seen = attend_fetched(self, q, carry.fetched, host, local, own, positions)
-                    if seen is not None:
-                        state = self.policy.observe(state, seen)
+                if fetched is not None:
+                    o, seen = attend_fetched(self, q, fetched, host, local, own, positions)
+                    state = state if seen is None else self.policy.observe(state, seen)
                 else:
                     o = attend_streamed(self, q, local, host, own, positions)
                     capacity = capacity_of(host, x.shape[0])
                     counts = count_streamed(self, counts, capacity, own, positions)
-            x = x + layer.attention_output(o.reshape(o.shape[0], config.num_heads, -1))
-        if self.policy.source == "attention":
-            start_all(lambda target: self.stand_in(target, x))
-            x = self.tie(started, x)
+            x = x + self.output(layer, o)
         with jax.named_scope("mlp"):
             x = x + layer.mlp(x)
-        fetched, coming = None, [*carry.coming, *started]
-        if coming and (awaited := coming.pop(0)) is not None:
-            x, fetched, new_hot, counts = self.wait(awaited, x, counts)
-        return Carry(x, fetched, counts, tuple(coming)), local, new_hot, state
+        fetched = None
+        if started is not None:
+            x, fetched, new_hot, counts = self.wait(started, x, counts)
+        return Carry(x, fetched, counts), local, new_hot, state
+
+    def write(
+        self,
+        local: Local,
+        key: Float[Array, "b k d"],
+        value: Float[Array, "b k d"],
+        own: HostLayer | None,
+        positions: Int[Array, " b"],
+    ) -> Local:
+        """Put the current tokens' keys and values among a layer's rows on the device."""
+        if not isinstance(local, Resident):
+            return local.write(key, value, positions)
+        assert own is not None
+        row = jnp.concatenate([key, value], axis=-1)
+        summed = self.summed(own.tail[0] if own.tail else {})
+        return local.write(row, positions, self.slots, summed)
+
+    def near(
+        self,
+        layer: Layer,
+        x: Float[Array, "b e"],
+        q: Float[Array, "b k g d"],
+        local: Local,
+        positions: Int[Array, " b"],
+    ) -> Float[Array, "b e"]:
+        """The hidden state after attention to the resident rows alone."""
+        with jax.named_scope("resident"):
+            return x + self.output(layer, attend(q, local.near(positions, self.slots, self.dtype)))
+
+    def output(self, layer: Layer, o: Float[Array, "b k g d"]) -> Float[Array, "b e"]:
+        """Project the attention of all heads back to the hidden size."""
+        return layer.attention_output(o.reshape(o.shape[0], self.config.num_heads, -1))
 
     def stand_in(self, following: Following, x: Float[Array, "b e"]) -> Float[Array, "b e"]:
         """A hidden state under the norm of the layer whose input it stands in for."""
         return self.blueprint.layer(following.params).attention_input(x)
 
-    def tie(self, started: list[Started | None], x: Array) -> Array:
-        """Put transfers in front of the work on x."""
-        for i, begun in enumerate(started):
-            if begun is not None:
-                ticket, x = self.transfer.behind(begun.ticket, x)
-                started[i] = begun._replace(ticket=ticket)
-        return x
+    def tie(self, started: Started | None, x: Array) -> tuple[Started | None, Array]:
+        """Put a transfer in front of the work on x."""
+        if started is None:
+            return None, x
+        ticket, x = self.transfer.behind(started.ticket, x)
+        return started._replace(ticket=ticket), x
 
     def start(
         self,
@@ -156,13 +152,8 @@ class Decoder(Layout):
         hot: HotSet | Kept | None,
         host: Shaped[Array, "l a k t w"] | None,
         positions: Int[Array, " b"],
-        lane: int = 0,
     ) -> Started:
-        """Select rows for a layer by what stands in for its input, and start their transfer.
-
-        Args:
-            lane: see `Transfer.start`.
-        """
+        """Select rows for a layer by what stands in for its input, and start their transfer."""
         assert host is not None
         layer = self.blueprint.layer(following.params)
         there = held(self, following.positions, positions)
@@ -193,7 +184,6 @@ class Decoder(Layout):
                 None if hot is None else hot.rows,
                 planned,
                 self.mesh,
-                lane,
             )
         return Started(request, ticket, moved, hot, used)
 

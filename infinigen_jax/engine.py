@@ -157,11 +157,6 @@ class Engine:
             crosses = mover.masks and not mover.in_place
             hot_set = HOT_SET if crosses and chosen.reuses else 0.0
         chosen = chosen.fitted(model, mover.in_place, pool is not None)
-        if schedule == "layerwise" and chosen.lead > 1:
-            raise InputError(
-                f"--layers-ahead {chosen.lead}: a transfer ends with the call that began it, in "
-                "--schedule layerwise one layer; use --schedule fused"
-            )
         if dense_layers is None:
             dense_layers = chosen.dense_layers
         if dense_layers is None:

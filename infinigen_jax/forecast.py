@@ -129,7 +129,7 @@ class Conversion(NamedTuple):
     Attributes:
         corrected: whether it has a corrected layer-ahead query.
         losses: the fields of `Model` on what few rows lose.
-        layers_ahead, speculate_from: of the corrected query.
+        speculate_from: of the corrected query.
         predicts: whether it has what the values of a tail are predicted by.
         neurons: that its corrected query sees.
     """
@@ -137,7 +137,6 @@ class Conversion(NamedTuple):
     skew: str
     corrected: bool
     losses: Mapping[str, np.ndarray] = types.MappingProxyType({})
-    layers_ahead: int = 1
     speculate_from: str = "input"
     predicts: bool = True
     neurons: int = 0
@@ -200,7 +199,6 @@ class Planner:
                 skew=conversion.skew,
                 key_mean=mean,
                 tail_moments=moments if conversion.predicts else None,
-                layers_ahead=conversion.layers_ahead,
                 speculate_from=conversion.speculate_from,
                 **conversion.losses,
                 **parts,
@@ -311,7 +309,6 @@ def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
         manifest.skew,
         AHEAD_FILE in manifest.files,
         read_loss(file, config),
-        manifest.layers_ahead,
         manifest.speculate_from,
         predicts(file),
         neurons_in(SafetensorsFile(folder / AHEAD_FILE)) if AHEAD_FILE in manifest.files else 0,

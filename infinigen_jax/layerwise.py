@@ -45,7 +45,7 @@ def by_layer(
         carry = carry._replace(x=x)
     for i in range(len(stored)):
         own = decoder.host_number(i)
-        (target,) = decoder.fetches_for(i)  # at most one layer ahead, see `Engine`
+        target = decoder.fetches_for(i)
         ahead = following(target)
         observes = own >= 0 and decoder.policy.observes
         hands_over = ahead is not None and decoder.policy.lead > 0
@@ -55,11 +55,11 @@ def by_layer(
             params,
             carry,
             cache.local[i],
-            (None if ahead is None else hot[target],),
+            None if ahead is None else hot[target],
             states[own] if observes else None,
             cache.host,
             decoder.own_layer(weights, cache, own, numbers[own] if own >= 0 else None),
-            (ahead,),
+            ahead,
             positions,
             stored=upcoming if decoder.weights_on_host else [],
         )

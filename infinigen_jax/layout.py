@@ -128,19 +128,12 @@ class Layout:
         """Whether layer 0 is on the host and no layer before it could request its rows."""
         return self.policy.lead > 0 and self.host_number(0) == 0
 
-    def fetches_for(self, layer: int) -> tuple[int, ...]:
-        """The host layers that rows are requested for in a layer of the model.
+    def fetches_for(self, layer: int) -> int:
+        """The host layer whose rows are requested and awaited in a layer of the model.
 
-        -1 for one that is not on the host. In the first layer these are all that come next, as
-        there is none before it that could look further ahead for them.
+        -1 if it is not on the host.
         """
-        lead = self.policy.lead
-        nearest = 1 if lead and layer == 0 else lead
-        return tuple(self.host_number(layer + far) for far in range(nearest, lead + 1))
-
-    def awaits_for(self, layer: int) -> int:
-        """The host layer whose rows are awaited in a layer of the model; -1 for none."""
-        return self.host_number(layer + min(self.policy.lead, 1))
+        return self.host_number(layer + self.policy.lead)
 
     @property
     def in_chunks(self) -> bool:

@@ -33,7 +33,6 @@ from typing import Any
 
 from infinigen_jax.convert.reader import read_json
 from infinigen_jax.errors import InputError
-from infinigen_jax.policies.base import MOST_LAYERS_AHEAD
 from infinigen_jax.speculation import SOURCES
 
 FORMAT_VERSION = 1
@@ -42,7 +41,7 @@ SKEW_FILE = "infinigen.safetensors"
 AHEAD_FILE = "infinigen_ahead.safetensors"
 SKEWS = ("svd", "balanced", "none")
 AGAIN = "convert the model again"
-UNSAID = {"layers_ahead": 1, "speculate_from": "input"}  # where an older conversion does not say
+UNSAID: dict[str, Any] = {"speculate_from": "input"}  # where an older conversion does not say
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,8 +54,8 @@ class Manifest:
             keys are the partial keys (OPT with "svd").
         dtype: name of the dtype of the weights.
         calibration: {"text_sha256": ..., "tokens": ...}, or None with skew "none".
-        layers_ahead: how many layers the corrected query looks ahead; 1 where it is not said.
-        speculate_from: what of that layer it is of; "input" where it is not said.
+        speculate_from: what of the layer before the corrected query is of; "input" where it is not
+            said.
         sources, files: {"name": {"sha256": ..., "size": ...}} of what was read and written.
     """
 
@@ -65,7 +64,6 @@ class Manifest:
     absorbed: bool
     dtype: str
     calibration: dict[str, Any] | None
-    layers_ahead: int
     speculate_from: str
     sources: dict[str, dict[str, Any]]
     files: dict[str, dict[str, Any]]
@@ -88,6 +86,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(
             f"{path}: format version {version}, but this program reads {FORMAT_VERSION}; {AGAIN}"
         )
+    if (ahead := value.get("layers_ahead", 1)) != 1:  # of earlier releases
+        raise InputError(f"{path}: layers_ahead is {ahead!r}, this program reads 1; {AGAIN}")
     fields = {field.name for field in dataclasses.fields(Manifest)}
     try:
         value = UNSAID | value
@@ -95,8 +95,6 @@ def read_manifest(folder: Path) -> Manifest:
         sizes = [(str(f["sha256"]), int(f["size"])) for f in manifest.files.values()]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InputError(f"{path}: damaged, fields are missing; {AGAIN}") from None
-    if manifest.layers_ahead not in range(1, MOST_LAYERS_AHEAD + 1):
-        raise InputError(f"{path}: damaged, layers_ahead is {manifest.layers_ahead!r}; {AGAIN}")
     if manifest.speculate_from not in SOURCES:
         found = manifest.speculate_from
         raise InputError(f"{path}: damaged, speculate_from is {found!r}; {AGAIN}")

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 # For the help of --model; `checkpoint.EMBEDDED` comes with JAX.
 OR_EMBEDDED = "or an embedded model: books-llama (default), tiny-llama or tiny-opt"
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "seed")  # fields of `sampling.Sampling`
-AUTO = {"layers_ahead": 0}  # where it is not called so
 POLICY_OPTIONS = (
     "alpha",
     "partial_ratio",
@@ -26,7 +25,6 @@ POLICY_OPTIONS = (
     "index_dtype",
     "basis",
     "query",
-    "layers_ahead",
     "speculate_from",
     "count",
     "mass",
@@ -111,17 +109,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         **many,
     )
     add(
-        "--layers-ahead",
-        type=int,
-        metavar="N",
-        help="so many layers before the one they are for: 1 or 2 (default: as converted, else 1)",
-        **many,
-    )
-    add(
         "--speculate-from",
         metavar="S",
-        help="what there: input, attention, the state behind it, or resident, behind attention to "
-        "what is resident (default: as converted, else input)",
+        help="what of the layer before: input, attention, the state after it, or resident, after "
+        "attention to the resident rows (default: as converted, else input)",
         **many,
     )
     add(
@@ -241,7 +232,7 @@ def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> l
             *((n, value, f"--{n.replace('_', '-')} {value}") for n, value in given.items()),
             *((n, value, f"--policy {arguments.policy}: {n}") for n, value in own.items()),
         )
-        if value not in (None, AUTO.get(name, "auto"), getattr(policy, name))
+        if value not in (None, "auto", getattr(policy, name))
     ]
     chunk = chunk_option(arguments.prefill_chunk)
     if chunk not in (None, engine.prefill_chunk):

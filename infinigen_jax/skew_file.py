@@ -84,7 +84,6 @@ def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str
             raise InputError(f"{path}: an ahead basis is not finite; {AGAIN}")
         projections = _read_projections(folder / AHEAD_FILE, config)
         found["ahead"] = tuple(map(Ahead, projections, _bases(*pair)))
-        found["layers_ahead"] = manifest.layers_ahead
         found["speculate_from"] = manifest.speculate_from
     return found
 

@@ -5,7 +5,7 @@
     k^        the index: layer l+1's cached keys in the same basis, the first r columns
     q^ . k^   the speculated attention logits (`index.IndexFormat.scores`)
 
-Two layers ahead it is layer l+2's query, basis and keys. Not in the paper: behind layer l's
+Not in the paper: behind layer l's
 attention there is a better stand-in, the hidden state there under layer l+1's norm, which lacks
 layer l's MLP alone; rows then have the time of that MLP to come. Nearly as good is the state behind
 attention to what is resident alone, sinks and recent tokens: it waits for no rows, so that those
@@ -74,25 +74,6 @@ def choose_query(model: "Model", query: str) -> str:
             "--skew balanced"
         )
     return query
-
-
-def choose_layers_ahead(model: "Model", query: str, layers_ahead: int) -> int:
-    """From how many layers before an input is taken: 0 is what the model was converted for.
-
-    For a plain query, too: what the conversion measured of each layer is of that.
-
-    Raises:
-        InputError: naming the conversion that a corrected query takes.
-    """
-    if query != "corrected":
-        return layers_ahead or model.layers_ahead
-    if layers_ahead not in (0, model.layers_ahead):
-        raise InputError(
-            f"--layers-ahead {layers_ahead}: the model's corrected query is for "
-            f"{model.layers_ahead}; convert it again with --layers-ahead {layers_ahead}, or use "
-            "--query plain"
-        )
-    return model.layers_ahead
 
 
 def choose_source(model: "Model", query: str, source: str) -> str:

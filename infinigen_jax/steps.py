@@ -133,24 +133,23 @@ def steps(decoder: Decoder) -> Steps:
         all_params, params = weights.params["layers"], None
         for i in range(len(all_params)):
             carry, params, coming = begin_layer(carry, params, all_params[i : i + 2])
-            own, ahead = decoder.host_number(i), decoder.fetches_for(i)
-            before = carry
+            own, target = decoder.host_number(i), decoder.fetches_for(i)
+            ahead, before = following[target] if target >= 0 else None, carry
             place = decoder.own_layer(weights, cache, own, number[own] if own >= 0 else None)
             with jax.named_scope(f"layer{i}"):
                 carry, local[i], new_hot, state = decoder.decode_layer(
                     params,
                     carry,
                     local[i],
-                    tuple(hot[n] if n >= 0 else None for n in ahead),
+                    None if ahead is None else hot[target],
                     states[own] if own >= 0 and decoder.policy.observes else None,
                     host,
                     place,
-                    tuple(following[n] if n >= 0 else None for n in ahead),
+                    ahead,
                     positions,
-                    i,
                 )
-            if (awaited := decoder.awaits_for(i)) >= 0:
-                hot[awaited] = new_hot
+            if ahead is not None:
+                hot[target] = new_hot
             if own >= 0 and decoder.policy.observes:
                 states[own] = state
             carry, coming = end_layer(carry, coming)

@@ -52,8 +52,8 @@ def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
     selecting = any(not decoder.streams(number) for number in range(decoder.host_layers))
     requested = decoder.policy.request_size(capacity) if selecting else 0
     row = batch * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
-    layers = 1 + max(decoder.policy.lead, 1)  # that have their rows on the device at a time
-    moved = 0 if decoder.transfer.in_place and not decoder.hot_set else layers * requested * row
+    # Two layers have their rows on the device at a time.
+    moved = 0 if decoder.transfer.in_place and not decoder.hot_set else 2 * requested * row
     # Scores, what they are ranked by, and which of them pass, in float32.
     scores = 3 * FLOAT32 * batch * config.num_heads * capacity if selecting else 0
     if selecting and (block := decoder.policy.tail_block) > 1:  # with mean entries of the blocks

@@ -22,8 +22,6 @@ HF: dict[str, dict[str, Any]] = {
     "opt": {"model_type": "opt", "ffn_dim": 24},
 }
 RELATIVES: dict[str, dict[str, Any]] = {
-    # With rows of two layers under way: one layer more that requests behind the first.
-    "deep": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 4},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12},
     "windows": {

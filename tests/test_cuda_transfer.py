@@ -1,6 +1,5 @@
 """Handlers, launches and the transfer on the CPU, with a stand-in for the driver."""
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -147,36 +146,6 @@ def test_order_of_streams_and_events(driver: FakeCuda):
     assert launch[1:8] == (1, 1, 1, 64, 1, 1, 0) and launch[8] == OWN_STREAM
     assert finished[1] == OWN_STREAM and waits[:2] == (XLA_STREAM, finished[0])
     assert started[0] != finished[0]
-
-
-def test_a_wait_is_for_its_own_lane(driver: FakeCuda):
-    """Two gathers under way: the one in the first lane can be awaited while the second goes on."""
-    host, x = host_cache((2, 1, 1, 8, 8), jnp.float32), jnp.ones((1, 2))
-    wanted, transfer = request((1, 1, 4), 8, 0), CudaTransfer()
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def both(host: Any, x: Any, lanes: tuple[int, int]) -> Any:
-        tickets = [
-            transfer.start(host, jnp.int32(i), wanted, None, None, default_mesh(), lane)
-            for i, lane in enumerate(lanes)
-        ]
-        rows = []
-        for ticket in tickets:
-            x, moved, _ = transfer.wait(ticket, x)
-            rows.append(moved)
-        return rows
-
-    expected = [run(XlaTransfer(), host, jnp.int32(i), wanted, None, None, x)[1] for i in range(2)]
-    events = []
-    for lanes in ((0, 1), (0, 0), (1, 1)):
-        driver.calls.clear()
-        rows = [jnp.where(wanted.valid[..., None], r, 0) for r in both(host, x, lanes)]
-        np.testing.assert_array_equal(jnp.stack(rows), jnp.stack(expected))
-        ends = [a[0] for n, a in driver.calls if n == "cuEventRecord" and a[1] == OWN_STREAM]
-        waits = [a[1] for n, a in driver.calls if n == "cuStreamWaitEvent" and a[0] == XLA_STREAM]
-        assert len(ends) == len(waits) == 2 and set(ends) == set(waits)
-        events.append(set(waits))
-    assert events[0] == events[1] | events[2] and len(events[0]) == 2
 
 
 def test_rows_are_not_there_before_the_wait(driver: FakeCuda):

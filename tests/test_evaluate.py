@@ -224,11 +224,11 @@ def test_what_tells_lines_apart():
     assert name_columns(c)[1] == [["infinigen", "0.1", "4"], ["infinigen", "0.1", "inf"]]
     assert labels(c) == ["infinigen alpha 4", "infinigen alpha inf"]
     d = [
-        line("infinigen", budget=0.1, query=query, layers_ahead=ahead)
-        for query, ahead in (("own", 0), ("corrected", 1), ("corrected", 2))
+        line("infinigen", budget=0.1, query=query, speculate_from=source)
+        for query, source in (("own", "input"), ("corrected", "resident"), ("corrected", "input"))
     ]
     assert labels(d[:2]) == ["infinigen own", "infinigen corrected"]
-    assert labels(d)[1:] == [f"infinigen corrected layers ahead {n}" for n in (1, 2)]
+    assert labels(d)[2] == "infinigen corrected speculate from input"
 
 
 @pytest.mark.parametrize(
@@ -251,8 +251,19 @@ def test_options_that_no_policy_has_are_said(policies, said):
 
 
 def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_said():
-    """The engine chooses by the own query, which looks no layers ahead; `fixed` has no alpha."""
-    given = ("--layers-ahead", "1", "2", "--mass", "0.5", "--alpha", "3", "5", "--budget", "0.3")
+    """The engine chooses by the own query, which is guessed from nothing; `fixed` has no alpha."""
+    given = (
+        "--speculate-from",
+        "input",
+        "resident",
+        "--mass",
+        "0.5",
+        "--alpha",
+        "3",
+        "5",
+        "--budget",
+        "0.3",
+    )
     policies = ("infinigen:count=fixed", "infinigen:tail=false,tail_tokens=16", "window")
     chosen = parsed(*given, "--prefill-chunk", "8", "--pool-tokens", "all", "20", "--quiet",
                     "--policy", *policies)  # fmt: skip
@@ -274,7 +285,7 @@ def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_
     ]
     assert all(s.get("mass", 0.9) == 0.9 and s.get("tail_tokens") in (0, 64, None) for s in lines)
     other = {line.split(": ", 1)[1] for line in said if "the same as" not in line}
-    for option in ("--layers-ahead 1", "--layers-ahead 2", "--mass 0.5", "--alpha 3.0",
+    for option in ("--speculate-from resident", "--mass 0.5", "--alpha 3.0",
                    "--prefill-chunk 8", f"--policy {policies[1]}: tail_tokens"):  # fmt: skip
         assert any(line.startswith(f"{option}: ") for line in other), option
     assert sum("the same as a line before" in line for line in said) == len(chosen) - len(lines)

@@ -80,7 +80,7 @@ def _group(q, k, v, group, head: int, at: int, count: int) -> np.ndarray:
 def test_what_cannot_be_told_is_not_measured():
     model = random_model("gqa")
     text = windows(np.asarray(IDS[:200], np.int32), model.config, 200, "text", b"")
-    calibrator = Calibrator(model.config, text, model.params["embedding"], layers_ahead=1)
+    calibrator = Calibrator(model.config, text, model.params["embedding"], speculate_from="input")
     calibrator.layer(model.params["layers"][0])
     assert np.isnan(calibrator.loss(model.params["layers"][0])).all()
 

@@ -130,7 +130,7 @@ def test_a_query_that_sees_neurons_is_nearer(name: str, source: str):
     text = CalibrationTokens(ids, np.ones_like(ids, bool), "")
     errors = []
     for neurons in (0, number_of(model.config, 1.0)):
-        given = (model.config, text, model.params["embedding"], 1, source, neurons)
+        given = (model.config, text, model.params["embedding"], source, neurons)
         calibrator = Calibrator(*given)
         off = []
         for number, params in enumerate(model.params["layers"]):

@@ -60,7 +60,7 @@ def calibrated(ids: np.ndarray, config, model):
     """Moments of layer 1 and of its guessed query, over one window."""
     cut = dataclasses.replace(config, max_positions=len(ids))
     text = windows(ids, cut, 1000, "text", b"")
-    calibrator = Calibrator(config, text, model.params["embedding"], layers_ahead=1)
+    calibrator = Calibrator(config, text, model.params["embedding"], speculate_from="input")
     for params in model.params["layers"][:2]:
         found = calibrator.layer(params)
     return found, calibrator.ahead(model.params["layers"][1])[1]

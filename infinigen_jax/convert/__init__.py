@@ -17,7 +17,6 @@ def convert(
     calibration: str | Path | Sequence[int] | None = None,
     dtype: str | None = None,
     skew: str = DEFAULT_SKEW,
-    layers_ahead: int = 1,
     speculate_from: str | None = None,
     neurons: float = DEFAULT_NEURONS,
     force: bool = False,
@@ -36,10 +35,9 @@ def convert(
         dtype: "float32", "bfloat16" or "float16" for the weights; as stored by default.
         skew: "balanced" (the default: a basis that weighs queries and keys alike, a query corrected
             on the text, and the paper's basis), "svd" (the paper's), or "none".
-        layers_ahead: how many layers ahead the corrected query looks, 1 or 2.
-        speculate_from: what it is of there: "input", the attention's; "attention", the hidden
-            state behind it; or "resident", behind attention to sinks and recent tokens alone, the
-            default of a balanced conversion.
+        speculate_from: what of the layer before the corrected query is of: "input", the
+            attention's; "attention", the hidden state after it; or "resident", the one after
+            attention to sinks and recent tokens alone, the default of a balanced conversion.
         neurons: of the MLP in front of a layer, as a share of its width, that the corrected query
             sees besides; 0 for none.
         force: replace an earlier conversion at the destination, once the new one is complete.
@@ -59,7 +57,6 @@ def convert(
         calibration=calibration,
         dtype=dtype,
         skew=skew,
-        layers_ahead=layers_ahead,
         speculate_from=speculate_from,
         neurons=neurons,
         force=force,

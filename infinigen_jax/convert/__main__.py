@@ -32,19 +32,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="basis of queries and keys: svd is the paper's (default: %(default)s)",
     )
     parser.add_argument(
-        "--layers-ahead",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="how early rows are requested by the query that the calibration corrects: 2 gives "
-        "transfers twice the time, 1 guesses better (default: %(default)s)",
-    )
-    parser.add_argument(
         "--speculate-from",
         choices=("input", "resident", "attention"),
-        help="what that query is made of: a layer's input; the hidden state behind attention to "
-        "sinks and recent tokens alone, which guesses better; or the one behind its attention, "
-        f"which guesses best and comes later (default: {DEFAULT_SOURCE})",
+        help="what of the layer before the corrected query is made of: its input; the hidden "
+        "state after attention to sinks and recent tokens alone, which guesses "
+        "better; or the one after its attention, which guesses best and comes later "
+        f" (default: {DEFAULT_SOURCE})",
     )
     parser.add_argument(
         "--neurons",
@@ -87,7 +80,6 @@ def _convert(arguments: argparse.Namespace) -> None:
             calibration=arguments.calibration,
             dtype=arguments.dtype,
             skew=arguments.skew,
-            layers_ahead=arguments.layers_ahead,
             speculate_from=arguments.speculate_from,
             neurons=arguments.neurons,
             force=arguments.force,

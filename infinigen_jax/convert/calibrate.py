@@ -1,9 +1,9 @@
 """Calibration: run a text through the model, one layer at a time, and collect q and k moments.
 
 Only the hidden states of the text and one layer's weights are in memory; for the correction of the
-layer-ahead query, and for what few rows lose, also what that query is guessed from, of one layer
-(of two, for a query two layers ahead), and the input, queries, keys and values of another. All
-arithmetic is float32 with full-precision products, whatever the checkpoint's dtype.
+layer-ahead query, and for what few rows lose, also what that query is guessed from, of one layer,
+and the input, queries, keys and values of another. All arithmetic is float32 with full-precision
+products, whatever the checkpoint's dtype.
 """
 
 import functools
@@ -108,6 +108,19 @@ def windows(
     )
 
 
+class Before(NamedTuple):
+    """What the query of a layer is guessed from: of the layer before it.
+
+    Attributes:
+        input: into its attention.
+        source: what stands in for the next layer's input, see `_step`.
+    """
+
+    input: Float[Array, "w s e"]
+    source: Float[Array, "w s e"]
+    mlp: Mlp
+
+
 class Calibrator:
     """Carries the text's hidden states from layer to layer.
 
@@ -118,9 +131,8 @@ class Calibrator:
         config: the architecture.
         tokens: the text.
         embedding: the embedding's parameters, float32.
-        layers_ahead: keep what `ahead` and `loss` need, for a query of the layer so many before;
-            0: keep nothing.
-        speculate_from: what of that layer, one of `speculation.SOURCES`.
+        speculate_from: what of the layer before a query is guessed from, one of
+            `speculation.SOURCES`; None: keep nothing of what `ahead` and `loss` need.
         neurons: of that layer's MLP that the query sees besides.
     """
 
@@ -129,23 +141,20 @@ class Calibrator:
         config: ModelConfig,
         tokens: CalibrationTokens,
         embedding: Params,
-        layers_ahead: int = 0,
-        speculate_from: str = "input",
+        speculate_from: str | None = None,
         neurons: int = 0,
     ):
         self._config = config
         self._count = tokens.count
-        self._layers_ahead, self._source = layers_ahead, speculate_from
+        self._source = speculate_from
         self._done = 0  # layers
         self._neurons = neurons
-        self._sources: list[Array] = []  # of the layers before, the nearest last
-        self._mlps: list[Mlp] = []  # theirs
+        self._before: Before | None = None
         self._inner: Params = {}  # of the neurons that a query of this layer sees
         self._own: Array | None = None  # this layer's attention input
         self._stand_in: Array | None = None  # for it
         self._attended: tuple[Array, ...] | None = None  # hidden states, queries, keys, values
         self._guesses: tuple[Array, ...] = ()
-        self._inputs: list[Array] = []  # of the layers before, the nearest last
         self._input: Array | None = None  # of the layer before, where another state stands in
         self._valid = jnp.asarray(tokens.valid)
         self._places = offsets(config.rope, config.max_positions, tokens.ids.shape[1])
@@ -160,23 +169,21 @@ class Calibrator:
         """
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
             sliding = self._config.window_of(self._done)
-            step = _step(self._config, self._source if self._layers_ahead else None, sliding)
+            step = _step(self._config, self._source, sliding)
             self._hidden, sums, seen = step(params, self._hidden, self._valid)
         self._done += 1
         if seen is not None:
             own, source, *attended = seen
             self._attended, self._guesses = tuple(attended), ()
-            stand_in = self._sources[0] if self._sources else own
-            if self._source != "input" and self._sources:
-                stand_in = _normed(self._config, params, stand_in)
-            self._own, self._stand_in = own, stand_in
+            before, self._own, self._stand_in = self._before, own, own
+            if before is not None:
+                self._stand_in = before.source
+                if self._source != "input":
+                    self._stand_in = _normed(self._config, params, before.source)
             if self._source == "resident":
-                self._input = self._inputs[0] if self._inputs else own
-                self._inputs = [*self._inputs, own][-self._layers_ahead :]
+                self._input = own if before is None else before.input
             self._inner = self._chosen(params)
-            self._sources.append(source)
-            self._mlps.append(Mlp(params))
-            del self._sources[: -self._layers_ahead], self._mlps[: -self._layers_ahead]
+            self._before = Before(own, source, Mlp(params))
         # Summed over windows in float64, on the host.
         query_gram, key_gram, key_sum, *blocks = (
             np.asarray(s, np.float64).sum(axis=0) for s in sums
@@ -197,8 +204,7 @@ class Calibrator:
     def ahead(self, params: Params) -> tuple[Params, GuessMoments]:
         """For the layer that `layer` ran last: its query by a layer before.
 
-        By the one `layers_ahead` before, or the first. Of the first layer, whose rows are fetched
-        by its own input, the query is the true one.
+        Of the first layer, whose rows are fetched by its own input, the query is the true one.
 
         Returns:
             The corrected projection, see `neurons.projected`, float32; moments of the queries that
@@ -256,10 +262,10 @@ class Calibrator:
             return np.sqrt(errors / whole).astype(np.float32)
 
     def _chosen(self, params: Params) -> Params:
-        """The neurons of a layer before that a query of the layer with these parameters sees."""
-        if not self._neurons or not self._mlps:
+        """The neurons of the layer before that a query of the layer with these parameters sees."""
+        if not self._neurons or self._before is None:
             return {}
-        mlp, norm = self._mlps[0], params["attention_norm"]
+        mlp, norm = self._before.mlp, params["attention_norm"]
         whole = mlp.under(mlp.attention_norm if self._source == "input" else norm)
         query = np.asarray(norm["scale"])[:, None] * np.asarray(params["q"]["kernel"])
         assert self._stand_in is not None

@@ -41,7 +41,6 @@ from infinigen_jax.manifest import (
 )
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.neurons import number_of, projection_shapes
-from infinigen_jax.policies.base import MOST_LAYERS_AHEAD
 from infinigen_jax.safetensors_io import DTYPES, SafetensorsWriter, tensor_bytes
 from infinigen_jax.skew import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
 from infinigen_jax.speculation import SOURCES
@@ -74,7 +73,6 @@ def run(
     calibration: str | Path | Sequence[int] | None,
     dtype: str | None,
     skew: str,
-    layers_ahead: int,
     speculate_from: str | None,
     neurons: float,
     force: bool,
@@ -83,8 +81,6 @@ def run(
     """See `infinigen_jax.convert.convert`."""
     if skew not in SKEWS:
         raise InputError(f"skew {skew!r} is unknown; use one of {', '.join(SKEWS)}")
-    if not 1 <= layers_ahead <= MOST_LAYERS_AHEAD:
-        raise InputError(f"--layers-ahead {layers_ahead}: use 1 or {MOST_LAYERS_AHEAD}")
     if speculate_from is None:
         speculate_from = DEFAULT_SOURCE if skew == "balanced" else "input"
     if speculate_from not in SOURCES:
@@ -93,13 +89,11 @@ def run(
         )
     if not 0 <= neurons <= 1:
         raise InputError(f"--neurons {neurons}: give a share from 0 to 1")
-    ahead = {"--layers-ahead": (layers_ahead, 1), "--speculate-from": (speculate_from, "input")}
-    for option, (given, usual) in ahead.items():
-        if given != usual and skew != "balanced":
-            raise InputError(
-                f"{option} {given}: it is for the query that --skew balanced corrects, and "
-                f"--skew {skew} has none"
-            )
+    if speculate_from != "input" and skew != "balanced":
+        raise InputError(
+            f"--speculate-from {speculate_from}: it is for the query that --skew balanced "
+            f"corrects, and --skew {skew} has none"
+        )
     folder = checked_folder(source)
     hf, config = read_config(folder)
     target = check_destination(folder, Path(destination), force)
@@ -111,8 +105,7 @@ def run(
     check_space(target, _needed(config, sources, stored, copied, skew, number))
     tokens = _tokens(calibration, folder, config) if skew != "none" else None
     with staged(target) as out:
-        ahead = layers_ahead, speculate_from, number
-        job = _Job(config, sources, stored, skew, ahead, tokens)
+        job = _Job(config, sources, stored, skew, speculate_from, number, tokens)
         files = job.write_weights(out, progress or (lambda done, total: None))
         files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(_config(hf, stored), indent=2) + "\n")
@@ -126,7 +119,6 @@ def run(
             skew=skew,
             absorbed=job.absorbs,
             dtype=stored.name,
-            layers_ahead=layers_ahead,
             speculate_from=speculate_from,
             calibration=tokens and {"text_sha256": tokens.sha256, "tokens": tokens.count},
             sources={file.name: file_record(file) for file in [folder / "config.json", *read]},
@@ -145,11 +137,12 @@ class _Job:
         sources: Mapping[str, TensorSource],
         dtype: np.dtype,
         skew: str,
-        ahead: tuple[int, str, int],
+        source: str,
+        neurons: int,
         tokens: CalibrationTokens | None,
     ):
         self.config, self.sources, self.dtype, self.skew = config, sources, dtype, skew
-        self.ahead, self.tokens = ahead, tokens  # what `Calibrator` has of a query ahead
+        self.source, self.neurons, self.tokens = source, neurons, tokens
         self.slots = expected(blueprint(config, jnp.float32))
         # Rotation does not commute with the basis, and only an orthogonal one leaves a valid
         # checkpoint whose attention anyone can compute.
@@ -176,7 +169,7 @@ class _Job:
                 for name, tensor in self._cast(slots, found if self.absorbs else None):
                     files[SAFETENSORS].add(name, tensor)
                 if AHEAD_FILE in files:
-                    for name in projection_shapes(self.config, done, self.ahead[2]):
+                    for name in projection_shapes(self.config, done, self.neurons):
                         tensor = np.asarray(found[name]).astype(self.dtype)
                         files[AHEAD_FILE].add(f"layers.{done}.{name}", tensor)
                 progress(done + 1, self.config.num_layers)
@@ -189,7 +182,7 @@ class _Job:
         return {
             f"layers.{i}.{name}": (self.dtype, shape)
             for i in range(self.config.num_layers)
-            for name, shape in projection_shapes(self.config, i, self.ahead[2]).items()
+            for name, shape in projection_shapes(self.config, i, self.neurons).items()
         }
 
     def write_skew(self, out: Path) -> dict[str, Any]:
@@ -212,7 +205,7 @@ class _Job:
         if self.tokens is None:
             return None
         params = read_tree(self.slots.embedding, self.sources, _joined)
-        return Calibrator(self.config, self.tokens, params, *self.ahead)
+        return Calibrator(self.config, self.tokens, params, self.source, self.neurons)
 
     def _calibrate(self, calibrator: Calibrator | None, slots: list[Slot]) -> Any:
         """Run a layer, keep its statistics.

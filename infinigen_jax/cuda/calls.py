@@ -39,7 +39,6 @@ def start_gather(
     miss: Bool[Array, "b k n"] | None,
     blocks: int,
     threads: int,
-    lane: int = 0,
 ) -> Gather:
     """Start to gather rows of a layer on the own stream. See gather.cu.
 
@@ -48,7 +47,6 @@ def start_gather(
         count: how many of the slots are meant; behind them the rows are zeros.
         hot, entry, miss: the hot set's rows and its plan, or None.
         blocks, threads: at most so many blocks of so many threads do it.
-        lane: of the wait that this start is for, see `launch`.
 
     Raises:
         InputError: the rows are not whole vectors of 16 bytes, or too many for one launch.
@@ -67,7 +65,7 @@ def start_gather(
     integers = (b * k, t, n, vectors)
     operands = (host, layer, slots, count)
     if hot is None:
-        (moved,) = call(START, operands, (rows,), {}, "gather_rows", grid, integers, lane)
+        (moved,) = call(START, operands, (rows,), {}, "gather_rows", grid, integers)
         return Gather(moved, None, operands)
     assert entry is not None and miss is not None
     like_hot = jax.ShapeDtypeStruct(hot.shape, hot.dtype)
@@ -79,20 +77,18 @@ def start_gather(
         "gather_rows_hot",
         grid,
         (*integers, hot.shape[2]),
-        lane,
     )
     return Gather(moved, hot, (*operands, entry, miss))
 
 
 def await_gather(
     gather: Gather,
-    lane: int = 0,
 ) -> tuple[Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
     """The rows and the hot set's rows; what uses them comes behind the end of the gather."""
     written = tuple(x for x in (gather.rows, gather.hot) if x is not None)
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written)
     aliases = {i: i for i in range(len(written))}
-    awaited = call(WAIT, (*written, *gather.operands), results, aliases, lane=lane)
+    awaited = call(WAIT, (*written, *gather.operands), results, aliases)
     return awaited[0], awaited[1] if gather.hot is not None else None
 
 

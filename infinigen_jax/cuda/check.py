@@ -88,18 +88,13 @@ def cumulate(x: Float[Array, "b e"]) -> Float[Array, "b e"]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def move(transfer: CudaTransfer, work: Work, host: Array, fetches: list[Fetch], x: Array) -> Any:
-    """What `work` makes of x, and of each fetch beside it, in its own lane, rows and hot rows."""
-    tickets, results = [], []
-    for lane, (layer, wanted, hot, where) in enumerate(fetches):
-        ticket = transfer.start(host, layer, wanted, hot, where, default_mesh(), lane)
-        ticket, x = transfer.behind(ticket, x)
-        tickets.append(ticket)
-    x = work(x)
-    for ticket in tickets:
-        x, *rows = transfer.wait(ticket, x)
-        results.append(rows)
-    return x, results
+def move(transfer: CudaTransfer, work: Work, host: Array, fetch: Fetch, x: Array) -> Any:
+    """What `work` makes of x, and of the fetch that runs at the same time, rows and hot rows."""
+    layer, wanted, hot, where = fetch
+    ticket = transfer.start(host, layer, wanted, hot, where, default_mesh())
+    ticket, x = transfer.behind(ticket, x)
+    x, *rows = transfer.wait(ticket, work(x))
+    return x, rows
 
 
 def fetched(stored: np.ndarray, fetch: Fetch) -> list[np.ndarray]:
@@ -122,21 +117,18 @@ def gathered(
     n: int,
     w: int,
     dtype: Any,
-    lanes: int = 1,
     steps: int = 4,
     transfer: CudaTransfer = TRANSFER,
     work: Work = cumulate,
 ) -> Iterator[Compared]:
-    """Rows from the host, of another layer in each lane and step."""
+    """Rows from the host, of another layer in each step."""
     stored, host = random_host(b, k, w, dtype)
     x = jnp.ones((b, 1024))
     for step in range(steps):
-        fetches: list[Fetch] = [
-            (jnp.int32(at % LAYERS), random_request(b, k, n, CAPACITY, at), None, None)
-            for at in range(step, step + lanes)
-        ]
-        expected = work(x), [fetched(stored, fetch) for fetch in fetches]
-        yield move(transfer, work, host, fetches, x), expected, 0
+        wanted = random_request(b, k, n, CAPACITY, step)
+        fetch: Fetch = jnp.int32(step % LAYERS), wanted, None, None
+        expected = work(x), fetched(stored, fetch)
+        yield move(transfer, work, host, fetch, x), expected, 0
 
 
 def gathered_hot(
@@ -150,7 +142,7 @@ def gathered_hot(
         directory, where = on_cpu(plan, hot, wanted, jnp.full(b, step, jnp.int32))
         fetch = jnp.int32(1), wanted, hot.rows, where
         expected = fetched(stored, fetch)
-        yield move(TRANSFER, work, host, [fetch], x), (work(x), expected), 0
+        yield move(TRANSFER, work, host, fetch, x), (work(x), expected), 0
         # Others than on the host, which shows where a row comes from.
         hot = directory._replace(rows=100 - jnp.asarray(expected[1]))
 
@@ -256,7 +248,7 @@ _case = functools.partial
 CASES: dict[str, tuple[Callable[[], Iterator[Compared]], ...]] = {
     "gather_rows": (
         _case(gathered, 1, 2, 50, 144, jnp.uint8),
-        _case(gathered, 2, 4, 100, 64, jnp.bfloat16, lanes=2),
+        _case(gathered, 2, 4, 100, 64, jnp.bfloat16),
     ),
     "gather_rows_hot": (_case(gathered_hot, 2, 4, 100, 64, jnp.bfloat16),),
     "select_rows": (

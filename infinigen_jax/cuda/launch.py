@@ -7,10 +7,9 @@ Three FFI targets. `infinigen_launch` runs a kernel on XLA's stream, in line. `i
                                    v started                   ^ finished
     own stream                     | gather .................. |
 
-No host thread waits. Two starts may be under way, each in a lane of its own: a wait is for the last
-start in its lane, and for all before that. A call's attribute `config` holds the lane, the number
-of the kernel in KERNELS, blocks, threads, and the kernel's integers, of a wait the lane alone; its
-pointers are the call's operands and results in order.
+No host thread waits; a wait is for all starts before it. A call's attribute `config` holds the
+number of the kernel in KERNELS, blocks, threads, and the kernel's integers; a wait's is unread. The
+kernel's pointers are the call's operands and results in order.
 """
 
 import ctypes
@@ -29,8 +28,7 @@ KERNELS = (
     *("index_scores_4", "index_scores_8", "index_rest_4", "index_rest_8"),
 )
 LAUNCH, START, WAIT = "infinigen_launch", "infinigen_start", "infinigen_wait"
-HEADER = 4  # integers of `config` before the kernel's own
-LANES = 2  # starts under way at a time, that have waits of their own
+HEADER = 3  # integers of `config` before the kernel's own
 
 _DATA = ffi.Buffer.data.offset
 _Parameters = [ctypes.c_void_p * n for n in range(33)]
@@ -41,17 +39,16 @@ _Header = ctypes.c_int32 * HEADER
 class Device:
     """What one GPU needs: handles, in its primary context, which is XLA's as well.
 
-    One event serves all starts, and one for each lane their ends. An event that is recorded again
-    stands for a later point of the same in-order stream; a wait that finds it there waits for more
-    than it has to, never for less. And a wait binds to the record that precedes it, not to later
-    ones.
+    One event serves all starts, and one their ends. An event that is recorded again stands for a
+    later point of the same in-order stream; a wait that finds it there waits for more than it has
+    to, never for less. And a wait binds to the record that precedes it, not to later ones.
     """
 
     context: int
     functions: tuple[int, ...]
     stream: int
     started: int
-    finished: tuple[int, ...]
+    finished: int
 
 
 class Launcher:
@@ -99,7 +96,7 @@ class Launcher:
                 # of a matrix product.
                 driver.get("cuStreamCreateWithPriority", NON_BLOCKING_STREAM, greatest.value),
                 driver.get("cuEventCreate", NO_TIMING),
-                tuple(driver.get("cuEventCreate", NO_TIMING) for _ in range(LANES)),
+                driver.get("cuEventCreate", NO_TIMING),
             )
         finally:
             driver.call("cuCtxSetCurrent", previous)
@@ -120,14 +117,13 @@ class Launcher:
             driver.stream_wait_event(device.stream, device.started, 0), "cuStreamWaitEvent"
         )
         self._launch(frame, device, device.stream)
-        finished = device.finished[_lane(frame)]
-        driver.check(driver.event_record(finished, device.stream), "cuEventRecord")
+        driver.check(driver.event_record(device.finished, device.stream), "cuEventRecord")
 
     def wait(self, frame: ffi.Frame) -> None:
-        """FFI target: let XLA's stream wait for what was started last in a lane, and before."""
+        """FFI target: let XLA's stream wait for all that was started before."""
         stream = self.stream(frame)
         device = self._device(stream)
-        code = self.driver.stream_wait_event(stream, device.finished[_lane(frame)], 0)
+        code = self.driver.stream_wait_event(stream, device.finished, 0)
         self.driver.check(code, "cuStreamWaitEvent")
 
     def stream(self, frame: ffi.Frame) -> int:
@@ -147,7 +143,7 @@ class Launcher:
         return device
 
     def _launch(self, frame: ffi.Frame, device: Device, stream: int) -> None:
-        _, kernel, blocks, threads = _Header.from_address(frame.config)
+        kernel, blocks, threads = _Header.from_address(frame.config)
         integers = range(frame.config + 4 * HEADER, frame.config + 4 * frame.config_size, 4)
         # The driver wants the address of each parameter: those of the pointers in XLA's buffers,
         # and of the integers in the attribute.
@@ -173,7 +169,6 @@ def call(
     kernel: str = "",
     grid: tuple[int, int] = (0, 0),
     integers: tuple[int, ...] = (),
-    lane: int = 0,
 ) -> Any:
     """Trace a call of an FFI target.
 
@@ -181,12 +176,7 @@ def call(
         target: LAUNCH, START or WAIT; the last takes neither kernel, grid nor integers.
         aliases: results that are operands updated in place: operand's number to result's.
         grid: blocks and threads.
-        lane: below LANES; of START and WAIT.
     """
-    config = (lane, KERNELS.index(kernel), *grid, *integers) if kernel else (lane,)
+    config = (KERNELS.index(kernel), *grid, *integers) if kernel else (0,)
     run = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
     return run(*operands, config=np.array(config, np.int32))
-
-
-def _lane(frame: ffi.Frame) -> int:
-    return ctypes.c_int32.from_address(frame.config).value

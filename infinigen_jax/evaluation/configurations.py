@@ -22,7 +22,6 @@ LISTS = (
     "index_dtype",
     "basis",
     "query",
-    "layers_ahead",
     "speculate_from",
     "count",
     "layer_budgets",

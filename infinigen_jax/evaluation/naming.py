@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 # What the query that rows are chosen by may determine.
-IMPLIED = {"layers_ahead": "query", "speculate_from": "query"}
+IMPLIED = {"speculate_from": "query"}
 COLUMNS = {"index_dtype": "index", "partial_ratio": "columns", "dense_layers": "dense"}
 
 

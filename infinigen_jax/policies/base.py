@@ -23,7 +23,6 @@ from jaxtyping import Array, Bool, Float, Int
 from infinigen_jax import cuda
 from infinigen_jax.cache import Slots, values_of
 from infinigen_jax.cuda import calls
-from infinigen_jax.cuda.launch import LANES
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.selection import (
@@ -59,10 +58,6 @@ class Attended(NamedTuple):
     resident_weights: Float[Array, "b k m"]
 
 
-# That rows are requested before the layer that reads them: each takes a lane of the transfer.
-MOST_LAYERS_AHEAD = LANES
-
-
 @runtime_checkable
 class Policy(Protocol):
     """See the module's docstring.
@@ -72,9 +67,9 @@ class Policy(Protocol):
         sinks: first tokens that stay on the device.
         dense_layers: leading layers that stay on the device in full, unless the engine is told;
             None: those that lose too much otherwise, see `Model.dense_layers`.
-        lead: `select` sees the attention input of the layer so many before (at most
-            MOST_LAYERS_AHEAD), so that the transfer runs beside those layers; with 0 the layer's
-            own, and the layer waits for its rows.
+        lead: 1 if `select` sees the attention input of the layer before, so that the transfer
+            overlaps with that layer; 0 if it sees the layer's own, and the layer waits for its
+            rows.
         source: what `select` sees of a layer before, one of `speculation.SOURCES`: its attention
             "input"; or the hidden state behind its "attention", or behind attention to its
             "resident" rows alone, under the norm of the layer that is selected for.

@@ -4,8 +4,8 @@ The paper's form of each part is a setting (`infinigen_paper` has them all); the
 measures best, see docs/policies-infinigen.md.
 
 The index is a slice of every cached key, kept on the device: the leading columns in the skewed
-basis. Layer l's input, and query projection and index of the next layer or of the one behind it,
-give the speculated scores; tokens above the best score minus alpha are fetched, up to a budget.
+basis. Layer l's input, and query projection and index of the next layer, give the speculated
+scores; tokens above the best score minus alpha are fetched, up to a budget.
 """
 
 import dataclasses
@@ -25,14 +25,13 @@ from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.errors import InputError
 from infinigen_jax.index import INDEX_DTYPES, IndexFormat, write_entries
 from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.policies.base import MOST_LAYERS_AHEAD, Budgeted
+from infinigen_jax.policies.base import Budgeted
 from infinigen_jax.selection import Request, Rest, budget_rows, group_rank, top_slots
 from infinigen_jax.span import Span
 from infinigen_jax.speculation import (
     BASES,
     QUERIES,
     SOURCES,
-    choose_layers_ahead,
     choose_query,
     choose_source,
     mean_score,
@@ -81,14 +80,11 @@ class InfiniGen(Budgeted):
             layer waits; or "auto": its own where rows are attended to in the host's memory itself,
             so that a prefetch has nothing to hide (`Engine`), else corrected where the model has
             what it takes.
-        layers_ahead: from how many layers before its input is taken: 1, as in the paper; 2, which
-            gives transfers twice the time, but guesses less well; 0: as many as the model was
-            converted for, else 1. Without meaning for an own query.
-        speculate_from: what in that layer: "input", the attention's, as in the paper; "attention",
-            the hidden state behind it, a better guess that leaves transfers the time of the MLP in
-            place of the whole layer's; "resident", the one behind attention to sinks and recent
-            tokens alone, which waits for no transfer; "auto": as the model was converted for, else
-            "input". Without meaning for an own query.
+        speculate_from: what of the layer before a query ahead is guessed from: "input", the
+            attention's, as in the paper; "attention", the hidden state after it; "resident", the
+            one after attention to sinks and recent tokens alone, a better guess that waits for no
+            transfer; "auto": as the model was converted for, else "input". Without meaning for an
+            own query.
         layer_budgets: "equal", as in the paper; "calibrated": the budget is the mean of all layers,
             shared out among them by what each loses on the calibration text, see `budgets`; or
             "auto": calibrated where the model's conversion measured it.
@@ -118,7 +114,6 @@ class InfiniGen(Budgeted):
     streamed_layers: int = 0
     basis: str = "auto"
     query: str = "auto"
-    layers_ahead: int = 0
     speculate_from: str = "auto"
     mass: float = 0.9
     layer_budgets: str = "auto"
@@ -143,10 +138,6 @@ class InfiniGen(Budgeted):
             raise InputError(f"--basis {self.basis}: use {' or '.join(BASES)}")
         if self.query not in QUERIES:
             raise InputError(f"--query {self.query}: use {' or '.join(QUERIES)}")
-        if not 0 <= self.layers_ahead <= MOST_LAYERS_AHEAD:
-            raise InputError(
-                f"--layers-ahead {self.layers_ahead}: use 1 or 2, or 0 for the model's own"
-            )
         if self.speculate_from not in ("auto", *SOURCES):
             names = f"auto, {', '.join(SOURCES[:-1])} or {SOURCES[-1]}"
             raise InputError(f"--speculate-from {self.speculate_from}: use {names}")
@@ -165,7 +156,7 @@ class InfiniGen(Budgeted):
 
     @property
     def lead(self) -> int:
-        return 0 if self.query == "own" else max(self.layers_ahead, 1)
+        return int(self.query != "own")
 
     @property
     def source(self) -> str:
@@ -190,13 +181,12 @@ class InfiniGen(Budgeted):
         query = self.query
         if query == "auto":
             query = "own" if in_place else choose_query(model, query)
-        layers_ahead, source = 0, "input"
+        lead, source = 0, "input"
         if query != "own":
-            layers_ahead = choose_layers_ahead(model, query, self.layers_ahead)
-            source = choose_source(model, query, self.speculate_from)
+            lead, source = 1, choose_source(model, query, self.speculate_from)
         layer_budgets = self.layer_budgets
         if layer_budgets == "auto":
-            known = model.has_curves and model.measured(layers_ahead, source)
+            known = model.has_curves and model.measured(lead, source)
             layer_budgets = "calibrated" if known else "equal"
         tail_tokens = 0 if pooled or not self.tail else self.tail_tokens
         tail_columns = 0
@@ -210,7 +200,6 @@ class InfiniGen(Budgeted):
             alpha=self.alpha if self.count in ("head", "mean") else math.inf,
             mass=self.mass if self.count == "top-p" else type(self).mass,
             query=query,
-            layers_ahead=layers_ahead,
             speculate_from=source,
             layer_budgets=layer_budgets,
             tail_tokens=tail_tokens,

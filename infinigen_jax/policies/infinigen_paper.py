@@ -32,7 +32,6 @@ class InfiniGenPaper(InfiniGen):
     streamed_layers: int = 2
     index_dtype: str = "auto"
     query: str = "plain"
-    layers_ahead: int = 1
     speculate_from: str = "input"
     layer_budgets: str = "equal"
     tail: bool = False

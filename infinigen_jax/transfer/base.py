@@ -42,13 +42,10 @@ class Transfer(Protocol):
         hot_rows: Shaped[Array, "b k h w"] | None,
         plan: Plan | None,
         mesh: Mesh,
-        lane: int = 0,
     ) -> Any:
         """Begin to move the rows of a request, one layer's.
 
         Args:
-            lane: below MOST_LAYERS_AHEAD; a transfer that starts while another is under way, and
-                that the wait for the other is not to include, has a lane of its own.
             host: the host cache, in its storage dtype; bytes are moved as they are.
             hot_rows: the rows of the layer's hot set, replaced by what `wait` returns; None
                 without one, and then there is no plan.

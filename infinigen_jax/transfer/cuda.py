@@ -8,7 +8,6 @@ it; with a hot set, only those that it does not have.
 """
 
 import dataclasses
-import functools
 import logging
 from typing import Any, ClassVar
 
@@ -29,14 +28,13 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """A gather, the mesh it runs on, and its lane."""
+    """A gather and the mesh it runs on."""
 
     gather: Gather
     mesh: Mesh
-    lane: int
 
 
-jax.tree_util.register_dataclass(Ticket, data_fields=["gather"], meta_fields=["mesh", "lane"])
+jax.tree_util.register_dataclass(Ticket, data_fields=["gather"], meta_fields=["mesh"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,18 +60,17 @@ class CudaTransfer:
         hot_rows: Shaped[Array, "b k h w"] | None,
         plan: Plan | None,
         mesh: Mesh,
-        lane: int = 0,
     ) -> Ticket:
         directory = () if plan is None else (hot_rows, plan.entry, plan.miss)
 
         def local(host: Array, layer: Array, slots: Array, count: Array, *hot: Any) -> Gather:
             slots, hot = kernel_slots(host, layer, slots), hot or (None, None, None)
-            size = {"blocks": self.blocks, "threads": self.threads, "lane": lane}
+            size = {"blocks": self.blocks, "threads": self.threads}
             return start_gather(host, layer, slots, count, *hot, **size)
 
         arrays = (host, layer, request.slots, request.count, *directory)
         out = _gather_specs(plan is not None)
-        return Ticket(_sharded(local, mesh, _specs(len(arrays)), out)(*arrays), mesh, lane)
+        return Ticket(_sharded(local, mesh, _specs(len(arrays)), out)(*arrays), mesh)
 
     def behind(self, ticket: Ticket, q: Array) -> tuple[Ticket, Array]:
         """Ties the start in front of the work that it is to run beside.
@@ -93,8 +90,7 @@ class CudaTransfer:
         x, (rows, hot) = lax.optimization_barrier((x, (gather.rows, gather.hot)))
         gather = gather._replace(rows=rows, hot=hot)
         specs = _gather_specs(hot is not None)
-        wait = functools.partial(await_gather, lane=ticket.lane)
-        await_local = _sharded(wait, ticket.mesh, (specs,), (specs.rows, specs.hot))
+        await_local = _sharded(await_gather, ticket.mesh, (specs,), (specs.rows, specs.hot))
         x, (rows, hot) = lax.optimization_barrier((x, await_local(gather)))
         return x, rows, hot
 

@@ -47,7 +47,6 @@ class XlaTransfer:
         hot_rows: Shaped[Array, "b k h w"] | None,
         plan: Plan | None,
         mesh: Mesh,
-        lane: int = 0,
     ) -> tuple[Shaped[Array, "b k n w"] | None, Shaped[Array, "b k h w"] | None]:
         if hot_rows is None:
             if self.in_place:

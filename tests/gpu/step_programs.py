@@ -100,13 +100,12 @@ def decoder(
     hot_set: float = 0.0,
     weights_on: str = "device",
     config: ModelConfig = CONFIG,
-    layers_ahead: int = 1,
     speculate_from: str = "input",
 ) -> Decoder:
     return Decoder(
         config,
         DTYPE,
-        dataclasses.replace(POLICY, layers_ahead=layers_ahead, speculate_from=speculate_from),
+        dataclasses.replace(POLICY, speculate_from=speculate_from),
         transfer or XlaTransfer(),
         DENSE,
         default_mesh(),
@@ -179,11 +178,10 @@ def fused(
     hot_set: float = 0.0,
     weights_on: str = "device",
     config: ModelConfig = CONFIG,
-    layers_ahead: int = 1,
     speculate_from: str = "input",
 ) -> Program:
     """The whole step, greedy; with the `cuda` transfer, selection and reuse by kernels as well."""
-    made = decoder(transfer, hot_set, weights_on, config, layers_ahead, speculate_from)
+    made = decoder(transfer, hot_set, weights_on, config, speculate_from)
     cache = _cache(made)
     with mock.patch.object(cuda, "in_use", lambda: made.transfer.name == "cuda"):
         return compile_for_gpu(
@@ -239,7 +237,7 @@ def scanned() -> Program:
             )
             own = HostLayer(number, SCALES, tail=(weights, state))
             carry, resident, _, _ = decoder().decode_layer(
-                params, carry, resident, (None,), None, host, own, (following,), at
+                params, carry, resident, None, None, host, own, following, at
             )
             return carry, resident
 

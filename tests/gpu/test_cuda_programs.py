@@ -67,13 +67,6 @@ def test_attention_and_mlp_lie_between_start_and_wait(hot_set: float):
     assert order == [*chosen, (START, "fetch")] * len(fetching)
 
 
-def test_two_layers_ahead_a_start_lies_between_those_before_and_their_wait():
-    body = step_of(sp.fused(CudaTransfer(), HOT_SET, layers_ahead=2))
-    order = [i.target for i in body if i.target in (START, WAIT)]
-    targets = sp.LAYERS - sp.DENSE
-    assert order == [START, *[START, WAIT] * (targets - 1), WAIT]
-
-
 def test_behind_the_attention_a_start_has_the_mlp_beside_it():
     program = sp.fused(CudaTransfer(), HOT_SET, speculate_from="attention")
     body = step_of(program)

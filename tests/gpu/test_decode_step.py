@@ -68,20 +68,6 @@ def test_fused_step_overlaps_every_transfer():
         assert not of(pair.between, f"layer{number + 1}/attention")
 
 
-def test_two_layers_ahead_the_layer_between_hides_all_of_a_transfer():
-    """When a copy starts is XLA's choice, half of them a layer earlier; see the `cuda` transfer."""
-    pairs = transfers(sp.fused(layers_ahead=2))
-    targets = range(sp.DENSE, sp.LAYERS)
-    assert len(pairs) == len(targets)
-    earlier = []
-    for target, pair in zip(targets, pairs, strict=True):
-        assert of(pair.between, f"layer{target - 1}/attention")
-        assert of(pair.between, f"layer{target - 1}/mlp")
-        assert not of(pair.between, f"layer{target}/attention")
-        earlier.append(bool(of(pair.between, f"layer{target - 2}/mlp")))
-    assert any(earlier)
-
-
 def test_behind_the_attention_a_transfer_has_the_mlp_beside_it():
     pairs = transfers(sp.fused(speculate_from="attention"))
     assert len(pairs) == len(FETCHING)

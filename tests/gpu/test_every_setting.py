@@ -52,7 +52,6 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
         for setting, values in {
             "count": ("fixed", "pooled", "top-p", "mean"),
             "query": ("own",),
-            "layers_ahead": (2,),
             "speculate_from": ("attention", "resident"),
             "index_dtype": ("float32", "bfloat16", "int8"),
             "tail_tokens": (0,),
