@@ -95,9 +95,11 @@ def read_manifest(folder: Path) -> Manifest:
         sizes = [(str(f["sha256"]), int(f["size"])) for f in manifest.files.values()]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InputError(f"{path}: damaged, fields are missing; {AGAIN}") from None
-    if manifest.speculate_from not in SOURCES:
-        found = manifest.speculate_from
-        raise InputError(f"{path}: damaged, speculate_from is {found!r}; {AGAIN}")
+    if manifest.speculate_from not in SOURCES:  # "attention" is of earlier releases
+        found, known = manifest.speculate_from, " or ".join(SOURCES)
+        raise InputError(
+            f"{path}: speculate_from is {found!r}, this program reads {known}; {AGAIN}"
+        )
     if manifest.skew not in SKEWS or not sizes:
         raise InputError(f"{path}: damaged, skew {manifest.skew!r} is unknown; {AGAIN}")
     return manifest

@@ -111,8 +111,8 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     add(
         "--speculate-from",
         metavar="S",
-        help="what of the layer before: input, attention, the state after it, or resident, after "
-        "attention to the resident rows (default: as converted, else input)",
+        help="what of the layer before: input, or resident, the state after attention to the "
+        "resident rows (default: as converted, else input)",
         **many,
     )
     add(

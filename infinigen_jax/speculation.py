@@ -5,12 +5,10 @@
     k^        the index: layer l+1's cached keys in the same basis, the first r columns
     q^ . k^   the speculated attention logits (`index.IndexFormat.scores`)
 
-Not in the paper: behind layer l's
-attention there is a better stand-in, the hidden state there under layer l+1's norm, which lacks
-layer l's MLP alone; rows then have the time of that MLP to come. Nearly as good is the state behind
-attention to what is resident alone, sinks and recent tokens: it waits for no rows, so that those
-of layer l+1 have the time of the layer but for its projections. The basis orders its columns by
-energy, so "the columns that matter" are always the leading ones. Beside the paper's there is a
+Not in the paper: a better stand-in is the hidden state after layer l's attention to the resident
+rows alone, sinks and recent tokens, under layer l+1's norm: it waits for no rows, so that those of
+layer l+1 have the time of the layer but for its projections. The basis orders its columns by
+energy, so "the columns that matter" are always the leading ones. Besides the paper's there is a
 balanced basis, and a query corrected on calibration text (`skew`, `correction`), which may see some
 neurons of layer l's MLP as well (`neurons`); a converted model has what its conversion gave it.
 """
@@ -32,9 +30,9 @@ if TYPE_CHECKING:
 
 BASES = ("auto", "svd", "balanced", "none")
 QUERIES = ("auto", "plain", "corrected", "own")
-# What a query ahead is guessed from: the attention's input, the hidden state behind attention to
-# what is resident alone, or the one behind attention as it is.
-SOURCES = ("input", "resident", "attention")
+# What a query ahead is guessed from: the attention's input, or the hidden state after attention to
+# the resident rows alone.
+SOURCES = ("input", "resident")
 
 
 def partial_columns(head_dim: int, ratio: float) -> int:

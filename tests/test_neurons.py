@@ -123,7 +123,7 @@ def test_a_relation_through_neurons_is_recovered():
 
 
 @pytest.mark.parametrize("name", ["gqa", "opt"])
-@pytest.mark.parametrize("source", ["input", "resident", "attention"])
+@pytest.mark.parametrize("source", ["input", "resident"])
 def test_a_query_that_sees_neurons_is_nearer(name: str, source: str):
     model = random_model(name)
     ids = np.random.default_rng(0).integers(3, 96, (4, 256)).astype(np.int32)
@@ -143,8 +143,7 @@ def test_a_query_that_sees_neurons_is_nearer(name: str, source: str):
             assert {n: part.shape for n, part in projection.items()} == shapes
         errors.append(off[1:])
     without, with_them = np.array(errors)
-    # Behind attention to all, the MLP is all that is missing, but for the norm behind it.
-    assert (with_them < (0.3 if source == "attention" else 1.0) * without).all()
+    assert (with_them < without).all()
 
 
 def test_a_conversion_has_them_or_not(tiny: Any, tmp_path: Path):

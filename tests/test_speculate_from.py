@@ -1,4 +1,4 @@
-"""Rows requested by the state behind the attention of the layer before, or behind a part of it."""
+"""Rows requested by the state after attention of the layer before to its resident rows."""
 
 import argparse
 import dataclasses
@@ -26,40 +26,15 @@ from infinigen_jax.evaluation.configurations import configurations
 from infinigen_jax.models.forward import causal_attention
 from infinigen_jax.options import add_engine_options, make_policy
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper
-from infinigen_jax.speculation import choose_source
-
-
-def without_mlps(name: str) -> Model:
-    """Layers whose MLP adds nothing: the state behind the attention is what the next one gets."""
-    model = random_model(name)
-    layers = [
-        layer | {"down": jax.tree.map(jnp.zeros_like, layer["down"])}
-        for layer in model.params["layers"]
-    ]
-    return dataclasses.replace(model, params=model.params | {"layers": layers})
-
-
-@pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
-def test_it_is_the_state_in_front_of_the_mlp(name: str):
-    model = without_mlps(name)
-    exact = dataclasses.replace(SPARSE, partial_ratio=1.0, index_dtype="float32")
-    behind = dataclasses.replace(exact, speculate_from="attention")
-    own = dataclasses.replace(exact, query="own")
-    runs = [
-        finished(Engine(model, policy=policy, dense_layers=0)) for policy in (own, behind, exact)
-    ]
-    assert np.sum(counts_of(runs[0])) > 0
-    np.testing.assert_array_equal(counts_of(runs[1]), counts_of(runs[0]))
-    assert runs[1].new_tokens == runs[0].new_tokens
-    # From the layer's input it is another.
-    assert not np.array_equal(counts_of(runs[2]), counts_of(runs[0]))
+from infinigen_jax.speculation import SOURCES, choose_source
 
 
 def without_attention(name: str) -> Model:
     """Layers that add nothing: the state behind any attention is what the next one gets."""
-    model = without_mlps(name)
+    model = random_model(name)
     layers = [
-        layer | {"o": jax.tree.map(jnp.zeros_like, layer["o"])} for layer in model.params["layers"]
+        layer | {part: jax.tree.map(jnp.zeros_like, layer[part]) for part in ("o", "down")}
+        for layer in model.params["layers"]
     ]
     return dataclasses.replace(model, params=model.params | {"layers": layers})
 
@@ -127,7 +102,6 @@ def test_attention_to_sinks_and_recent_tokens(name: str):
         np.testing.assert_allclose(found[i, 0], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("source", ["attention", "resident"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -138,27 +112,26 @@ def test_attention_to_sinks_and_recent_tokens(name: str):
         pytest.param({"rows": "auto", "check": True}, marks=pytest.mark.slow),
     ],
 )
-def test_everything_fetched_is_the_full_cache(settings: dict[str, Any], source: str):
+def test_everything_fetched_is_the_full_cache(settings: dict[str, Any]):
     expected = tokens_of(engine("gqa", ALL, 1))
-    behind = dataclasses.replace(ALL, speculate_from=source)
+    behind = dataclasses.replace(ALL, speculate_from="resident")
     assert tokens_of(engine("gqa", behind, 1, **settings)) == expected
 
 
-@pytest.mark.parametrize("source", ["attention", "resident"])
 @pytest.mark.slow
-def test_schedules_and_places_in_a_batch_draw_the_same(source: str):
-    behind = dataclasses.replace(SPARSE, speculate_from=source)
+def test_schedules_and_places_in_a_batch_draw_the_same():
+    behind = dataclasses.replace(SPARSE, speculate_from="resident")
     batch = tokens_of(engine("gqa", behind, 1))
     assert tokens_of(engine("gqa", behind, 1, "layerwise")) == batch
     assert tokens_of(engine("gqa", behind, 1), RAGGED[:1]) == batch[:1]
 
 
 def test_calibration_sees_what_decoding_does():
-    """Where MLPs add nothing, what stands in for the next layer's input is that input."""
-    model = without_mlps("gqa")
+    """Where layers add nothing, what stands in for the next layer's input is that input."""
+    model = without_attention("gqa")
     ids = np.random.default_rng(0).integers(3, 96, (1, 256)).astype(np.int32)
     text = CalibrationTokens(ids, np.ones_like(ids, bool), "")
-    given = (model.config, text, model.params["embedding"], "attention")
+    given = (model.config, text, model.params["embedding"], "resident")
     calibrator = Calibrator(*given)
     for params in model.params["layers"]:
         calibrator.layer(params)
@@ -172,14 +145,14 @@ def test_behind_what_is_resident_dense_layers_are_told_by_the_input(tiny: Any, t
     ids = np.random.default_rng(0).integers(3, 96, (1, 400)).astype(np.int32)
     text = CalibrationTokens(ids, np.ones_like(ids, bool), "")
     found: dict[str, list[np.ndarray]] = {}
-    for source, neurons in (("resident", 16), ("input", 0), ("attention", 0)):
+    for source, neurons in (("resident", 16), ("input", 0)):
         calibrator = Calibrator(model.config, text, model.params["embedding"], source, neurons)
         for params in model.params["layers"]:
             calibrator.layer(params)
             calibrator.ahead(params)
             found.setdefault(source, []).append(calibrator.loss(params))
-    for resident, before, attention in zip(*found.values(), strict=True):
-        assert len(resident) == 3 and len(before) == len(attention) == 2
+    for resident, before in zip(*found.values(), strict=True):
+        assert len(resident) == 3 and len(before) == 2
         np.testing.assert_array_equal(resident[0], before[0])
         np.testing.assert_allclose(resident[2], before[1], rtol=1e-4)
     folder = convert(tiny("llama").folder, tmp_path / "x", calibration=ids[0].tolist())
@@ -191,16 +164,16 @@ def test_behind_what_is_resident_dense_layers_are_told_by_the_input(tiny: Any, t
 
 def test_the_corrected_query_is_of_what_the_conversion_was_for(tiny: Any, tmp_path: Any):
     source = tiny("llama").folder
-    for name in ("input", "attention"):
+    for name in SOURCES:
         convert(source, tmp_path / name, calibration=TEXT, speculate_from=name)
-    models = {name: load(tmp_path / name) for name in ("input", "attention")}
+    models = {name: load(tmp_path / name) for name in SOURCES}
     assert {name: model.speculate_from for name, model in models.items()} == {
         "input": "input",
-        "attention": "attention",
+        "resident": "resident",
     }
-    assert models["input"].ahead is not None and models["attention"].ahead is not None
+    assert models["input"].ahead is not None and models["resident"].ahead is not None
     for i, (one, other) in enumerate(
-        zip(models["input"].ahead, models["attention"].ahead, strict=True)
+        zip(models["input"].ahead, models["resident"].ahead, strict=True)
     ):
         kernels = one.projection["kernel"], other.projection["kernel"]
         assert np.array_equal(*kernels) == (i == 0)  # layer 0 has its own input in any case
@@ -208,7 +181,7 @@ def test_the_corrected_query_is_of_what_the_conversion_was_for(tiny: Any, tmp_pa
     for name, model in models.items():
         policy = Engine(model, policy=corrected).decoder.policy
         assert policy.source == name
-        other = "input" if name == "attention" else "attention"
+        other = "input" if name == "resident" else "resident"
         wanted = dataclasses.replace(corrected, speculate_from=other)
         with pytest.raises(InputError, match=f"--speculate-from {other}: .* is for {name}"):
             Engine(model, policy=wanted)
@@ -217,7 +190,7 @@ def test_the_corrected_query_is_of_what_the_conversion_was_for(tiny: Any, tmp_pa
         assert choose_source(model, "plain", "auto") == name
         assert Engine(model, policy=InfiniGenPaper()).decoder.policy.source == "input"
     # Programs are shared between settings that mean the same.
-    own = [InfiniGen(query="own", speculate_from=s) for s in ("input", "attention")]
+    own = [InfiniGen(query="own", speculate_from=s) for s in SOURCES]
     assert len({Engine(models["input"], policy=policy).decoder for policy in own}) == 1
 
 
@@ -232,7 +205,7 @@ def test_what_was_measured_of_one_query_is_not_for_another():
         sparse_loss=loss[:, :, 1],
         row_loss=loss * np.array([3, 2, 1], np.float32),
         row_shares=np.array([0.01, 0.05, 0.2], np.float32),
-        speculate_from="attention",
+        speculate_from="resident",
     )
 
     def chosen(**settings: Any) -> tuple[int, Any]:
@@ -251,8 +224,8 @@ def test_folders_that_do_not_say_are_for_the_input(tiny: Any, tmp_path: Any):
     del value["speculate_from"]
     manifest.write_text(json.dumps(value))
     assert load(folder).speculate_from == "input"
-    manifest.write_text(json.dumps(value | {"speculate_from": "output"}))
-    with pytest.raises(InputError, match=r"infinigen.json: damaged, speculate_from is 'output'"):
+    manifest.write_text(json.dumps(value | {"speculate_from": "attention"}))
+    with pytest.raises(InputError, match=r"json: speculate_from is 'attention'.*; convert the mo"):
         load(folder)
 
 
@@ -273,19 +246,19 @@ def test_the_option(command: Any, tmp_path: Any):
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     policy: Any = make_policy(
-        parser.parse_args(["--speculate-from", "attention", "--query", "plain"])
+        parser.parse_args(["--speculate-from", "resident", "--query", "plain"])
     )
-    assert policy.source == "attention"
+    assert policy.source == "resident"
     several = argparse.ArgumentParser()
     add_engine_options(several, several=True)
     made = configurations(
-        several.parse_args(["--query", "plain", "--speculate-from", "input", "attention"]),
+        several.parse_args(["--query", "plain", "--speculate-from", *SOURCES]),
         reference=False,
     )
-    assert [c.policy.source for c in made] == ["input", "attention"]
+    assert [c.policy.source for c in made] == list(SOURCES)
     status, out, err = command(generate.main, "--prompt", "The", "--speculate-from", "output")
     assert status == 2 and not out and err.startswith("error: --speculate-from output: use auto")
-    with pytest.raises(InputError, match="--speculate-from attention: .* --skew svd has none"):
-        convert(tmp_path, tmp_path / "x", speculate_from="attention", skew="svd")
-    with pytest.raises(InputError, match="--speculate-from output: use input, resident or"):
+    with pytest.raises(InputError, match="--speculate-from resident: .* --skew svd has none"):
+        convert(tmp_path, tmp_path / "x", speculate_from="resident", skew="svd")
+    with pytest.raises(InputError, match="--speculate-from output: use input or resident"):
         convert(tmp_path, tmp_path / "x", speculate_from="output")

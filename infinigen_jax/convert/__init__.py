@@ -36,8 +36,8 @@ def convert(
         skew: "balanced" (the default: a basis that weighs queries and keys alike, a query corrected
             on the text, and the paper's basis), "svd" (the paper's), or "none".
         speculate_from: what of the layer before the corrected query is of: "input", the
-            attention's; "attention", the hidden state after it; or "resident", the one after
-            attention to sinks and recent tokens alone, the default of a balanced conversion.
+            attention's, or "resident", the hidden state after attention to sinks and recent tokens
+            alone, the default of a balanced conversion.
         neurons: of the MLP in front of a layer, as a share of its width, that the corrected query
             sees besides; 0 for none.
         force: replace an earlier conversion at the destination, once the new one is complete.

@@ -33,11 +33,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--speculate-from",
-        choices=("input", "resident", "attention"),
-        help="what of the layer before the corrected query is made of: its input; the hidden "
-        "state after attention to sinks and recent tokens alone, which guesses "
-        "better; or the one after its attention, which guesses best and comes later "
-        f" (default: {DEFAULT_SOURCE})",
+        choices=("input", "resident"),
+        help="what of the layer before the corrected query is made of: its input, or the "
+        "hidden state after attention to sinks and recent tokens alone, which guesses better "
+        f"(default: {DEFAULT_SOURCE})",
     )
     parser.add_argument(
         "--neurons",

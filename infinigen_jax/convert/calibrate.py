@@ -178,10 +178,10 @@ class Calibrator:
             before, self._own, self._stand_in = self._before, own, own
             if before is not None:
                 self._stand_in = before.source
-                if self._source != "input":
-                    self._stand_in = _normed(self._config, params, before.source)
             if self._source == "resident":
                 self._input = own if before is None else before.input
+                if before is not None:
+                    self._stand_in = _normed(self._config, params, before.source)
             self._inner = self._chosen(params)
             self._before = Before(own, source, Mlp(params))
         # Summed over windows in float64, on the host.
@@ -343,8 +343,8 @@ def _step(config: ModelConfig, source: str | None, sliding: int | None) -> Calla
 
         seen = None
         if source is not None:
-            stand_in = {"input": lambda: a, "resident": resident, "attention": lambda: behind}
-            seen = (a, stand_in[source](), x, queries, keys, values)
+            stand_in = resident() if source == "resident" else a
+            seen = (a, stand_in, x, queries, keys, values)
         return behind + layer.mlp(behind), sums, seen
 
     def step(params: Params, x: Float[Array, "w s e"], valid: Bool[Array, "w s"]) -> Any:

@@ -84,9 +84,7 @@ def run(
     if speculate_from is None:
         speculate_from = DEFAULT_SOURCE if skew == "balanced" else "input"
     if speculate_from not in SOURCES:
-        raise InputError(
-            f"--speculate-from {speculate_from}: use {', '.join(SOURCES[:-1])} or {SOURCES[-1]}"
-        )
+        raise InputError(f"--speculate-from {speculate_from}: use {' or '.join(SOURCES)}")
     if not 0 <= neurons <= 1:
         raise InputError(f"--neurons {neurons}: give a share from 0 to 1")
     if speculate_from != "input" and skew != "balanced":

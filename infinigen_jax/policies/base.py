@@ -71,8 +71,8 @@ class Policy(Protocol):
             overlaps with that layer; 0 if it sees the layer's own, and the layer waits for its
             rows.
         source: what `select` sees of a layer before, one of `speculation.SOURCES`: its attention
-            "input"; or the hidden state behind its "attention", or behind attention to its
-            "resident" rows alone, under the norm of the layer that is selected for.
+            "input"; or the hidden state after attention to its "resident" rows alone, under the
+            norm of the layer that is selected for.
         observes: `observe` is called and returns the next state. It is not for policies that
             need the layer's own input.
         reuses: whether rows that were fetched are kept on the device, unless the engine is told.

@@ -81,10 +81,9 @@ class InfiniGen(Budgeted):
             so that a prefetch has nothing to hide (`Engine`), else corrected where the model has
             what it takes.
         speculate_from: what of the layer before a query ahead is guessed from: "input", the
-            attention's, as in the paper; "attention", the hidden state after it; "resident", the
-            one after attention to sinks and recent tokens alone, a better guess that waits for no
-            transfer; "auto": as the model was converted for, else "input". Without meaning for an
-            own query.
+            attention's, as in the paper; "resident", the hidden state after attention to sinks and
+            recent tokens alone, a better guess that waits for no transfer; "auto": as the model was
+            converted for, else "input". Without meaning for an own query.
         layer_budgets: "equal", as in the paper; "calibrated": the budget is the mean of all layers,
             shared out among them by what each loses on the calibration text, see `budgets`; or
             "auto": calibrated where the model's conversion measured it.
@@ -139,7 +138,7 @@ class InfiniGen(Budgeted):
         if self.query not in QUERIES:
             raise InputError(f"--query {self.query}: use {' or '.join(QUERIES)}")
         if self.speculate_from not in ("auto", *SOURCES):
-            names = f"auto, {', '.join(SOURCES[:-1])} or {SOURCES[-1]}"
+            names = " or ".join(("auto", *SOURCES))
             raise InputError(f"--speculate-from {self.speculate_from}: use {names}")
         if self.count not in COUNTS:
             raise InputError(f"--count {self.count}: use {' or '.join(COUNTS)}")

@@ -67,22 +67,6 @@ def test_attention_and_mlp_lie_between_start_and_wait(hot_set: float):
     assert order == [*chosen, (START, "fetch")] * len(fetching)
 
 
-def test_behind_the_attention_a_start_has_the_mlp_beside_it():
-    program = sp.fused(CudaTransfer(), HOT_SET, speculate_from="attention")
-    body = step_of(program)
-    targets = [i.target for i in body]
-    starts, waits = ([n for n, t in enumerate(targets) if t == kind] for kind in (START, WAIT))
-    fetching = range(sp.DENSE - 1, sp.LAYERS - 1)
-    assert len(starts) == len(waits) == len(fetching)
-    for number, start, wait in zip(fetching, starts, waits, strict=True):
-        between = [i.op_name for i in body[start + 1 : wait]]
-        mlp = [i.op_name for i in body if f"/layer{number}/mlp/" in i.op_name]
-        assert mlp and all(name in between for name in mlp)
-        # The attention's products are over, those of the next layer have not begun.
-        products = [name for name in between if name.endswith("dot_general")]
-        assert products and not any("attention" in name for name in products)
-
-
 def test_behind_what_is_resident_a_start_has_attention_and_the_mlp_beside_it():
     body = step_of(sp.fused(CudaTransfer(), HOT_SET, speculate_from="resident"))
     targets = [i.target for i in body]

@@ -68,15 +68,6 @@ def test_fused_step_overlaps_every_transfer():
         assert not of(pair.between, f"layer{number + 1}/attention")
 
 
-def test_behind_the_attention_a_transfer_has_the_mlp_beside_it():
-    pairs = transfers(sp.fused(speculate_from="attention"))
-    assert len(pairs) == len(FETCHING)
-    for number, pair in zip(FETCHING, pairs, strict=True):
-        launched = everything(sp.fused(speculate_from="attention"))
-        assert of(launched, f"layer{number}/mlp") <= of(pair.between, f"layer{number}/mlp")
-        assert not [i for i in products(pair.between) if "/attention/" in i.op_name]
-
-
 def test_a_hot_set_compiles_with_the_xla_transfer():
     """Missing rows come in a loop, into their entries: moved first, or XLA refuses the program."""
     program = sp.fused(hot_set=2.0)

@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
         for setting, values in {
             "count": ("fixed", "pooled", "top-p", "mean"),
             "query": ("own",),
-            "speculate_from": ("attention", "resident"),
+            "speculate_from": ("resident",),
             "index_dtype": ("float32", "bfloat16", "int8"),
             "tail_tokens": (0,),
             "tail": (False,),
