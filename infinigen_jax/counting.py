@@ -1,77 +1,15 @@
-"""How many rows: rules that go beyond a threshold per KV head.
-
-    pooled   one budget for a layer: the best of all its KV heads together
-    top-p    each KV head the fewest tokens that hold a share of its probability
-
-Both narrow a head's best candidates down, so that everything but finding those is on arrays of a
-request's size. Ranks are logarithms of the group's summed softmax (`selection.group_rank`), which
-are comparable between heads.
-"""
+"""The weight of what is not fetched, by its scores: what the tail needs."""
 
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from infinigen_jax.compaction import compact, unpack_marks
+from infinigen_jax.compaction import unpack_marks
 from infinigen_jax.lanes import best
 from infinigen_jax.selection import Request, Rest
 from infinigen_jax.tables import put
-from infinigen_jax.threshold import top_mask
-
-POOL = 2  # a head's share of a pool is at most so many times its own budget
-
-
-def pooled(rank: Float[Array, "b k n"], total: Int[Array, " b"]) -> Bool[Array, "b k n"]:
-    """Mark the `total` best candidates of all KV heads of a sequence together.
-
-    Args:
-        rank: of each head's candidates; -inf for padding, which is never marked.
-        total: over all heads; all candidates are marked if there are fewer.
-    """
-    b, k, n = rank.shape
-    together = rank.reshape(b, 1, k * n)
-    there = jnp.sum(together > -jnp.inf, axis=-1, dtype=jnp.int32)
-    return top_mask(together, jnp.minimum(total[:, None], there)).reshape(b, k, n)
-
-
-def holding(rank: Float[Array, "b k n"], mass: float) -> Bool[Array, "b k n"]:
-    """Mark the fewest candidates of each KV head whose probabilities sum to `mass` or more.
-
-    All of them where they hold less. Equal probabilities are marked together.
-
-    Args:
-        rank: natural logarithms of probabilities; -inf for padding, which is never marked.
-        mass: in (0, 1].
-    """
-    probability = jnp.exp(rank)
-    # The threshold with mass on its upper side, by bisection on the float's bits: those of
-    # numbers that are not negative are in the numbers' own order.
-    low = jnp.zeros(rank.shape[:2], jnp.int32)
-    high = jnp.full(rank.shape[:2], lax.bitcast_convert_type(jnp.float32(2.0), jnp.int32))
-
-    def halve(_: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = state
-        middle = low + (high - low) // 2
-        threshold = lax.bitcast_convert_type(middle, jnp.float32)[..., None]
-        held = jnp.sum(jnp.where(probability >= threshold, probability, 0.0), axis=-1)
-        enough = held >= mass
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
-
-    low, _ = lax.fori_loop(jnp.int32(0), jnp.int32(31), halve, (low, high))
-    threshold = lax.bitcast_convert_type(low, jnp.float32)[..., None]
-    return (probability >= threshold) & (rank > -jnp.inf)
-
-
-def narrow(
-    slots: Int[Array, "b k n"], keep: Bool[Array, "b k n"]
-) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:
-    """The slots that are kept, in front and in their order, slot 0 behind them; their number."""
-    count = jnp.sum(keep, axis=-1, dtype=jnp.int32)
-    place = compact(keep, slots.shape[2])
-    meant = lax.broadcasted_iota(jnp.int32, slots.shape, 2) < count[..., None]
-    return jnp.where(meant, jnp.take_along_axis(slots, place, axis=2), 0), count
 
 
 def log_rest(

@@ -27,7 +27,6 @@ POLICY_OPTIONS = (
     "query",
     "speculate_from",
     "count",
-    "mass",
     "layer_budgets",
     "tail",
 )
@@ -118,7 +117,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     add(
         "--count",
         metavar="C",
-        help="rows in the budget: head (default), fixed, pooled, top-p, mean",
+        help="rows in the budget: by KV head (head, default) or the mean of all, as in the paper",
         **many,
     )
     add(
@@ -127,7 +126,6 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         help="of the layers: calibrated by what each loses, with that mean (default), or equal",
         **many,
     )
-    add("--mass", type=float, metavar="M", help="of count top-p (default 0.9)")
     add(
         "--tail",
         action=_Both if several else argparse.BooleanOptionalAction,

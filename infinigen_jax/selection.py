@@ -91,16 +91,13 @@ def group_margin(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
     return jnp.max(scores - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None], axis=2)
 
 
-def group_rank(
-    scores: Float[Array, "b k g t"], between_heads: bool = False
-) -> Float[Array, "b k t"]:
+def group_rank(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
     """Order of preference among tokens: the sum over the group of the softmax of the scores.
 
     Given as its logarithm (the search for a threshold is quicker on those); for a group of one, as
-    the scores themselves, which have the same order, unless ranks are to be compared
-    `between_heads`. -inf where all scores are.
+    the scores themselves, which have the same order. -inf where all scores are.
     """
-    if scores.shape[2] == 1 and not between_heads:
+    if scores.shape[2] == 1:
         return scores[:, :, 0]
     log_total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     log_total = jnp.where(log_total == -jnp.inf, 0.0, log_total)

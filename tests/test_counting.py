@@ -1,4 +1,4 @@
-"""Counts beyond a threshold, and the tail: against NumPy, and what must hold for any scores."""
+"""The tail: against NumPy, and what must hold for any scores."""
 
 import dataclasses
 import math
@@ -7,161 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from runtime import (
-    ALL,
-    NEW,
-    RAGGED,
-    SPARSE,
-    counts_of,
-    engine,
-    finished,
-    first_layers,
-    random_model,
-)
+from runtime import ALL, engine, finished, first_layers, random_model
 
 from infinigen_jax.attention import Tail, attend, attend_weighted, packed
 from infinigen_jax.cache import Resident, Slots
 from infinigen_jax.checkpoint import Model
-from infinigen_jax.counting import POOL, holding, log_rest, narrow, pooled
+from infinigen_jax.counting import log_rest
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import Full, InfiniGen
 from infinigen_jax.policies.base import Policy
 from infinigen_jax.selection import Request, select
 from infinigen_jax.span import Span
-
-seeds = st.integers(0, 2**32 - 1)
-RULES = ["fixed", "pooled", "top-p"]
-
-
-def ranks(seed: int, b: int = 2, k: int = 3, n: int = 12) -> np.ndarray:
-    """Log-probabilities with ties, some of them padding."""
-    rng = np.random.default_rng(seed)
-    x = np.round(rng.normal(size=(b, k, n)) * 3) / 2
-    x -= np.log(np.exp(x).sum(axis=-1, keepdims=True))
-    x[rng.random(x.shape) < 0.2] = -np.inf
-    return x.astype(np.float32)
-
-
-@given(seeds, st.integers(0, 40))
-def test_a_pool_has_the_best_of_all_heads(seed, total):
-    rank = ranks(seed)
-    keep = np.asarray(jax.jit(pooled)(jnp.asarray(rank), jnp.full((2,), total, jnp.int32)))
-    for row, kept in zip(rank, keep, strict=True):
-        finite = np.sort(row[np.isfinite(row)])[::-1]
-        assert not kept[~np.isfinite(row)].any()
-        np.testing.assert_array_equal(np.sort(row[kept])[::-1], finite[:total])
-
-
-@given(seeds, st.sampled_from([0.05, 0.3, 0.5, 0.8, 0.95, 1.0]))  # compiled for each
-def test_top_p_holds_the_mass_with_the_fewest(seed, mass):
-    rank = ranks(seed)
-    keep = np.asarray(jax.jit(holding, static_argnums=1)(jnp.asarray(rank), mass))
-    for j in np.ndindex(2, 3):
-        p, kept = np.exp(rank[j].astype(np.float64)), keep[j]
-        assert not kept[rank[j] == -np.inf].any()
-        if p.sum() < mass + 1e-5:
-            continue  # all of them, or at the mercy of rounding
-        assert p[kept].sum() >= mass - 1e-5
-        least = p[kept].min()
-        np.testing.assert_array_equal(kept, p >= least - 1e-7)
-        assert p[kept & (p > least + 1e-7)].sum() < mass + 1e-5
-
-
-def test_top_p_takes_all_where_they_hold_less():
-    rank = jnp.log(jnp.asarray([[[0.3, 0.2, 0.0]]], jnp.float32))
-    assert holding(rank, 0.9).tolist() == [[[True, True, False]]]
-    assert holding(jnp.full((1, 1, 2), -jnp.inf), 0.9).tolist() == [[[False, False]]]
-
-
-def test_narrowing_keeps_the_order():
-    slots = jnp.asarray([[[7, 3, 9, 5]]], jnp.int32)
-    kept, count = narrow(slots, jnp.asarray([[[True, False, True, False]]]))
-    assert kept.tolist() == [[[7, 9, 0, 0]]] and count.tolist() == [[2]]
-
-
-def selected(count: str, budget: float = 0.2, **settings):
-    """Requests of a policy for random scores, g = 2, with NumPy's group probabilities."""
-    policy = InfiniGen(budget=budget, window=4, sinks=2, count=count, **settings)
-    rng = np.random.default_rng(3)
-    scores = rng.normal(size=(2, 3, 2, 128)).astype(np.float32) * np.array([1, 2, 4])[:, None, None]
-    scores = scores.astype(np.float32)
-    positions = np.array([100, 57])
-    at = jnp.asarray(positions, jnp.int32)
-    request = jax.jit(policy._count, static_argnums=3)(jnp.asarray(scores), at, None, False)
-    probability = np.zeros((2, 3, 128))
-    for i in range(2):
-        seen = slice(2, positions[i] - 3)
-        e = np.exp(scores[i, :, :, seen].astype(np.float64))
-        probability[i, :, seen] = (e / e.sum(axis=-1, keepdims=True)).sum(axis=1) / 2
-    slots, counts = np.asarray(request.slots), np.asarray(request.count)
-    chosen = [[set(slots[i, j, : counts[i, j]].tolist()) for j in range(3)] for i in range(2)]
-    for i, j in np.ndindex(2, 3):
-        assert len(chosen[i][j]) == counts[i, j]
-    assert request.slots.shape[2] == policy.request_size(128)
-    return chosen, probability, (0.2 * positions).astype(int)
-
-
-def test_fixed_is_the_budget_for_each_head():
-    chosen, probability, budget = selected("fixed", alpha=0.0)
-    for i, j in np.ndindex(2, 3):
-        best = np.argsort(-probability[i, j])[: budget[i]]
-        assert chosen[i][j] == set(best.tolist())
-
-
-def test_pooled_is_the_budget_for_the_layer():
-    chosen, probability, budget = selected("pooled", alpha=0.0)
-    for i in range(2):
-        pairs = [
-            (-probability[i, j, slot], j, slot)
-            for j in range(3)
-            for slot in np.argsort(-probability[i, j])[: POOL * budget[i]]
-        ]
-        best = sorted(pairs)[: 3 * budget[i]]
-        assert [{int(s) for _, h, s in best if h == j} for j in range(3)] == chosen[i]
-        assert len({len(c) for c in chosen[i]}) > 1
-
-
-def test_top_p_stops_at_its_mass_or_the_budget():
-    chosen, probability, budget = selected("top-p", alpha=0.0, mass=0.5)
-    counts = set()
-    for i, j in np.ndindex(2, 3):
-        order = np.argsort(-probability[i, j])
-        needed = int(np.searchsorted(np.cumsum(probability[i, j][order]), 0.5)) + 1
-        assert chosen[i][j] == set(order[: min(needed, budget[i])].tolist())
-        counts.add(len(chosen[i][j]))
-    assert len(counts) > 2
-
-
-@pytest.mark.parametrize(
-    "count", ["pooled", *(pytest.param(r, marks=pytest.mark.slow) for r in ("fixed", "top-p"))]
-)
-def test_everything_fetched_is_the_full_cache(count):
-    policy = dataclasses.replace(ALL, count=count, mass=1.0)
-    run = finished(engine("gqa", policy))
-    assert run.new_tokens == finished(engine("gqa", Full())).new_tokens
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "tail"), [("pooled", True), ("top-p", False)])
-def test_schedules_batches_and_hot_sets_change_nothing(count, tail):
-    policy = dataclasses.replace(SPARSE, count=count, mass=0.5, tail=tail)
-    run = finished(engine("gqa", policy, 1))
-    assert run.stats().compilations_after_warmup == 0
-    layerwise = finished(engine("gqa", policy, 1, "layerwise"))
-    hot = finished(engine("gqa", policy, 1, hot_set=2.0))
-    assert run.new_tokens == layerwise.new_tokens == hot.new_tokens
-    np.testing.assert_array_equal(counts_of(run), counts_of(layerwise))
-    alone = finished(engine("gqa", policy, 1), RAGGED[2:])
-    assert alone.new_tokens == run.new_tokens[2:]
-    tokens = run.prompt_lengths + np.arange(NEW - 1)[:, None]
-    heads = run.decoder.host_layers * 2
-    assert (counts_of(run) <= heads * (0.2 * tokens)).all()
-
-
-# The tail.
 
 
 @pytest.mark.parametrize("blocks", [1, 4])
@@ -274,7 +131,7 @@ TAILED = InfiniGen(
     sinks=2,
     partial_ratio=1.0,
     index_dtype="float32",
-    count="fixed",
+    alpha=math.inf,
     query="plain",
     tail=True,
 )
@@ -295,12 +152,12 @@ def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("gqa", "head"), pytest.param("opt", "fixed", marks=pytest.mark.slow)]
+    ("name", "alpha"), [("gqa", 4.0), pytest.param("opt", math.inf, marks=pytest.mark.slow)]
 )
-def test_a_tail_of_single_tokens_is_the_full_cache(name, count):
+def test_a_tail_of_single_tokens_is_the_full_cache(name, alpha):
     """The index has every key, and the sums every value: whatever is fetched, nothing is lost."""
     model = random_model(name)
-    policy = dataclasses.replace(TAILED, tail_tokens=1, count=count, budget=0.05)
+    policy = dataclasses.replace(TAILED, tail_tokens=1, alpha=alpha, budget=0.05)
     np.testing.assert_allclose(
         scores_of(model, policy), scores_of(model, Full()), rtol=1e-4, atol=1e-4
     )
@@ -317,10 +174,7 @@ def test_the_mean_key_does_not_enter_a_tail_twice(TAILED):
 
 
 def test_settings_out_of_range_are_named():
-    for mass in (0.0, 1.1, math.nan):
-        with pytest.raises(InputError, match="--mass"):
-            InfiniGen(mass=mass)
-    with pytest.raises(InputError, match="--count median: use head or fixed or pooled"):
+    with pytest.raises(InputError, match="--count median: use head or mean"):
         InfiniGen(count="median")
 
 

@@ -154,14 +154,14 @@ def test_lists_are_combined():
         "full int8",  # a budget makes no difference to it
     ]
     assert chosen[1].policy == InfiniGen(budget=0.05, alpha=3.0)
-    both = parsed("--tail", "--no-tail", "--count", "head", "fixed", "--policy", "window")
+    both = parsed("--tail", "--no-tail", "--count", "head", "mean", "--policy", "window")
     assert len(both) == 2  # the window has neither
-    asked = ("--tail", "--no-tail", "--count", "head", "fixed", "--basis", "svd", "balanced")
+    asked = ("--tail", "--no-tail", "--count", "head", "mean", "--basis", "svd", "balanced")
     chosen = {configuration.policy for configuration in parsed(*asked, reference=False)}
     assert chosen == {
         InfiniGen(tail=tail, count=count, basis=basis)
         for tail in (True, False)
-        for count in ("head", "fixed")
+        for count in ("head", "mean")
         for basis in ("svd", "balanced")
     }
     (alone,) = parsed("--index-dtype", "bfloat16", reference=False)
@@ -203,7 +203,7 @@ def test_what_tells_lines_apart():
     a = [
         line("full", rows="exact"),
         line("infinigen", budget=0.05, count="head", tail=True, index_dtype="int4", rows="exact"),
-        line("infinigen", budget=0.1, count="fixed", tail=False, index_dtype="int4", rows="exact"),
+        line("infinigen", budget=0.1, count="mean", tail=False, index_dtype="int4", rows="exact"),
         line("window", budget=0.1, rows="exact"),
     ]
     head, cells = name_columns(a)
@@ -211,10 +211,10 @@ def test_what_tells_lines_apart():
     assert cells == [
         ["full", "", "", ""],
         ["infinigen", "0.05", "head", "yes"],
-        ["infinigen", "0.1", "fixed", "no"],
+        ["infinigen", "0.1", "mean", "no"],
         ["window", "0.1", "", ""],
     ]
-    named = ["infinigen 0.05 head tail", "infinigen 0.1 fixed no tail", "window 0.1"]
+    named = ["infinigen 0.05 head tail", "infinigen 0.1 mean no tail", "window 0.1"]
     assert labels(a)[1:] == named
     assert labels_over_budgets(a)[1] == "infinigen head tail"
     # A preset's name says what is different in it.
@@ -251,20 +251,9 @@ def test_options_that_no_policy_has_are_said(policies, said):
 
 
 def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_said():
-    """The engine chooses by the own query, which is guessed from nothing; `fixed` has no alpha."""
-    given = (
-        "--speculate-from",
-        "input",
-        "resident",
-        "--mass",
-        "0.5",
-        "--alpha",
-        "3",
-        "5",
-        "--budget",
-        "0.3",
-    )
-    policies = ("infinigen:count=fixed", "infinigen:tail=false,tail_tokens=16", "window")
+    """The engine chooses by the own query, which is guessed from nothing."""
+    given = ("--speculate-from", "input", "resident", "--alpha", "3", "5", "--budget", "0.3")
+    policies = ("infinigen:count=mean", "infinigen:tail=false,tail_tokens=16", "window")
     chosen = parsed(*given, "--prefill-chunk", "8", "--pool-tokens", "all", "20", "--quiet",
                     "--policy", *policies)  # fmt: skip
     said: list[str] = []
@@ -279,13 +268,13 @@ def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_
     lines = [line.described["settings"] for line in measured]
     assert [(s.get("count"), s.get("alpha"), s["pool"]) for s in lines] == [
         (None, None, "all"),
-        *(("fixed", "inf", pool) for pool in ("all", "20 counter")),
+        *(("mean", a, pool) for a in (3.0, 5.0) for pool in ("all", "20 counter")),
         *(("head", a, pool) for a in (3.0, 5.0) for pool in ("all", "20 counter")),
         *((None, None, pool) for pool in ("all", "20 counter")),
     ]
-    assert all(s.get("mass", 0.9) == 0.9 and s.get("tail_tokens") in (0, 64, None) for s in lines)
+    assert all(s.get("tail_tokens") in (0, 64, None) for s in lines)
     other = {line.split(": ", 1)[1] for line in said if "the same as" not in line}
-    for option in ("--speculate-from resident", "--mass 0.5", "--alpha 3.0",
+    for option in ("--speculate-from resident",
                    "--prefill-chunk 8", f"--policy {policies[1]}: tail_tokens"):  # fmt: skip
         assert any(line.startswith(f"{option}: ") for line in other), option
     assert sum("the same as a line before" in line for line in said) == len(chosen) - len(lines)

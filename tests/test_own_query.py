@@ -17,7 +17,7 @@ from infinigen_jax.speculation import own_query, partial_keys, speculation_weigh
 from infinigen_jax.transfer.xla import XlaTransfer
 
 OWN = dataclasses.replace(SPARSE, query="own", partial_ratio=1.0, index_dtype="float32")
-FIXED = dataclasses.replace(OWN, alpha=float("inf"), count="fixed")
+FIXED = dataclasses.replace(OWN, alpha=float("inf"))
 
 
 @pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])

@@ -20,13 +20,13 @@ from jaxtyping import Array, Float, Int, Shaped
 from infinigen_jax import cuda
 from infinigen_jax.budgets import LAYER_BUDGETS
 from infinigen_jax.cache import Slots, values_of
-from infinigen_jax.counting import POOL, holding, log_rest, narrow, pooled
+from infinigen_jax.counting import log_rest
 from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.errors import InputError
 from infinigen_jax.index import INDEX_DTYPES, IndexFormat, write_entries
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.policies.base import Budgeted
-from infinigen_jax.selection import Request, Rest, budget_rows, group_rank, top_slots
+from infinigen_jax.selection import Request, Rest
 from infinigen_jax.span import Span
 from infinigen_jax.speculation import (
     BASES,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
 
 TAIL_TOKENS = [2**i for i in range(8)]  # they divide every capacity
-COUNTS = ("head", "fixed", "pooled", "top-p", "mean")
+COUNTS = ("head", "mean")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,9 @@ class InfiniGen(Budgeted):
         index_dtype: of the index: "float32", "bfloat16", "int8", "int4" or "auto" (bfloat16, but
             float32 on the CPU). In int4, the default, three quarters of the columns take hardly
             more memory than a fifth of them in bfloat16.
-        count: how many rows, within the budget: "head", for each KV head those that pass alpha;
-            "fixed", the budget's number for each; "pooled", the budget's number on average over
-            a layer's KV heads, the most probable of all, at most twice the number for one;
-            "top-p", for each head the fewest that hold `mass` of its speculated probability; or
+        count: how many rows, within the budget: "head", for each KV head those that pass alpha; or
             "mean", one number for all heads and sequences of the batch, the mean of those that
             pass alpha, as in the paper's code.
-        mass: of count "top-p", in (0, 1].
         streamed_layers: leading layers of the model that are not speculated for: those of them
             that are on the host are streamed whole, as the paper does with layers 0 and 1.
         basis: of the index: "svd", the paper's; "balanced"; "none", the keys' own columns, those
@@ -114,7 +110,6 @@ class InfiniGen(Budgeted):
     basis: str = "auto"
     query: str = "auto"
     speculate_from: str = "auto"
-    mass: float = 0.9
     layer_budgets: str = "auto"
     tail: bool = True
     tail_tokens: int = 64
@@ -150,8 +145,6 @@ class InfiniGen(Budgeted):
             raise InputError(f"tail_tokens {self.tail_tokens}: use 0 or a power of two up to 128")
         if not 0 <= self.tail_columns <= LEADING[-1]:
             raise InputError(f"tail_columns {self.tail_columns}: use 0 to {LEADING[-1]}")
-        if not 0 < self.mass <= 1:
-            raise InputError(f"--mass {self.mass}: it must be above 0 and at most 1")
 
     @property
     def lead(self) -> int:
@@ -168,10 +161,6 @@ class InfiniGen(Budgeted):
     @property
     def tail_block(self) -> int:
         return self.tail_tokens if self.tail else 0
-
-    def request_size(self, capacity: int) -> int:
-        size = super().request_size(capacity)
-        return min(capacity, POOL * size) if self.count == "pooled" else size
 
     def streams(self, layer: int) -> bool:
         return layer < self.streamed_layers
@@ -196,8 +185,6 @@ class InfiniGen(Budgeted):
         return dataclasses.replace(
             self,
             # What has no effect is the same whatever was asked for: equal settings, equal results.
-            alpha=self.alpha if self.count in ("head", "mean") else math.inf,
-            mass=self.mass if self.count == "top-p" else type(self).mass,
             query=query,
             speculate_from=source,
             layer_budgets=layer_budgets,
@@ -251,7 +238,7 @@ class InfiniGen(Budgeted):
             eligible = self.eligible(positions, state.shape[-1], held) if masked else None
             scores = index.scores(query, state, eligible)
         with jax.named_scope("select"):
-            request = self._count(scores, positions, held, masked)
+            request = self.choose(scores, positions, self.alpha, self.count, held, masked)
         with jax.named_scope("tail"):
             return request._replace(
                 rest=self._rest(weights, state, scores, request, positions, true, held, masked)
@@ -286,34 +273,6 @@ class InfiniGen(Budgeted):
             entries = functools.partial(index.sums, index=state, columns=columns)
         rest = log_rest(scores, eligible, request, capacity // self.tail_block, entries)
         return rest._replace(score=rest.score + mean_score(weights.get("mean"), query))
-
-    def _count(
-        self,
-        scores: Float[Array, "b k g t"],
-        positions: Int[Array, " b"],
-        held: Int[Array, "b k t"] | None,
-        masked: bool,
-    ) -> Request:
-        """The rows, by the rule of `count`."""
-        if self.count in ("head", "mean"):
-            return self.choose(scores, positions, self.alpha, self.count, held, masked)
-        if self.count == "fixed":
-            return self.choose(scores, positions, held=held, masked=masked)
-        capacity = scores.shape[3]
-        eligible = self.eligible(positions, capacity, held)
-        rank = group_rank(jnp.where(eligible[:, :, None], scores, -jnp.inf), between_heads=True)
-        budget = budget_rows(self.budget, self.cached(positions, capacity, held))
-        most = POOL * budget if self.count == "pooled" else budget
-        most = jnp.minimum(most[:, None], jnp.sum(eligible, axis=-1, dtype=jnp.int32))
-        most = jnp.broadcast_to(most, rank.shape[:2])
-        slots = top_slots(rank, most, self.request_size(capacity))
-        meant = Request(slots, most).valid
-        best = jnp.where(meant, jnp.take_along_axis(rank, slots, axis=2), -jnp.inf)
-        if self.count == "pooled":
-            keep = pooled(best, budget * rank.shape[1])
-        else:
-            keep = holding(best - math.log(scores.shape[2]), self.mass)
-        return Request(*narrow(slots, keep), rank)
 
     def own_rest(
         self,

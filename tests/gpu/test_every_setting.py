@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     **{
         f"{setting} {value}": ("gqa", dataclasses.replace(INFINIGEN, **{setting: value}), {})
         for setting, values in {
-            "count": ("fixed", "pooled", "top-p", "mean"),
+            "count": ("mean",),
             "query": ("own",),
             "speculate_from": ("resident",),
             "index_dtype": ("float32", "bfloat16", "int8"),
