@@ -1,10 +1,10 @@
 """The index: what the device keeps of every cached key, and the speculated scores from it.
 
 One array [b, k, e, t] whose last axis is the token, so that a step reads it in order. With float
-entries, e = r columns. With integer ones each token has its own step and lowest value
+entries, e = r columns. With int4 each token has its own step and lowest value
 (`quantize.affine_codes`, over the r columns), and the array is of 32-bit words:
 
-    words 0 .. e-2    codes, 4 of 8 bits or 8 of 4 bits to a word, the first column lowest
+    words 0 .. e-2    codes, 8 of 4 bits to a word, the first column lowest
     word  e-1         the step (upper half) and the lowest value (lower half), as bfloat16
 
 Scores of codes are less by what their rounding would add to a weight (`rounding_bias`): the many
@@ -31,8 +31,9 @@ from infinigen_jax.selection import Request, Rest
 from infinigen_jax.span import Span, put_span
 from infinigen_jax.speculation import partial_columns
 
-INDEX_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
-CODE_BITS = {"int8": 8, "int4": 4}
+INDEX_DTYPES = ("auto", "float32", "bfloat16", "int4")
+BITS = 4  # of a code
+CODES = 32 // BITS  # of a word
 WORDS_AT_ONCE = 8  # of a token's codes: so many products are added before the sums are stored
 
 
@@ -54,14 +55,13 @@ class IndexFormat:
         """With a share of a key's columns, and those besides that the last word of codes has room
         for: they take no memory."""
         columns = partial_columns(head_dim, ratio)
-        if name in CODE_BITS:
-            size = 32 // CODE_BITS[name]
-            columns = min(-(-columns // size) * size, head_dim)
+        if name == "int4":
+            columns = min(-(-columns // CODES) * CODES, head_dim)
         return cls(name, columns)
 
     @property
     def quantised(self) -> bool:
-        return self.name in CODE_BITS
+        return self.name == "int4"
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -75,7 +75,7 @@ class IndexFormat:
     @property
     def code_words(self) -> int:
         """Words of a token's codes."""
-        return -(-self.columns * CODE_BITS[self.name] // 32)
+        return -(-self.columns // CODES)
 
     @property
     def entries(self) -> int:
@@ -94,12 +94,12 @@ class IndexFormat:
         """Entries of keys, given as float32."""
         if not self.quantised:
             return keys.astype(self.dtype)
-        bits, (b, k, _, n) = CODE_BITS[self.name], keys.shape
-        codes, step, low = affine_codes(keys, bits, axis=2)
-        padding = self.code_words * 32 // bits - self.columns
+        b, k, _, n = keys.shape
+        codes, step, low = affine_codes(keys, BITS, axis=2)
+        padding = self.code_words * CODES - self.columns
         codes = jnp.pad(codes.astype(jnp.uint32), ((0, 0), (0, 0), (0, padding), (0, 0)))
-        shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32)[:, None]
-        codes = codes.reshape(b, k, self.code_words, 32 // bits, n) << shifts[None, None, None]
+        shifts = jnp.arange(0, 32, BITS, dtype=jnp.uint32)[:, None]
+        codes = codes.reshape(b, k, self.code_words, CODES, n) << shifts[None, None, None]
         words = jnp.sum(codes, axis=3, dtype=jnp.uint32)
         step, low = (lax.bitcast_convert_type(x, jnp.uint32) for x in (step, low))
         return jnp.concatenate([words, step | (low >> 16)], axis=2)
@@ -121,7 +121,7 @@ class IndexFormat:
             return _masked(scores, eligible)
         query = query.astype(jnp.float32)
         if self.by_kernel:
-            scores = scoring.index_scores(query, index, CODE_BITS[self.name])
+            scores = scoring.index_scores(query, index)
             return _masked(scores, eligible)
         return self._scores_of_codes(query, index, eligible)
 
@@ -138,10 +138,9 @@ class IndexFormat:
         def masked(scores: Array) -> Array:
             return _masked(scores, eligible)
 
-        size = 32 // CODE_BITS[self.name]
-        padding = self.code_words * size - self.columns
+        padding = self.code_words * CODES - self.columns
         by_word = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, padding)))
-        by_word = by_word.reshape(*query.shape[:3], self.code_words, size)
+        by_word = by_word.reshape(*query.shape[:3], self.code_words, CODES)
 
         def begin() -> tuple[Array, Array]:
             """The tokens' steps, and what is added to their codes' share of a score."""
@@ -176,7 +175,6 @@ class IndexFormat:
             return scoring.index_rest(
                 query.astype(jnp.float32),
                 index,
-                CODE_BITS[self.name],
                 positions,
                 request.slots,
                 request.count,
@@ -197,7 +195,7 @@ class IndexFormat:
         if not self.quantised:
             leading = index[:, :, :columns].astype(jnp.float32)
             return jnp.einsum("bkgt,bkct->bkgc", weights, leading, precision="highest")
-        words = index[:, :, : -(-columns * CODE_BITS[self.name] // 32)]
+        words = index[:, :, : -(-columns // CODES)]
         codes = self._code_sums(weights, words, index[:, :, -1:])[..., :columns]
         lows = summed(lambda weight, last: weight * _low(last), weights, index[:, :, -1:])
         return codes + lows[..., None]
@@ -213,11 +211,11 @@ class IndexFormat:
         A dot product would have the codes written out in float32 first. The steps are multiplied
         with for each code anew, which is less than to write the products and to read them.
         """
-        bits, (b, k, g, _) = CODE_BITS[self.name], weights.shape
-        shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32)[None, None, None, None, :, None]
+        b, k, g, _ = weights.shape
+        shifts = jnp.arange(0, 32, BITS, dtype=jnp.uint32)[None, None, None, None, :, None]
 
         def term(weight: Array, last: Array, word: Array) -> Array:
-            codes = (word >> shifts) & jnp.uint32(2**bits - 1)
+            codes = (word >> shifts) & jnp.uint32(2**BITS - 1)
             # By way of int32, which every vector unit can convert.
             return weight * _step(last) * codes.astype(jnp.int32).astype(jnp.float32)
 
@@ -233,14 +231,13 @@ class IndexFormat:
         self, query: Float[Array, "*w c"], words: UInt32[Array, "*v t"]
     ) -> Float[Array, "*x t"]:
         """Sum of query * code over the columns c of each word; leading axes are broadcast."""
-        bits, terms = CODE_BITS[self.name], []
-        last = 32 // bits - 1
-        for column in range(last + 1):
-            shift = bits * column
-            if column < last:
+        terms = []
+        for column in range(CODES):
+            shift = BITS * column
+            if column < CODES - 1:
                 # Converted where they are, a power of two too large, exactly; so is the query's
                 # share of it. A shift less for each code.
-                code = words & jnp.uint32((2**bits - 1) << shift)
+                code = words & jnp.uint32((2**BITS - 1) << shift)
             else:
                 code, shift = words >> shift, 0  # the sign's bit is in it
             # By way of int32, which every vector unit can convert.

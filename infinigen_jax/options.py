@@ -92,7 +92,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     add(
         "--index-dtype",
         metavar="T",
-        help="of the index: int4 (default), auto, bfloat16, float32 or int8",
+        help="of the index: int4 (default), auto, bfloat16 or float32",
         **many,
     )
     add(

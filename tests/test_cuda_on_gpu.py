@@ -65,11 +65,10 @@ def test_selection(b: int, k: int, g: int, t: int, budget: float, alpha: float, 
     assert difference(check.selected(b, k, g, t, budget, alpha, tied)) is None
 
 
-@pytest.mark.parametrize("name", ["int4", "int8"])
 @pytest.mark.parametrize("b, k, g, r, t", [(2, 8, 4, 128, 8192), (1, 2, 7, 30, 1152)])
-def test_scores(name: str, b: int, k: int, g: int, r: int, t: int):
-    assert difference(check.scored(name, b, k, g, r, t)) is None
-    assert difference(check.left(name, b, k, g, r, t)) is None
+def test_scores(b: int, k: int, g: int, r: int, t: int):
+    assert difference(check.scored(b, k, g, r, t)) is None
+    assert difference(check.left(b, k, g, r, t)) is None
 
 
 @pytest.mark.parametrize("wide", [False, True])

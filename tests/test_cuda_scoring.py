@@ -16,7 +16,7 @@ from infinigen_jax.cache import Slots
 from infinigen_jax.counting import log_rest
 from infinigen_jax.cuda import scoring
 from infinigen_jax.cuda.scoring import LEADING
-from infinigen_jax.index import CODE_BITS, IndexFormat
+from infinigen_jax.index import BITS, IndexFormat
 from infinigen_jax.selection import Request
 
 pytestmark = [
@@ -36,7 +36,7 @@ reference_rest = jax.jit(log_rest, static_argnames="blocks")
 def cases(draw: Any) -> dict[str, Any]:
     """A query, the index of random keys, and its format."""
     b, k, g, r, t = draw(st.sampled_from(SHAPES))
-    index = IndexFormat(draw(st.sampled_from(sorted(CODE_BITS))), r)
+    index = IndexFormat("int4", r)
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     keys = random.normal(0, 1, (b, k, r, t)) * 10.0 ** random.integers(-2, 2, (1, 1, 1, t))
     query = random.normal(0, 1, (b, k, g, r)).astype(np.float32)
@@ -69,18 +69,18 @@ def steps_and_lows(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def largest(case: dict[str, Any]) -> float:
     """Magnitude of a key in the index."""
     step, low = (x.view(np.float32) for x in steps_and_lows(case["index"]))
-    return float(np.max(np.abs(low) + step * (2 ** CODE_BITS[case["format"].name] - 1)))
+    return float(np.max(np.abs(low) + step * (2**BITS - 1)))
 
 
 @settings(max_examples=40)
 @given(cases())
 def test_scores(emulator: Emulator, case: dict[str, Any]):
-    query, index, bits = case["query"], case["index"], CODE_BITS[case["format"].name]
+    query, index = case["query"], case["index"]
     b, k, g, r = query.shape
     t, words = index.shape[3], index.shape[2] - 1
     own = np.full((b, k, g, t), np.nan, np.float32)
     emulator.run(
-        *(f"index_scores_{bits}", b * k * case["tiles"], *case["grid"], query, index, own),
+        *("index_scores", b * k * case["tiles"], *case["grid"], query, index, own),
         *(g, r, words, t, case["tiles"]),
     )
     expected = reference_scores(case["format"], jnp.asarray(query), jnp.asarray(index))
@@ -106,7 +106,7 @@ def request(random: np.random.Generator, b: int, k: int, n: int, t: int) -> Requ
 def test_rest(
     emulator: Emulator, case: dict[str, Any], run: int, sinks: int, window: int, leading: int
 ):
-    query, index, bits = case["query"], case["index"], CODE_BITS[case["format"].name]
+    query, index = case["query"], case["index"]
     b, k, g, r = query.shape
     t, words, n = index.shape[3], index.shape[2] - 1, 37
     threads, seed = case["grid"]
@@ -115,7 +115,7 @@ def test_rest(
     own = np.full((b, k, g, t // run), np.nan, np.float32)
     entry = np.full((b, k, g, t // run, leading), np.nan, np.float32)
     emulator.run(
-        *(f"index_rest_{bits}", b * k * case["tiles"], max(threads, 64), seed, query, index),
+        *("index_rest", b * k * case["tiles"], max(threads, 64), seed, query, index),
         *(positions, np.asarray(wanted.slots), np.asarray(wanted.count), own, entry),
         *(k, g, r, words, t, case["tiles"], n, run, sinks, window, leading),
     )
@@ -154,20 +154,19 @@ def marked(wanted: Request, capacity: int) -> np.ndarray:
 
 def decode(index: IndexFormat, entries: np.ndarray) -> np.ndarray:
     """The keys in an index [b, k, r, t]."""
-    bits, (b, k, _, t) = CODE_BITS[index.name], entries.shape
+    b, k, _, t = entries.shape
     step, low = (x.view(np.float32)[:, :, None] for x in steps_and_lows(entries))
-    codes = entries[:, :, :-1, None] >> np.arange(0, 32, bits, dtype=np.uint32)[:, None]
-    codes = (codes & np.uint32(2**bits - 1)).reshape(b, k, -1, t)[:, :, : index.columns]
+    codes = entries[:, :, :-1, None] >> np.arange(0, 32, BITS, dtype=np.uint32)[:, None]
+    codes = (codes & np.uint32(2**BITS - 1)).reshape(b, k, -1, t)[:, :, : index.columns]
     return codes * step + low
 
 
 @pytest.mark.parametrize("columns", [0, 5])
-@pytest.mark.parametrize("name", sorted(CODE_BITS))
-def test_through_xla(monkeypatch: pytest.MonkeyPatch, name: str, columns: int):
+def test_through_xla(monkeypatch: pytest.MonkeyPatch, columns: int):
     driver = emulated()
     driver.calls.clear()
     b, k, g, r, t, slots = 2, 2, 3, 24, 1152, Slots(4, 32, 64)
-    random, index = np.random.default_rng(0), IndexFormat(name, r)
+    random, index = np.random.default_rng(0), IndexFormat("int4", r)
     query = jnp.asarray(random.normal(0, 1, (b, k, g, r)), jnp.float32)
     entries = index.encode(jnp.asarray(random.normal(0, 1, (b, k, r, t)), jnp.float32))
     wanted = request(random, b, k, 100, t)
@@ -181,8 +180,7 @@ def test_through_xla(monkeypatch: pytest.MonkeyPatch, name: str, columns: int):
     monkeypatch.setattr(cuda, "in_use", lambda: True)
     own = jax.jit(lambda *x: both(*x))(query, entries)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), own, expected)
-    bits = CODE_BITS[name]
-    assert driver.kernels() == {f"index_scores_{bits}": 1, f"index_rest_{bits}": 1}
+    assert driver.kernels() == {"index_scores": 1, "index_rest": 1}
 
 
 def test_each_device_scores_its_own_part(monkeypatch: pytest.MonkeyPatch):
@@ -199,7 +197,7 @@ def test_each_device_scores_its_own_part(monkeypatch: pytest.MonkeyPatch):
     query = jax.ShapeDtypeStruct((3, 4, 2, 8), jnp.float32, sharding=rows)
     index = jax.ShapeDtypeStruct((3, 4, 2, 128), jnp.uint32, sharding=rows)
     scores = (
-        jax.jit(lambda query, index: scoring.index_scores(query, index, 4))
+        jax.jit(lambda query, index: scoring.index_scores(query, index))
         .trace(query, index)
         .out_info
     )

@@ -26,7 +26,7 @@ from infinigen_jax.backend import start_backend
 from infinigen_jax.cache import Slots
 from infinigen_jax.cuda import calls, first_use, scoring
 from infinigen_jax.errors import InputError, Parser, run_command
-from infinigen_jax.index import CODE_BITS, IndexFormat
+from infinigen_jax.index import IndexFormat
 from infinigen_jax.memory import allocate_host, default_mesh, write_span
 from infinigen_jax.reuse import HotSet, Plan, plan
 from infinigen_jax.selection import (
@@ -207,25 +207,24 @@ class XlaIndex(IndexFormat):
         return False
 
 
-def scored(name: str, b: int, k: int, g: int, r: int, t: int) -> Iterator[Compared]:
+def scored(b: int, k: int, g: int, r: int, t: int) -> Iterator[Compared]:
     """Scores of every slot by an index of random keys."""
-    index, query, entries = _index(name, b, k, g, r, t)
-    by_kernel = functools.partial(scoring.index_scores, bits=CODE_BITS[name])
-    yield jax.jit(by_kernel)(query, entries), on_cpu(index.scores, query, entries), 1e-4
+    index, query, entries = _index(b, k, g, r, t)
+    yield jax.jit(scoring.index_scores)(query, entries), on_cpu(index.scores, query, entries), 1e-4
 
 
-def left(name: str, b: int, k: int, g: int, r: int, t: int) -> Iterator[Compared]:
+def left(b: int, k: int, g: int, r: int, t: int) -> Iterator[Compared]:
     """What is left of the scores, by block, behind a request."""
-    index, query, entries = _index(name, b, k, g, r, t)
+    index, query, entries = _index(b, k, g, r, t)
     wanted = random_request(b, k, t // 10, t, 0)
     positions = jnp.asarray(np.linspace(t - 1, t // 3, b), jnp.int32)
 
     def by_kernel(
         query: Array, entries: Array, wanted: Request, positions: Array, columns: int
     ) -> Rest:
-        bits, blocks, request = CODE_BITS[name], SLOTS.blocks(t), (wanted.slots, wanted.count)
+        blocks, request = SLOTS.blocks(t), (wanted.slots, wanted.count)
         sizes = (blocks, SLOTS.sinks, SLOTS.window, columns)
-        return scoring.index_rest(query, entries, bits, positions, *request, *sizes)
+        return scoring.index_rest(query, entries, positions, *request, *sizes)
 
     operands = query, entries, wanted, positions
     for columns in (0, *scoring.LEADING):
@@ -235,10 +234,10 @@ def left(name: str, b: int, k: int, g: int, r: int, t: int) -> Iterator[Compared
 
 
 def _index(
-    name: str, b: int, k: int, g: int, r: int, t: int
+    b: int, k: int, g: int, r: int, t: int
 ) -> tuple[XlaIndex, Float[Array, "b k g r"], UInt32[Array, "b k e t"]]:
     """A format, a query, and the entries of as many keys as there are slots."""
-    random, index = np.random.default_rng(0), XlaIndex(name, r)
+    random, index = np.random.default_rng(0), XlaIndex("int4", r)
     query = jnp.asarray(random.normal(0, 1, (b, k, g, r)), jnp.float32)
     keys = random.normal(0, 1, (b, k, r, t)).astype(np.float32)
     return index, query, jnp.asarray(on_cpu(index.encode, keys))
@@ -257,10 +256,8 @@ CASES: dict[str, tuple[Callable[[], Iterator[Compared]], ...]] = {
     ),
     "plan_reuse_16": (_case(planned, False, 2, 3, 150, 350, 1500, 600),),
     "plan_reuse_32": (_case(planned, True, 2, 3, 150, 350, 1500, 600),),
-    "index_scores_4": (_case(scored, "int4", 2, 2, 7, 30, 1152),),
-    "index_scores_8": (_case(scored, "int8", 2, 2, 7, 30, 1152),),
-    "index_rest_4": (_case(left, "int4", 2, 2, 7, 30, 1152),),
-    "index_rest_8": (_case(left, "int8", 2, 2, 7, 30, 1152),),
+    "index_scores": (_case(scored, 2, 2, 7, 30, 1152),),
+    "index_rest": (_case(left, 2, 2, 7, 30, 1152),),
 }
 """By kernel of `launch.KERNELS`."""
 

@@ -25,7 +25,7 @@ from infinigen_jax.cuda.driver import NO_TIMING, NON_BLOCKING_STREAM, Driver
 
 KERNELS = (
     *("gather_rows", "gather_rows_hot", "select_rows", "plan_reuse_16", "plan_reuse_32"),
-    *("index_scores_4", "index_scores_8", "index_rest_4", "index_rest_8"),
+    *("index_scores", "index_rest"),
 )
 LAUNCH, START, WAIT = "infinigen_launch", "infinigen_start", "infinigen_wait"
 HEADER = 3  # integers of `config` before the kernel's own

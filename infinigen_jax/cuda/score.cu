@@ -1,4 +1,4 @@
-// Scores of cached tokens by an index of 4- or 8-bit codes (index.py), read once.
+// Scores of cached tokens by an index of 4-bit codes (index.py), read once.
 //
 //   query   [b][k][g][columns]      float32, in the index's coordinates
 //   index   [b][k][words + 1][t]    codes, the first column lowest; then step and lowest value
@@ -21,6 +21,9 @@
 // subtracted. It stays where it is in its half of a word, a power of two too large; so is the query
 // too small.
 
+constexpr int CODE_BITS = 4;
+constexpr unsigned CODE_MASK = (1u << CODE_BITS) - 1;
+constexpr int HALF_CODES = 16 / CODE_BITS;  // codes in half of a word
 constexpr int HEADS = 4;
 constexpr int LANE_SLOTS = 2;
 constexpr int MAX_COLUMNS = 256;
@@ -38,12 +41,10 @@ struct Query {
 };
 
 // HEADS heads of a query, zeros behind the last one. `shared` is there for all behind the barrier.
-template <int BITS>
 __device__ inline void load_query(const float* query, int heads, int columns, int words,
                                   Query* shared) {
-  constexpr int HALF = 16 / BITS;
-  for (int i = threadIdx.x; i < words * 2 * HALF; i += blockDim.x) {
-    const float scale = __int_as_float((127 - i % HALF * BITS) << 23);
+  for (int i = threadIdx.x; i < words * 2 * HALF_CODES; i += blockDim.x) {
+    const float scale = __int_as_float((127 - i % HALF_CODES * CODE_BITS) << 23);
     for (int head = 0; head < HEADS; ++head) {
       const bool there = head < heads && i < columns;
       shared->column[i].of[head] = there ? query[head * columns + i] * scale : 0.0f;
@@ -67,12 +68,9 @@ __device__ inline void load_query(const float* query, int heads, int columns, in
 }
 
 // Of the slots first, first + blockDim.x, ...; those beyond the end have the last one's scores.
-template <int BITS>
 __device__ inline void score_slots(const unsigned* __restrict__ index, int capacity, int words,
                                    const Query& query, int first,
                                    float (&score)[LANE_SLOTS][HEADS]) {
-  constexpr int HALF = 16 / BITS;
-  constexpr unsigned MASK = (1u << BITS) - 1;
   float sum[LANE_SLOTS][HEADS] = {};
   int slot[LANE_SLOTS];
 #pragma unroll
@@ -85,12 +83,12 @@ __device__ inline void score_slots(const unsigned* __restrict__ index, int capac
 #pragma unroll
     for (int j = 0; j < LANE_SLOTS; ++j) word[j] = row[slot[j]];
 #pragma unroll
-    for (int c = 0; c < 2 * HALF; ++c) {
-      const Column column = query.column[i * 2 * HALF + c];
+    for (int c = 0; c < 2 * HALF_CODES; ++c) {
+      const Column column = query.column[i * 2 * HALF_CODES + c];
 #pragma unroll
       for (int j = 0; j < LANE_SLOTS; ++j) {
-        const unsigned half = c < HALF ? word[j] : word[j] >> 16;
-        const unsigned in_place = half & (MASK << (c % HALF * BITS));
+        const unsigned half = c < HALF_CODES ? word[j] : word[j] >> 16;
+        const unsigned in_place = half & (CODE_MASK << (c % HALF_CODES * CODE_BITS));
         const float code = __uint_as_float(in_place | TWO_TO_23) - __uint_as_float(TWO_TO_23);
 #pragma unroll
         for (int head = 0; head < HEADS; ++head) sum[j][head] += column.of[head] * code;
@@ -110,9 +108,9 @@ __device__ inline void score_slots(const unsigned* __restrict__ index, int capac
   }
 }
 
-template <int BITS>
-__device__ inline void scores(const float* query, const unsigned* index, float* scores, int group,
-                              int columns, int words, int capacity, int tiles) {
+extern "C" __global__ void __launch_bounds__(MAX_TILE / LANE_SLOTS)
+    index_scores(const float* query, const unsigned* index, float* scores, int group, int columns,
+                 int words, int capacity, int tiles) {
   __shared__ Query shared;
   const unsigned long long pair = blockIdx.x / tiles;
   const int tile = LANE_SLOTS * blockDim.x;
@@ -120,10 +118,10 @@ __device__ inline void scores(const float* query, const unsigned* index, float* 
   index += pair * (words + 1) * capacity;
   scores += pair * group * capacity;
   for (int begin = 0; begin < group; begin += HEADS) {
-    load_query<BITS>(query + begin * columns, group - begin, columns, words, &shared);
+    load_query(query + begin * columns, group - begin, columns, words, &shared);
     for (int start = blockIdx.x % tiles * tile; start < capacity; start += tiles * tile) {
       float score[LANE_SLOTS][HEADS];
-      score_slots<BITS>(index, capacity, words, shared, start + threadIdx.x, score);
+      score_slots(index, capacity, words, shared, start + threadIdx.x, score);
       for (int j = 0; j < LANE_SLOTS; ++j) {
         const int slot = start + j * blockDim.x + threadIdx.x;
         for (int head = 0; head < HEADS; ++head) {
@@ -148,12 +146,11 @@ __device__ inline float log_sum(const float* x, int run) {
 }
 
 // Mean of the leading columns of a run's entries, by the weights exp(score - total), by a warp.
-template <int BITS, int LEADING>
+template <int LEADING>
 __device__ inline void mean_entry(const unsigned* __restrict__ index, int capacity, int words,
                                   int first, int run, const float* score, float total,
                                   float* entry) {
-  constexpr int PER_WORD = 32 / BITS, LEADING_WORDS = LEADING / PER_WORD;
-  constexpr unsigned MASK = (1u << BITS) - 1;
+  constexpr int LEADING_WORDS = LEADING / (2 * HALF_CODES);
   float sum[LEADING] = {};
   for (int i = lane(); i < run; i += WARP) {
     if (score[i] == minus_infinity()) continue;
@@ -165,8 +162,8 @@ __device__ inline void mean_entry(const unsigned* __restrict__ index, int capaci
     for (int word = 0; word < LEADING_WORDS; ++word) {
       const unsigned codes = word < words ? own[(unsigned long long)word * capacity] : 0;
 #pragma unroll
-      for (int c = 0; c < PER_WORD; ++c) {
-        sum[word * PER_WORD + c] += weight * ((codes >> c * BITS & MASK) * step + low);
+      for (int c = 0; c < 2 * HALF_CODES; ++c) {
+        sum[word * 2 * HALF_CODES + c] += weight * ((codes >> c * CODE_BITS & CODE_MASK) * step + low);
       }
     }
   }
@@ -196,11 +193,11 @@ __device__ inline void mark(const int* slots, int count, int start, int tile, un
   __syncthreads();
 }
 
-template <int BITS>
-__device__ inline void rest(const float* query, const unsigned* index, const int* positions,
-                            const int* slots, const int* count, float* rest, float* entry,
-                            int heads, int group, int columns, int words, int capacity, int tiles,
-                            int size, int run, int sinks, int window, int leading) {
+extern "C" __global__ void __launch_bounds__(MAX_TILE / LANE_SLOTS)
+    index_rest(const float* query, const unsigned* index, const int* positions, const int* slots,
+               const int* count, float* rest, float* entry, int heads, int group, int columns,
+               int words, int capacity, int tiles, int size, int run, int sinks, int window,
+               int leading) {
   __shared__ Query shared;
   __shared__ unsigned requested[MAX_TILE / WARP];
   __shared__ float tile_scores[HEADS][MAX_TILE];
@@ -218,9 +215,9 @@ __device__ inline void rest(const float* query, const unsigned* index, const int
     // Nothing of the index is read for what the host does not have yet.
     const bool any = start < end && start + tile > sinks;
     for (int begin = 0; begin < group; begin += HEADS) {
-      load_query<BITS>(query + begin * columns, group - begin, columns, words, &shared);
+      load_query(query + begin * columns, group - begin, columns, words, &shared);
       float score[LANE_SLOTS][HEADS];
-      if (any) score_slots<BITS>(index, capacity, words, shared, start + threadIdx.x, score);
+      if (any) score_slots(index, capacity, words, shared, start + threadIdx.x, score);
       for (int j = 0; j < LANE_SLOTS; ++j) {
         const int at = j * blockDim.x + threadIdx.x, slot = start + at;
         const bool counts = any && slot >= sinks && slot < end &&
@@ -240,28 +237,12 @@ __device__ inline void rest(const float* query, const unsigned* index, const int
         const float* scores = tile_scores[head] + at;
         float* mean = entry + place * leading;
         if (leading == 8) {
-          mean_entry<BITS, 8>(index, capacity, words, start + at, run, scores, value, mean);
+          mean_entry<8>(index, capacity, words, start + at, run, scores, value, mean);
         } else if (leading == 16) {
-          mean_entry<BITS, 16>(index, capacity, words, start + at, run, scores, value, mean);
+          mean_entry<16>(index, capacity, words, start + at, run, scores, value, mean);
         }
       }
       __syncthreads();  // the next scores and query take the place of these
     }
   }
 }
-
-#define SCORE_KERNELS(BITS)                                                                      \
-  extern "C" __global__ void __launch_bounds__(MAX_TILE / LANE_SLOTS) index_scores_##BITS(       \
-      const float* query, const unsigned* index, float* out, int group, int columns, int words,  \
-      int capacity, int tiles) {                                                                 \
-    scores<BITS>(query, index, out, group, columns, words, capacity, tiles);                     \
-  }                                                                                              \
-  extern "C" __global__ void __launch_bounds__(MAX_TILE / LANE_SLOTS) index_rest_##BITS(         \
-      const float* query, const unsigned* index, const int* positions, const int* slots,         \
-      const int* count, float* out, float* entry, int heads, int group, int columns, int words,  \
-      int capacity, int tiles, int size, int run, int sinks, int window, int leading) {          \
-    rest<BITS>(query, index, positions, slots, count, out, entry, heads, group, columns, words,  \
-               capacity, tiles, size, run, sinks, window, leading);                              \
-  }
-SCORE_KERNELS(4)
-SCORE_KERNELS(8)

@@ -19,20 +19,20 @@ MAX_RUN = 128  # of slots that make up one number of `index_rest`; it divides a 
 
 
 def index_scores(
-    query: Float[Array, "b k g r"], index: UInt32[Array, "b k e t"], bits: int
+    query: Float[Array, "b k g r"], index: UInt32[Array, "b k e t"]
 ) -> Float[Array, "b k g t"]:
     """Scores of every slot.
 
     Args:
         query: float32, in the index's coordinates; at most MAX_COLUMNS columns.
-        index: of codes of so many bits, 4 or 8.
+        index: of codes.
     """
 
     def local(query: Array, index: Array) -> Array:
         b, k, g, _ = query.shape
         out = jax.ShapeDtypeStruct((b, k, g, index.shape[3]), jnp.float32)
         sizes = (g, *_sizes(query, index))
-        (scores,) = _run(f"index_scores_{bits}", (query, index), (out,), sizes)
+        (scores,) = _run("index_scores", (query, index), (out,), sizes)
         return scores
 
     return _on_each_device(local, query, index)
@@ -41,7 +41,6 @@ def index_scores(
 def index_rest(
     query: Float[Array, "b k g r"],
     index: UInt32[Array, "b k e t"],
-    bits: int,
     positions: Int[Array, " b"],
     slots: Int[Array, "b k n"],
     count: Int[Array, "b k"],
@@ -67,7 +66,7 @@ def index_rest(
         score = jax.ShapeDtypeStruct((b, k, g, blocks), jnp.float32)
         # Something there must be, even if nobody writes to it.
         entry = jax.ShapeDtypeStruct((b, k, g, blocks if leading else 1, leading or 1), jnp.float32)
-        return _run(f"index_rest_{bits}", (query, index, *others), (score, entry), integers)
+        return _run("index_rest", (query, index, *others), (score, entry), integers)
 
     score, entry = _on_each_device(local, query, index, positions, slots, count)
     if not columns:

@@ -61,7 +61,7 @@ class InfiniGen(Budgeted):
         budget: most rows fetched, as a share of the tokens cached, in (0, 1] (the paper: 0.2).
         sinks: first tokens kept on the device.
         window: recent tokens kept on the device, the current one included.
-        index_dtype: of the index: "float32", "bfloat16", "int8", "int4" or "auto" (bfloat16, but
+        index_dtype: of the index: "float32", "bfloat16", "int4" or "auto" (bfloat16, but
             float32 on the CPU). In int4, the default, three quarters of the columns take hardly
             more memory than a fifth of them in bfloat16.
         count: how many rows, within the budget: "head", for each KV head those that pass alpha; or

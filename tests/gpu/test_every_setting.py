@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
             "count": ("mean",),
             "query": ("own",),
             "speculate_from": ("resident",),
-            "index_dtype": ("float32", "bfloat16", "int8"),
+            "index_dtype": ("float32", "bfloat16"),
             "tail_tokens": (0,),
             "tail": (False,),
         }.items()
