@@ -61,9 +61,7 @@ class Model:
         key_mean: [L, k, d] float32, mean calibration key of each KV head in the coordinates of
             the cached keys; None with skew "none".
         svd_bases: with skew "balanced", the paper's bases beside the balanced ones.
-        energies: [L, k, d] float32, the calibration queries' along the columns of the paper's
-            bases; None where those are absorbed or unknown.
-        ahead: likewise, one per layer: what the corrected layer-ahead query needs.
+        ahead: one per layer: what the corrected layer-ahead query needs; None where it is unknown.
         speculate_from: what of the layer before that query is of, one of `speculation.SOURCES`.
         sparse_loss: [L, 2] float32, relative error behind each layer's attention with few rows,
             chosen by its own query and by that of a layer before, see `convert.loss`; the latter
@@ -84,7 +82,6 @@ class Model:
     path: Path | None = None
     given_tokenizer: Any = None
     svd_bases: tuple[Basis, ...] | None = None
-    energies: np.ndarray | None = None
     ahead: tuple[Ahead, ...] | None = None
     speculate_from: str = "input"
     sparse_loss: np.ndarray | None = None

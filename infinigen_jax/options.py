@@ -98,7 +98,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     add(
         "--basis",
         metavar="B",
-        help="of the index: auto (the model's, default), svd, balanced or none",
+        help="of the index: auto (the model's, default), svd or balanced",
         **many,
     )
     add(

@@ -100,19 +100,6 @@ def svd_basis(
     return _fix_signs(basis), np.maximum(energies, 0.0)
 
 
-def unskewed_basis(
-    basis: Float[Matrix, "k d d"], energies: Float[np.ndarray, "k d"]
-) -> Float[np.ndarray, "k d d"]:
-    """The model's own columns, those that the calibration queries are longest in first.
-
-    What skewing is to be compared with (the paper's Figure 13). A permutation, from the basis and
-    the energies of `svd_basis`: A diag(s^2) A^T is the queries' Gram matrix.
-    """
-    own = np.einsum("kdj,kj->kd", np.square(np.asarray(basis, np.float64)), energies)
-    order = np.argsort(-own, axis=1, kind="stable")
-    return np.eye(order.shape[1], dtype=np.float32)[order].swapaxes(1, 2)
-
-
 def balanced_basis(
     statistics: Moments,
 ) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d d"], Float[np.ndarray, "k d"]]:

@@ -73,8 +73,6 @@ def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str
     if manifest.absorbed:
         return found | {"bases": none}
     found["bases"] = _bases(query, key)
-    if corrected or manifest.skew == "svd":
-        found["energies"] = np.array(file.read("eigenvalues"))
     if corrected:
         orthogonal = file.read("svd_basis")
         _check_inverse(path, orthogonal, orthogonal, orthogonal=True)

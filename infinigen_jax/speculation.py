@@ -23,12 +23,11 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.models.joined import split
 from infinigen_jax.neurons import INNER, projected
-from infinigen_jax.skew import unskewed_basis
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
 
-BASES = ("auto", "svd", "balanced", "none")
+BASES = ("auto", "svd", "balanced")
 QUERIES = ("auto", "plain", "corrected", "own")
 # What a query ahead is guessed from: the attention's input, or the hidden state after attention to
 # the resident rows alone.
@@ -41,20 +40,20 @@ def partial_columns(head_dim: int, ratio: float) -> int:
 
 
 def choose_basis(model: "Model", basis: str) -> str:
-    """Which of BASES to use: "auto" is the balanced one, where the model has it.
+    """The basis to use, "svd" or "balanced": "auto" is the balanced one, where the model has it.
+
+    "none" for a model that was converted without one.
 
     Raises:
         InputError: naming the conversion that the basis asked for takes.
     """
     if basis == "auto":
         return model.skew
-    has = {"svd": model.svd_bases, "none": model.energies}
-    if basis == model.skew or has.get(basis) is not None:
+    if basis == model.skew or (basis == "svd" and model.svd_bases is not None):
         return basis
-    remedy = "balanced, which leaves the weights as they are" if basis == "none" else basis
     raise InputError(
         f"--basis {basis}: the model was converted with --skew {model.skew}; convert it again "
-        f"with --skew {remedy}"
+        f"with --skew {basis}"
     )
 
 
@@ -131,16 +130,13 @@ def speculation_weights(
         assert model.ahead is not None
         corrected = model.ahead[layer]
         projection = {n: jnp.array(x, model.dtype) for n, x in corrected.projection.items()}
-    if basis == model.skew:
-        pair = model.bases[layer]
-        if basis == "balanced" and corrected is not None:
-            pair = corrected.basis
+    if basis != model.skew:
+        assert model.svd_bases is not None
+        pair = model.svd_bases[layer]
+    elif basis == "balanced" and corrected is not None:
+        pair = corrected.basis
     else:
-        pair = (model.svd_bases or model.bases)[layer]
-        if basis == "none":
-            assert model.energies is not None and pair is not None
-            own = jnp.asarray(unskewed_basis(pair.query, model.energies[layer]))
-            pair = pair._replace(query=own, key=own)
+        pair = model.bases[layer]
     weights = {}
     if pair is not None:
         weights["key"] = pair.key[..., :columns]

@@ -1,7 +1,5 @@
 """The corrected layer-ahead query: regression, its shrinkage, and what conversion makes of it."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,11 +144,8 @@ def test_what_a_conversion_does_not_have_is_refused_in_one_line(converted, tmp_p
     refused(svd, "--basis balanced: .* --skew svd.* with --skew balanced", basis="balanced")
     refused(svd, "--query corrected: .* --skew balanced", query="corrected")
     refused(none, "--basis svd: .* --skew none", basis="svd")
-    opt = make_tiny(tmp_path / "opt", "opt")
-    opt = checkpoint.load(convert(opt.folder, tmp_path / "absorbed", calibration=IDS, skew="svd"))
-    refused(opt, "--basis none: .* --skew svd.* --skew balanced", basis="none")
-    with pytest.raises(InputError, match="--basis odd"):
-        InfiniGen(basis="odd")
+    with pytest.raises(InputError, match="--basis none: use auto or svd or balanced"):
+        InfiniGen(basis="none")
     with pytest.raises(InputError, match="--query odd"):
         InfiniGen(query="odd")
 
@@ -166,26 +161,6 @@ def test_the_paper_preset_keeps_the_paper_basis(converted):
     for name, value in orthogonal.prepare(model, 1).items():
         if name in found:
             np.testing.assert_array_equal(found[name], value)
-
-
-def test_no_basis_is_the_columns_of_the_keys_themselves(converted):
-    model = checkpoint.load(converted)
-    policy = InfiniGen(basis="none", query="plain", partial_ratio=0.5, index_dtype="float32")
-    key = np.asarray(policy.prepare(model, 1)["key"])
-    heads, d, r = key.shape
-    assert r == d // 2 and (np.sort(key, axis=1)[:, -1] == 1).all() and key.sum() == heads * r
-    weights = dataclasses.replace(policy, partial_ratio=1.0).prepare(model, 1)
-    layer = blueprint(model.config, model.dtype).layer(model.params["layers"][1])
-    a = jnp.asarray(
-        np.random.default_rng(0).normal(size=(3, model.config.hidden_size)), jnp.float32
-    )
-    at = jnp.array([0, 7, 30], jnp.int32)
-    # All columns, in whichever order: the layer's own query.
-    got = speculate_query(model.config, layer, weights, a, at, d)
-    got = jnp.einsum("bkgr,kdr->bkgd", got, weights["key"])
-    expected = layer.query(a, at).reshape(got.shape)
-    np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=1e-5, atol=1e-5)
-    Engine(model, policy=policy, dense_layers=1)
 
 
 def test_balanced_conversions_of_old_still_load(converted, tmp_path):

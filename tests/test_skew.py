@@ -18,7 +18,6 @@ from infinigen_jax.skew import (
     moments,
     reduced_rank_basis,
     svd_basis,
-    unskewed_basis,
 )
 
 
@@ -90,18 +89,6 @@ def test_skewed_queries_are_uncorrelated_with_descending_energy(shape):
         stacked = q.reshape(4 * d, kv_heads, group, d)[:, head].reshape(-1, d)
         singular = np.linalg.svd(stacked, compute_uv=False)
         np.testing.assert_allclose(energies[head], singular**2, atol=1e-10 * energies[head, 0])
-
-
-def test_unskewed_columns_are_the_models_own_longest_queries_first():
-    queries = np.random.default_rng(0).normal(size=(50, 4, 8)) * np.geomspace(1, 9, 8)
-    keys = np.random.default_rng(1).normal(size=(50, 2, 8))
-    basis, energies = svd_basis(moments(queries, keys))
-    own = unskewed_basis(basis, energies)
-    turned = np.einsum("tkgd,kdc->tkgc", queries.reshape(50, 2, 2, 8), own)
-    sizes = np.square(turned).sum(axis=(0, 2))
-    assert (np.diff(sizes) <= 0).all()
-    # Some order of the columns themselves, another for each head.
-    np.testing.assert_array_equal(np.sort(turned), np.sort(queries.reshape(turned.shape)))
 
 
 def test_leading_columns_are_the_best_partial_query():

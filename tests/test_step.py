@@ -159,12 +159,12 @@ def test_the_layerwise_step_and_the_flush_copy_no_cache():
     carry = compiled.embed(weights.params["embedding"], run.drawn, cache.lengths)
     ahead = [run.decoder.following(weights, cache, i, at[i]) for i in range(2)]
     hot = cache.hot[0]
-    arguments = (layers[0], carry, cache.local[0], (hot,), None, cache.host, None, (ahead[0],))
+    arguments = (layers[0], carry, cache.local[0], hot, None, cache.host, None, ahead[0])
     dense = compiled.fetching_layer.lower(*arguments, cache.lengths).compile().as_text()
     carry, *_ = compiled.fetching_layer(*arguments, cache.lengths)
     own = HostLayer(at[0], cache.scales[0])
-    hot = (cache.hot[1],)
-    sparse = (layers[1], carry, cache.local[1], hot, None, cache.host, own, (ahead[1],))
+    hot = cache.hot[1]
+    sparse = (layers[1], carry, cache.local[1], hot, None, cache.host, own, ahead[1])
     programs = {
         "dense": dense,
         "sparse": compiled.fetching_layer.lower(*sparse, cache.lengths).compile().as_text(),

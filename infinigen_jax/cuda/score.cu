@@ -163,7 +163,8 @@ __device__ inline void mean_entry(const unsigned* __restrict__ index, int capaci
       const unsigned codes = word < words ? own[(unsigned long long)word * capacity] : 0;
 #pragma unroll
       for (int c = 0; c < 2 * HALF_CODES; ++c) {
-        sum[word * 2 * HALF_CODES + c] += weight * ((codes >> c * CODE_BITS & CODE_MASK) * step + low);
+        const unsigned code = codes >> c * CODE_BITS & CODE_MASK;
+        sum[word * 2 * HALF_CODES + c] += weight * (code * step + low);
       }
     }
   }

@@ -69,8 +69,8 @@ class InfiniGen(Budgeted):
             pass alpha, as in the paper's code.
         streamed_layers: leading layers of the model that are not speculated for: those of them
             that are on the host are streamed whole, as the paper does with layers 0 and 1.
-        basis: of the index: "svd", the paper's; "balanced"; "none", the keys' own columns, those
-            with the longest queries first; or "auto", the one that the model was converted with.
+        basis: of the index: "svd", the paper's; "balanced"; or "auto", the one that the model was
+            converted with.
         query: that rows are selected by: "plain", from an earlier layer's input as it is, as in
             the paper; "corrected" on calibration text; "own", the layer's true one, for which the
             layer waits; or "auto": its own where rows are attended to in the host's memory itself,
