@@ -325,7 +325,7 @@ class InfiniGen(Budgeted):
             keep = pooled(best, budget * rank.shape[1])
         else:
             keep = holding(best - math.log(scores.shape[2]), self.mass)
-        return Request(*narrow(slots, keep), rank)
+        return Request(*narrow(slots, keep))
 
     def own_rest(
         self,
