@@ -1,4 +1,4 @@
-"""What a hot set is worth: rows that are on the device when they are wanted, by size and eviction.
+"""What a hot set is worth: rows that are on the device when they are wanted, by size.
 
     python -m benchmarks.reuse --model DIR... --text FILE
 
@@ -19,11 +19,9 @@ from benchmarks.files import RESULTS, note, write_json
 from infinigen_jax.errors import InputError
 
 GOAL_SIZE, GOAL = 2.0, 0.6  # a hit rate of 0.6 with twice the budget
-EVICTIONS = ("lru", "score")
 COLUMNS = {
     "budget": "budget",
     "size": "hot set, of the budget",
-    "eviction": "eviction",
     "selected_fraction": "selected",
     "fetched_fraction": "fetched",
     "hit_rate": "hit rate",
@@ -43,7 +41,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--windows", type=int, default=2, help="of the text, evenly spread (default 2)")
     add("--budgets", type=float, nargs="+", default=[0.05, 0.1], metavar="F")
     add("--sizes", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="in multiples of a request")
-    add("--evictions", nargs="+", choices=EVICTIONS, default=EVICTIONS)
     add("--alpha", type=float, help="default: the policy's own; inf: the budget alone")
     add("--dense-layers", type=int, help="kept on the device (default: the policy's own)")
     add("--dtype", default="float32")
@@ -77,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure_model(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Every budget, size and eviction with one model."""
+    """Every budget and size with one model."""
     import infinigen_jax as ig
     from infinigen_jax.checkpoint import model_folder
     from infinigen_jax.evaluation.scoring import score_windows
@@ -92,14 +89,13 @@ def measure_model(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         given = {} if options.alpha is None else {"alpha": options.alpha}
         policy = ig.InfiniGen(budget=budget, **given)
         plain: np.ndarray | None = None
-        for multiple, eviction in _hot_sets(options):
-            note(f"{folder}: budget {budget}, hot set {multiple:g} x, {eviction}")
+        for multiple in [0.0, *options.sizes]:  # what all others are compared with comes first
+            note(f"{folder}: budget {budget}, hot set {multiple:g} x")
             engine = ig.Engine(
                 model,
                 policy=policy,
                 dense_layers=options.dense_layers,
                 hot_set=multiple,
-                eviction=eviction,
             )
             scores, moved = score_windows(engine, windows, size // 2, len(windows))
             nats = scores.nats
@@ -110,7 +106,6 @@ def measure_model(options: argparse.Namespace, folder: str) -> dict[str, Any]:
                 {
                     "budget": budget,
                     "size": multiple,
-                    "eviction": eviction,
                     "selected_fraction": moved.selected / moved.tokens,
                     "fetched_fraction": moved.fetched / moved.tokens,
                     "hit_rate": 1 - moved.fetched_rows / max(1, moved.selected_rows),
@@ -126,12 +121,6 @@ def measure_model(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         "windows": len(windows),
         "entries": entries,
     }
-
-
-def _hot_sets(options: argparse.Namespace) -> list[tuple[float, str]]:
-    """None at all first: what all others are compared with."""
-    pairs = [(size, eviction) for size in options.sizes for eviction in options.evictions]
-    return [(0.0, EVICTIONS[0]), *pairs]
 
 
 def table(result: dict[str, Any]) -> str:
@@ -156,8 +145,6 @@ def table(result: dict[str, Any]) -> str:
 
 def _cell(name: str, entry: dict[str, Any]) -> str:
     value = entry[name]
-    if name == "eviction":
-        return value if entry["size"] else ""
     if name in ("selected_fraction", "fetched_fraction"):
         return f"{value:.2%}"
     if name == "hit_rate":

@@ -169,13 +169,13 @@ class Decoder(Layout):
             used = None if used is None else touch(self.pool, used, request, positions)
         if hot is not None:
             with jax.named_scope("reuse"):
-                if self.eviction == "lru" and cuda.in_use():
+                if cuda.in_use():
                     hot, planned = plan_by_kernel(hot, request, positions, self.mesh)
                 else:
-                    hot, planned = plan(hot, request, positions, self.eviction)
+                    hot, planned = plan(hot, request, positions)
                 moved = jnp.sum(planned.miss, axis=-1, dtype=jnp.int32)
         marks = request.marks if self.in_chunks and hot is None else None
-        request = request._replace(rank=None, chosen=None, marks=marks)
+        request = request._replace(chosen=None, marks=marks)
         with jax.named_scope("fetch"):
             ticket = self.transfer.start(
                 host,

@@ -23,7 +23,6 @@ from infinigen_jax.models.joined import join, split
 from infinigen_jax.policies import POLICIES, InfiniGen, Policy
 from infinigen_jax.pool import Pool
 from infinigen_jax.prefill import Notify
-from infinigen_jax.reuse import EVICTIONS
 from infinigen_jax.rows import row_format
 from infinigen_jax.run import Run
 from infinigen_jax.sampling import Sampling
@@ -100,7 +99,6 @@ class Engine:
         hot_set: rows kept on the device after they were fetched, in multiples of the budget's: 0
             for none, else at least 1. By default 2 with the `cuda` transfer, and none with `xla`,
             where looking rows up costs more than moving them.
-        eviction: which of them give way, "lru" or "score", see `reuse.plan`.
         pool: a limit of the host's cache; None for the whole context.
         weights: "device", or "host": the layers' weights are kept in host memory and brought for
             each step, see `weights`; equal results. `load` takes it as well.
@@ -126,7 +124,6 @@ class Engine:
         transfer: str = "auto",
         rows: str = "auto",
         hot_set: float | None = None,
-        eviction: str = "lru",
         pool: Pool | None = None,
         weights: str = "device",
         check: bool = False,
@@ -140,8 +137,6 @@ class Engine:
             raise InputError(f"--schedule {schedule}: use {' or '.join(SCHEDULES)}")
         if hot_set is not None and not (hot_set == 0 or 1 <= hot_set < float("inf")):
             raise InputError(f"--hot-set {hot_set}: it must be 0, or 1 or more")
-        if eviction not in EVICTIONS:
-            raise InputError(f"eviction {eviction!r}: use {' or '.join(EVICTIONS)}")
         check_pool(pool, chosen)
         check_weights(weights)
         if prefill_chunk is not None and prefill_chunk < 1:
@@ -173,7 +168,6 @@ class Engine:
             self.mesh,
             rows,
             float(hot_set),
-            eviction,
             pool,
             weights == "host",
             curves_for(model, chosen),

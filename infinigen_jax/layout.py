@@ -29,7 +29,6 @@ class Layout:
         mesh: axes "data" (sequences) and "model" (KV heads).
         rows: format of the host's rows, see `row_format`.
         hot_set: entries of the hot set, in multiples of a request; 0 for none, else at least 1.
-        eviction: see `reuse.plan`.
         pool: the limit of the host's cache, if it has one.
         weights_on_host: see `weights`.
         curves: what layers lose by their share of the rows, if the budget is shared out by that.
@@ -43,7 +42,6 @@ class Layout:
     mesh: Mesh
     rows: str = "auto"
     hot_set: float = 0.0
-    eviction: str = "lru"
     pool: Pool | None = None
     weights_on_host: bool = False
     curves: Curves | None = None

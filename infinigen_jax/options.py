@@ -161,7 +161,6 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     )
     add("--pool-sinks", type=int, metavar="N", help="first tokens that never do (default 4)")
     add("--hot-set", type=float, metavar="M", help="rows kept after use, times the budget; 0: none")
-    add("--eviction", default="lru", help="which of those give way: lru (default) or score")
     add("--weights", default="device", help="where the layers' weights are: device or host")
     add(
         "--prefill-chunk",
@@ -310,16 +309,12 @@ def make_engine(
         InputError: for a value out of range.
     """
     from infinigen_jax.engine import Engine
-    from infinigen_jax.reuse import EVICTIONS
 
-    if arguments.eviction not in EVICTIONS:
-        raise InputError(f"--eviction {arguments.eviction}: use {' or '.join(EVICTIONS)}")
     chosen = {
         "dense_layers": arguments.dense_layers,
         "transfer": arguments.transfer,
         "rows": arguments.rows,
         "hot_set": arguments.hot_set,
-        "eviction": arguments.eviction,
         "pool": make_pool(arguments),
         "weights": "device" if arguments.weights is None else arguments.weights,
         "prefill_chunk": chunk_option(arguments.prefill_chunk),

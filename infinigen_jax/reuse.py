@@ -25,8 +25,6 @@ from infinigen_jax.memory import BATCH_SPEC, ROWS_SPEC
 from infinigen_jax.selection import Request, top_slots
 from infinigen_jax.tables import look_up, put
 
-EVICTIONS = ("lru", "score")
-
 
 class HotSet(NamedTuple):
     """Rows of one layer that are on the device, as the host stores them, and their directory."""
@@ -63,20 +61,13 @@ def place_dtype(size: int) -> Any:
     return jnp.int16 if size <= 2**15 else jnp.int32
 
 
-def plan(
-    hot: HotSet,
-    request: Request,
-    positions: Int[Array, " b"],
-    eviction: str = "lru",
-) -> tuple[HotSet, Plan]:
-    """Look a request up, and make room for what is missing.
+def plan(hot: HotSet, request: Request, positions: Int[Array, " b"]) -> tuple[HotSet, Plan]:
+    """Look a request up, and make room for what is missing: the least recently used are evicted.
 
     Args:
         hot: with h at least the request's n, so that everything missing finds an entry.
-        request: distinct slots; with its `rank` for eviction "score".
+        request: distinct slots.
         positions: of the current tokens; they grow from step to step.
-        eviction: entries give way in order of least recent use ("lru") or of lowest speculated
-            rank at this step ("score").
 
     Returns:
         The hot set with its directory as it is after the transfer, its rows as they were, and the
@@ -92,12 +83,9 @@ def plan(
     miss = valid & (found < 0)
     now = jnp.broadcast_to(positions[:, None, None], hit.shape)
     used = put(hot.used, jnp.where(hit, found, h), now)
-    # At most n - hits rows are missing and h - hits entries are not wanted now: no hit gives way.
-    victims = top_slots(
-        -_keep(hot._replace(used=used), request, positions, eviction),
-        jnp.sum(miss, axis=-1, dtype=jnp.int32),
-        n,
-    )
+    # At most n - hits rows are missing and h - hits entries are not wanted now: no hit is evicted.
+    # Exact in float32: positions are below 2^24.
+    victims = top_slots(-used.astype(jnp.float32), jnp.sum(miss, axis=-1, dtype=jnp.int32), n)
     turn = jnp.cumsum(miss, axis=-1, dtype=jnp.int32) - 1
     entry = jnp.where(miss, look_up(victims, jnp.maximum(turn, 0)), jnp.maximum(found, 0))
     entry = jnp.where(valid, entry, 0)
@@ -115,7 +103,7 @@ def plan(
 def plan_by_kernel(
     hot: HotSet, request: Request, positions: Int[Array, " b"], mesh: Mesh
 ) -> tuple[HotSet, Plan]:
-    """What `plan` computes for eviction "lru", in one launch on an NVIDIA GPU."""
+    """What `plan` computes, in one launch on an NVIDIA GPU."""
     arrays = (request.slots, request.count, positions, hot.slots, hot.used, hot.place)
     rows = [ROWS_SPEC] * 5
     planned = jax.shard_map(
@@ -140,18 +128,3 @@ def forget(hot: HotSet, slots: Int[Array, "b k n"]) -> HotSet:
         used=put(hot.used, target, nothing),
         place=put(hot.place, slots, nothing.astype(hot.place.dtype)),
     )
-
-
-def _keep(
-    hot: HotSet, request: Request, positions: Int[Array, " b"], eviction: str
-) -> Float[Array, "b k h"]:
-    """How much each entry is worth keeping; empty entries least, those wanted now most."""
-    if eviction == "lru":
-        # Exact: positions are below 2^24.
-        return hot.used.astype(jnp.float32)
-    if request.rank is None:
-        raise ValueError("this policy's requests have no rank to evict by; use lru")
-    rank = look_up(request.rank, jnp.maximum(hot.slots, 0))
-    lowest = jnp.finfo(jnp.float32).min
-    rank = jnp.where(hot.slots < 0, lowest, jnp.maximum(rank, 0.5 * lowest))
-    return jnp.where(hot.used == positions[:, None, None], jnp.inf, rank)

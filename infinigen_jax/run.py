@@ -191,13 +191,18 @@ class Run:
         # Before the first step a flush only repeats what prefill wrote; it is compiled there, so
         # that neither the first token nor a later step waits for it.
         if not self.counts or self._since_flush == self.decoder.policy.window:
-            self._rest()
+            if not self.counts:
+                self._rest()  # compiled there as well
             self.settle()
         self._since_flush += 1
         self.owners.step()
 
     def _rest(self) -> None:
-        """Set rows back that belong to nobody, in a run that admits prompts."""
+        """Set the lengths of idle rows to 0, in a run that admits prompts.
+
+        Called for every step that leaves a row idle, whatever the policy: a row that went on would
+        grow beyond the capacity. (Where no prompt waits, a batch has no more steps than that.)
+        """
         if self._admission is None:
             return
         idle = jax.device_put(self.owners.idle, Placement(self.engine.mesh).batch)
@@ -205,20 +210,28 @@ class Run:
         self.owners.rest()
 
     def _admit(self) -> None:
-        """Give rows that became idle to prompts that wait."""
-        if self._admission is None:
+        """Reset idle rows, and give them to prompts that wait."""
+        if not self.owners.idle.any():
             return
-        policy = self.decoder.policy
-        paged = policy.paged or self.decoder.pool is not None  # rows give way at a flush
-        if paged and self._since_flush < policy.window and not self.owners.idle.all():
-            return  # its rows are all at the same step of the window
+        self._rest()
+        if not self._admits():
+            return
         idle = np.flatnonzero(self.owners.idle)
         for row in idle[: len(self.owners.waiting)]:
             self._begin(self.owners.waiting.popleft(), int(row))
-        if self.owners.idle.any():
-            self._rest()
-        if len(idle):
-            self.settle()  # as before a first step
+        self.settle()  # as before a first step
+
+    def _admits(self) -> bool:
+        """Whether a waiting prompt can begin now.
+
+        Where rows are evicted or pages are filled at a flush, all rows have to be at the same step
+        of the window.
+        """
+        if not self.owners.waiting:
+            return False
+        policy = self.decoder.policy
+        at_flush = policy.paged or self.decoder.pool is not None
+        return not at_flush or self._since_flush == policy.window or bool(self.owners.idle.all())
 
     def _begin(self, prompt: int, row: int) -> None:
         """Process a prompt beside the batch and put its cache and first token into a row."""

@@ -41,8 +41,6 @@ class Request(NamedTuple):
     Attributes:
         slots: host cache slots, all within the cache; those at `count` and beyond are padding.
         count: how many of the slots are meant, per sequence and KV head.
-        rank: order of preference among all slots, for whoever has to choose rows to give up; None
-            where it is not known or not wanted any more.
         rest: what is on the host only and not meant; None where there is no tail, or where it is
             scored when the layer attends.
         chosen: the slots that are meant, marked; None where the selection did not mark them.
@@ -53,7 +51,6 @@ class Request(NamedTuple):
 
     slots: Int[Array, "b k n"]
     count: Int[Array, "b k"]
-    rank: Float[Array, "b k t"] | None = None
     rest: Rest | None = None
     chosen: Bool[Array, "b k t"] | None = None
     marks: UInt32[Array, "b k v"] | None = None
@@ -150,7 +147,7 @@ def select(
     slots, chosen, marks = top_choice(
         rank, count, size, passing if mode == "head" else None, between
     )
-    return Request(slots, count, rank, chosen=chosen, marks=marks)
+    return Request(slots, count, chosen=chosen, marks=marks)
 
 
 def _bounds(scores: Float[Array, "b k g t"], alpha: float) -> Bounds | None:

@@ -230,7 +230,7 @@ def steps(decoder: Decoder) -> Steps:
     options = step_options(decoder)
     at: Any = Placement(decoder.mesh)
     rest = at.rows if decoder.policy.has_tail and not decoder.policy.tail_block else None
-    fetched = Fetched(Request(at.rows, at.rows, None, rest), at.rows)
+    fetched = Fetched(Request(at.rows, at.rows, rest), at.rows)
     counts = Counts(at.batch, at.batch)
     carry = Carry(at.batch, fetched, counts)
     bare = Carry(at.batch, None, counts)

@@ -1,5 +1,6 @@
 """Continuous batches: more prompts than rows give what each prompt gives alone."""
 
+import copy
 import dataclasses
 import json
 import re
@@ -141,6 +142,27 @@ def test_idle_rows_rest():
     assert len(run.new_tokens[2]) > 30 < resting
     selected = np.stack([np.asarray(counts.selected) for counts in run.counts])
     assert selected[-20:].any(axis=0).sum() == 1  # one row's
+
+
+@pytest.mark.parametrize(
+    "policy, settings",
+    [(Quest(budget=0.2, window=4, sinks=2), {}), (SPARSE, {"pool": Pool(tokens=40)})],
+    ids=["pages", "pool"],
+)
+def test_rows_that_end_between_flushes(policy, settings):
+    """The second row ends at the full capacity of 128, one step before prompts are admitted."""
+    made = engine("gqa", policy, 1, **settings)
+    prompts = [[int(i) for i in np.random.default_rng(n).integers(3, 96, 29)] for n in (1, 2, 3)]
+    expected = [tokens_of(made, [prompt], 99)[0] for prompt in prompts]
+    end = next(i for i in range(2, 60) if expected[0][i] not in expected[1] + expected[2])
+    stopping = copy.copy(made)
+    config = dataclasses.replace(made.model.config, eos_ids=(expected[0][end],))
+    stopping.model = dataclasses.replace(made.model, config=config)
+    run = stopping.start(prompts, 99, batch=2)
+    for _ in run.tokens():
+        assert np.array_equal(run.owners.cached, run.cache.lengths)
+        assert run.owners.cached.max() <= run.capacity == 128
+    assert run.new_tokens == [expected[0][: end + 1], *expected[1:]]
 
 
 def test_nothing_is_compiled_or_moved_behind_the_first_admission():

@@ -139,7 +139,7 @@ def test_reuse_of_rows(tmp_path, capsys, monkeypatch):
     path, text = tmp_path / "reuse.json", tmp_path / "text.txt"
     text.write_text("The ship lay at anchor, and the wind came over the hills. " * 3)
     arguments = ["--model", "toy", "--text", str(text), "--json", str(path)]
-    settings = "--window 160 --windows 1 --budgets 0.2 --sizes 2 --evictions lru"
+    settings = "--window 160 --windows 1 --budgets 0.2 --sizes 2"
     assert reuse.main([*arguments, *settings.split()]) == 0
     (entries,) = (model["entries"] for model in json.loads(path.read_text())["models"])
     none, twice = entries

@@ -341,7 +341,7 @@ def test_help(run):
     for arguments in (["--help"], ["perplexity", "--help"]):
         status, out, err = run(*arguments)
         assert status == 0 and "perplexity" in out and err == ""
-    assert "--budget F [F ...]" in out and "--eviction" in out
+    assert "--budget F [F ...]" in out and "--hot-set" in out
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,6 @@ def test_help(run):
         "--rows": ["int3"],
         "--dense-layers": ["-1"],
         "--hot-set": ["0.5"],
-        "--eviction": ["fifo"],
         "--transfer": ["pigeon"],
         "--dtype": ["float8"],
     }.items(),
@@ -426,13 +425,13 @@ def test_more_memory_than_there_is(refused, monkeypatch):
 
 def test_generate_has_the_same_engine_options(run):
     short = ("--prompt", "The", "--max-new-tokens", "2", "--quiet")
-    for option, value in (("--eviction", "fifo"), ("--index-dtype", "int3"), ("--rows", "int3")):
+    for option, value in (("--index-dtype", "int3"), ("--rows", "int3")):
         status, out, err = run(*short, option, value, main=generate.main)
         assert status == 2 and out == "" and value in err and err.count("\n") == 1
-    options = ["--eviction", "score", "--hot-set", "2", "--index-dtype", "bfloat16"]
+    options = ["--hot-set", "2", "--index-dtype", "bfloat16"]
     arguments = generate.build_parser().parse_args(options)
     chosen = make_engine(random_model("gqa"), make_policy(arguments), arguments)
-    assert chosen.decoder.eviction == "score" and chosen.decoder.hot_set == 2.0
+    assert chosen.decoder.hot_set == 2.0
     policy: Any = chosen.decoder.policy
     assert (policy.index_dtype, policy.query) == ("bfloat16", "own")
     assert policy == InfiniGen(index_dtype="bfloat16").fitted(chosen.model, True, False)

@@ -16,17 +16,17 @@ from infinigen_jax.selection import Request
 from infinigen_jax.span import Span
 from infinigen_jax.transfer import XlaTransfer
 
-planned = jax.jit(plan, static_argnums=3)
+planned = jax.jit(plan)
 
 
 class Reference:
     """One KV head's hot set as a dictionary from slot to the position that last wanted it."""
 
-    def __init__(self, size: int, eviction: str):
-        self.size, self.eviction = size, eviction
+    def __init__(self, size: int):
+        self.size = size
         self.used: dict[int, int] = {}
 
-    def request(self, slots: list[int], position: int, rank: np.ndarray) -> list[int]:
+    def request(self, slots: list[int], position: int) -> list[int]:
         """Which of the slots are missing; they are here afterwards."""
         missing = [slot for slot in slots if slot not in self.used]
         for slot in slots:
@@ -35,13 +35,7 @@ class Reference:
         for slot in missing:
             if len(self.used) == self.size:
                 given_up = [slot for slot, used in self.used.items() if used != position]
-                key = (lambda s: rank[s]) if self.eviction == "score" else (lambda s: self.used[s])
-                least = min(key(s) for s in given_up)
-                # Entries of equal standing may give way in any order: none is chosen here.
-                tied = [s for s in given_up if key(s) == least]
-                assert len(tied) == 1 or self.eviction == "lru"
-                self.ties = tied
-                del self.used[tied[0]]
+                del self.used[min(given_up, key=lambda s: self.used[s])]
             self.used[slot] = position
         return missing
 
@@ -61,17 +55,13 @@ def test_requests_find_what_was_fetched_before(data):
     b, k = 2, 2
     t, n, h = data.draw(st.sampled_from([(40, 7, 9), (33, 1, 1), (20, 20, 20), (12, 3, 12)]))
     rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
-    eviction = data.draw(st.sampled_from(["lru", "score"]))
     hot = HotSet.empty(b, k, h, 4, t, jnp.float32)
     for position in range(5):
         slots = np.stack([rng.permutation(t)[:n] for _ in range(b * k)]).reshape(b, k, n)
         counts = rng.integers(0, n + 1, (b, k))
-        rank = rng.normal(size=(b, k, t)).astype(np.float32)
-        request = Request(
-            jnp.asarray(slots, jnp.int32), jnp.asarray(counts, jnp.int32), jnp.asarray(rank)
-        )
+        request = Request(jnp.asarray(slots, jnp.int32), jnp.asarray(counts, jnp.int32))
         before = np.asarray(hot.place)
-        hot, made = planned(hot, request, jnp.full((b,), position, jnp.int32), eviction)
+        hot, made = planned(hot, request, jnp.full((b,), position, jnp.int32))
         consistent(hot)
         entry, miss = np.asarray(made.entry), np.asarray(made.miss)
         after = np.asarray(hot.place)
@@ -88,24 +78,20 @@ def test_requests_find_what_was_fetched_before(data):
             assert kept == min(h, (before[head] >= 0).sum() + miss[head].sum())
 
 
-@pytest.mark.parametrize("eviction", ["lru", "score"])
-def test_eviction_follows_the_reference(eviction):
+def test_eviction_follows_the_reference():
     """One new slot a step, so that no two entries have the same standing."""
     t, n, h = 30, 3, 5
     rng = np.random.default_rng(0)
     hot = HotSet.empty(1, 1, h, 4, t, jnp.float32)
-    reference = Reference(h, eviction)
+    reference = Reference(h)
     misses = 0
     for position in range(60):
         slots = rng.choice(t // 2, 1)
-        rank = rng.normal(size=t).astype(np.float32)
         request = Request(
-            jnp.asarray(np.resize(slots, (1, 1, n)), jnp.int32),
-            jnp.ones((1, 1), jnp.int32),
-            jnp.asarray(rank[None, None]),
+            jnp.asarray(np.resize(slots, (1, 1, n)), jnp.int32), jnp.ones((1, 1), jnp.int32)
         )
-        hot, made = planned(hot, request, jnp.array([position], jnp.int32), eviction)
-        missing = reference.request(slots.tolist(), position, rank)
+        hot, made = planned(hot, request, jnp.array([position], jnp.int32))
+        missing = reference.request(slots.tolist(), position)
         assert np.asarray(made.miss)[0, 0].sum() == len(missing)
         assert set(np.asarray(hot.slots)[0, 0].tolist()) - {-1} == set(reference.used)
         misses += len(missing)
@@ -117,9 +103,6 @@ def test_a_request_larger_than_the_hot_set_is_refused():
     hot = HotSet.empty(1, 1, 2, 4, 8, jnp.float32)
     with pytest.raises(ValueError, match="hot set of 2"):
         plan(hot, request, jnp.zeros(1, jnp.int32))
-    hot = HotSet.empty(1, 1, 3, 4, 8, jnp.float32)
-    with pytest.raises(ValueError, match="rank"):
-        plan(hot, request, jnp.zeros(1, jnp.int32), "score")
 
 
 def test_entries_are_as_narrow_as_their_numbers():
@@ -149,7 +132,7 @@ def test_rows_through_a_hot_set_are_the_rows(n):
         slots = jnp.asarray(np.sort(slots, axis=-1), jnp.int32)
         counts = jnp.asarray(rng.integers(0, n + 1, (b, k)), jnp.int32)
         request = Request(slots, counts)
-        hot, made = planned(hot, request, jnp.full((b,), position, jnp.int32), "lru")
+        hot, made = planned(hot, request, jnp.full((b,), position, jnp.int32))
         rows, hot_rows = move(host, request, hot.rows, made)
         assert np.isfinite(np.asarray(rows)).all()
         hot = hot._replace(rows=hot_rows)
@@ -159,18 +142,12 @@ def test_rows_through_a_hot_set_are_the_rows(n):
 
 
 @pytest.mark.parametrize("schedule", ["fused", pytest.param("layerwise", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "dense_layers, eviction",
-    [(1, "lru"), (0, "score")]
-    + [pytest.param(*other, marks=pytest.mark.slow) for other in [(0, "lru"), (1, "score")]],
-)
-def test_tokens_are_those_without_a_hot_set(schedule, dense_layers, eviction):
+@pytest.mark.parametrize("dense_layers", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_tokens_are_those_without_a_hot_set(schedule, dense_layers):
     """Bit for bit: the same rows in the same order."""
-    if eviction == "score" and dense_layers == 0:
-        pytest.skip("covered by the other combinations")
     new = 40
     plain = finished(engine("gqa", SPARSE, dense_layers, schedule), RAGGED, new)
-    chosen = engine("gqa", SPARSE, dense_layers, schedule, hot_set=2.0, eviction=eviction)
+    chosen = engine("gqa", SPARSE, dense_layers, schedule, hot_set=2.0)
     run = finished(chosen, RAGGED, new)
     assert run.new_tokens == plain.new_tokens
     np.testing.assert_array_equal(counts_of(run), counts_of(plain))
@@ -202,5 +179,3 @@ def test_settings_out_of_range():
     for wrong in (0.5, -1.0, float("nan")):
         with pytest.raises(InputError, match="--hot-set"):
             Engine(model, policy=SPARSE, hot_set=wrong)
-    with pytest.raises(InputError, match="eviction"):
-        Engine(model, policy=SPARSE, eviction="random")

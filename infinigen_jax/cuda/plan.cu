@@ -1,4 +1,4 @@
-// Planning for the hot set: what `reuse.plan` computes for eviction "lru", in one launch of a block
+// Planning for the hot set: what `reuse.plan` computes, in one launch of a block
 // for each (b, k).
 //
 //   slots, count          the request, [b][k][n] and [b][k]

@@ -117,7 +117,6 @@ def settings_of(engine: "Engine") -> dict[str, Any]:
         "pool": "all" if decoder.pool is None else decoder.pool.label,
         "dense_layers": decoder.dense_layers,
         "hot_set": decoder.hot_set,
-        "eviction": decoder.eviction,
         "transfer": decoder.transfer.name,
         # Small rows depend on where a prompt is cut.
         "prefill_chunk": engine.prefill_chunk or "auto",

@@ -79,5 +79,5 @@ def _word(setting: str, value: Any) -> str:
     name = COLUMNS.get(setting, setting.replace("_", " "))
     if isinstance(value, bool):
         return name if value else f"no {name}"
-    own = setting in ("budget", "rows", "count", "basis", "query", "eviction")
+    own = setting in ("budget", "rows", "count", "basis", "query")
     return _cell(value) if own else f"{name} {_cell(value)}"

@@ -30,7 +30,6 @@ from infinigen_jax.selection import (
     Rest,
     budget_fraction,
     budget_rows,
-    group_rank,
     select,
 )
 from infinigen_jax.span import Span
@@ -341,18 +340,16 @@ class Budgeted(Defaults):
         """
         capacity = scores.shape[3]
         size = self.request_size(capacity)
-        eligible = self.eligible(positions, capacity, held)
         by_position = held is None  # as the kernel takes it
         if cuda.in_use() and by_position and mode == "head" and scores.shape[2] <= calls.MAX_GROUP:
             share = budget_fraction(self.budget).as_integer_ratio()
             slots, count = calls.select_rows(
                 scores, positions, size, alpha, share, self.sinks, self.window
             )
-            # Computed only if somebody uses it.
-            rank = group_rank(jnp.where(eligible[:, :, None], scores, -jnp.inf))
-            return Request(slots, count, rank)
+            return Request(slots, count)
         cap = budget_rows(self.budget, self.cached(positions, capacity, held))
-        return select(scores, None if masked else eligible, alpha, cap, size, mode)
+        eligible = None if masked else self.eligible(positions, capacity, held)
+        return select(scores, eligible, alpha, cap, size, mode)
 
 
 LEAST_BUDGET = 1e-9  # its inverse is a number of 32 bits

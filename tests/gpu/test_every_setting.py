@@ -72,7 +72,6 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
         f"hot set, {name}": ("gqa", INFINIGEN, {"hot_set": 2.0, **settings})
         for name, settings in {
             "lru": {},
-            "score": {"eviction": "score"},
             "layerwise": {"schedule": "layerwise"},
         }.items()
     },
