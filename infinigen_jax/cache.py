@@ -257,19 +257,50 @@ class HostLayer(NamedTuple):
     tail: Any = None
 
 
-class Cache(NamedTuple):
-    """Everything a generation in progress has cached.
+class ReadCache(NamedTuple):
+    """The part of a cache that a decode step only reads.
 
     Attributes:
         host: rows of the layers kept on the host, as `rows.RowFormat` stores them; None if there
             are none.
-        states: what the policy keeps on the device for each of them (an index).
-        local: of every layer, what the device keeps.
-        lengths: tokens cached per sequence.
         scales: of the stored rows, for each layer on the host.
+        states: what the policy keeps on the device for each of them (an index); empty if it
+            observes, as steps replace them then.
+        pool: positions of each host layer's rows; empty without a limit, slot = position then.
+    """
+
+    host: Shaped[Array, "l a k t w"] | None
+    scales: tuple[Any, ...]
+    states: tuple[Any, ...]
+    pool: tuple[Int[Array, "b k t"], ...]
+
+    def pool_of(self, number: int) -> Int[Array, "b k t"] | None:
+        """Positions of a host layer's rows; None where slot = position."""
+        return self.pool[number] if self.pool else None
+
+
+class StepCache(NamedTuple):
+    """The part of a cache that a decode step replaces; its arrays are donated.
+
+    Attributes:
+        local: of every layer, what the device keeps.
         hot: the hot set of each layer on the host; None where it has none. With a pool, what
             requests leave behind in it as well.
-        pool: positions of each host layer's rows; empty without a limit, slot = position then.
+        states: the policy's, if it observes; else empty.
+        lengths: tokens cached per sequence.
+    """
+
+    local: tuple[Local, ...]
+    hot: tuple[HotSet | Kept | None, ...]
+    states: tuple[Any, ...]
+    lengths: Int[Array, " b"]
+
+
+class Cache(NamedTuple):
+    """Everything a generation in progress has cached; see `ReadCache` and `StepCache`.
+
+    Attributes:
+        states: the policy's, whichever part they belong to.
     """
 
     host: Shaped[Array, "l a k t w"] | None
@@ -283,6 +314,23 @@ class Cache(NamedTuple):
     def pool_of(self, number: int) -> Int[Array, "b k t"] | None:
         """Positions of a host layer's rows; None where slot = position."""
         return self.pool[number] if self.pool else None
+
+    def parts(self, observes: bool) -> tuple[ReadCache, StepCache]:
+        """Split into what a step reads and what it replaces.
+
+        Args:
+            observes: whether the policy does.
+        """
+        read, replaced = ((), self.states) if observes else (self.states, ())
+        return (
+            ReadCache(self.host, self.scales, read, self.pool),
+            StepCache(self.local, self.hot, replaced, self.lengths),
+        )
+
+    def stepped(self, new: StepCache) -> "Cache":
+        """The cache after a step."""
+        states = new.states or self.states
+        return self._replace(local=new.local, hot=new.hot, states=states, lengths=new.lengths)
 
 
 def sums_of_values(

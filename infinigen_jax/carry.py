@@ -1,14 +1,13 @@
-"""What a decode step hands from layer to layer."""
+"""What a decode step reads and replaces, layer by layer, and what layers hand to each other."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from infinigen_jax.cache import HostLayer, Local
 from infinigen_jax.models import Params
-from infinigen_jax.policies.base import Policy
+from infinigen_jax.pool import Kept
 from infinigen_jax.reuse import HotSet
 from infinigen_jax.selection import Request
 
@@ -20,19 +19,15 @@ class Weights(NamedTuple):
     policy: tuple[Params, ...]
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Own:
-    """A layer's own settings of the policy; static."""
-
-    policy: Policy
-
-
-class Following(NamedTuple):
-    """What a layer needs of one behind it to speculate for that.
+class Target(NamedTuple):
+    """A layer on the host that rows are selected for.
 
     Attributes:
-        own: where they are not those of all layers.
+        params: of the layer.
+        weights: what the policy prepared for it.
+        state: the policy's state of it.
+        number: among the layers on the host.
+        positions: of the rows in its pool; None where slot = position.
     """
 
     params: Params
@@ -40,7 +35,40 @@ class Following(NamedTuple):
     state: Any
     number: Int[Array, ""]
     positions: Int[Array, "b k t"] | None = None
-    own: Own | None = None
+
+
+class LayerInputs(NamedTuple):
+    """What one layer of a step reads.
+
+    Attributes:
+        params: of the layer, on the device.
+        upcoming: parameters of the next layer, if they are kept in host memory; else nothing.
+        host: the host cache; None if no layer uses it.
+        place: where and how the host keeps this layer's rows; None for a layer on the device.
+        target: the layer that this one requests rows for; None if it requests none.
+        positions: of the current tokens.
+    """
+
+    params: Params
+    upcoming: list[Params]
+    host: Shaped[Array, "l a k t w"] | None
+    place: HostLayer | None
+    target: Target | None
+    positions: Int[Array, " b"]
+
+
+class LayerState(NamedTuple):
+    """What one layer of a step replaces.
+
+    Attributes:
+        local: the layer's rows on the device.
+        hot: the hot set of the target, if it has one; of a pool, what it keeps.
+        observed: the policy's state of this layer, if the policy observes; else None.
+    """
+
+    local: Local
+    hot: HotSet | Kept | None
+    observed: Any
 
 
 class Fetched(NamedTuple):
@@ -91,7 +119,8 @@ class Carry(NamedTuple):
     """What goes from layer to layer.
 
     Attributes:
-        fetched: the next layer's rows.
+        x: the hidden state.
+        fetched: rows that were requested for the next layer.
     """
 
     x: Float[Array, "b e"]

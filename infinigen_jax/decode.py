@@ -18,18 +18,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
-from infinigen_jax import cuda
-from infinigen_jax.attention import attend
-from infinigen_jax.cache import Cache, HostLayer, Local, Resident
-from infinigen_jax.carry import Carry, Counts, Fetched, Following, Own, Started, Weights
-from infinigen_jax.host_attention import attend_fetched, attend_streamed, count_streamed, held
+from infinigen_jax.cache import HostLayer, ReadCache, Resident
+from infinigen_jax.carry import (
+    Carry,
+    Counts,
+    Fetched,
+    LayerInputs,
+    LayerState,
+    Started,
+    Target,
+    Weights,
+)
+from infinigen_jax.host_attention import held
+from infinigen_jax.layer_rows import layer_rows
 from infinigen_jax.layout import Layout
-from infinigen_jax.memory import append_rows, capacity_of
+from infinigen_jax.lookahead import lookahead
+from infinigen_jax.memory import capacity_of, write_span
 from infinigen_jax.models import Params
 from infinigen_jax.models.base import Layer
+from infinigen_jax.policies.base import Lookup
 from infinigen_jax.pool import Kept, touch
-from infinigen_jax.reuse import HotSet, plan, plan_by_kernel
+from infinigen_jax.reuse import HotSet, plan_reuse
 from infinigen_jax.sampling import Sampling, row_keys, sample
+from infinigen_jax.selection import Request
 from infinigen_jax.span import Span
 
 
@@ -38,187 +49,124 @@ class Decoder(Layout):
     """The pure functions of a step, for one layout."""
 
     def decode_layer(
-        self,
-        params: Params,
-        carry: Carry,
-        local: Local,
-        hot: HotSet | Kept | None,
-        state: Any,
-        host: Shaped[Array, "l a k t w"] | None,
-        own: HostLayer | None,
-        following: Following | None,
-        positions: Int[Array, " b"],
-    ) -> tuple[Carry, Local, HotSet | Kept | None, Any]:
-        """One layer of a step.
+        self, inputs: LayerInputs, state: LayerState, carry: Carry
+    ) -> tuple[Carry, LayerState]:
+        """Compute one layer of a step: speculate, start the transfer, attend, MLP, wait.
 
         Args:
-            params: of this layer.
+            inputs: what the layer reads.
+            state: what it replaces.
             carry: from the layer before; its `fetched` is this layer's.
-            local: this layer's rows on the device.
-            hot: the hot set of the layer in `following`, if it has one; of a pool, what it keeps.
-            state: the policy's for this layer, if the policy observes; else None.
-            host: the host cache, read-only.
-            own: which of the host's layers this one is; None for one that is on the device.
-            following: the layer to fetch rows for, see `Layout.fetches_for`; None if none needs
-                any.
-            positions: of the current tokens.
-
-        Returns:
-            The carry, the replacement of `local`, that of `hot`, and that of `state`.
         """
-        layer = self.blueprint.layer(params)
-        x, fetched, counts = carry.x, carry.fetched, carry.counts
-        a = layer.attention_input(x)
-        started = new_hot = None
-        if following is not None and self.policy.source == "input":
-            started = self.start(following, a, hot, host, positions)
-        if started is not None and self.policy.lead == 0:
-            x, fetched, new_hot, counts = self.wait(started, x, counts)
-            started = None
+        layer, rows = self.blueprint.layer(inputs.params), layer_rows(self, inputs, state)
+        ahead, positions = lookahead(self, inputs), inputs.positions
+        a = layer.attention_input(carry.x)
+        carry, started, hot = ahead.from_input(a, carry, state.hot)
         with jax.named_scope("attention"):
             q = self.config.grouped(layer.query(a, positions))
             key, value = layer.key_value(a, positions)
             started, q = self.tie(started, q)
-            local = self.write(local, key, value, own, positions)
-            if following is not None and self.policy.source == "resident":
-                near = self.stand_in(following, self.near(layer, x, q, local, positions))
-                started, q = self.tie(self.start(following, near, hot, host, positions), q)
-            if not isinstance(local, Resident):
-                o = attend(q, local.part(positions, self.dtype))
-            else:
-                assert host is not None and own is not None
-                if fetched is not None:
-                    o, seen = attend_fetched(self, q, fetched, host, local, own, positions)
-                    state = state if seen is None else self.policy.observe(state, seen)
-                else:
-                    o = attend_streamed(self, q, local, host, own, positions)
-                    capacity = capacity_of(host, x.shape[0])
-                    counts = count_streamed(self, counts, capacity, own, positions)
-            x = x + self.output(layer, o)
+            rows = rows.write(key, value)
+            started, q = ahead.from_resident(started, layer, carry.x, q, rows, hot)
+            o, rows, counts = rows.attend(q, carry)
+            x = carry.x + self.output(layer, o)
         with jax.named_scope("mlp"):
             x = x + layer.mlp(x)
-        fetched = None
-        if started is not None:
-            x, fetched, new_hot, counts = self.wait(started, x, counts)
-        return Carry(x, fetched, counts), local, new_hot, state
-
-    def write(
-        self,
-        local: Local,
-        key: Float[Array, "b k d"],
-        value: Float[Array, "b k d"],
-        own: HostLayer | None,
-        positions: Int[Array, " b"],
-    ) -> Local:
-        """Put the current tokens' keys and values among a layer's rows on the device."""
-        if not isinstance(local, Resident):
-            return local.write(key, value, positions)
-        assert own is not None
-        row = jnp.concatenate([key, value], axis=-1)
-        summed = self.summed(own.tail[0] if own.tail else {})
-        return local.write(row, positions, self.slots, summed)
-
-    def near(
-        self,
-        layer: Layer,
-        x: Float[Array, "b e"],
-        q: Float[Array, "b k g d"],
-        local: Local,
-        positions: Int[Array, " b"],
-    ) -> Float[Array, "b e"]:
-        """The hidden state after attention to the resident rows alone."""
-        with jax.named_scope("resident"):
-            return x + self.output(layer, attend(q, local.near(positions, self.slots, self.dtype)))
+        carry, hot = self.wait(started, Carry(x, None, counts), hot)
+        return carry, LayerState(rows.local, hot, rows.observed)
 
     def output(self, layer: Layer, o: Float[Array, "b k g d"]) -> Float[Array, "b e"]:
         """Project the attention of all heads back to the hidden size."""
         return layer.attention_output(o.reshape(o.shape[0], self.config.num_heads, -1))
 
-    def stand_in(self, following: Following, x: Float[Array, "b e"]) -> Float[Array, "b e"]:
-        """A hidden state under the norm of the layer whose input it stands in for."""
-        return self.blueprint.layer(following.params).attention_input(x)
+    def start(
+        self, inputs: LayerInputs, a: Float[Array, "b e"], hot: HotSet | Kept | None
+    ) -> Started:
+        """Select rows for the target by what stands in for its input, and start their transfer."""
+        assert inputs.host is not None and inputs.target is not None
+        request = self.select(inputs.target, a, inputs.positions, capacity_of(inputs.host, len(a)))
+        moved, plan, used = request.count, None, None
+        if isinstance(hot, Kept):
+            assert self.pool is not None
+            used, hot = hot
+            used = None if used is None else touch(self.pool, used, request, inputs.positions)
+        if hot is not None:
+            with jax.named_scope("reuse"):
+                hot, plan = plan_reuse(hot, request, inputs.positions, self.mesh)
+                moved = jnp.sum(plan.miss, axis=-1, dtype=jnp.int32)
+        marks = request.marks if self.in_chunks and hot is None else None
+        request = request._replace(chosen=None, marks=marks)
+        rows = None if hot is None else hot.rows
+        with jax.named_scope("fetch"):
+            ticket = self.transfer.start(
+                inputs.host, inputs.target.number, request, rows, plan, self.mesh
+            )
+        return Started(request, ticket, moved, hot, used)
+
+    def select(
+        self, target: Target, a: Float[Array, "b e"], positions: Int[Array, " b"], capacity: int
+    ) -> Request:
+        """Ask the policy which rows a layer is to get."""
+        return self.policy.select(
+            Lookup(
+                config=self.config,
+                layer=self.blueprint.layer(target.params),
+                weights=target.weights,
+                state=target.state,
+                a=a,
+                positions=positions,
+                size=self.request_size(capacity),
+                share=target.weights.get("share"),
+                held=held(self, target.positions, positions),
+            )
+        )
 
     def tie(self, started: Started | None, x: Array) -> tuple[Started | None, Array]:
-        """Put a transfer in front of the work on x."""
+        """Put the start of a transfer before the work on x."""
         if started is None:
             return None, x
         ticket, x = self.transfer.behind(started.ticket, x)
         return started._replace(ticket=ticket), x
 
-    def start(
-        self,
-        following: Following,
-        a: Float[Array, "b e"],
-        hot: HotSet | Kept | None,
-        host: Shaped[Array, "l a k t w"] | None,
-        positions: Int[Array, " b"],
-    ) -> Started:
-        """Select rows for a layer by what stands in for its input, and start their transfer."""
-        assert host is not None
-        layer = self.blueprint.layer(following.params)
-        there = held(self, following.positions, positions)
-        limited = () if there is None else (there,)
-        policy = self.policy if following.own is None else following.own.policy
-        request = policy.select(
-            self.config, layer, following.weights, following.state, a, positions, *limited
-        )
-        moved, planned, used = request.count, None, None
-        if isinstance(hot, Kept):
-            assert self.pool is not None
-            used, hot = hot
-            used = None if used is None else touch(self.pool, used, request, positions)
-        if hot is not None:
-            with jax.named_scope("reuse"):
-                if cuda.in_use():
-                    hot, planned = plan_by_kernel(hot, request, positions, self.mesh)
-                else:
-                    hot, planned = plan(hot, request, positions)
-                moved = jnp.sum(planned.miss, axis=-1, dtype=jnp.int32)
-        marks = request.marks if self.in_chunks and hot is None else None
-        request = request._replace(chosen=None, marks=marks)
-        with jax.named_scope("fetch"):
-            ticket = self.transfer.start(
-                host,
-                following.number,
-                request,
-                None if hot is None else hot.rows,
-                planned,
-                self.mesh,
-            )
-        return Started(request, ticket, moved, hot, used)
-
     def wait(
-        self, started: Started, x: Float[Array, "b e"], counts: Counts
-    ) -> tuple[Float[Array, "b e"], Fetched, HotSet | Kept | None, Counts]:
-        """Await the rows that were started, behind the work on x."""
+        self, started: Started | None, carry: Carry, hot: HotSet | Kept | None
+    ) -> tuple[Carry, HotSet | Kept | None]:
+        """Await a transfer after the work on `carry.x`; the carry then has its rows."""
+        if started is None:
+            return carry, hot
         with jax.named_scope("wait"):
-            x, rows, hot_rows = self.transfer.wait(started.ticket, x)
+            x, rows, hot_rows = self.transfer.wait(started.ticket, carry.x)
         hot = None
         if started.hot is not None:
             assert hot_rows is not None
             hot = started.hot._replace(rows=hot_rows)
         if self.pool is not None:
             hot = Kept(started.used, hot)
-        return x, Fetched(started.request, rows), hot, counts.add(started.request, started.moved)
+        counts = carry.counts.add(started.request, started.moved)
+        return Carry(x, Fetched(started.request, rows), counts), hot
 
-    def own_layer(self, weights: Weights, cache: Cache, number: int, at: Any) -> HostLayer | None:
-        """Where the host keeps this host layer's rows; None for a number below 0, of no layer."""
+    def place(self, weights: Weights, read: ReadCache, number: int, at: Any) -> HostLayer | None:
+        """Where the host keeps the rows of its layer `number`; None for -1, a layer on the device.
+
+        Args:
+            at: the number, on the device.
+        """
         if number < 0:
             return None
-        own, scales = weights.policy[number], cache.scales[number]
+        own, scales = weights.policy[number], read.scales[number]
         if self.slots.tail_block and not self.streams(number):
-            return HostLayer(at, scales, tail=(own, cache.states[number]))
+            return HostLayer(at, scales, tail=(own, read.states[number]))
         mean = own.get("mean") if self.policy.has_tail else None
-        return HostLayer(at, scales, mean, cache.pool_of(number))
+        return HostLayer(at, scales, mean, read.pool_of(number))
 
-    def following(self, weights: Weights, cache: Cache, number: int, at: Any) -> Following | None:
-        """The host layer of this number, for a layer before it to speculate."""
+    def target(
+        self, weights: Weights, read: ReadCache, states: Any, number: int, at: Any
+    ) -> Target | None:
+        """The host's layer `number`, for rows to be selected for; None where none are."""
         if not 0 <= number < self.host_layers or self.streams(number):
             return None
         params = weights.params["layers"][self.on_host[number]]
-        state = cache.states[number]
-        own = None if self.curves is None else Own(self.policies[number])
-        return Following(params, weights.policy[number], state, at, cache.pool_of(number), own)
+        return Target(params, weights.policy[number], states[number], at, read.pool_of(number))
 
     def embed(self, params: Params, tokens: Int[Array, " b"], positions: Int[Array, " b"]) -> Carry:
         """The carry into the first layer."""
@@ -227,19 +175,15 @@ class Decoder(Layout):
         return Carry(x, None, Counts(none, none))
 
     def request_first(
-        self,
-        carry: Carry,
-        following: Following,
-        hot: HotSet | Kept | None,
-        host: Array,
-        positions: Int[Array, " b"],
+        self, inputs: LayerInputs, hot: HotSet | Kept | None, carry: Carry
     ) -> tuple[Carry, HotSet | Kept | None]:
-        """Fetch for layer 0 when it is on the host: from its own input, with nothing to overlap."""
-        layer = self.blueprint.layer(following.params)
-        a = layer.attention_input(carry.x)
-        started = self.start(following, a, hot, host, positions)
-        x, fetched, hot, counts = self.wait(started, carry.x, carry.counts)
-        return Carry(x, fetched, counts), hot
+        """Fetch for layer 0 when it is on the host: from its own input, with nothing to overlap.
+
+        Args:
+            inputs: layer 0's, itself the target.
+        """
+        a = self.blueprint.layer(inputs.params).attention_input(carry.x)
+        return self.wait(self.start(inputs, a, hot), carry, hot)
 
     def draw(
         self,
@@ -270,25 +214,35 @@ class Decoder(Layout):
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return jax.nn.log_softmax(logits, axis=-1), best
 
-    def flush(self, policy: tuple[Params, ...], cache: Cache) -> Cache:
-        """Write the ring of every host layer to the host, and its keys to the policy's state.
+    def flush(
+        self,
+        weights: Params,
+        number: Int[Array, ""],
+        host: Shaped[Array, "l a k t w"],
+        state: Any,
+        local: Resident,
+        scales: Any,
+        lengths: Int[Array, " b"],
+        *,
+        streams: bool,
+    ) -> tuple[Shaped[Array, "l a k t w"], Any]:
+        """Write the ring of a host layer to the host, and its keys to the policy's state.
 
-        Rows of the `window` tokens before `cache.lengths`. Harmless at any time: rows that the
-        host has already are written again, and what lies beyond a sequence's end is never read.
+        The rows are those of the `window` tokens before `lengths`. Harmless at any time: rows that
+        the host has already are written again.
+
+        Args:
+            weights: what the policy prepared for the layer.
+            streams: nothing is selected for it, and it has no state.
+
+        Returns:
+            The replacements of `host` and `state`.
         """
-        assert cache.host is not None
-        start = jnp.maximum(cache.lengths - self.policy.window, 0)
-        host_locals = [local for local in cache.local if isinstance(local, Resident)]
-        rows = [local.since(start, self.slots) for local in host_locals]
-        pairs = zip(cache.scales, rows, strict=True)
-        stored = jnp.stack([self.row_format.encode(scales, rows) for scales, rows in pairs])
-        host = append_rows(cache.host, stored, start, self.mesh)
-        d = self.config.head_dim
-        span = Span(start, jnp.minimum(cache.lengths, self.policy.window))
-        states = tuple(
-            state
-            if self.streams(i)
-            else self.policy.append(policy[i], state, rows[i][..., :d], span)
-            for i, state in enumerate(cache.states)
-        )
-        return cache._replace(host=host, states=states)
+        start = jnp.maximum(lengths - self.policy.window, 0)
+        span = Span(start, jnp.minimum(lengths, self.policy.window))
+        rows = local.since(start, self.slots)
+        host = write_span(host, number, self.row_format.encode(scales, rows), span, self.mesh)
+        if streams:
+            return host, state
+        keys = rows[..., : self.config.head_dim]
+        return host, self.policy.append(weights, state, keys, span)

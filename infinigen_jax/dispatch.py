@@ -3,19 +3,17 @@
 Nothing here waits for the device, or reads anything of it.
 """
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.cache import Cache
+from infinigen_jax.cache import Cache, ReadCache, StepCache
 from infinigen_jax.carry import Counts
-from infinigen_jax.layerwise import by_layer
 from infinigen_jax.memory import Placement
 from infinigen_jax.sampling import Sampling
-from infinigen_jax.steps import Watch, steps
+from infinigen_jax.steps import Watch, flush_cache, step, steps
 
 if TYPE_CHECKING:
     from infinigen_jax.engine import Engine
@@ -91,60 +89,54 @@ class Dispatcher:
 
     def force(self, cache: Cache, tokens: np.ndarray, watch: Watch | None = None) -> Forced:
         """One step over given tokens; arguments as in `Run.predict` and `Run.watch`."""
-        at = Placement(self.decoder.mesh)
-        step = self._steps.forced
-        if watch is not None:
-            step = functools.partial(self._steps.watched, watch=watch)
+        at, run = Placement(self.decoder.mesh), self._steps
         given = jax.device_put(np.asarray(tokens, np.int32), at.batch)
-        new, log_probs, drawn, counts, *records = step(
-            self.weights, *_arguments(cache), given, cache.pool
-        )
-        return Forced(self._replaced(cache, new), drawn, log_probs, counts, *records or [()])
+        parts = cache.parts(self.decoder.policy.observes)
+        records: tuple[Any, ...] = ()
+        if watch is not None:
+            outcome = run.watched(self.weights, *parts, given, watch=watch)
+            new, log_probs, drawn, counts, records = outcome
+        elif self._layerwise:
+            x, new, counts, _ = self._layers(*parts, given)
+            embedding = self.weights.params["embedding"]
+            log_probs, drawn, lengths = run.predict(embedding, x, new.lengths)
+            new = new._replace(lengths=lengths)
+        else:
+            new, log_probs, drawn, counts = run.forced(self.weights, *parts, given)
+        return Forced(cache.stepped(new), drawn, log_probs, counts, records)
 
     def flush(self, cache: Cache) -> Cache:
         """The cache with the rows of its rings on the host, too."""
-        if cache.pool:
-            return self._steps.flush_pool(self.weights.policy, cache)
-        if cache.host is None:
-            return cache
-        host, states = self._steps.flush(
-            self.weights.policy, cache.local, cache.host, cache.states, cache.scales, cache.lengths
-        )
-        return cache._replace(host=host, states=states)
+        return flush_cache(self.decoder, self.weights, self.numbers, cache)
 
     def _fused(self, progress: Progress) -> Stepped:
-        step = self._steps.checked if self._check else self._steps.fused
+        run = self._steps.checked if self._check else self._steps.fused
         cache = progress.cache
-        new, drawn, draws, counts, *place = step(
+        new, drawn, draws, counts, *place = run(
             self.weights,
-            *_arguments(cache),
+            *cache.parts(self.decoder.policy.observes),
             progress.drawn,
             self.seed,
             progress.draws,
             sampling=self.sampling,
-            pool=cache.pool,
         )
-        return Stepped(Progress(self._replaced(cache, new), drawn, draws), counts, place)
-
-    def _replaced(self, cache: Cache, new: Cache) -> Cache:
-        """With what a step replaced."""
-        states = new.states if self.decoder.policy.observes else cache.states
-        return new._replace(host=cache.host, scales=cache.scales, states=states, pool=cache.pool)
+        return Stepped(Progress(cache.stepped(new), drawn, draws), counts, place)
 
     def _by_layer(self, progress: Progress) -> Stepped:
-        weights, cache = self.weights, progress.cache
-        x, cache, counts = by_layer(self.decoder, weights, cache, progress.drawn, self.numbers)
+        cache = progress.cache
+        parts = cache.parts(self.decoder.policy.observes)
+        x, new, counts, _ = self._layers(*parts, progress.drawn)
         drawn, draws, lengths = self._steps.draw(
-            weights.params["embedding"],
+            self.weights.params["embedding"],
             x,
             self.seed,
             progress.draws,
-            cache.lengths,
+            new.lengths,
             sampling=self.sampling,
         )
-        return Stepped(Progress(cache._replace(lengths=lengths), drawn, draws), counts, [])
+        cache = cache.stepped(new._replace(lengths=lengths))
+        return Stepped(Progress(cache, drawn, draws), counts, [])
 
-
-def _arguments(cache: Cache) -> tuple[Any, ...]:
-    """Of a cache, in the order in which the fused steps take it."""
-    return cache.host, cache.states, cache.scales, cache.local, cache.hot, cache.lengths
+    def _layers(self, read: ReadCache, live: StepCache, tokens: Array) -> tuple:
+        run, numbers = self._steps.pieces, self.numbers
+        return step(self.decoder, run, numbers, self.weights, read, live, tokens)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from infinigen_jax.budgets import Curves
@@ -19,6 +20,7 @@ from infinigen_jax.checkpoint import DENSE_UNKNOWN, Model
 from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement, checked_mesh
+from infinigen_jax.models import Params
 from infinigen_jax.models.joined import join, split
 from infinigen_jax.policies import POLICIES, InfiniGen, Policy
 from infinigen_jax.pool import Pool
@@ -26,6 +28,7 @@ from infinigen_jax.prefill import Notify
 from infinigen_jax.rows import row_format
 from infinigen_jax.run import Run
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.selection import budget_fraction
 from infinigen_jax.stats import Stats
 from infinigen_jax.steps import SCHEDULES
 from infinigen_jax.text import checked_text
@@ -83,6 +86,15 @@ def curves_for(model: Model, policy: Policy) -> Curves | None:
     if isinstance(policy, InfiniGen) and policy.layer_budgets == "calibrated":
         return model.curves(policy.lead > 0)
     return None
+
+
+def prepare(decoder: Decoder, model: Model, number: int) -> Params:
+    """What the policy needs to select for a host layer, with the layer's own budget if any."""
+    weights = decoder.policy.prepare(model, decoder.on_host[number])
+    if number not in decoder.budgets:
+        return weights
+    share = budget_fraction(decoder.budgets[number]).as_integer_ratio()
+    return weights | {"share": jnp.array(share, jnp.int32)}
 
 
 class Engine:
@@ -172,7 +184,7 @@ class Engine:
             weights == "host",
             curves_for(model, chosen),
         )
-        prepared = tuple(chosen.prepare(model, i) for i in self.decoder.on_host)
+        prepared = tuple(prepare(self.decoder, model, i) for i in range(self.decoder.host_layers))
         whole = Placement(self.mesh).whole
         joined = mover.in_place and weights == "device"
         width, given = model.config.query_width, model.params["layers"]

@@ -84,7 +84,6 @@ def generate(arguments: argparse.Namespace) -> None:
     from infinigen_jax.backend import widen_pinned_pool
     from infinigen_jax.checkpoint import load
     from infinigen_jax.sampling import Sampling
-    from infinigen_jax.user_cache import keep_programs
 
     def say(message: str) -> None:
         if not arguments.quiet:
@@ -96,7 +95,6 @@ def generate(arguments: argparse.Namespace) -> None:
     for line in unused_options(arguments):
         say(line)
     widen_pinned_pool()
-    keep_programs()
     chosen = {"schedule": arguments.schedule, "check": arguments.check}
     model = load(arguments.model, arguments.dtype, notify=say, weights=arguments.weights)
     engine = make_engine(model, policy, arguments, **chosen)

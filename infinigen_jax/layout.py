@@ -107,19 +107,34 @@ class Layout:
         return tuple(i for i in range(self.host_layers) if not self.streams(i))
 
     @functools.cached_property
-    def policies(self) -> tuple[Policy, ...]:
-        """The policy of each host layer: with its own budget, where a budget is shared out."""
-        found: list[Any] = [self.policy] * self.host_layers
-        if self.curves is not None and self.selecting:
-            layers = [self.on_host[number] for number in self.selecting]
-            shares = share_out(self.curves, layers, found[0].budget)
-            for number, share in zip(self.selecting, shares, strict=True):
-                found[number] = dataclasses.replace(found[number], budget=share)
-        return tuple(found)
+    def budgets(self) -> dict[int, float]:
+        """Budgets of the selecting host layers, by host layer; empty if all have the policy's."""
+        if self.curves is None or not self.selecting:
+            return {}
+        layers = [self.on_host[number] for number in self.selecting]
+        shares = share_out(self.curves, layers, self._budget)
+        return dict(zip(self.selecting, shares, strict=True))
+
+    @property
+    def _budget(self) -> float:
+        policy: Any = self.policy
+        return policy.budget
+
+    def budget_policy(self, number: int) -> Policy:
+        """The policy with the budget of one host layer."""
+        if number not in self.budgets:
+            return self.policy
+        policy: Any = self.policy
+        return dataclasses.replace(policy, budget=self.budgets[number])
 
     def request_sizes(self, capacity: int) -> list[int]:
-        """Static numbers of rows that are fetched per sequence and KV head, of each layer."""
-        return [self.policies[number].request_size(capacity) for number in self.selecting]
+        """Rows that the budgets allow per sequence and KV head, of each selecting layer."""
+        return [self.budget_policy(i).request_size(capacity) for i in self.selecting]
+
+    def request_size(self, capacity: int) -> int:
+        """Static number of rows in a request: the same for all layers, so that one program serves
+        them; counts mask what a layer's own budget does not allow."""
+        return max(self.request_sizes(capacity), default=0)
 
     @property
     def requests_first(self) -> bool:
@@ -161,16 +176,15 @@ class Layout:
         streamed = sum(self.streams(number) for number in range(self.host_layers))
         if self.selecting and (self.transfer.masks or self.hot_set):
             return None
-        return streamed * capacity + sum(self.request_sizes(capacity))
+        return streamed * capacity + len(self.selecting) * self.request_size(capacity)
 
-    def hot_entries(self, number: int, capacity: int) -> int:
+    def hot_entries(self, capacity: int) -> int:
         """Entries of a host layer's hot set, per sequence and KV head."""
-        size = self.policies[number].request_size(capacity)
-        return min(capacity, math.ceil(self.hot_set * size))
+        return min(capacity, math.ceil(self.hot_set * self.request_size(capacity)))
 
-    def empty_hot_set(self, number: int, batch: int, capacity: int) -> HotSet | None:
+    def empty_hot_set(self, batch: int, capacity: int) -> HotSet | None:
         """A hot set for a host layer, if there are to be any."""
-        size, stored = self.hot_entries(number, capacity), self.row_format
+        size, stored = self.hot_entries(capacity), self.row_format
         if not size:
             return None
         heads = self.config.num_kv_heads

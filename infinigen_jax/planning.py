@@ -1,7 +1,6 @@
 """How much memory a generation takes, reckoned before anything is allocated."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -92,10 +91,7 @@ def plan_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = 
     stored_row *= decoder.row_format.storage.itemsize
     selecting = len(decoder.selecting)
     index = selecting * _bytes(lambda: policy.init(config, batch, slots)) if selecting else 0
-    hot = sum(
-        _bytes(functools.partial(decoder.empty_hot_set, number, batch, slots))
-        for number in decoder.selecting
-    )
+    hot = selecting * _bytes(lambda: decoder.empty_hot_set(batch, slots)) if selecting else 0
     pool = 0
     if decoder.pool is not None:
         entries = batch * config.num_kv_heads * slots

@@ -21,11 +21,11 @@ def start_pool(decoder: Decoder, lengths: Int[Array, " b"], slots: int) -> Int[A
     return of_prompt(decoder.pool, lengths, heads, slots, sinks)
 
 
-def start_kept(decoder: Decoder, number: int, positions: Int[Array, "b k t"]) -> Kept:
+def start_kept(decoder: Decoder, positions: Int[Array, "b k t"]) -> Kept:
     """What requests leave behind in a host layer that none was made for yet."""
     assert decoder.pool is not None
     b, _, t = positions.shape
-    return Kept(first_used(decoder.pool, positions), decoder.empty_hot_set(number, b, t))
+    return Kept(first_used(decoder.pool, positions), decoder.empty_hot_set(b, t))
 
 
 def flush(decoder: Decoder, policy: tuple[Params, ...], cache: Cache) -> Cache:

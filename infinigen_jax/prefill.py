@@ -35,7 +35,7 @@ from infinigen_jax.memory import Placement, allocate_host
 from infinigen_jax.prompt_steps import prefill_steps
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.span import Span
-from infinigen_jax.steps import steps
+from infinigen_jax.steps import flush_cache
 from infinigen_jax.weights import bring, merged
 
 CHUNK = 1024  # tokens of a sequence in a chunk, at most, on the CPU
@@ -118,10 +118,8 @@ def extend(
     if decoder.pool is not None:
         raise InputError("a cache with a limit cannot be extended; leave out --pool-tokens")
     if cache.host is not None:  # rows of the last steps may be in the rings alone
-        host, states = steps(decoder).flush(
-            weights.policy, cache.local, cache.host, cache.states, cache.scales, cache.lengths
-        )
-        cache = cache._replace(host=host, states=states)
+        numbers = [_number(decoder, i) for i in range(decoder.host_layers)]
+        cache = flush_cache(decoder, weights, numbers, cache)
     return _read(decoder, weights, cache, tokens, counts, sampling, seed, step, chunk, notify, look)
 
 
@@ -164,7 +162,7 @@ def empty_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None =
         stored = decoder.row_format
         shape = (decoder.host_layers, batch, decoder.config.num_kv_heads, slots, stored.width)
         host = allocate_host(shape, stored.storage, decoder.mesh)
-    cache = prefill_steps(decoder).empty(batch, capacity, slots)
+    cache = prefill_steps(decoder).empty(batch=batch, capacity=capacity, slots=slots)
     return cache._replace(host=host)
 
 
@@ -173,10 +171,10 @@ def _with_pool(decoder: Decoder, cache: Cache, lengths: np.ndarray) -> Cache:
     assert cache.host is not None
     run, at = prefill_steps(decoder), Placement(decoder.mesh)
     placed = jax.device_put(lengths.astype(np.int32), at.batch)
-    pool = run.pool(placed, cache.host.shape[3])
+    pool = run.pool(placed, slots=cache.host.shape[3])
     streams = [decoder.streams(number) for number in range(decoder.host_layers)]
     return cache._replace(
-        hot=tuple(None if s else run.kept(i, pool) for i, s in enumerate(streams)),
+        hot=tuple(None if s else run.kept(pool) for s in streams),
         pool=tuple(pool.copy() for _ in streams),
     )
 
@@ -214,7 +212,12 @@ def _read(
         if notify is not None and longest > size:
             last.block_until_ready()
             notify(min(begin + size, longest), longest)
-    return cache, run.draw(weights.params["embedding"], last, seed, step, sampling)
+    return cache, run.draw(weights.params["embedding"], last, seed, step, sampling=sampling)
+
+
+def _number(decoder: Decoder, number: int) -> Int[Array, ""]:
+    """The number of a host layer, on the device."""
+    return jax.device_put(np.int32(number), Placement(decoder.mesh).whole)
 
 
 def _room(decoder: Decoder, cache: Cache) -> int:
@@ -239,7 +242,7 @@ def _layers(
     Reading earlier rows and writing the chunk's are two programs: in one, XLA would copy the whole
     cache between them.
     """
-    run, at, policy = prefill_steps(decoder), Placement(decoder.mesh), decoder.policy
+    run, policy = prefill_steps(decoder), decoder.policy
     local, states, scales = list(cache.local), list(cache.states), list(cache.scales)
     host, look = cache.host, look or (lambda stage, x, start, count: None)
     look(0, x, *span)
@@ -254,16 +257,16 @@ def _layers(
         if number < 0:
             window = decoder.config.window_of(i)
             x, rows, coming = run.device_layer(
-                params, x, local[i], span, lengths, window=window, stored=stored
+                params, x, local[i], span, lengths, stored, window=window
             )
             local[i] = run.keep_on_device(local[i], rows, span)
             look(i + 1, x, *span)
             continue
-        streams, place = decoder.streams(number), jax.device_put(np.int32(number), at.whole)
+        streams, place = decoder.streams(number), _number(decoder, number)
         observed = policy.observes and not streams
         layer = run.observed_layer if observed else run.host_layer
         x, rows, seen, coming = layer(
-            params, x, scales[number], host, place, span, lengths, stored=stored
+            params, x, scales[number], host, place, span, lengths, stored
         )
         local[i], states[number], scales[number], host = run.keep(
             weights.policy[number],

@@ -3,7 +3,6 @@
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
@@ -13,6 +12,7 @@ from infinigen_jax.decode import Decoder
 from infinigen_jax.memory import Placement
 from infinigen_jax.models import Params
 from infinigen_jax.pooled import start_kept, start_pool
+from infinigen_jax.programs import Program
 from infinigen_jax.prompt_layer import chunk_layer, device_rows, host_rows, keep_rows
 from infinigen_jax.received import attention_received
 from infinigen_jax.sampling import Sampling
@@ -45,7 +45,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
     """Jit a decoder's functions for chunks."""
     config, policy, stored = decoder.config, decoder.policy, decoder.row_format
 
-    def empty(batch: int, capacity: int, slots: int) -> Cache:
+    def empty(*, batch: int, capacity: int, slots: int) -> Cache:
         k, d = config.num_kv_heads, config.head_dim
         streams = [decoder.streams(i) for i in range(decoder.host_layers)]
 
@@ -66,9 +66,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
             tuple(local(i) for i in range(config.num_layers)),
             jnp.zeros(batch, jnp.int32),
             tuple(stored.no_scales(batch, k) for _ in streams),
-            tuple(
-                None if s else decoder.empty_hot_set(i, batch, slots) for i, s in enumerate(streams)
-            ),
+            tuple(None if s else decoder.empty_hot_set(batch, slots) for s in streams),
         )
 
     def embed(params: Params, tokens: Int[Array, "b c"], span: Span) -> Float[Array, "b c e"]:
@@ -82,8 +80,9 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         local: DenseLayer | Sliding,
         span: Span,
         lengths: Int[Array, " b"],
-        window: int | None,
         stored: tuple[Params, ...] = (),
+        *,
+        window: int | None,
     ) -> tuple[Array, Array, Any]:
         coming, x = start_next(stored, x)
         earlier = device_rows(local, span, decoder.dtype)
@@ -105,8 +104,9 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         number: Int[Array, ""],
         span: Span,
         lengths: Int[Array, " b"],
-        observed: bool,
         stored: tuple[Params, ...] = (),
+        *,
+        observed: bool,
     ) -> tuple[Array, Array, Any, Any]:
         coming, x = start_next(stored, x)
         earlier = host_rows(decoder, host, number, scales, span)
@@ -131,6 +131,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         x: Float[Array, "b e"],
         seed: UInt[Array, ""],
         step: Int[Array, " b"],
+        *,
         sampling: Sampling,
     ) -> Int[Array, " b"]:
         return decoder.draw(params, x, seed, step, sampling)
@@ -138,43 +139,43 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
     at: Any = Placement(decoder.mesh)
     options = layer_options(decoder)
 
-    def on_host(observed: bool) -> Any:
-        return jax.jit(
+    def program(function: Any, out: Any, **options: Any) -> Program:
+        return Program(function, decoder, out_shardings=out, **options)
+
+    def on_host(observed: bool) -> Program:
+        seen = (at.batch, at.rows) if observed else None
+        return program(
             functools.partial(host_layer, observed=observed),
+            (at.batch, at.rows, seen, at.whole),
             donate_argnums=1,
-            out_shardings=(at.batch, at.rows, (at.batch, at.rows) if observed else None, at.whole),
             compiler_options=options,
         )
 
     return PrefillSteps(
-        empty=jax.jit(
+        empty=program(
             empty,
-            static_argnums=(0, 1, 2),
-            out_shardings=Cache(None, at.rows, at.rows, at.batch, at.rows, at.rows),
+            Cache(None, at.rows, at.rows, at.batch, at.rows, at.rows),
+            static_argnames=("batch", "capacity", "slots"),
         ),
-        embed=jax.jit(embed, out_shardings=at.batch),
-        device_layer=jax.jit(
+        embed=program(embed, at.batch),
+        device_layer=program(
             device_layer,
+            (at.batch, at.rows, at.whole),
             static_argnames="window",
             donate_argnums=1,
-            out_shardings=(at.batch, at.rows, at.whole),
             compiler_options=options,
         ),
-        keep_on_device=jax.jit(keep_on_device, donate_argnums=0, out_shardings=at.rows),
+        keep_on_device=program(keep_on_device, at.rows, donate_argnums=0),
         host_layer=on_host(observed=False),
         observed_layer=on_host(observed=True),
-        keep=jax.jit(
+        keep=program(
             functools.partial(keep_rows, decoder),
+            (at.rows, at.rows, at.rows, at.host),
             static_argnames="streams",
             donate_argnums=(3, 4, 5, 6),
-            out_shardings=(at.rows, at.rows, at.rows, at.host),
         ),
-        last=jax.jit(last, out_shardings=(at.batch, at.batch)),
-        pool=jax.jit(
-            functools.partial(start_pool, decoder), static_argnums=1, out_shardings=at.rows
-        ),
-        kept=jax.jit(
-            functools.partial(start_kept, decoder), static_argnums=0, out_shardings=at.rows
-        ),
-        draw=jax.jit(draw, static_argnames="sampling", out_shardings=at.batch),
+        last=program(last, (at.batch, at.batch)),
+        pool=program(functools.partial(start_pool, decoder), at.rows, static_argnames="slots"),
+        kept=program(functools.partial(start_kept, decoder), at.rows),
+        draw=program(draw, at.batch, static_argnames="sampling"),
     )

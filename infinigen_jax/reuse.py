@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from infinigen_jax import cuda
 from infinigen_jax.cuda import calls
 from infinigen_jax.memory import BATCH_SPEC, ROWS_SPEC
 from infinigen_jax.selection import Request, top_slots
@@ -100,10 +101,12 @@ def plan(hot: HotSet, request: Request, positions: Int[Array, " b"]) -> tuple[Ho
     return HotSet(hot.rows, slots, used, place), Plan(entry, miss)
 
 
-def plan_by_kernel(
+def plan_reuse(
     hot: HotSet, request: Request, positions: Int[Array, " b"], mesh: Mesh
 ) -> tuple[HotSet, Plan]:
-    """What `plan` computes, in one launch on an NVIDIA GPU."""
+    """Return what `plan` computes, on an NVIDIA GPU in one launch."""
+    if not cuda.in_use():
+        return plan(hot, request, positions)
     arrays = (request.slots, request.count, positions, hot.slots, hot.used, hot.place)
     rows = [ROWS_SPEC] * 5
     planned = jax.shard_map(

@@ -78,6 +78,11 @@ def budget_rows(budget: float, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
     return tokens * share.numerator // share.denominator
 
 
+def share_rows(share: Int[Array, " 2"], tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
+    """floor(tokens * share[0] / share[1]): `budget_rows` of a share that is data."""
+    return tokens * share[0] // share[1]
+
+
 def group_margin(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
     """How far a token is below the best one, for the query head of the group that wants it most.
 

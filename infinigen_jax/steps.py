@@ -1,8 +1,10 @@
-"""The compiled functions of a decoder, in two schedules of the same layer.
+"""A decode step as a loop over layers, and its compiled forms: the two schedules.
 
-`fused` unrolls all layers into one compiled step, `layerwise` dispatches one compiled call a layer
-(one compilation serves all layers of a kind). They trace the same function and give equal results.
-Unrolled, not scanned: a scan over stacked weights copies every weight once a token (docs/gpu.md).
+`layerwise` runs the loop in Python, over programs of one layer: a program for each kind of layer,
+so that a start does not grow with the model. `fused` compiles the whole loop: one call for a token,
+compiled anew for each number of layers. Both run the same `step` and give equal results.
+The loop is unrolled, not scanned: a scan over stacked weights copies every weight once a token
+(docs/gpu.md).
 """
 
 import functools
@@ -11,20 +13,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax import pooled
-from infinigen_jax.cache import Cache, HostLayer, Local
-from infinigen_jax.carry import Carry, Counts, Fetched, Following, Weights
+from infinigen_jax.cache import Cache, HostLayer, Local, ReadCache, Resident, StepCache
+from infinigen_jax.carry import Carry, Counts, LayerInputs, LayerState, Target, Weights
 from infinigen_jax.checking import finite_after, first_place
 from infinigen_jax.compiler import step_options
 from infinigen_jax.decode import Decoder
 from infinigen_jax.memory import Placement
 from infinigen_jax.models import Params
-from infinigen_jax.pool import Kept
-from infinigen_jax.reuse import HotSet
+from infinigen_jax.programs import Program
 from infinigen_jax.sampling import Sampling
-from infinigen_jax.selection import Request
 from infinigen_jax.weights import await_copy, merged, start_copy, start_next
 
 SCHEDULES = ("fused", "layerwise")
@@ -50,7 +50,7 @@ class Watched(NamedTuple):
     after: Carry
     local: Local
     own: HostLayer | None
-    selection: Following | None
+    selection: Target | None
     host: Array | None
     positions: Array
 
@@ -59,233 +59,271 @@ class Watched(NamedTuple):
 Watch = Callable[[Decoder, Watched], tuple[Carry, Any]]
 
 
+class Pieces(NamedTuple):
+    """The functions that a step consists of: traced into one program, or a program each.
+
+    Attributes:
+        embed: (params, tokens, positions) -> carry into the first layer.
+        bring: (params, x) -> the parameters of a layer that are in host memory, and x.
+        first: `Decoder.request_first`.
+        layer: (inputs, state, carry) -> carry, state, and the next layer's parameters, if they
+            are in host memory.
+    """
+
+    embed: Callable[..., Any]
+    bring: Callable[..., Any]
+    first: Callable[..., Any]
+    layer: Callable[..., Any]
+
+
+def step(
+    decoder: Decoder,
+    run: Pieces,
+    numbers: Sequence[Int[Array, ""]],
+    weights: Weights,
+    read: ReadCache,
+    live: StepCache,
+    tokens: Int[Array, " b"],
+    watch: Watch | None = None,
+) -> tuple[Float[Array, "b e"], StepCache, Counts, tuple[Any, ...]]:
+    """Run all layers over the tokens at the next position.
+
+    Args:
+        numbers: of the host's layers, on the device.
+
+    Returns:
+        The last layer's output; what the step replaces, its lengths as they were; rows selected
+        and moved; and the records of `watch`, one a layer.
+    """
+    local, hot, states = list(live.local), list(live.hot), list(live.states)
+    stored, records = weights.params["layers"], []
+    carry = run.embed(weights.params["embedding"], tokens, live.lengths)
+    params, x = run.bring(stored[0], carry.x)
+    carry = carry._replace(x=x)
+
+    def inputs_of(layer: int, params: Params, target: int) -> LayerInputs:
+        own, every = decoder.host_number(layer), states or read.states
+        at = None if target < 0 else numbers[target]
+        return LayerInputs(
+            params,
+            stored[layer + 1 : layer + 2] if decoder.weights_on_host else [],
+            read.host,
+            decoder.place(weights, read, own, numbers[own] if own >= 0 else None),
+            decoder.target(weights, read, every, target, at),
+            live.lengths,
+        )
+
+    if decoder.requests_first and not decoder.streams(0):
+        carry, hot[0] = run.first(inputs_of(0, params, 0)._replace(upcoming=[]), hot[0], carry)
+    for i in range(len(stored)):
+        own, target = decoder.host_number(i), decoder.fetches_for(i)
+        inputs, before = inputs_of(i, params, target), carry
+        observed = states[own] if own >= 0 and states else None
+        state = LayerState(local[i], hot[target] if inputs.target else None, observed)
+        with jax.named_scope(f"layer{i}"):
+            carry, state, brought = run.layer(inputs, state, carry)
+        local[i] = state.local
+        if inputs.target is not None:
+            hot[target] = state.hot
+        if observed is not None:
+            states[own] = state.observed
+        if watch is not None:
+            at = numbers[own] if own >= 0 else None
+            chosen = decoder.target(weights, read, states or read.states, own, at)
+            seen = (params, before, carry, local[i], inputs.place, chosen, read.host, live.lengths)
+            carry, record = watch(decoder, Watched(i, *seen))
+            records.append(record)
+        if i + 1 < len(stored):
+            params = stored[i + 1] if brought is None else merged(stored[i + 1], brought)
+    live = StepCache(tuple(local), tuple(hot), tuple(states), live.lengths)
+    return carry.x, live, carry.counts, tuple(records)
+
+
+def pieces_of(decoder: Decoder) -> Pieces:
+    """The pieces of a decoder's step as plain functions."""
+
+    def bring(params: Params, x: Float[Array, "b e"]) -> tuple[Params, Float[Array, "b e"]]:
+        if not decoder.weights_on_host:
+            return params, x
+        brought, x = await_copy(*start_copy(params, x))
+        return merged(params, brought), x
+
+    def layer(
+        inputs: LayerInputs, state: LayerState, carry: Carry
+    ) -> tuple[Carry, LayerState, Any]:
+        # The next layer's weights cross while this layer works, and are there when it is done.
+        coming, x = start_next(inputs.upcoming, carry.x)
+        carry, state = decoder.decode_layer(inputs, state, carry._replace(x=x))
+        coming, x = await_copy(coming, carry.x)
+        return carry._replace(x=x), state, coming
+
+    return Pieces(decoder.embed, bring, decoder.request_first, layer)
+
+
 class Steps(NamedTuple):
     """The compiled functions of a Decoder; the cache arrays that they replace are donated.
 
-    `checked` is `fused` that also returns the first place that is not finite, see `checking`;
-    `forced` is `fused` for given tokens: it returns the log-probabilities of all next ones, and
-    `watched` also what a Watch recorded of every layer. `layer`
-    and `fetching_layer` are `decode_layer` without and with rows requested for the next layer. Rows
-    that were fetched are not donated: nothing that comes out has their shape twice. `flush_pool`
-    takes and replaces a whole cache.
+    Attributes:
+        fused: a whole step that draws the next tokens.
+        checked: `fused` that also returns the first place that is not finite, see `checking`.
+        forced: a step over given tokens: it returns the log-probabilities of all next ones.
+        watched: `forced` that also returns what a Watch recorded of every layer.
+        pieces: the layerwise schedule's programs.
+        draw, predict: what comes after the last layer there.
+        flush: one host layer's ring to the host.
+        flush_pool: takes and replaces a whole cache with a pool.
     """
 
     fused: Any
     checked: Any
     forced: Any
     watched: Any
-    embed: Any
-    first: Any
-    layer: Any
-    fetching_layer: Any
+    pieces: Pieces
     draw: Any
+    predict: Any
     flush: Any
     flush_pool: Any
 
 
 @functools.lru_cache(maxsize=64)
 def steps(decoder: Decoder) -> Steps:
-    """Jit a decoder's functions; engines with equal settings share the compilations."""
-
-    def begin_layer(
-        carry: Carry, params: Params | None, stored: Sequence[Params]
-    ) -> tuple[Carry, Params, Any]:
-        """A layer's parameters on the device, and what the next one has to have brought there.
-
-        Args:
-            params: those of this layer, if the layer before it had them brought.
-            stored: this layer's and the next one's, wherever they are kept.
-        """
-        if not decoder.weights_on_host:
-            return carry, stored[0], None
-        x = carry.x
-        if params is None:
-            brought, x = start_copy(stored[0], x)
-            params = merged(stored[0], brought)
-        coming, x = start_next(stored[1:], x)
-        return carry._replace(x=x), params, coming
-
-    def end_layer(carry: Carry, coming: Any) -> tuple[Carry, Any]:
-        """What the next layer needs is there when this layer is done."""
-        coming, x = await_copy(coming, carry.x)
-        return carry._replace(x=x), coming
+    """Return a decoder's compiled functions; engines with equal settings share them."""
+    pieces = pieces_of(decoder)
+    # A jitted function is traced once for each kind of layer, not for each layer.
+    inner = pieces._replace(layer=jax.jit(pieces.layer))
 
     def layers(
-        weights: Weights, cache: Cache, tokens: Array, watch: Watch | None = None
-    ) -> tuple[Array, Cache, Counts, tuple[Any, ...]]:
-        """All layers of a step.
-
-        Returns:
-            The last one's output, the cache with what was replaced in it, counts, and the records
-            of `watch`, one a layer.
-        """
-        records = []
-        host, positions, hot = cache.host, cache.lengths, list(cache.hot)
-        carry = decoder.embed(weights.params["embedding"], tokens, positions)
-        number = [jnp.int32(i) for i in range(decoder.host_layers)]
-        following = [
-            decoder.following(weights, cache, i, number[i]) for i in range(decoder.host_layers)
-        ]
-        if decoder.requests_first and following[0] is not None:
-            assert host is not None
-            carry, hot[0] = decoder.request_first(carry, following[0], hot[0], host, positions)
-        local, states = list(cache.local), list(cache.states)
-        all_params, params = weights.params["layers"], None
-        for i in range(len(all_params)):
-            carry, params, coming = begin_layer(carry, params, all_params[i : i + 2])
-            own, target = decoder.host_number(i), decoder.fetches_for(i)
-            ahead, before = following[target] if target >= 0 else None, carry
-            place = decoder.own_layer(weights, cache, own, number[own] if own >= 0 else None)
-            with jax.named_scope(f"layer{i}"):
-                carry, local[i], new_hot, state = decoder.decode_layer(
-                    params,
-                    carry,
-                    local[i],
-                    None if ahead is None else hot[target],
-                    states[own] if own >= 0 and decoder.policy.observes else None,
-                    host,
-                    place,
-                    ahead,
-                    positions,
-                )
-            if ahead is not None:
-                hot[target] = new_hot
-            if own >= 0 and decoder.policy.observes:
-                states[own] = state
-            carry, coming = end_layer(carry, coming)
-            if watch is not None:
-                chosen = following[own] if own >= 0 else None
-                seen = Watched(i, params, before, carry, local[i], place, chosen, host, positions)
-                carry, record = watch(decoder, seen)
-                records.append(record)
-            params = None if coming is None else merged(all_params[i + 1], coming)
-        cache = cache._replace(
-            local=tuple(local), hot=tuple(hot), states=tuple(states), lengths=positions + 1
-        )
-        return carry.x, cache, carry.counts, tuple(records)
-
-    def replaced(cache: Cache) -> Cache:
-        """What a step replaces; the rest, which is read only, is left out."""
-        states = cache.states if decoder.policy.observes else ()
-        return Cache(None, states, cache.local, cache.lengths, (), cache.hot)
+        weights: Weights,
+        read: ReadCache,
+        live: StepCache,
+        tokens: Array,
+        watch: Watch | None = None,
+    ) -> Any:
+        numbers = [jnp.int32(i) for i in range(decoder.host_layers)]
+        return step(decoder, inner, numbers, weights, read, live, tokens, watch)
 
     def fused(
         weights: Weights,
-        host: Array | None,
-        states: tuple[Any, ...],
-        scales: tuple[Any, ...],
-        local: tuple[Local, ...],
-        hot: tuple[HotSet | Kept | None, ...],
-        positions: Array,
+        read: ReadCache,
+        live: StepCache,
         tokens: Array,
         seed: Array,
-        step: Array,
+        draws: Array,
+        *,
         sampling: Sampling,
-        pool: tuple[Array, ...] = (),
-        checks: bool = False,
     ) -> tuple:
-        cache = Cache(host, states, local, positions, scales, hot, pool)
-        embedding, watch = weights.params["embedding"], finite_after if checks else None
-        x, cache, counts, finite = layers(weights, cache, tokens, watch)
-        drawn = decoder.draw(embedding, x, seed, step, sampling)
-        outcome = replaced(cache), drawn, step + 1, counts
-        if not checks:
-            return outcome
+        x, new, counts, _ = layers(weights, read, live, tokens)
+        drawn = decoder.draw(weights.params["embedding"], x, seed, draws, sampling)
+        return new._replace(lengths=live.lengths + 1), drawn, draws + 1, counts
+
+    def checked(
+        weights: Weights,
+        read: ReadCache,
+        live: StepCache,
+        tokens: Array,
+        seed: Array,
+        draws: Array,
+        *,
+        sampling: Sampling,
+    ) -> tuple:
+        embedding, positions = weights.params["embedding"], live.lengths
+        x, new, counts, finite = layers(weights, read, live, tokens, finite_after)
+        drawn = decoder.draw(embedding, x, seed, draws, sampling)
         ends = decoder.embed(embedding, tokens, positions).x, decoder.logits(embedding, x)
         first, last = (jnp.all(jnp.isfinite(end), axis=-1) for end in ends)
-        return *outcome, first_place((first, *finite, last), positions)
+        place = first_place((first, *finite, last), positions)
+        return new._replace(lengths=positions + 1), drawn, draws + 1, counts, place
 
-    def forced(
-        weights: Weights,
-        host: Array | None,
-        states: tuple[Any, ...],
-        scales: tuple[Any, ...],
-        local: tuple[Local, ...],
-        hot: tuple[HotSet | Kept | None, ...],
-        positions: Array,
-        tokens: Array,
-        pool: tuple[Array, ...] = (),
-        watch: Watch | None = None,
-    ) -> tuple:
-        cache = Cache(host, states, local, positions, scales, hot, pool)
-        x, cache, counts, records = layers(weights, cache, tokens, watch)
+    def forced(weights: Weights, read: ReadCache, live: StepCache, tokens: Array) -> tuple:
+        x, new, counts, _ = layers(weights, read, live, tokens)
         log_probs, best = decoder.predict(weights.params["embedding"], x)
-        outcome = replaced(cache), log_probs, best, counts
-        return outcome if watch is None else (*outcome, records)
+        return new._replace(lengths=live.lengths + 1), log_probs, best, counts
+
+    def watched(
+        weights: Weights, read: ReadCache, live: StepCache, tokens: Array, *, watch: Watch
+    ) -> tuple:
+        x, new, counts, records = layers(weights, read, live, tokens, watch)
+        log_probs, best = decoder.predict(weights.params["embedding"], x)
+        return new._replace(lengths=live.lengths + 1), log_probs, best, counts, records
 
     def draw(
-        params: Params, x: Array, seed: Array, step: Array, positions: Array, sampling: Sampling
+        params: Params, x: Array, seed: Array, draws: Array, lengths: Array, *, sampling: Sampling
     ) -> tuple:
-        return decoder.draw(params, x, seed, step, sampling), step + 1, positions + 1
+        return decoder.draw(params, x, seed, draws, sampling), draws + 1, lengths + 1
+
+    def predict(params: Params, x: Array, lengths: Array) -> tuple:
+        return *decoder.predict(params, x), lengths + 1
 
     def flush(
-        policy: Any, local: Any, host: Array, states: Any, scales: Any, lengths: Array
+        weights: Params,
+        number: Int[Array, ""],
+        host: Shaped[Array, "l a k t w"],
+        state: Any,
+        local: Resident,
+        scales: Any,
+        lengths: Int[Array, " b"],
+        *,
+        streams: bool,
     ) -> tuple:
-        cache = decoder.flush(policy, Cache(host, states, local, lengths, scales))
-        return cache.host, cache.states
+        return decoder.flush(weights, number, host, state, local, scales, lengths, streams=streams)
 
     def flush_pool(policy: Any, cache: Cache) -> Cache:
         return pooled.flush(decoder, policy, cache)
 
-    options = step_options(decoder)
+    def program(function: Callable[..., Any], out: Any, **options: Any) -> Program:
+        given = {"out_shardings": out, "compiler_options": step_options(decoder)} | options
+        return Program(function, decoder, **given)
+
     at: Any = Placement(decoder.mesh)
-    rest = at.rows if decoder.policy.has_tail and not decoder.policy.tail_block else None
-    fetched = Fetched(Request(at.rows, at.rows, rest), at.rows)
-    counts = Counts(at.batch, at.batch)
-    carry = Carry(at.batch, fetched, counts)
-    bare = Carry(at.batch, None, counts)
-
-    def layer(fetches: bool):
-        def run(params: Params, into: Carry, *arguments: Any, stored: Any = ()) -> tuple:
-            into, _, coming = begin_layer(into, params, [params, *stored])
-            outcome, *rest = decoder.decode_layer(params, into, *arguments)
-            outcome, coming = end_layer(outcome, coming)
-            return outcome, *rest, coming
-
-        out = (carry if fetches else bare, at.rows, at.rows, at.rows, at.whole)
-        return jax.jit(run, donate_argnums=(2, 3, 4), out_shardings=out, compiler_options=options)
-
-    donated = (2, 4, 5) if decoder.policy.observes else (4, 5)
-    step = Cache(None, at.rows, at.rows, at.batch, (), at.rows)
+    counts, live = Counts(at.batch, at.batch), StepCache(at.rows, at.rows, at.rows, at.batch)
+    carry, state = Carry(at.batch, at.rows, counts), LayerState(at.rows, at.rows, at.rows)
+    drawn = (live, at.batch, at.batch, counts)
+    whole = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
+    bring = program(pieces.bring, (at.whole, at.batch)) if decoder.weights_on_host else pieces.bring
     return Steps(
-        fused=jax.jit(
-            fused,
-            static_argnames="sampling",
-            donate_argnums=donated,
-            out_shardings=(step, at.batch, at.batch, counts),
-            compiler_options=options,
-        ),
-        checked=jax.jit(
-            functools.partial(fused, checks=True),
-            static_argnames="sampling",
-            donate_argnums=donated,
-            out_shardings=(step, at.batch, at.batch, counts, at.batch),
-            compiler_options=options,
-        ),
-        forced=jax.jit(
-            forced,
-            donate_argnums=donated,
-            out_shardings=(step, at.batch, at.batch, counts),
-            compiler_options=options,
-        ),
+        fused=program(fused, drawn, static_argnames="sampling", donate_argnums=2),
+        checked=program(checked, (*drawn, at.batch), static_argnames="sampling", donate_argnums=2),
+        forced=program(forced, drawn, donate_argnums=2),
         watched=jax.jit(
-            forced,
+            watched,
             static_argnames="watch",
-            donate_argnums=donated,
-            out_shardings=(step, at.batch, at.batch, counts, at.batch),
-            compiler_options=options,
+            donate_argnums=2,
+            out_shardings=(*drawn, at.batch),
+            compiler_options=step_options(decoder),
         ),
-        embed=jax.jit(decoder.embed, out_shardings=bare),
-        first=jax.jit(decoder.request_first, donate_argnums=2, out_shardings=(carry, at.rows)),
-        layer=layer(fetches=False),
-        fetching_layer=layer(fetches=True),
-        draw=jax.jit(
-            draw, static_argnames="sampling", out_shardings=(at.batch, at.batch, at.batch)
+        pieces=Pieces(
+            embed=program(pieces.embed, Carry(at.batch, None, counts)),
+            bring=bring,
+            first=program(pieces.first, (carry, at.rows), donate_argnums=1),
+            # Rows that were fetched are not donated: nothing that comes out has their shape twice.
+            layer=program(pieces.layer, (carry, state, at.whole), donate_argnums=1),
         ),
-        flush=jax.jit(flush, donate_argnums=(2, 3), out_shardings=(at.host, at.rows)),
-        flush_pool=jax.jit(
-            flush_pool,
-            donate_argnums=1,
-            out_shardings=Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows),
-        ),
+        draw=program(draw, (at.batch,) * 3, static_argnames="sampling"),
+        predict=program(predict, (at.batch,) * 3),
+        flush=program(flush, (at.host, at.rows), donate_argnums=(2, 3), static_argnames="streams"),
+        flush_pool=program(flush_pool, whole, donate_argnums=1),
     )
+
+
+def flush_cache(
+    decoder: Decoder, weights: Weights, numbers: Sequence[Array], cache: Cache
+) -> Cache:
+    """Bring the rows of all rings to the host: every row that is cached is there then."""
+    run = steps(decoder)
+    if cache.host is None:
+        return cache
+    if cache.pool:
+        return run.flush_pool(weights.policy, cache)
+    host, states = cache.host, list(cache.states)
+    for number, layer in enumerate(decoder.on_host):
+        host, states[number] = run.flush(
+            weights.policy[number],
+            numbers[number],
+            host,
+            states[number],
+            cache.local[layer],
+            cache.scales[number],
+            cache.lengths,
+            streams=decoder.streams(number),
+        )
+    return cache._replace(host=host, states=tuple(states))

@@ -1,6 +1,7 @@
 """The user's cache: conversions, CUDA kernels, and programs that JAX has compiled."""
 
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -42,6 +43,24 @@ def keep_programs() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
 
 
+def program_folder() -> Path | None:
+    """Return the folder of compiled programs, made if need be; None where none may be kept.
+
+    JAX's variables for its own cache count: JAX_COMPILATION_CACHE_DIR names another folder, and
+    JAX_ENABLE_COMPILATION_CACHE=0 means none.
+    """
+    if os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "1").lower() in ("0", "false"):
+        return None
+    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    folder = Path(given) if given else cache_root() / "programs" / processor()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+@functools.cache
 def processor() -> str:
     """A name for machines that run the same instructions: home folders may be shared."""
     text = platform.machine()

@@ -131,19 +131,18 @@ def test_select(emulator: Emulator, case: dict[str, Any], threads: int, seed: in
     b, k, g, t = scores.shape
     share = budget_fraction(case["budget"])
     size = max(1, t * share.numerator // share.denominator)
+    cap = np.asarray(budget_rows(case["budget"], jnp.asarray(positions)))
     slots = np.full((b, k, size), -7, np.int32)
     count = np.full((b, k), -7, np.int32)
     keys = np.zeros((b, k, t), np.uint32)
     alpha = np.float32(case["alpha"]).view(np.int32)
     emulator.run(
-        *("select_rows", b * k, threads, seed, scores, positions, slots, count, keys),
-        *(k, g, t, size, case["sinks"], case["window"], share.numerator, share.denominator),
-        int(alpha),
+        *("select_rows", b * k, threads, seed, scores, positions, cap, slots, count, keys),
+        *(k, g, t, size, case["sinks"], case["window"], int(alpha)),
     )
     eligible = Slots(case["sinks"], case["window"]).eligible(jnp.asarray(positions), t)
-    cap = budget_rows(case["budget"], jnp.asarray(positions))
     expected = reference_select(
-        jnp.asarray(scores), eligible, alpha=case["alpha"], cap=cap, size=size
+        jnp.asarray(scores), eligible, alpha=case["alpha"], cap=jnp.asarray(cap), size=size
     )
     np.testing.assert_array_equal(count, expected.count)
     if g == 1 or np.array_equal(slots, expected.slots):

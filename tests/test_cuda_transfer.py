@@ -19,7 +19,7 @@ from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.memory import allocate_host, default_mesh, write_span
 from infinigen_jax.reuse import HotSet, Plan, plan
-from infinigen_jax.selection import Request, budget_fraction, budget_rows, select
+from infinigen_jax.selection import Request, budget_rows, select
 from infinigen_jax.span import Span
 from infinigen_jax.transfer import CudaTransfer, XlaTransfer, make_transfer
 
@@ -195,10 +195,9 @@ def test_rows_that_are_not_whole_vectors_are_refused():
 
 @pytest.mark.parametrize("alpha", [3.0, math.inf])
 def test_selection_through_xla(driver: FakeCuda, alpha: float):
-    share = budget_fraction(0.3)
     selected = jax.jit(
         lambda scores, positions: calls.select_rows(
-            scores, positions, 27, alpha, (share.numerator, share.denominator), 2, 4
+            scores, positions, budget_rows(0.3, positions), 27, alpha, 2, 4
         )
     )
     reference = jax.jit(

@@ -95,9 +95,9 @@ def await_gather(
 def select_rows(
     scores: Float[Array, "b k g t"],
     positions: Int[Array, " b"],
+    most: Int[Array, " b"],
     size: int,
     alpha: float,
-    share: tuple[int, int],
     sinks: int,
     window: int,
 ) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:
@@ -106,15 +106,15 @@ def select_rows(
     Args:
         scores: speculated logits, float32.
         positions: of the current tokens.
+        most: rows that the budget allows each sequence.
         size: n.
         alpha: how far below the best score a token may be; `inf` for any distance.
-        share: numerator and denominator of the budget.
         sinks, window: tokens that stay on the device and are not fetched.
     """
     b, k, g, t = scores.shape
     slots, count, _ = call(
         LAUNCH,
-        (scores, positions),
+        (scores, positions, most),
         (
             jax.ShapeDtypeStruct((b, k, size), jnp.int32),
             jax.ShapeDtypeStruct((b, k), jnp.int32),
@@ -123,7 +123,7 @@ def select_rows(
         {},
         "select_rows",
         (b * k, THREADS),
-        (k, g, t, size, sinks, window, *share, int(np.float32(alpha).view(np.int32))),
+        (k, g, t, size, sinks, window, int(np.float32(alpha).view(np.int32))),
     )
     return slots, count
 

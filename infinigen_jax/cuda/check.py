@@ -159,7 +159,8 @@ def selected(
     size = t * share[0] // share[1]
 
     def by_kernel(scores: Array, positions: Array) -> tuple[Array, Array]:
-        return calls.select_rows(scores, positions, size, alpha, share, SLOTS.sinks, SLOTS.window)
+        most = budget_rows(budget, positions)
+        return calls.select_rows(scores, positions, most, size, alpha, SLOTS.sinks, SLOTS.window)
 
     def by_xla(scores: Array, positions: Array) -> tuple[Request, Array]:
         eligible = SLOTS.eligible(positions, t)

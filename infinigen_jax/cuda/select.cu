@@ -3,6 +3,7 @@
 //
 //   scores     [b][k][g][t]  speculated logits
 //   positions  [b]           of the current tokens; eligible are sinks .. position - window
+//   allowed    [b]           rows that the budget allows
 //   slots      [b][k][n]     of the rows chosen, ascending, and zeros behind them
 //   count      [b][k]        how many
 //   keys       [b][k][t]     scratch
@@ -63,9 +64,9 @@ __device__ inline float group_weight(const float* __restrict__ score, const floa
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-    select_rows(const float* __restrict__ scores, const int* positions, int* slots, int* count, unsigned* keys,
-                int heads, int group, int capacity, int size, int sinks, int window, int numerator,
-                int denominator, int alpha_bits) {
+    select_rows(const float* __restrict__ scores, const int* positions,
+                const int* allowed, int* slots, int* count, unsigned* keys, int heads, int group,
+                int capacity, int size, int sinks, int window, int alpha_bits) {
   __shared__ float peak[MAX_GROUP], total[MAX_GROUP];
   const int position = positions[blockIdx.x / heads];
   const int length = max(min(position - window + 1, capacity) - sinks, 0);
@@ -117,8 +118,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   least = reduce(least, [](unsigned a, unsigned b) { return min(a, b); });
   most = reduce(most, [](unsigned a, unsigned b) { return max(a, b); });
 
-  const int budget = (long long)position * numerator / denominator;
-  const int wanted = max(min(min(passing, budget), size), 0);
+  const int wanted = max(min(min(passing, allowed[blockIdx.x / heads]), size), 0);
   top(keys, length, passing, least, most, wanted, sinks, slots);
   for (int i = wanted + threadIdx.x; i < size; i += blockDim.x) slots[i] = 0;
   if (threadIdx.x == 0) count[blockIdx.x] = wanted;

@@ -25,7 +25,7 @@ from infinigen_jax.cache import Resident
 from infinigen_jax.carry import Carry, Fetched
 from infinigen_jax.decode import Decoder
 from infinigen_jax.host_attention import fetched_part, tail_term
-from infinigen_jax.memory import read_block
+from infinigen_jax.memory import capacity_of, read_block
 from infinigen_jax.models.base import Layer
 from infinigen_jax.policies import Policy
 from infinigen_jax.selection import Request, budget_rows, group_rank
@@ -142,9 +142,9 @@ def _request(decoder: Decoder, watched: Watched, layer: Layer, a: Float[Array, "
     # The layer selected for itself; a pure function, computed once more.
     chosen = watched.selection
     assert chosen is not None
-    return _policy(decoder, watched).select(
-        decoder.config, layer, chosen.weights, chosen.state, a, watched.positions
-    )
+    assert watched.host is not None
+    capacity = capacity_of(watched.host, len(watched.positions))
+    return decoder.select(chosen, a, watched.positions, capacity)
 
 
 def _with_tail(
@@ -166,7 +166,7 @@ def _with_tail(
 
 def _policy(decoder: Decoder, watched: Watched) -> Policy:
     """With the layer's own budget."""
-    return decoder.policies[decoder.host_number(watched.layer)]
+    return decoder.budget_policy(decoder.host_number(watched.layer))
 
 
 def _wanted(

@@ -31,6 +31,7 @@ from infinigen_jax.selection import (
     budget_fraction,
     budget_rows,
     select,
+    share_rows,
 )
 from infinigen_jax.span import Span
 
@@ -55,6 +56,40 @@ class Attended(NamedTuple):
     weights: Float[Array, "b k n"]
     resident: Int[Array, "b m"]
     resident_weights: Float[Array, "b k m"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """What a policy sees when it selects rows for one layer in one step.
+
+    Attributes:
+        config: the model's.
+        layer: the module of the layer that rows are selected for.
+        weights: what `Policy.prepare` made for it.
+        state: the policy's state of it.
+        a: the attention input of the layer `lead` before it; see `Policy.source`.
+        positions: of the current tokens.
+        size: static number of rows in a request; the same for all layers.
+        share: numerator and denominator of the layer's own budget; None where every layer has the
+            policy's.
+        held: with a pool, the position of the row in each slot, -1 where there is none to fetch.
+            Without one slot = position, and what only the host has may be fetched.
+    """
+
+    config: ModelConfig
+    layer: Layer
+    weights: Params
+    state: Any
+    a: Float[Array, "b e"]
+    positions: Int[Array, " b"]
+    size: int
+    share: Int[Array, " 2"] | None = None
+    held: Int[Array, "b k t"] | None = None
+
+    @property
+    def query(self) -> Float[Array, "b k g d"]:
+        """The query of `a`, scaled and rotated: the layer's true one where `lead` is 0."""
+        return self.config.grouped(self.layer.query(self.a, self.positions))
 
 
 @runtime_checkable
@@ -159,25 +194,8 @@ class Policy(Protocol):
         """Take in what was attended to; called only if the policy `observes`."""
         ...
 
-    def select(
-        self,
-        config: ModelConfig,
-        layer: Layer,
-        weights: Params,
-        state: Any,
-        a: Float[Array, "b e"],
-        positions: Int[Array, " b"],
-        held: Int[Array, "b k t"] | None = None,
-    ) -> Request:
-        """Rows for `layer` at the step whose tokens are at `positions`.
-
-        Args:
-            layer: the module of the layer that is selected for.
-            a: the attention input of the layer `lead` before it, or of the first; see
-                `source`.
-            held: position of the row in each slot, -1 where there is none to fetch; None without
-                a pool: slot = position then, and what only the host has may be fetched.
-        """
+    def select(self, lookup: Lookup) -> Request:
+        """Rows for a layer in the current step."""
         ...
 
     def own_rest(
@@ -324,32 +342,60 @@ class Budgeted(Defaults):
         """Tokens that a budget is a share of: those cached, with a pool at most its size."""
         return positions if held is None else jnp.minimum(positions, capacity)
 
+    def most_rows(
+        self,
+        positions: Int[Array, " b"],
+        capacity: int,
+        held: Int[Array, "b k t"] | None = None,
+        share: Int[Array, " 2"] | None = None,
+    ) -> Int[Array, " b"]:
+        """Rows that the budget allows each sequence, per KV head.
+
+        Args:
+            share: a layer's own budget, see `Lookup`.
+        """
+        tokens = self.cached(positions, capacity, held)
+        return budget_rows(self.budget, tokens) if share is None else share_rows(share, tokens)
+
     def choose(
         self,
         scores: Float[Array, "b k g t"],
-        positions: Int[Array, " b"],
+        lookup: Lookup,
         alpha: float = math.inf,
         mode: str = "head",
-        held: Int[Array, "b k t"] | None = None,
         masked: bool = False,
     ) -> Request:
-        """Rows within the budget, of those that are on the host only. See `selection.select`.
+        """Select rows within the budget, of those that are on the host only.
 
         Args:
             masked: the scores of all others are -inf already.
         """
+        given = lookup.positions, lookup.size, lookup.held, lookup.share
+        return self.best(scores, *given, alpha=alpha, mode=mode, masked=masked)
+
+    def best(
+        self,
+        scores: Float[Array, "b k g t"],
+        positions: Int[Array, " b"],
+        size: int,
+        held: Int[Array, "b k t"] | None = None,
+        share: Int[Array, " 2"] | None = None,
+        *,
+        alpha: float = math.inf,
+        mode: str = "head",
+        masked: bool = False,
+    ) -> Request:
+        """`choose` without a lookup; see `selection.select`."""
         capacity = scores.shape[3]
-        size = self.request_size(capacity)
+        most = self.most_rows(positions, capacity, held, share)
         by_position = held is None  # as the kernel takes it
         if cuda.in_use() and by_position and mode == "head" and scores.shape[2] <= calls.MAX_GROUP:
-            share = budget_fraction(self.budget).as_integer_ratio()
             slots, count = calls.select_rows(
-                scores, positions, size, alpha, share, self.sinks, self.window
+                scores, positions, most, size, alpha, self.sinks, self.window
             )
             return Request(slots, count)
-        cap = budget_rows(self.budget, self.cached(positions, capacity, held))
         eligible = None if masked else self.eligible(positions, capacity, held)
-        return select(scores, eligible, alpha, cap, size, mode)
+        return select(scores, eligible, alpha, most, size, mode)
 
 
 LEAST_BUDGET = 1e-9  # its inverse is a number of 32 bits

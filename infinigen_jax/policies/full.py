@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.policies.base import Defaults, check_resident
+from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.policies.base import Defaults, Lookup, check_resident
 from infinigen_jax.selection import Request
 from infinigen_jax.span import Span
 
@@ -37,16 +37,7 @@ class Full(Defaults):
     def init(self, config: ModelConfig, batch: int, capacity: int) -> tuple[()]:
         return ()
 
-    def select(
-        self,
-        config: ModelConfig,
-        layer: Layer,
-        weights: Params,
-        state: Any,
-        a: Float[Array, "b e"],
-        positions: Int[Array, " b"],
-        held: Int[Array, "b k t"] | None = None,
-    ) -> Request:
+    def select(self, lookup: Lookup) -> Request:
         raise TypeError("the full policy streams every row and selects none")
 
     def append(

@@ -12,8 +12,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.policies.base import Attended, Budgeted
+from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.policies.base import Attended, Budgeted, Lookup
 from infinigen_jax.selection import Request
 from infinigen_jax.span import Span
 from infinigen_jax.tables import put
@@ -40,17 +40,8 @@ class H2O(Budgeted):
     ) -> Float[Array, "b k t"]:
         return state + received
 
-    def select(
-        self,
-        config: ModelConfig,
-        layer: Layer,
-        weights: Params,
-        state: Float[Array, "b k t"],
-        a: Float[Array, "b e"],
-        positions: Int[Array, " b"],
-        held: Int[Array, "b k t"] | None = None,
-    ) -> Request:
-        return self.choose(state[:, :, None], positions)
+    def select(self, lookup: Lookup) -> Request:
+        return self.choose(lookup.state[:, :, None], lookup)
 
     def observe(self, state: Float[Array, "b k t"], seen: Attended) -> Float[Array, "b k t"]:
         b, k, capacity = state.shape
@@ -62,7 +53,7 @@ class H2O(Budgeted):
         state = state.at[sequence, head, resident].add(seen.resident_weights, mode="drop")
         positions = jnp.max(seen.resident, axis=-1)
         # What this step could have fetched and the budget has no room for is gone.
-        request = self.choose(state[:, :, None], positions)
+        request = self.best(state[:, :, None], positions, self.request_size(capacity))
         eligible = self.eligible(positions, capacity)
         slots = jnp.where(request.valid, request.slots, capacity)
         kept = put(jnp.zeros(state.shape, jnp.bool), slots, jnp.ones(slots.shape, jnp.bool))

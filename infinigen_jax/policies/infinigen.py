@@ -24,8 +24,8 @@ from infinigen_jax.counting import log_rest
 from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.errors import InputError
 from infinigen_jax.index import INDEX_DTYPES, IndexFormat, write_entries
-from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.policies.base import Budgeted
+from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.policies.base import Budgeted, Lookup
 from infinigen_jax.selection import Request, Rest
 from infinigen_jax.span import Span
 from infinigen_jax.speculation import (
@@ -216,51 +216,42 @@ class InfiniGen(Budgeted):
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k w t"]:
         return self.index_format(config.head_dim).empty(batch, config.num_kv_heads, capacity)
 
-    def select(
-        self,
-        config: ModelConfig,
-        layer: Layer,
-        weights: Params,
-        state: Shaped[Array, "b k w t"],
-        a: Float[Array, "b e"],
-        positions: Int[Array, " b"],
-        held: Int[Array, "b k t"] | None = None,
-    ) -> Request:
+    def select(self, lookup: Lookup) -> Request:
+        config, weights, state = lookup.config, lookup.weights, lookup.state
         index = self.index_format(config.head_dim)
-        true = None if self.lead else config.grouped(layer.query(a, positions))
+        true = None if self.lead else lookup.query
         with jax.named_scope("speculate"):
             if true is None:
-                query = speculate_query(config, layer, weights, a, positions, index.columns)
+                given = lookup.layer, weights, lookup.a, lookup.positions, index.columns
+                query = speculate_query(config, *given)
             else:
                 query = own_query(weights, true, index.columns)
-            # On a GPU a kernel that selects knows by itself what it may; else the selection masks.
+            # A kernel that selects on a GPU masks by itself.
             masked = not cuda.in_use()
-            eligible = self.eligible(positions, state.shape[-1], held) if masked else None
+            eligible = None
+            if masked:
+                eligible = self.eligible(lookup.positions, state.shape[-1], lookup.held)
             scores = index.scores(query, state, eligible)
         with jax.named_scope("select"):
-            request = self.choose(scores, positions, self.alpha, self.count, held, masked)
+            request = self.choose(scores, lookup, self.alpha, self.count, masked)
         with jax.named_scope("tail"):
-            return request._replace(
-                rest=self._rest(weights, state, scores, request, positions, true, held, masked)
-            )
+            return request._replace(rest=self._rest(lookup, scores, request, true, masked))
 
     def _rest(
         self,
-        weights: Params,
-        state: Shaped[Array, "b k w t"],
+        lookup: Lookup,
         scores: Float[Array, "b k g t"],
         request: Request,
-        positions: Int[Array, " b"],
         query: Float[Array, "b k g d"] | None,
-        held: Int[Array, "b k t"] | None,
         masked: bool,
     ) -> Rest | None:
-        """For the tail, of the scores that there are; None if it is scored later.
+        """Score what is not requested, for the tail; None if it is scored later.
 
         Args:
             query: the true one, if the scores are by it.
         """
-        capacity = scores.shape[3]
+        weights, state, held = lookup.weights, lookup.state, lookup.held
+        positions, capacity = lookup.positions, scores.shape[3]
         if not self.tail or (self.tail_block and query is None):
             return None
         eligible = None if masked else self.eligible(positions, capacity, held)

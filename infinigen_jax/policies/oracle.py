@@ -9,8 +9,8 @@ from typing import ClassVar
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.index import IndexFormat, write_entries
-from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.policies.base import Budgeted
+from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.policies.base import Budgeted, Lookup
 from infinigen_jax.selection import Request
 from infinigen_jax.span import Span
 from infinigen_jax.speculation import partial_keys
@@ -33,18 +33,8 @@ class Oracle(Budgeted):
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k d t"]:
         return _keys(config.head_dim).empty(batch, config.num_kv_heads, capacity)
 
-    def select(
-        self,
-        config: ModelConfig,
-        layer: Layer,
-        weights: Params,
-        state: Float[Array, "b k d t"],
-        a: Float[Array, "b e"],
-        positions: Int[Array, " b"],
-        held: Int[Array, "b k t"] | None = None,
-    ) -> Request:
-        query = config.grouped(layer.query(a, positions))
-        return self._best_of(query, state, positions, held)
+    def select(self, lookup: Lookup) -> Request:
+        return self._best_of(lookup.query, lookup.state, lookup)
 
     def append(
         self,
@@ -61,11 +51,10 @@ class Oracle(Budgeted):
         self,
         query: Float[Array, "b k g d"],
         keys: Float[Array, "b k d t"],
-        positions: Int[Array, " b"],
-        held: Int[Array, "b k t"] | None = None,
+        lookup: Lookup,
     ) -> Request:
         scores = _keys(query.shape[-1]).scores(query, keys)
-        return self.choose(scores, positions, held=held)
+        return self.choose(scores, lookup)
 
 
 def _keys(head_dim: int) -> IndexFormat:

@@ -9,8 +9,8 @@ from typing import ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.policies.base import Attended
+from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.policies.base import Attended, Lookup
 from infinigen_jax.policies.oracle import Oracle
 from infinigen_jax.selection import Request
 from infinigen_jax.span import Span
@@ -53,17 +53,8 @@ class PreviousQuery(Oracle):
         new = (span.count > 0)[:, None, None, None]
         return state._replace(query=jnp.where(new, last.astype(jnp.float32), state.query))
 
-    def select(
-        self,
-        config: ModelConfig,
-        layer: Layer,
-        weights: Params,
-        state: Remembered,
-        a: Float[Array, "b e"],
-        positions: Int[Array, " b"],
-        held: Int[Array, "b k t"] | None = None,
-    ) -> Request:
-        return self._best_of(state.query, state.keys, positions, held)
+    def select(self, lookup: Lookup) -> Request:
+        return self._best_of(lookup.state.query, lookup.state.keys, lookup)
 
     def observe(self, state: Remembered, seen: Attended) -> Remembered:
         return state._replace(query=seen.query.astype(jnp.float32))

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.errors import InputError
-from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.policies.base import Budgeted
+from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.policies.base import Budgeted, Lookup
 from infinigen_jax.selection import Request, group_rank
 from infinigen_jax.span import Span
 
@@ -52,17 +52,8 @@ class Quest(Budgeted):
         shape = (batch, config.num_kv_heads, -(-capacity // self.page), config.head_dim)
         return Bounds(jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf))
 
-    def select(
-        self,
-        config: ModelConfig,
-        layer: Layer,
-        weights: Params,
-        state: Bounds,
-        a: Float[Array, "b e"],
-        positions: Int[Array, " b"],
-        held: Int[Array, "b k t"] | None = None,
-    ) -> Request:
-        query = config.grouped(layer.query(a, positions)).astype(jnp.float32)
+    def select(self, lookup: Lookup) -> Request:
+        query, state = lookup.query.astype(jnp.float32), lookup.state
         # The larger product comes from the largest key where q > 0 and from the least elsewhere.
         least, most = (jnp.where(jnp.isfinite(x), x, 0) for x in state)
         bound = jnp.einsum("bkgd,bkpd->bkgp", jnp.maximum(query, 0), most)
@@ -70,7 +61,7 @@ class Quest(Budgeted):
         filled = jnp.isfinite(state.least[..., 0])
         rank = group_rank(jnp.where(filled[:, :, None], bound, -jnp.inf))
         rank = jnp.repeat(rank, self.page, axis=2)
-        return self.choose(rank[:, :, None], positions)
+        return self.choose(rank[:, :, None], lookup)
 
     def append(
         self,

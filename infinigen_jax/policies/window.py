@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.policies.base import Budgeted
-from infinigen_jax.selection import Request, budget_rows
+from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.policies.base import Budgeted, Lookup
+from infinigen_jax.selection import Request
 from infinigen_jax.span import Span
 
 
@@ -29,22 +29,13 @@ class Window(Budgeted):
         # Nothing, in the shape of what it is nothing of: the capacity fixes a request's size.
         return jnp.zeros((batch, config.num_kv_heads, capacity, 0), jnp.int8)
 
-    def select(
-        self,
-        config: ModelConfig,
-        layer: Layer,
-        weights: Params,
-        state: Any,
-        a: Float[Array, "b e"],
-        positions: Int[Array, " b"],
-        held: Int[Array, "b k t"] | None = None,
-    ) -> Request:
-        heads, capacity = state.shape[1:3]
-        n = self.request_size(capacity)
-        if held is not None:
-            return self.choose(held.astype(jnp.float32)[:, :, None], positions, held=held)
+    def select(self, lookup: Lookup) -> Request:
+        positions, n = lookup.positions, lookup.size
+        heads, capacity = lookup.state.shape[1:3]
+        if lookup.held is not None:
+            return self.choose(lookup.held.astype(jnp.float32)[:, :, None], lookup)
         newest = positions - self.window
-        count = jnp.clip(newest - self.sinks + 1, 0, budget_rows(self.budget, positions))
+        count = jnp.clip(newest - self.sinks + 1, 0, self.most_rows(positions, capacity))
         place = lax.broadcasted_iota(jnp.int32, (positions.shape[0], n), 1)
         slots = jnp.where(place < count[:, None], newest[:, None] - place, 0)
         shape = (positions.shape[0], heads)

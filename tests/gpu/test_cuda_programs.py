@@ -106,7 +106,7 @@ def test_the_directory_of_the_hot_set_is_planned_in_place():
 
 def test_selection_is_one_launch():
     def select(scores: jax.Array, positions: jax.Array):
-        return calls.select_rows(scores, positions, 409, 4.0, (1, 20), 4, 32)
+        return calls.select_rows(scores, positions, positions, 409, 4.0, 4, 32)
 
     program = compile_for_gpu(
         select, on_device((2, 8, 4, 8192), jnp.float32), on_device((2,), jnp.int32)
