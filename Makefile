@@ -3,15 +3,18 @@
 #   make generate                      text from the small model inside the package
 #   make generate ARGS='--model DIR --prompt "Once upon a time"'
 #   make test | lint | format | bench | compile-gpu
+#   make fuzz                          random options and damaged files, for at most FUZZ_LIMIT
 #
 # PYTHON=/path/to/python chooses the interpreter (3.11 or newer) on the first run.
 
 VENV := .venv
 COMPILER_VENV := .venv-gpu-compile
 RUN := $(VENV)/bin/python -m
+FUZZ_LIMIT ?= 15m
+FUZZERS := $(wildcard tests/test_*fuzz*.py)
 ARGS ?= --prompt "Once upon a time" --max-new-tokens 200 --temperature 0.7 --top-p 0.9 --seed 1
 
-.PHONY: help generate test lint format bench compile-gpu clean
+.PHONY: help generate test fuzz lint format bench compile-gpu clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -21,6 +24,10 @@ generate: $(VENV)/.base
 
 test: $(VENV)/.test
 	@$(RUN) pytest -q -n 2 --dist worksteal
+
+# All of their cases, those that `make test` leaves out as slow included; each prints how many.
+fuzz: $(VENV)/.test
+	@timeout $(FUZZ_LIMIT) $(RUN) pytest -q -m "not gpu" --hypothesis-show-statistics $(FUZZERS)
 
 lint: $(VENV)/.dev
 	@$(RUN) ruff check

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import InputError
+from infinigen_jax.numeric import whole_number
 from infinigen_jax.options import SAMPLING_OPTIONS
 from infinigen_jax.output import checked_output
 from infinigen_jax.saved import check_replaceable
@@ -44,7 +45,12 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="of a chat: a file with a Jinja template (default: the model's), or plain",
     )
-    add("--context", type=int, metavar="N", help="of a chat: room for N tokens (default 4096)")
+    add(
+        "--context",
+        type=whole_number(2),
+        metavar="N",
+        help="of a chat: room for N tokens (default 4096)",
+    )
     add("--save", metavar="F", help="of a chat: write it to a file when it ends")
     add("--resume", metavar="F", help="of a chat: go on with one from a file")
 

@@ -24,6 +24,7 @@ from infinigen_jax.decode import Decoder
 from infinigen_jax.errors import InputError
 from infinigen_jax.manifest import read_manifest
 from infinigen_jax.models.joined import split
+from infinigen_jax.numeric import check_range
 from infinigen_jax.planning import check_memory, plan_memory
 from infinigen_jax.prefill import chunk_for
 from infinigen_jax.prompt_reader import Begun, round_up_capacity
@@ -90,8 +91,7 @@ class Conversation:
         """
         from infinigen_jax.engine import Step
 
-        if max_new_tokens < 1:
-            raise InputError(f"--max-new-tokens {max_new_tokens}: it must be at least 1")
+        check_range("--max-new-tokens", max_new_tokens, 1)
         if self._begun is None:
             raise InputError("this conversation is in the middle of a turn, or one of it broke off")
         new = self.engine.encode(prompt, first=not self.tokens)

@@ -22,6 +22,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.memory import Placement, checked_mesh
 from infinigen_jax.models import Params
 from infinigen_jax.models.joined import join, split
+from infinigen_jax.numeric import LARGEST_FACTOR, check_range
 from infinigen_jax.policies import POLICIES, InfiniGen, Policy
 from infinigen_jax.pool import Pool
 from infinigen_jax.prefill import Notify
@@ -143,16 +144,18 @@ class Engine:
         mesh: Mesh | None = None,
     ):
         chosen: Policy = InfiniGen() if policy is None else policy
-        if dense_layers is not None and dense_layers < 0:
-            raise InputError(f"--dense-layers {dense_layers}: it must be 0 or more")
+        if dense_layers is not None:
+            check_range("--dense-layers", dense_layers, 0)
         if schedule not in SCHEDULES:
             raise InputError(f"--schedule {schedule}: use {' or '.join(SCHEDULES)}")
-        if hot_set is not None and not (hot_set == 0 or 1 <= hot_set < float("inf")):
-            raise InputError(f"--hot-set {hot_set}: it must be 0, or 1 or more")
+        if hot_set is not None and not (hot_set == 0 or 1 <= hot_set <= LARGEST_FACTOR):
+            raise InputError(
+                f"--hot-set {hot_set}: it must be 0, or at least 1 and at most {LARGEST_FACTOR:g}"
+            )
         check_pool(pool, chosen)
         check_weights(weights)
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise InputError(f"--prefill-chunk {prefill_chunk}: it must be at least 1")
+        if prefill_chunk is not None:
+            check_range("--prefill-chunk", prefill_chunk, 1)
         row_format(rows, model.dtype, model.config.head_dim)
         self.model = model
         self.schedule = schedule
@@ -253,10 +256,9 @@ class Engine:
         """
         if not prompts:
             raise InputError("--prompt: give at least one prompt")
-        if max_new_tokens < 1:
-            raise InputError(f"--max-new-tokens {max_new_tokens}: it must be at least 1")
-        if batch is not None and batch < 1:
-            raise InputError(f"--batch {batch}: it must be at least 1")
+        check_range("--max-new-tokens", max_new_tokens, 1)
+        if batch is not None:
+            check_range("--batch", batch, 1)
         if batch is not None and self.mesh.shape["data"] > 1:
             raise InputError("--batch: not for sequences on several devices; give all prompts")
         if len(prompts) % self.mesh.shape["data"]:

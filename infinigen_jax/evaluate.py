@@ -4,7 +4,6 @@ One Markdown table goes to stdout, and nothing else does; progress and messages 
 """
 
 import argparse
-import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,17 +44,19 @@ def main(
     summary: str = SUMMARY,
 ) -> int:
     """Run a sub-command, of these modules; returns the exit status."""
-    arguments = build_parser(modules, program, summary).parse_args(argv)
     # The tokenizer's library otherwise remarks on stderr that there is no torch to run models.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # signs that the terminal's encoding lacks
 
-    def say(message: str) -> None:
-        if not arguments.quiet:
-            print(message, file=sys.stderr, flush=True)
+    def run() -> None:
+        arguments = build_parser(modules, program, summary).parse_args(argv)
 
-    return run_command(lambda: modules[arguments.command].run(arguments, say))
+        def say(message: str) -> None:
+            if not arguments.quiet:
+                print(message, file=sys.stderr, flush=True)
+
+        modules[arguments.command].run(arguments, say)
+
+    return run_command(run)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ prompts, one prompt's text follows the other's, in order.
 import argparse
 import contextlib
 import dataclasses
-import io
 import logging
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from infinigen_jax.chat import add_chat_options, chat, check_chat_options, interrupts
 from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.numeric import number, whole_number
 from infinigen_jax.options import (
     OR_EMBEDDED,
     SAMPLING_OPTIONS,
@@ -49,14 +49,19 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt-file", metavar="F", help="a file whose whole text is one more prompt")
     add("--prefix", metavar="TEXT", help="before every prompt; read and stored once")
     add("--prefix-file", metavar="F", help="the same, a file's whole text")
-    add("--max-new-tokens", type=int, default=64, metavar="N")
-    add("--batch", type=int, metavar="N", help="most prompts at once (default: as many as fit)")
+    add("--max-new-tokens", type=whole_number(1), default=64, metavar="N")
+    add(
+        "--batch",
+        type=whole_number(1),
+        metavar="N",
+        help="most prompts at once (default: as many as fit)",
+    )
     add_engine_options(parser)
     add("--schedule", default="fused", help="fused (default) or layerwise")
-    add("--temperature", type=float, metavar="T", help="0 (default) is greedy")
-    add("--top-k", type=int, metavar="K")
-    add("--top-p", type=float, metavar="P")
-    add("--seed", type=int, metavar="S")
+    add("--temperature", type=number(0), metavar="T", help="0 (default) is greedy")
+    add("--top-k", type=whole_number(0), metavar="K")
+    add("--top-p", type=number(0, 1), metavar="P")
+    add("--seed", type=whole_number(0, 2**32 - 1), metavar="S")
     add_chat_options(parser)
     add("--check", action="store_true", help="stop at a NaN or an infinity, and say where it is")
     add("--ignore-eos", action="store_true", help="go on behind the end-of-text token")
@@ -67,12 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    arguments = build_parser().parse_args(argv)
     # The tokenizer's library otherwise remarks on stderr that there is no torch to run models.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # text that the terminal's encoding lacks
-    return run_command(lambda: generate(arguments))
+    return run_command(lambda: generate(build_parser().parse_args(argv)))
 
 
 def generate(arguments: argparse.Namespace) -> None:

@@ -5,9 +5,11 @@ Nothing here imports JAX before it is needed, so that a bad option is reported a
 
 import argparse
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import InputError
+from infinigen_jax.numeric import number, whole_number
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
@@ -70,21 +72,21 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     )
     add(
         "--alpha",
-        type=float,
+        type=number(0, math.inf),
         metavar="A",
         help="fetch what is within A of the best score (default 4)",
         **many,
     )
     add(
         "--partial-ratio",
-        type=float,
+        type=number(0, 1),
         metavar="R",
         help="columns in the index (default 0.75)",
         **many,
     )
     add(
         "--budget",
-        type=float,
+        type=number(0, 1),
         metavar="F",
         help="most rows fetched, of those cached (0.1)",
         **many,
@@ -134,7 +136,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     )
     add(
         "--dense-layers",
-        type=int,
+        type=whole_number(0),
         metavar="N",
         help="first layers on the device (default: those that need it)",
     )
@@ -159,8 +161,18 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         help="which of them give way: counter (default), lru or fifo",
         **many,
     )
-    add("--pool-sinks", type=int, metavar="N", help="first tokens that never do (default 4)")
-    add("--hot-set", type=float, metavar="M", help="rows kept after use, times the budget; 0: none")
+    add(
+        "--pool-sinks",
+        type=whole_number(0),
+        metavar="N",
+        help="first tokens that never do (default 4)",
+    )
+    add(
+        "--hot-set",
+        type=number(0),
+        metavar="M",
+        help="rows kept after use, times the budget; 0: none",
+    )
     add("--weights", default="device", help="where the layers' weights are: device or host")
     add(
         "--prefill-chunk",
@@ -295,9 +307,9 @@ def chunk_option(text: str) -> int | None:
     if text == "auto":
         return None
     try:
-        return int(text)
-    except ValueError:
-        raise InputError(f"--prefill-chunk {text}: give a number of tokens, or auto") from None
+        return whole_number(1)(text)
+    except argparse.ArgumentTypeError as error:
+        raise InputError(f"--prefill-chunk {error}, or auto") from None
 
 
 def make_engine(

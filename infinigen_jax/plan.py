@@ -5,19 +5,21 @@ Needs no weights: a folder with a config.json will do. One table goes to stdout.
 
 import argparse
 import dataclasses
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.numeric import number, whole_number
 from infinigen_jax.options import OR_EMBEDDED, add_engine_options, make_policy
 from infinigen_jax.output import checked_output, write_json
 
 if TYPE_CHECKING:
     from infinigen_jax.advice import Advice
     from infinigen_jax.forecast import Forecast, Machine
+
+LEAST = 1e-6  # GiB, or GB/s
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -28,12 +30,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", metavar="DIR", help=f"a folder with a config.json, {OR_EMBEDDED}")
-    add("--context", type=int, required=True, metavar="N", help="tokens, prompt and new ones")
-    add("--batch", type=int, default=1, metavar="B", help="sequences (default 1)")
-    add("--device-memory", type=float, metavar="G", help="GiB (default: what this device has)")
-    add("--host-memory", type=float, metavar="G", help="GiB (default: what is free here)")
-    add("--device-bandwidth", type=float, metavar="R", help="GB/s (default: measured here)")
-    add("--copy-bandwidth", type=float, metavar="R", help="GB/s, host to device (measured here)")
+    add(
+        "--context",
+        type=whole_number(1),
+        required=True,
+        metavar="N",
+        help="tokens, prompt and new ones",
+    )
+    add("--batch", type=whole_number(1), default=1, metavar="B", help="sequences (default 1)")
+    add(
+        "--device-memory",
+        type=number(LEAST),
+        metavar="G",
+        help="GiB (default: what this device has)",
+    )
+    add("--host-memory", type=number(LEAST), metavar="G", help="GiB (default: what is free here)")
+    add("--device-bandwidth", type=number(LEAST), metavar="R", help="GB/s (default: measured here)")
+    add(
+        "--copy-bandwidth",
+        type=number(LEAST),
+        metavar="R",
+        help="GB/s, host to device (measured here)",
+    )
     add_engine_options(parser)
     parser.set_defaults(weights=None)  # on the device, but a plan may choose
     add("--json", metavar="F", help="write everything to a file")
@@ -42,20 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    arguments = build_parser().parse_args(argv)
-    return run_command(lambda: plan(arguments))
+    return run_command(lambda: plan(build_parser().parse_args(argv)))
 
 
 def plan(arguments: argparse.Namespace) -> None:
     """Reckon, print, and write the record."""
     output = checked_output("--json", arguments.json)
-    for option in ("context", "batch"):
-        if getattr(arguments, option) < 1:
-            raise InputError(f"--{option} {getattr(arguments, option)}: it must be at least 1")
-    for option in ("device_memory", "host_memory", "device_bandwidth", "copy_bandwidth"):
-        value = getattr(arguments, option)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise InputError(f"--{option.replace('_', '-')} {value:g}: it must be above 0")
     policy = make_policy(arguments)
     from infinigen_jax.advice import advise
     from infinigen_jax.backend import start_backend

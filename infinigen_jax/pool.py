@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from infinigen_jax.compaction import compact
 from infinigen_jax.errors import InputError
+from infinigen_jax.numeric import check_range
 from infinigen_jax.reuse import HotSet
 from infinigen_jax.selection import Request
 from infinigen_jax.tables import look_up, put
@@ -59,16 +60,15 @@ class Pool:
     def __post_init__(self):
         if (self.tokens is None) == (self.share is None):
             raise InputError("a pool needs a limit: either tokens or a share")
-        if self.tokens is not None and self.tokens < 1:
-            raise InputError(f"--pool-tokens {self.tokens}: it must be at least 1")
+        if self.tokens is not None:
+            check_range("--pool-tokens", self.tokens, 1)
         if self.share is not None and not 0 < self.share <= 1:
             raise InputError(
                 f"--pool-tokens {100 * self.share:g}%: it must be above 0 % and at most 100 %"
             )
         if self.eviction not in POOL_EVICTIONS:
             raise InputError(f"--pool-eviction {self.eviction}: use {' or '.join(POOL_EVICTIONS)}")
-        if self.sinks < 0:
-            raise InputError(f"--pool-sinks {self.sinks}: it must be 0 or more")
+        check_range("--pool-sinks", self.sinks, 0)
         if not 0 <= self.recent < 1:
             raise InputError(f"recent share {self.recent}: it must be at least 0 and below 1")
 

@@ -265,9 +265,7 @@ def _layers(
         streams, place = decoder.streams(number), _number(decoder, number)
         observed = policy.observes and not streams
         layer = run.observed_layer if observed else run.host_layer
-        x, rows, seen, coming = layer(
-            params, x, scales[number], host, place, span, lengths, stored
-        )
+        x, rows, seen, coming = layer(params, x, scales[number], host, place, span, lengths, stored)
         local[i], states[number], scales[number], host = run.keep(
             weights.policy[number],
             rows,

@@ -5,7 +5,6 @@ engine gives every row the same one: a prompt continues the same way alone and i
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Integer, Key
 
 from infinigen_jax.errors import InputError
+from infinigen_jax.numeric import LARGEST_FACTOR, check_range
 
 # Below this a division by the temperature could overflow; the draw would be greedy all the same.
 GREEDY_BELOW = 1e-5
@@ -42,14 +42,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"--temperature {self.temperature}: give a finite number, 0 or above")
-        if self.top_k < 0:
-            raise InputError(f"--top-k {self.top_k}: give 0 (off) or a positive number")
+        check_range("--temperature", self.temperature, 0, LARGEST_FACTOR)
+        check_range("--top-k", self.top_k, 0)
         if not 0 < self.top_p <= 1:
             raise InputError(f"--top-p {self.top_p}: give a number above 0 and up to 1 (off)")
-        if not 0 <= self.seed < 2**32:
-            raise InputError(f"--seed {self.seed}: give a number from 0 to {2**32 - 1}")
+        check_range("--seed", self.seed, 0, 2**32 - 1)
 
     @property
     def greedy(self) -> bool:

@@ -1,15 +1,24 @@
 """What goes wrong outside of the program ends with one line that says what to do, and status 2."""
 
+import argparse
+import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from runtime import engine
 from tiny import ROOT, only
 
+from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.checkpoint import embedded
+from infinigen_jax.convert import __main__ as convert
 from infinigen_jax.errors import OUT_OF_MEMORY, InputError, run_command
+from infinigen_jax.policies.quest import Quest
+from infinigen_jax.pool import Pool
+from infinigen_jax.sampling import Sampling
 
 
 def python(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -95,3 +104,87 @@ def test_streams_that_the_caller_closed(monkeypatch):
     assert run_command(command) == 2
     for name in names:
         getattr(sys, name).close()
+
+
+MAINS = {
+    "generate": generate.main,
+    "convert": convert.main,
+    "evaluate": evaluate.main,
+    "plan": plan.main,
+}
+
+
+def broken_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("name", MAINS)
+def test_output_that_cannot_be_written(name, buffered, monkeypatch, capsys):
+    """A full disk is reported, and a reader that went away ends the command quietly."""
+
+    def status(place: str | int) -> int:
+        binary = open(place, "wb", buffering=-1 if buffered else 0)
+        with io.TextIOWrapper(binary, write_through=not buffered) as output:
+            monkeypatch.setattr(sys, "stdout", output)
+            return MAINS[name](["--help"])  # closing fails if something is left
+
+    assert status(broken_pipe()) == 141
+    assert capsys.readouterr().err == ""
+    assert status("/dev/full") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "No space left" in err and err.count("\n") == 1
+
+
+def numeric_options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from numeric_options(inner)
+        elif isinstance(action.default, int | float) or action.type is not None:
+            if not isinstance(action.default, bool):
+                yield action
+
+
+@pytest.mark.parametrize("module", [generate, convert, evaluate, plan])
+def test_numbers_beyond_sizes(module):
+    """Every numeric option of every command has a range that its arithmetic can hold."""
+    actions = list(numeric_options(module.build_parser()))
+    assert len(actions) >= 2
+    for action in actions:
+        assert action.type not in (int, float), action.option_strings
+        assert callable(action.type)
+        for text in ("nan", "-1e308", "1e308", "-1", "9" * 23, "9" * 5000, "", "x"):
+            unlimited = action.dest == "alpha" and text[:1] in ("1", "9")
+            if unlimited:
+                assert float(str(action.type(text))) > 1e20
+                continue
+            with pytest.raises(argparse.ArgumentTypeError) as caught:
+                action.type(text)
+            assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Pool(tokens=9, sinks=3 * 10**9),
+        lambda: Pool(tokens=10**23),
+        lambda: Quest(page=10**23),
+        lambda: Quest(window=10**23),
+        lambda: Sampling(temperature=1e308),
+        lambda: Sampling(top_k=10**23),
+        lambda: engine("gqa", hot_set=1e308),
+        lambda: engine("gqa").generate([[3]], batch=10**23),
+        lambda: engine("gqa").generate([[3]], max_new_tokens=10**23),
+    ],
+)
+def test_numbers_beyond_sizes_in_the_library(make):
+    with pytest.raises(InputError, match="at most"):
+        make()
+
+
+def test_a_long_value_is_not_repeated_whole(command):
+    status, out, err = command(generate.main, "--policy", "x" * 100_000)
+    assert (status, out) == (2, "") and err.count("\n") == 1 and len(err) < 2000

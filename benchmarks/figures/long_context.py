@@ -15,7 +15,8 @@ from benchmarks.figures.common import Measured, finish, measure
 from benchmarks.figures.common import add_options as add_evaluation_options
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.plots import Panel
-from infinigen_jax.evaluation.session import Session, check_numbers
+from infinigen_jax.evaluation.session import Session
+from infinigen_jax.numeric import check_range
 from infinigen_jax.policies import POLICIES
 
 SUMMARY = "a fixed number of tokens kept at growing length (figure 19)"
@@ -42,7 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Measure, print the table and write the files."""
-    check_numbers(arguments, {"kept": SINKS + 4, "length": 2 * arguments.kept})
+    check_range("--kept", arguments.kept, SINKS + 4)
+    check_range("--length", arguments.length, 2 * arguments.kept)
     for given in ("window", "context", "budget"):
         if getattr(arguments, given) is not None:
             raise InputError(f"--{given}: this figure sets it; give --length and --kept")

@@ -5,6 +5,7 @@ import sys
 
 from infinigen_jax.convert import DEFAULT_NEURONS, DEFAULT_SOURCE
 from infinigen_jax.errors import Parser, run_command
+from infinigen_jax.numeric import number
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--neurons",
-        type=float,
+        type=number(0, 1),
         default=DEFAULT_NEURONS,
         metavar="SHARE",
         help="share of an MLP's neurons that this query sees besides, as what it is made of lacks "
@@ -54,8 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    arguments = build_parser().parse_args(argv)
-    return run_command(lambda: _convert(arguments))
+    return run_command(lambda: _convert(build_parser().parse_args(argv)))
 
 
 def _convert(arguments: argparse.Namespace) -> None:

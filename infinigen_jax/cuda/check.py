@@ -322,11 +322,16 @@ def _cannot(reason: str) -> InputError:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    Parser(
+    parser = Parser(
         prog="python -m infinigen_jax.cuda.check",
         description="Compare the CUDA kernels' results with XLA's on this machine's GPU.",
-    ).parse_args(argv)
-    return run_command(check)
+    )
+
+    def run() -> int:
+        parser.parse_args(argv)
+        return check()
+
+    return run_command(run)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from infinigen_jax.evaluation.statistics import Compared, divergence, statistics
 from infinigen_jax.evaluation.texts import read_text
 from infinigen_jax.evaluation.windows import (
     add_window_options,
-    check_window_numbers,
     cut_windows,
 )
 
@@ -62,7 +61,6 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
 def measured_lines(session: Session) -> list[dict[str, Any]]:
     """The result's lines, of all configurations of a session."""
     arguments = session.arguments
-    check_window_numbers(arguments)
     text = read_text(arguments.text)
     model = session.load()
     windows, described = cut_windows(arguments, text, model)

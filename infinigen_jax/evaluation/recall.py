@@ -34,7 +34,6 @@ from infinigen_jax.evaluation.statistics import mean_and_error
 from infinigen_jax.evaluation.texts import read_text
 from infinigen_jax.evaluation.windows import (
     add_window_options,
-    check_window_numbers,
     cut_windows,
 )
 
@@ -64,7 +63,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Evaluate all configurations, print their table and write the files."""
-    check_window_numbers(arguments)
     text = read_text(arguments.text)
     session = Session.of(arguments, say)
     if any(configuration.pool is not None for configuration in session.chosen):

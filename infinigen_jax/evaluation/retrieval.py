@@ -34,12 +34,12 @@ from infinigen_jax.evaluation.session import (
     Line,
     Session,
     add_common_options,
-    check_numbers,
     result_table,
     traffic_of,
 )
 from infinigen_jax.evaluation.statistics import mean_and_error
 from infinigen_jax.evaluation.texts import prefixed, read_text
+from infinigen_jax.numeric import number, whole_number
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
@@ -68,29 +68,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--length",
         nargs="+",
-        type=int,
+        type=whole_number(16),
         metavar="N",
         help="tokens of an item, the answer's included (default: the model's positions)",
     )
     add(
         "--depth",
         nargs="+",
-        type=float,
+        type=number(0, 1),
         metavar="D",
         help="where needle and kv have the answer, 0 to 1 (default 0 0.25 0.5 0.75 1)",
     )
     add(
         "--items",
-        type=int,
+        type=whole_number(1),
         default=10,
         metavar="M",
         help="items for each task, length and depth, or of a file (default 10)",
     )
     add("--haystack", metavar="F", help="a text to hide things in (default: on grass and sky)")
-    add("--seed", type=int, default=0, help="of the generated items (default 0)")
+    add("--seed", type=whole_number(0), default=0, help="of the generated items (default 0)")
     add(
         "--max-new-tokens",
-        type=int,
+        type=whole_number(1),
         metavar="N",
         help="tokens of an answer (default: what the longest answer of a task takes, and 8)",
     )
@@ -99,15 +99,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Evaluate all configurations, print their table and write the files."""
-    check_numbers(arguments, {"length": 16, "items": 1, "batch": 1, "max_new_tokens": 1})
     chosen = arguments.task or ([] if arguments.data else list(TASKS))
     for task in chosen:
         if task not in TASKS:
             raise InputError(f"--task {task}: use {' or '.join(TASKS)}")
     depths = arguments.depth or list(DEPTHS)
-    for depth in depths:
-        if not 0 <= depth <= 1:
-            raise InputError(f"--depth {depth}: it must be from 0 to 1")
     haystack = None if arguments.haystack is None else read_text(arguments.haystack, "--haystack")
     filler = sentences(GRASS if haystack is None else haystack.content)
     if not filler:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.configurations import (
     Configuration,
     check,
@@ -21,6 +20,7 @@ from infinigen_jax.evaluation.naming import name_columns
 from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.plots import checked_plot
 from infinigen_jax.evaluation.report import percent, provenance, table
+from infinigen_jax.numeric import whole_number
 from infinigen_jax.options import (
     OR_EMBEDDED,
     add_engine_options,
@@ -50,7 +50,7 @@ def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> 
     add("--model", metavar="DIR", help=f"converted or Hugging Face folder, {OR_EMBEDDED}")
     add(
         "--batch",
-        type=int,
+        type=whole_number(1),
         default=batch,
         metavar="B",
         help=f"{of} at once (default {batch}); only infinigen-paper's result depends on it",
@@ -65,16 +65,6 @@ def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> 
     )
     add("--plot", metavar="F", help="draw the result: .png, .svg or .pdf; needs matplotlib")
     add("--quiet", action="store_true", help="no progress on stderr")
-
-
-def check_numbers(arguments: argparse.Namespace, smallest: dict[str, int]) -> None:
-    """Refuse counts that make no sense for any model."""
-    for name, least in smallest.items():
-        given = getattr(arguments, name)
-        for value in given if isinstance(given, list) else [given]:
-            if value is not None and value < least:
-                option = name.replace("_", "-")
-                raise InputError(f"--{option} {value}: it must be at least {least}")
 
 
 @dataclasses.dataclass

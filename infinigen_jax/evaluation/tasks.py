@@ -22,13 +22,13 @@ from infinigen_jax.evaluation.session import (
     Line,
     Session,
     add_common_options,
-    check_numbers,
     result_table,
     traffic_of,
 )
 from infinigen_jax.evaluation.statistics import mean_and_error
 from infinigen_jax.evaluation.task_files import Choices, read_choices
 from infinigen_jax.evaluation.texts import beginning, split_behind
+from infinigen_jax.numeric import whole_number
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
@@ -50,18 +50,18 @@ def add_task_options(parser: argparse.ArgumentParser, *, required: bool = True) 
     add("--data", nargs="+", metavar="F", required=required, help="jsonl files, plain or .gz")
     add(
         "--shots",
-        type=int,
+        type=whole_number(0),
         default=0,
         metavar="K",
         help="items with their answers in front of each (default 0)",
     )
     add(
         "--items",
-        type=int,
+        type=whole_number(1),
         metavar="M",
         help="most items of a file, spread evenly over it (default: all)",
     )
-    add("--seed", type=int, default=0, help="of the choice of shots (default 0)")
+    add("--seed", type=whole_number(0), default=0, help="of the choice of shots (default 0)")
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
@@ -77,7 +77,6 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
 def measured_lines(session: Session) -> list[dict[str, Any]]:
     """The result's lines, of all configurations of a session."""
     arguments = session.arguments
-    check_numbers(arguments, {"items": 1, "batch": 1, "shots": 0})
     files = {Path(path).name.split(".")[0]: read_choices(path) for path in arguments.data}
     if len(files) < len(arguments.data):
         raise InputError("--data: two files of the same name; rename one")

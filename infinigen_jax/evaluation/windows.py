@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from infinigen_jax.errors import InputError
-from infinigen_jax.evaluation.session import check_numbers
 from infinigen_jax.evaluation.texts import SMALLEST_WINDOW, Text, tokenize
+from infinigen_jax.numeric import whole_number
 
 if TYPE_CHECKING:
     from infinigen_jax.checkpoint import Model
@@ -21,35 +21,29 @@ def add_window_options(parser: argparse.ArgumentParser, *, required: bool = True
     add("--text", metavar="F", required=required, help="a text in UTF-8")
     add(
         "--window",
-        type=int,
+        type=whole_number(SMALLEST_WINDOW),
         metavar="N",
         help=f"tokens per window (default: the model's positions, at most {LARGEST_WINDOW})",
     )
     add(
         "--context",
-        type=int,
+        type=whole_number(2),
         metavar="C",
         help="leading tokens of a window that are not scored (default: half of it)",
     )
     add(
         "--windows",
-        type=int,
+        type=whole_number(1),
         metavar="M",
         help="most windows, spread evenly over the text (default: all)",
     )
     add(
         "--chunk",
-        type=int,
+        type=whole_number(1),
         default=256,
         metavar="N",
         help="tokens of a chunk, for results by position (default 256)",
     )
-
-
-def check_window_numbers(arguments: argparse.Namespace) -> None:
-    """Refuse counts that make no sense for any model."""
-    smallest = {"window": SMALLEST_WINDOW, "context": 2, "windows": 1, "batch": 1, "chunk": 1}
-    check_numbers(arguments, smallest)
 
 
 def window_sizes(arguments: argparse.Namespace, positions: int) -> tuple[int, int]:

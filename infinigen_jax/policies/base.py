@@ -25,6 +25,7 @@ from infinigen_jax.cache import Slots, values_of
 from infinigen_jax.cuda import calls
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
+from infinigen_jax.numeric import check_range
 from infinigen_jax.selection import (
     Request,
     Rest,
@@ -299,11 +300,8 @@ class Defaults:
 
 def check_resident(sinks: int, window: int) -> None:
     """Refuse numbers of resident tokens that there cannot be."""
-    if sinks < 0 or window < 1:
-        raise InputError(
-            f"--policy: sinks={sinks}, window={window}: sinks must be 0 or more, and the window 1 "
-            "or more"
-        )
+    check_range("--policy: sinks", sinks, 0)
+    check_range("--policy: window", window, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

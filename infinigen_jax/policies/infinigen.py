@@ -25,6 +25,7 @@ from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.errors import InputError
 from infinigen_jax.index import INDEX_DTYPES, IndexFormat, write_entries
 from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.numeric import check_range
 from infinigen_jax.policies.base import Budgeted, Lookup
 from infinigen_jax.selection import Request, Rest
 from infinigen_jax.span import Span
@@ -126,8 +127,7 @@ class InfiniGen(Budgeted):
         if self.index_dtype not in INDEX_DTYPES:
             names = f"{', '.join(INDEX_DTYPES[:-1])} or {INDEX_DTYPES[-1]}"
             raise InputError(f"index dtype {self.index_dtype!r}: use {names}")
-        if self.streamed_layers < 0:
-            raise InputError(f"streamed layers {self.streamed_layers}: it must be 0 or more")
+        check_range("--policy: streamed_layers", self.streamed_layers, 0)
         if self.basis not in BASES:
             raise InputError(f"--basis {self.basis}: use {' or '.join(BASES)}")
         if self.query not in QUERIES:

@@ -12,8 +12,8 @@ from typing import ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.numeric import check_range
 from infinigen_jax.policies.base import Budgeted, Lookup
 from infinigen_jax.selection import Request, group_rank
 from infinigen_jax.span import Span
@@ -41,8 +41,7 @@ class Quest(Budgeted):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.page < 1:
-            raise InputError(f"--policy: page={self.page}: it must be 1 token or more")
+        check_range("--policy: page", self.page, 1)
 
     @property
     def lead(self) -> int:

@@ -1,0 +1,59 @@
+"""Ranges of numbers: types of command-line options, and the same check for the library."""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any
+
+from infinigen_jax.errors import InputError
+
+LARGEST = 2**31 - 1  # of counts, which are int32 on the device
+LARGEST_FACTOR = 10**6  # of multiples, sizes in GiB and bandwidths in GB/s: beyond any machine
+SHOWN = 60  # characters of a refused value
+
+Number = int | float
+
+
+def whole_number(least: int, most: int = LARGEST) -> Callable[[str], int]:
+    """An option's type: a whole number in a range."""
+    return _type(int, "a whole number", least, most)
+
+
+def number(least: Number, most: Number = LARGEST_FACTOR) -> Callable[[str], float]:
+    """An option's type: a number in a range; never NaN."""
+    return _type(float, "a number", least, most)
+
+
+def check_range(option: str, value: Number, least: Number, most: Number = LARGEST) -> None:
+    """Refuse a number outside of a range, NaN included.
+
+    Raises:
+        InputError: naming the option.
+    """
+    if not least <= value <= most:
+        raise InputError(f"{option} {_shown(value)}: {_wanted(least, most)}")
+
+
+def _type(kind: type, noun: str, least: Number, most: Number) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{_shown(text)}: it must be {noun}") from None
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{_shown(text)}: {_wanted(least, most)}")
+        return value
+
+    return parse
+
+
+def _wanted(least: Number, most: Number) -> str:
+    """The range in words."""
+    upper = "" if math.isinf(most) else f" and at most {most}"
+    return f"it must be at least {least}{upper}"
+
+
+def _shown(value: object) -> str:
+    """A value for a message, shortened."""
+    text = str(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
