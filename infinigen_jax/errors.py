@@ -16,12 +16,29 @@ OUT_OF_MEMORY = (
 )
 
 
+LONGEST = 1000  # characters of a message
+
+
+def one_line(message: str) -> str:
+    """Return a message as one line that a terminal shows as it is, without its middle if too long.
+
+    Messages repeat values of files and options, which may hold anything.
+    """
+    words = " ".join(message.split())
+    if len(words) > LONGEST:
+        words = f"{words[: LONGEST * 2 // 3]} ... {words[-LONGEST // 3 :]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
+
+
 class InputError(ValueError):
     """Bad input: a file, an option or a combination of them that cannot be served.
 
     The message is a single line that names the file or the option and says what would help.
     Command lines print it and end with exit status 2.
     """
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
 
 
 class MemoryShortageError(InputError):
@@ -36,7 +53,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line on stderr, as all errors of a command line are."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {' '.join(message.split())}; see --help\n")
+        self.exit(2, f"error: {one_line(message)}; see --help\n")
 
 
 def run_command(command: Callable[[], int | None]) -> int:
@@ -49,7 +66,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except InputError as error:
-        message = " ".join(str(error).split())
+        message = str(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -66,7 +83,7 @@ def run_command(command: Callable[[], int | None]) -> int:
         sys.stderr.close()
         return 141
     except OSError as error:
-        message = f"{error.filename or 'system'}: {error.strerror or error}"
+        message = one_line(f"{error.filename or 'system'}: {error.strerror or error}")
         if error.errno == errno.ENOMEM:
             message = f"{message}: {OUT_OF_MEMORY}"
     print(f"error: {message}", file=sys.stderr)

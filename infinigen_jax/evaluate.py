@@ -5,7 +5,6 @@ One Markdown table goes to stdout, and nothing else does; progress and messages 
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,8 +45,6 @@ def main(
 ) -> int:
     """Run a sub-command, of these modules; returns the exit status."""
     arguments = build_parser(modules, program, summary).parse_args(argv)
-    # The tokenizer's library otherwise remarks on stderr that there is no torch to run models.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # signs that the terminal's encoding lacks
 

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import io
 import logging
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -68,8 +67,6 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     arguments = build_parser().parse_args(argv)
-    # The tokenizer's library otherwise remarks on stderr that there is no torch to run models.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # text that the terminal's encoding lacks
     return run_command(lambda: generate(arguments))
