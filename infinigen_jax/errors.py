@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -63,6 +64,8 @@ def run_command(command: Callable[[], int | None]) -> int:
     stdout pipe (`... | head`) ends quietly with 141, as it does for other Unix programs.
     """
     open_missing_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # texts and names that its encoding lacks
     try:
         return command() or 0
     except InputError as error:

@@ -4,7 +4,6 @@ One Markdown table goes to stdout, and nothing else does; progress and messages 
 """
 
 import argparse
-import io
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,8 +44,6 @@ def main(
 ) -> int:
     """Run a sub-command, of these modules; returns the exit status."""
     arguments = build_parser(modules, program, summary).parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # signs that the terminal's encoding lacks
 
     def say(message: str) -> None:
         if not arguments.quiet:

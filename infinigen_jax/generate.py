@@ -7,7 +7,6 @@ prompts, one prompt's text follows the other's, in order.
 import argparse
 import contextlib
 import dataclasses
-import io
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,8 +66,6 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     arguments = build_parser().parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # text that the terminal's encoding lacks
     return run_command(lambda: generate(arguments))
 
 

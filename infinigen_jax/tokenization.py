@@ -5,7 +5,10 @@ and merges.txt, or tokenizer.model) go through transformers, which takes seconds
 """
 
 import contextlib
+import json
 import os
+import re
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +65,7 @@ class Tokenizer:
             InputError: if the tokenizer is damaged, or the text has lone surrogates.
         """
         checked_text("the text to tokenise", text)
-        with _refused(self._where):
+        with _refused(self._where), _silent_panics():
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
@@ -101,7 +104,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     with _refused(str(folder)), _silent_panics():
         from tokenizers import Tokenizer as Backend
 
-        backend = Backend.from_buffer((folder / "tokenizer.json").read_bytes())
+        data = (folder / "tokenizer.json").read_bytes()
+        _check_prefix(data)
+        backend = Backend.from_buffer(data)
         # As in transformers, a text is neither cut nor padded; what begins and ends it is up to
         # this file's post-processor, not to the settings `add_bos_token` and `add_eos_token`.
         backend.no_truncation()
@@ -110,6 +115,21 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         _add_tokens(backend, settings, [*special.values(), *extra])
         names = {name: str(token["content"]) for name, token in special.items()}
         return _tried(Tokenizer(backend, names, template, str(folder)))
+
+
+def _check_prefix(data: bytes) -> None:
+    """Check that merges fit the prefix of subwords, where `tokenizer.json` has one.
+
+    The compiled library cuts the prefix off without a look; inside a character that can end the
+    process. Other files, which are large, are not parsed a second time.
+    """
+    if not re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', data):
+        return
+    model = json.loads(data)["model"]
+    for merge in model.get("merges") or ():
+        second = merge.split(" ")[1] if isinstance(merge, str) else merge[1]
+        if not second.startswith(model["continuing_subword_prefix"]):
+            raise ValueError(f"continuing_subword_prefix is not that of the merge {merge!r}")
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -207,6 +227,8 @@ def _tried(tokenizer: Tokenizer) -> Tokenizer:
     for special in (True, False):
         ids = tokenizer.encode(SAMPLE, special)
         tokenizer.decode(ids, skip_special_tokens=special)
+    number = min(tokenizer.backend.get_vocab_size(), 1 << 16)
+    tokenizer.decode(list(range(number)))
     return tokenizer
 
 
@@ -221,12 +243,19 @@ def _refused(where: str) -> Iterator[None]:
         # A panic of the compiled library is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise InputError(f"{where}: the tokenizer cannot be read ({error}); {AGAIN}") from None
+        raise InputError(f"{where}: the tokenizer cannot be used ({error}); {AGAIN}") from None
 
 
 @contextlib.contextmanager
 def _silent_panics() -> Iterator[None]:
-    """Keep what the compiled library prints about a panic from stderr."""
+    """Keep what the compiled library prints about a panic from stderr.
+
+    In the main thread alone: the file descriptor belongs to all threads, and two of them that
+    exchange it could leave it closed to everyone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     try:
         before = os.dup(2)
     except OSError:  # closed by the caller

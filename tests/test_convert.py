@@ -82,7 +82,7 @@ def test_manifest_records_everything_and_no_path(tiny_with_tokenizer, tmp_path):
     for file in out.glob("*.json"):
         assert str(tmp_path) not in file.read_text()
     model = checkpoint.load(out)
-    assert model.tokenizer("Hello")["input_ids"] and model.tokenizer is model.tokenizer
+    assert model.tokenizer.encode("Hello") and model.tokenizer is model.tokenizer
 
 
 def test_conversion_is_reproducible(tiny, tmp_path):

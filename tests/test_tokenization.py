@@ -136,7 +136,7 @@ def test_a_damaged_tokenizer_is_one_error_and_silent(change, tmp_path, capfd):
     whole = json.loads((folder / "tokenizer.json").read_text())
     damaged = whole | {name: whole[name] | part for name, part in change.items()}
     (folder / "tokenizer.json").write_text(json.dumps(damaged))
-    with pytest.raises(InputError, match="tokenizer cannot be read"):
+    with pytest.raises(InputError, match="tokenizer cannot be used"):
         load_tokenizer(folder)
     assert capfd.readouterr() == ("", "")
 
