@@ -219,6 +219,7 @@ class Chat:
         return text.rpartition(mark)[2]
 
     def _rendered(self, messages: list[dict[str, str]]) -> str:
+        assert self._template is not None
         special = getattr(self._tokenizer, "special_tokens", {})
         return render_chat(self._template, messages, special)
 

@@ -9,7 +9,8 @@ import pytest
 from tiny import ROOT, only
 
 from infinigen_jax.checkpoint import embedded
-from infinigen_jax.errors import OUT_OF_MEMORY, InputError, run_command
+from infinigen_jax.errors import OUT_OF_MEMORY, InputError, Parser, run_command
+from infinigen_jax.evaluation.lost_in_the_middle import read_lines
 
 
 def python(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -95,3 +96,26 @@ def test_streams_that_the_caller_closed(monkeypatch):
     assert run_command(command) == 2
     for name in names:
         getattr(sys, name).close()
+
+
+def test_messages_repeat_no_more_than_a_terminal_should_show(capsys):
+    """Values of files and options may be long, of several lines, or control the terminal."""
+
+    def fail() -> None:
+        raise InputError(f"config.json: name is {value}; get the file again")
+
+    value = "a\nb\x1b[2J\udcff" + "c" * 100_000
+    assert run_command(fail) == 2
+    with pytest.raises(SystemExit):
+        Parser(prog="p").parse_args([f"--{value}"])
+    for line in capsys.readouterr().err.splitlines():
+        assert line.startswith("error: ") and len(line) < 1200 and line.isprintable()
+        assert "a b\\x1b[2J\\udcff" in line and line.endswith(("get the file again", "see --help"))
+
+
+def test_texts_in_files_are_utf8_even_where_json_escapes_it(tmp_path):
+    (tmp_path / "items.jsonl").write_text(
+        '{"query": "a \\ud800", "choices": ["b", "c"], "gold": 0}'
+    )
+    with pytest.raises(InputError, match=r"--data .*items.jsonl: not jsonl .*surrogates"):
+        read_lines("--data", str(tmp_path / "items.jsonl"))

@@ -1,6 +1,7 @@
 """Chat templates: transformers' texts, and an end within a second whatever they do."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ FEATURES = """
 def test_texts_are_those_of_transformers(template):
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    special: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     expected, _ = render_jinja_template(
         [MESSAGES], chat_template=template, add_generation_prompt=True, **special
     )

@@ -166,6 +166,15 @@ def test_lone_surrogates_are_refused():
         load_tokenizer(embedded()).encode("a \udcff")
 
 
+def test_folders_whose_name_is_not_utf8(tmp_path):
+    folder = copied(tmp_path / os.fsdecode(b"m\xff"))
+    assert load_tokenizer(folder).encode("a") == load_tokenizer(embedded()).encode("a")
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be used") as caught:
+        load_tokenizer(folder)
+    str(caught.value).encode()
+
+
 def test_streams_take_the_tokens_of_the_folder():
     tokenizer = load_tokenizer(embedded())
     stream, text = TextStream(tokenizer), "The king said: 日本 <s> 😀."
