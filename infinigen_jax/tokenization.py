@@ -24,6 +24,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SETTINGS_FILE = "tokenizer_config.json"
 AGAIN = "copy the model's files again"
 SAMPLE = "A sample, 123 \u00e9\u4e2d\U0001f600.\n"  # what a damaged tokenizer is tried with
+NAMED = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -148,7 +149,8 @@ def _special_tokens(
     named = {
         name: value
         for name, value in settings.items()
-        if name.endswith("_token") and not isinstance(value, bool | None)
+        if (name in NAMED and value is not None)
+        or (name.endswith("_token") and isinstance(value, str | dict))
     }
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     if isinstance(extra, dict):
@@ -177,9 +179,11 @@ def _add_tokens(
     listed = settings.get("added_tokens_decoder") or {}
     tokens = [AddedToken(**_token(listed[number])) for number in sorted(listed, key=int)]
     backend.add_tokens([token for token in tokens if repr(token) not in known])
-    contents = {token.content for token in backend.get_added_tokens_decoder().values()}
-    missing = [AddedToken(**fields) for fields in special if fields["content"] not in contents]
-    backend.add_special_tokens(missing)
+    present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    named = [present.get(fields["content"]) or AddedToken(**fields) for fields in special]
+    for token in named:
+        token.special = True
+    backend.add_special_tokens(named)
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:

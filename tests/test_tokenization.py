@@ -82,6 +82,16 @@ def test_settings_are_applied_as_in_transformers(change, tmp_path):
     check_like_transformers(folder)
 
 
+def test_tokens_with_a_name_are_special(tmp_path):
+    """Also where tokenizer.json says otherwise."""
+    folder = copied(tmp_path)
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    for token in whole["added_tokens"]:
+        token["special"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    check_like_transformers(folder)
+
+
 @pytest.mark.skipif(not (SHARED / "tokenizers").exists(), reason="no shared files")
 def test_a_folder_of_vocabulary_and_merges(tmp_path):
     shutil.copyfile(SHARED / "tokenizers" / "opt_vocab.json", tmp_path / "vocab.json")
