@@ -77,7 +77,7 @@ def render(task: dict[str, Any]) -> dict[str, str]:
     except MemoryError:
         return {"error": "it takes too much memory"}
     except Exception as error:  # whatever a template may raise
-        return {"error": f"{type(error).__name__}: {error}"[:1000]}
+        return {"error": (str(error) or type(error).__name__)[:1000]}
     if len(text) > task["characters"]:
         return {"error": f"it makes more than {task['characters']} characters"}
     return {"text": text}
