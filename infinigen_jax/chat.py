@@ -21,6 +21,7 @@ from infinigen_jax.numeric import whole_number
 from infinigen_jax.options import SAMPLING_OPTIONS
 from infinigen_jax.output import checked_output
 from infinigen_jax.saved import check_replaceable
+from infinigen_jax.templates import render_chat
 from infinigen_jax.text import checked_text
 
 if TYPE_CHECKING:
@@ -156,9 +157,9 @@ class Chat:
         self._conversation = conversation
         self._tokenizer: Any = conversation.engine.model.tokenizer
         self._plain = template == PLAIN
-        self._template = None if template in (None, PLAIN) else _read_template(template)
         own = getattr(self._tokenizer, "chat_template", None)
-        if not self._plain and self._template is None and not own:
+        self._template = own if template in (None, PLAIN) else _read_template(template)
+        if not self._plain and not self._template:
             raise InputError(
                 "--chat: this model has no chat template; give a file with one as --chat-template, "
                 "or --chat-template plain to have your lines continued"
@@ -192,7 +193,7 @@ class Chat:
             # The answer ended with the token that the template puts behind it.
             text = text.removeprefix(self._tokenizer.decode(said[-1:]))
         special = self._plain and not said
-        return self._tokenizer.encode(text, add_special_tokens=special, verbose=False)
+        return self._tokenizer.encode(text, add_special_tokens=special)
 
     def summary(self, seconds: float) -> str:
         """A line for a person about the last turn."""
@@ -224,21 +225,9 @@ class Chat:
         return text.rpartition(mark)[2]
 
     def _rendered(self, messages: list[dict[str, str]]) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except ImportError:
-            raise InputError("--chat: chat templates need jinja2; pip install jinja2") from None
-        except Exception as error:  # whatever a template may raise
-            reason = " ".join(str(error).split())
-            raise InputError(
-                f"--chat: the chat template refuses this ({reason}); give another as "
-                "--chat-template"
-            ) from None
+        assert self._template is not None
+        special = getattr(self._tokenizer, "special_tokens", {})
+        return render_chat(self._template, messages, special)
 
 
 def _answered(messages: list[dict[str, str]]) -> int:

@@ -216,7 +216,7 @@ class Engine:
             checked_text("--prompt", prompt)
             if self.model.tokenizer is None:
                 raise InputError("this model has no tokenizer; give prompts as token numbers")
-            prompt = self.model.tokenizer.encode(prompt, add_special_tokens=first, verbose=False)
+            prompt = self.model.tokenizer.encode(prompt, add_special_tokens=first)
         tokens = [int(token) for token in prompt]
         if not tokens:
             raise InputError("--prompt: the prompt has no tokens; give at least one")

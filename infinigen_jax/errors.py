@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-LONGEST_MESSAGE = 1000  # characters; what exceeds it is a value that was given
 OUT_OF_MEMORY = (
     "out of memory: lower the length of the prompts, --max-new-tokens, --batch, --context of a "
     "conversation, --dense-layers, --hot-set or --prefill-chunk, or use --rows int8, "
@@ -19,12 +18,29 @@ OUT_OF_MEMORY = (
 )
 
 
+LONGEST = 1000  # characters of a message
+
+
+def one_line(message: str) -> str:
+    """Return a message as one line that a terminal shows as it is, without its middle if too long.
+
+    Messages repeat values of files and options, which may hold anything.
+    """
+    words = " ".join(message.split())
+    if len(words) > LONGEST:
+        words = f"{words[: LONGEST * 2 // 3]} ... {words[-LONGEST // 3 :]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
+
+
 class InputError(ValueError):
     """Bad input: a file, an option or a combination of them that cannot be served.
 
     The message is a single line that names the file or the option and says what would help.
     Command lines print it and end with exit status 2.
     """
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
 
 
 class MemoryShortageError(InputError):
@@ -44,15 +60,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (\S+): ", r"\1 ", message)
         self.exit(2, f"error: {one_line(message)}; see --help\n")
-
-
-def one_line(text: str) -> str:
-    """Text without line breaks, shortened in the middle if it repeats a long value."""
-    line = " ".join(text.split())
-    if len(line) > LONGEST_MESSAGE:
-        half = LONGEST_MESSAGE // 2
-        line = f"{line[:half]} ... {line[-half:]}"
-    return line
 
 
 def run_command(command: Callable[[], int | None]) -> int:
@@ -99,7 +106,7 @@ def _outcome(command: Callable[[], int | None]) -> tuple[int, str]:
     except BrokenPipeError:
         return 141, ""
     except OSError as error:
-        message = f"{error.filename or 'system'}: {error.strerror or error}"
+        message = one_line(f"{error.filename or 'system'}: {error.strerror or error}")
         if error.errno == errno.ENOMEM:
             message = f"{message}: {OUT_OF_MEMORY}"
     return 2, f"error: {one_line(message)}"

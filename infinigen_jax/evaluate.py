@@ -4,7 +4,6 @@ One Markdown table goes to stdout, and nothing else does; progress and messages 
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,8 +43,6 @@ def main(
     summary: str = SUMMARY,
 ) -> int:
     """Run a sub-command, of these modules; returns the exit status."""
-    # The tokenizer's library otherwise remarks on stderr that there is no torch to run models.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
     def run() -> None:
         arguments = build_parser(modules, program, summary).parse_args(argv)

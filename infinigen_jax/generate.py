@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import dataclasses
 import logging
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -72,8 +71,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    # The tokenizer's library otherwise remarks on stderr that there is no torch to run models.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     return run_command(lambda: generate(build_parser().parse_args(argv)))
 
 

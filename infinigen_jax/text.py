@@ -23,11 +23,10 @@ def checked_text(where: str, text: str) -> str:
 
 
 class TextStream:
-    """Turns a sequence of token ids into text, piece by piece, with a transformers tokenizer.
+    """Turns a sequence of token ids into text, piece by piece.
 
-    The pieces, put together, are exactly `tokenizer.decode(all_ids, skip_special_tokens=True)`
-    (without the "clean up" of spaces, which alters text and which transformers no longer does for
-    these tokenizers). The cost is linear in the number of tokens.
+    The pieces, put together, are exactly `tokenizer.decode(all_ids, skip_special_tokens=True)`.
+    The cost is linear in the number of tokens.
 
     What a token means can depend on its neighbours, in three ways:
 
@@ -102,9 +101,7 @@ class TextStream:
         return self._raw(context + tokens)[len(self._raw(context)) :]
 
     def _raw(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _name(self, token: int) -> str | None:
         return self._tokenizer.convert_ids_to_tokens(token)

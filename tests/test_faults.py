@@ -15,7 +15,8 @@ from tiny import ROOT, only
 from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.checkpoint import embedded
 from infinigen_jax.convert import __main__ as convert
-from infinigen_jax.errors import OUT_OF_MEMORY, InputError, run_command
+from infinigen_jax.errors import OUT_OF_MEMORY, InputError, Parser, run_command
+from infinigen_jax.evaluation.lost_in_the_middle import read_lines
 from infinigen_jax.policies.quest import Quest
 from infinigen_jax.pool import Pool
 from infinigen_jax.sampling import Sampling
@@ -188,3 +189,26 @@ def test_numbers_beyond_sizes_in_the_library(make):
 def test_a_long_value_is_not_repeated_whole(command):
     status, out, err = command(generate.main, "--policy", "x" * 100_000)
     assert (status, out) == (2, "") and err.count("\n") == 1 and len(err) < 2000
+
+
+def test_messages_repeat_no_more_than_a_terminal_should_show(capsys):
+    """Values of files and options may be long, of several lines, or control the terminal."""
+
+    def fail() -> None:
+        raise InputError(f"config.json: name is {value}; get the file again")
+
+    value = "a\nb\x1b[2J\udcff" + "c" * 100_000
+    assert run_command(fail) == 2
+    with pytest.raises(SystemExit):
+        Parser(prog="p").parse_args([f"--{value}"])
+    for line in capsys.readouterr().err.splitlines():
+        assert line.startswith("error: ") and len(line) < 1200 and line.isprintable()
+        assert "a b\\x1b[2J\\udcff" in line and line.endswith(("get the file again", "see --help"))
+
+
+def test_texts_in_files_are_utf8_even_where_json_escapes_it(tmp_path):
+    (tmp_path / "items.jsonl").write_text(
+        '{"query": "a \\ud800", "choices": ["b", "c"], "gold": 0}'
+    )
+    with pytest.raises(InputError, match=r"--data .*items.jsonl: not jsonl .*surrogates"):
+        read_lines("--data", str(tmp_path / "items.jsonl"))

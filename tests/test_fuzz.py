@@ -6,6 +6,7 @@ Where a format has no checksum, another result is accepted if it is one that the
 import functools
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +15,11 @@ import jax
 import numpy as np
 import pytest
 import torch
+from fuzzing import altered, hostile_template, rounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import engine
-from tiny import TEXT, make_tiny
+from tiny import LLAMA, TEXT, make_tiny
 
 from infinigen_jax import checkpoint
 from infinigen_jax.convert import convert
@@ -26,9 +28,12 @@ from infinigen_jax.convert.torch_file import TorchFile
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.manifest import MANIFEST_FILE, read_manifest
+from infinigen_jax.models import FAMILIES, ModelConfig
 from infinigen_jax.safetensors_io import SafetensorsFile
 from infinigen_jax.saved import SavedFile, write_saved
-from infinigen_jax.tokenization import load_tokenizer
+from infinigen_jax.templates import render_chat
+from infinigen_jax.text import TextStream
+from infinigen_jax.tokenization import Tokenizer, load_tokenizer
 
 
 class Edit(NamedTuple):
@@ -142,11 +147,15 @@ def test_config(folders, name, changes):
     damage(folder / name, changes)
     read = attempt(lambda: read_config(folder))
     if read is not None:
-        config = read[1]
-        sizes = (config.hidden_size, config.num_layers, config.head_dim, config.vocab_size)
-        assert all(type(size) is int and size > 0 for size in sizes)
-        assert config.num_heads % config.num_kv_heads == 0
-        assert all(type(token) is int for token in config.eos_ids)
+        check_config(read[1])
+
+
+def check_config(config: ModelConfig) -> None:
+    sizes = (config.hidden_size, config.num_layers, config.head_dim, config.vocab_size)
+    assert all(type(size) is int and size > 0 for size in sizes)
+    assert config.num_heads % config.num_kv_heads == 0
+    ends = [config.bos_id, config.pad_id, *config.eos_ids]
+    assert all(type(token) is int and token < config.vocab_size for token in ends if token)
 
 
 @settings(max_examples=200)
@@ -209,7 +218,76 @@ def test_tokenizer(folders, name, changes):
     damage(folder / name, changes)
     tokenizer = attempt(lambda: load_tokenizer(folder))
     if tokenizer is not None:
-        assert all(type(token) is int for token in tokenizer.encode("The king said"))
+        check_tokenizer(tokenizer)
+
+
+def check_tokenizer(tokenizer: Tokenizer) -> None:
+    """What it makes of texts, and of any tokens, are tokens and text, or one error."""
+    for text in ("The king said", " <s>\n", "😀é", ""):
+        assert all(
+            type(token) is int for token in attempt(lambda t=text: tokenizer.encode(t)) or ()
+        )
+    stream = TextStream(tokenizer)
+    pieces = attempt(lambda: [stream.push([token]) for token in range(0, 1030, 40)])
+    assert pieces is None or type("".join(pieces) + stream.finish()) is str
+
+
+# Longer runs: -m slow, with FUZZ_SECONDS and FUZZ_SEED, see `fuzzing`.
+
+
+@pytest.mark.slow
+def test_altered_tokenizers(tmp_path, capfd):
+    names = ("tokenizer.json", "tokenizer_config.json")
+    whole = {name: json.loads((checkpoint.embedded() / name).read_text()) for name in names}
+    for draw in rounds(capfd, "tokenizers"):
+        files = dict(whole)
+        for _ in range(draw.randint(1, 3)):
+            name = draw.choice([names[0], *names])
+            files[name] = altered(draw, files[name])
+        for name, value in files.items():
+            (tmp_path / name).write_text(json.dumps(value))
+        if tokenizer := attempt(lambda: load_tokenizer(tmp_path)):
+            check_tokenizer(tokenizer)
+
+
+OTHERS = {
+    "ffn_dim": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0},
+    "layer_types": ["full_attention"],
+    "sliding_window": None,
+    "eos_token_id": [2],
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+
+@pytest.mark.slow
+def test_altered_configurations(tmp_path, capfd):
+    for draw in rounds(capfd, "configurations"):
+        files = {
+            "config.json": LLAMA | OTHERS | {"model_type": draw.choice(FAMILIES)},
+            "generation_config.json": {"eos_token_id": [2, 3], "bos_token_id": 1},
+        }
+        for _ in range(draw.randint(1, 4)):
+            name = draw.choice(sorted(files))
+            files[name] = altered(draw, files[name])
+        for name, value in files.items():
+            (tmp_path / name).write_text(json.dumps(value))
+        if read := attempt(lambda: read_config(tmp_path)):
+            check_config(read[1])
+
+
+@pytest.mark.slow
+def test_hostile_templates(capfd):
+    for draw in rounds(capfd, "templates"):
+        template = hostile_template(draw)
+        begun = time.monotonic()
+        text = attempt(
+            lambda t=template: render_chat(t, [{"role": "user", "content": "a"}], {}, seconds=0.2)
+        )
+        assert (text is None or type(text) is str) and time.monotonic() - begun < 5
 
 
 @settings(max_examples=200)

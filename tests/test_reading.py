@@ -16,7 +16,7 @@ from tiny import LLAMA, as_torch, only
 from infinigen_jax import checkpoint
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.mapping import expected, match, write_tree
-from infinigen_jax.convert.reader import open_tensors
+from infinigen_jax.convert.reader import open_tensors, read_config
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models import blueprint, config_from_hf
 from infinigen_jax.safetensors_io import SafetensorsWriter
@@ -339,3 +339,23 @@ def test_sizes_that_no_model_has(family, name):
         with pytest.raises(UnsupportedModelError, match=f"config.json: {name} is {size}"):
             others = {"model_type": family, "ffn_dim": 64, "num_key_value_heads": 2}
             config_from_hf(LLAMA | others | {name: size})
+
+
+@pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", [[[1]], {}, "2", True, 1.5, -2, 96, [2, "3"], 10**30])
+def test_numbers_of_special_tokens(name, value, tmp_path):
+    """In one line that names the file and the setting, also from generation_config.json."""
+    files = {"config.json": LLAMA, "generation_config.json": {}}
+    for file in files if name == "eos_token_id" else ["config.json"]:
+        for other, settings in files.items():
+            changed = settings | {name: value} if other == file else settings
+            (tmp_path / other).write_text(json.dumps(changed))
+        with pytest.raises(InputError, match=f"{tmp_path}/{file}: {name} is .* below 96"):
+            read_config(tmp_path)
+
+
+def test_several_tokens_may_end_a_text(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"pad_token_id": -1}))
+    assert read_config(tmp_path)[1].pad_id is None
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 95]}')
+    assert read_config(tmp_path)[1].eos_ids == (2, 95)

@@ -66,8 +66,8 @@ def read_text(path: Path, folder: Path, config: ModelConfig, limit: int) -> Cali
         raise InputError(f"{path}: the calibration text is not UTF-8") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    ids = load_tokenizer(folder)(text, verbose=False)["input_ids"]
-    return windows(np.asarray(ids, np.int32), config, limit, str(path), text.encode())
+    ids = load_tokenizer(folder).encode(text)
+    return windows(np.asarray(ids, np.int64), config, limit, str(path), text.encode())
 
 
 def windows(

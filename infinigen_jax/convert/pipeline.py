@@ -52,12 +52,14 @@ WEIGHT_DTYPES = {
 }
 COPIED = (
     "generation_config.json",
-    "tokenizer*",
+    "tokenizer*.json",
+    "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template*",
+    "chat_template.jinja",
+    "chat_template.json",
     "LICENSE*",
     "NOTICE*",
     "USE_POLICY*",

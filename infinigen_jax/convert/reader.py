@@ -4,6 +4,7 @@ Weights may be `model.safetensors` or `pytorch_model.bin`, each single or sharde
 Nothing is loaded on opening: a `TensorSource` knows its shape and dtype and reads on request.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models import ModelConfig, config_from_hf
+from infinigen_jax.models.hf import end_tokens
 from infinigen_jax.safetensors_io import SafetensorsFile
 
 SAFETENSORS = "model.safetensors"
@@ -71,15 +73,21 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     """
     remedy = "a Hugging Face model folder has one: give such a folder, or get the file again"
     hf = read_json(folder / "config.json", remedy)
-    generation = folder / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     try:
-        config = config_from_hf(hf if eos is None else hf | {"eos_token_id": eos})
+        config = config_from_hf(hf)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{folder}/{error}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InputError(f"{folder}/config.json: a setting has a wrong kind ({error})") from None
-    return hf, config
+    generation = folder / "generation_config.json"
+    settings = read_json(generation) if generation.exists() else {}
+    if settings.get("eos_token_id") is None:
+        return hf, config
+    try:
+        eos_ids = end_tokens(settings, config.vocab_size)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{folder}/generation_{error}") from None
+    return hf, dataclasses.replace(config, eos_ids=eos_ids)
 
 
 def open_tensors(folder: Path) -> dict[str, TensorSource]:

@@ -97,15 +97,14 @@ def read_text(path: str, option: str = "--text") -> Text:
 
 
 def tokenize(text: Text, tokenizer: Any, vocabulary: int) -> TokenizedText:
-    """The tokens of a text, with a transformers tokenizer.
+    """Tokenise a text.
 
     Raises:
         InputError: if there is a token that the model does not have.
     """
 
     def encode(content: str, special: bool) -> list[int]:
-        # Not verbose: no remark that the text is longer than the model's positions.
-        return tokenizer.encode(content, add_special_tokens=special, verbose=False)
+        return tokenizer.encode(content, add_special_tokens=special)
 
     # Of special tokens at both ends, those in front are what stays when nothing is behind them.
     plain, wrapped = encode("a", False), encode("a", True)
@@ -121,8 +120,8 @@ def tokenize(text: Text, tokenizer: Any, vocabulary: int) -> TokenizedText:
 
 def prefixed(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a prompt, special ones in front included; nothing behind it."""
-    wrapped = tokenizer.encode(text, verbose=False)
-    plain = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    wrapped = tokenizer.encode(text)
+    plain = tokenizer.encode(text, add_special_tokens=False)
     # A tokenizer may end a text with a special token, which a prompt must not have.
     extra = len(wrapped) - len(plain)
     in_front = next((i for i in range(extra + 1) if wrapped[i : i + len(plain)] == plain), 0)

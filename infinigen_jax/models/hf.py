@@ -66,9 +66,9 @@ def common_settings(hf: Mapping[str, Any], *, layers: str, mlp: str) -> dict[str
     refuse_unless(heads % kv_heads == 0, f"{heads} query heads over {kv_heads} KV heads")
     head_dim = _positive(hf, "head_dim", default=hidden // heads)
     refuse_unless(head_dim % 2 == 0, f"an odd head size ({head_dim})")
-    eos = hf.get("eos_token_id")
+    vocabulary = _positive(hf, "vocab_size")
     return {
-        "vocab_size": _positive(hf, "vocab_size"),
+        "vocab_size": vocabulary,
         "hidden_size": hidden,
         "intermediate_size": _positive(hf, mlp),
         "num_layers": _positive(hf, layers, most=MOST_LAYERS),
@@ -76,10 +76,38 @@ def common_settings(hf: Mapping[str, Any], *, layers: str, mlp: str) -> dict[str
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "max_positions": _positive(hf, "max_position_embeddings"),
-        "bos_id": hf.get("bos_token_id"),
-        "eos_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        "pad_id": hf.get("pad_token_id"),
+        "bos_id": _token(hf, "bos_token_id", vocabulary),
+        "eos_ids": end_tokens(hf, vocabulary),
+        "pad_id": _token(hf, "pad_token_id", vocabulary, none=-1),
     }
+
+
+def end_tokens(hf: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
+    """The tokens of `eos_token_id` of config.json or generation_config.json, one or a list."""
+    name = "eos_token_id"
+    listed = hf.get(name)
+    if not isinstance(listed, list):
+        listed = [listed]
+    tokens = (_token({name: value}, name, vocabulary) for value in listed)
+    return tuple(token for token in tokens if token is not None)
+
+
+def _token(
+    hf: Mapping[str, Any], name: str, vocabulary: int, none: int | None = None
+) -> int | None:
+    """A token number of the vocabulary.
+
+    Args:
+        none: number that stands for no token in configurations of older models.
+    """
+    value = hf.get(name)
+    if value is None or (value == none and type(value) is int):
+        return None
+    if type(value) is not int or not 0 <= value < vocabulary:
+        raise UnsupportedModelError(
+            f"config.json: {name} is {value!r}; it must be a token number below {vocabulary}"
+        )
+    return value
 
 
 def _positive(

@@ -1,0 +1,124 @@
+"""Random damage that keeps the syntax of JSON, and random templates, for a limited time.
+
+FUZZ_SECONDS is the time of each test, FUZZ_SEED another sequence of cases.
+"""
+
+import itertools
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+ANYTHING: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    96,
+    1 << 31,
+    1 << 63,
+    10**30,
+    1e308,
+    0.5,
+    "",
+    "a",
+    "<s>",
+]
+ANYTHING += ["\ud800", "x" * 10_000, [], {}, [[]], [1, [2]], {"content": "<x>"}, {"type": "Fuse"}]
+ANYTHING += [
+    {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False},
+    {"type": "ByteFallback"},
+    {"type": "Strip", "content": " ", "start": 1 << 40, "stop": 0},
+    {"type": "Replace", "pattern": {"Regex": "(a*)*b"}, "content": "x" * 1000},
+    {"type": "Prepend", "prepend": ""},
+    {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+    {"type": "WordPiece", "unk_token": "?", "continuing_subword_prefix": "#", "vocab": {"a": 7}},
+    {"type": "Unigram", "unk_id": 5, "vocab": [["a", -1.0]], "byte_fallback": True},
+    {"strategy": {"Fixed": 10**12}, "direction": "Right", "pad_id": 0, "pad_token": "x"},
+    {"max_length": 1, "stride": 9, "strategy": "LongestFirst", "direction": "Left"},
+]
+
+
+def altered(draw: random.Random, value: Any) -> Any:
+    """A copy of a JSON value with one part replaced, left out or taken from elsewhere."""
+
+    def place() -> tuple[Any, Any]:
+        inside, key = [whole], 0
+        while isinstance(inside[key], dict | list) and inside[key] and draw.random() < 0.8:
+            inside = inside[key]
+            key = (
+                draw.choice(list(inside))
+                if isinstance(inside, dict)
+                else draw.randrange(len(inside))
+            )
+        return inside, key
+
+    whole = json.loads(json.dumps(value))
+    (inside, key), (other, other_key) = place(), place()
+    kind = draw.random()
+    if kind < 0.7 or inside == [whole]:
+        inside[key] = draw.choice(ANYTHING)
+    elif kind < 0.85:
+        del inside[key]
+    else:
+        inside[key] = json.loads(json.dumps(other[other_key]))
+    return whole
+
+
+def rounds(capfd: pytest.CaptureFixture[str], what: str) -> Iterator[random.Random]:
+    """A generator of random numbers for each case, until the time is over."""
+    seed, seconds = os.environ.get("FUZZ_SEED", "0"), float(os.environ.get("FUZZ_SECONDS", "7"))
+    end, cases = time.monotonic() + seconds, 0
+    for cases in itertools.count(1):
+        yield random.Random(f"{what} {seed} {cases}")
+        assert capfd.readouterr() == ("", ""), f"{what}: case {cases} of FUZZ_SEED={seed}"
+        if time.monotonic() > end:
+            break
+    with capfd.disabled():
+        print(f"\n{what}: {cases} cases, FUZZ_SEED={seed}")
+
+
+PARTS = [
+    *(
+        "text",
+        "{{ x }}",
+        "{{ bos_token }}",
+        "{{ m.content }}",
+        "{{ 'a' * 10**9 }}",
+        "{{ 9**9**9 }}",
+    ),
+    *("{{ '%999999999d' % 1 }}", "{{ x | center(10**8) }}", "{{ x | batch(10**9) | list }}"),
+    *("{{ f() }}", "{{ lipsum(n=10**6) }}", "{{ loop(messages) }}", "{% set ns.x = ns.x ~ ns.x %}"),
+    *("{{ messages | tojson(indent=10**7) }}", "{{ range(10**5) | list }}", "{{ '\ud800' }}"),
+    *("{{ x | replace('', 'b' * 10**6) }}", "{{ (x * 10**6) | wordwrap(1) }}", "{{ x.__class__ }}"),
+    *(
+        "{{ raise_exception(x) }}",
+        "{% break %}",
+        "{% include x %}",
+        "{{ [1] * 10**8 }}",
+        "{% endif %}",
+    ),
+]
+AROUND = [
+    ("{% for m in messages %}", "{% endfor %}"),
+    ("{% for m in messages recursive %}", "{% endfor %}"),
+    ("{% for i in range(99999) %}", "{% endfor %}"),
+    ("{% macro f() %}", "{% endmacro %}{{ f() }}"),
+    ("{% set ns = namespace(x='ab') %}", "{{ ns.x }}"),
+    ("{% set x %}", "{% endset %}{{ x }}"),
+    ("{% filter upper | urlize %}", "{% endfilter %}"),
+    ("{% if x is undefined %}", "{% else %}b{% endif %}"),
+]
+
+
+def hostile_template(draw: random.Random) -> str:
+    """A few of the parts, with some of what goes around them."""
+    template = "".join(draw.choices(PARTS, k=draw.randint(1, 3)))
+    for before, after in draw.choices(AROUND, k=draw.randint(0, 3)):
+        template = before + template + after
+    return template

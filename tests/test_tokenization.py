@@ -1,0 +1,204 @@
+"""Tokenizers of model folders: transformers' tokens and texts, no code of the folder, one error."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import ROOT
+
+from infinigen_jax.checkpoint import EMBEDDED_FOLDER, embedded
+from infinigen_jax.errors import InputError
+from infinigen_jax.text import TextStream
+from infinigen_jax.tokenization import load_tokenizer
+
+SHARED = ROOT.parent / "shared"
+FOLDERS = [
+    *(path for path in EMBEDDED_FOLDER.iterdir() if path.is_dir()),
+    *(path.parent for path in (SHARED / "checkpoints").glob("*/tokenizer.json")),
+]
+TEXTS = ["", "a", "The king said", "  two\n\n x ", "é中😀 <s>inside</s> <pad>x <unk>", "<s>front"]
+
+
+def transformers_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+
+
+def check_like_transformers(folder: Path) -> None:
+    expected, actual = transformers_tokenizer(folder), load_tokenizer(folder)
+    assert actual.special_tokens == expected.special_tokens_map
+    assert actual.bos_token_id == expected.bos_token_id
+    assert actual.eos_token_id == expected.eos_token_id
+    draw = random.Random(0)
+    letters = [chr(draw.choice([draw.randrange(32, 127), draw.randrange(0x80, 0x3000)]))
+               for _ in range(600)]  # fmt: skip
+    tokens = [[draw.randrange(len(expected)) for _ in range(20)] for _ in range(30)]
+    for text in [*TEXTS, *("".join(letters[i : i + 30]) for i in range(0, 600, 30))]:
+        for special in (True, False):
+            ids = expected.encode(text, add_special_tokens=special)
+            assert actual.encode(text, add_special_tokens=special) == ids
+            tokens.append(ids)
+    for ids in tokens:
+        for skip in (True, False):
+            text = expected.decode(ids, skip_special_tokens=skip)
+            assert actual.decode(ids, skip_special_tokens=skip) == text
+        assert [actual.convert_ids_to_tokens(i) for i in ids] == expected.convert_ids_to_tokens(ids)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_tokens_and_texts_are_those_of_transformers(folder):
+    check_like_transformers(folder)
+
+
+SETTINGS = {
+    "first and last token": {"add_bos_token": True, "add_eos_token": True},
+    "neither": {"add_bos_token": False},
+    "new special tokens": {
+        "bos_token": {"__type": "AddedToken", "content": "<begin>", "lstrip": False},
+        "add_bos_token": True,
+        "additional_special_tokens": ["<turn>", "said"],
+    },
+    "added tokens": {
+        "added_tokens_decoder": {
+            "1024": {"content": "king", "lstrip": True, "rstrip": False, "single_word": False,
+                     "normalized": False, "special": False},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", SETTINGS.values(), ids=SETTINGS)
+def test_settings_are_applied_as_in_transformers(change, tmp_path):
+    folder = copied(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | change))
+    check_like_transformers(folder)
+
+
+def test_tokens_with_a_name_are_special(tmp_path):
+    """Also where tokenizer.json says otherwise."""
+    folder = copied(tmp_path)
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    for token in whole["added_tokens"]:
+        token["special"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    check_like_transformers(folder)
+
+
+@pytest.mark.skipif(not (SHARED / "tokenizers").exists(), reason="no shared files")
+def test_a_folder_of_vocabulary_and_merges(tmp_path):
+    shutil.copyfile(SHARED / "tokenizers" / "opt_vocab.json", tmp_path / "vocab.json")
+    shutil.copyfile(SHARED / "tokenizers" / "opt_gpt2_merges.txt", tmp_path / "merges.txt")
+    (tmp_path / "config.json").write_text('{"model_type": "opt"}')
+    check_like_transformers(tmp_path)
+
+
+def copied(folder: Path) -> Path:
+    """A folder with an embedded model's tokenizer."""
+    folder.mkdir(exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(embedded() / name, folder / name)
+    return folder
+
+
+EVIL = "import pathlib\npathlib.Path({!r}).touch()\nclass Tok: pass\n"
+AUTO_MAP = {"AutoTokenizer": ["tokenizer_evil.Tok", "tokenizer_evil.Tok"]}
+
+
+@pytest.mark.parametrize("files", [("tokenizer.json",), ("vocab.json", "merges.txt")])
+def test_no_code_of_a_folder_runs_and_nothing_asks(files, tmp_path, capfd, monkeypatch):
+    """Whether the class that the folder defines is ignored or refused."""
+    folder, mark = copied(tmp_path / "evil"), tmp_path / "code has run"
+    if files != ("tokenizer.json",):
+        (folder / "tokenizer.json").unlink()
+        (folder / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+        (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    settings = {"tokenizer_class": "Tok", "auto_map": AUTO_MAP}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer_evil.py").write_text(EVIL.format(str(mark)))
+    (folder / "config.json").write_text('{"model_type": "opt"}')
+    monkeypatch.setattr("builtins.input", lambda *prompt: pytest.fail("asked"))
+    try:
+        load_tokenizer(folder).encode("ab")
+    except InputError as error:
+        assert "auto_map names code" in str(error) and files != ("tokenizer.json",)
+    assert not mark.exists() and capfd.readouterr() == ("", "")
+
+
+DAMAGED = {
+    "panic when read": {"model": {"continuing_subword_prefix": "Metaspace"}},
+    "panic when used": {"post_processor": {"special_tokens": {}}},
+    "unknown model": {"model": {"type": "Nonsense"}},
+    "no vocabulary": {"model": {"vocab": None}},
+}
+
+
+@pytest.mark.parametrize("change", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_tokenizer_is_one_error_and_silent(change, tmp_path, capfd):
+    folder = copied(tmp_path)
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    damaged = whole | {name: whole[name] | part for name, part in change.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(damaged))
+    with pytest.raises(InputError, match="tokenizer cannot be used"):
+        load_tokenizer(folder)
+    assert capfd.readouterr() == ("", "")
+
+
+WRONG = [
+    {"bos_token": ["<s>"]},
+    {"eos_token": {"content": 1}},
+    {"extra_special_tokens": "<x>"},
+    {"additional_special_tokens": [{}]},
+    {"added_tokens_decoder": [1]},
+    {"added_tokens_decoder": {"x": {}}},
+    {"chat_template": {"default": "x"}},
+    {"chat_template": [{"name": "default"}]},
+]
+
+
+@pytest.mark.parametrize("settings", WRONG, ids=json.dumps)
+def test_settings_of_a_wrong_kind(settings, tmp_path):
+    folder = copied(tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=str(folder)):
+        load_tokenizer(folder)
+
+
+def test_lone_surrogates_are_refused():
+    with pytest.raises(InputError, match="not UTF-8"):
+        load_tokenizer(embedded()).encode("a \udcff")
+
+
+def test_folders_whose_name_is_not_utf8(tmp_path):
+    folder = copied(tmp_path / os.fsdecode(b"m\xff"))
+    assert load_tokenizer(folder).encode("a") == load_tokenizer(embedded()).encode("a")
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be used") as caught:
+        load_tokenizer(folder)
+    str(caught.value).encode()
+
+
+def test_streams_take_the_tokens_of_the_folder():
+    tokenizer = load_tokenizer(embedded())
+    stream, text = TextStream(tokenizer), "The king said: 日本 <s> 😀."
+    ids = tokenizer.encode(text)
+    pieces = [stream.push([token]) for token in ids]
+    assert "".join(pieces) + stream.finish() == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_transformers_is_not_imported_for_a_tokenizer():
+    """It takes seconds."""
+    program = (
+        "import sys; from infinigen_jax.tokenization import load_tokenizer; from pathlib import "
+        "Path; load_tokenizer(Path(sys.argv[1])); sys.exit('transformers' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program, str(embedded())], env=environment)
+    assert done.returncode == 0
