@@ -27,7 +27,7 @@ import jax
 from benchmarks import machine, presets, shapes
 from benchmarks.files import RESULTS, note, write_json
 from benchmarks.measure import measure_context, model_facts
-from benchmarks.report import goals, table
+from benchmarks.report import table
 from benchmarks.waves import Bench
 from infinigen_jax import bandwidths
 from infinigen_jax.checkpoint import Model
@@ -55,9 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     print(table(result))
     note(f"written to {path}")
     if options.plot:
-        from benchmarks.plot import draw
+        from benchmarks.pictures import speeds
 
-        draw([result], options.plot)
+        speeds(result, options.plot)
     return 0
 
 
@@ -92,14 +92,13 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         "memory_read_bytes_per_second": rates[0],
         "host_to_device_bytes_per_second": rates[1],
         "contexts": [],
-        "goals": [],
     }
     bench = Bench(options, model, other, rates, deadline, note)
     for context in options.contexts:
         done = result["contexts"]
         for entry in measure_context(bench, context):
             result["contexts"] = [*done, entry]
-            result |= {"goals": goals(result), "seconds": time.monotonic() - began}
+            result["seconds"] = time.monotonic() - began
             write_json(path, result)
     return result
 
@@ -182,7 +181,6 @@ def merge(results: list[dict[str, Any]], order: list[str]) -> dict[str, Any]:
             whole["systems"] = {name: systems[name] for name in order if name in systems}
     merged["contexts"] = list(contexts.values())
     merged["seconds"] = sum(result["seconds"] for result in results)
-    merged["goals"] = goals(merged)
     return merged
 
 

@@ -60,14 +60,6 @@ PIECES = (
     Piece("llama8b-16k", 0.4, _decode("llama8b", 16384, "--systems", *OURS_FIRST)),
     Piece("paper", 0.4, _decode("paper", 1920)),
     Piece(
-        "selection",
-        0.15,
-        (
-            *("benchmarks.selection", "--heads", "64", "--calls", "16"),
-            *("--contexts", "4096", "16384", "32768", "131072"),
-        ),
-    ),
-    Piece(
         "breakdown-16k",
         0.35,
         _decode(
