@@ -181,6 +181,14 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
         by_budget("recall-{model}", show="of oracle"),
         "",
     ),
+    "retrieval": (
+        values("budget", (0.02, 0.05, 0.1), "{:.0%}"),
+        [
+            (title, {**spec, "result": "retrieval-books-llama", "show": "accuracy"})
+            for title, spec in [("infinigen", INFINIGEN), *OTHERS, *ORACLE]
+        ],
+        "fetched",
+    ),
     "pool": (
         [(pool.replace("%", " %"), {"pool": pool}) for pool in POOLS],
         [
