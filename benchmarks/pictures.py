@@ -87,7 +87,7 @@ def losses(result: dict[str, Any], path: Path) -> None:
         title: [(point["tokens"], point[name]) for point in points if name in point]
         for name, (title, points) in names.items()
     }
-    title = f"{result['shape']}, {result['size']}: {result['parameters']:,} parameters"
+    title = f"{result['size']}: {result['parameters']:,} parameters"
     draw(path, [Panel("tokens", "nats per token", lines)], title)
 
 

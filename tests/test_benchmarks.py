@@ -255,25 +255,6 @@ def test_infinigen_with_other_settings_is_a_system_of_its_own(capsys):
         assert "error: argument --systems" in capsys.readouterr().err
 
 
-def test_every_option_reaches_a_process_of_its_own(tmp_path):
-    arguments = ["--preset", "paper-capped", "--alpha", "3", "--cap-seconds", "50"]
-    options = presets.parse(arguments)
-    command = decode._command(options, ["infinigen"], tmp_path / "part.json", 20.0)
-    again = presets.parse(command[3:])
-    changed = {"systems": ["infinigen"], "json": tmp_path / "part.json", "cap_seconds": 20.0}
-    assert vars(again) == vars(options) | changed | {"processes": "one"}
-
-
-@pytest.mark.bench
-def test_results_of_two_processes_are_put_together(result):
-    parts = [json.loads(json.dumps(result)) for _ in range(2)]
-    mine, theirs = (part["contexts"][0]["systems"] for part in parts)
-    for name in SYSTEMS:
-        del (mine if name in presets.THEIRS else theirs)[name]
-    merged = decode.merge(parts, SYSTEMS)
-    assert merged["contexts"][0]["systems"] == result["contexts"][0]["systems"]
-
-
 @pytest.mark.parametrize("name", ["toy", "toy-opt"])
 def test_a_random_model_has_what_a_conversion_gives_a_query_ahead(name):
     model = model_of(name)

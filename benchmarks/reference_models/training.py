@@ -56,7 +56,6 @@ class Settings:
         deadline: of `time.monotonic()`, by which all is written; None: train on `tokens`.
     """
 
-    shape: str
     size_name: str
     seed: int = 0
     deadline: float | None = None
@@ -99,7 +98,7 @@ class _Job:
     def __init__(self, settings: Settings, corpus: Corpus, out: Path):
         self.settings, self.corpus, self.out = settings, corpus, out
         self.size = settings.size
-        self.hf = hf_config(settings.shape, self.size, corpus.tokenizer.get_vocab_size())
+        self.hf = hf_config(self.size, corpus.tokenizer.get_vocab_size())
         config = config_from_hf(self.hf)
         self.dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
         self.training = Training(
@@ -276,7 +275,6 @@ class _Job:
         if self.settings.deadline is not None:
             del recipe["tokens"]  # ends by time
         return {
-            "shape": self.settings.shape,
             "size": self.settings.size_name,
             "seed": self.settings.seed,
             "by_time": self.settings.deadline is not None,
