@@ -63,15 +63,15 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         )
         lines = made.lines
     if "none" in bases:
-        # The reference is the same with either model.
-        again = _with(arguments, basis=["svd"], no_reference=arguments.no_reference or bool(lines))
+        again = _with(arguments, basis=["svd"])
         session = Unskewed.of(again, say)
         session.record["basis"] = "none"  # finished parts differ from those of the paper's basis
         made = measure(again, session)
         for line in made.lines:
             if not line["reference"]:
                 line["settings"]["basis"] = "none"
-        lines = [*lines, *made.lines]
+        # The reference, with which lines are compared, is the same with either model.
+        lines += made.lines if not lines else [x for x in made.lines if not x["reference"]]
         del session.record["basis"]
     assert made is not None
     curves = level(lines, made.quality, arguments.partial_ratio) | over(
