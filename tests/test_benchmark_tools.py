@@ -115,6 +115,7 @@ def test_pieces_of_a_gpu_session_end_in_time(tmp_path, monkeypatch):
     assert on_gpu.run(pieces[:1], tmp_path / "late", 0.0) == {"quick": "not started"}
 
 
+@pytest.mark.bench
 def test_prompts_are_timed(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
     monkeypatch.setattr(machine, "memory_read_bandwidth", lambda: 1e10)

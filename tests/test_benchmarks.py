@@ -263,6 +263,7 @@ def test_a_random_model_has_what_a_conversion_gives_a_query_ahead(name):
     assert {n: x.shape for n, x in model.ahead[1].projection.items()} == with_neurons
 
 
+@pytest.mark.bench
 def test_it_costs_what_it_costs_and_guesses_what_the_layers_own_projection_does():
     model, traffic, numbers = model_of("toy"), [], []
     for query in ("corrected", "plain"):
@@ -319,6 +320,7 @@ def test_attention_is_peaked_and_mostly_common_to_all_queries(name):
     assert float(energy[:quarter].sum() / energy.sum()) > 0.5
 
 
+@pytest.mark.bench
 def test_memory_against_its_plan():
     """In this process, where a toy's memory is lost among other things."""
     case = memory.Case("toy", "toy", 120, batch=2, new_tokens=8)

@@ -58,9 +58,8 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     skewed = [basis for basis in bases if basis != "none"]
     made, lines = None, []
     if skewed or not bases:
-        made = measure(
-            _with(arguments, basis=skewed), Session.of(_with(arguments, basis=skewed), say)
-        )
+        first = _with(arguments, basis=skewed)
+        made = measure(first, Session.of(first, say))
         lines = made.lines
     if "none" in bases:
         again = _with(arguments, basis=["svd"])
