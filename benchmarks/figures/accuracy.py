@@ -5,8 +5,10 @@ and the data that they name), which needs no network.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.util
+import io
 import logging
 import os
 from collections.abc import Callable
@@ -46,7 +48,6 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
         raise InputError("--tasks: lm-eval is not installed; pip install '.[eval]'")
     if given.quiet:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if given.include_path is not None:
         os.environ |= {name: "1" for name in OFFLINE if name not in os.environ}
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
@@ -73,15 +74,18 @@ def _measure(
     model: Any = InfiniGenLM(engine, batch_size=given.batch, quiet=given.quiet)
     parts = []
     for name in given.tasks:
-        result: Any = simple_evaluate(
-            model=model,
-            tasks=[name],
-            num_fewshot=given.shots,
-            limit=given.limit,
-            task_manager=manager,
-            bootstrap_iters=0,
-            log_samples=False,
-        )
+        # The harness has no way to hide its progress.
+        hidden = contextlib.redirect_stderr(io.StringIO()) if given.quiet else contextlib.nullcontext()
+        with hidden:
+            result: Any = simple_evaluate(
+                model=model,
+                tasks=[name],
+                num_fewshot=given.shots,
+                limit=given.limit,
+                task_manager=manager,
+                bootstrap_iters=0,
+                log_samples=False,
+            )
         scores = result["results"][name]
         if "acc,none" not in scores:
             raise InputError(f"--tasks {name}: it does not report accuracy")

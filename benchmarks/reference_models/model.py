@@ -46,19 +46,12 @@ class Losses(NamedTuple):
 def attention(dtype: Any) -> Attention:
     """Causal attention of scaled queries: by cuDNN on a GPU in half precision, else by XLA."""
     cudnn = jax.default_backend() == "gpu" and jnp.dtype(dtype).itemsize == 2
-
-    def attend(q: Array, keys: Array, values: Array) -> Array:
-        with jax.numpy_dtype_promotion("standard"):  # the library promotes implicitly
-            return jax.nn.dot_product_attention(
-                q,
-                keys,
-                values,
-                scale=1.0,
-                is_causal=True,
-                implementation="cudnn" if cudnn else "xla",
-            )
-
-    return attend
+    return functools.partial(
+        jax.nn.dot_product_attention,
+        scale=1.0,
+        is_causal=True,
+        implementation="cudnn" if cudnn else "xla",
+    )
 
 
 def initial_params(config: ModelConfig, seed: int) -> Params:
