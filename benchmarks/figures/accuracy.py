@@ -11,6 +11,7 @@ import importlib.util
 import io
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +75,7 @@ def _measure(
     model: Any = InfiniGenLM(engine, batch_size=given.batch, quiet=given.quiet)
     parts = []
     for name in given.tasks:
-        # The harness has no way to hide its progress.
-        hidden = contextlib.redirect_stderr(io.StringIO()) if given.quiet else contextlib.nullcontext()
-        with hidden:
+        with contextlib.redirect_stderr(io.StringIO() if given.quiet else sys.stderr):
             result: Any = simple_evaluate(
                 model=model,
                 tasks=[name],
