@@ -7,17 +7,14 @@ One random model, the same weights and prompts in every system (their logits are
 `benchmarks/measure.py` tells what is timed, `python -m benchmarks.decode --help` which systems
 there are. Writes a JSON file after every set of systems, and at the end a table in Markdown.
 
-On a GPU, JAX and PyTorch would each keep the memory that they once had: there this package and
-transformers run one after the other, each in a process of its own.
+On a GPU JAX and PyTorch each keep the memory that they once had: run this package and transformers
+in two calls there, as `benchmarks.on_gpu` does.
 """
 
 import argparse
 import dataclasses
-import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ import jax
 from benchmarks import machine, presets, shapes
 from benchmarks.files import RESULTS, note, write_json
 from benchmarks.measure import measure_context, model_facts
-from benchmarks.report import goals, table
+from benchmarks.report import table
 from benchmarks.waves import Bench
 from infinigen_jax import bandwidths
 from infinigen_jax.checkpoint import Model
@@ -44,20 +41,14 @@ def main(argv: list[str] | None = None) -> int:
     options = presets.parse(argv)
     name = f"{options.preset or 'decode-' + options.shape}-{machine.device_name()}.json"
     path = options.json or RESULTS / name
-    families = _families(options)
-    if len(families) == 1:
-        shares = bool(set(options.systems) & set(presets.THEIRS))
-        os.environ |= machine.gpu_environment(shares)
-    if len(families) > 1:
-        result = _run_apart(options, families, path)
-    else:
-        result = measure(options, path)
+    os.environ |= machine.gpu_environment(shares=bool(set(options.systems) & set(presets.THEIRS)))
+    result = measure(options, path)
     print(table(result))
     note(f"written to {path}")
     if options.plot:
-        from benchmarks.plot import draw
+        from benchmarks.pictures import speeds
 
-        draw([result], options.plot)
+        speeds(result, options.plot)
     return 0
 
 
@@ -92,14 +83,13 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         "memory_read_bytes_per_second": rates[0],
         "host_to_device_bytes_per_second": rates[1],
         "contexts": [],
-        "goals": [],
     }
     bench = Bench(options, model, other, rates, deadline, note)
     for context in options.contexts:
         done = result["contexts"]
         for entry in measure_context(bench, context):
             result["contexts"] = [*done, entry]
-            result |= {"goals": goals(result), "seconds": time.monotonic() - began}
+            result["seconds"] = time.monotonic() - began
             write_json(path, result)
     return result
 
@@ -114,76 +104,6 @@ def _other(model: Model, config: dict[str, Any]) -> tuple[Any, float]:
     if not difference <= LOGITS_TOLERANCE[str(model.dtype)]:
         note("that is more than rounding explains: THE MODELS ARE NOT THE SAME")
     return other, difference
-
-
-def _families(options: argparse.Namespace) -> list[list[str]]:
-    """The systems that share a process."""
-    ours = [name for name in options.systems if presets.is_ours(name)]
-    theirs = [name for name in options.systems if name in presets.THEIRS]
-    apart = options.processes == "family" or (
-        options.processes == "auto" and machine.has_gpu() and bool(ours) and bool(theirs)
-    )
-    return [family for family in (ours, theirs) if family] if apart else [options.systems]
-
-
-def _run_apart(options: argparse.Namespace, families: list[list[str]], path: Path) -> Any:
-    """Each family in a process; the results put together."""
-    began = time.monotonic()
-    results: list[dict[str, Any]] = []
-    failures: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, family in enumerate(families):
-            part = Path(folder) / f"{number}.json"
-            left = None
-            if options.cap_seconds is not None:
-                left = max(0.0, options.cap_seconds - (time.monotonic() - began))
-            command = _command(options, family, part, left)
-            environment = os.environ | machine.gpu_environment(shares=family[0] in presets.THEIRS)
-            code = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode
-            if code:
-                failures.append(f"{', '.join(family)}: status {code}")
-                note(f"failed: {failures[-1]}")
-            if part.exists():
-                results.append(json.loads(part.read_text()))
-            if results:
-                write_json(path, merge(results, options.systems) | {"failures": failures})
-    if not results:
-        raise SystemExit(f"no system could be measured: {'; '.join(failures)}")
-    return merge(results, options.systems) | {"failures": failures}
-
-
-def _command(
-    options: argparse.Namespace, family: list[str], part: Path, left: float | None
-) -> list[str]:
-    """The command line that measures a part; every option given, so that no preset is needed."""
-    command = [sys.executable, "-m", "benchmarks.decode", "--processes", "one"]
-    given = vars(options) | {"systems": family, "json": part, "cap_seconds": left}
-    for name, value in given.items():
-        if value is None or name in ("processes", "plot"):
-            continue
-        values = value if isinstance(value, list) else [value]
-        command += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return command
-
-
-def merge(results: list[dict[str, Any]], order: list[str]) -> dict[str, Any]:
-    """One result out of those of several processes with the same settings."""
-    merged = dict(results[0])
-    merged["settings"] = merged["settings"] | {"systems": order}
-    contexts: dict[int, dict[str, Any]] = {}
-    for result in results:
-        merged["logits_relative_difference"] = (
-            merged["logits_relative_difference"] or result["logits_relative_difference"]
-        )
-        for entry in result["contexts"]:
-            whole = contexts.setdefault(entry["context"], {"waves": [], "systems": {}})
-            systems = whole["systems"] | entry["systems"]
-            whole |= entry | {"waves": whole["waves"] + entry["waves"]}
-            whole["systems"] = {name: systems[name] for name in order if name in systems}
-    merged["contexts"] = list(contexts.values())
-    merged["seconds"] = sum(result["seconds"] for result in results)
-    merged["goals"] = goals(merged)
-    return merged
 
 
 if __name__ == "__main__":

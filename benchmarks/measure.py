@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import prompts, shapes, trace
+from benchmarks import shapes, trace
 from benchmarks.physics import (
     Traffic,
     cache_bytes,
@@ -49,18 +49,13 @@ def measure_context(bench: Bench, context: int) -> Iterator[dict[str, Any]]:
     needs, absent = needs_of(bench, context)
     result["systems"] |= absent
     tokens = [shapes.prompt(model.config, context, seed) for seed in range(options.batch)]
-    shared = None
-    if any(map(is_ours, needs)) and not bench.late:
-        bench.note(f"{context} tokens: reading the prompt")
-        shared = prompts.read(model, tokens)
-        result["prompt_seconds"] = shared.seconds
     reference: list[int] = []
     for names in waves_of(needs, room_of(bench)):
         if bench.late:
             result["systems"] |= dict.fromkeys(names, absent_entry("skipped", "no time was left"))
             continue
         result["waves"].append(names)
-        entries = _measure_wave(bench, context, names, tokens, shared, reference)
+        entries = _measure_wave(bench, context, names, tokens, reference)
         result["systems"] |= entries
         _let_go()
         yield result
@@ -74,7 +69,6 @@ def _measure_wave(
     context: int,
     names: list[str],
     tokens: list[list[int]],
-    shared: prompts.Prompt | None,
     reference: list[int],
 ) -> dict[str, Any]:
     options = bench.options
@@ -83,7 +77,7 @@ def _measure_wave(
     for name in names:
         bench.note(f"{context} tokens: {name} starts")
         try:
-            systems[name] = _start(bench, context, name, tokens, shared)
+            systems[name] = _start(bench, context, name, tokens)
             systems[name].warm_up(options.warmup, options.tokens)
         # One system's failure, out of memory above all, must not cost the others' measurements.
         except Exception as error:  # noqa: BLE001
@@ -144,13 +138,11 @@ def _start(
     context: int,
     name: str,
     tokens: list[list[int]],
-    shared: prompts.Prompt | None,
 ) -> System:
     options, model, room = bench.options, bench.model, bench.new_tokens + 1
     if is_ours(name):
-        assert shared is not None
         engine = Engine(model, **settings(name, options, model, context))
-        return Ours(prompts.start(engine, shared, room))
+        return Ours(engine.start(tokens, room))
     from benchmarks.torch_systems import Transformers
 
     return Transformers(bench.other, name, tokens, room, options.torch_threads)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.files import note
+from benchmarks.presets import THEIRS
 from benchmarks.processes import run_within
 from infinigen_jax.cuda import first_use
 
@@ -39,10 +40,8 @@ class Piece:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-OURS_FIRST = (
-    *("infinigen", "full-device", "full-streamed", "infinigen-paper", "infinigen-int4"),
-    *("transformers", "transformers-offloaded", "transformers-static"),
-)
+# JAX and PyTorch each keep the memory that they once had: a process for each.
+OURS = ("infinigen", "full-device", "full-streamed", "infinigen-paper", "infinigen-int4")
 PROMPTS = (
     *("benchmarks.prefill", "--shape", "llama-8b", "--dtype", "bfloat16", "--systems", "infinigen"),
     *("--prompts", "16384", "65536", "--memory", "16384", "65536"),
@@ -57,16 +56,9 @@ def _decode(preset: str, context: int, *arguments: str) -> tuple[str, ...]:
 
 PIECES = (
     Piece("transfer", 0.15, ("benchmarks.transfer",)),
-    Piece("llama8b-16k", 0.4, _decode("llama8b", 16384, "--systems", *OURS_FIRST)),
-    Piece("paper", 0.4, _decode("paper", 1920)),
-    Piece(
-        "selection",
-        0.15,
-        (
-            *("benchmarks.selection", "--heads", "64", "--calls", "16"),
-            *("--contexts", "4096", "16384", "32768", "131072"),
-        ),
-    ),
+    Piece("llama8b-16k", 0.35, _decode("llama8b", 16384, "--systems", *OURS)),
+    Piece("llama8b-16k-theirs", 0.3, _decode("llama8b", 16384, "--systems", *THEIRS)),
+    Piece("paper", 0.4, _decode("paper", 1920, "--systems", *OURS)),
     Piece(
         "breakdown-16k",
         0.35,
@@ -80,8 +72,9 @@ PIECES = (
     ),
     Piece("prompts", 0.3, PROMPTS),
     Piece("prompts-xla", 0.4, PROMPTS, ((first_use.SWITCH, first_use.OFF),)),
-    Piece("paper-capped", 0.5, _decode("paper-capped", 1920)),
-    Piece("llama8b-32k", 1.0, _decode("llama8b", 32768, "--systems", *OURS_FIRST)),
+    Piece("paper-theirs", 0.4, _decode("paper", 1920, "--systems", *THEIRS)),
+    Piece("paper-capped", 0.5, _decode("paper-capped", 1920, "--systems", *OURS)),
+    Piece("llama8b-32k", 1.0, _decode("llama8b", 32768, "--systems", *OURS)),
 )
 
 

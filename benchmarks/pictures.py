@@ -1,70 +1,94 @@
-"""The documentation's pictures of quality, out of the results of `benchmarks.quality`.
+"""Pictures of results. Needs matplotlib.
 
     python -m benchmarks.pictures
 
-Needs matplotlib. An SVG is another file each time it is drawn, so this is not part of the tables.
+draws those of the documentation's quality pages from the results of `benchmarks.quality`. An SVG
+differs each time it is drawn, so this is not part of the tables.
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.files import RESULTS, note
-from benchmarks.quality_tables import DOCS, measured_models
-from benchmarks.table_cells import BUDGETS, STEPS, find
+from benchmarks.quality_tables import BUDGETS, DOCS, MODELS, STEPS
+from benchmarks.tables import find, read
 from infinigen_jax.errors import Parser, run_command
-from infinigen_jax.evaluation.plots import checked_plot, draw
+from infinigen_jax.evaluation.plots import Panel, checked_plot, draw
 from infinigen_jax.evaluation.recall import panels
 
 
-def recall(folder: Path) -> None:
-    """Attention found by layer and position, at the smaller budget; exact top-k is the measure."""
+def recall(folder: Path, path: Path) -> None:
+    """Draw recall and mass by layer and position, at the smaller budget."""
     result = json.loads((folder / "recall-tiny-llama.json").read_text())
     lines = [
         line
         for line in result["configurations"]
         if line["settings"].get("budget") == BUDGETS[0] and line["policy"] != "oracle"
     ]
-    path = checked_plot(str(DOCS / "recall-tiny-llama.svg"))
-    assert path is not None
-    draw(path, panels(lines), f"Attention found, {result['model']['name']}, budget 5 %")
-    note(f"{path}")
+    draw(path, panels(lines), f"Recall and mass, {result['model']['name']}, budget 5 %")
 
 
-def step_points(folder: Path) -> dict[str, list[tuple[float, int]]]:
-    """By model: divergence, in thousandths of a nat, and number of each step."""
-    found: dict[str, list[tuple[float, int]]] = {}
-    for model, lines in measured_models(folder, "perplexity-steps").items():
-        for number, settings in enumerate(STEPS.values()):
+def step_points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """By model, the number of each step and its divergence in thousandths of a nat."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for model in MODELS:
+        lines = read(folder, f"perplexity-steps-{model}")
+        for number, settings in enumerate(STEPS.values(), 1):
             if line := find(lines, "infinigen", {**settings, "budget": BUDGETS[0]}):
-                point = 1e3 * line["divergence_nats"], number
-                found.setdefault(model, []).append(point)
-    return found
+                points.setdefault(model, []).append((number, 1e3 * line["divergence_nats"]))
+    return points
 
 
-def steps(folder: Path) -> None:
-    """Divergence of each step from the paper's form to the default, at the smaller budget."""
+def steps(folder: Path, path: Path) -> None:
+    """Draw the divergence of each step from the paper's form to the default."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
-    titles = [title.replace("*", "") for title in STEPS]
     for model, points in step_points(folder).items():
-        axis.plot(*zip(*points, strict=True), marker="o", label=model)
-    axis.set_yticks(range(len(titles)), titles)
+        numbers, values = zip(*points, strict=True)
+        axis.plot(values, numbers, marker="o", label=model)
+    axis.set_yticks(range(1, len(STEPS) + 1), [title.replace("*", "") for title in STEPS])
     axis.invert_yaxis()
     axis.set_xscale("log")
-    axis.set_xlabel("divergence from the full cache's predictions, thousandths of a nat a token")
+    axis.set_xlabel("divergence from the full cache's predictions, thousandths of a nat per token")
     axis.grid(alpha=0.3)
     axis.legend()
-    axis.set_title("5 % of the rows fetched, a part more changed in each line")
-    path = DOCS / "steps.svg"
     figure.savefig(path)
     plt.close(figure)
-    note(f"{path}")
+
+
+def speeds(result: dict[str, Any], path: Path) -> None:
+    """Draw tokens per second over context, from a result of `benchmarks.decode`."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for context in result["contexts"]:
+        for name, entry in context["systems"].items():
+            if "absent" not in entry:
+                point = context["context"], entry["tokens_per_second"]
+                lines.setdefault(name, []).append(point)
+    settings = result["settings"]
+    title = f"{settings['shape']}, batch {settings['batch']}, {settings['dtype']}"
+    draw(path, [Panel("context, tokens", "tokens per second", lines)], title)
+
+
+def losses(result: dict[str, Any], path: Path) -> None:
+    """Draw the losses of a training, from its loss.json."""
+    names = {
+        "books": ("books, training", result["curve"]),
+        "answers": ("answers of retrieval tasks", result["curve"]),
+        "val": ("held-out books", result["validations"]),
+    }
+    lines = {
+        title: [(point["tokens"], point[name]) for point in points if name in point]
+        for name, (title, points) in names.items()
+    }
+    title = f"{result['size']}: {result['parameters']:,} parameters"
+    draw(path, [Panel("tokens", "nats per token", lines)], title)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,11 +98,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     options = parser.parse_args(argv)
 
-    def all_of_them() -> None:
-        recall(options.results)
-        steps(options.results)
+    def draw_all() -> None:
+        for name, picture in {"recall-tiny-llama.svg": recall, "steps.svg": steps}.items():
+            path = checked_plot(str(DOCS / name))
+            assert path is not None
+            picture(options.results, path)
+            note(f"{path}")
 
-    return run_command(all_of_them)
+    return run_command(draw_all)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from benchmarks import machine, shapes
 from benchmarks.files import RESULTS, note, write_json
+from benchmarks.tables import entry_table
 from infinigen_jax.engine import Engine
 from infinigen_jax.memory import Placement
 from infinigen_jax.planning import plan_memory
@@ -32,7 +33,6 @@ from infinigen_jax.span import Span
 
 PEAK = ("temporaries", "resident", "dense")  # of device memory, beside weights and index
 SYSTEMS = ("infinigen", "transformers")
-GROWTH = (16384, 65536, 1.2)  # of device memory without the index: at most so much more
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -214,37 +214,13 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
 
 def table(result: dict[str, Any]) -> str:
     """Both parts in Markdown."""
-    names = list(result["times"][0]["tokens_per_second"]) if result["times"] else []
-    heads = [f"{name}, tokens/s" for name in names] + ["ratio"] * (len(names) == len(SYSTEMS))
-    lines = [f"Attention: {result['attention']}", "", "| ".join(["| tokens ", *heads, ""])]
-    lines.append("|---" * (len(heads) + 1) + "|")
-    for entry in result["times"]:
-        cells = [f"{entry['tokens']:,}"]
-        cells += [f"{entry['tokens_per_second'][name]:.0f}" for name in names]
-        if (ratio := entry["transformers_over_infinigen"]) is not None:
-            cells.append(f"{ratio:.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    parts = ("weights", *PEAK, "index", "host_cache")
-    lines += ["", f"| MB at tokens | {' | '.join(parts)} |", "|---" * (len(parts) + 1) + "|"]
-    for entry in result["memory"]:
-        cells = [f"{entry[part] / 1e6:.1f}" for part in parts]
-        lines.append(f"| {entry['tokens']:,} | {' | '.join(cells)} |")
-    growth = growth_of(result["memory"])
-    if growth is not None:
-        short, long, most = GROWTH
-        lines += [
-            "",
-            f"Device memory without the index, {long} over {short}: {growth:.2f} (<= {most})",
-        ]
-    return "\n".join(lines)
-
-
-def growth_of(entries: list[dict[str, Any]]) -> float | None:
-    """Device memory without the index, at the longer of GROWTH over the shorter."""
-    parts = ("weights", *PEAK)
-    rest = {entry["tokens"]: sum(entry[part] for part in parts) for entry in entries}
-    short, long, _ = GROWTH
-    return rest[long] / rest[short] if short in rest and long in rest else None
+    speeds = {"tokens": ("tokens", "{:,}")}
+    speeds |= {f"{n}, tokens/s": (f"tokens_per_second.{n}", "{:.0f}") for n in SYSTEMS}
+    speeds["ratio"] = ("transformers_over_infinigen", "{:.2f}")
+    memory = {"bytes at tokens": ("tokens", "{:,}")}
+    memory |= {part: (part, "{:.4g}") for part in ("weights", *PEAK, "index", "host_cache")}
+    tables = entry_table(speeds, result["times"]), entry_table(memory, result["memory"])
+    return "\n\n".join([f"Attention: {result['attention']}", *tables])
 
 
 if __name__ == "__main__":

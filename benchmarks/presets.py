@@ -95,7 +95,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device-memory", type=float, metavar="GB", help="refuse systems that need more, in 1e9")
     add("--torch-threads", type=int, default=0, help="default: one or all cores, the faster")
     add("--cap-seconds", type=float, help="start nothing new after so long; write what there is")
-    add("--processes", choices=("auto", "one", "family"), default="auto", help=argparse.SUPPRESS)
     add("--json", type=Path, help="result file (default: benchmarks/results/PRESET-DEVICE.json)")
     add("--plot", type=Path, help="also draw tokens per second into this file")
     return parser

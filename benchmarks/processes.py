@@ -13,14 +13,12 @@ def run_within(
     limit: float,
     log: IO[str],
     environment: dict[str, str] | None = None,
-    gently: float = 0.0,
 ) -> tuple[int | None, str]:
     """Run `python -m command`; what it writes to stderr goes to `log`.
 
     Args:
         limit: seconds; then it is ended, and what it started with it.
         environment: further variables.
-        gently: seconds behind the limit that it has to end by itself, told to by SIGTERM.
 
     Returns:
         its exit status, None where it had to be ended, and what it wrote to stdout.
@@ -41,13 +39,6 @@ def run_within(
         return process.returncode, text
     except subprocess.TimeoutExpired:
         pass
-    if gently > 0:
-        process.terminate()
-        try:
-            text, _ = process.communicate(timeout=gently)
-            return process.returncode, text
-        except subprocess.TimeoutExpired:
-            pass
     os.killpg(process.pid, signal.SIGKILL)
     text, _ = process.communicate()
     return None, text

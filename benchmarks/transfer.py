@@ -7,8 +7,6 @@ weights, as decoding is. What is hidden of a transfer is the time that it does n
 
     hidden = (transfer alone + computation alone - both together) / transfer alone
 
-The goal: rows of 512 bytes at 0.7 of the copy's bandwidth with at most 16 blocks, 0.9 of it
-hidden.
 """
 
 import argparse
@@ -27,13 +25,14 @@ import numpy as np
 from benchmarks import machine
 from benchmarks.files import RESULTS, note, write_json
 from benchmarks.loads import Compute, Shape
+from benchmarks.tables import entry_table
 from infinigen_jax import bandwidths, cuda
 from infinigen_jax.memory import default_mesh
 from infinigen_jax.selection import Request
 from infinigen_jax.transfer import XlaTransfer
 
 REPEATS, CALLS = 7, 10  # timed rounds, and transfers in a row in each
-GOAL_ROW, GOAL_BLOCKS, GOAL_SHARE, GOAL_HIDDEN = 512, 16, 0.7, 0.9
+MAIN_ROW = 512  # bytes; measured with all numbers of blocks
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -78,7 +77,6 @@ def measure(options: argparse.Namespace, path: Path | None) -> dict[str, Any]:
         "memory_read_bytes_per_second": machine.memory_read_bandwidth(),
         "cuda_unavailable": None,
         "measurements": [],
-        "goals": [],
     }
     ways: list[tuple[Any, int | None]] = [(XlaTransfer(), None)]
     if reason := cuda.unavailable():
@@ -95,12 +93,11 @@ def measure(options: argparse.Namespace, path: Path | None) -> dict[str, Any]:
         host, request = shape.host(), shape.request()
         expected = reference(host, request)
         for transfer, blocks in ways:
-            few = row == GOAL_ROW or blocks in (None, *options.blocks[:2])
+            few = row == MAIN_ROW or blocks in (None, *options.blocks[:2])
             if few and time.monotonic() < deadline:
                 entry = {"transfer": transfer.name, "blocks": blocks}
                 entry |= measure_one(transfer, shape, host, request, expected, compute)
                 result["measurements"].append(entry)
-                result["goals"] = goals(result)
                 if path:
                     write_json(path, result)
         del host
@@ -184,51 +181,29 @@ def _seconds(run: Callable[[], Any]) -> list[float]:
     return rounds
 
 
-def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The best number of blocks within the goal's."""
-    fitting = [
-        entry
-        for entry in result["measurements"]
-        if entry["transfer"] == "cuda"
-        and entry["row_bytes"] == GOAL_ROW
-        and (entry["blocks"] or 0) <= GOAL_BLOCKS
-    ]
-    if not fitting or not result["copy_bytes_per_second"]:
-        return []
-    share = max(e["bytes_per_second"] for e in fitting) / result["copy_bytes_per_second"]
-    hidden = max(e["hidden_share"] for e in fitting)
-    return [
-        {
-            "what": "gather over copy",
-            "value": share,
-            "least": GOAL_SHARE,
-            "met": share >= GOAL_SHARE,
-        },
-        {"what": "hidden", "value": hidden, "least": GOAL_HIDDEN, "met": hidden >= GOAL_HIDDEN},
-    ]
+COLUMNS = {
+    "row, bytes": ("row_bytes", "{}"),
+    "transfer": ("transfer", "{}"),
+    "blocks": ("blocks", "{}"),
+    "bytes/s": ("bytes_per_second", "{:.3g}"),
+    "of copy": ("share_of_copy", "{:.2f}"),
+    "ms": ("transfer_ms", "{:.3f}"),
+    "compute ms": ("compute_ms", "{:.3f}"),
+    "both ms": ("both_ms", "{:.3f}"),
+    "hidden": ("hidden_share", "{:.2f}"),
+}
 
 
 def table(result: dict[str, Any]) -> str:
-    """In Markdown."""
+    """The result in Markdown."""
     copy = result["copy_bytes_per_second"]
-    named = f"{copy / 1e9:.1f} GB/s" if copy else "unknown"
-    lines = [
-        f"{result['machine']['device']}; a copy from pinned memory: {named}",
-        "",
-        "| row, bytes | transfer | blocks | GB/s | of copy | ms | compute ms | both ms | hidden |",
-        "|" + "---|" * 9,
+    entries = [
+        entry | ({"share_of_copy": entry["bytes_per_second"] / copy} if copy else {})
+        for entry in result["measurements"]
     ]
-    for e in result["measurements"]:
-        share = f"{e['bytes_per_second'] / copy:.2f}" if copy else ""
-        lines.append(
-            f"| {e['row_bytes']} | {e['transfer']} | {e['blocks'] or ''} "
-            f"| {e['bytes_per_second'] / 1e9:.1f} | {share} | {e['transfer_ms']:.3f} "
-            f"| {e['compute_ms']:.3f} | {e['both_ms']:.3f} | {e['hidden_share']:.2f} |"
-        )
-    for goal in result["goals"]:
-        met = "met" if goal["met"] else "missed"
-        lines.append(f"\n{goal['what']}: {goal['value']:.2f}, goal {goal['least']}: {met}")
-    return "\n".join(lines)
+    named = f"{copy / 1e9:.1f} GB/s" if copy else "unknown"
+    head = f"{result['machine']['device']}; a copy from pinned memory: {named}"
+    return f"{head}\n\n{entry_table(COLUMNS, entries)}"
 
 
 if __name__ == "__main__":

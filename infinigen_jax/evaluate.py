@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infinigen_jax.errors import Parser, run_command
-from infinigen_jax.evaluation import perplexity, recall, retrieval, tasks
+from infinigen_jax.evaluation import perplexity, recall, retrieval
 
 COMMANDS = {
     "perplexity": perplexity,
     "recall": recall,
     "retrieval": retrieval,
-    "tasks": tasks,
 }
 
 

@@ -1,26 +1,19 @@
 """The smaller benchmarks at toy sizes: transfer, selection, hot set, and the GPU session."""
 
-import dataclasses
 import json
 
 import pytest
 
-import infinigen_jax
 from benchmarks import (
     loads,
-    losses,
     machine,
     on_gpu,
     prefill,
     presets,
-    reuse,
-    selection,
-    shapes,
     trace,
     transfer,
     xplane,
 )
-from infinigen_jax import checkpoint
 from infinigen_jax.transfer import XlaTransfer
 
 
@@ -45,11 +38,6 @@ def test_transfer_is_measured_alone_and_beside_work(monkeypatch):
     assert entry["bytes_per_second"] == pytest.approx(shape.moved * 1e3 / entry["transfer_ms"])
     hidden = 1 + (entry["compute_ms"] - entry["both_ms"]) / entry["transfer_ms"]
     assert entry["hidden_share"] == pytest.approx(hidden)
-    made = {"transfer": "cuda", "blocks": 16, "row_bytes": 512, "hidden_share": 0.5}
-    slow = made | {"bytes_per_second": 3e10}
-    fast = slow | {"bytes_per_second": 6e10, "blocks": 132}  # more than the goal allows
-    found = {"measurements": [slow, fast], "copy_bytes_per_second": 5e10}
-    assert [(g["value"], g["met"]) for g in transfer.goals(found)] == [(0.6, False), (0.5, False)]
 
 
 def steps(*events):
@@ -110,54 +98,6 @@ def test_kernels_are_named_after_instructions():
     assert xplane.kernel_name("loop_add-fusion.12") == "loop_add_fusion_12"
 
 
-def test_selection_by_context(tmp_path, capsys):
-    path = tmp_path / "selection.json"
-    arguments = f"--contexts 128 512 --shares 0.1 --heads 2 --repeats 2 --calls 1 --json {path}"
-    assert selection.main(arguments.split()) == 0
-    result = json.loads(path.read_text())
-    assert [(e["context"], e["rows"]) for e in result["times"]] == [(128, 12), (512, 51)]
-    first, last = (entry["microseconds"] for entry in result["times"])
-    assert result["growth"].keys() == selection.WAYS.keys() == first.keys()
-    for name, value in result["growth"].items():
-        assert value == pytest.approx(last[name] / first[name] / 4)
-    assert "| 512 | 51 |" in capsys.readouterr().out
-
-
-class Letters:
-    """A tokenizer: a letter is a token."""
-
-    def encode(self, text, **_):
-        return list(text.encode())
-
-
-@pytest.mark.slow
-def test_reuse_of_rows(tmp_path, capsys, monkeypatch):
-    """With a random model in which, as in real ones, queries have much in common."""
-    model = shapes.peaked_model(shapes.SHAPES["toy"], 160, "float32")
-    model = dataclasses.replace(model, given_tokenizer=Letters())
-    monkeypatch.setattr(infinigen_jax, "load", lambda folder, dtype: model)
-    path, text = tmp_path / "reuse.json", tmp_path / "text.txt"
-    text.write_text("The ship lay at anchor, and the wind came over the hills. " * 3)
-    arguments = ["--model", "toy", "--text", str(text), "--json", str(path)]
-    settings = "--window 160 --windows 1 --budgets 0.2 --sizes 2"
-    assert reuse.main([*arguments, *settings.split()]) == 0
-    (entries,) = (model["entries"] for model in json.loads(path.read_text())["models"])
-    none, twice = entries
-    assert (none["size"], twice["size"]) == (0, 2)
-    assert none["hit_rate"] == 0 < reuse.GOAL <= twice["hit_rate"] < 1
-    assert none["bytes_per_token"] > 2 * twice["bytes_per_token"] > 0
-    assert none["selected_fraction"] == twice["selected_fraction"]
-    assert none["fetched_fraction"] == none["selected_fraction"]
-    assert 0 < twice["fetched_fraction"] < (1 - reuse.GOAL) * twice["selected_fraction"]
-    assert "| met |" in capsys.readouterr().out
-
-
-def test_reuse_names_what_is_wrong(tmp_path, capsys):
-    arguments = ["--model", str(checkpoint.embedded("tiny-llama")), "--text", "/nowhere.txt"]
-    assert reuse.main([*arguments, "--json", str(tmp_path / "none.json")]) == 2
-    assert "/nowhere.txt" in capsys.readouterr().err
-
-
 def test_pieces_of_a_gpu_session_end_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpu, "GRACE", 0.5)
     monkeypatch.setattr(on_gpu, "LEAST", 0.0)
@@ -175,6 +115,7 @@ def test_pieces_of_a_gpu_session_end_in_time(tmp_path, monkeypatch):
     assert on_gpu.run(pieces[:1], tmp_path / "late", 0.0) == {"quick": "not started"}
 
 
+@pytest.mark.bench
 def test_prompts_are_timed(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
     monkeypatch.setattr(machine, "memory_read_bandwidth", lambda: 1e10)
@@ -193,7 +134,7 @@ def test_prompts_are_timed(tmp_path, monkeypatch, capsys):
     assert 0 < short <= long
     table = capsys.readouterr().out.splitlines()
     assert table[0].startswith("Attention: XLA" if not machine.has_gpu() else "Attention: ")
-    assert {line.count("|") for line in table[2:6]} == {5}
+    assert sum(line.startswith(("| 64 ", "| 80 ")) for line in table) == 2
 
 
 def test_no_round_is_started_after_the_cap(tmp_path, monkeypatch):
@@ -211,21 +152,7 @@ def test_commands_of_a_gpu_session_parse(piece, tmp_path):
     parse = {
         "benchmarks.decode": presets.parse,
         "benchmarks.prefill": prefill.build_parser().parse_args,
-        "benchmarks.selection": selection.build_parser().parse_args,
         "benchmarks.transfer": transfer.build_parser().parse_args,
     }[module]
     options = parse([*arguments, "--json", str(tmp_path / "x.json"), "--cap-seconds", "9"])
     assert options.cap_seconds == 9
-
-
-def test_losses_are_those_of_the_conversion(tmp_path, capsys):
-    found = tmp_path / "losses.json"
-    assert losses.main(["tiny-opt", "--json", str(found)]) == 0
-    expected = checkpoint.load(checkpoint.embedded("tiny-opt")).sparse_loss
-    assert expected is not None
-    lines = json.loads(found.read_text())["lines"]
-    assert [line["error"] for line in lines] == expected.T.tolist()
-    rows = capsys.readouterr().out.splitlines()
-    assert rows[2].startswith(f"| tiny-opt | own | {expected[0, 0]:.4f} |")
-    assert losses.main([str(tmp_path / "none")]) == 2
-    assert "none" in capsys.readouterr().err

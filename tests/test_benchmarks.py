@@ -15,11 +15,10 @@ from benchmarks import (
     decode,
     machine,
     memory,
+    pictures,
     presets,
-    prompts,
     report,
     shapes,
-    step_times,
 )
 from benchmarks.measure import turns
 from benchmarks.physics import Memory, resident_traffic, traffic_of
@@ -28,7 +27,6 @@ from benchmarks.waves import Bench, needs_of, waves_of
 from infinigen_jax import bandwidths
 from infinigen_jax.convert import DEFAULT_NEURONS, DEFAULT_SOURCE
 from infinigen_jax.engine import Engine
-from infinigen_jax.forecast import Machine
 from infinigen_jax.models import blueprint
 from infinigen_jax.neurons import number_of, projection_shapes
 from infinigen_jax.policies import InfiniGen
@@ -73,6 +71,7 @@ def systems(result):
     return result["contexts"][0]["systems"]
 
 
+@pytest.mark.bench
 def test_result_tells_machine_and_settings(result):
     described = result["machine"]
     assert described["cores"] > 0 and described["memory_bytes"] > 0 and described["cpu"]
@@ -87,6 +86,7 @@ def test_result_tells_machine_and_settings(result):
     assert result["contexts"][0]["waves"] == [MEASURED]  # all of them took turns
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize("name", MEASURED)
 def test_every_system_is_timed(systems, name):
     entry = systems[name]
@@ -100,6 +100,7 @@ def test_every_system_is_timed(systems, name):
     assert 0 < singles["p50_ms"] <= singles["p99_ms"] <= singles["max_ms"]
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize("name", MEASURED)
 def test_floor_and_what_was_reached_of_it(systems, name):
     entry = systems[name]
@@ -112,6 +113,7 @@ def test_floor_and_what_was_reached_of_it(systems, name):
     assert entry["link_share"] is None  # a CPU has no such bus
 
 
+@pytest.mark.bench
 def test_fractions_and_bytes(systems):
     plain, paper = systems["infinigen"], systems["infinigen-paper"]
     assert 0 < plain["fetched_fraction"] <= plain["selected_fraction"] <= 0.1
@@ -124,6 +126,7 @@ def test_fractions_and_bytes(systems):
     assert plain["host_cache_bytes"] * 3 == paper["host_cache_bytes"]
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize("name", OURS)
 def test_shares_of_a_traced_step_add_up(systems, name):
     traced = systems[name]["breakdown"]
@@ -141,11 +144,13 @@ def test_shares_of_a_traced_step_add_up(systems, name):
     assert {f"layer{i}" for i in range(3)} <= traced["layers_ms"].keys()
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize("name", OURS)
 def test_python_is_a_part_of_a_step(systems, name):
     assert 0 < systems[name]["dispatch_ms"] < systems[name]["single_steps"]["max_ms"]
 
 
+@pytest.mark.bench
 def test_flush_is_told_from_other_steps(systems):
     singles = systems["infinigen"]["single_steps"]
     nearest = min(abs(one - singles["flush_ms"]) for one in singles["milliseconds"])
@@ -155,54 +160,25 @@ def test_flush_is_told_from_other_steps(systems):
     assert systems["infinigen-paper"]["single_steps"]["flush_ms"] is None
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize("name", ["full-device", "transformers-static"])
 def test_systems_that_attend_to_everything_write_the_same(systems, name):
     whole = (1 + ROUNDS) * (TOKENS + MARGIN) + STEPS
     assert systems[name]["first_tokens_equal_to_exact"] == whole
 
 
+@pytest.mark.bench
 def test_what_cannot_run_says_why(systems):
     entry = systems["transformers-offloaded"]
     assert entry["absent"] == "skipped" and "CUDA" in entry["reason"]
 
 
-def test_goals_follow_from_the_measurements(result, systems):
-    spikes = {goal["what"]: goal for goal in result["goals"]}
-    goal = spikes["infinigen: step with a flush over median step"]
-    assert goal["value"] == systems["infinigen"]["single_steps"]["flush_over_median"]
-    assert goal["met"] == (goal["value"] <= 2)
-
-    def entry(speed):
-        return {"tokens_per_second": speed, "milliseconds_per_step": 1e3 / speed}
-
-    made = {
-        "device": "gpu",
-        "settings": {"shape": "opt-13b", "budget_rows": 256},
-        "contexts": [
-            {
-                "context": 1920,
-                "systems": {
-                    "infinigen": entry(60.0),
-                    "infinigen-paper": entry(24.0),
-                    "full-device": {"absent": "refused", "reason": ""},
-                },
-            },
-            {"context": 4096, "systems": {"infinigen-fixed": entry(50.0)}},
-            {"context": 32768, "systems": {"infinigen-fixed": entry(25.0)}},
-        ],
-    }
-    ratio, growth = report.goals(made)
-    assert ratio["what"] == "infinigen over infinigen-paper"
-    assert ratio["value"] == 2.5 and ratio["met"] is False and "3" in ratio["bound"]
-    assert growth["value"] == 2.0 and growth["met"] is True and "256 rows" in growth["what"]
-
-
+@pytest.mark.bench
 def test_table_has_a_line_for_each_system(result):
     lines = report.table(result).splitlines()
     for name in MEASURED:
         assert sum(line.startswith(f"| {name} |") for line in lines) == 1 + (name in OURS)
     assert any(line.startswith("- transformers-offloaded: skipped") for line in lines)
-    assert "### Goals" in lines
 
 
 def test_a_memory_cap_refuses_what_does_not_fit():
@@ -279,38 +255,6 @@ def test_infinigen_with_other_settings_is_a_system_of_its_own(capsys):
         assert "error: argument --systems" in capsys.readouterr().err
 
 
-def test_every_option_reaches_a_process_of_its_own(tmp_path):
-    arguments = ["--preset", "paper-capped", "--alpha", "3", "--cap-seconds", "50"]
-    options = presets.parse(arguments)
-    command = decode._command(options, ["infinigen"], tmp_path / "part.json", 20.0)
-    again = presets.parse(command[3:])
-    changed = {"systems": ["infinigen"], "json": tmp_path / "part.json", "cap_seconds": 20.0}
-    assert vars(again) == vars(options) | changed | {"processes": "one"}
-
-
-def test_results_of_two_processes_are_put_together(result):
-    parts = [json.loads(json.dumps(result)) for _ in range(2)]
-    mine, theirs = (part["contexts"][0]["systems"] for part in parts)
-    for name in SYSTEMS:
-        del (mine if name in presets.THEIRS else theirs)[name]
-    merged = decode.merge(parts, SYSTEMS)
-    assert merged["contexts"][0]["systems"] == result["contexts"][0]["systems"]
-    assert merged["goals"] == result["goals"]
-
-
-def test_a_shared_prompt_gives_what_a_prefill_gives():
-    """And the random model wants, as real ones do, mostly what it wanted before."""
-    model = model_of("toy")
-    tokens = [shapes.prompt(model.config, 150, seed) for seed in range(2)]
-    engine = Engine(model, policy=InfiniGen(budget=0.2, sinks=0, window=1), hot_set=2.0)
-    runs = [engine.start(tokens, 24), prompts.start(engine, prompts.read(model, tokens), 24)]
-    first, second = ([*run.tokens(ignore_eos=True)] for run in runs)
-    assert first == second
-    stats = [run.stats() for run in runs]
-    assert stats[0].fetched_fraction == stats[1].fetched_fraction
-    assert 0.6 < stats[0].hot_set_hit_rate < 0.98
-
-
 @pytest.mark.parametrize("name", ["toy", "toy-opt"])
 def test_a_random_model_has_what_a_conversion_gives_a_query_ahead(name):
     model = model_of(name)
@@ -319,6 +263,7 @@ def test_a_random_model_has_what_a_conversion_gives_a_query_ahead(name):
     assert {n: x.shape for n, x in model.ahead[1].projection.items()} == with_neurons
 
 
+@pytest.mark.bench
 def test_it_costs_what_it_costs_and_guesses_what_the_layers_own_projection_does():
     model, traffic, numbers = model_of("toy"), [], []
     for query in ("corrected", "plain"):
@@ -375,6 +320,7 @@ def test_attention_is_peaked_and_mostly_common_to_all_queries(name):
     assert float(energy[:quarter].sum() / energy.sum()) > 0.5
 
 
+@pytest.mark.bench
 def test_memory_against_its_plan():
     """In this process, where a toy's memory is lost among other things."""
     case = memory.Case("toy", "toy", 120, batch=2, new_tokens=8)
@@ -385,28 +331,13 @@ def test_memory_against_its_plan():
     assert "planned/measured" in memory.line(record)
 
 
-@pytest.mark.slow
-def test_step_times_against_a_plan():
-    """The floor is the plan's for the machine that is given."""
-    case = step_times.Case("toy", "toy", 60)
-    slow, fast = (Machine(None, 1 << 34, rate, rate) for rate in (1e8, 1e9))
-    records = [step_times.measure(case, machine) for machine in (slow, fast)]
-    expected = [record["expected_seconds"] for record in records]
-    assert expected[0] == pytest.approx(10 * expected[1])
-    assert all(record["measured_seconds"] > 0 for record in records)
-    ratio = expected[1] / records[1]["measured_seconds"]
-    assert records[1]["expected_over_measured"] == pytest.approx(ratio)
-    assert f"expected/measured {ratio:.2f}" in step_times.line(records[1])
-
-
 def test_machine_measures_memory():
     assert 1e8 < machine.memory_read_bandwidth(1 << 24) < 1e13
     assert bandwidths.host_to_device_bandwidth(1 << 20) is None or jax.default_backend() != "cpu"
 
 
+@pytest.mark.bench
 def test_plot(result, tmp_path):
     pytest.importorskip("matplotlib")
-    from benchmarks.plot import draw
-
-    draw([result], tmp_path / "figure.svg")
+    pictures.speeds(result, tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").stat().st_size > 1000

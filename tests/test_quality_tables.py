@@ -1,4 +1,4 @@
-"""The measurements behind the documentation: their commands, and the tables made of them."""
+"""The measurements of the documentation: their commands, and the tables and pictures of results."""
 
 import importlib.util
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pictures, quality, quality_tables, table_cells
+from benchmarks import pictures, quality, quality_tables, tables
 from benchmarks.figures import __main__ as figures
 from benchmarks.files import RESULTS
 from infinigen_jax import evaluate
@@ -24,14 +24,14 @@ def line(policy: str, change: float, **settings):
     }
 
 
-@pytest.mark.parametrize("name", quality.EXPERIMENTS)
-def test_commands_are_those_of_the_programs(name, tmp_path):
-    experiment = quality.EXPERIMENTS[name]
-    command = experiment.command(tmp_path, [tmp_path / "text"], 1024, tmp_path / "a.json")
-    assert importlib.util.find_spec(command[0])
-    modules = figures.FIGURES if "figures" in command[0] else evaluate.COMMANDS
-    parsed = evaluate.build_parser(modules).parse_args(command[1:])
-    assert parsed.json == str(tmp_path / "a.json") and configurations(parsed, reference=True)
+def test_commands_are_those_of_the_programs(tmp_path):
+    for name, experiment in quality.EXPERIMENTS.items():
+        command = experiment.command(tmp_path, tmp_path / "text", 1024, tmp_path / "a.json")
+        assert importlib.util.find_spec(command[0]), name
+        modules = figures.FIGURES if "figures" in command[0] else evaluate.COMMANDS
+        parsed = evaluate.build_parser(modules).parse_args(command[1:])
+        assert parsed.json == str(tmp_path / "a.json")
+        assert configurations(parsed, reference=True), name
 
 
 def test_an_experiment_runs_once_and_for_its_models(tmp_path, monkeypatch, capsys):
@@ -53,64 +53,85 @@ def test_an_experiment_runs_once_and_for_its_models(tmp_path, monkeypatch, capsy
         "perplexity-tiny-opt.json",
         "retrieval-books-llama.json",
     ]
-    assert len(ran) == 4 and "there already" in capsys.readouterr().err
+    assert len(ran) == 4 and "exists already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [["--only", "nothing"], [], ["--text", "t", "--tasks", "no"]])
-def test_what_cannot_be_measured_is_said(given, capsys):
+@pytest.mark.parametrize("given", [["--only", "nothing"], []])
+def test_wrong_input_is_one_line(given, capsys):
     assert quality.main(given) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_table_has_a_column_for_each_model_and_budget(tmp_path):
-    for model, change in (("books-llama", 1.0), ("tiny-opt", 2.0)):
-        lines = [
-            line("infinigen", change, budget=0.05, query="own", alpha=4.0),
-            line("infinigen", -change, budget=0.1, query="own", alpha=4.0),
-            line("window", 10 * change, budget=0.1),
-        ]
-        (tmp_path / f"perplexity-{model}.json").write_text(json.dumps({"configurations": lines}))
-    head, _, *rows = quality_tables.perplexity_table(tmp_path).splitlines()
-    assert head == "|  | books-llama 5 % | 10 % | tiny-opt 5 % | 10 % |"
-    assert rows == [
-        "| **infinigen**, own query (CPU) | +1.00 (1.23) | -1.00 (1.23) "
-        "| +2.00 (1.23) | -2.00 (1.23) |",
-        "| window |  | +10.00 (1.23) |  | +20.00 (1.23) |",
-        "| *fetched by infinigen, own query* | *4.6 %* | *4.6 %* | *4.6 %* | *4.6 %* |",
+def test_a_cell_is_looked_up_by_row_and_column(tmp_path):
+    lines = [line("infinigen", 1.0, budget=0.05, alpha=4.0), line("window", 10.0, budget=0.1)]
+    (tmp_path / "a-small.json").write_text(json.dumps({"configurations": lines}))
+    columns = [
+        (f"{b:.0%}", {"result": "a-{model}", "model": "small", "budget": b}) for b in (0.05, 0.1)
+    ]
+    rows = [
+        ("ours", {"policy": "infinigen", "alpha": 4.0}),
+        ("window", {"policy": "window"}),
+        ("not measured", {"policy": "quest"}),
+        ("moved", {"policy": "infinigen", "show": "fetched"}),
+    ]
+    assert tables.result_table(tmp_path, rows, columns, "of").splitlines() == [
+        "| of | 5% | 10% |",
+        "|---|---:|---:|",
+        "| ours | +1.00 (1.23) |  |",
+        "| window |  | +10.00 (1.23) |",
+        "| moved | 4.6 % |  |",
     ]
 
 
-def test_two_lines_that_are_meant_are_refused():
+def test_an_entry_is_a_row():
+    columns = {"name": ("name", "{}"), "ms": ("times.p50", "{:.1f}")}
+    entries = [{"name": "a", "times": {"p50": 1.25}}, {"name": "b", "times": {"p50": 3}}]
+    assert tables.entry_table(columns, entries).splitlines()[2:] == ["| a | 1.2 |", "| b | 3.0 |"]
+
+
+def test_ambiguous_lines_are_refused():
     lines = [line("window", 1.0, rows=rows) for rows in ("exact", "int8")]
-    assert table_cells.find(lines, "window", {"rows": "int8"}) is lines[1]
-    assert table_cells.find(lines, "quest", {}) is None
+    assert tables.find(lines, "window", {"rows": "int8"}) is lines[1]
+    assert tables.find(lines, "quest", {}) is None
     with pytest.raises(ValueError, match="2 lines"):
-        table_cells.find(lines, "window", {})
+        tables.find(lines, "window", {})
 
 
-def table_rows(name: str) -> list[list[str]]:
-    """The cells of a table that the results make, without its head."""
-    lines = quality_tables.TABLES[name](RESULTS).splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+def test_every_table_has_a_page_and_every_page_its_tables():
+    text = {path: path.read_text() for path in quality_tables.DOCS.glob("*.md")}
+    for page in text.values():
+        made = quality_tables.with_tables(page, RESULTS)
+        assert made == page, "python -m benchmarks.quality --tables"
+    named = {found[2] for page in text.values() for found in quality_tables.PLACE.finditer(page)}
+    assert named == set(quality_tables.TABLES)
 
 
-def test_pictures_are_of_the_results(tmp_path, monkeypatch, capsys):
+def test_results_are_those_that_a_page_quotes():
+    """Or that the tables are made of."""
+    root = RESULTS.parent.parent
+    pages = [root / "README.md", *root.glob("docs/*.md"), *root.glob("benchmarks/*/*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    read = {
+        f"{spec['result'].format(**spec)}.json"
+        for rows, columns, _ in quality_tables.TABLES.values()
+        for _, row in rows
+        for _, column in columns
+        for spec in [{**column, **row}]
+    }
+    # The figure of chunks is quoted by its folder.
+    files = {str(f.relative_to(RESULTS)) for f in RESULTS.rglob("*") if f.is_file()}
+    unquoted = {f for f in files - read if f not in text and not f.startswith("figures/chunks-")}
+    assert not unquoted and read <= files
+
+
+def test_pictures_are_of_the_results(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(pictures, "DOCS", tmp_path)
     assert pictures.main([]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "recall-tiny-llama.svg",
-        "steps.svg",
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["recall-tiny-llama.svg", "steps.svg"]
+    shown = quality_tables.table("steps", RESULTS).splitlines()[2:]
+    points = pictures.step_points(RESULTS)["books-llama"]
+    assert [f"{value:.2f}" for _, value in points] == [
+        row.split("|")[3].split()[0] for row in shown
     ]
-    shown = table_rows("steps divergence")
-    for column, points in enumerate(pictures.step_points(RESULTS).values()):
-        values = [f"{value:.2f}" for value, _ in points]
-        assert values == [row[1 + 2 * column].split()[0] for row in shown]  # each at 5 and 10 %
-
-
-def test_the_documentation_has_the_tables_of_the_results():
-    for path in quality_tables.DOCS.glob("*.md"):
-        text = path.read_text()
-        assert quality_tables.with_tables(text, RESULTS) == text, "benchmarks.quality --tables"
-    text = (quality_tables.DOCS / "quality.md").read_text()
-    assert "<!-- table: perplexity -->\n| " in text

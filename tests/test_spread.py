@@ -1,7 +1,6 @@
 """Moments at positions that the text does not reach, against texts that stand there."""
 
 import dataclasses
-import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import random_model
 
-from benchmarks import calibration
-from infinigen_jax.convert import calibrate
 from infinigen_jax.convert.calibrate import Calibrator, windows
 from infinigen_jax.models.rope import Rope, rotate
 from infinigen_jax.skew import guess_moments, moments
@@ -64,27 +61,6 @@ def calibrated(ids: np.ndarray, config, model):
     for params in model.params["layers"][:2]:
         found = calibrator.layer(params)
     return found, calibrator.ahead(model.params["layers"][1])[1]
-
-
-def test_the_benchmark_calibrates_in_each_way():
-    config = dataclasses.replace(random_model("gqa").config, max_positions=30)
-    ids = np.arange(3, 93, dtype=np.int32)
-    shapes = {}
-    for way in calibration.WAYS:
-        with calibration.calibrating(way, 10):
-            text = calibrate.windows(ids, config, 90, "text", b"")
-            shapes[way] = (*text.ids.shape, calibrate.offsets(config.rope, 30, text.ids.shape[1]))
-    assert list(shapes.values()) == [(3, 30, 1), (9, 10, 1), (9, 10, 21)]
-
-
-def test_the_benchmark_goes_on_with_the_same_settings_and_code_only(tmp_path):
-    path, run = tmp_path / "result.json", {"seen": 256, "machine": {"commit": "a", "date": "1"}}
-    assert calibration.finished(path, run) == []
-    path.write_text(json.dumps(run | {"lines": [{"policy": "default"}]}))
-    again = run | {"machine": {"commit": "a", "date": "2"}}
-    assert calibration.finished(path, again) == [{"policy": "default"}]
-    assert calibration.finished(path, again | {"seen": 128}) == []
-    assert calibration.finished(path, run | {"machine": {"commit": "b", "date": "1"}}) == []
 
 
 @pytest.mark.parametrize("name", ["gqa", "qwen3"])

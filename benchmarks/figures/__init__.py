@@ -11,5 +11,5 @@
 
 Each is a set of defaults for the options of `infinigen_jax.evaluate` (which all remain), with a
 table and a diagram of its own; what is measured, and how, is `infinigen_jax.evaluation`'s business.
-Where the paper has accuracy on tasks, --data takes its task files in place of --text.
+Where the paper has accuracy on tasks, --tasks (of lm-eval) stands in place of --text.
 """

@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this figure."""
     add_evaluation_options(
         parser,
-        data=False,
+        tasks=False,
         policy=["infinigen", "infinigen-paper", "h2o", "window"],
         budget=[0.05],
         context=64,

@@ -1,21 +1,21 @@
-"""What all figures do: options of the evaluation, one table, one file, one diagram."""
+"""Common parts of the figures: options of the evaluation, one table, one file, one diagram."""
 
 import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.figures import accuracy
 from infinigen_jax.errors import InputError
-from infinigen_jax.evaluation import perplexity, tasks
+from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.plots import Panel, Point, draw
 from infinigen_jax.evaluation.session import Session, add_common_options, result_table
-from infinigen_jax.evaluation.tasks import add_task_options
 from infinigen_jax.evaluation.windows import add_window_options
 
 Cells = Callable[[dict[str, Any]], list[str]]
 
 
 class Measured(NamedTuple):
-    """Lines of a result, and which of their values is the quality.
+    """Lines of a result, and the name of their quality.
 
     Attributes:
         quality: name of that value.
@@ -30,34 +30,34 @@ class Measured(NamedTuple):
     cells: Cells
 
 
-def add_options(parser: argparse.ArgumentParser, *, data: bool, **defaults: Any) -> None:
-    """The options of `evaluate perplexity`, and with `data` those of `evaluate tasks`.
+def add_options(parser: argparse.ArgumentParser, *, tasks: bool, **defaults: Any) -> None:
+    """Add the options of `evaluate perplexity`, and those of tasks if the figure takes them.
 
     Args:
         defaults: of options, in place of the evaluation's.
     """
-    add_window_options(parser, required=not data)
-    if data:
-        add_task_options(parser, required=False)
-    add_common_options(parser, batch=8, of="windows or choices" if data else "windows")
+    add_window_options(parser, required=not tasks)
+    if tasks:
+        accuracy.add_options(parser)
+    add_common_options(parser, batch=8, of="windows or choices" if tasks else "windows")
     parser.set_defaults(**defaults)
 
 
 def measure(arguments: argparse.Namespace, session: Session) -> Measured:
-    """All configurations of a session, on --text or --data, whichever is given.
+    """Measure all configurations of a session on --text or --tasks, whichever is given.
 
     Raises:
-        InputError: if neither is, or both are.
+        InputError: if neither is given, or both are.
     """
-    data = getattr(arguments, "data", None)
-    if (arguments.text is None) == (data is None):
-        raise InputError("give either --text F, for perplexity, or --data F, for accuracy on tasks")
-    if data is None:
+    names = getattr(arguments, "tasks", None)
+    if (arguments.text is None) == (names is None):
+        raise InputError("give either --text F for perplexity or --tasks NAME for accuracy")
+    if names is None:
         lines = perplexity.measured_lines(session)
         return Measured(session, lines, "perplexity", "perplexity", *perplexity.quality(lines))
-    lines = tasks.measured_lines(session)
+    lines = accuracy.measured_lines(session)
     title = "accuracy, mean of the tasks"
-    return Measured(session, lines, "accuracy", title, *tasks.quality(lines))
+    return Measured(session, lines, "accuracy", title, *accuracy.quality(lines))
 
 
 def finish(
@@ -94,17 +94,17 @@ def over(
     x: Callable[[dict[str, Any]], float],
     y: str,
 ) -> dict[str, list[Point]]:
-    """Points (x, value y) of result lines, in order of x, by name; without those that have none."""
-    found: dict[str, list[Point]] = {}
+    """Return points (x, value y) of result lines by name, sorted by x."""
+    curves: dict[str, list[Point]] = {}
     for line in lines:
         label = name(line)
         if label is not None and line[y] is not None:
-            found.setdefault(label, []).append((x(line), line[y]))
-    return {label: sorted(points) for label, points in found.items()}
+            curves.setdefault(label, []).append((x(line), line[y]))
+    return {label: sorted(points) for label, points in curves.items()}
 
 
 def level(lines: Sequence[dict[str, Any]], y: str, xs: Sequence[float]) -> dict[str, list[Point]]:
-    """The reference's value as a line across; nothing without a reference."""
+    """Return the reference's value as a horizontal line; nothing without a reference."""
     if not lines or not lines[0]["reference"] or not xs:
         return {}
     return {"full cache": [(min(xs), lines[0][y]), (max(xs), lines[0][y])]}

@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     policies = [f"{name}:budget={b}" for name in ("infinigen", "h2o", "window") for b in BUDGETS]
     policies += [f"infinigen-paper:alpha={a},budget={b}" for a, b in PAPER]
     add_evaluation_options(
-        parser, data=True, policy=["full", *policies], rows=["auto", "int8", "int4"]
+        parser, tasks=True, policy=["full", *policies], rows=["auto", "int8", "int4"]
     )
 
 

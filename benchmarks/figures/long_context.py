@@ -28,7 +28,7 @@ SINKS = 4
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this figure."""
     add_evaluation_options(
-        parser, data=False, policy=["infinigen", "infinigen-paper", "h2o", "window"]
+        parser, tasks=False, policy=["infinigen", "infinigen-paper", "h2o", "window"]
     )
     add = parser.add_argument
     add("--kept", type=int, default=64, metavar="N", help="tokens attended to (default 64)")

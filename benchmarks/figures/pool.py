@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this figure."""
     add_evaluation_options(
         parser,
-        data=False,
+        tasks=False,
         policy=["infinigen"],
         budget=[0.1],
         context=64,

@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         pairs = [(alpha, ratio) for alpha in ALPHAS] + [(ALPHA, each) for each in RATIOS[name]]
         for alpha, own in pairs:
             sweeps.setdefault(f"{name}:alpha={alpha:g},partial_ratio={own:g}")
-    add_evaluation_options(parser, data=True, policy=list(sweeps), budget=[0.2])
+    add_evaluation_options(parser, tasks=True, policy=list(sweeps), budget=[0.2])
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:

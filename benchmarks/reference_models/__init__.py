@@ -1,6 +1,6 @@
-"""Small models trained here, to measure on: their attention is real, and so is what they look up.
+"""Small models trained here to measure on: they look things up, and their attention is real.
 
 `recipes` says what is trained; `books`, `corpus`, `synthetic` and `batches` make the tokens;
-`model`, `schedule` and `checkpoints` are the training; `export` writes a Hugging Face folder.
-Commands: `train`, `report`, and `on_gpu`, which does everything in limited time.
+`model`, `induction`, `schedule` and `checkpoints` are the training; `export` writes a Hugging Face
+folder. The command is `python -m benchmarks.reference_models.train`.
 """

@@ -4,18 +4,12 @@ A batch is a function of the seed, the step and the stage alone: a training that
 interruption needs no position in the data beside its step.
 """
 
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.reference_models.corpus import Corpus, Tokens, open_corpus
+from benchmarks.reference_models.corpus import Corpus, Tokens
 from benchmarks.reference_models.recipes import BOS, Size, Stage
 from benchmarks.reference_models.synthetic import SHORTEST, Synthetic
 
@@ -45,47 +39,30 @@ def passage(split: Tokens, rng: np.random.Generator, length: int) -> np.ndarray:
 
 
 class Batches:
-    """Draws batches; the next ones are made meanwhile.
+    """Draws batches; a thread makes the next ones meanwhile."""
 
-    Args:
-        processes: so many make them; 0: a thread of this one.
-    """
-
-    def __init__(self, corpus: Corpus, size: Size, seed: int, processes: int = 0):
+    def __init__(self, corpus: Corpus, size: Size, seed: int):
         self.corpus, self.size, self.seed = corpus, size, seed
         self.synthetic = Synthetic(
             corpus.tokenizer, lambda rng, n: passage(corpus.train, rng, n), size.answer_weight
         )
-        self._ahead = max(AHEAD, 2 * processes)
-        self._executor, self._make = self._workers(processes)
+        self._executor = ThreadPoolExecutor(1)
         self._made: dict[tuple[int, Stage], Future[Batch]] = {}
 
     def get(self, step: int, stage: Stage) -> Batch:
         """The batch of a step; those behind it are begun as if they were of the same stage."""
         wanted = self._made.pop((step, stage), None)
         batch = wanted.result() if wanted else self.make(step, stage)
-        kept = [(step + i, stage) for i in range(1, self._ahead + 1)]  # the next one first
+        kept = [(step + i, stage) for i in range(1, AHEAD + 1)]  # the next one first
         for key in [key for key in self._made if key not in kept]:
             self._made.pop(key).cancel()
         for key in kept:
             if key not in self._made:
-                self._made[key] = self._executor.submit(self._make, *key)
+                self._made[key] = self._executor.submit(self.make, *key)
         return batch
 
     def close(self) -> None:
         self._executor.shutdown(cancel_futures=True)
-
-    def _workers(self, processes: int) -> tuple[Executor, Callable[[int, Stage], Batch]]:
-        """Who makes batches, and the function to give them."""
-        if not processes:
-            return ThreadPoolExecutor(1), self.make
-        executor = ProcessPoolExecutor(
-            processes,
-            multiprocessing.get_context("spawn"),  # JAX has threads, which a fork would lose
-            _open_worker,
-            (self.corpus.folder, self.size, self.seed),
-        )
-        return executor, _make_in_worker
 
     def make(self, step: int, stage: Stage) -> Batch:
         """Passages of books, every other one behind the mark of a text's beginning, and tasks."""
@@ -109,30 +86,6 @@ class Batches:
                 if rng.random() < 0.5:  # prompts begin so, windows of a validation need not
                     tokens[row, 0] = BOS
         return Batch(tokens, weights[:, 1:], answers[:, 1:])
-
-
-_worker: Batches | None = None  # of a process that makes batches
-
-
-def _open_worker(folder: Path, size: Size, seed: int) -> None:
-    """In a process that makes batches: it ends with its parent, which alone hears signals."""
-    global _worker
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-    _worker = Batches(open_corpus(folder), size, seed)
-
-
-def _make_in_worker(step: int, stage: Stage) -> Batch:
-    assert _worker is not None
-    return _worker.make(step, stage)
 
 
 def windows(split: Tokens, context: int, count: int) -> np.ndarray:

@@ -9,7 +9,6 @@ A book of the validation split is cut after 200,000 characters, so that each cou
 
 import dataclasses
 import hashlib
-import io
 import itertools
 import json
 from collections.abc import Iterable, Iterator
@@ -105,15 +104,6 @@ def open_corpus(folder: Path) -> Corpus:
     fingerprint = hashlib.sha256((text + tokenizer_json).encode()).hexdigest()
     made = Tokenizer.from_str(tokenizer_json)
     return Corpus(splits["train"], splits["val"], made, tokenizer_json, fingerprint, folder)
-
-
-def held_out(books: Path, tokenizer: Tokenizer) -> Tokens:
-    """The validation split in the tokens of any model."""
-    file = io.BytesIO()
-    found = read_books(archives(books, "val"), VALIDATION_CHARACTERS)
-    split = _write_tokens(file, found, tokenizer)
-    tokens = np.frombuffer(file.getvalue(), np.uint16)
-    return Tokens(tokens, np.array(split["starts"]), split["characters"])
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

@@ -42,20 +42,14 @@ def with_induction(params: Params, config: ModelConfig, seed: int) -> Params:
     directions = np.linalg.qr(rng.normal(size=(d, d)))[0]
     n = min(c.head_dim, (d - 1) // 5)
     constant, directions = directions[:, 0], directions[:, 1:]
-    token, once, twice, output, place = (directions[:, i * n : (i + 1) * n] for i in range(5))
+    token, once, twice, output = (directions[:, i * n : (i + 1) * n] for i in range(4))
     made = jax.tree.map(np.array, params)
-    if c.rope is None:
-        _quieten(made, once, twice, place)
-        positions = made["embedding"]["positions"]["embedding"]
-        positions[:] = EMBEDDING * np.sqrt(2) * _waves(n, len(positions)) @ place.T
-        seen = np.sqrt(d / (d - 2 * n))  # of a coordinate behind the normalisation, about
-        looks = _by_place(place, c.scale, seen, c.head_dim)
-    else:
-        _quieten(made, once, twice)
-        made["embedding"]["tokens"]["embedding"] += EMBEDDING * np.sqrt(d) * CONSTANT * constant
-        fast = c.head_dim // 4  # pairs that turn fast enough to tell neighbours apart
-        angles = np.asarray(c.rope.frequencies(c.head_dim))[:fast]
-        looks = _by_rotation(constant, angles, c.scale, c.head_dim)
+    assert c.rope is not None
+    _quieten(made, once, twice)
+    made["embedding"]["tokens"]["embedding"] += EMBEDDING * np.sqrt(d) * CONSTANT * constant
+    fast = c.head_dim // 4  # pairs that turn fast enough to tell neighbours apart
+    angles = np.asarray(c.rope.frequencies(c.head_dim))[:fast]
+    looks = _by_rotation(constant, angles, c.scale, c.head_dim)
     _look_back(_Heads(made["layers"][0], config), looks, token, (once, twice))
     for order, number in enumerate(i for i in COPIERS if i < c.num_layers):
         heads = _Heads(made["layers"][number], config)
@@ -88,19 +82,16 @@ def _copy(
         order: which of the layers that do it; each compares by directions of its own.
     """
     size, n = config.head_dim, token.shape[1]
-    if config.rope is None:
-        strength = np.sqrt(MATCH / config.scale / 2)
-        read, pairs = slice(0, n), [(slice(0, n), once, token)]
-    else:  # slow pairs alone: a lookup must not depend on the distance
-        strength = np.sqrt(MATCH / config.scale)
-        half, low = size // 2, size // 4
-        width = min(half - low, n)
-        start = order * width % max(n - width, 1)
-        read = slice(start, start + width)
-        pairs = [
-            (slice(low, low + width), once, token),
-            (slice(half + low, half + low + width), twice, once),
-        ]
+    # Slow pairs alone: a lookup must not depend on the distance.
+    strength = np.sqrt(MATCH / config.scale)
+    half, low = size // 2, size // 4
+    width = min(half - low, n)
+    start = order * width % max(n - width, 1)
+    read = slice(start, start + width)
+    pairs = [
+        (slice(low, low + width), once, token),
+        (slice(half + low, half + low + width), twice, once),
+    ]
     heads.key[:, 0], heads.value[:, 0] = 0, 0
     heads.value[:, 0, :n] = output
     heads.query[:, : heads.group], heads.output[: heads.group] = 0, 0
@@ -135,35 +126,6 @@ def _without(x: np.ndarray, *directions: np.ndarray) -> np.ndarray:
     for some in directions:
         x = x - (x @ some) @ some.T
     return x
-
-
-def _waves(n: int, positions: int) -> np.ndarray:
-    """[positions, n]: cosines, then sines, of n // 2 frequencies."""
-    angles = np.arange(positions)[:, None] * _frequencies(n)[None]
-    waves = np.zeros((positions, n))
-    waves[:, : n // 2], waves[:, n // 2 : n // 2 * 2] = np.cos(angles), np.sin(angles)
-    return waves
-
-
-def _frequencies(n: int) -> np.ndarray:
-    return 1000.0 ** (-np.arange(n // 2) / max(n // 2, 1))
-
-
-def _by_place(place: np.ndarray, scale: float, seen: float, size: int) -> Look:
-    """For learned positions, which are waves."""
-    n = place.shape[1]
-    half = n // 2
-    strength = np.sqrt(SHARPNESS / scale / 4) / seen
-
-    def look(back: int) -> np.ndarray:
-        turn = back * _frequencies(n)
-        cos, sin = place[:, :half], place[:, half : 2 * half]
-        projection = np.zeros((len(place), size))
-        projection[:, :half] = cos * np.cos(turn) + sin * np.sin(turn)
-        projection[:, half : 2 * half] = sin * np.cos(turn) - cos * np.sin(turn)
-        return strength * projection
-
-    return look
 
 
 def _by_rotation(constant: np.ndarray, angles: np.ndarray, scale: float, size: int) -> Look:

@@ -1,11 +1,10 @@
-"""What is trained: three sizes, each in two shapes, and all that its training depends on."""
+"""What is trained: three sizes, and all that their training depends on."""
 
 import dataclasses
 from typing import Any
 
 BOS, PAD, EOS, UNK = range(4)
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
-SHAPES = ("llama", "opt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,6 @@ class Size:
     """A model's size and its training.
 
     Attributes:
-        opt_layers, opt_mlp: of the OPT shape, where they differ for a like number of parameters.
         vocabulary: tokens that the tokenizer is trained to have.
         stages: short sequences first, because a token costs less there; the last has the model's
             whole context.
@@ -51,11 +49,9 @@ class Size:
 
     hidden: int
     layers: int
-    opt_layers: int
     heads: int
     kv_heads: int
-    llama_mlp: int
-    opt_mlp: int
+    mlp: int
     vocabulary: int
     stages: tuple[Stage, ...]
     tokens: int
@@ -89,11 +85,9 @@ SIZES = {
     "smoke": Size(
         hidden=32,
         layers=2,
-        opt_layers=2,
         heads=4,
         kv_heads=2,
-        llama_mlp=64,
-        opt_mlp=64,
+        mlp=64,
         vocabulary=320,
         stages=(
             Stage(until=0.25, context=64, batch=4, copies=1.0, rate=1e-3),
@@ -113,11 +107,9 @@ SIZES = {
     "cpu": Size(
         hidden=192,
         layers=6,
-        opt_layers=6,
         heads=6,
         kv_heads=3,
-        llama_mlp=512,
-        opt_mlp=704,
+        mlp=512,
         vocabulary=1024,
         stages=(
             Stage(until=0.1, context=256, batch=8, copies=1.0, rate=1e-3),
@@ -137,11 +129,9 @@ SIZES = {
     "gpu": Size(
         hidden=512,
         layers=8,
-        opt_layers=7,
         heads=8,
         kv_heads=4,
-        llama_mlp=1408,
-        opt_mlp=2048,
+        mlp=1408,
         vocabulary=4096,
         stages=(
             Stage(until=0.03, context=1024, batch=64, copies=1.0, rate=5e-4),
@@ -161,9 +151,9 @@ SIZES = {
 }
 
 
-def hf_config(shape: str, size: Size, vocabulary: int) -> dict[str, Any]:
+def hf_config(size: Size, vocabulary: int) -> dict[str, Any]:
     """The model's `config.json`."""
-    common = {
+    return {
         "vocab_size": vocabulary,
         "hidden_size": size.hidden,
         "num_attention_heads": size.heads,
@@ -173,27 +163,12 @@ def hf_config(shape: str, size: Size, vocabulary: int) -> dict[str, Any]:
         "pad_token_id": PAD,
         "tie_word_embeddings": True,
         "dtype": size.dtype,
-    }
-    if shape == "opt":
-        return common | {
-            "model_type": "opt",
-            "architectures": ["OPTForCausalLM"],
-            "num_hidden_layers": size.opt_layers,
-            "ffn_dim": size.opt_mlp,
-            "word_embed_proj_dim": size.hidden,
-            "activation_function": "relu",
-            "do_layer_norm_before": True,
-            "enable_bias": True,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-        }
-    return common | {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": size.layers,
         "num_key_value_heads": size.kv_heads,
         "head_dim": size.hidden // size.heads,
-        "intermediate_size": size.llama_mlp,
+        "intermediate_size": size.mlp,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},

@@ -1,6 +1,6 @@
 """Train a reference model.
 
-    python -m benchmarks.reference_models.train --shape llama --size cpu --books DIR --out DIR
+    python -m benchmarks.reference_models.train --size cpu --books DIR --out DIR
 
 Into the folder --out: `model` (Hugging Face layout), `loss.json`, `loss.svg`, `checkpoint.npz`, and
 `data` (tokens) unless --data names one. Interrupted by Ctrl-C or SIGTERM it saves its state, and
@@ -12,14 +12,13 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.reference_models.recipes import SHAPES, SIZES
+from benchmarks.reference_models.recipes import SIZES
 from infinigen_jax.errors import InputError, Parser, run_command
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m benchmarks.reference_models.train", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--books", type=Path, help="folder of books_*.tar.xz")
     parser.add_argument("--data", type=Path, help="prepared tokens; default: OUT/data")
@@ -75,7 +74,6 @@ def run(options: argparse.Namespace, started: float) -> int:
         return 0
     keep_programs()
     settings = Settings(
-        shape=options.shape,
         size_name=options.size,
         seed=options.seed,
         deadline=None if options.minutes is None else started + 60 * options.minutes,

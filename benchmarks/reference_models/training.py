@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import signal
 import threading
@@ -18,7 +19,6 @@ import numpy as np
 from benchmarks.files import note, write_json
 from benchmarks.machine import describe
 from benchmarks.reference_models import checkpoints
-from benchmarks.reference_models.attention import best_attention
 from benchmarks.reference_models.batches import Batch, Batches
 from benchmarks.reference_models.corpus import Corpus
 from benchmarks.reference_models.export import export
@@ -27,12 +27,12 @@ from benchmarks.reference_models.model import (
     Losses,
     State,
     Training,
+    attention,
     initial_params,
     optimizer,
     token_losses,
     train_step,
 )
-from benchmarks.reference_models.plot import draw
 from benchmarks.reference_models.recipes import SIZES, Size, hf_config
 from benchmarks.reference_models.schedule import Clock, learning_rate
 from benchmarks.reference_models.validation import COUNT, validate
@@ -42,7 +42,6 @@ from infinigen_jax.models import blueprint, config_from_hf
 CHECKPOINT = "checkpoint.npz"
 VALIDATIONS = 10  # parts of the training, with a validation behind each
 QUICK_WINDOWS = 16  # of such a validation
-BATCH_PROCESSES = 4  # that make batches for a GPU
 IN_FLIGHT = 2  # steps dispatched before the oldest is waited for
 POINTS = 400  # of the curve, at most, about
 VALIDATIONS_SHARE = 0.05  # of the time, at most, where that is given
@@ -57,7 +56,6 @@ class Settings:
         deadline: of `time.monotonic()`, by which all is written; None: train on `tokens`.
     """
 
-    shape: str
     size_name: str
     seed: int = 0
     deadline: float | None = None
@@ -100,11 +98,11 @@ class _Job:
     def __init__(self, settings: Settings, corpus: Corpus, out: Path):
         self.settings, self.corpus, self.out = settings, corpus, out
         self.size = settings.size
-        self.hf = hf_config(settings.shape, self.size, corpus.tokenizer.get_vocab_size())
+        self.hf = hf_config(self.size, corpus.tokenizer.get_vocab_size())
         config = config_from_hf(self.hf)
         self.dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
         self.training = Training(
-            blueprint(config, self.dtype), best_attention(self.dtype), self.size.remat, self.dtype
+            blueprint(config, self.dtype), attention(self.dtype), self.size.remat, self.dtype
         )
         params = with_induction(initial_params(config, settings.seed), config, settings.seed)
         self.state = State(params, optimizer(self.size.weight_decay).init(params))
@@ -119,9 +117,7 @@ class _Job:
 
     def run(self, stopping: Callable[[], bool]) -> bool:
         """Steps until the clock has run out (True) or somebody wants it to stop (False)."""
-        # A GPU's step may be over before one thread of Python has made a batch.
-        processes = BATCH_PROCESSES if jax.default_backend() == "gpu" else 0
-        batches = Batches(self.corpus, self.size, self.settings.seed, processes)
+        batches = Batches(self.corpus, self.size, self.settings.seed)
         try:
             self._warm_up(batches)
             return self._steps(batches, stopping)
@@ -168,7 +164,10 @@ class _Job:
             "validations": self.validations,
         }
         write_json(self.out / "loss.json", result)
-        draw(result, self.out / "loss.svg")
+        if importlib.util.find_spec("matplotlib"):
+            from benchmarks.pictures import losses
+
+            losses(result, self.out / "loss.svg")
         self.save()
 
     def validate(self, count: int) -> dict[str, Any]:
@@ -276,7 +275,6 @@ class _Job:
         if self.settings.deadline is not None:
             del recipe["tokens"]  # ends by time
         return {
-            "shape": self.settings.shape,
             "size": self.settings.size_name,
             "seed": self.settings.seed,
             "by_time": self.settings.deadline is not None,

@@ -9,9 +9,8 @@
     perplexity      of a text: scoring, statistics
     recall          attention against exact top-k: study
     retrieval       finding things in long texts: haystacks, lost_in_the_middle, answers
-    tasks           multiple choice: task_files, likelihood
     windows, texts  which tokens of a text are measured
-    lm_eval         a model for the lm-evaluation-harness
+    lm_eval         a model for the lm-evaluation-harness: likelihood, answers
 
 A sub-command is a module with SUMMARY, add_options(parser) and run(arguments, say), and a line in
 `infinigen_jax.evaluate`.

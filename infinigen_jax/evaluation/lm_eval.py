@@ -27,6 +27,7 @@ from tqdm import tqdm
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.answers import answer
 from infinigen_jax.evaluation.likelihood import Continuation, likelihoods
+from infinigen_jax.evaluation.scoring import Traffic
 from infinigen_jax.evaluation.texts import beginning, prefixed, split_behind
 
 if TYPE_CHECKING:
@@ -41,11 +42,14 @@ class InfiniGenLM(LM):
 
     Args:
         engine: that generates; made from `options` if there is none.
-        batch_size: requests at once.
-        options: model, policy, budget, ... as the options of `python -m infinigen_jax.evaluate
-            tasks` of those names, and settings of the policy that have no option (a comma would
-            end it behind the policy's name); what the harness adds and does not apply (device) is
-            ignored.
+        batch_size: requests decoded together.
+        quiet: show no progress.
+        options: model, policy, budget, ... as the options of `python -m infinigen_jax.generate` of
+            those names, and settings of the policy that have no option (a comma would end the
+            policy's name); what the harness adds and does not apply (device) is ignored.
+
+    Attributes:
+        traffic: rows and bytes moved by all requests so far.
 
     Raises:
         InputError: for options out of range.
@@ -58,10 +62,12 @@ class InfiniGenLM(LM):
         batch_size: int | str = 8,
         max_batch_size: Any = None,
         device: Any = None,
+        quiet: bool = False,
         **options: Any,
     ):
         super().__init__()
         self.engine = _engine(options) if engine is None else engine
+        self.quiet, self.traffic = quiet, Traffic()
         self.batch = int(batch_size) if str(batch_size).isdigit() else 8
         self.positions = self.engine.model.config.max_positions
         if self.engine.model.tokenizer is None:
@@ -106,13 +112,15 @@ class InfiniGenLM(LM):
         texts = [""] * len(requests)
         sizes = [self._settings(request)[1] for request in requests]
         tokenizer = self.engine.model.tokenizer
-        with tqdm(total=len(requests), unit=" texts", disable=disable_tqdm) as progress:
+        hidden = disable_tqdm or self.quiet
+        with tqdm(total=len(requests), unit=" texts", disable=hidden) as progress:
             for size in sorted(set(sizes)):  # requests of one length of answer are one batch
                 rows = [i for i, own in enumerate(sizes) if own == size]
                 room = self.positions - size
                 prompts = [prefixed(tokenizer, requests[i].args[0])[-room:] for i in rows]
                 prompts = [[self._first] * (2 - len(p)) + p for p in prompts]
-                tokens, _ = answer(self.engine, prompts, 1, size, self.batch, progress.update)
+                tokens, moved = answer(self.engine, prompts, 1, size, self.batch, progress.update)
+                self.traffic += moved
                 for i, row in zip(rows, tokens, strict=True):
                     texts[i] = tokenizer.decode(row[row >= 0].tolist())
         for i, request in enumerate(requests):
@@ -122,8 +130,11 @@ class InfiniGenLM(LM):
         return texts
 
     def _score(self, asked: list[Continuation], disable_tqdm: bool) -> Any:
-        with tqdm(total=len(asked), unit=" texts", disable=disable_tqdm) as progress:
-            return likelihoods(self.engine, asked, self.batch, progress.update)[0]
+        hidden = disable_tqdm or self.quiet
+        with tqdm(total=len(asked), unit=" texts", disable=hidden) as progress:
+            scores, moved = likelihoods(self.engine, asked, self.batch, progress.update)
+        self.traffic += moved
+        return scores
 
     def _settings(self, request: Any) -> tuple[list[str], int]:
         """Stop strings, and tokens to generate."""

@@ -12,11 +12,9 @@ import pytest
 import step_programs as sp
 from compile_for_gpu import Program, compile_for_gpu, on_device, on_host
 from hlo import Instruction
-from jax import lax
 from placeholders import register_placeholder
 from reading import copies, host_copies, large_results, schedule
 
-from benchmarks.selection import by_kernel
 from infinigen_jax.cuda import calls, check
 from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
 from infinigen_jax.reuse import Plan
@@ -112,15 +110,6 @@ def test_selection_is_one_launch():
         select, on_device((2, 8, 4, 8192), jnp.float32), on_device((2,), jnp.int32)
     )
     assert [i.target for body in schedule(program).values() for i in body] == [LAUNCH]
-
-
-def test_the_benchmark_of_selection_launches_the_kernel():
-    def run(ranks: jax.Array, count: jax.Array):
-        return lax.map(lambda rank: by_kernel(rank, count, 819, (1, 20)), ranks)
-
-    ranks, count = on_device((4, 1, 8, 16384), jnp.float32), on_device((1, 8), jnp.int32)
-    program = compile_for_gpu(run, ranks, count)
-    assert LAUNCH in [i.target for body in schedule(program).values() for i in body]
 
 
 @pytest.mark.parametrize("hot_set", [False, True])

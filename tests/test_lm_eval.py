@@ -1,158 +1,25 @@
-"""Multiple choice: formats of files, likelihoods through the engine, the harness's adapter."""
+"""Likelihoods computed by the engine, and the adapter for the lm-evaluation-harness."""
 
 import dataclasses
 import functools
 import importlib.util
-import json
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
 from runtime import SPARSE, engine, random_model
-from tiny import only
 
-from infinigen_jax import evaluate
 from infinigen_jax.checkpoint import embedded, load
 from infinigen_jax.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.likelihood import Continuation, likelihoods
-from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.session import Line
-from infinigen_jax.evaluation.task_files import Choices, read_choices
-from infinigen_jax.evaluation.tasks import with_scores, with_shots
 from infinigen_jax.evaluation.texts import beginning, prefixed, split_behind
 from infinigen_jax.models import blueprint
 from infinigen_jax.models.forward import forward
 from infinigen_jax.policies import Full
 
 pytestmark = pytest.mark.usefixtures("shallow")
-
-# Files.
-
-COPA = Choices(("It rained because",) * 2, (" the sun.", " a cloud."), 1)
-RTE = Choices(("P.\nQuestion: H. True or False?\nAnswer:",) * 2, (" True", " False"), 1)
-OPENBOOK = Choices(("Stones are",) * 3, (" soft", " hard", " wet"), 1)
-PIQA = Choices(("Question: Open it\nAnswer:",) * 2, (" push", " pull"), 0)
-WINOGRANDE = Choices(("The dog bit dog", "The dog bit cat"), (" and ran.",) * 2, 1)
-COPA_LINE = {"premise": "It rained.", "question": "cause", "choice1": "The sun.", "label": 1}
-STEM = {"stem": "Stones are", "choices": []}
-
-
-@pytest.mark.parametrize(
-    "line, expected",
-    [
-        (COPA_LINE | {"choice2": "A cloud."}, COPA),
-        (
-            {
-                "query": "It rained",
-                "connector": "because",
-                "choices": ["The sun.", "A cloud."],
-                "gold": 1,
-            },
-            COPA,
-        ),
-        ({"premise": "P.", "hypothesis": "H.", "label": "not_entailment", "idx": 3}, RTE),
-        ({"premise": "P.", "hypothesis": "H.", "label": 1}, RTE),
-        (
-            {
-                "question_stem": "Stones are",
-                "choices": {"text": ["soft", "hard", "wet"], "label": ["A", "B", "C"]},
-                "answerKey": "B",
-            },
-            OPENBOOK,
-        ),
-        (
-            {
-                "question": STEM
-                | {
-                    "choices": [
-                        {"text": t, "label": n}
-                        for t, n in (("soft", "A"), ("hard", "B"), ("wet", "C"))
-                    ]
-                },
-                "answerKey": "B",
-            },
-            OPENBOOK,
-        ),
-        ({"query": "Stones are", "choices": ["soft", "hard", "wet"], "gold": 1}, OPENBOOK),
-        ({"goal": "Open it", "sol1": "push", "sol2": "pull", "label": 0}, PIQA),
-        (
-            {
-                "sentence": "The dog bit _ and ran.",
-                "option1": "dog",
-                "option2": "cat",
-                "answer": "2",
-            },
-            WINOGRANDE,
-        ),
-        (
-            {
-                "prefix": "The dog bit ",
-                "suffix": " and ran.",
-                "choices": ["dog", "cat"],
-                "gold": 1,
-            },
-            WINOGRANDE,
-        ),
-    ],
-)
-def test_formats(line, expected, tmp_path):
-    path = tmp_path / "task.jsonl"
-    path.write_text(json.dumps(line))
-    assert read_choices(str(path)) == [expected]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        {"text": "a"},
-        {"query": "a", "choices": ["b", "c"]},
-        {"query": "a", "choices": ["b", "c"], "gold": 2},
-        {"query": "a", "choices": ["b"], "gold": 0},
-        {"query": "a", "choices": ["b", 3], "gold": 0},
-        {"query": 5, "choices": ["b", "c"], "gold": 0},
-        {"query": " ", "choices": ["b", "c"], "gold": 0},
-        {"query": "a", "choices": ["b", "c"], "gold": float("inf")},
-        {"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"},
-        {"sentence": "a _", "option1": "a", "option2": "b", "answer": ""},
-        COPA_LINE,
-    ],
-)
-def test_items_that_cannot_be(line, tmp_path):
-    path = tmp_path / "task.jsonl"
-    path.write_text(json.dumps(COPA_LINE | {"choice2": "A cloud."}) + "\n" + json.dumps(line))
-    with pytest.raises(InputError, match=r"--data .*task\.jsonl: item 2: "):
-        read_choices(str(path))
-
-
-def test_shots_are_other_items():
-    items = [Choices((f"c{i}",) * 2, (f" a{i}", f" b{i}"), i % 2) for i in range(6)]
-    made = with_shots(items, 2, 0, None)
-    assert made == with_shots(items, 2, 0, None) != with_shots(items, 2, 1, None)
-    for i, (item, own) in enumerate(zip(made, items, strict=True)):
-        *shown, last = item.contexts[0].split("\n\n")
-        assert last == f"c{i}" and len(set(shown)) == 2 and item.texts == own.texts
-        assert all(one in [o.example for o in items if o is not own] for one in shown)
-    assert [item.contexts[0] for item in with_shots(items, 0, 0, 3)] == ["c0", "c2", "c4"]
-    with pytest.raises(InputError, match="--shots 6"):
-        with_shots(items, 6, 0, None)
-
-
-def test_scores_by_choice():
-    items = [Choices(("c",) * 2, (" a", " bbbb"), gold) for gold in (0, 1, 1)]
-    full = np.array([-1.0, -2.0, -3.0, -1.0, -3.0, -4.0])
-    sparse = np.array([-2.0, -1.0, -3.0, -1.0, -3.0, -4.0])
-    lines = [
-        Line({"reference": i == 0, "policy": "p"}, Measurement({"task t": scores}, {}))
-        for i, scores in enumerate((full, sparse))
-    ]
-    first, second = with_scores(lines, {"t": items})
-    assert first["accuracy"] == pytest.approx(2 / 3) and first["same"] is None
-    # Per character: -.5 and -.4, -1.5 and -.2, -1.5 and -.8.
-    assert first["accuracy_normalised"] == pytest.approx(2 / 3)
-    assert second["accuracy"] == pytest.approx(1 / 3) and second["same"] == pytest.approx(2 / 3)
-
 
 # Likelihoods.
 
@@ -255,41 +122,6 @@ def test_without_a_mark_in_front_a_text_is_behind_the_one_that_ends_texts():
         head, tail = split_behind(Bare, context, text, first)
         assert head == [2] and tail == Bare.encode(context + text)
     assert split_behind(Bare, "A", " b", first)[0] == Bare.encode("A")
-
-
-# The commands.
-
-
-def test_command(tmp_path, capsys):
-    data, result = tmp_path / "some.jsonl", tmp_path / "r.json"
-    lines = [{"query": f"Number {i} is", "choices": ["one", "a two"], "gold": 1} for i in range(5)]
-    data.write_text("\n".join(map(json.dumps, lines)))
-    arguments = ["tasks", "--data", str(data), "--json", str(result), "--quiet"]
-    arguments += [
-        "--dense-layers",
-        "5",
-        "--shots",
-        "2",
-        "--items",
-        "3",
-        "--policy",
-        "window",
-        "--model",
-        str(embedded()),
-    ]
-    assert evaluate.main(arguments) == 0
-    rows = [[c.strip() for c in r.split("|")] for r in capsys.readouterr().out.splitlines()]
-    assert rows[0][5:9] == ["some", "mean", "normalised", "same"] and len(rows) == 4
-    record = json.loads(result.read_text())
-    full, window = record["configurations"]
-    assert record["settings"]["data"][0]["file"] == "some.jsonl"
-    assert full["tasks"][0]["items"] == 3 and str(tmp_path) not in result.read_text()
-    assert window["same"] == 1.0  # so short a context is all resident
-    assert only(tmp_path) == ["r.json", "some.jsonl"]
-    for bad in (["--shots", "5"], ["--items", "0"], ["--data", str(data), str(data)]):
-        assert evaluate.main([*arguments, *bad]) == 2
-        captured = capsys.readouterr()
-        assert bad[0] in captured.err and captured.err.count("\n") == 1
 
 
 class Request(NamedTuple):

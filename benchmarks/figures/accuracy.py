@@ -1,0 +1,106 @@
+"""Accuracy on tasks of the lm-evaluation-harness, computed by the engine that generates.
+
+Tasks are named as the harness names them. `--include-path DIR` adds a folder of task files (YAML,
+and the data that they name), which needs no network.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.parts import Measurement
+from infinigen_jax.evaluation.report import percent
+from infinigen_jax.evaluation.session import Session, check_numbers, traffic_of
+
+if TYPE_CHECKING:
+    from infinigen_jax.engine import Engine
+
+OFFLINE = ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE")  # the harness's data come from local files
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add --tasks, --include-path, --shots and --limit."""
+    add = parser.add_argument
+    add("--tasks", nargs="+", metavar="NAME", help="tasks of lm-eval, in place of --text")
+    add("--include-path", metavar="DIR", help="folder of further task files; needs no network")
+    add("--shots", type=int, metavar="K", help="examples in the prompt (default: the task's own)")
+    add("--limit", type=int, metavar="N", help="items of a task (default: all)")
+
+
+def measured_lines(session: Session) -> list[dict[str, Any]]:
+    """Measure all configurations of a session; return the lines of the result.
+
+    Raises:
+        InputError: if lm-eval is not installed, or a task does not exist.
+    """
+    given = session.arguments
+    check_numbers(given, {"shots": 0, "limit": 1, "batch": 1})
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError("--tasks: lm-eval is not installed; pip install '.[eval]'")
+    if given.quiet:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if given.include_path is not None:
+        os.environ |= {name: "1" for name in OFFLINE if name not in os.environ}
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    manager = TaskManager(include_path=given.include_path)
+    if unknown := sorted(set(given.tasks) - set(manager.all_tasks)):
+        raise InputError(f"--tasks {unknown[0]}: unknown to lm-eval; give --include-path")
+    model = session.load()
+    names = ("tasks", "shots", "limit", "batch")
+    session.record["settings"] = {name: getattr(given, name) for name in names}
+    measure = functools.partial(_measure, given, manager)
+    measured = session.measure(model, measure, len(given.tasks), "tasks")
+    return [line.described | line.measured.values for line in measured]
+
+
+def _measure(
+    given: argparse.Namespace, manager: Any, engine: "Engine", advance: Callable[[int], object]
+) -> Measurement:
+    """Accuracy of one engine, by task and their mean."""
+    from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
+
+    from infinigen_jax.evaluation.lm_eval import InfiniGenLM
+
+    model: Any = InfiniGenLM(engine, batch_size=given.batch, quiet=given.quiet)
+    parts = []
+    for name in given.tasks:
+        with contextlib.redirect_stderr(io.StringIO() if given.quiet else sys.stderr):
+            result: Any = simple_evaluate(
+                model=model,
+                tasks=[name],
+                num_fewshot=given.shots,
+                limit=given.limit,
+                task_manager=manager,
+                bootstrap_iters=0,
+                log_samples=False,
+            )
+        scores = result["results"][name]
+        if "acc,none" not in scores:
+            raise InputError(f"--tasks {name}: it does not report accuracy")
+        parts.append({"task": name, "accuracy": scores["acc,none"]})
+        advance(1)
+    mean = float(np.mean([part["accuracy"] for part in parts]))
+    return Measurement({}, {"accuracy": mean, "tasks": parts} | traffic_of(model.traffic))
+
+
+def quality(lines: list[dict[str, Any]]) -> tuple[list[str], Callable[[dict[str, Any]], list[str]]]:
+    """Head of the table's columns of quality, and the function that makes a line's cells."""
+
+    def cells(line: dict[str, Any]) -> list[str]:
+        return [
+            *(percent(part["accuracy"], 1) for part in line["tasks"]),
+            percent(line["accuracy"], 1),
+        ]
+
+    return [*(part["task"] for part in lines[0]["tasks"]), "mean"], cells

@@ -1,0 +1,123 @@
+"""Markdown tables from JSON results.
+
+`entry_table` has one row for each entry of a list. `result_table` looks up each cell in the result
+files of `infinigen_jax.evaluate`: row and column together name a file, a line in it and a value.
+"""
+
+import functools
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Line = Mapping[str, Any]
+Spec = Mapping[str, Any]
+Titled = Sequence[tuple[str, Spec]]
+KEYS = ("result", "model", "policy", "show", "against")  # of a Spec, no settings of a line
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text, without rows that are empty except for it."""
+    lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows if any(row[1:]))])
+
+
+def entry_table(columns: Mapping[str, tuple[str, str]], entries: Iterable[Line]) -> str:
+    """A row for each entry.
+
+    Args:
+        columns: by title, the key of a value ("a.b" for a nested one) and its format. Missing
+            values leave a cell empty.
+    """
+
+    def cell(entry: Line, key: str, pattern: str) -> str:
+        value = functools.reduce(lambda x, name: (x or {}).get(name), key.split("."), entry)
+        return "" if value is None else pattern.format(value)
+
+    rows = ([cell(entry, *column) for column in columns.values()] for entry in entries)
+    return markdown(list(columns), rows)
+
+
+def result_table(folder: Path, rows: Titled, columns: Titled, corner: str = "") -> str:
+    """A cell for each row and column, empty where nothing was measured.
+
+    Args:
+        rows, columns: titles, and what is looked up; a row's entries replace a column's. Of KEYS,
+            `result` is a file's name without suffix ("{model}" stands for `model`), `show` one of
+            CELLS. All others are settings that the line must have.
+    """
+    cells = [[title, *(_cell(folder, {**c, **row}) for _, c in columns)] for title, row in rows]
+    return markdown([corner, *(title for title, _ in columns)], cells)
+
+
+def _cell(folder: Path, spec: Spec) -> str:
+    lines = read(folder, spec["result"].format(**spec))
+    settings = {name: value for name, value in spec.items() if name not in KEYS}
+    line = find(lines, spec["policy"], settings)
+    if line is None:
+        return ""
+    other = find(lines, spec["policy"], settings | spec.get("against", {}))
+    return CELLS[spec.get("show", "above")](line, other)
+
+
+@functools.cache
+def read(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of a result file; none if it does not exist."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text())["configurations"] if path.exists() else []
+
+
+def find(lines: Sequence[Line], policy: str, settings: Mapping[str, Any]) -> Line | None:
+    """The line of a policy that has these settings; None if there is none.
+
+    Raises:
+        ValueError: if there are several.
+    """
+    matches = [
+        line
+        for line in lines
+        if line["policy"] == policy
+        and not line["reference"]
+        and all({**line["settings"], **line}.get(k) == v for k, v in settings.items())
+    ]
+    if len(matches) > 1:
+        raise ValueError(f"{len(matches)} lines of {policy} with {dict(settings)}")
+    return matches[0] if matches else None
+
+
+def _above(line: Line, _: Any) -> str:
+    error = 100 * line["difference_standard_error"]
+    return f"{line['perplexity_change_percent']:+.2f} ({error:.2f})"
+
+
+def _divergence(line: Line, _: Any) -> str:
+    error = 1e3 * line["divergence_standard_error"]
+    return f"{1e3 * line['divergence_nats']:.2f} ({error:.2f})"
+
+
+def _between(line: Line, other: Line | None) -> str:
+    """Perplexity above another line's, and its standard error over pairs of windows."""
+    if other is None or other is line:
+        return ""
+    change = 100 * (line["perplexity"] / other["perplexity"] - 1)
+    if not (line.get("window_nats") and other.get("window_nats")):
+        return f"{change:+.2f}"
+    pairs = zip(line["window_nats"], other["window_nats"], strict=True)
+    error = 100 * statistics.stdev(a - b for a, b in pairs) / len(line["window_nats"]) ** 0.5
+    return f"{change:+.2f} ({error:.2f})"
+
+
+def _percent(name: str, pattern: str = "{:.1f} %") -> Callable[[Line, Any], str]:
+    return lambda line, _: pattern.format(100 * line[name])
+
+
+CELLS: Mapping[str, Callable[[Line, Line | None], str]] = {
+    "above": _above,
+    "divergence": _divergence,
+    "between": _between,
+    "fetched": _percent("fetched_fraction"),
+    "size": _percent("relative_kv_size"),
+    "of oracle": _percent("of_oracle", "{:.1f}"),
+    "accuracy": _percent("accuracy", "{:.0f}"),
+}
