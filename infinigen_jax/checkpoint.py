@@ -17,13 +17,14 @@ from jaxtyping import Array
 
 from infinigen_jax.backend import start_backend
 from infinigen_jax.budgets import Curves
-from infinigen_jax.conversion_cache import cache_folder, cache_lock
+from infinigen_jax.conversion_cache import cache_folder, cache_lock, mark_used, prune
 from infinigen_jax.convert.mapping import TRANSFORMS, expected, match, read_tree
-from infinigen_jax.convert.reader import checked_folder, open_tensors, read_config
+from infinigen_jax.convert.reader import checked_folder, open_file, read_config
 from infinigen_jax.errors import InputError
 from infinigen_jax.manifest import (
     MANIFEST_FILE,
     SKEW_FILE,
+    WEIGHTS_FILE,
     read_manifest,
     verify_files,
 )
@@ -225,7 +226,8 @@ def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) 
     skewing = read_skew(folder, manifest, config)
     plan = blueprint(config, dtype)
     _check_room(folder, plan, weights)
-    sources = match(open_tensors(folder), plan, folder)
+    # Not through an index, which may lie beside the weights: only this file is in the manifest.
+    sources = match(open_file(folder / WEIGHTS_FILE), plan, folder)
     slots = expected(plan)
 
     def join(parts: list[np.ndarray], transform: str) -> Array:
@@ -300,10 +302,19 @@ def _load_through_cache(
     with cache_lock(destination):
         if destination.exists():
             try:
-                return _load_converted(destination, dtype, verify, weights)
+                return _used(_load_converted(destination, dtype, verify, weights))
             except InputError as error:
                 notify(f"the cached conversion is unusable and is made again ({error})")
         else:
             notify(f"{folder} is not converted yet: converting it into {destination}")
         convert(folder, destination, force=True)
-        return _load_converted(destination, dtype, verify, weights)
+        model = _used(_load_converted(destination, dtype, verify, weights))
+        prune(destination.parent)
+        return model
+
+
+def _used(model: Model) -> Model:
+    """Keep the conversion of a model in the cache while the process lives."""
+    if model.path is not None:
+        mark_used(model.path)
+    return model

@@ -1,12 +1,14 @@
 """The user's cache: conversions, CUDA kernels, and programs that JAX has compiled."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import platform
 from pathlib import Path
 
 import jax
+import platformdirs
 
 LIMIT = 1 << 30  # bytes of compiled programs
 WORTH_KEEPING = 0.2  # seconds of compilation
@@ -14,10 +16,16 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cache_root() -> Path:
-    """Its folder, which may not exist; relative paths in XDG_CACHE_HOME do not count."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    base = Path(root) if root and os.path.isabs(root) else Path("~/.cache").expanduser()
-    return base / "infinigen_jax"
+    """Return the user's cache folder of this package, which may not exist.
+
+    Raises:
+        OSError: for a user without a home folder, as containers and services have, if
+            XDG_CACHE_HOME is no absolute path.
+    """
+    root = platformdirs.user_cache_path("infinigen_jax", appauthor=False)
+    if not root.is_absolute():
+        raise FileNotFoundError(errno.ENOENT, "the user has no home folder for the cache")
+    return root
 
 
 def keep_programs() -> None:
@@ -29,9 +37,9 @@ def keep_programs() -> None:
     """
     if {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & os.environ.keys():
         return
-    programs = cache_root() / "programs"
-    folder = programs / processor()
     try:
+        programs = cache_root() / "programs"
+        folder = programs / processor()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return

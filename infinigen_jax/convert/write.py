@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from infinigen_jax.errors import InputError
+from infinigen_jax.files import expanded
 from infinigen_jax.manifest import MANIFEST_FILE
 
 
@@ -14,7 +15,7 @@ def check_destination(source: Path, destination: Path, force: bool) -> Path:
         InputError: when it is the source, contains it, exists without `force`, or exists and is
             not a converted folder (`force` replaces conversions, it does not delete other things).
     """
-    target, origin = destination.expanduser().resolve(), source.resolve()
+    target, origin = expanded(destination).resolve(), source.resolve()
     if target == origin:
         raise InputError(f"{destination}: source and destination are the same folder")
     if target in origin.parents:
