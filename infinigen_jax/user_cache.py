@@ -22,10 +22,11 @@ def cache_root() -> Path:
         OSError: for a user without a home folder, as containers and services have, if
             XDG_CACHE_HOME is no absolute path.
     """
-    root = platformdirs.user_cache_path("infinigen_jax", appauthor=False)
-    if not root.is_absolute():
-        raise FileNotFoundError(errno.ENOENT, "the user has no home folder for the cache")
-    return root
+    with contextlib.suppress(RuntimeError):  # of newer versions, without a home
+        root = platformdirs.user_cache_path("infinigen_jax", appauthor=False)
+        if root.is_absolute():
+            return root
+    raise FileNotFoundError(errno.ENOENT, "the user has no home folder for the cache")
 
 
 def keep_programs() -> None:
