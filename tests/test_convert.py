@@ -179,7 +179,7 @@ def test_a_disk_that_is_too_small_is_noticed_beforehand(tiny, tmp_path, monkeypa
     made = tiny("llama")
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(InputError, match="only 0.00 GB are free"):
+    with pytest.raises(InputError, match="only .* are free"):
         convert(made.folder, tmp_path / "out", skew="none")
 
 

@@ -17,6 +17,7 @@ from infinigen_jax.convert import convert
 from infinigen_jax.convert.reader import SIDE_FILES, read_config
 from infinigen_jax.convert.torch_file import TorchFile
 from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.lost_in_the_middle import read_lines
 from infinigen_jax.files import LARGEST_JSON
 from infinigen_jax.safetensors_io import SafetensorsFile
 
@@ -161,3 +162,13 @@ def test_only_checked_files_of_a_conversion_are_read(tmp_path):
     (out / "generation_config.json").write_text('{"eos_token_id": 7}')
     with pytest.raises(InputError, match="generation_config.json: not of this conversion"):
         checkpoint.load(out, "float32")
+
+
+def test_text_that_is_not_unicode(tmp_path):
+    """In the name of a folder, and by escapes in a file of JSON; tokenizers take neither."""
+    folder = source(tmp_path / os.fsdecode(b"m\xff"))
+    with pytest.raises(InputError, match="the name is not UTF-8"):
+        checkpoint.load(folder)
+    (tmp_path / "data").write_text('{"text": "\\ud800"}\n')
+    with pytest.raises(InputError, match="surrogates not allowed"):
+        read_lines("--data", str(tmp_path / "data"))

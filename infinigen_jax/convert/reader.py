@@ -58,6 +58,8 @@ def checked_folder(path: str | Path) -> Path:
         InputError: naming what is at fault.
     """
     folder = expanded(path)
+    if not _is_text(folder):
+        raise InputError(f"{folder}: the name is not UTF-8, as tokenizers need; rename the folder")
     if folder.is_dir():
         for file in side_files(folder):  # transformers opens them without such a check
             open_regular(file, LARGEST_SIDE_FILE).close()
@@ -67,6 +69,13 @@ def checked_folder(path: str | Path) -> Path:
     raise InputError(
         f"{folder}: no such folder; give a model folder on disk, nothing is downloaded"
     )
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        return bool(str(path.absolute()).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def side_files(folder: Path) -> list[Path]:

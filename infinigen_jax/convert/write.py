@@ -6,6 +6,7 @@ from pathlib import Path
 from infinigen_jax.errors import InputError
 from infinigen_jax.files import expanded
 from infinigen_jax.manifest import MANIFEST_FILE
+from infinigen_jax.memory_limits import format_bytes
 
 
 def check_destination(source: Path, destination: Path, force: bool) -> Path:
@@ -41,10 +42,6 @@ def check_space(destination: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise InputError(
-            f"{destination}: needs {_gigabytes(needed)} of disk space, but only "
-            f"{_gigabytes(free)} are free; free some or choose another disk"
+            f"{destination}: needs {format_bytes(needed)} of disk space, but only "
+            f"{format_bytes(free)} are free; free some or choose another disk"
         )
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"
