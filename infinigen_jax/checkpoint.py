@@ -20,7 +20,7 @@ from infinigen_jax.budgets import Curves
 from infinigen_jax.conversion_cache import cache_folder, cache_lock, mark_used, prune
 from infinigen_jax.convert.mapping import TRANSFORMS, expected, match, read_tree
 from infinigen_jax.convert.reader import checked_folder, open_file, read_config
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, MemoryShortageError
 from infinigen_jax.manifest import (
     MANIFEST_FILE,
     SKEW_FILE,
@@ -251,13 +251,13 @@ def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
     if weights == "host" and device.platform != "cpu":
         there = layer * together
         if there > (room := available_host_bytes()):
-            raise InputError(
+            raise MemoryShortageError(
                 f"{folder}: the weights need {format_bytes(there)} of host memory, and "
                 f"{format_bytes(room)} are available; use a smaller model or --dtype bfloat16"
             )
         pool = pinned_pool_limit_bytes(device)
         if pool is not None and there > pool:
-            raise InputError(
+            raise MemoryShortageError(
                 f"{folder}: the weights need {format_bytes(there)} of pinned memory, and JAX may "
                 f"take {format_bytes(pool)}: {widen_pool_to(there)}"
             )
@@ -265,7 +265,7 @@ def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
     needed = tree_bytes(plan.embedding_shapes) + layer * together
     room = available_device_bytes(device)
     if room is not None and needed > room:
-        raise InputError(
+        raise MemoryShortageError(
             f"{folder}: the weights need {format_bytes(needed)}, and {format_bytes(room)} are "
             "available; use --weights host, a smaller model or --dtype bfloat16"
         )
@@ -303,6 +303,8 @@ def _load_through_cache(
         if destination.exists():
             try:
                 return _used(_load_converted(destination, dtype, verify, weights))
+            except MemoryShortageError:  # another conversion would not be smaller
+                raise
             except InputError as error:
                 notify(f"the cached conversion is unusable and is made again ({error})")
         else:

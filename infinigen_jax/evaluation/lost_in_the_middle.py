@@ -39,7 +39,7 @@ def read_lines(option: str, path: str, most: int | None = None) -> list[dict[str
         # Not by `splitlines`: strings may hold characters that it takes for ends of lines.
         text = data.decode("utf-8-sig").split("\n")
         lines = [json.loads(line) for line in text if line.strip()]
-        json.dumps(lines, ensure_ascii=False).encode()  # escapes may stand for lone surrogates
+        json.dumps(lines, ensure_ascii=False).encode()  # lone surrogates are escaped in JSON
     except RecursionError:
         raise InputError(f"{option} {path}: nested too deeply; give another file") from None
     except (ValueError, EOFError, zlib.error) as error:
