@@ -1,10 +1,11 @@
 """Files of a model folder, which may come from anywhere: regular ones only, of a bounded size."""
 
+import io
 import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from infinigen_jax.errors import InputError
 
@@ -18,7 +19,7 @@ def expanded(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def open_regular(path: Path, most: int | None = None) -> BinaryIO:
+def open_regular(path: Path, most: int | None = None) -> io.BufferedReader:
     """Open a file for reading; links are followed, as Hugging Face's cache consists of links.
 
     Args:
