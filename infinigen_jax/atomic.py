@@ -1,24 +1,24 @@
 """Files and folders that appear whole or not at all, whenever the process is killed.
 
-What is written goes into a hidden sibling of the destination, `.NAME.partial-XXXX`, is flushed to
-disk, and takes the destination's place in one rename. A sibling left by a killed process is
-recognised by its lock, which died with the process, and is removed by the next writer of the same
-destination.
+A writer holds the lock of its destination, `.NAME.lock`, so that writers of one destination take
+turns. It writes into a hidden sibling, `.NAME.partial-XXXX`, flushes it to disk and renames it to
+the destination. A sibling left by a killed writer is removed by the next one, which has the lock.
 """
 
 import contextlib
 import ctypes
 import errno
-import fcntl
 import glob
 import os
 import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from filelock import FileLock
 
 from infinigen_jax.errors import InputError
 
@@ -28,65 +28,104 @@ _WORKING_DIRECTORY, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
 
 
 @contextlib.contextmanager
-def whole_file(destination: Path) -> Iterator[BinaryIO]:
-    """A file to write to that becomes `destination` when the block ends without an exception.
+def locked(lock: Path, wait: bool = True) -> Iterator[None]:
+    """Hold a lock file and remove it afterwards.
 
-    An earlier file of that name is there, unchanged, until then. The folder must exist.
+    The file is removed while it is locked: a process that waits for it notices that the file it
+    opened has lost its name, and opens the new one (filelock does so since 3.24.3). After a kill
+    the file stays until the next writer; its mode lets another user be that one.
+
+    Raises:
+        OSError: if the lock file cannot be made, or without `wait` if another process has it.
+    """
+    os.stat(lock.parent)  # filelock would create it
+    with FileLock(lock, mode=0o666, blocking=wait):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                lock.unlink()
+
+
+@contextlib.contextmanager
+def whole_file(destination: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing that becomes `destination` if the block ends without an exception.
+
+    An earlier file of that name stays, unchanged, until then. The folder must exist.
 
     Raises:
         OSError: when it cannot be written; nothing is left of it.
     """
-    _remove_abandoned(destination)
-    handle, name = tempfile.mkstemp(prefix=_prefix(destination), dir=destination.parent)
-    with os.fdopen(handle, "wb") as file:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield file
-            file.flush()
-            os.fchmod(handle, 0o666 & ~_umask())  # mkstemp made it private
-            os.fsync(handle)
-            os.rename(name, destination)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
-    _sync_folder(destination.parent)
+    with _writing(destination):
+        handle, name = tempfile.mkstemp(prefix=_prefix(destination), dir=destination.parent)
+        with os.fdopen(handle, "wb") as file:
+            try:
+                yield file
+                file.flush()
+                os.fchmod(handle, 0o666 & ~_umask())  # mkstemp made it private
+                os.fsync(handle)
+                os.rename(name, destination)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
+        _sync_folder(destination.parent)
 
 
 @contextlib.contextmanager
-def staged(destination: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `destination` when the block ends without an exception.
+def staged(destination: Path, check: Callable[[], object] | None = None) -> Iterator[Path]:
+    """Create a temporary folder that becomes `destination` if the block ends without an exception.
 
-    A folder that is there before stays until the new one takes its place. Parents are created.
+    An earlier folder of that name stays until the new one takes its place. Parents are created.
     Ctrl-C and SIGTERM inside the block remove the temporary folder, like any failure.
+
+    Args:
+        check: called once no other process writes the destination; may refuse it.
 
     Raises:
         InputError: when the destination cannot be written or the disk is full.
     """
     created = [parent for parent in destination.parents if not parent.exists()]
-    folder: Path | None = None
     finished = False
     with _terminate_as_exception():
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
-            _restore(destination)
-            _remove_abandoned(destination)
-            folder, lock = _locked_folder(destination)
-            try:
-                yield folder
-                _publish(folder, destination)
-                finished = True
-            finally:
-                os.close(lock)
+            with _writing(destination):
+                if check is not None:
+                    check()
+                folder = Path(tempfile.mkdtemp(prefix=_prefix(destination), dir=destination.parent))
+                try:
+                    yield folder
+                    _publish(folder, destination)
+                    finished = True
+                finally:
+                    if not finished:
+                        shutil.rmtree(folder, ignore_errors=True)
         except OSError as error:
             raise _explained(error, destination) from error
         finally:
             if not finished:
-                if folder is not None:
-                    shutil.rmtree(folder, ignore_errors=True)
                 for parent in created:
                     with contextlib.suppress(OSError):
                         parent.rmdir()
+
+
+@contextlib.contextmanager
+def _writing(destination: Path) -> Iterator[None]:
+    """Lock a destination and remove what killed writers left."""
+    with locked(destination.with_name(f".{destination.name}.lock")):
+        _restore(destination)
+        remove_partial(destination)
+        yield
+
+
+def remove_partial(destination: Path) -> None:
+    """Remove what killed writers left; the caller keeps others from writing the destination."""
+    for leftover in destination.parent.glob(glob.escape(_prefix(destination)) + "*"):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -97,10 +136,11 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def copy_file(source: Path, destination: Path) -> None:
-    """Copy a file's contents (not its permissions) and flush them to disk."""
-    with open(source, "rb") as read, open(destination, "wb") as written:
-        shutil.copyfileobj(read, written)
+def copy_file(source: BinaryIO, destination: Path) -> None:
+    """Copy an open file and flush it to disk; who may not read the source may not read the copy."""
+    mode = os.fstat(source.fileno()).st_mode & 0o666
+    with open(destination, "wb", opener=lambda path, flags: os.open(path, flags, mode)) as written:
+        shutil.copyfileobj(source, written)
         written.flush()
         os.fsync(written.fileno())
 
@@ -161,32 +201,6 @@ def _aside(destination: Path) -> Path:
 
 def _prefix(destination: Path) -> str:
     return f".{destination.name}.partial-"
-
-
-def _locked_folder(destination: Path) -> tuple[Path, int]:
-    folder = Path(tempfile.mkdtemp(prefix=_prefix(destination), dir=destination.parent))
-    lock = os.open(folder, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return folder, lock
-
-
-def _remove_abandoned(destination: Path) -> None:
-    """Remove what earlier, killed writers left; skip what a living process holds."""
-    for leftover in destination.parent.glob(glob.escape(_prefix(destination)) + "*"):
-        try:
-            lock = os.open(leftover, os.O_RDONLY)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if leftover.is_dir():
-                shutil.rmtree(leftover, ignore_errors=True)
-            else:
-                leftover.unlink()
-        except OSError:
-            pass
-        finally:
-            os.close(lock)
 
 
 def _explained(error: OSError, destination: Path) -> InputError:

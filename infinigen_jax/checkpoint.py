@@ -17,13 +17,14 @@ from jaxtyping import Array
 
 from infinigen_jax.backend import start_backend
 from infinigen_jax.budgets import Curves
-from infinigen_jax.conversion_cache import cache_folder, cache_lock
+from infinigen_jax.conversion_cache import cache_folder, cache_lock, mark_used, prune
 from infinigen_jax.convert.mapping import TRANSFORMS, expected, match, read_tree
-from infinigen_jax.convert.reader import checked_folder, open_tensors, read_config
-from infinigen_jax.errors import InputError
+from infinigen_jax.convert.reader import checked_folder, open_file, read_config
+from infinigen_jax.errors import InputError, MemoryShortageError
 from infinigen_jax.manifest import (
     MANIFEST_FILE,
     SKEW_FILE,
+    WEIGHTS_FILE,
     read_manifest,
     verify_files,
 )
@@ -220,7 +221,8 @@ def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) 
     skewing = read_skew(folder, manifest, config)
     plan = blueprint(config, dtype)
     _check_room(folder, plan, weights)
-    sources = match(open_tensors(folder), plan, folder)
+    # Not through an index, which may lie beside the weights: only this file is in the manifest.
+    sources = match(open_file(folder / WEIGHTS_FILE), plan, folder)
     slots = expected(plan)
 
     def join(parts: list[np.ndarray], transform: str) -> Array:
@@ -244,13 +246,13 @@ def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
     if weights == "host" and device.platform != "cpu":
         there = layer * together
         if there > (room := available_host_bytes()):
-            raise InputError(
+            raise MemoryShortageError(
                 f"{folder}: the weights need {format_bytes(there)} of host memory, and "
                 f"{format_bytes(room)} are available; use a smaller model or --dtype bfloat16"
             )
         pool = pinned_pool_limit_bytes(device)
         if pool is not None and there > pool:
-            raise InputError(
+            raise MemoryShortageError(
                 f"{folder}: the weights need {format_bytes(there)} of pinned memory, and JAX may "
                 f"take {format_bytes(pool)}: {widen_pool_to(there)}"
             )
@@ -258,7 +260,7 @@ def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
     needed = tree_bytes(plan.embedding_shapes) + layer * together
     room = available_device_bytes(device)
     if room is not None and needed > room:
-        raise InputError(
+        raise MemoryShortageError(
             f"{folder}: the weights need {format_bytes(needed)}, and {format_bytes(room)} are "
             "available; use --weights host, a smaller model or --dtype bfloat16"
         )
@@ -295,10 +297,21 @@ def _load_through_cache(
     with cache_lock(destination):
         if destination.exists():
             try:
-                return _load_converted(destination, dtype, verify, weights)
+                return _used(_load_converted(destination, dtype, verify, weights))
+            except MemoryShortageError:  # another conversion would not be smaller
+                raise
             except InputError as error:
                 notify(f"the cached conversion is unusable and is made again ({error})")
         else:
             notify(f"{folder} is not converted yet: converting it into {destination}")
         convert(folder, destination, force=True)
-        return _load_converted(destination, dtype, verify, weights)
+        model = _used(_load_converted(destination, dtype, verify, weights))
+        prune(destination.parent)
+        return model
+
+
+def _used(model: Model) -> Model:
+    """Keep the conversion of a model in the cache while the process lives."""
+    if model.path is not None:
+        mark_used(model.path)
+    return model

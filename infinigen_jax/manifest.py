@@ -28,15 +28,17 @@ coordinates of the keys that the converted weights produce.
 import dataclasses
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from infinigen_jax.convert.reader import read_json
 from infinigen_jax.errors import InputError
+from infinigen_jax.files import open_regular, read_json
 from infinigen_jax.speculation import SOURCES
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "infinigen.json"
+WEIGHTS_FILE = "model.safetensors"
 SKEW_FILE = "infinigen.safetensors"
 AHEAD_FILE = "infinigen_ahead.safetensors"
 SKEWS = ("svd", "balanced", "none")
@@ -100,6 +102,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(
             f"{path}: speculate_from is {found!r}, this program reads {known}; {AGAIN}"
         )
+    outside = [name for name in manifest.files if "\0" in name or Path(name).name != name]
+    unchecked = {"config.json", WEIGHTS_FILE, SKEW_FILE} - manifest.files.keys()
+    if outside or unchecked:
+        why = f"{outside[0]!r} is not a file name" if outside else f"without {min(unchecked)}"
+        raise InputError(f"{path}: damaged, {why}; {AGAIN}")
     if manifest.skew not in SKEWS or not sizes:
         raise InputError(f"{path}: damaged, skew {manifest.skew!r} is unknown; {AGAIN}")
     return manifest
@@ -109,11 +116,15 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     """Compare size and SHA-256 of every file with the manifest.
 
     Raises:
-        InputError: naming the first file that is missing or differs.
+        InputError: naming the first file that is missing or differs, or that would be read although
+            the conversion did not write it.
     """
+    for name in {"generation_config.json"} - manifest.files.keys():
+        if os.path.lexists(folder / name):
+            raise InputError(f"{folder / name}: not of this conversion; remove it, or {AGAIN}")
     for name, record in manifest.files.items():
         path = folder / name
-        if Path(name).name != name or not path.is_file():
+        if not path.is_file():
             raise InputError(f"{path}: missing; {AGAIN}")
         size = path.stat().st_size
         if size != record["size"]:
@@ -129,5 +140,5 @@ def file_record(path: Path) -> dict[str, Any]:
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -23,7 +23,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from infinigen_jax.atomic import whole_file
-from infinigen_jax.user_cache import processor, program_folder
+from infinigen_jax.user_cache import processor, program_folder, prune_programs
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,7 @@ def _save(path: Path, executable: Any) -> None:
     """Keep an executable, if it can be kept; a start goes on without."""
     try:
         content = pickle.dumps(serialize_executable.serialize(executable))
+        prune_programs()
         with whole_file(path) as file:
             file.write(content)
     except Exception as error:  # read-only folder, full disk, what cannot be serialised

@@ -15,7 +15,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from infinigen_jax.errors import InputError
+from infinigen_jax.files import open_regular
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -39,7 +40,9 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-MAX_HEADER = 100_000_000  # the limit of the reference implementation
+# Parsed JSON takes up to twenty times its size; a file of 100,000 tensors has 12 MB.
+MAX_HEADER = 32 << 20
+MAX_DIMENSIONS, MAX_ELEMENTS = 32, 1 << 60  # NumPy's limits are somewhat higher
 
 _OTHER_FORMATS = {
     b"version https://git-lfs": "it is a Git LFS pointer: fetch the real file with `git lfs pull`",
@@ -89,8 +92,10 @@ class SafetensorsFile:
         if size < 8:
             raise self._damaged(f"it is {size} bytes long, so it is truncated")
         (length,) = struct.unpack("<Q", self._map[:8])
-        if length > min(MAX_HEADER, size - 8):
+        if length > size - 8:
             raise self._damaged(self._kind() or "its header is longer than the file: truncated")
+        if length > MAX_HEADER:
+            raise self._damaged(f"its header has {length:,} bytes, more than {MAX_HEADER:,}")
         try:
             header = json.loads(bytes(self._map[8 : 8 + length]).decode("utf-8"))
         except (ValueError, RecursionError):
@@ -113,6 +118,8 @@ class SafetensorsFile:
         if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
             raise InputError(f"{self.path}: {name} is stored as {dtype_name}, which is not read")
         dtype = DTYPES[dtype_name]
+        if not countable(shape):
+            raise self._damaged(f"{name} has a shape that no array can have")
         if end - begin != math.prod(shape) * dtype.itemsize:
             raise self._damaged(f"the offsets of {name} do not fit its shape {tuple(shape)}")
         return TensorInfo(dtype, tuple(shape), start + begin, start + end)
@@ -137,17 +144,27 @@ class SafetensorsFile:
         return InputError(f"{self.path}: not a valid safetensors file, {why}; get it again")
 
 
+def countable(shape: Sequence[int]) -> bool:
+    """Whether an array can have this shape; no number is formed that is much larger."""
+    if len(shape) > MAX_DIMENSIONS:
+        return False
+    count = 1
+    for size in shape:
+        count *= max(size, 1)  # empty arrays have strides, too
+        if size < 0 or count > MAX_ELEMENTS:
+            return False
+    return True
+
+
 def map_file(path: Path) -> mmap.mmap | bytes:
     """Map a file read-only; an empty file gives b"" (which cannot be mapped)."""
-    try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return b""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return b""
+        try:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; the folder is incomplete") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 class SafetensorsWriter:

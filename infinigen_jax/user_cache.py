@@ -1,6 +1,7 @@
 """The user's cache: conversions, CUDA kernels, and programs that JAX has compiled."""
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
@@ -8,6 +9,7 @@ import platform
 from pathlib import Path
 
 import jax
+import platformdirs
 
 LIMIT = 1 << 30  # bytes of compiled programs
 WORTH_KEEPING = 0.2  # seconds of compilation
@@ -15,49 +17,54 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cache_root() -> Path:
-    """Its folder, which may not exist; relative paths in XDG_CACHE_HOME do not count."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    base = Path(root) if root and os.path.isabs(root) else Path("~/.cache").expanduser()
-    return base / "infinigen_jax"
+    """Return the user's cache folder of this package, which may not exist.
 
-
-def keep_programs() -> None:
-    """Let JAX keep what it compiles in the user's cache, so that the next run starts sooner.
-
-    For command lines, before anything is compiled: a library leaves its user's JAX as it is. So
-    does this where JAX_COMPILATION_CACHE_DIR or JAX_ENABLE_COMPILATION_CACHE is set, or where there
-    is no folder to write to.
+    Raises:
+        OSError: for a user without a home folder, as containers and services have, if
+            XDG_CACHE_HOME is no absolute path.
     """
-    if {"JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"} & os.environ.keys():
-        return
-    programs = cache_root() / "programs"
-    folder = programs / processor()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return
-    if not os.access(folder, os.W_OK):
-        return
-    prune(programs, LIMIT)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
+    with contextlib.suppress(RuntimeError):  # of newer versions, without a home
+        root = platformdirs.user_cache_path("infinigen_jax", appauthor=False)
+        if root.is_absolute():
+            return root
+    raise FileNotFoundError(errno.ENOENT, "the user has no home folder for the cache")
 
 
 def program_folder() -> Path | None:
     """Return the folder of compiled programs, made if need be; None where none may be kept.
 
-    JAX's variables for its own cache count: JAX_COMPILATION_CACHE_DIR names another folder, and
+    The variables of JAX's own cache count: JAX_COMPILATION_CACHE_DIR names another folder, and
     JAX_ENABLE_COMPILATION_CACHE=0 means none.
     """
     if os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "1").lower() in ("0", "false"):
         return None
     given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    folder = Path(given) if given else cache_root() / "programs" / processor()
     try:
+        folder = Path(given) if given else cache_root() / "programs" / processor()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None
+
+
+def prune_programs() -> None:
+    """Remove the programs used least recently, beyond LIMIT bytes; a user's own folder is left."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        with contextlib.suppress(OSError):
+            prune(cache_root() / "programs", LIMIT)
+
+
+def keep_programs() -> None:
+    """Let JAX keep what it compiles in the user's cache as well.
+
+    For command lines that compile more than `programs.Program` keeps, before anything is compiled:
+    a library leaves its user's JAX as it is. So does this where the user has set JAX's variables.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or (folder := program_folder()) is None:
+        return
+    prune_programs()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
 
 
 @functools.cache

@@ -76,15 +76,43 @@ def test_failures_leave_nothing(tmp_path):
     assert only(tmp_path) == []
 
 
-def test_a_living_writer_is_left_alone(tmp_path):
+WRITER = """
+import sys
+from pathlib import Path
+from infinigen_jax.atomic import staged, whole_file, write_text
+folder = Path(sys.argv[1])
+sys.stdin.readline()
+for _ in range(25):
+    with whole_file(folder / "file") as file:
+        file.write(b"whole")
+    with staged(folder / "folder") as out:
+        write_text(out / "inside", "whole")
+"""
+
+
+def test_concurrent_writers_take_turns(tmp_path):
+    """No writer takes another one's unfinished output for that of a killed process."""
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    writers = [subprocess.Popen(command, env=environment, **pipes) for _ in range(4)]
+    for writer in writers:  # all have imported what they need
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    assert [writer.communicate()[1] for writer in writers] == [""] * 4
+    assert only(tmp_path) == ["file", "folder"]
+    assert (tmp_path / "file").read_text() + only(tmp_path / "folder")[0] == "wholeinside"
+
+
+def test_what_killed_writers_left_is_removed(tmp_path):
     path = tmp_path / "[a]*"  # not a pattern
     (tmp_path / ".[a]*.partial-dead").write_text("of a killed process")
-    with whole_file(path) as first:
-        first.write(b"first")
-        with whole_file(path) as second:
-            second.write(b"second")
-        assert path.read_bytes() == b"second" and len(only(tmp_path)) == 2
-    assert path.read_bytes() == b"first" and only(tmp_path) == ["[a]*"]
+    (tmp_path / ".[a]*.lock").touch()
+    with whole_file(path) as file:
+        file.write(b"new")
+        assert len(only(tmp_path)) == 2  # its lock and its unfinished file
+    assert path.read_bytes() == b"new" and only(tmp_path) == ["[a]*"]
     mask = os.umask(0)
     os.umask(mask)
     assert path.stat().st_mode & 0o777 == 0o666 & ~mask

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from tiny import ROOT, TEXT, logits_of
+from tiny import ROOT, TEXT, logits_of, only
 
 from infinigen_jax import checkpoint, evaluate, generate, plan
+from infinigen_jax.conversion_cache import HASHES, cache_folder, cache_lock, mark_used, prune
 from infinigen_jax.convert import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.safetensors_io import SafetensorsWriter
+from infinigen_jax.user_cache import keep_programs
 
 
 @pytest.mark.parametrize("name", checkpoint.EMBEDDED)
@@ -110,7 +113,8 @@ def test_every_damaged_file_of_a_conversion_is_named(tiny, tmp_path):
         ({"skew": "other"}, "'other' is unknown"),
         ({"files": {}}, "damaged"),
         ({"files": None}, "damaged"),
-        ({"files": {"../x": {"sha256": "", "size": 1}}}, "missing"),
+        ({"files": {"../x": {"sha256": "", "size": 1}}}, "'../x' is not a file name"),
+        ({"files": {"config.json": {"sha256": "", "size": 1}}}, "without infinigen.safetensors"),
     ],
 )
 def test_damaged_manifest(change, message, tiny, tmp_path):
@@ -182,9 +186,72 @@ def test_unconverted_folders_go_through_the_cache(
     (model.path / "model.safetensors").write_bytes(b"damaged")
     again = checkpoint.load(made.folder, notify=said.append)
     assert again.path == model.path and "again" in said[1]
-    os.utime(made.folder / "config.json", ns=(1, 1))
-    assert checkpoint.load(made.folder, notify=said.append).path != model.path
-    assert str(tmp_path / "cache") in str(model.path)
+    assert str(tmp_path / "cache") in str(model.path) and len(said) == 2
+    assert only(tmp_path / "cache" / "infinigen_jax") == [model.path.name]  # no lock remains
+
+
+def test_the_cache_goes_by_content(tiny, tmp_path, monkeypatch):
+    """Not by times, places or files that are not read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("infinigen_jax.conversion_cache.LARGE", 1)
+    folder, copy = tiny("llama", num_hidden_layers=1).folder, tmp_path / "copy"
+    for file in folder.iterdir():
+        os.utime(file, (10**9, 10**9))
+    key = cache_folder(folder)
+    (folder / "README.md").write_text("other")
+    os.utime(folder / "config.json")
+    shutil.copytree(folder, copy)
+    assert cache_folder(folder) == cache_folder(copy) == key
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        data = (copy / name).read_bytes() if (copy / name).exists() else b"x"
+        (copy / name).write_bytes(data[:-1] + b" ")
+        os.utime(copy / name, (10**9, 10**9))
+        assert cache_folder(copy) != key
+        key = cache_folder(copy)
+
+
+def test_hashes_of_large_files_are_remembered(tmp_path, monkeypatch):
+    """Until the file may have changed; not of one that changed just before."""
+    monkeypatch.setattr("infinigen_jax.conversion_cache.LARGE", 1)
+    monkeypatch.setattr("infinigen_jax.conversion_cache.SETTLED", -1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    hashed: list[str] = []
+
+    def sha256(path: Path) -> str:
+        hashed.append(path.name)
+        return path.read_text()
+
+    monkeypatch.setattr("infinigen_jax.conversion_cache.file_sha256", sha256)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text(name)
+    first = cache_folder(tmp_path)
+    assert cache_folder(tmp_path) == first and hashed == ["config.json", "model.safetensors"]
+    (tmp_path / "model.safetensors").write_text("x" * len("model.safetensors"))
+    os.utime(tmp_path / "model.safetensors", (1, 1))
+    assert cache_folder(tmp_path) != first and hashed[2:] == ["model.safetensors"]
+    (tmp_path / "cache" / "infinigen_jax" / HASHES).write_text("damaged")
+    monkeypatch.setattr("infinigen_jax.conversion_cache.SETTLED", 3600)
+    cache_folder(tmp_path)
+    cache_folder(tmp_path)
+    assert len(hashed) == 7
+
+
+def test_conversions_used_least_recently_are_removed(tmp_path):
+    """Beyond a limit in bytes, with what killed processes left; never one that is in use."""
+    names = [f"{number:032x}" for number in range(5)]
+    for age, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "infinigen.json").write_bytes(bytes(100))
+        os.utime(tmp_path / name, (10**9 - age, 10**9 - age))
+    for name in (f".{'f' * 32}.partial-x", f"{'f' * 32}.lock", "hashes.json"):
+        (tmp_path / name).touch()
+    mark_used(tmp_path / names[3])
+    assert (tmp_path / names[3]).stat().st_mtime > 10**9  # used last
+    os.utime(tmp_path / names[3], (1, 1))
+    with cache_lock(tmp_path / names[4]):  # another process makes it
+        prune(tmp_path, 250)
+        assert (tmp_path / names[4]).exists()
+    assert only(tmp_path) == [*names[:2], *names[3:], "hashes.json"]
 
 
 def test_a_cache_that_cannot_be_written(tiny, tmp_path, monkeypatch):
@@ -192,6 +259,23 @@ def test_a_cache_that_cannot_be_written(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(InputError, match="XDG_CACHE_HOME"):
         checkpoint.load(tiny("llama").folder)
+
+
+def test_a_user_without_a_home_folder(tiny, monkeypatch):
+    """As in a container: everything but the cache works, and the message says what to set."""
+
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    keep_programs()
+    assert checkpoint.load().path == checkpoint.embedded()
+    with pytest.raises(InputError, match="no home folder .*; set XDG_CACHE_HOME"):
+        checkpoint.load(tiny("llama", num_hidden_layers=1).folder)
+    with pytest.raises(InputError, match="~/model: no such folder"):
+        checkpoint.load("~/model")
 
 
 def test_a_conversion_that_lost_its_manifest_is_not_taken_for_a_source(tiny, tmp_path):

@@ -5,6 +5,8 @@ Where a format has no checksum, another result is accepted if it is one that the
 
 import functools
 import json
+import os
+import random
 import shutil
 import time
 from collections.abc import Callable
@@ -362,3 +364,63 @@ def test_saved_conversations_with_another_content(conversation, data):
     if resumed is not None:
         assert resumed.cached in (len(resumed.tokens), len(resumed.tokens) - 1)
         assert len(arrays) == len(whole._file.tensors) - 2
+
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "7"))
+SEED = int(os.environ.get("FUZZ_SEED", "0"))
+PARTS = (
+    b'"',
+    b"{",
+    b"[" * 99,
+    b"-1",
+    b"1e999",
+    b"9" * 30,
+    b"\0",
+    b"null",
+    b"\x8ar",
+    b"..",
+    b"\xff",
+)
+
+
+def strange(path: Path, rng: random.Random) -> None:
+    """Damage a file, or put something else in its place."""
+    data = path.read_bytes()
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        place, cut = rng.choice((0.0, 0.05, 1.0)) * rng.random(), rng.choice((0, 1, 4, 20, 1 << 40))
+        data = Edit(place, cut, rng.choice((b"", rng.randbytes(3), *PARTS))).apply(data)
+    path.unlink()
+    makers = {1: os.mkfifo, 2: os.mkdir, 3: lambda p: p.symlink_to("/dev/zero")}
+    makers.get(rng.randrange(40), lambda p: p.write_bytes(data))(path)
+
+
+@pytest.mark.slow
+def test_any_damage_for_a_limited_time(folders, capsys):
+    """All files of model folders; ended by a time, so that the number of cases is printed."""
+
+    def read(folder: Path) -> None:
+        checkpoint.checked_folder(folder)
+        read_config(folder)
+        for tensor in open_tensors(folder).values():
+            tensor.read()
+
+    (folders / "torch").mkdir()
+    shutil.copyfile(folders / "torch.bin", folders / "torch/pytorch_model.bin")
+    shutil.copyfile(folders / "source/config.json", folders / "torch/config.json")
+    readers = {
+        "source": read,
+        "sharded": read,
+        "torch": read,
+        "converted": lambda folder: checkpoint.load(folder, "float32"),
+    }
+    rng, cases, refused, end = random.Random(SEED), 0, 0, time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        kind = rng.choice(("source", "sharded", "torch", "torch", "torch", "converted"))
+        folder = fresh(folders, kind)
+        files = sorted(folder.iterdir())
+        strange(rng.choice(files), rng)
+        refused += attempt(lambda folder=folder, kind=kind: [readers[kind](folder)]) is None
+        cases += 1
+    with capsys.disabled():
+        print(f"\n{cases} damaged model folders in {SECONDS:.0f} s, seed {SEED}, {refused} refused")
+    assert 0 < refused < cases

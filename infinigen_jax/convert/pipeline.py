@@ -28,9 +28,11 @@ from infinigen_jax.convert.reader import (
     checked_folder,
     open_tensors,
     read_config,
+    side_files,
 )
 from infinigen_jax.convert.write import check_destination, check_space
 from infinigen_jax.errors import InputError
+from infinigen_jax.files import expanded, open_regular
 from infinigen_jax.manifest import (
     AHEAD_FILE,
     MANIFEST_FILE,
@@ -50,20 +52,6 @@ WEIGHT_DTYPES = {
     name: DTYPES[kind]
     for name, kind in (("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16"))
 }
-COPIED = (
-    "generation_config.json",
-    "tokenizer*.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
 # Fields of config.json that would carry a path of the machine that wrote it.
 PATHS = ("_name_or_path", "name_or_path")
 
@@ -99,18 +87,20 @@ def run(
     target = check_destination(folder, Path(destination), force)
     sources = match(open_tensors(folder), blueprint(config, jnp.float32), folder)
     stored = _weight_dtype(dtype, sources)
-    copied = sorted({f for pattern in COPIED for f in folder.glob(pattern) if f.is_file()})
+    copied = side_files(folder)
     start_backend()
     number = number_of(config, neurons) if skew == "balanced" else 0
     check_space(target, _needed(config, sources, stored, copied, skew, number))
     tokens = _tokens(calibration, folder, config) if skew != "none" else None
-    with staged(target) as out:
+    # Another process may have written it while this one waited for its turn.
+    with staged(target, lambda: check_destination(folder, target, force)) as out:
         job = _Job(config, sources, stored, skew, speculate_from, number, tokens)
         files = job.write_weights(out, progress or (lambda done, total: None))
         files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(_config(hf, stored), indent=2) + "\n")
         for file in copied:
-            copy_file(file, out / file.name)
+            with open_regular(file) as content:
+                copy_file(content, out / file.name)
         for name in ("config.json", *(file.name for file in copied)):
             files[name] = file_record(out / name)
         read = sorted({tensor.file for tensor in sources.values()})
@@ -292,7 +282,7 @@ def _tokens(
     calibration: str | Path | Sequence[int] | None, folder: Path, config: ModelConfig
 ) -> CalibrationTokens:
     if calibration is None or isinstance(calibration, str | Path):
-        path = DEFAULT_TEXT if calibration is None else Path(calibration).expanduser()
+        path = DEFAULT_TEXT if calibration is None else expanded(calibration)
         return read_text(path, folder, config, DEFAULT_TOKENS)
     ids = np.asarray(calibration, np.int32)
     return windows(ids, config, DEFAULT_TOKENS, "calibration", ids.tobytes())

@@ -5,20 +5,42 @@ Nothing is loaded on opening: a `TensorSource` knows its shape and dtype and rea
 """
 
 import dataclasses
-import json
+import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from infinigen_jax.convert.torch_file import TorchFile
 from infinigen_jax.errors import InputError, UnsupportedModelError
+from infinigen_jax.files import LARGEST_JSON, expanded, open_regular, read_json
 from infinigen_jax.models import ModelConfig, config_from_hf
 from infinigen_jax.models.hf import end_tokens
 from infinigen_jax.safetensors_io import SafetensorsFile
 
 SAFETENSORS = "model.safetensors"
 TORCH = "pytorch_model.bin"
+LARGEST_SIDE_FILE = 8 * LARGEST_JSON  # bytes; tokenizers have up to 35 MB
+# Copied to a conversion. Files by the names that transformers reads and licences, nothing else:
+# no code (a folder may hold Python that a tokenizer asks for), and nothing of the user's that only
+# lies in the folder.
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
 
 
 class TensorSource(NamedTuple):
@@ -32,9 +54,17 @@ class TensorSource(NamedTuple):
 
 
 def checked_folder(path: str | Path) -> Path:
-    """The folder itself, or an InputError saying what is there instead."""
-    folder = Path(path).expanduser()
+    """Check that a path is a folder whose tokenizer files, if any, are safe to open.
+
+    Raises:
+        InputError: naming what is at fault.
+    """
+    folder = expanded(path)
+    if not _is_text(folder):
+        raise InputError(f"{folder}: the name is not UTF-8, as tokenizers need; rename the folder")
     if folder.is_dir():
+        for file in side_files(folder):  # transformers opens them without such a check
+            open_regular(file, LARGEST_SIDE_FILE).close()
         return folder
     if folder.exists():
         raise InputError(f"{folder}: is a file; give the folder that holds config.json")
@@ -43,23 +73,31 @@ def checked_folder(path: str | Path) -> Path:
     )
 
 
-def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
-    """Parse a JSON object from a file.
+def _is_text(path: Path) -> bool:
+    try:
+        return bool(str(path.absolute()).encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def side_files(folder: Path) -> list[Path]:
+    """List the files of a model, other than config.json and weights, that a conversion copies."""
+    return sorted({path for pattern in SIDE_FILES for path in folder.glob(pattern)})
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the files that hold the weights, an index first; safetensors go before torch files.
 
     Raises:
-        InputError: when the file is missing, unreadable or not a JSON object.
+        InputError: for missing files and an index that is damaged.
     """
-    try:
-        value = json.loads(path.read_bytes().decode("utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: missing; {remedy}") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error}); {remedy}") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: not a JSON object; {remedy}")
-    return value
+    for single in (SAFETENSORS, TORCH):
+        index = folder / f"{single}.index.json"
+        if os.path.lexists(index):
+            return [index, *(folder / shard for shard in sorted(set(_weight_map(index).values())))]
+        if os.path.lexists(folder / single):
+            return [folder / single]
+    raise InputError(f"{folder}: {_why_no_weights(folder)}")
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
@@ -80,7 +118,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InputError(f"{folder}/config.json: a setting has a wrong kind ({error})") from None
     generation = folder / "generation_config.json"
-    settings = read_json(generation) if generation.exists() else {}
+    settings = read_json(generation) if os.path.lexists(generation) else {}
     if settings.get("eos_token_id") is None:
         return hf, config
     try:
@@ -91,19 +129,26 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 
 def open_tensors(folder: Path) -> dict[str, TensorSource]:
-    """All tensors of a model folder by name; safetensors are preferred to torch files.
+    """Open all tensors of a model folder, by name; see `weight_files`.
 
     Raises:
         InputError: for missing or damaged files, an index that does not fit its shards, and
             tensors that occur in two shards.
     """
-    for single, opened in ((SAFETENSORS, _open_safetensors), (TORCH, _open_torch)):
-        index = folder / f"{single}.index.json"
-        if index.exists():
-            return _open_sharded(index, opened)
-        if (folder / single).exists():
-            return opened(folder / single)
-    raise InputError(f"{folder}: {_why_no_weights(folder)}")
+    first, *shards = weight_files(folder)
+    return _open_shards(first, shards) if shards else open_file(first)
+
+
+def open_file(path: Path) -> dict[str, TensorSource]:
+    """Open the tensors of one file, by name."""
+    file: SafetensorsFile | TorchFile
+    file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+    return {
+        name: TensorSource(
+            name, path, tensor.shape, tensor.dtype, functools.partial(file.read, name)
+        )
+        for name, tensor in file.tensors.items()
+    }
 
 
 def _why_no_weights(folder: Path) -> str:
@@ -114,51 +159,32 @@ def _why_no_weights(folder: Path) -> str:
     return f"no weights here{seen}; {SAFETENSORS} or {TORCH} is needed"
 
 
-def _open_safetensors(path: Path) -> dict[str, TensorSource]:
-    file = SafetensorsFile(path)
-
-    def reader(name: str) -> Callable[[], np.ndarray]:
-        return lambda: file.read(name)
-
-    return {
-        name: TensorSource(name, path, info.shape, info.dtype, reader(name))
-        for name, info in file.tensors.items()
-    }
-
-
-def _open_torch(path: Path) -> dict[str, TensorSource]:
-    from infinigen_jax.convert.torch_file import TorchFile
-
-    file = TorchFile(path)
-
-    def reader(name: str) -> Callable[[], np.ndarray]:
-        return lambda: file.read(name)
-
-    return {
-        name: TensorSource(name, path, tensor.shape, tensor.dtype, reader(name))
-        for name, tensor in file.tensors.items()
-    }
-
-
-def _open_sharded(
-    index: Path, opened: Callable[[Path], dict[str, TensorSource]]
-) -> dict[str, TensorSource]:
+def _weight_map(index: Path) -> dict[str, str]:
+    """Read which shard each tensor is in; the shards are files in the folder of the index."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index}: has no weight_map; get it again")
-    shards = sorted({str(shard) for shard in weight_map.values()})
-    escaping = [shard for shard in shards if Path(shard).name != shard]
-    if escaping:
-        raise InputError(f"{index}: {escaping[0]!r} is not a file name in this folder")
-    missing = [shard for shard in shards if not (index.parent / shard).exists()]
+    kind = index.name.split(".")[1]
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or "\0" in shard or Path(shard).name != shard:
+            raise InputError(f"{index}: {shard!r} is not a file name in this folder")
+        if not shard.endswith(f".{kind}"):
+            raise InputError(f"{index}: {shard!r} is not a .{kind} file")
+    missing = sorted({s for s in weight_map.values() if not (index.parent / s).exists()})
     if missing:
         raise InputError(f"{index}: names missing files: {', '.join(missing)}; get them again")
+    return weight_map
+
+
+def _open_shards(index: Path, shards: list[Path]) -> dict[str, TensorSource]:
     tensors: dict[str, TensorSource] = {}
     for shard in shards:
-        for name, tensor in opened(index.parent / shard).items():
+        for name, tensor in open_file(shard).items():
             if name in tensors:
-                raise InputError(f"{index}: {name} is in {tensors[name].file.name} and in {shard}")
+                first = tensors[name].file.name
+                raise InputError(f"{index}: {name} is in {first} and in {shard.name}")
             tensors[name] = tensor
+    weight_map = _weight_map(index)
     lost = [name for name, shard in weight_map.items() if _elsewhere(tensors, name, shard)]
     if lost:
         raise InputError(f"{index}: {lost[0]} is not in {weight_map[lost[0]]}; get both again")

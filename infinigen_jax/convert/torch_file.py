@@ -1,59 +1,23 @@
 """Reading `pytorch_model.bin` without torch and without running anything that is inside it.
 
 A torch file is a zip archive: `<top>/data.pkl` describes the tensors, `<top>/data/<key>` are raw
-storages, stored without compression and hence memory-mapped here. The pickle is read by an
-unpickler that knows tensors and ordered dictionaries and refuses every other name.
+storages, stored without compression and hence memory-mapped here.
 """
 
-import collections
-import io
 import math
-import pickle
 import struct
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
+from infinigen_jax.convert.torch_pickle import Refused, Storage, TorchTensor, read_pickle
 from infinigen_jax.errors import InputError
+from infinigen_jax.files import open_regular
 from infinigen_jax.safetensors_io import map_file
 
-STORAGES = {
-    "DoubleStorage": np.dtype(np.float64),
-    "FloatStorage": np.dtype(np.float32),
-    "HalfStorage": np.dtype(np.float16),
-    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
-    "LongStorage": np.dtype(np.int64),
-    "IntStorage": np.dtype(np.int32),
-    "ShortStorage": np.dtype(np.int16),
-    "CharStorage": np.dtype(np.int8),
-    "ByteStorage": np.dtype(np.uint8),
-    "BoolStorage": np.dtype(np.bool_),
-}
-
-
-class Storage(NamedTuple):
-    """A run of elements in the archive, as the pickle refers to it."""
-
-    dtype: np.dtype
-    key: str
-    count: int
-
-
-class TorchTensor(NamedTuple):
-    """A strided view of a storage; offset and strides count elements."""
-
-    storage: Storage
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.storage.dtype
+LARGEST_PICKLE = 32 << 20  # bytes; 100,000 tensors take 15 MB
 
 
 class TorchFile:
@@ -68,13 +32,17 @@ class TorchFile:
         self._map = map_file(path)
         self._checked: set[str] = set()  # storages whose checksum is right
         try:
-            with zipfile.ZipFile(path) as archive:
+            with open_regular(path) as file, zipfile.ZipFile(file) as archive:
                 self._entries = {entry.filename: entry for entry in archive.infolist()}
                 pickled = next(name for name in self._entries if name.endswith("data.pkl"))
                 self._top = pickled.removesuffix("data.pkl")
-                data = archive.read(pickled)
                 order = f"{self._top}byteorder"
+                self._check_size(pickled, LARGEST_PICKLE)
+                self._check_size(order, len("little"))
+                data = archive.read(pickled)
                 big_endian = order in self._entries and archive.read(order) != b"little"
+        except InputError:
+            raise
         except Exception as error:  # zipfile raises many kinds for damaged archives
             raise self._unreadable(error) from None
         if big_endian:
@@ -88,10 +56,11 @@ class TorchFile:
         last = tensor.offset + sum(
             (n - 1) * stride for n, stride in zip(tensor.shape, tensor.strides, strict=True)
         )
-        empty = math.prod(tensor.shape) == 0
-        smallest = min((tensor.offset, *tensor.strides, *tensor.shape))
-        if smallest < 0 or tensor.offset > flat.size or (not empty and last >= flat.size):
+        count = math.prod(tensor.shape)
+        if tensor.offset > flat.size or (count and last >= flat.size):
             raise InputError(f"{self.path}: {name} reaches outside its storage; get the file again")
+        if count > flat.size:  # by strides of zero: a few bytes as a tensor of any size
+            raise InputError(f"{self.path}: {name} repeats its storage; save its copy with torch")
         itemsize = flat.dtype.itemsize
         view = np.lib.stride_tricks.as_strided(
             flat[tensor.offset :],
@@ -123,17 +92,30 @@ class TorchFile:
 
     def _unpickle(self, data: bytes) -> dict[str, TorchTensor]:
         try:
-            value = _Unpickler(data).load()
-        except _Refused as error:
+            value = read_pickle(data)
+        except Refused as error:
             raise InputError(f"{self.path}: {error}") from None
         except Exception as error:  # a damaged pickle can raise nearly anything
             raise InputError(f"{self.path}: damaged ({error}); get the file again") from None
         if not isinstance(value, dict):
             raise InputError(f"{self.path}: holds no dictionary of tensors; not a model file")
         for name, tensor in value.items():
-            if not (isinstance(name, str) and isinstance(tensor, TorchTensor)):
+            if not isinstance(tensor, TorchTensor):
                 raise InputError(f"{self.path}: {name!r} is not a tensor; not a model file")
-        return dict(value)
+        return value
+
+    def _check_size(self, member: str, most: int) -> None:
+        """Torch compresses nothing; a few compressed bytes could stand for gigabytes."""
+        entry = self._entries.get(member)
+        if entry is None:
+            return
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise InputError(f"{self.path}: compressed; save the model again with torch")
+        if entry.file_size > most:
+            raise InputError(
+                f"{self.path}: {member} has {entry.file_size:,} bytes, more than {most:,}; "
+                "save the model again with torch"
+            )
 
     def _unreadable(self, error: Exception) -> InputError:
         start = bytes(self._map[:64])
@@ -144,46 +126,3 @@ class TorchFile:
         else:
             why = f"it is truncated or of another kind ({error}); get it again"
         return InputError(f"{self.path}: not a torch zip file, {why}")
-
-
-class _Refused(Exception):
-    """The pickle asked for something that a file of weights has no use for."""
-
-
-class _Unpickler(pickle.Unpickler):
-    """Builds tensors and ordered dictionaries; imports nothing."""
-
-    def __init__(self, data: bytes):
-        super().__init__(io.BytesIO(data))
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, shape, strides, *_: _tensor(
-                storage, offset, shape, strides
-            )
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return lambda data, *_: data
-        if module == "torch" and name in STORAGES:
-            return STORAGES[name]
-        raise _Refused(
-            f"refused, because its pickle asks for {module}.{name}, which is not a tensor; "
-            "use a safetensors file of the same model"
-        )
-
-    def persistent_load(self, reference: Any) -> Storage:
-        kind, dtype, key, _, count = reference
-        if kind != "storage" or not isinstance(dtype, np.dtype):
-            raise _Refused("refused, because it refers to something other than a tensor storage")
-        if not isinstance(count, int) or count < 0:
-            raise _Refused(f"damaged, a storage of {count!r} elements; get the file again")
-        return Storage(dtype, str(key), count)
-
-
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any) -> TorchTensor:
-    if not isinstance(storage, Storage) or len(shape) != len(strides):
-        raise _Refused("refused, because it describes a tensor without a storage")
-    return TorchTensor(
-        storage, int(offset), tuple(int(n) for n in shape), tuple(int(n) for n in strides)
-    )

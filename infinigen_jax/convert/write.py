@@ -4,7 +4,9 @@ import shutil
 from pathlib import Path
 
 from infinigen_jax.errors import InputError
+from infinigen_jax.files import expanded
 from infinigen_jax.manifest import MANIFEST_FILE
+from infinigen_jax.memory_limits import format_bytes
 
 
 def check_destination(source: Path, destination: Path, force: bool) -> Path:
@@ -14,7 +16,7 @@ def check_destination(source: Path, destination: Path, force: bool) -> Path:
         InputError: when it is the source, contains it, exists without `force`, or exists and is
             not a converted folder (`force` replaces conversions, it does not delete other things).
     """
-    target, origin = destination.expanduser().resolve(), source.resolve()
+    target, origin = expanded(destination).resolve(), source.resolve()
     if target == origin:
         raise InputError(f"{destination}: source and destination are the same folder")
     if target in origin.parents:
@@ -40,10 +42,6 @@ def check_space(destination: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise InputError(
-            f"{destination}: needs {_gigabytes(needed)} of disk space, but only "
-            f"{_gigabytes(free)} are free; free some or choose another disk"
+            f"{destination}: needs {format_bytes(needed)} of disk space, but only "
+            f"{format_bytes(free)} are free; free some or choose another disk"
         )
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"

@@ -44,8 +44,9 @@ def failure() -> str | None:
         CudaError, OSError: the driver or the compiler is not there.
     """
     for kind, device in {d.device_kind: d for d in reversed(jax.local_devices())}.items():
-        if os.path.exists(mark_of(device)):
-            continue
+        with contextlib.suppress(OSError):  # no cache folder
+            if mark_of(device).exists():
+                continue
         logger.info("the CUDA kernels are checked before their first use on %s", kind)
         if reason := run_check(device.local_hardware_id):
             return reason

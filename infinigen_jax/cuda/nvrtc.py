@@ -10,11 +10,10 @@ import functools
 import glob
 import hashlib
 import importlib.util
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from infinigen_jax.atomic import whole_file
 from infinigen_jax.user_cache import cache_root
 
 OPTIONS = ("--std=c++17",)
@@ -36,21 +35,22 @@ def kernels(source: str, architecture: int, folder: Path | None = None) -> bytes
     nvrtc = Nvrtc.load()
     digest = hashlib.sha256("\0".join((source, *OPTIONS)).encode()).hexdigest()[:16]
     name = f"kernels-{digest}-sm_{architecture}-nvrtc_{nvrtc.version}.bin"
-    path = (cache_root() if folder is None else folder) / name
-    with contextlib.suppress(OSError):
+    path = None
+    with contextlib.suppress(OSError):  # no cache folder, or nothing in it
+        path = (cache_root() if folder is None else folder) / name
         return path.read_bytes()
     code = nvrtc.compile(source, architecture)
-    _store(path, code)
+    if path is not None:
+        _store(path, code)
     return code
 
 
 def _store(path: Path, code: bytes) -> None:
-    """Write and rename: another process sees the whole file or none. A cache may fail to be one."""
+    """Keep code in the cache, if it can be written."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        with whole_file(path) as file:
             file.write(code)
-        os.replace(file.name, path)
 
 
 def libraries() -> list[str]:

@@ -1,0 +1,78 @@
+"""Files of a model folder, which may come from anywhere: regular ones only, of a bounded size."""
+
+import io
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from infinigen_jax.errors import InputError
+
+# The largest index known, of DeepSeek-V3's 91,991 tensors, has 9 MB. Parsed JSON takes up to twenty
+# times its size.
+LARGEST_JSON = 32 << 20
+
+
+def expanded(path: str | Path) -> Path:
+    """Expand a leading ~; without a home folder it stays (pathlib would raise)."""
+    return Path(os.path.expanduser(path))
+
+
+def open_regular(path: Path, most: int | None = None) -> io.BufferedReader:
+    """Open a file for reading; links are followed, as Hugging Face's cache consists of links.
+
+    Args:
+        most: largest size in bytes.
+
+    Raises:
+        InputError: naming the file, if it is missing, unreadable, too large, or a pipe, device,
+            socket or folder, whose opening or reading might never end.
+    """
+    try:
+        # The kind is known before opening, which a device might take for a command; it may change
+        # until then, so that O_NONBLOCK and the second look remain necessary.
+        _check_kind(path, os.stat(path), most)
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; the folder is incomplete") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        _check_kind(path, os.fstat(file.fileno()), most)
+    except InputError:
+        file.close()
+        raise
+    return file
+
+
+def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
+    """Parse a JSON object from a file.
+
+    Raises:
+        InputError: when the file is missing, unreadable or not a JSON object.
+    """
+    if not os.path.lexists(path):
+        raise InputError(f"{path}: missing; {remedy}")
+    try:
+        with open_regular(path, LARGEST_JSON) as file:
+            value = json.loads(file.read().decode("utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid JSON ({error}); {remedy}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object; {remedy}")
+    return value
+
+
+def _check_kind(path: Path, status: os.stat_result, most: int | None) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{path}: cannot be read (not a regular file); put a file in its place")
+    if most is not None and status.st_size > most:
+        raise InputError(
+            f"{path}: too large ({status.st_size:,} bytes; at most {most:,} are read); "
+            "download it again"
+        )
