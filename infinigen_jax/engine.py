@@ -8,7 +8,7 @@ for step in engine.stream(["Once upon a time"], max_new_tokens=64):
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from infinigen_jax.numeric import LARGEST_FACTOR, check_range
 from infinigen_jax.policies import POLICIES, InfiniGen, Policy
 from infinigen_jax.pool import Pool
 from infinigen_jax.prefill import Notify
+from infinigen_jax.programs import Program
 from infinigen_jax.rows import row_format
 from infinigen_jax.run import Run
 from infinigen_jax.sampling import Sampling
@@ -89,13 +90,39 @@ def curves_for(model: Model, policy: Policy) -> Curves | None:
     return None
 
 
-def prepare(decoder: Decoder, model: Model, number: int) -> Params:
-    """What the policy needs to select for a host layer, with the layer's own budget if any."""
-    weights = decoder.policy.prepare(model, decoder.on_host[number])
-    if number not in decoder.budgets:
-        return weights
-    share = budget_fraction(decoder.budgets[number]).as_integer_ratio()
-    return weights | {"share": jnp.array(share, jnp.int32)}
+def prepare(decoder: Decoder, model: Model) -> tuple[Params, ...]:
+    """What the policy needs to select for each host layer, with the layer's own budget if any."""
+
+    def of_one(parts: Params) -> Params:
+        return decoder.policy.prepare(dataclasses.replace(model, **parts), 0)
+
+    # One program for all layers: what policies compute here would otherwise compile op by op.
+    run = Program(of_one, (decoder, model.skew, model.speculate_from))
+    prepared = []
+    for number, layer in enumerate(decoder.on_host):
+        weights = run(one_layer(model, layer))
+        if number in decoder.budgets:
+            share = budget_fraction(decoder.budgets[number]).as_integer_ratio()
+            weights = weights | {"share": jnp.array(share, jnp.int32)}
+        prepared.append(weights)
+    return tuple(prepared)
+
+
+def one_layer(model: Model, layer: int) -> Params:
+    """The arrays of a model that a policy prepares a layer from, as those of a one-layer model."""
+
+    def pick(values: Any) -> Any:
+        return None if values is None else values[layer : layer + 1]
+
+    moments = model.tail_moments
+    return {
+        "params": {"layers": model.params["layers"][layer : layer + 1]},
+        "bases": pick(model.bases),
+        "svd_bases": pick(model.svd_bases),
+        "ahead": pick(model.ahead),
+        "key_mean": pick(model.key_mean),
+        "tail_moments": None if moments is None else tuple(map(pick, moments)),
+    }
 
 
 class Engine:
@@ -187,7 +214,7 @@ class Engine:
             weights == "host",
             curves_for(model, chosen),
         )
-        prepared = tuple(prepare(self.decoder, model, i) for i in range(self.decoder.host_layers))
+        prepared = prepare(self.decoder, model)
         whole = Placement(self.mesh).whole
         joined = mover.in_place and weights == "device"
         width, given = model.config.query_width, model.params["layers"]

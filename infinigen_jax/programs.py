@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import serialize_executable
 
 from infinigen_jax.atomic import whole_file
@@ -64,6 +65,8 @@ class Program:
 
     def _executable(self, arguments: Any, static: dict[str, Any]) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # a plan, without arrays
+            return functools.partial(self._jitted, **static)
         shapes = tuple(map(_kind_of, leaves))
         key = (structure, shapes, tuple(sorted(static.items(), key=lambda item: item[0])))
         if key not in self._executables:
@@ -81,7 +84,7 @@ class Program:
             lowered, hits = self._jitted.lower(*arguments, **static), cache_hits()
             executable = lowered.compile()
             if cache_hits() == hits:  # XLA cannot serialise an executable that was deserialised
-                _save(path, executable)
+                _save(path, executable, "lapack_" in lowered.as_text())
         return executable
 
 
@@ -135,7 +138,10 @@ def _load(path: Path) -> Any:
     """The executable in a file; None if it cannot be had."""
     try:
         with open(path, "rb") as file:
-            return serialize_executable.deserialize_and_load(*pickle.load(file))
+            uses_lapack, *serialised = pickle.load(file)
+        if uses_lapack:
+            _initialise_lapack()
+        return serialize_executable.deserialize_and_load(*serialised)
     except FileNotFoundError:
         return None
     except Exception as error:  # truncated, of another build, of another machine: compile again
@@ -143,10 +149,16 @@ def _load(path: Path) -> Any:
         return None
 
 
-def _save(path: Path, executable: Any) -> None:
+@functools.cache
+def _initialise_lapack() -> None:
+    """Bind LAPACK's functions, which JAX does only when it lowers one; unbound, a call crashes."""
+    jax.jit(jnp.linalg.inv).lower(jax.ShapeDtypeStruct((1, 1), jnp.float32))
+
+
+def _save(path: Path, executable: Any, uses_lapack: bool) -> None:
     """Keep an executable, if it can be kept; a start goes on without."""
     try:
-        content = pickle.dumps(serialize_executable.serialize(executable))
+        content = pickle.dumps((uses_lapack, *serialize_executable.serialize(executable)))
         prune_programs()
         with whole_file(path) as file:
             file.write(content)
