@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.experimental import serialize_executable
 
@@ -62,6 +63,10 @@ class Program:
     def lower(self, *arguments: Any, **static: Any) -> Any:
         """Lower for arguments or their shapes, as `jax.jit` does; nothing is kept."""
         return self._jitted.lower(*arguments, **static)
+
+    def trace(self, *arguments: Any, **static: Any) -> Any:
+        """Trace for arguments or their shapes, as `jax.jit` does; nothing is kept."""
+        return self._jitted.trace(*arguments, **static)
 
     def _executable(self, arguments: Any, static: dict[str, Any]) -> Any:
         leaves, structure = jax.tree.flatten(arguments)

@@ -53,14 +53,15 @@ def cache_of(engine: Engine) -> Cache:
 
 
 def step(engine: Engine, cache: Cache) -> Any:
-    lengths = cache.lengths
-    arguments = (engine.weights, cache.host, cache.states, cache.scales, cache.local, cache.hot)
-    return steps(engine.decoder).forced.lower(*arguments, lengths, lengths, ())
+    return steps(engine.decoder).forced.lower(engine.weights, *cache.parts(False), cache.lengths)
 
 
 def flush(engine: Engine, cache: Cache) -> Any:
-    arguments = (engine.weights.policy, cache.local, cache.host, cache.states, cache.scales)
-    return steps(engine.decoder).flush.lower(*arguments, cache.lengths)
+    decoder = engine.decoder
+    layer, number = decoder.on_host[0], jnp.int32(0)
+    arguments = (engine.weights.policy[0], number, cache.host, cache.states[0])
+    rest = (cache.local[layer], cache.scales[0], cache.lengths)
+    return steps(decoder).flush.lower(*arguments, *rest, streams=False)
 
 
 def device_layer(engine: Engine, cache: Cache) -> Any:

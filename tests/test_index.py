@@ -13,6 +13,7 @@ from infinigen_jax.engine import Engine
 from infinigen_jax.index import BITS, INDEX_DTYPES, IndexFormat
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import InfiniGen
+from infinigen_jax.policies.base import Lookup
 from infinigen_jax.span import Span
 from infinigen_jax.speculation import partial_keys, speculation_weights
 
@@ -144,7 +145,9 @@ def test_selections_hardly_change():
         state = policy.append(
             weights, policy.init(config, 2, 200), keys, Span.whole(2, keys.shape[2])
         )
-        return policy.select(config, layer, weights, state, inputs[:, -1], positions[:, -1])
+        size = policy.request_size(200)
+        given = config, layer, weights, state, inputs[:, -1], positions[:, -1], size
+        return policy.select(Lookup(*given))
 
     chosen = {}
     for name in ("float32", "int4"):

@@ -13,6 +13,7 @@ from benchmarks.prefill import temporaries
 from infinigen_jax.memory import Placement, allocate_host, default_mesh, gather_rows, write_span
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import InfiniGen
+from infinigen_jax.policies.base import Lookup
 from infinigen_jax.prompt_attention import attend_chunk
 from infinigen_jax.prompt_layer import host_rows
 from infinigen_jax.prompt_steps import prefill_steps
@@ -93,7 +94,10 @@ def test_an_index_of_128k_tokens_chooses_what_numpy_does():
         state = append(weights, state, jnp.asarray(keys[:, :, start : start + (1 << 15)]), span)
     layer = blueprint(config, model.dtype).layer(model.params["layers"][0])
     a = jnp.asarray(np.random.default_rng(1).normal(size=(1, config.hidden_size)), jnp.float32)
-    select = jax.jit(lambda a, state: policy.select(config, layer, weights, state, a, at))
+    size = policy.request_size(tokens)
+    select = jax.jit(
+        lambda a, state: policy.select(Lookup(config, layer, weights, state, a, at, size))
+    )
     request = select(a, state)
     query = np.asarray(config.grouped(layer.query(a, at)))[0]
     for head in range(k):

@@ -21,7 +21,7 @@ from infinigen_jax.policies import (
     Quest,
     Window,
 )
-from infinigen_jax.policies.base import Attended
+from infinigen_jax.policies.base import Attended, Lookup
 from infinigen_jax.span import Span
 
 KINDS = [Window, H2O, Quest, PreviousQuery, Oracle]
@@ -54,11 +54,17 @@ def settings(**more):
     return {"budget": 0.2, "sinks": SINKS, "window": RECENT} | more
 
 
+def lookup(policy, layer: Any, state, at) -> Lookup:
+    """What a policy without weights of its own sees."""
+    size = policy.request_size(T)
+    return Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, size)
+
+
 def chosen(policy, state, query=None) -> list[list[set[int]]]:
     """Slots that a policy selects, by sequence and KV head."""
     layer: Any = FixedQuery(drawn(B, K, G, D) if query is None else query)
     at = jnp.asarray(POSITIONS, jnp.int32)
-    request = policy.select(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at)
+    request = policy.select(lookup(policy, layer, state, at))
     slots, count = np.asarray(request.slots), np.asarray(request.count)
     return [[set(slots[i, j, : count[i, j]].tolist()) for j in range(K)] for i in range(B)]
 
@@ -173,7 +179,7 @@ def test_h2o_evicts_for_good():
                 assert got[i][j] == set(order[: budget(i)])
             at = jnp.asarray(POSITIONS, jnp.int32)
             layer: Any = FixedQuery(drawn(B, K, G, D))
-            request = policy.select(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at)
+            request = policy.select(lookup(policy, layer, state, at))
             weights = rng.random(request.slots.shape).astype(np.float32)
             weights = np.where(np.asarray(request.valid), weights, 0)
             resident = np.asarray(Slots(SINKS, RECENT).positions(at))

@@ -170,7 +170,8 @@ def read(
 ) -> tuple[Request, jax.Array, jax.Array | None, HotSet]:
     """A step's request and the rows that it gets, `used` and the hot set afterwards."""
     there = held(positions, now, policy.window)
-    request = policy.choose(scores, now, 1.0, held=there)
+    size = policy.request_size(scores.shape[3])
+    request = policy.best(scores, now, size, there, alpha=1.0)
     used = None if used is None else touch(pool, used, request, now)
     hot, made = plan(hot, request, now)
     transfer = XlaTransfer()

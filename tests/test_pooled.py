@@ -30,6 +30,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.host_attention import held
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import POLICIES, Full, Oracle, PreviousQuery, Window
+from infinigen_jax.policies.base import Lookup
 from infinigen_jax.pool import Kept, Pool
 from infinigen_jax.run import Run
 
@@ -266,7 +267,9 @@ def test_the_step_without_a_limit_is_the_same_program():
     """A pool adds nothing to a step that has none: no argument, no operation."""
     run = engine("gqa", SPARSE).start(RAGGED, NEW)
     assert run.cache.pool == () and not jax.tree.leaves((run.cache.hot, run.cache.pool))
-    ahead = run.decoder.following(run.engine.weights, run.cache, 0, run.dispatcher.numbers[0])
+    read, _ = run.cache.parts(observes=False)
+    at = run.dispatcher.numbers[0]
+    ahead = run.decoder.target(run.engine.weights, read, read.states, 0, at)
     assert ahead is not None and ahead.positions is None
     assert not any(isinstance(local, DenseLayer) for local in run.cache.local[2:])
 
@@ -302,15 +305,9 @@ def test_a_window_of_the_most_recent_rows_in_the_pool():
     there = np.asarray(held(run.decoder, run.cache.pool[0], run.cache.lengths))
     layer: Any = Masked("gqa").layers[0]
     nothing = jnp.zeros((3, 4))
-    request = policy.select(
-        run.decoder.config,
-        layer,
-        {},
-        run.cache.states[0],
-        nothing,
-        run.cache.lengths,
-        jnp.asarray(there),
-    )
+    given = run.decoder.config, layer, {}, run.cache.states[0], nothing, run.cache.lengths
+    size = policy.request_size(run.slots)
+    request = policy.select(Lookup(*given, size=size, held=jnp.asarray(there)))
     for i, j in np.ndindex(3, 2):
         count = int(request.count[i, j])
         slots = np.asarray(request.slots)[i, j, :count]

@@ -16,7 +16,7 @@ from infinigen_jax.engine import Engine
 from infinigen_jax.policies import H2O, Full, InfiniGenPaper, Oracle, Policy, PreviousQuery, Quest
 from infinigen_jax.prefill import chunk_length, extend, prefill
 from infinigen_jax.sampling import Sampling
-from infinigen_jax.steps import steps
+from infinigen_jax.steps import flush_cache, steps
 
 LONG = [[int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (150, 40, 97)]
 POLICIES: dict[str, Policy] = {
@@ -178,31 +178,18 @@ def decode(chosen: Engine, cache: Cache, drawn: Any, number: int) -> np.ndarray:
     run, step, tokens = steps(chosen.decoder), jnp.ones(cache.lengths.shape, jnp.int32), []
     for i in range(number):
         if i and i % chosen.decoder.policy.window == 0:
-            host, states = run.flush(
-                chosen.weights.policy,
-                cache.local,
-                cache.host,
-                cache.states,
-                cache.scales,
-                cache.lengths,
-            )
-            cache = cache._replace(host=host, states=states)
+            numbers = [jnp.int32(i) for i in range(chosen.decoder.host_layers)]
+            cache = flush_cache(chosen.decoder, chosen.weights, numbers, cache)
         tokens.append(np.asarray(drawn))
         new, drawn, step, _ = run.fused(
             chosen.weights,
-            cache.host,
-            cache.states,
-            cache.scales,
-            cache.local,
-            cache.hot,
-            cache.lengths,
+            *cache.parts(chosen.decoder.policy.observes),
             drawn,
             jnp.uint32(0),
             step,
             sampling=Sampling(),
         )
-        states = new.states if chosen.decoder.policy.observes else cache.states
-        cache = new._replace(host=cache.host, scales=cache.scales, states=states)
+        cache = cache.stepped(new)
     return np.stack(tokens)
 
 

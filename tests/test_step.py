@@ -1,19 +1,20 @@
 """What a step moves, allocates and compiles to."""
 
 import re
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from runtime import NEW, RAGGED, SPARSE, engine, finished
 
-from infinigen_jax.cache import DenseLayer, HostLayer
+from infinigen_jax.cache import DenseLayer
 from infinigen_jax.compilations import compilations
 from infinigen_jax.engine import Engine
 from infinigen_jax.policies import Full, Policy
 from infinigen_jax.reuse import HotSet
 from infinigen_jax.run import Run
-from infinigen_jax.steps import steps
+from infinigen_jax.steps import step, steps
 
 HOT = "hot"  # SPARSE with a hot set and packed rows
 
@@ -128,11 +129,10 @@ def copies(hlo: str) -> list[int]:
 
 
 def compiled_fused(run: Run) -> str:
-    cache, weights = run.cache, run.engine.weights
-    arguments = (cache.host, cache.states, cache.scales, cache.local, cache.hot, cache.lengths)
+    parts = run.cache.parts(run.decoder.policy.observes)
     seed, sampling = run.dispatcher.seed, run.dispatcher.sampling
     lowered = steps(run.decoder).fused.lower(
-        weights, *arguments, run.drawn, seed, run._draws, sampling=sampling
+        run.engine.weights, *parts, run.drawn, seed, run._draws, sampling=sampling
     )
     return lowered.compile().as_text()
 
@@ -152,26 +152,20 @@ def test_the_fused_step_copies_neither_cache_nor_weights(policy):
 
 def test_the_layerwise_step_and_the_flush_copy_no_cache():
     run = engine("gqa", SPARSE, 1, "layerwise").start(RAGGED, NEW)
-    cache, weights, at = run.cache, run.engine.weights, run.dispatcher.numbers
-    compiled = steps(run.decoder)
+    compiled, numbers = steps(run.decoder), run.dispatcher.numbers
+    cache, weights = run.cache, run.engine.weights
     assert cache.host is not None
-    layers = weights.params["layers"]
-    carry = compiled.embed(weights.params["embedding"], run.drawn, cache.lengths)
-    ahead = [run.decoder.following(weights, cache, i, at[i]) for i in range(2)]
-    hot = cache.hot[0]
-    arguments = (layers[0], carry, cache.local[0], hot, None, cache.host, None, ahead[0])
-    dense = compiled.fetching_layer.lower(*arguments, cache.lengths).compile().as_text()
-    carry, *_ = compiled.fetching_layer(*arguments, cache.lengths)
-    own = HostLayer(at[0], cache.scales[0])
-    hot = cache.hot[1]
-    sparse = (layers[1], carry, cache.local[1], hot, None, cache.host, own, ahead[1])
-    programs = {
-        "dense": dense,
-        "sparse": compiled.fetching_layer.lower(*sparse, cache.lengths).compile().as_text(),
-    }
-    for name, hlo in programs.items():
-        assert max(copies(hlo), default=0) < cache.host[0].size, name
-    again = run.engine.start(RAGGED, NEW).cache  # what was donated above is gone
-    flush = (again.local, again.host, again.states, again.scales, again.lengths)
-    flushed = compiled.flush.lower(weights.policy, *flush).compile().as_text()
-    assert max(copies(flushed), default=0) < cache.host[0].size
+    programs: list[str] = []
+
+    def layer(*arguments: Any) -> Any:
+        programs.append(compiled.pieces.layer.lower(*arguments).compile().as_text())
+        return compiled.pieces.layer(*arguments)
+
+    flush = (weights.policy[0], numbers[0], cache.host, cache.states[0], cache.local[1])
+    lengths = cache.scales[0], cache.lengths
+    programs.append(compiled.flush.lower(*flush, *lengths, streams=False).compile().as_text())
+    pieces = compiled.pieces._replace(layer=layer)
+    step(run.decoder, pieces, numbers, weights, *cache.parts(False), run.drawn)
+    assert len(programs) == 1 + run.decoder.config.num_layers
+    for hlo in programs:
+        assert max(copies(hlo), default=0) < cache.host[0].size

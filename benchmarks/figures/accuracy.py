@@ -20,7 +20,8 @@ import numpy as np
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent
-from infinigen_jax.evaluation.session import Session, check_numbers, traffic_of
+from infinigen_jax.evaluation.session import Session, traffic_of
+from infinigen_jax.numeric import check_range
 
 if TYPE_CHECKING:
     from infinigen_jax.engine import Engine
@@ -44,7 +45,9 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
         InputError: if lm-eval is not installed, or a task does not exist.
     """
     given = session.arguments
-    check_numbers(given, {"shots": 0, "limit": 1, "batch": 1})
+    for option, least in {"shots": 0, "limit": 1, "batch": 1}.items():
+        if (value := getattr(given, option)) is not None:
+            check_range(f"--{option}", value, least)
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError("--tasks: lm-eval is not installed; pip install '.[eval]'")
     if given.quiet:

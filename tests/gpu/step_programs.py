@@ -19,7 +19,15 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from infinigen_jax import cuda, fused_attention
 from infinigen_jax.cache import Cache, HostLayer
-from infinigen_jax.carry import Carry, Counts, Fetched, Following, Weights
+from infinigen_jax.carry import (
+    Carry,
+    Counts,
+    Fetched,
+    LayerInputs,
+    LayerState,
+    Target,
+    Weights,
+)
 from infinigen_jax.checkpoint import Ahead, Basis, Model
 from infinigen_jax.decode import Decoder
 from infinigen_jax.memory import Placement, default_mesh
@@ -71,7 +79,7 @@ LAYER_BYTES = HEADS * CAPACITY * ROW
 HOST_BYTES = (LAYERS - DENSE) * LAYER_BYTES
 FETCHED = POLICY.request_size(CAPACITY)
 FETCHED_BYTES = HEADS * FETCHED * ROW
-FLUSHED_BYTES = (LAYERS - DENSE) * HEADS * POLICY.window * ROW
+FLUSHED_BYTES = HEADS * POLICY.window * ROW  # of a layer
 # A layer's ring and sinks, and the sums of the other values.
 BLOCKS = CAPACITY // POLICY.tail_block
 RESIDENT_BYTES = HEADS * ((POLICY.sinks + POLICY.window) * ROW + BLOCKS * CONFIG.head_dim * 4)
@@ -161,7 +169,7 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights
 def _cache(made: Decoder | None = None) -> Cache:
     at, made = Placement(default_mesh()), made or decoder()
     empty = prefill_steps(made).empty
-    cache = jax.eval_shape(lambda: empty(BATCH, CAPACITY, CAPACITY))
+    cache = jax.eval_shape(lambda: empty(batch=BATCH, capacity=CAPACITY, slots=CAPACITY))
     host = (made.host_layers, BATCH, CONFIG.num_kv_heads, CAPACITY, 2 * CONFIG.head_dim)
     lengths = _placed(cache.lengths, at.batch)
     cache = _placed(cache._replace(lengths=None), at.rows)
@@ -187,16 +195,11 @@ def fused(
         return compile_for_gpu(
             steps(made).fused,
             weights(weights_on, config),
-            cache.host,
-            cache.states,
-            cache.scales,
-            cache.local,
-            cache.hot,
-            cache.lengths,
+            *cache.parts(observes=False),
             cache.lengths,
             _scalar(jnp.uint32),
             cache.lengths,
-            Sampling(),
+            keywords={"sampling": Sampling()},
         )
 
 
@@ -231,15 +234,14 @@ def scanned() -> Program:
         def body(carry: Carry, inputs: Any) -> tuple:
             number, params, resident, weights, state = inputs
             ahead = jnp.minimum(number + 1, LAYERS - DENSE - 1)
-            following = jax.tree.map(
+            target = jax.tree.map(
                 lambda x: jax.lax.dynamic_index_in_dim(x, ahead, 0, keepdims=False),
-                Following(layers, policy, states, numbers),
+                Target(layers, policy, states, numbers),
             )
-            own = HostLayer(number, SCALES, tail=(weights, state))
-            carry, resident, _, _ = decoder().decode_layer(
-                params, carry, resident, None, None, host, own, following, at
-            )
-            return carry, resident
+            place = HostLayer(number, SCALES, tail=(weights, state))
+            given = LayerInputs(params, [], host, place, target, at)
+            carry, new = decoder().decode_layer(given, LayerState(resident, None, None), carry)
+            return carry, new.local
 
         return jax.lax.scan(body, carry, (numbers, layers, local, policy, states))
 
@@ -259,22 +261,16 @@ def scanned() -> Program:
 def fetching_layer(weights_on: str = "device") -> Program:
     """One layer on the host that fetches for the next one, as the layerwise schedule runs it."""
     cache, constant = _cache(), weights()
-    following = Following(
-        constant.params["layers"][-1], constant.policy[-1], cache.states[-1], _scalar()
-    )
-    upcoming = weights("host").params["layers"][-1:]
+    target = Target(constant.params["layers"][-1], constant.policy[-1], cache.states[-1], _scalar())
+    place = HostLayer(_scalar(), SCALES, tail=(constant.policy[0], cache.states[0]))
+    params, upcoming = constant.params["layers"][DENSE], []
+    if weights_on == "host":
+        upcoming = weights("host").params["layers"][-1:]
     return compile_for_gpu(
-        steps(decoder(weights_on=weights_on)).fetching_layer,
-        constant.params["layers"][DENSE],
+        steps(decoder(weights_on=weights_on)).pieces.layer,
+        LayerInputs(params, upcoming, cache.host, place, target, cache.lengths),
+        LayerState(cache.local[-1], None, None),
         _carry(),
-        cache.local[-1],
-        (None,),
-        None,
-        cache.host,
-        HostLayer(_scalar(), SCALES, tail=(constant.policy[0], cache.states[0])),
-        (following,),
-        cache.lengths,
-        keywords={"stored": upcoming} if weights_on == "host" else None,
     )
 
 
@@ -284,12 +280,14 @@ def flush() -> Program:
     cache = _cache()
     return compile_for_gpu(
         steps(decoder()).flush,
-        weights().policy,
-        cache.local,
+        weights().policy[0],
+        _scalar(),
         cache.host,
-        cache.states,
-        cache.scales,
+        cache.states[0],
+        cache.local[-1],
+        SCALES,
         cache.lengths,
+        keywords={"streams": False},
     )
 
 
@@ -300,7 +298,7 @@ def flush_pool() -> Program:
     policy = dataclasses.replace(POLICY, tail_tokens=0)
     limited = dataclasses.replace(decoder(), policy=policy, pool=Pool(tokens=CAPACITY))
     positions = _shaped((BATCH, CONFIG.num_kv_heads, CAPACITY), jnp.int32, at.rows)
-    kept = _placed(jax.eval_shape(lambda x: start_kept(limited, 0, x), positions), at.rows)
+    kept = _placed(jax.eval_shape(lambda x: start_kept(limited, x), positions), at.rows)
     left = _shaped((BATCH, CONFIG.num_kv_heads, 1, CONFIG.head_dim), jnp.float32, at.rows)
     local = (*cache.local[:DENSE], *[x._replace(left=left) for x in cache.local[DENSE:]])
     pooled = cache._replace(hot=(kept,) * on_host, pool=(positions,) * on_host, local=local)
@@ -324,7 +322,7 @@ def prompt_layer(weights_on: str = "device", by_cudnn: bool = False) -> Program:
             _scalar(),
             Span(cache.lengths, cache.lengths),
             cache.lengths,
-            keywords={"stored": upcoming} if weights_on == "host" else None,
+            upcoming if weights_on == "host" else (),
         )
 
 

@@ -22,7 +22,7 @@ from infinigen_jax.selection import Request
 from infinigen_jax.transfer.cuda import CudaTransfer
 
 HOT_SET = 2.0
-HOT_ENTRIES = sp.decoder(hot_set=HOT_SET).hot_entries(0, sp.CAPACITY)
+HOT_ENTRIES = sp.decoder(hot_set=HOT_SET).hot_entries(sp.CAPACITY)
 
 
 @pytest.fixture(autouse=True)
