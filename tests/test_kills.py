@@ -30,7 +30,8 @@ def start(module: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
-    assert process.wait() == 0, process.communicate()[1].decode()
+    errors = process.communicate()[1].decode()
+    assert process.returncode == 0, errors
 
 
 def kill(process: subprocess.Popen[bytes]) -> bool:
@@ -40,11 +41,11 @@ def kill(process: subprocess.Popen[bytes]) -> bool:
     return process.returncode < 0
 
 
-def test_saving_a_conversation(tmp_path):
+def test_saving_a_conversation(shallow_folder, tmp_path):
     """Killed while the file is written."""
     rng, killed, path = random.Random(1), 0, tmp_path / "talk"
     arguments = ("--chat", "--chat-template", "plain", "--prompt", "Once upon a time")
-    arguments += ("--max-new-tokens", "8", "--save", path)
+    arguments += ("--max-new-tokens", "8", "--model", shallow_folder / "tiny-llama", "--save", path)
     finish(start("generate", *arguments))
     lock = tmp_path / ".talk.lock"
     for _ in range(KILLS):
@@ -60,11 +61,13 @@ def test_saving_a_conversation(tmp_path):
     assert only(tmp_path) == ["talk"]
 
 
-def test_evaluating(tmp_path):
+def test_evaluating(shallow_folder, tmp_path):
     """Killed anywhere; the last run goes on where they were, with the same result."""
     rng, killed = random.Random(2), 0
     arguments = ("perplexity", "--text", DEFAULT_TEXT, "--window", "48", "--windows", "2")
-    arguments += ("--budget", "0.1", "0.2", "0.3", "--quiet", "--json")
+    arguments += ("--budget", "0.1", "0.3", "--model", shallow_folder / "tiny-llama")
+    arguments += ("--quiet", "--json")
+    finish(start("evaluate", *arguments, tmp_path / "whole"))  # compiles for the others
     began = time.monotonic()
     finish(start("evaluate", *arguments, tmp_path / "whole"))
     seconds = time.monotonic() - began

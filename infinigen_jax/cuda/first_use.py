@@ -44,9 +44,9 @@ def failure() -> str | None:
         CudaError, OSError: the driver or the compiler is not there.
     """
     for kind, device in {d.device_kind: d for d in reversed(jax.local_devices())}.items():
-        with contextlib.suppress(OSError):  # no cache folder
-            if mark_of(device).exists():
-                continue
+        mark = mark_of(device)
+        if mark is not None and os.path.exists(mark):
+            continue
         logger.info("the CUDA kernels are checked before their first use on %s", kind)
         if reason := run_check(device.local_hardware_id):
             return reason
@@ -54,16 +54,19 @@ def failure() -> str | None:
     return None
 
 
-def mark_of(device: Any) -> Path:
-    """The file that says that a GPU of JAX's passed."""
+def mark_of(device: Any) -> Path | None:
+    """Return the file that says that a GPU of JAX's passed; None without a cache folder."""
     digest = hashlib.sha256(combination(device).encode()).hexdigest()[:16]
-    return cache_root() / f"checked-{digest}"
+    with contextlib.suppress(OSError):
+        return cache_root() / f"checked-{digest}"
+    return None
 
 
 def remember(device: Any) -> None:
     """Leave the mark; where the cache cannot be written, the next process checks again."""
     with contextlib.suppress(OSError, CudaError):
-        mark = mark_of(device)
+        if (mark := mark_of(device)) is None:
+            return
         mark.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(mark) as file:
             file.write(combination(device).encode())
