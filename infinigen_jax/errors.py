@@ -47,8 +47,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks, shortened in the middle if it repeats a long value."""
+    """Text for a terminal: no line breaks or control characters, long values shortened."""
     line = " ".join(text.split())
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     if len(line) > LONGEST_MESSAGE:
         half = LONGEST_MESSAGE // 2
         line = f"{line[:half]} ... {line[-half:]}"

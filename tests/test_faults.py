@@ -185,6 +185,9 @@ def test_numbers_beyond_sizes_in_the_library(make):
         make()
 
 
-def test_a_long_value_is_not_repeated_whole(command):
-    status, out, err = command(generate.main, "--policy", "x" * 100_000)
-    assert (status, out) == (2, "") and err.count("\n") == 1 and len(err) < 2000
+@pytest.mark.parametrize("option", ["--policy", "--batch"])
+def test_values_are_shown_short_and_escaped(option, command):
+    for value in ("x" * 100_000, "\x1b[31m\udcff\u2028\n"):
+        status, out, err = command(generate.main, option, value)
+        assert (status, out) == (2, "") and err.count("\n") == 1 and len(err) < 2000
+        assert option in err and err.rstrip("\n").isprintable()
