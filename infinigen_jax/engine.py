@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 HOT_SET = 2.0  # by default, in multiples of a request
+FUSED_LAYERS = 8  # most layers that are compiled as one program on a CPU
 UNSETTLED = 8  # last tokens of a text, which what comes behind it may change
 
 
@@ -133,7 +134,8 @@ class Engine:
         policy: which cached rows are fetched; `InfiniGen()` by default.
         dense_layers: leading layers whose cache stays on the device in full; by default what the
             policy says: 2, but for InfiniGen those that need it, see `Model.dense_layers`.
-        schedule: "fused" or "layerwise"; equal results.
+        schedule: "fused", "layerwise" or "auto"; equal results. "auto" is layerwise for models of
+            many layers on a CPU, whose start would grow with them, and fused elsewhere.
         transfer: "auto", "xla" or "cuda".
         rows: how the host stores a token's row: "auto" in the model's dtype, "int8" or "int4".
         hot_set: rows kept on the device after they were fetched, in multiples of the budget's: 0
@@ -160,7 +162,7 @@ class Engine:
         *,
         policy: Policy | None = None,
         dense_layers: int | None = None,
-        schedule: str = "fused",
+        schedule: str = "auto",
         transfer: str = "auto",
         rows: str = "auto",
         hot_set: float | None = None,
@@ -173,8 +175,8 @@ class Engine:
         chosen: Policy = InfiniGen() if policy is None else policy
         if dense_layers is not None:
             check_range("--dense-layers", dense_layers, 0)
-        if schedule not in SCHEDULES:
-            raise InputError(f"--schedule {schedule}: use {' or '.join(SCHEDULES)}")
+        if schedule not in ("auto", *SCHEDULES):
+            raise InputError(f"--schedule {schedule}: use auto or {' or '.join(SCHEDULES)}")
         if hot_set is not None and not (hot_set == 0 or 1 <= hot_set <= LARGEST_FACTOR):
             raise InputError(
                 f"--hot-set {hot_set}: it must be 0, or at least 1 and at most {LARGEST_FACTOR:g}"
@@ -185,11 +187,14 @@ class Engine:
             check_range("--prefill-chunk", prefill_chunk, 1)
         row_format(rows, model.dtype, model.config.head_dim)
         self.model = model
-        self.schedule = schedule
         self.check = check
         self.prefill_chunk = prefill_chunk if pool is None else None
         self.mesh = checked_mesh(mesh, model.config.num_kv_heads)
         mover = make_transfer(transfer)
+        if schedule == "auto":
+            many = mover.in_place and model.config.num_layers > FUSED_LAYERS
+            schedule = "layerwise" if many else "fused"
+        self.schedule = schedule
         if hot_set is None:
             crosses = mover.masks and not mover.in_place
             hot_set = HOT_SET if crosses and chosen.reuses else 0.0

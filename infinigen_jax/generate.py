@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="most prompts at once (default: as many as fit)",
     )
     add_engine_options(parser)
-    add("--schedule", default="fused", help="fused (default) or layerwise")
+    add("--schedule", default="auto", help="auto (default), fused or layerwise; equal results")
     add("--temperature", type=number(0), metavar="T", help="0 (default) is greedy")
     add("--top-k", type=whole_number(0), metavar="K")
     add("--top-p", type=number(0, 1), metavar="P")

@@ -186,7 +186,7 @@ def test_settings_behind_a_policy():
         "infinigen:tail=yes": "'yes' is not true or false",
         "infinigen:alpha": "'' is not a number",
         "infinigen:count=most": "--count most",
-        "window:window=0": "window 1 or more",
+        "window:window=0": "window 0: it must be at least 1",
         "best:window=8": "--policy best",
     }.items():
         if message:

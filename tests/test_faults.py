@@ -186,11 +186,6 @@ def test_numbers_beyond_sizes_in_the_library(make):
         make()
 
 
-def test_a_long_value_is_not_repeated_whole(command):
-    status, out, err = command(generate.main, "--policy", "x" * 100_000)
-    assert (status, out) == (2, "") and err.count("\n") == 1 and len(err) < 2000
-
-
 def test_messages_repeat_no_more_than_a_terminal_should_show(capsys):
     """Values of files and options may be long, of several lines, or control the terminal."""
 
@@ -212,3 +207,11 @@ def test_texts_in_files_are_utf8_even_where_json_escapes_it(tmp_path):
     )
     with pytest.raises(InputError, match=r"--data .*items.jsonl: not jsonl .*surrogates"):
         read_lines("--data", str(tmp_path / "items.jsonl"))
+
+
+@pytest.mark.parametrize("option", ["--policy", "--batch"])
+def test_values_are_shown_short_and_escaped(option, command):
+    for value in ("x" * 100_000, "\x1b[31m\udcff\u2028\n"):
+        status, out, err = command(generate.main, option, value)
+        assert (status, out) == (2, "") and err.count("\n") == 1 and len(err) < 2000
+        assert option in err and err.rstrip("\n").isprintable()

@@ -122,6 +122,8 @@ def complaint(
     main: Callable[..., int], arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> str:
     """What is wrong with how a command ends; empty if nothing is."""
+    assert isinstance(sys.stderr, io.TextIOWrapper)
+    sys.stderr.reconfigure(errors="backslashreplace")  # as outside of tests
     try:
         status = main(arguments)
     except BaseException as error:
