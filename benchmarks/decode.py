@@ -26,9 +26,9 @@ from benchmarks.files import RESULTS, note, write_json
 from benchmarks.measure import measure_context, model_facts
 from benchmarks.report import table
 from benchmarks.waves import Bench
-from infinigen_jax import bandwidths
-from infinigen_jax.checkpoint import Model
-from infinigen_jax.memory import Placement, default_mesh
+from infinigen_jax.cache.host_array import Placement, default_mesh
+from infinigen_jax.loading.load import Model
+from infinigen_jax.planner import bandwidths
 
 SETTINGS = (
     "preset shape batch dtype tokens rounds warmup steps budget budget_rows alpha dense_layers "

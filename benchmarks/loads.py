@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.memory import Placement, allocate_host, default_mesh, write_span
-from infinigen_jax.selection import Request
-from infinigen_jax.span import Span
+from infinigen_jax.cache.host_array import Placement, allocate_host, default_mesh, write_span
+from infinigen_jax.ops.span import Span
+from infinigen_jax.selection.select import Request
 
 GROUPS = (8, 8)  # sequences, KV heads
 CACHE_BYTES = 1 << 30  # of the host array

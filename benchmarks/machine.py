@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from infinigen_jax import bandwidths
-from infinigen_jax.memory_limits import PINNED_POOL_VARIABLE, available_host_bytes
+from infinigen_jax.machine.memory_limits import PINNED_POOL_VARIABLE, available_host_bytes
+from infinigen_jax.planner import bandwidths
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")

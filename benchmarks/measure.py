@@ -33,10 +33,10 @@ from benchmarks.physics import (
 from benchmarks.presets import is_ours
 from benchmarks.systems import Ours, StepTime, System, settings
 from benchmarks.waves import FEWEST_STEPS, Bench, absent_entry, needs_of, room_of, waves_of
-from infinigen_jax.checkpoint import Model
-from infinigen_jax.compilations import compilations
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import Model
+from infinigen_jax.programs.compilations import compilations
 
 EXACT = ("transformers", "transformers-static", "full-device", "full-streamed")  # same tokens
 STEP_SECONDS = 10.0  # no more single steps of a system behind this

@@ -109,7 +109,7 @@ def measure(case: Case) -> dict[str, Any]:
     """Generate twice, and compare the second run's peak with the plan."""
     import jax
 
-    from infinigen_jax.options import add_engine_options, make_engine, make_policy
+    from infinigen_jax.cli.options import add_engine_options, make_engine, make_policy
 
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
@@ -137,7 +137,7 @@ def random_model(case: Case) -> Any:
     import jax.numpy as jnp
 
     from benchmarks.shapes import SHAPES
-    from infinigen_jax.checkpoint import Basis, Model
+    from infinigen_jax.loading.load import Basis, Model
     from infinigen_jax.models import config_from_hf
     from infinigen_jax.models.base import random_params
 

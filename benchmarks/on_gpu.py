@@ -127,7 +127,7 @@ def run(pieces: list[Piece], out: Path, seconds: float) -> dict[str, str]:
 
 def _check(summary: Path, log: Any) -> str:
     """Whether the kernels do what they should: once for all pieces, which would each do it."""
-    command = [sys.executable, "-m", "infinigen_jax.cuda.check"]
+    command = [sys.executable, "-m", "infinigen_jax.check_kernels"]
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=first_use.LIMIT

@@ -4,13 +4,13 @@ import dataclasses
 
 import jax
 
-from infinigen_jax.checkpoint import Model
-from infinigen_jax.engine import Engine
-from infinigen_jax.memory_limits import tree_bytes
-from infinigen_jax.planning import plan_memory
-from infinigen_jax.prompt_reader import round_up_capacity
-from infinigen_jax.run import Run
-from infinigen_jax.traffic import Traffic
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
+from infinigen_jax.engine.memory_plan import plan_memory
+from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.loading.load import Model
+from infinigen_jax.machine.memory_limits import tree_bytes
+from infinigen_jax.planner.traffic import Traffic
 
 
 def resident_traffic(model: Model, batch: int, context: int) -> Traffic:

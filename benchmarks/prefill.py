@@ -23,13 +23,13 @@ import jax.numpy as jnp
 from benchmarks import machine, shapes
 from benchmarks.files import RESULTS, note, write_json
 from benchmarks.tables import entry_table
-from infinigen_jax.engine import Engine
-from infinigen_jax.memory import Placement
-from infinigen_jax.planning import plan_memory
-from infinigen_jax.prefill import chunk_for
-from infinigen_jax.prompt_reader import round_up_capacity
-from infinigen_jax.prompt_steps import prefill_steps
-from infinigen_jax.span import Span
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.memory_plan import plan_memory
+from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.ops.span import Span
+from infinigen_jax.prefill.compiled import prefill_steps
+from infinigen_jax.prefill.prefill import chunk_for
 
 PEAK = ("temporaries", "resident", "dense")  # of device memory, beside weights and index
 SYSTEMS = ("infinigen", "transformers")

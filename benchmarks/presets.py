@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import shapes
-from infinigen_jax.checkpoint import DTYPES
+from infinigen_jax.cli.options import read_policy
 from infinigen_jax.errors import InputError
-from infinigen_jax.options import read_policy
+from infinigen_jax.loading.load import DTYPES
 
 # Name -> what it is, in the order in which they are run where time is short.
 SYSTEMS = {

@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks.files import RESULTS, note
 from benchmarks.quality_tables import STEPS, write_tables
-from infinigen_jax.checkpoint import EMBEDDED, model_folder
-from infinigen_jax.convert.reader import read_config
+from infinigen_jax.checkpoint.hf_folder import read_config
 from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.loading.load import EMBEDDED, model_folder
 
 BUDGETS = ("--budget", "0.05", "0.1")
 WINDOWS = ("--windows", "24", "--batch", "12")

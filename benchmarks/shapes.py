@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.checkpoint import Basis, Model
-from infinigen_jax.convert import DEFAULT_NEURONS, DEFAULT_SOURCE
+from infinigen_jax.checkpoint.skew_file import Ahead
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
+from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SOURCE
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
+from infinigen_jax.loading.load import Basis, Model
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf
-from infinigen_jax.neurons import gated, number_of, picked, projection_shapes
-from infinigen_jax.skew import svd_basis
-from infinigen_jax.skew_file import Ahead
+from infinigen_jax.skew.basis import svd_basis
+from infinigen_jax.skew.neurons import gated, number_of, picked, projection_shapes
 
 # Of attention logits over tokens; 1 with plain random weights. With 3.0 about 4 % of 2048 tokens
 # are within 4 of the best one; the paper fetches 3.6 % there.

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from infinigen_jax.checkpoint import Model
-from infinigen_jax.options import read_policy
+from infinigen_jax.cli.options import read_policy
+from infinigen_jax.engine.generation import Run
+from infinigen_jax.loading.load import Model
 from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
-from infinigen_jax.run import Run
 
 MARGIN = 1  # tokens of a round that are drawn and not timed
 

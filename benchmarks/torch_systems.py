@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.systems import MARGIN, StepTime
-from infinigen_jax.checkpoint import Model
-from infinigen_jax.convert.mapping import TRANSFORMS, Slot, expected
+from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, Slot, expected
+from infinigen_jax.loading.load import Model
 from infinigen_jax.models import Params, blueprint
 from infinigen_jax.models.forward import forward
 

@@ -26,9 +26,10 @@ from benchmarks import machine
 from benchmarks.files import RESULTS, note, write_json
 from benchmarks.loads import Compute, Shape
 from benchmarks.tables import entry_table
-from infinigen_jax import bandwidths, cuda
-from infinigen_jax.memory import default_mesh
-from infinigen_jax.selection import Request
+from infinigen_jax import cuda
+from infinigen_jax.cache.host_array import default_mesh
+from infinigen_jax.planner import bandwidths
+from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import XlaTransfer
 
 REPEATS, CALLS = 7, 10  # timed rounds, and transfers in a row in each

@@ -11,10 +11,10 @@ import jax
 from benchmarks.physics import Memory, memory_of, memory_of_theirs, parameter_bytes
 from benchmarks.presets import is_ours
 from benchmarks.systems import MARGIN, settings
-from infinigen_jax.checkpoint import Model
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.memory_limits import (
+from infinigen_jax.loading.load import Model
+from infinigen_jax.machine.memory_limits import (
     available_device_bytes,
     available_host_bytes,
     pinned_pool_limit_bytes,

@@ -12,24 +12,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinigen_jax.checkpoint import Basis, Model, embedded, load
-    from infinigen_jax.engine import Engine, Generation, Step
+    from infinigen_jax.cache.pool import Pool
+    from infinigen_jax.engine.engine import Engine, Generation, Step
+    from infinigen_jax.engine.generation import Run
+    from infinigen_jax.engine.stats import Stats
     from infinigen_jax.errors import InputError, UnsupportedModelError
+    from infinigen_jax.loading.load import Basis, Model, embedded, load
     from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
-    from infinigen_jax.pool import Pool
-    from infinigen_jax.run import Run
     from infinigen_jax.sampling import Sampling
-    from infinigen_jax.stats import Stats
 
 _HOMES = {
-    "checkpoint": ("Basis", "Model", "embedded", "load"),
-    "engine": ("Engine", "Generation", "Step"),
+    "loading.load": ("Basis", "Model", "embedded", "load"),
+    "engine.engine": ("Engine", "Generation", "Step"),
     "errors": ("InputError", "UnsupportedModelError"),
-    "run": ("Run",),
+    "engine.generation": ("Run",),
     "policies": ("Full", "InfiniGen", "InfiniGenPaper"),
-    "pool": ("Pool",),
+    "cache.pool": ("Pool",),
     "sampling": ("Sampling",),
-    "stats": ("Stats",),
+    "engine.stats": ("Stats",),
 }
 
 __all__ = [

@@ -13,10 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from infinigen_jax.chat import add_chat_options, chat, check_chat_options, interrupts
-from infinigen_jax.errors import InputError, Parser, run_command
-from infinigen_jax.numeric import number, whole_number
-from infinigen_jax.options import (
+from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options, interrupts
+from infinigen_jax.cli.options import (
     OR_EMBEDDED,
     SAMPLING_OPTIONS,
     add_engine_options,
@@ -25,11 +23,13 @@ from infinigen_jax.options import (
     options_without_effect,
     unused_options,
 )
-from infinigen_jax.output import checked_output, write_json
+from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.files.output import checked_output, write_json
+from infinigen_jax.numeric import number, whole_number
 
 if TYPE_CHECKING:
-    from infinigen_jax.prefill import Notify
-    from infinigen_jax.run import Run
+    from infinigen_jax.engine.generation import Run
+    from infinigen_jax.prefill.prefill import Notify
 
 Step = TypeVar("Step")
 
@@ -80,8 +80,8 @@ def generate(arguments: argparse.Namespace) -> None:
     prompts, prefix = read_prompts(arguments), read_prefix(arguments)
     stats_file = checked_output("--stats-json", arguments.stats_json)
     # Before the heavy imports, so that a bad option is reported at once.
-    from infinigen_jax.backend import widen_pinned_pool
-    from infinigen_jax.checkpoint import load
+    from infinigen_jax.loading.load import load
+    from infinigen_jax.machine.backend import widen_pinned_pool
     from infinigen_jax.sampling import Sampling
 
     def say(message: str) -> None:
@@ -227,7 +227,7 @@ def end_line(current: int) -> int:
 
 def summary(run: "Run") -> str:
     """Two lines for a person."""
-    from infinigen_jax.memory_limits import format_bytes
+    from infinigen_jax.machine.memory_limits import format_bytes
 
     stats = run.stats()
     return (

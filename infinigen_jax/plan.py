@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infinigen_jax.cli.options import OR_EMBEDDED, add_engine_options, make_policy
 from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.files.output import checked_output, write_json
 from infinigen_jax.numeric import number, whole_number
-from infinigen_jax.options import OR_EMBEDDED, add_engine_options, make_policy
-from infinigen_jax.output import checked_output, write_json
 
 if TYPE_CHECKING:
-    from infinigen_jax.advice import Advice
-    from infinigen_jax.forecast import Forecast, Machine
+    from infinigen_jax.planner.advice import Advice
+    from infinigen_jax.planner.forecast import Forecast, Machine
 
 LEAST = 1e-6  # GiB, or GB/s
 
@@ -67,11 +67,11 @@ def plan(arguments: argparse.Namespace) -> None:
     """Reckon, print, and write the record."""
     output = checked_output("--json", arguments.json)
     policy = make_policy(arguments)
-    from infinigen_jax.advice import advise
-    from infinigen_jax.backend import start_backend
-    from infinigen_jax.checkpoint import checked_dtype, model_folder
-    from infinigen_jax.convert.reader import checked_folder, read_config
-    from infinigen_jax.forecast import Planner, conversion_of
+    from infinigen_jax.checkpoint.hf_folder import checked_folder, read_config
+    from infinigen_jax.loading.load import checked_dtype, model_folder
+    from infinigen_jax.machine.backend import start_backend
+    from infinigen_jax.planner.advice import advise
+    from infinigen_jax.planner.forecast import Planner, conversion_of
 
     folder = checked_folder(model_folder(arguments.model))
     _, config = read_config(folder)
@@ -96,9 +96,9 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
     """As the options say; what they leave open as it is found here."""
     import jax
 
-    from infinigen_jax import bandwidths
-    from infinigen_jax.forecast import Machine
-    from infinigen_jax.memory_limits import available_device_bytes, available_host_bytes
+    from infinigen_jax.machine.memory_limits import available_device_bytes, available_host_bytes
+    from infinigen_jax.planner import bandwidths
+    from infinigen_jax.planner.forecast import Machine
 
     device = jax.devices()[0]
     own = None if device.platform == "cpu" else available_device_bytes(device)
@@ -126,7 +126,7 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
 
 def report(advice: "Advice", folder: Path, dtype: str, arguments: argparse.Namespace) -> str:
     """The table of what was asked for, and the advice."""
-    from infinigen_jax.advice import verdict
+    from infinigen_jax.planner.advice import verdict
 
     asked = advice.asked
     title = (
@@ -138,7 +138,7 @@ def report(advice: "Advice", folder: Path, dtype: str, arguments: argparse.Names
 
 def table(forecast: "Forecast") -> list[str]:
     """Bytes and time, a line each."""
-    from infinigen_jax.memory_limits import format_bytes
+    from infinigen_jax.machine.memory_limits import format_bytes
 
     plan, machine = forecast.plan, forecast.machine
 
@@ -171,7 +171,7 @@ def table(forecast: "Forecast") -> list[str]:
 
 def size(name: str, count: int, remark: str = "") -> str:
     """A line of the table."""
-    from infinigen_jax.memory_limits import format_bytes
+    from infinigen_jax.machine.memory_limits import format_bytes
 
     return f"  {name:<26}{format_bytes(count):>12}{remark and '  ' + remark}"
 

@@ -93,7 +93,7 @@ def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the embedded models, with fewer layers."""
     from shallow import make_shallow
 
-    from infinigen_jax.checkpoint import EMBEDDED, EMBEDDED_FOLDER
+    from infinigen_jax.loading.load import EMBEDDED, EMBEDDED_FOLDER
 
     folder = tmp_path_factory.mktemp("embedded")
     for name in EMBEDDED:
@@ -105,7 +105,7 @@ def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shallow(shallow_folder: Path) -> Iterator[None]:
     """The embedded models are those, in this process: for tests of what is around a model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("infinigen_jax.checkpoint.EMBEDDED_FOLDER", shallow_folder)
+        patch.setattr("infinigen_jax.loading.load.EMBEDDED_FOLDER", shallow_folder)
         yield
 
 
@@ -124,7 +124,7 @@ def tiny_with_tokenizer(tmp_path: Path) -> Callable[..., Any]:
     def make(family: str, **settings: Any) -> Any:
         from tiny import make_tiny
 
-        from infinigen_jax import checkpoint
+        from infinigen_jax.loading import load as checkpoint
 
         made = make_tiny(tmp_path / family, family, **({"vocab_size": 1024} | settings))
         for name in ("tokenizer.json", "tokenizer_config.json"):

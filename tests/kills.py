@@ -57,8 +57,8 @@ def kill_everywhere(
 
 def conversion(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     """Converting FOLDER/llama over the conversion that is in FOLDER/out."""
+    from infinigen_jax.checkpoint.manifest import read_manifest, verify_files
     from infinigen_jax.convert import convert
-    from infinigen_jax.manifest import read_manifest, verify_files
 
     out = folder / "out"
 
@@ -75,7 +75,7 @@ def conversion(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
 
 def conversion_without_exchange(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     """Where the file system cannot swap two names."""
-    from infinigen_jax import atomic
+    from infinigen_jax.files import atomic
 
     def check_aside() -> str:
         try:
@@ -91,7 +91,7 @@ def conversion_without_exchange(folder: Path) -> tuple[Callable[[], None], Calla
 
 def file(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     """Replacing a file."""
-    from infinigen_jax.atomic import whole_file
+    from infinigen_jax.files.atomic import whole_file
 
     def work() -> None:
         with whole_file(folder / "file") as out:
@@ -132,7 +132,7 @@ def saved(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     """Saving a conversation over the one that is in FOLDER/talk."""
     import numpy as np
 
-    from infinigen_jax.saved import SavedFile, write_saved
+    from infinigen_jax.engine.saved_file import SavedFile, write_saved
 
     shape = (3, 5000, 7)
 

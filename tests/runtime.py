@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.checkpoint import Basis, Model
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
+from infinigen_jax.loading.load import Basis, Model
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf, random_params
 from infinigen_jax.policies import InfiniGen, Policy
-from infinigen_jax.run import Run
-from infinigen_jax.tail_values import block_products
+from infinigen_jax.skew.tail_moments import block_products
 
 HF: dict[str, dict[str, Any]] = {
     "gqa": {"model_type": "llama", "num_key_value_heads": 2},

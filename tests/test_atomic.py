@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tiny import ROOT, make_tiny, only
 
-from infinigen_jax import atomic
-from infinigen_jax.atomic import staged, whole_file, write_text
 from infinigen_jax.convert import convert
 from infinigen_jax.errors import InputError
+from infinigen_jax.files import atomic
+from infinigen_jax.files.atomic import staged, whole_file, write_text
 
 
 def killed(what: str, folder: Path) -> tuple[list[str], list[str]]:
@@ -79,7 +79,7 @@ def test_failures_leave_nothing(tmp_path):
 WRITER = """
 import sys
 from pathlib import Path
-from infinigen_jax.atomic import staged, whole_file, write_text
+from infinigen_jax.files.atomic import staged, whole_file, write_text
 folder = Path(sys.argv[1])
 sys.stdin.readline()
 for _ in range(25):

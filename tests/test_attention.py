@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infinigen_jax.attention import (
+from infinigen_jax.ops.attention import (
     Part,
     attend,
     extend_softmax,

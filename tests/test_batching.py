@@ -12,19 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import ALL, NEW, SPARSE, engine, random_model, tokens_of
 
-from infinigen_jax import generate, planning
-from infinigen_jax.batching import IDLE, Owners, admission
-from infinigen_jax.compilations import compilations
-from infinigen_jax.engine import Engine
+from infinigen_jax import generate
+from infinigen_jax.cache.pool import Pool
+from infinigen_jax.engine import memory_plan as planning
+from infinigen_jax.engine.batching import IDLE, Owners, admission
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
+from infinigen_jax.engine.memory_plan import FILLED, MemoryPlan, Shortage
 from infinigen_jax.errors import InputError
-from infinigen_jax.memory_limits import Device
-from infinigen_jax.planning import FILLED, MemoryPlan, Shortage
+from infinigen_jax.machine.memory_limits import Device
 from infinigen_jax.policies import Full, InfiniGenPaper
 from infinigen_jax.policies.h2o import H2O
 from infinigen_jax.policies.previous_query import PreviousQuery
 from infinigen_jax.policies.quest import Quest
-from infinigen_jax.pool import Pool
-from infinigen_jax.run import Run
+from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("shallow")

@@ -24,12 +24,12 @@ from benchmarks.measure import turns
 from benchmarks.physics import Memory, resident_traffic, traffic_of
 from benchmarks.systems import MARGIN, settings
 from benchmarks.waves import Bench, needs_of, waves_of
-from infinigen_jax import bandwidths
-from infinigen_jax.convert import DEFAULT_NEURONS, DEFAULT_SOURCE
-from infinigen_jax.engine import Engine
+from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SOURCE
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.models import blueprint
-from infinigen_jax.neurons import number_of, projection_shapes
+from infinigen_jax.planner import bandwidths
 from infinigen_jax.policies import InfiniGen
+from infinigen_jax.skew.neurons import number_of, projection_shapes
 
 CONTEXT = 96
 SYSTEMS = [

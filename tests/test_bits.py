@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from runtime import SPARSE, random_model
 
-from infinigen_jax.bits import from_kept, kept_dtype, number_dtype, to_kept
-from infinigen_jax.cache import Cache
-from infinigen_jax.compiler import step_options
-from infinigen_jax.engine import Engine
-from infinigen_jax.memory import Placement, default_mesh
-from infinigen_jax.prompt_steps import prefill_steps
-from infinigen_jax.saved import SavedFile
-from infinigen_jax.span import Span
-from infinigen_jax.steps import steps
+from infinigen_jax.cache.host_array import Placement, default_mesh
+from infinigen_jax.cache.layers import Cache
+from infinigen_jax.decode.compiler_options import step_options
+from infinigen_jax.decode.steps import steps
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.saved_file import SavedFile
+from infinigen_jax.ops.bit_storage import from_kept, kept_dtype, number_dtype, to_kept
+from infinigen_jax.ops.span import Span
+from infinigen_jax.prefill.compiled import prefill_steps
 from infinigen_jax.transfer import XlaTransfer
 
 CAPACITY = 1 << 16

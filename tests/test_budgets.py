@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import random_model
 
-from infinigen_jax.budgets import STEP, Curves, share_out
-from infinigen_jax.engine import Engine
+from infinigen_jax.cache.hot_set import HotSet
+from infinigen_jax.cache.pool import Pool
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Quest
-from infinigen_jax.pool import Pool
-from infinigen_jax.reuse import HotSet
+from infinigen_jax.speculation.layer_budgets import STEP, Curves, share_out
 
 SHARES = (0.05, 0.1, 0.2, 0.4)
 PROMPTS = [list(range(3, 90)), list(range(5, 45))]

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinigen_jax.cache import DenseLayer, Resident, Slots
-from infinigen_jax.memory import (
+from infinigen_jax.cache.host_array import (
     allocate_host,
     append_rows,
     default_mesh,
@@ -19,7 +18,8 @@ from infinigen_jax.memory import (
     read_block,
     write_span,
 )
-from infinigen_jax.span import Span, put_span
+from infinigen_jax.cache.layers import DenseLayer, Resident, Slots
+from infinigen_jax.ops.span import Span, put_span
 
 SHAPE = (3, 2, 2, 40, 6)  # layers, sequences, KV heads, slots, row
 MESH = default_mesh()

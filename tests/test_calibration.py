@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from tiny import logits_of
 
-from infinigen_jax import checkpoint
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.calibrate import Calibrator, windows
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models.base import ModelConfig, blueprint, random_params
 from infinigen_jax.models.rope import Rope
-from infinigen_jax.skew import moments
+from infinigen_jax.skew.basis import moments
 
 GQA = ModelConfig(
     family="llama",

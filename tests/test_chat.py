@@ -13,10 +13,10 @@ import pytest
 from tiny import ROOT
 
 from infinigen_jax import generate
-from infinigen_jax.chat import Chat
-from infinigen_jax.checkpoint import embedded, load
-from infinigen_jax.engine import Engine
+from infinigen_jax.cli.chat import Chat
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.policies import Full
 
 pytestmark = pytest.mark.usefixtures("shallow")

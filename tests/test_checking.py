@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from infinigen_jax import checkpoint, generate
-from infinigen_jax.checking import NotFiniteError
-from infinigen_jax.checkpoint import Model
+from infinigen_jax import generate
 from infinigen_jax.convert import convert
-from infinigen_jax.engine import Engine
+from infinigen_jax.decode.finite_check import NotFiniteError
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.loading import load as checkpoint
+from infinigen_jax.loading.load import Model
 from infinigen_jax.models import config_from_hf
 from infinigen_jax.models.base import random_params
 from infinigen_jax.sampling import Sampling

@@ -12,12 +12,19 @@ import torch
 from safetensors.numpy import load_file
 from tiny import ROOT, TEXT, logits_of, only
 
-from infinigen_jax import checkpoint, evaluate, generate, plan
-from infinigen_jax.conversion_cache import HASHES, cache_folder, cache_lock, mark_used, prune
+from infinigen_jax import evaluate, generate, plan
+from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
 from infinigen_jax.convert import convert
 from infinigen_jax.errors import InputError
-from infinigen_jax.safetensors_io import SafetensorsWriter
-from infinigen_jax.user_cache import keep_programs
+from infinigen_jax.files.user_cache import keep_programs
+from infinigen_jax.loading import load as checkpoint
+from infinigen_jax.loading.conversion_cache import (
+    HASHES,
+    cache_folder,
+    cache_lock,
+    mark_used,
+    prune,
+)
 
 
 @pytest.mark.parametrize("name", checkpoint.EMBEDDED)
@@ -76,7 +83,7 @@ def test_embedded_models_have_the_weights_of_their_sources(name, tokens):
 
 def resign(folder: Path, name: str) -> None:
     """Record a changed file's hash, as if the converter had written it so."""
-    from infinigen_jax.manifest import file_record
+    from infinigen_jax.checkpoint.manifest import file_record
 
     manifest = json.loads((folder / "infinigen.json").read_text())
     manifest["files"][name] = file_record(folder / name)
@@ -193,7 +200,7 @@ def test_unconverted_folders_go_through_the_cache(
 def test_the_cache_goes_by_content(tiny, tmp_path, monkeypatch):
     """Not by times, places or files that are not read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("infinigen_jax.conversion_cache.LARGE", 1)
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.LARGE", 1)
     folder, copy = tiny("llama", num_hidden_layers=1).folder, tmp_path / "copy"
     for file in folder.iterdir():
         os.utime(file, (10**9, 10**9))
@@ -212,8 +219,8 @@ def test_the_cache_goes_by_content(tiny, tmp_path, monkeypatch):
 
 def test_hashes_of_large_files_are_remembered(tmp_path, monkeypatch):
     """Until the file may have changed; not of one that changed just before."""
-    monkeypatch.setattr("infinigen_jax.conversion_cache.LARGE", 1)
-    monkeypatch.setattr("infinigen_jax.conversion_cache.SETTLED", -1)
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.LARGE", 1)
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.SETTLED", -1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     hashed: list[str] = []
 
@@ -221,7 +228,7 @@ def test_hashes_of_large_files_are_remembered(tmp_path, monkeypatch):
         hashed.append(path.name)
         return path.read_text()
 
-    monkeypatch.setattr("infinigen_jax.conversion_cache.file_sha256", sha256)
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.file_sha256", sha256)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text(name)
     first = cache_folder(tmp_path)
@@ -230,7 +237,7 @@ def test_hashes_of_large_files_are_remembered(tmp_path, monkeypatch):
     os.utime(tmp_path / "model.safetensors", (1, 1))
     assert cache_folder(tmp_path) != first and hashed[2:] == ["model.safetensors"]
     (tmp_path / "cache" / "infinigen_jax" / HASHES).write_text("damaged")
-    monkeypatch.setattr("infinigen_jax.conversion_cache.SETTLED", 3600)
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.SETTLED", 3600)
     cache_folder(tmp_path)
     cache_folder(tmp_path)
     assert len(hashed) == 7

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infinigen_jax.compaction import (
+from infinigen_jax.ops.compaction import (
     compact,
     compact_by_row,
     marked,

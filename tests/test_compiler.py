@@ -6,9 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from infinigen_jax import compiler
-from infinigen_jax.compiler import COPIES_IN_FLIGHT, LIBRARY, OWN_LOOPS, WIDE, WIDTH, layer_options
-from infinigen_jax.layout import Layout
+from infinigen_jax.decode import compiler_options as compiler
+from infinigen_jax.decode.compiler_options import (
+    COPIES_IN_FLIGHT,
+    LIBRARY,
+    OWN_LOOPS,
+    WIDE,
+    WIDTH,
+    layer_options,
+)
+from infinigen_jax.decode.layout import Layout
 
 
 def layout(weights_on_host: bool) -> Layout:

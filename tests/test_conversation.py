@@ -12,16 +12,17 @@ import pytest
 from runtime import ALL, SPARSE, engine, random_model, tokens_of
 from tiny import only
 
-from infinigen_jax import conversation as conversation_module
-from infinigen_jax import planning, run
-from infinigen_jax.checkpoint import embedded, load
-from infinigen_jax.compilations import compilations
-from infinigen_jax.conversation import Conversation
+from infinigen_jax.cache.pool import Pool
 from infinigen_jax.convert import convert
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine import conversation as conversation_module
+from infinigen_jax.engine import generation as run
+from infinigen_jax.engine import memory_plan as planning
+from infinigen_jax.engine.conversation import Conversation
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.policies import H2O, Full, InfiniGen, Policy, PreviousQuery, Quest
-from infinigen_jax.pool import Pool
+from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import Sampling
 
 CONTEXT = 200

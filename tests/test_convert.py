@@ -18,14 +18,14 @@ import torch
 from safetensors.numpy import load_file, save_file
 from tiny import LLAMA, ROOT, TEXT, logits_of, only
 
-from infinigen_jax import checkpoint
+from infinigen_jax.checkpoint.hf_folder import open_tensors
+from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
+from infinigen_jax.checkpoint.tensor_names import expected, write_tree
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.__main__ import main
-from infinigen_jax.convert.mapping import expected, write_tree
-from infinigen_jax.convert.reader import open_tensors
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import blueprint, config_from_hf, random_params
-from infinigen_jax.safetensors_io import SafetensorsWriter
 
 # Conversions out.
 

@@ -7,14 +7,14 @@ import pytest
 from safetensors.numpy import load_file
 from tiny import make_tiny
 
-from infinigen_jax import checkpoint
 from infinigen_jax.convert import convert
-from infinigen_jax.correction import RIDGES, corrected_projection
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper
-from infinigen_jax.speculation import projected_query, speculate_query, speculation_weights
+from infinigen_jax.skew.query_correction import RIDGES, corrected_projection
+from infinigen_jax.speculation.query import projected_query, speculate_query, speculation_weights
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 96, 400)]
 
@@ -72,8 +72,8 @@ def attention_inputs(model) -> list[jax.Array]:
     plan = blueprint(model.config, model.dtype)
     windows = jnp.asarray(IDS[:392]).reshape(7, 56)
     positions = jnp.broadcast_to(jnp.arange(56), windows.shape)
-    from infinigen_jax.prompt_layer import chunk_layer
-    from infinigen_jax.span import Span
+    from infinigen_jax.ops.span import Span
+    from infinigen_jax.prefill.layer import chunk_layer
 
     x, found = plan.embedding(model.params["embedding"]).embed(windows, positions), []
     for params in model.params["layers"]:
@@ -168,8 +168,8 @@ def test_balanced_conversions_of_old_still_load(converted, tmp_path):
     import json
     import shutil
 
-    from infinigen_jax.manifest import file_record
-    from infinigen_jax.safetensors_io import SafetensorsWriter
+    from infinigen_jax.checkpoint.manifest import file_record
+    from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
 
     old = shutil.copytree(converted, tmp_path / "old")
     arrays = load_file(old / "infinigen.safetensors")

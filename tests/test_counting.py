@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from runtime import ALL, engine, finished, first_layers, random_model
 
-from infinigen_jax.attention import Tail, attend, attend_weighted, packed
-from infinigen_jax.cache import Resident, Slots
-from infinigen_jax.checkpoint import Model
-from infinigen_jax.counting import log_rest
-from infinigen_jax.engine import Engine
+from infinigen_jax.cache.layers import Resident, Slots
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import Model
+from infinigen_jax.ops.attention import Tail, attend, attend_weighted, packed
+from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import Full, InfiniGen
 from infinigen_jax.policies.base import Policy
-from infinigen_jax.selection import Request, select
-from infinigen_jax.span import Span
+from infinigen_jax.selection.rest import log_rest
+from infinigen_jax.selection.select import Request, select
 
 
 @pytest.mark.parametrize("blocks", [1, 4])

@@ -14,8 +14,9 @@ from cuda_emulation import compiler
 from cuda_fake import FakeCuda, emulated
 from tiny import ROOT
 
+from infinigen_jax import check_kernels as check
 from infinigen_jax import cuda
-from infinigen_jax.cuda import check, first_use
+from infinigen_jax.cuda import first_use
 from infinigen_jax.cuda.launch import KERNELS
 
 on_the_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU")

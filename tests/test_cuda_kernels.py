@@ -11,10 +11,10 @@ from cuda_emulation import Emulator, compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinigen_jax.cache import Slots
-from infinigen_jax.reuse import HotSet, place_dtype
-from infinigen_jax.reuse import plan as plan_reuse
-from infinigen_jax.selection import Request, budget_fraction, budget_rows, group_rank, select
+from infinigen_jax.cache.hot_set import HotSet, place_dtype
+from infinigen_jax.cache.hot_set import plan as plan_reuse
+from infinigen_jax.cache.layers import Slots
+from infinigen_jax.selection.select import Request, budget_fraction, budget_rows, group_rank, select
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++")
 

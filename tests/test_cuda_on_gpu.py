@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 from runtime import SPARSE, random_model, tokens_of
 
+from infinigen_jax import check_kernels as check
 from infinigen_jax import cuda
-from infinigen_jax.cuda import check
-from infinigen_jax.cuda.check import difference
-from infinigen_jax.engine import Engine
+from infinigen_jax.check_kernels import difference
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.transfer.cuda import CudaTransfer
 from infinigen_jax.transfer.xla import XlaTransfer
 
@@ -88,6 +88,6 @@ def test_generated_tokens_are_those_of_the_reference(
         (XlaTransfer(), hot_set),
         (CudaTransfer(), hot_set),
     ):
-        monkeypatch.setattr("infinigen_jax.engine.make_transfer", lambda name, t=transfer: t)
+        monkeypatch.setattr("infinigen_jax.engine.engine.make_transfer", lambda name, t=transfer: t)
         tokens.append(tokens_of(Engine(random_model("gqa"), hot_set=size, **settings)))
     assert tokens[0] == tokens[1] == tokens[2]

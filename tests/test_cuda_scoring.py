@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinigen_jax import cuda
-from infinigen_jax.cache import Slots
-from infinigen_jax.counting import log_rest
+from infinigen_jax.cache.layers import Slots
 from infinigen_jax.cuda import scoring
 from infinigen_jax.cuda.scoring import LEADING
-from infinigen_jax.index import BITS, IndexFormat
-from infinigen_jax.selection import Request
+from infinigen_jax.selection.rest import log_rest
+from infinigen_jax.selection.select import Request
+from infinigen_jax.speculation.index import BITS, IndexFormat
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs g++"),

@@ -13,14 +13,14 @@ from cuda_fake import OWN_STREAM, XLA_STREAM, FakeCuda, emulated
 from runtime import SPARSE, engine, random_model, tokens_of
 
 from infinigen_jax import cuda
-from infinigen_jax.cache import Slots
+from infinigen_jax.cache.host_array import allocate_host, default_mesh, write_span
+from infinigen_jax.cache.hot_set import HotSet, Plan, plan
+from infinigen_jax.cache.layers import Slots
 from infinigen_jax.cuda import calls
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.memory import allocate_host, default_mesh, write_span
-from infinigen_jax.reuse import HotSet, Plan, plan
-from infinigen_jax.selection import Request, budget_rows, select
-from infinigen_jax.span import Span
+from infinigen_jax.ops.span import Span
+from infinigen_jax.selection.select import Request, budget_rows, select
 from infinigen_jax.transfer import CudaTransfer, XlaTransfer, make_transfer
 
 pytestmark = [
@@ -243,7 +243,7 @@ def test_generated_tokens_are_those_of_the_reference(
     driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ):
     expected = tokens_of(engine("gqa", **settings))
-    monkeypatch.setattr("infinigen_jax.engine.make_transfer", lambda name: CudaTransfer())
+    monkeypatch.setattr("infinigen_jax.engine.engine.make_transfer", lambda name: CudaTransfer())
     monkeypatch.setattr(cuda, "in_use", lambda: True)
     made = Engine(random_model("gqa"), policy=SPARSE, **settings)
     driver.calls.clear()

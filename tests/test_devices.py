@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from runtime import random_model
 
+from infinigen_jax.cache.host_array import checked_mesh, default_mesh
 from infinigen_jax.errors import InputError
-from infinigen_jax.memory import checked_mesh, default_mesh
 
 HERE = Path(__file__).parent
 PROGRAM = """
@@ -20,10 +20,10 @@ import sys
 import jax
 import numpy as np
 import pytest
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import H2O, Full, InfiniGen
-from infinigen_jax.pool import Pool
+from infinigen_jax.cache.pool import Pool
 from runtime import random_model
 
 model, rng = random_model("gqa"), np.random.default_rng(0)

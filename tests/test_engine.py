@@ -20,11 +20,11 @@ from runtime import (
 )
 from tiny import ROOT, make_tiny
 
-from infinigen_jax import planning
-from infinigen_jax.checkpoint import embedded, load
 from infinigen_jax.convert import convert
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine import memory_plan as planning
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
 from infinigen_jax.sampling import Sampling
 
@@ -191,7 +191,7 @@ def test_full_with_a_window_streams_only_older_rows():
 
 
 def test_caches_of_several_stream_blocks(monkeypatch):
-    from infinigen_jax import host_attention
+    from infinigen_jax.decode import sparse_attention as host_attention
 
     full = finished(engine("gqa", Full()))
     monkeypatch.setattr(host_attention, "STREAM_BLOCK", 32)

@@ -14,9 +14,10 @@ import pytest
 from runtime import random_model
 from tiny import ROOT, only
 
-from infinigen_jax import evaluate, generate, planning
-from infinigen_jax.checkpoint import embedded
-from infinigen_jax.engine import Engine
+from infinigen_jax import evaluate, generate
+from infinigen_jax.cli.options import make_engine, make_policy, unused_options
+from infinigen_jax.engine import memory_plan as planning
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.configurations import Configuration, configurations
@@ -25,7 +26,7 @@ from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.perplexity import markdown
 from infinigen_jax.evaluation.session import Session, measurements
 from infinigen_jax.evaluation.texts import read_text
-from infinigen_jax.options import make_engine, make_policy, unused_options
+from infinigen_jax.loading.load import embedded
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest, Window
 
 pytestmark = pytest.mark.usefixtures("shallow")

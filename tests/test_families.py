@@ -19,15 +19,15 @@ from runtime import ALL, SPARSE, counts_of, finished, random_model
 from tiny import LLAMA, TEXT, logits_of, make_tiny
 
 from benchmarks.torch_systems import with_cache
-from infinigen_jax import checkpoint
-from infinigen_jax.cache import DenseLayer, Resident, Sliding
+from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
+from infinigen_jax.checkpoint.hf_folder import read_config
 from infinigen_jax.convert import convert
-from infinigen_jax.convert.reader import read_config
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import config_from_hf
+from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import Full
-from infinigen_jax.span import Span
 
 # Two orders of the same float32 sums over at most 64 terms and 3 layers, logits up to about 10.
 TOLERANCE = 1e-4

@@ -13,12 +13,12 @@ from runtime import engine
 from tiny import ROOT, only
 
 from infinigen_jax import evaluate, generate, plan
-from infinigen_jax.checkpoint import embedded
+from infinigen_jax.cache.pool import Pool
 from infinigen_jax.convert import __main__ as convert
 from infinigen_jax.errors import OUT_OF_MEMORY, InputError, Parser, run_command
 from infinigen_jax.evaluation.lost_in_the_middle import read_lines
+from infinigen_jax.loading.load import embedded
 from infinigen_jax.policies.quest import Quest
-from infinigen_jax.pool import Pool
 from infinigen_jax.sampling import Sampling
 
 
@@ -52,9 +52,9 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import infinigen_jax as ig
-from infinigen_jax import run
+from infinigen_jax.engine import generation as run
 from infinigen_jax.errors import run_command
-from infinigen_jax.memory_limits import available_host_bytes
+from infinigen_jax.machine.memory_limits import available_host_bytes
 
 engine = ig.Engine(ig.load(sys.argv[1]))
 engine.generate([[3] * 20], max_new_tokens=3)  # its threads and libraries are there

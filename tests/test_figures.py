@@ -12,10 +12,10 @@ from tiny import make_tiny, only
 from benchmarks.figures import kv_size, long_context, pool, sensitivity
 from benchmarks.figures.__main__ import FIGURES, main
 from infinigen_jax import evaluate
-from infinigen_jax.checkpoint import embedded
+from infinigen_jax.cli.options import read_policy
 from infinigen_jax.convert import convert
-from infinigen_jax.options import read_policy
-from infinigen_jax.selection import budget_rows
+from infinigen_jax.loading.load import embedded
+from infinigen_jax.selection.select import budget_rows
 
 PROSE = "The old man went down to the sea, and nobody asked him where he had been. " * 8
 SMALL = ("--window", "48", "--context", "40", "--batch", "1", "--windows", "1", "--chunk", "4")

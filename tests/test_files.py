@@ -12,14 +12,14 @@ import pytest
 from safetensors.numpy import load_file
 from tiny import ROOT, only
 
-from infinigen_jax import checkpoint
+from infinigen_jax.checkpoint.hf_folder import SIDE_FILES, read_config
+from infinigen_jax.checkpoint.safetensors import SafetensorsFile
+from infinigen_jax.checkpoint.torch_file import TorchFile
 from infinigen_jax.convert import convert
-from infinigen_jax.convert.reader import SIDE_FILES, read_config
-from infinigen_jax.convert.torch_file import TorchFile
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.lost_in_the_middle import read_lines
-from infinigen_jax.files import LARGEST_JSON
-from infinigen_jax.safetensors_io import SafetensorsFile
+from infinigen_jax.files.regular import LARGEST_JSON
+from infinigen_jax.loading import load as checkpoint
 
 
 def source(folder: Path) -> Path:
@@ -82,9 +82,9 @@ def test_no_pattern_of_copied_files_covers_code():
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from infinigen_jax.convert.torch_file import TorchFile
+from infinigen_jax.checkpoint.torch_file import TorchFile
 from infinigen_jax.errors import InputError
-from infinigen_jax.safetensors_io import SafetensorsFile
+from infinigen_jax.checkpoint.safetensors import SafetensorsFile
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
 resource.setrlimit(resource.RLIMIT_CPU, (20, 20))

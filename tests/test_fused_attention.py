@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from infinigen_jax import fused_attention, prompt_attention
-from infinigen_jax.earlier import Earlier
+from infinigen_jax.prefill import attention as prompt_attention
+from infinigen_jax.prefill import cudnn_attention as fused_attention
+from infinigen_jax.prefill.earlier_rows import Earlier
 
 TOLERANCE = 4e-6  # float32, sums over at most some hundred terms of size 1
 D = 16

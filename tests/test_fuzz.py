@@ -23,19 +23,19 @@ from hypothesis import strategies as st
 from runtime import engine
 from tiny import LLAMA, TEXT, make_tiny
 
-from infinigen_jax import checkpoint
+from infinigen_jax.checkpoint.hf_folder import open_tensors, read_config
+from infinigen_jax.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from infinigen_jax.checkpoint.safetensors import SafetensorsFile
+from infinigen_jax.checkpoint.torch_file import TorchFile
 from infinigen_jax.convert import convert
-from infinigen_jax.convert.reader import open_tensors, read_config
-from infinigen_jax.convert.torch_file import TorchFile
+from infinigen_jax.engine.saved_file import SavedFile, write_saved
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.parts import Measurement, Parts
-from infinigen_jax.manifest import MANIFEST_FILE, read_manifest
+from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import FAMILIES, ModelConfig
-from infinigen_jax.safetensors_io import SafetensorsFile
-from infinigen_jax.saved import SavedFile, write_saved
-from infinigen_jax.templates import render_chat
-from infinigen_jax.text import TextStream
-from infinigen_jax.tokenization import Tokenizer, load_tokenizer
+from infinigen_jax.text.detokenize import TextStream
+from infinigen_jax.text.templates import render_chat
+from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 
 class Edit(NamedTuple):

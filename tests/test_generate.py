@@ -12,9 +12,10 @@ import pytest
 from tiny import ROOT, only
 from transformers import AutoTokenizer
 
-from infinigen_jax import generate, planning
-from infinigen_jax.checkpoint import embedded
+from infinigen_jax import generate
 from infinigen_jax.convert.__main__ import main as convert_main
+from infinigen_jax.engine import memory_plan as planning
+from infinigen_jax.loading.load import embedded
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -178,7 +179,7 @@ def test_stats_that_cannot_be_written_are_not_half_written(run, tmp_path, monkey
     def full(handle):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("infinigen_jax.atomic.os.fsync", full)
+    monkeypatch.setattr("infinigen_jax.files.atomic.os.fsync", full)
     status, _, err = run(*SHORT, "--quiet", "--stats-json", tmp_path / "stats.json")
     assert status == 2 and "No space left" in err and only(tmp_path) == []
 

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinigen_jax import in_place
-from infinigen_jax.attention import attend, finish_softmax, packed
-from infinigen_jax.compaction import pack_marks
-from infinigen_jax.selection import Request
+from infinigen_jax.decode import requested_attention as in_place
+from infinigen_jax.ops.attention import attend, finish_softmax, packed
+from infinigen_jax.ops.compaction import pack_marks
+from infinigen_jax.selection.select import Request
 
 B, K, G, D, T = 3, 4, 2, 8, 700
 SIZE = 400  # places of a request: up to seven jobs of a head, the last one not whole

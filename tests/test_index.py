@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from runtime import random_model
 
-from infinigen_jax.engine import Engine
-from infinigen_jax.index import BITS, INDEX_DTYPES, IndexFormat
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.models import blueprint
+from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.policies.base import Lookup
-from infinigen_jax.span import Span
-from infinigen_jax.speculation import partial_keys, speculation_weights
+from infinigen_jax.speculation.index import BITS, INDEX_DTYPES, IndexFormat
+from infinigen_jax.speculation.query import partial_keys, speculation_weights
 
 encode = jax.jit(IndexFormat.encode, static_argnums=0)
 scores_of = jax.jit(IndexFormat.scores, static_argnums=0)

@@ -12,7 +12,7 @@ import pytest
 from tiny import ROOT, only
 
 from infinigen_jax.convert.calibrate import DEFAULT_TEXT
-from infinigen_jax.saved import SavedFile
+from infinigen_jax.engine.saved_file import SavedFile
 
 pytestmark = pytest.mark.slow
 

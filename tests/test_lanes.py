@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infinigen_jax.lanes import AT_ONCE, LANES, best, summed
+from infinigen_jax.ops.reductions import AT_ONCE, LANES, best, summed
 
 
 @pytest.mark.parametrize("groups", [1, 6, AT_ONCE, AT_ONCE + 3, 2 * AT_ONCE + 6])

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from runtime import SPARSE, engine, random_model
 
-from infinigen_jax.checkpoint import embedded, load
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.likelihood import Continuation, likelihoods
 from infinigen_jax.evaluation.texts import beginning, prefixed, split_behind
+from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.models import blueprint
 from infinigen_jax.models.forward import forward
 from infinigen_jax.policies import Full

@@ -10,15 +10,21 @@ import pytest
 from runtime import SPARSE, engine, random_model
 
 from benchmarks.prefill import temporaries
-from infinigen_jax.memory import Placement, allocate_host, default_mesh, gather_rows, write_span
+from infinigen_jax.cache.host_array import (
+    Placement,
+    allocate_host,
+    default_mesh,
+    gather_rows,
+    write_span,
+)
+from infinigen_jax.decode.steps import steps
 from infinigen_jax.models import blueprint
+from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.policies.base import Lookup
-from infinigen_jax.prompt_attention import attend_chunk
-from infinigen_jax.prompt_layer import host_rows
-from infinigen_jax.prompt_steps import prefill_steps
-from infinigen_jax.span import Span
-from infinigen_jax.steps import steps
+from infinigen_jax.prefill.attention import attend_chunk
+from infinigen_jax.prefill.compiled import prefill_steps
+from infinigen_jax.prefill.layer import host_rows
 
 CHUNK = 256
 

@@ -8,10 +8,10 @@ import pytest
 from runtime import random_model
 from tiny import make_tiny
 
-from infinigen_jax import checkpoint
 from infinigen_jax.convert import convert, loss
 from infinigen_jax.convert.calibrate import Calibrator, windows
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import InfiniGenPaper, Quest
 

@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 from runtime import engine, random_model
 
-from infinigen_jax import checkpoint, planning
+from infinigen_jax.cache.pool import Pool
+from infinigen_jax.engine import memory_plan as planning
+from infinigen_jax.engine.memory_plan import MemoryPlan, check_memory
+from infinigen_jax.engine.remedies import LENGTHS, Remedies
 from infinigen_jax.errors import InputError
-from infinigen_jax.memory_limits import (
+from infinigen_jax.loading import load as checkpoint
+from infinigen_jax.machine.memory_limits import (
     PINNED_POOL_VARIABLE,
     available_device_bytes,
     available_host_bytes,
@@ -19,10 +23,7 @@ from infinigen_jax.memory_limits import (
     tree_bytes,
 )
 from infinigen_jax.models import Blueprint, blueprint
-from infinigen_jax.planning import MemoryPlan, check_memory
 from infinigen_jax.policies import H2O
-from infinigen_jax.pool import Pool
-from infinigen_jax.remedies import LENGTHS, Remedies
 
 GIB = 1 << 30
 

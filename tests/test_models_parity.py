@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from tiny import logits_of
 
-from infinigen_jax import checkpoint
 from infinigen_jax.convert import convert
 from infinigen_jax.errors import UnsupportedModelError
+from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import blueprint, config_from_hf, random_params
 from infinigen_jax.models.forward import causal_attention
 

@@ -13,17 +13,18 @@ from runtime import random_model
 from safetensors.numpy import load_file, save_file
 from tiny import TEXT
 
-from infinigen_jax import checkpoint, convert
-from infinigen_jax.checkpoint import load
+from infinigen_jax import convert
+from infinigen_jax.checkpoint.hf_folder import read_config
+from infinigen_jax.checkpoint.manifest import AHEAD_FILE, MANIFEST_FILE, file_record
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
-from infinigen_jax.convert.reader import read_config
-from infinigen_jax.correction import corrected_projection
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.manifest import AHEAD_FILE, MANIFEST_FILE, file_record
+from infinigen_jax.loading import load as checkpoint
+from infinigen_jax.loading.load import load
 from infinigen_jax.models import Params, blueprint
 from infinigen_jax.models.llama import ACTIVATIONS
-from infinigen_jax.neurons import (
+from infinigen_jax.policies import InfiniGen
+from infinigen_jax.skew.neurons import (
     Mlp,
     activations,
     gated,
@@ -32,7 +33,7 @@ from infinigen_jax.neurons import (
     projected,
     projection_shapes,
 )
-from infinigen_jax.policies import InfiniGen
+from infinigen_jax.skew.query_correction import corrected_projection
 
 
 def with_random_norms(name: str) -> tuple[Any, Params]:

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 from tiny import make_tiny
 
-from infinigen_jax import checkpoint, evaluate, generate, plan
+from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.convert import __main__ as convert
+from infinigen_jax.loading import load as checkpoint
 
 CASES = int(os.environ.get("FUZZ_CASES", 400))
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 120))

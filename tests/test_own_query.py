@@ -8,12 +8,12 @@ import pytest
 from runtime import RAGGED, SPARSE, engine, random_model, tokens_of
 from test_counting import TAILED, first_layers, scores_of
 
-from infinigen_jax.engine import Engine
+from infinigen_jax.cache.pool import Pool
+from infinigen_jax.checkpoint.skew_file import Basis
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Oracle
-from infinigen_jax.pool import Pool
-from infinigen_jax.skew import balanced_basis, moments
-from infinigen_jax.skew_file import Basis
-from infinigen_jax.speculation import own_query, partial_keys, speculation_weights
+from infinigen_jax.skew.basis import balanced_basis, moments
+from infinigen_jax.speculation.query import own_query, partial_keys, speculation_weights
 from infinigen_jax.transfer.xla import XlaTransfer
 
 OWN = dataclasses.replace(SPARSE, query="own", partial_ratio=1.0, index_dtype="float32")
@@ -63,7 +63,7 @@ def test_the_engine_chooses_it_where_nothing_has_to_be_moved(monkeypatch):
     assert query_of(InfiniGen(), pool=Pool(tokens=64)) == "own"
     assert query_of(InfiniGen(query="plain")) == "plain"
     assert query_of(InfiniGenPaper()) == "plain"
-    monkeypatch.setattr("infinigen_jax.engine.make_transfer", lambda name: XlaTransfer())
+    monkeypatch.setattr("infinigen_jax.engine.engine.make_transfer", lambda name: XlaTransfer())
     assert query_of(InfiniGen()) == "plain"
     assert query_of(InfiniGen(query="own")) == "own"
 

@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import only
 
-from infinigen_jax import advice, checkpoint, plan
-from infinigen_jax.cache import DenseLayer, Resident
-from infinigen_jax.convert.reader import read_config
-from infinigen_jax.forecast import Forecast, Machine, Planner, conversion_of
-from infinigen_jax.memory_limits import available_host_bytes, format_bytes, tree_bytes
-from infinigen_jax.options import make_engine, make_policy
+from infinigen_jax import plan
+from infinigen_jax.cache.layers import DenseLayer, Resident
+from infinigen_jax.checkpoint.hf_folder import read_config
+from infinigen_jax.cli.options import make_engine, make_policy
+from infinigen_jax.loading import load as checkpoint
+from infinigen_jax.machine.memory_limits import available_host_bytes, format_bytes, tree_bytes
+from infinigen_jax.planner import advice
+from infinigen_jax.planner.forecast import Forecast, Machine, Planner, conversion_of
 from infinigen_jax.sampling import Sampling
 
 GIB = 1 << 30
@@ -343,7 +345,7 @@ def test_what_fits_without_bandwidths(folder, command):
 
 def test_here_and_now(command, monkeypatch):
     """The embedded model on this machine, with its bandwidths measured."""
-    from infinigen_jax import bandwidths
+    from infinigen_jax.planner import bandwidths
 
     reads = functools.partial(bandwidths.memory_read_bandwidth, 1 << 24)
     monkeypatch.setattr(bandwidths, "memory_read_bandwidth", reads)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from runtime import NEW, RAGGED, counts_of, engine, finished, random_model
 
-from infinigen_jax.cache import Slots
+from infinigen_jax.cache.layers import Slots
 from infinigen_jax.errors import InputError
+from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import (
     H2O,
     POLICIES,
@@ -22,7 +23,6 @@ from infinigen_jax.policies import (
     Window,
 )
 from infinigen_jax.policies.base import Attended, Lookup
-from infinigen_jax.span import Span
 
 KINDS = [Window, H2O, Quest, PreviousQuery, Oracle]
 B, K, G, D, T = 2, 2, 2, 8, 128

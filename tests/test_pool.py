@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinigen_jax.errors import InputError
-from infinigen_jax.memory import Placement, default_mesh
-from infinigen_jax.policies import Oracle
-from infinigen_jax.pool import (
+from infinigen_jax.cache.host_array import Placement, default_mesh
+from infinigen_jax.cache.hot_set import HotSet, forget, plan
+from infinigen_jax.cache.pool import (
     COUNTER_BITS,
     POOL_EVICTIONS,
     Pool,
@@ -24,8 +23,9 @@ from infinigen_jax.pool import (
     parse_limit,
     touch,
 )
-from infinigen_jax.reuse import HotSet, forget, plan
-from infinigen_jax.selection import Request
+from infinigen_jax.errors import InputError
+from infinigen_jax.policies import Oracle
+from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import XlaTransfer
 
 B, K = 2, 2

@@ -23,16 +23,16 @@ from runtime import (
 from shallow import LAYERS
 
 from infinigen_jax import evaluate, generate
-from infinigen_jax.cache import DenseLayer, Resident
-from infinigen_jax.compilations import compilations
-from infinigen_jax.engine import Engine
+from infinigen_jax.cache.layers import DenseLayer, Resident
+from infinigen_jax.cache.pool import Kept, Pool
+from infinigen_jax.decode.sparse_attention import held
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
 from infinigen_jax.errors import InputError
-from infinigen_jax.host_attention import held
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import POLICIES, Full, Oracle, PreviousQuery, Window
 from infinigen_jax.policies.base import Lookup
-from infinigen_jax.pool import Kept, Pool
-from infinigen_jax.run import Run
+from infinigen_jax.programs.compilations import compilations
 
 pytestmark = pytest.mark.usefixtures("shallow")
 

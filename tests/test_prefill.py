@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from runtime import ALL, NEW, RAGGED, SPARSE, engine, random_model, tokens_of
 
-from infinigen_jax import prompt_layer
-from infinigen_jax.cache import Cache, Resident
-from infinigen_jax.compilations import compilations
-from infinigen_jax.engine import Engine
+from infinigen_jax.cache.layers import Cache, Resident
+from infinigen_jax.decode.steps import flush_cache, steps
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import H2O, Full, InfiniGenPaper, Oracle, Policy, PreviousQuery, Quest
-from infinigen_jax.prefill import chunk_length, extend, prefill
+from infinigen_jax.prefill import layer as prompt_layer
+from infinigen_jax.prefill.prefill import chunk_length, extend, prefill
+from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import Sampling
-from infinigen_jax.steps import flush_cache, steps
 
 LONG = [[int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (150, 40, 97)]
 POLICIES: dict[str, Policy] = {

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from runtime import ALL, NEW, SPARSE, engine, first_layers, random_model, tokens_of
 
 from infinigen_jax import generate
-from infinigen_jax.checkpoint import embedded
-from infinigen_jax.compilations import compilations
-from infinigen_jax.engine import UNSETTLED, Engine
+from infinigen_jax.cache.pool import Pool
+from infinigen_jax.engine.engine import UNSETTLED, Engine
+from infinigen_jax.engine.generation import Run
+from infinigen_jax.engine.shared_prefix import UNIT, common_prefix, plan_sharing
+from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import embedded
 from infinigen_jax.policies import H2O, Full, Policy
-from infinigen_jax.pool import Pool
-from infinigen_jax.prefix import UNIT, common_prefix, plan_sharing
-from infinigen_jax.run import Run
+from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import Sampling
-from infinigen_jax.tokenization import load_tokenizer
-from infinigen_jax.workspace import decode_bytes, prefill_bytes
+from infinigen_jax.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("shallow")
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinigen_jax import prompt_attention
-from infinigen_jax.cache import Sliding
-from infinigen_jax.earlier import Earlier
-from infinigen_jax.prompt_attention import attend_chunk, causal_attention
-from infinigen_jax.prompt_layer import device_rows
-from infinigen_jax.received import attention_received
-from infinigen_jax.span import Span
+from infinigen_jax.cache.layers import Sliding
+from infinigen_jax.ops.span import Span
+from infinigen_jax.prefill import attention as prompt_attention
+from infinigen_jax.prefill.attention import attend_chunk, causal_attention
+from infinigen_jax.prefill.earlier_rows import Earlier
+from infinigen_jax.prefill.layer import device_rows
+from infinigen_jax.prefill.received_attention import attention_received
 
 TOLERANCE = 4e-6  # float32, sums over at most some hundred terms of size 1
 

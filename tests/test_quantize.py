@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinigen_jax.quantize import affine_codes, from_bytes, pack_halves, to_bytes, unpack_halves
+from infinigen_jax.ops.quantize import (
+    affine_codes,
+    from_bytes,
+    pack_halves,
+    to_bytes,
+    unpack_halves,
+)
 
 codes_of = jax.jit(affine_codes, static_argnames=("bits", "axis"))
 GROUP = 16

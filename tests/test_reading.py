@@ -13,13 +13,13 @@ import torch
 from safetensors.numpy import load_file
 from tiny import LLAMA, as_torch, only
 
-from infinigen_jax import checkpoint
+from infinigen_jax.checkpoint.hf_folder import open_tensors, read_config
+from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
+from infinigen_jax.checkpoint.tensor_names import expected, match, write_tree
 from infinigen_jax.convert import convert
-from infinigen_jax.convert.mapping import expected, match, write_tree
-from infinigen_jax.convert.reader import open_tensors, read_config
 from infinigen_jax.errors import InputError, UnsupportedModelError
+from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import blueprint, config_from_hf
-from infinigen_jax.safetensors_io import SafetensorsWriter
 
 # Formats in.
 
@@ -143,7 +143,7 @@ def test_damaged_safetensors(kind, tiny, tmp_path):
 
 def test_safetensors_with_any_byte_of_the_header_changed(tmp_path):
     """Whatever a damaged header says, the answer is InputError or tensors inside the file."""
-    from infinigen_jax.safetensors_io import SafetensorsFile
+    from infinigen_jax.checkpoint.safetensors import SafetensorsFile
 
     path = tmp_path / "a.safetensors"
     layout = {"a": (np.dtype(np.float32), (2, 3)), "b": (np.dtype(np.int8), (4,))}
@@ -311,7 +311,7 @@ def test_damaged_torch_files(tiny, tmp_path):
 
 
 def test_torch_files_with_any_byte_of_the_pickle_changed(tmp_path):
-    from infinigen_jax.convert.torch_file import TorchFile
+    from infinigen_jax.checkpoint.torch_file import TorchFile
 
     path = tmp_path / "a.bin"
     torch.save({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}, path)

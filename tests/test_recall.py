@@ -14,10 +14,10 @@ from shallow import LAYERS
 from tiny import logits_of, only
 
 from infinigen_jax import evaluate
-from infinigen_jax.checkpoint import embedded
 from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.recall import lost_most, markdown, panels, study_windows, summary
 from infinigen_jax.evaluation.study import watch_exact, watch_own
+from infinigen_jax.loading.load import embedded
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import Full, Oracle, Quest, Window
 

@@ -23,8 +23,8 @@ from benchmarks.reference_models.schedule import FLOOR, Clock, learning_rate
 from benchmarks.reference_models.synthetic import KINDS, SHORTEST, Synthetic
 from benchmarks.reference_models.training import Settings, _Job
 from benchmarks.reference_models.training import train as run_training
-from infinigen_jax.checkpoint import load
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import load
 from infinigen_jax.models import blueprint, config_from_hf
 from infinigen_jax.models.forward import forward
 

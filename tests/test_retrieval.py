@@ -11,7 +11,6 @@ from runtime import ALL, SPARSE, engine, random_model
 from tiny import only
 
 from infinigen_jax import evaluate
-from infinigen_jax.checkpoint import embedded
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.answers import answer
 from infinigen_jax.evaluation.haystacks import (
@@ -26,6 +25,7 @@ from infinigen_jax.evaluation.lost_in_the_middle import read_items, read_lines
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.retrieval import normalised, score, with_scores
 from infinigen_jax.evaluation.session import Line
+from infinigen_jax.loading.load import embedded
 from infinigen_jax.policies import Full
 
 FILLER = sentences(GRASS)

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import ALL, RAGGED, SPARSE, counts_of, engine, finished
 
-from infinigen_jax.engine import Engine
+from infinigen_jax.cache.host_array import allocate_host, default_mesh, write_span
+from infinigen_jax.cache.hot_set import HotSet, Plan, place_dtype, plan
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.memory import allocate_host, default_mesh, write_span
-from infinigen_jax.reuse import HotSet, Plan, place_dtype, plan
-from infinigen_jax.selection import Request
-from infinigen_jax.span import Span
+from infinigen_jax.ops.span import Span
+from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import XlaTransfer
 
 planned = jax.jit(plan)

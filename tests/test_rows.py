@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinigen_jax.attention import attend, packed
+from infinigen_jax.cache.row_format import RowFormat, row_format
 from infinigen_jax.errors import InputError
-from infinigen_jax.rows import RowFormat, row_format
+from infinigen_jax.ops.attention import attend, packed
 
 DTYPES = ("float32", "bfloat16", "float16")
 BITS = {"int8": 8, "int4": 4}

@@ -10,15 +10,15 @@ import pytest
 from runtime import ALL, SPARSE, engine, random_model
 from tiny import logits_of
 
-from infinigen_jax.checkpoint import Model, embedded
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.stats import fraction, rows_per_step
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.report import table
 from infinigen_jax.evaluation.scoring import score_windows
 from infinigen_jax.evaluation.statistics import Compared, divergence, statistics
 from infinigen_jax.evaluation.texts import TokenizedText, read_text, tokenize
+from infinigen_jax.loading.load import Model, embedded
 from infinigen_jax.policies import Full, InfiniGenPaper
-from infinigen_jax.stats import fraction, rows_per_step
 
 CONTEXT = 12
 WINDOWS = np.random.default_rng(3).integers(3, 96, (5, 40)).astype(np.int32)

@@ -11,10 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax import lax
 
-from infinigen_jax.compaction import unpack_marks
 from infinigen_jax.errors import InputError
+from infinigen_jax.ops.compaction import unpack_marks
+from infinigen_jax.ops.top_k import top_mask
 from infinigen_jax.policies import InfiniGen
-from infinigen_jax.selection import (
+from infinigen_jax.selection.select import (
     Request,
     budget_fraction,
     budget_rows,
@@ -25,8 +26,7 @@ from infinigen_jax.selection import (
     top_choice,
     top_slots,
 )
-from infinigen_jax.speculation import partial_columns
-from infinigen_jax.threshold import top_mask
+from infinigen_jax.speculation.query import partial_columns
 
 INF = float("inf")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.rope import Rope, rotate
-from infinigen_jax.skew import (
+from infinigen_jax.skew.basis import (
     absorb,
     balanced_basis,
     guess_moments,

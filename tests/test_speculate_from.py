@@ -15,18 +15,18 @@ from safetensors.numpy import load_file
 from tiny import TEXT
 
 from infinigen_jax import generate
-from infinigen_jax.attention import attend
-from infinigen_jax.cache import DenseLayer, Resident, Sliding, Slots
-from infinigen_jax.checkpoint import DENSE_UNKNOWN, Model, load
+from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding, Slots
+from infinigen_jax.cli.options import add_engine_options, make_policy
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.configurations import configurations
+from infinigen_jax.loading.load import DENSE_UNKNOWN, Model, load
 from infinigen_jax.models.forward import causal_attention
-from infinigen_jax.options import add_engine_options, make_policy
+from infinigen_jax.ops.attention import attend
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper
-from infinigen_jax.speculation import SOURCES, choose_source
+from infinigen_jax.speculation.query import SOURCES, choose_source
 
 
 def without_attention(name: str) -> Model:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from runtime import random_basis, random_model
 
-from infinigen_jax.checkpoint import Basis
-from infinigen_jax.index import IndexFormat
+from infinigen_jax.loading.load import Basis
 from infinigen_jax.models import blueprint
-from infinigen_jax.selection import budget_rows, select
-from infinigen_jax.speculation import (
+from infinigen_jax.selection.select import budget_rows, select
+from infinigen_jax.speculation.index import IndexFormat
+from infinigen_jax.speculation.query import (
     partial_columns,
     partial_keys,
     speculate_query,

@@ -11,8 +11,8 @@ from runtime import random_model
 
 from infinigen_jax.convert.calibrate import Calibrator, windows
 from infinigen_jax.models.rope import Rope, rotate
-from infinigen_jax.skew import guess_moments, moments
-from infinigen_jax.spread import offsets, spread_guess, spread_moments
+from infinigen_jax.skew.basis import guess_moments, moments
+from infinigen_jax.skew.positions import offsets, spread_guess, spread_moments
 
 ROPE = Rope(theta=100.0)
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from runtime import NEW, RAGGED, SPARSE, engine, finished
 
-from infinigen_jax.cache import DenseLayer
-from infinigen_jax.compilations import compilations
-from infinigen_jax.engine import Engine
+from infinigen_jax.cache.hot_set import HotSet
+from infinigen_jax.cache.layers import DenseLayer
+from infinigen_jax.decode.steps import step, steps
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
 from infinigen_jax.policies import Full, Policy
-from infinigen_jax.reuse import HotSet
-from infinigen_jax.run import Run
-from infinigen_jax.steps import step, steps
+from infinigen_jax.programs.compilations import compilations
 
 HOT = "hot"  # SPARSE with a hot set and packed rows
 

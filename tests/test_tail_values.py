@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from runtime import random_model, tokens_of
 from test_counting import TAILED, scores_of
 
-from infinigen_jax import Engine, checkpoint
-from infinigen_jax.attention import Tail, attend, attend_weighted, packed
-from infinigen_jax.cache import Slots, sums_of_values
+from infinigen_jax import Engine
+from infinigen_jax.cache.layers import Slots, sums_of_values
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.calibrate import DEFAULT_TEXT, SINKS
 from infinigen_jax.errors import InputError
-from infinigen_jax.index import INDEX_DTYPES, IndexFormat
+from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models.rope import Rope
+from infinigen_jax.ops.attention import Tail, attend, attend_weighted, packed
 from infinigen_jax.policies import Full, InfiniGen
-from infinigen_jax.selection import Request
-from infinigen_jax.spread import spread_blocks
-from infinigen_jax.tail_values import (
-    BlockMoments,
-    block_products,
+from infinigen_jax.selection.select import Request
+from infinigen_jax.skew.positions import spread_blocks
+from infinigen_jax.skew.tail_moments import BlockMoments, block_products
+from infinigen_jax.speculation.index import INDEX_DTYPES, IndexFormat
+from infinigen_jax.speculation.tail import (
     fit_slope,
     predicted,
     without_predicted,

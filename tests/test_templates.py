@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from infinigen_jax.errors import InputError
-from infinigen_jax.templates import render_chat
+from infinigen_jax.text.templates import render_chat
 
 MESSAGES = [
     {"role": "system", "content": " Be brief."},

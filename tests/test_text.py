@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinigen_jax.text import REPLACEMENT, TextStream
+from infinigen_jax.text.detokenize import REPLACEMENT, TextStream
 
 WORDS = ["a", " word", "é", "€", " 日本", "😀", "  ", "\n", ".", " '", "n't"]
 BYTES = ["<0xE2>", "<0x82>", "<0xAC>", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "<0x41>"]

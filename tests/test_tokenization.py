@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tiny import ROOT
 
-from infinigen_jax.checkpoint import EMBEDDED_FOLDER, embedded
 from infinigen_jax.errors import InputError
-from infinigen_jax.text import TextStream
-from infinigen_jax.tokenization import load_tokenizer
+from infinigen_jax.loading.load import EMBEDDED_FOLDER, embedded
+from infinigen_jax.text.detokenize import TextStream
+from infinigen_jax.text.tokenizer import load_tokenizer
 
 SHARED = ROOT.parent / "shared"
 FOLDERS = [
@@ -196,7 +196,7 @@ def test_streams_take_the_tokens_of_the_folder():
 def test_transformers_is_not_imported_for_a_tokenizer():
     """It takes seconds."""
     program = (
-        "import sys; from infinigen_jax.tokenization import load_tokenizer; from pathlib import "
+        "import sys; from infinigen_jax.text.tokenizer import load_tokenizer; from pathlib import "
         "Path; load_tokenizer(Path(sys.argv[1])); sys.exit('transformers' in sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

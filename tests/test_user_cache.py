@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from infinigen_jax.user_cache import cache_root, keep_programs, processor, prune
+from infinigen_jax.files.user_cache import cache_root, keep_programs, processor, prune
 
 
 def test_it_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -48,7 +48,7 @@ def test_a_users_choice_and_a_read_only_folder_are_left_alone(monkeypatch, tmp_p
 FOLDER = "jax_compilation_cache_dir"
 PROGRAM = """
 import jax
-from infinigen_jax import user_cache
+from infinigen_jax.files import user_cache
 user_cache.WORTH_KEEPING = 0.0
 user_cache.keep_programs()
 print(jax.jit(lambda x: x * 3 + 1)(jax.numpy.arange(4)))

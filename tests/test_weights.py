@@ -8,11 +8,11 @@ import pytest
 from runtime import NEW, RAGGED, SPARSE, counts_of, engine, finished
 
 from infinigen_jax import generate
-from infinigen_jax.checkpoint import embedded, load
-from infinigen_jax.engine import Engine
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.policies import Full
-from infinigen_jax.weights import STAYS
+from infinigen_jax.transfer.host_weights import STAYS
 
 pytestmark = pytest.mark.usefixtures("shallow")
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.checkpoint import Model
+from infinigen_jax.loading.load import Model
 from infinigen_jax.models import blueprint
 from infinigen_jax.models.forward import forward
 

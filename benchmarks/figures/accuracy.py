@@ -24,7 +24,7 @@ from infinigen_jax.evaluation.session import Session, traffic_of
 from infinigen_jax.numeric import check_range
 
 if TYPE_CHECKING:
-    from infinigen_jax.engine import Engine
+    from infinigen_jax.engine.engine import Engine
 
 OFFLINE = ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE")  # the harness's data come from local files
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from benchmarks.figures.common import add_options as add_evaluation_options
 from benchmarks.figures.common import finish, level, measure, over
+from infinigen_jax.cache.row_format import row_format
 from infinigen_jax.evaluation.plots import Panel
 from infinigen_jax.evaluation.report import percent
 from infinigen_jax.evaluation.session import Session
-from infinigen_jax.rows import row_format
 
 SUMMARY = "quality against relative KV size (figure 11)"
 BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.4)

@@ -23,7 +23,7 @@ from infinigen_jax.evaluation.plots import Panel
 from infinigen_jax.evaluation.session import Session
 
 if TYPE_CHECKING:
-    from infinigen_jax.checkpoint import Model
+    from infinigen_jax.loading.load import Model
 
 SUMMARY = "with and without skewing (figure 13)"
 BASES = ("none", "svd", "balanced")
@@ -95,8 +95,8 @@ def unskewed(model: "Model", folder: Any) -> "Model":
     Raises:
         InputError: for a model whose weights a conversion has skewed, or that has no bases.
     """
-    from infinigen_jax.checkpoint import Basis
     from infinigen_jax.convert.calibrate import DEFAULT_TEXT, Calibrator, read_text
+    from infinigen_jax.loading.load import Basis
 
     if model.skew != "balanced":
         raise InputError(f"--model: it was converted with --skew {model.skew}; use balanced")

@@ -21,8 +21,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from benchmarks.files import note
 from benchmarks.reference_models.books import Book, archives, read_books, with_broken_lines
 from benchmarks.reference_models.recipes import BOS, EOS, SPECIAL, Size
-from infinigen_jax.atomic import staged, write_text
 from infinigen_jax.errors import InputError
+from infinigen_jax.files.atomic import staged, write_text
 
 VALIDATION_CHARACTERS = 200_000
 BOOKS_AT_ONCE = 16

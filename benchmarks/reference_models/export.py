@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from infinigen_jax.atomic import staged, write_text
-from infinigen_jax.convert.mapping import expected, write_tree
+from infinigen_jax.checkpoint.safetensors import DTYPES, SafetensorsWriter
+from infinigen_jax.checkpoint.tensor_names import expected, write_tree
+from infinigen_jax.files.atomic import staged, write_text
 from infinigen_jax.models import Params, blueprint, config_from_hf
-from infinigen_jax.safetensors_io import DTYPES, SafetensorsWriter
 
 STORED = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"]}
 

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, started: float) -> int:
         raise InputError(f"--seed {options.seed}: it must be 0 or more")
     from benchmarks.reference_models.corpus import open_corpus, prepare
     from benchmarks.reference_models.training import Settings, train
-    from infinigen_jax.user_cache import keep_programs
+    from infinigen_jax.files.user_cache import keep_programs
 
     size = SIZES[options.size]
     data = options.data or options.out / "data"

@@ -3,11 +3,9 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["convert"]
+from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SKEW
 
-DEFAULT_SKEW = "balanced"
-DEFAULT_SOURCE = "resident"  # of a query ahead
-DEFAULT_NEURONS = 0.125  # share of an MLP that a query ahead sees
+__all__ = ["convert"]
 
 
 def convert(

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from infinigen_jax.convert import DEFAULT_NEURONS, DEFAULT_SOURCE
+from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SOURCE
 from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.numeric import number
 

@@ -18,16 +18,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.convert.loss import RECENT, SINKS, squared_errors
-from infinigen_jax.correction import corrected_projection
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.models.forward import causal_attention
-from infinigen_jax.neurons import Mlp, activations
-from infinigen_jax.skew import GuessMoments, Moments, guess_moments
-from infinigen_jax.speculation import projected_query
-from infinigen_jax.spread import offsets, spread_blocks, spread_guess, spread_moments
-from infinigen_jax.tail_values import BlockMoments, block_products
-from infinigen_jax.tokenization import load_tokenizer
+from infinigen_jax.skew.basis import GuessMoments, Moments, guess_moments
+from infinigen_jax.skew.neurons import Mlp, activations
+from infinigen_jax.skew.positions import offsets, spread_blocks, spread_guess, spread_moments
+from infinigen_jax.skew.query_correction import corrected_projection
+from infinigen_jax.skew.tail_moments import BlockMoments, block_products
+from infinigen_jax.speculation.query import projected_query
+from infinigen_jax.text.tokenizer import load_tokenizer
 
 DEFAULT_TEXT = Path(__file__).parent / "calibration.txt"
 DEFAULT_TOKENS = 2048

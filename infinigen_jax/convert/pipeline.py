@@ -9,9 +9,24 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.atomic import copy_file, staged, write_text
-from infinigen_jax.backend import start_backend
-from infinigen_jax.convert import DEFAULT_SOURCE
+from infinigen_jax.checkpoint.hf_folder import (
+    SAFETENSORS,
+    TensorSource,
+    checked_folder,
+    open_tensors,
+    read_config,
+    side_files,
+)
+from infinigen_jax.checkpoint.manifest import (
+    AHEAD_FILE,
+    MANIFEST_FILE,
+    SKEW_FILE,
+    SKEWS,
+    Manifest,
+    file_record,
+)
+from infinigen_jax.checkpoint.safetensors import DTYPES, SafetensorsWriter, tensor_bytes
+from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, Slot, expected, match, read_tree
 from infinigen_jax.convert.calibrate import (
     DEFAULT_TEXT,
     DEFAULT_TOKENS,
@@ -20,33 +35,18 @@ from infinigen_jax.convert.calibrate import (
     read_text,
     windows,
 )
+from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
-from infinigen_jax.convert.mapping import TRANSFORMS, Slot, expected, match, read_tree
-from infinigen_jax.convert.reader import (
-    SAFETENSORS,
-    TensorSource,
-    checked_folder,
-    open_tensors,
-    read_config,
-    side_files,
-)
 from infinigen_jax.convert.write import check_destination, check_space
 from infinigen_jax.errors import InputError
-from infinigen_jax.files import expanded, open_regular
-from infinigen_jax.manifest import (
-    AHEAD_FILE,
-    MANIFEST_FILE,
-    SKEW_FILE,
-    SKEWS,
-    Manifest,
-    file_record,
-)
+from infinigen_jax.files.atomic import copy_file, staged, write_text
+from infinigen_jax.files.regular import expanded, open_regular
+from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.models import ModelConfig, blueprint
-from infinigen_jax.neurons import number_of, projection_shapes
-from infinigen_jax.safetensors_io import DTYPES, SafetensorsWriter, tensor_bytes
-from infinigen_jax.skew import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
-from infinigen_jax.speculation import SOURCES
-from infinigen_jax.tail_values import BlockMoments
+from infinigen_jax.skew.basis import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
+from infinigen_jax.skew.neurons import number_of, projection_shapes
+from infinigen_jax.skew.tail_moments import BlockMoments
+from infinigen_jax.speculation.query import SOURCES
 
 WEIGHT_DTYPES = {
     name: DTYPES[kind]

@@ -3,10 +3,10 @@
 import shutil
 from pathlib import Path
 
+from infinigen_jax.checkpoint.manifest import MANIFEST_FILE
 from infinigen_jax.errors import InputError
-from infinigen_jax.files import expanded
-from infinigen_jax.manifest import MANIFEST_FILE
-from infinigen_jax.memory_limits import format_bytes
+from infinigen_jax.files.regular import expanded
+from infinigen_jax.machine.memory_limits import format_bytes
 
 
 def check_destination(source: Path, destination: Path, force: bool) -> Path:

@@ -20,16 +20,16 @@ from typing import Any
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 
-from infinigen_jax.atomic import whole_file
 from infinigen_jax.cuda import nvrtc
 from infinigen_jax.cuda.driver import INT, CudaError, Driver
-from infinigen_jax.user_cache import cache_root
+from infinigen_jax.files.atomic import whole_file
+from infinigen_jax.files.user_cache import cache_root
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "INFINIGEN_JAX_KERNELS"
 OFF, UNCHECKED = "0", "unchecked"
-CHECK = ("-P", "-m", "infinigen_jax.cuda.check")
+CHECK = ("-P", "-m", "infinigen_jax.check_kernels")
 LIMIT = 180.0  # seconds; most of what it takes is compilation
 CANNOT = 2  # its exit status where it cannot be run
 WHAT, ERROR = "the check of the CUDA kernels", "error: "
@@ -90,7 +90,8 @@ def combination(device: Any) -> str:
 def sources() -> bytes:
     """The kernels, what launches and checks them, and what calls them by a host's slots."""
     package = resources.files("infinigen_jax")
-    files = [*(package / "cuda").iterdir(), package / "transfer" / "cuda.py", package / "memory.py"]
+    callers = ("check_kernels.py", "transfer/cuda.py", "cache/host_array.py")
+    files = [*(package / "cuda").iterdir(), *(package / name for name in callers)]
     named = {file.name: file for file in files if file.name.endswith((".py", ".cu"))}
     return b"\0".join(name.encode() + b"\0" + named[name].read_bytes() for name in sorted(named))
 

@@ -13,8 +13,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from infinigen_jax.atomic import whole_file
-from infinigen_jax.user_cache import cache_root
+from infinigen_jax.files.atomic import whole_file
+from infinigen_jax.files.user_cache import cache_root
 
 OPTIONS = ("--std=c++17",)
 FOLDERS = ("cu*/lib", "cuda_nvrtc/lib")  # inside the package `nvidia`: CUDA 13's wheel, CUDA 12's

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from infinigen_jax.cuda.launch import LAUNCH, call
-from infinigen_jax.selection import Rest
+from infinigen_jax.selection.select import Rest
 
 THREADS = 256
 TILE = 2 * THREADS  # slots of a block

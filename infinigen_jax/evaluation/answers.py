@@ -15,7 +15,7 @@ from infinigen_jax.errors import InputError, MemoryShortageError
 from infinigen_jax.evaluation.scoring import Traffic, batches, traffic
 
 if TYPE_CHECKING:
-    from infinigen_jax.engine import Engine
+    from infinigen_jax.engine.engine import Engine
 
 READ_EVERY = 64  # steps; as many stay queued at most
 

@@ -6,13 +6,13 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.options import make_engine, make_policy, make_pool
+from infinigen_jax.cli.options import make_engine, make_policy, make_pool
 
 if TYPE_CHECKING:
-    from infinigen_jax.checkpoint import Model
-    from infinigen_jax.engine import Engine
+    from infinigen_jax.cache.pool import Pool
+    from infinigen_jax.engine.engine import Engine
+    from infinigen_jax.loading.load import Model
     from infinigen_jax.policies import Policy
-    from infinigen_jax.pool import Pool
 
 LISTS = (
     "policy",
@@ -97,8 +97,8 @@ def check(chosen: list[Configuration], model: "Model") -> None:
     Raises:
         InputError: for a row format that this model cannot have, or a limit that a policy cannot.
     """
-    from infinigen_jax.engine import check_pool, curves_for
-    from infinigen_jax.rows import row_format
+    from infinigen_jax.cache.row_format import row_format
+    from infinigen_jax.engine.engine import check_pool, curves_for
 
     for configuration in chosen:
         check_pool(configuration.pool, configuration.policy)

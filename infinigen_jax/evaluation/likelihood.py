@@ -14,7 +14,7 @@ from infinigen_jax.errors import InputError, MemoryShortageError
 from infinigen_jax.evaluation.scoring import Traffic, traffic
 
 if TYPE_CHECKING:
-    from infinigen_jax.engine import Engine
+    from infinigen_jax.engine.engine import Engine
     from infinigen_jax.models import ModelConfig
 
 

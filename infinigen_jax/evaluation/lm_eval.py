@@ -31,7 +31,7 @@ from infinigen_jax.evaluation.scoring import Traffic
 from infinigen_jax.evaluation.texts import beginning, prefixed, split_behind
 
 if TYPE_CHECKING:
-    from infinigen_jax.engine import Engine
+    from infinigen_jax.engine.engine import Engine
 
 MAX_NEW_TOKENS = 256  # unless a task says
 
@@ -147,9 +147,9 @@ class InfiniGenLM(LM):
 
 
 def _engine(options: dict[str, Any]) -> "Engine":
-    from infinigen_jax.checkpoint import load
+    from infinigen_jax.cli.options import add_engine_options, make_engine, make_policy, read_policy
     from infinigen_jax.errors import Parser
-    from infinigen_jax.options import add_engine_options, make_engine, make_policy, read_policy
+    from infinigen_jax.loading.load import load
 
     parser = Parser(prog="--model_args")
     parser.add_argument("--model")

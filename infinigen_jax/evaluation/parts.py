@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infinigen_jax.atomic import whole_file
 from infinigen_jax.errors import InputError
+from infinigen_jax.files.atomic import whole_file
 
 
 class Measurement(NamedTuple):

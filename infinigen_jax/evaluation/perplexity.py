@@ -34,7 +34,7 @@ from infinigen_jax.evaluation.windows import (
 )
 
 if TYPE_CHECKING:
-    from infinigen_jax.engine import Engine
+    from infinigen_jax.engine.engine import Engine
 
 SUMMARY = "perplexity of a text, whole and by position"
 # Of the full cache's likeliest tokens so many are told apart in the divergence from it. 1 KiB a

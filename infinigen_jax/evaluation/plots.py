@@ -7,7 +7,7 @@ from typing import Any
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.naming import labels_over_budgets
-from infinigen_jax.output import checked_output
+from infinigen_jax.files.output import checked_output
 
 SUFFIXES = (".png", ".svg", ".pdf")
 STYLES = ("-", "--", ":")  # of the first ten lines, the next ten, ...

@@ -38,7 +38,7 @@ from infinigen_jax.evaluation.windows import (
 )
 
 if TYPE_CHECKING:
-    from infinigen_jax.engine import Engine
+    from infinigen_jax.engine.engine import Engine
     from infinigen_jax.evaluation.scoring import Traffic
 
 SUMMARY = "attention mass, top-k rows and attention output, against exact top-k"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinigen_jax.checkpoint import Model
+    from infinigen_jax.loading.load import Model
 
 PACKAGES = ("infinigen-jax", "jax", "jaxlib", "flax", "numpy", "transformers")
 
@@ -22,7 +22,7 @@ def provenance(model: "Model", folder: str | Path) -> dict[str, Any]:
     """
     import jax
 
-    from infinigen_jax.manifest import MANIFEST_FILE
+    from infinigen_jax.checkpoint.manifest import MANIFEST_FILE
 
     config, device = model.config, jax.devices()[0]
     manifest = None if model.path is None else model.path / MANIFEST_FILE

@@ -42,8 +42,8 @@ from infinigen_jax.evaluation.texts import prefixed, read_text
 from infinigen_jax.numeric import number, whole_number
 
 if TYPE_CHECKING:
-    from infinigen_jax.checkpoint import Model
-    from infinigen_jax.engine import Engine
+    from infinigen_jax.engine.engine import Engine
+    from infinigen_jax.loading.load import Model
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SUMMARY = "needle, key-value, variables and aggregation at any length and depth"

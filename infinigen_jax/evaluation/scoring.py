@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.errors import InputError, MemoryShortageError
 
 if TYPE_CHECKING:
-    from infinigen_jax.engine import Engine
-    from infinigen_jax.run import Run
+    from infinigen_jax.engine.engine import Engine
+    from infinigen_jax.engine.generation import Run
 
 READ_EVERY = 64  # steps; as many stay queued, so that the device never waits for Python
 

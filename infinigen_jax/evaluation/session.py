@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from infinigen_jax.cli.options import (
+    OR_EMBEDDED,
+    add_engine_options,
+    options_without_effect,
+    unused_options,
+)
 from infinigen_jax.evaluation.configurations import (
     Configuration,
     check,
@@ -20,19 +26,13 @@ from infinigen_jax.evaluation.naming import name_columns
 from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.plots import checked_plot
 from infinigen_jax.evaluation.report import percent, provenance, table
+from infinigen_jax.files.output import checked_output, write_json
 from infinigen_jax.numeric import whole_number
-from infinigen_jax.options import (
-    OR_EMBEDDED,
-    add_engine_options,
-    options_without_effect,
-    unused_options,
-)
-from infinigen_jax.output import checked_output, write_json
 
 if TYPE_CHECKING:
-    from infinigen_jax.checkpoint import Model
-    from infinigen_jax.engine import Engine
+    from infinigen_jax.engine.engine import Engine
     from infinigen_jax.evaluation.scoring import Traffic
+    from infinigen_jax.loading.load import Model
 
 # Measures a configuration; is given the engine and a function to call with work done.
 Measure = Callable[["Engine", Callable[[int], object]], Measurement]
@@ -103,9 +103,9 @@ class Session:
 
     def load(self) -> "Model":
         """The model, and whether it can have all configurations."""
-        from infinigen_jax.backend import widen_pinned_pool
-        from infinigen_jax.checkpoint import load, model_folder
-        from infinigen_jax.user_cache import keep_programs
+        from infinigen_jax.files.user_cache import keep_programs
+        from infinigen_jax.loading.load import load, model_folder
+        from infinigen_jax.machine.backend import widen_pinned_pool
 
         self.folder = model_folder(self.arguments.model)
         widen_pinned_pool()
@@ -251,7 +251,7 @@ def result_table(
 
 def _traffic_cells(line: dict[str, Any]) -> list[str]:
     """The cells of TRAFFIC."""
-    from infinigen_jax.memory_limits import format_bytes
+    from infinigen_jax.machine.memory_limits import format_bytes
 
     return [
         percent(line["hot_set_hit_rate"], 1),

@@ -20,18 +20,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.attention import Part, attend_weighted
-from infinigen_jax.cache import Resident
-from infinigen_jax.carry import Carry, Fetched
-from infinigen_jax.decode import Decoder
-from infinigen_jax.host_attention import fetched_part, tail_term
-from infinigen_jax.memory import capacity_of, read_block
+from infinigen_jax.cache.host_array import capacity_of, read_block
+from infinigen_jax.cache.layers import Resident
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.sparse_attention import fetched_part, tail_term
+from infinigen_jax.decode.state import Carry, Fetched
+from infinigen_jax.decode.steps import Watched
 from infinigen_jax.models.base import Layer
+from infinigen_jax.ops.attention import Part, attend_weighted
+from infinigen_jax.ops.indexing import put
+from infinigen_jax.ops.top_k import top_mask
 from infinigen_jax.policies import Policy
-from infinigen_jax.selection import Request, budget_rows, group_rank
-from infinigen_jax.steps import Watched
-from infinigen_jax.tables import put
-from infinigen_jax.threshold import top_mask
+from infinigen_jax.selection.select import Request, budget_rows, group_rank
 
 
 class Seen(NamedTuple):

@@ -10,7 +10,7 @@ from infinigen_jax.evaluation.texts import SMALLEST_WINDOW, Text, tokenize
 from infinigen_jax.numeric import whole_number
 
 if TYPE_CHECKING:
-    from infinigen_jax.checkpoint import Model
+    from infinigen_jax.loading.load import Model
 
 LARGEST_WINDOW = 2048  # by default
 

@@ -1,12 +1,11 @@
 """Model families. A family is one file here, chosen by `model_type` in config.json."""
 
-import importlib
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 from infinigen_jax.errors import UnsupportedModelError
 from infinigen_jax.models.base import Blueprint, ModelConfig, Params, blueprint, random_params
+from infinigen_jax.models.family import family
 
 FAMILIES = ("llama", "ministral", "mistral", "opt", "qwen2", "qwen3")
 # Why some others are not among them, by a part of their name.
@@ -28,11 +27,6 @@ __all__ = [
     "family",
     "random_params",
 ]
-
-
-def family(name: str) -> ModuleType:
-    """The module that defines a family: its Layer, its Embedding and its `config_from_hf`."""
-    return importlib.import_module(f"infinigen_jax.models.{name}")
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax.models.family import family
 from infinigen_jax.models.joined import part_of, split
 from infinigen_jax.models.products import dot_general
 from infinigen_jax.models.rope import Rope
@@ -180,8 +181,6 @@ def blueprint(config: ModelConfig, dtype: Any) -> Blueprint:
         config: the architecture.
         dtype: dtype of parameters and activations (norms, softmax and logits compute in float32).
     """
-    from infinigen_jax.models import family
-
     module = family(config.family)
     dtype = jnp.dtype(dtype)
 

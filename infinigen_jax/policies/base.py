@@ -21,12 +21,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax import cuda
-from infinigen_jax.cache import Slots, values_of
+from infinigen_jax.cache.layers import Slots, values_of
 from infinigen_jax.cuda import calls
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.numeric import check_range
-from infinigen_jax.selection import (
+from infinigen_jax.ops.span import Span
+from infinigen_jax.selection.select import (
     Request,
     Rest,
     budget_fraction,
@@ -34,10 +35,9 @@ from infinigen_jax.selection import (
     select,
     share_rows,
 )
-from infinigen_jax.span import Span
 
 if TYPE_CHECKING:
-    from infinigen_jax.checkpoint import Model
+    from infinigen_jax.loading.load import Model
 
 
 class Attended(NamedTuple):

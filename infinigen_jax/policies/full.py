@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Defaults, Lookup, check_resident
-from infinigen_jax.selection import Request
-from infinigen_jax.span import Span
+from infinigen_jax.selection.select import Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.ops.indexing import put
+from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Attended, Budgeted, Lookup
-from infinigen_jax.selection import Request
-from infinigen_jax.span import Span
-from infinigen_jax.tables import put
+from infinigen_jax.selection.select import Request
 
 EVICTED = -jnp.inf
 

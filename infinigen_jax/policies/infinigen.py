@@ -18,18 +18,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax import cuda
-from infinigen_jax.budgets import LAYER_BUDGETS
-from infinigen_jax.cache import Slots, values_of
-from infinigen_jax.counting import log_rest
+from infinigen_jax.cache.layers import Slots, values_of
 from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.errors import InputError
-from infinigen_jax.index import INDEX_DTYPES, IndexFormat, write_entries
 from infinigen_jax.models.base import ModelConfig, Params
 from infinigen_jax.numeric import check_range
+from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Budgeted, Lookup
-from infinigen_jax.selection import Request, Rest
-from infinigen_jax.span import Span
-from infinigen_jax.speculation import (
+from infinigen_jax.selection.rest import log_rest
+from infinigen_jax.selection.select import Request, Rest
+from infinigen_jax.speculation.index import INDEX_DTYPES, IndexFormat, write_entries
+from infinigen_jax.speculation.layer_budgets import LAYER_BUDGETS
+from infinigen_jax.speculation.query import (
     BASES,
     QUERIES,
     SOURCES,
@@ -41,10 +41,10 @@ from infinigen_jax.speculation import (
     speculate_query,
     speculation_weights,
 )
-from infinigen_jax.tail_values import fit_slope, without_predicted
+from infinigen_jax.speculation.tail import fit_slope, without_predicted
 
 if TYPE_CHECKING:
-    from infinigen_jax.checkpoint import Model
+    from infinigen_jax.loading.load import Model
 
 TAIL_TOKENS = [2**i for i in range(8)]  # they divide every capacity
 COUNTS = ("head", "mean")

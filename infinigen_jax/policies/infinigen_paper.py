@@ -12,7 +12,7 @@ from infinigen_jax.models.base import Params
 from infinigen_jax.policies.infinigen import InfiniGen
 
 if TYPE_CHECKING:
-    from infinigen_jax.checkpoint import Model
+    from infinigen_jax.loading.load import Model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

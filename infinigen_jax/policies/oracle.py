@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.index import IndexFormat, write_entries
 from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Budgeted, Lookup
-from infinigen_jax.selection import Request
-from infinigen_jax.span import Span
-from infinigen_jax.speculation import partial_keys
+from infinigen_jax.selection.select import Request
+from infinigen_jax.speculation.index import IndexFormat, write_entries
+from infinigen_jax.speculation.query import partial_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

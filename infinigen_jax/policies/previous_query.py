@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Attended, Lookup
 from infinigen_jax.policies.oracle import Oracle
-from infinigen_jax.selection import Request
-from infinigen_jax.span import Span
+from infinigen_jax.selection.select import Request
 
 
 class Remembered(NamedTuple):

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import ModelConfig, Params
 from infinigen_jax.numeric import check_range
+from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Budgeted, Lookup
-from infinigen_jax.selection import Request, group_rank
-from infinigen_jax.span import Span
+from infinigen_jax.selection.select import Request, group_rank
 
 
 class Bounds(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
-from infinigen_jax.reuse import Plan
-from infinigen_jax.selection import Request
+from infinigen_jax.cache.hot_set import Plan
+from infinigen_jax.selection.select import Request
 
 
 @runtime_checkable

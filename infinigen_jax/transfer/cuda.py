@@ -17,10 +17,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax import cuda
+from infinigen_jax.cache.host_array import CACHE_SPEC, ROWS_SPEC, kernel_slots
+from infinigen_jax.cache.hot_set import Plan
 from infinigen_jax.cuda.calls import Gather, await_gather, start_gather
-from infinigen_jax.memory import CACHE_SPEC, ROWS_SPEC, kernel_slots
-from infinigen_jax.reuse import Plan
-from infinigen_jax.selection import Request
+from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer.xla import XlaTransfer, xla_transfer
 
 logger = logging.getLogger(__name__)

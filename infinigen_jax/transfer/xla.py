@@ -9,11 +9,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from infinigen_jax.compaction import compact
-from infinigen_jax.memory import gather_rows
-from infinigen_jax.reuse import Plan
-from infinigen_jax.selection import Request
-from infinigen_jax.tables import look_up, put
+from infinigen_jax.cache.host_array import gather_rows
+from infinigen_jax.cache.hot_set import Plan
+from infinigen_jax.ops.compaction import compact
+from infinigen_jax.ops.indexing import look_up, put
+from infinigen_jax.selection.select import Request
 
 CHUNK = 64  # missing rows, per KV head, that are moved at once into a hot set
 

@@ -17,9 +17,13 @@ import numpy as np
 from compile_for_gpu import Program, compile_for_gpu
 from jax._src.cudnn import fused_attention_stablehlo
 
-from infinigen_jax import cuda, fused_attention
-from infinigen_jax.cache import Cache, HostLayer
-from infinigen_jax.carry import (
+from infinigen_jax import cuda
+from infinigen_jax.cache.host_array import Placement, default_mesh
+from infinigen_jax.cache.layers import Cache, HostLayer
+from infinigen_jax.cache.pool import Pool
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.pool_flush import start_kept
+from infinigen_jax.decode.state import (
     Carry,
     Counts,
     Fetched,
@@ -28,22 +32,19 @@ from infinigen_jax.carry import (
     Target,
     Weights,
 )
-from infinigen_jax.checkpoint import Ahead, Basis, Model
-from infinigen_jax.decode import Decoder
-from infinigen_jax.memory import Placement, default_mesh
+from infinigen_jax.decode.steps import steps
+from infinigen_jax.loading.load import Ahead, Basis, Model
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.models.rope import Rope
-from infinigen_jax.neurons import projection_shapes
+from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen
-from infinigen_jax.pool import Pool
-from infinigen_jax.pooled import start_kept
-from infinigen_jax.prompt_steps import prefill_steps
+from infinigen_jax.prefill import cudnn_attention as fused_attention
+from infinigen_jax.prefill.compiled import prefill_steps
 from infinigen_jax.sampling import Sampling
-from infinigen_jax.selection import Request
-from infinigen_jax.span import Span
-from infinigen_jax.steps import steps
+from infinigen_jax.selection.select import Request
+from infinigen_jax.skew.neurons import projection_shapes
 from infinigen_jax.transfer import Transfer, XlaTransfer
-from infinigen_jax.weights import in_host_memory, placement
+from infinigen_jax.transfer.host_weights import in_host_memory, placement
 
 LAYERS, DENSE, BATCH, CAPACITY, PROMPT = 6, 2, 2, 8192, 128
 NEURONS = 64  # that a query ahead sees

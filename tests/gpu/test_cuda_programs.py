@@ -15,10 +15,11 @@ from hlo import Instruction
 from placeholders import register_placeholder
 from reading import copies, host_copies, large_results, schedule
 
-from infinigen_jax.cuda import calls, check
+from infinigen_jax import check_kernels as check
+from infinigen_jax.cache.hot_set import Plan
+from infinigen_jax.cuda import calls
 from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
-from infinigen_jax.reuse import Plan
-from infinigen_jax.selection import Request
+from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer.cuda import CudaTransfer
 
 HOT_SET = 2.0

@@ -19,7 +19,7 @@ from reading import (
     schedule,
 )
 
-from infinigen_jax.earlier import BLOCK
+from infinigen_jax.prefill.earlier_rows import BLOCK
 
 BLOCK_BYTES = sp.HEADS * BLOCK * sp.ROW  # of earlier rows that a prompt's layer reads
 CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax")  # without a mask, with one

@@ -18,13 +18,13 @@ from placeholders import register_placeholder
 from reading import schedule
 
 from infinigen_jax import cuda
-from infinigen_jax.cache import HostLayer, Resident
+from infinigen_jax.cache.host_array import default_mesh
+from infinigen_jax.cache.layers import HostLayer, Resident
 from infinigen_jax.cuda.launch import LAUNCH
-from infinigen_jax.decode import Decoder
-from infinigen_jax.host_attention import tail_blocks
-from infinigen_jax.memory import default_mesh
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.sparse_attention import tail_blocks
 from infinigen_jax.policies import InfiniGen
-from infinigen_jax.selection import Request
+from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import XlaTransfer
 
 B, K, G, D, T = 8, 8, 4, 128, 16384

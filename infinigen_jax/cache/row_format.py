@@ -1,0 +1,210 @@
+"""Host cache rows in fewer bytes: the model's numbers as they are, or in int8 or int4.
+
+A row is the key and the value of one token in one KV head, side by side, in
+
+    [ codes of K, codes of V | lower, upper bytes of the steps | ... of the lowest values | 0 ]
+      int4: K in the lower and                 a step and a lowest value, bfloat16,      to 16
+      V in the upper halves                    for each group of columns                 bytes
+
+with groups of at most 64 columns (`quantize.affine_codes`). A row can be read by itself, so rows
+are fetched, written and written again as exact ones are. Keys, whose columns differ (some have a
+mean far from zero), are quantised after subtracting the prompt's mean of each column and dividing
+by a power of two near the square root of its deviation; values as they are. docs/quantisation.md
+compares this with other choices.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.ops.bit_storage import from_kept, kept_dtype, to_kept
+from infinigen_jax.ops.quantize import (
+    affine_codes,
+    from_bytes,
+    pack_halves,
+    to_bytes,
+    unpack_halves,
+)
+
+ROW_FORMATS = ("auto", "int8", "int4")
+LARGEST_GROUP = 64
+SMALLEST_GROUP = 32  # unless the head itself is smaller
+ALIGNMENT = 16  # bytes: what a GPU thread loads at once
+PRIOR_TOKENS = 16  # weight of what is assumed of a column before any token is seen
+
+
+class Scales(NamedTuple):
+    """How keys are shifted and scaled before they are quantised; float32.
+
+    The value's half is 0 and 1, so that a row is handled whole.
+
+    Attributes:
+        centre: mean of the prompt's keys, drawn towards 0 when the prompt is short.
+        spread: powers of two, by which a division is exact.
+    """
+
+    centre: Float[Array, "b k w"]
+    spread: Float[Array, "b k w"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFormat:
+    """How rows are kept on the host; see `row_format`. All of it can run under jit.
+
+    Attributes:
+        name: "exact", "int8" or "int4".
+        dtype: of the model; what `decode` returns.
+        head_dim: d; an unpacked row has 2d columns.
+        as_bits: exact rows of two-byte numbers are stored as integers, see `bits`.
+    """
+
+    name: str
+    dtype: jnp.dtype
+    head_dim: int
+    as_bits: bool = False
+
+    @property
+    def exact(self) -> bool:
+        return self.name == "exact"
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return {"int8": 8, "int4": 4}[self.name]
+
+    @property
+    def storage(self) -> jnp.dtype:
+        """Of a stored row."""
+        return kept_dtype(self.dtype, self.as_bits) if self.exact else jnp.dtype(jnp.uint8)
+
+    @property
+    def width(self) -> int:
+        """Elements of a stored row; a multiple of 16 if they are bytes."""
+        if self.exact:
+            return 2 * self.head_dim
+        return _aligned(self.code_bytes + 8 * self.groups)
+
+    @property
+    def code_bytes(self) -> int:
+        return 2 * self.head_dim * self.bits // 8
+
+    @property
+    def groups(self) -> int:
+        """Groups of a key, and of a value: as many as the padding has room for.
+
+        0 for a head size that cannot be cut into groups of a useful size.
+        """
+        d = self.head_dim
+        sizes = range(min(d, SMALLEST_GROUP), min(d, LARGEST_GROUP) + 1)
+        fewest = min((d // size for size in sizes if d % size == 0), default=0)
+        if not fewest:
+            return 0
+        room = _aligned(self.code_bytes + 8 * fewest) - self.code_bytes
+        return max(m for m in range(fewest, room // 8 + 1) if d % m == 0)
+
+    def no_scales(self, batch: int, kv_heads: int) -> Any:
+        """The scales of sequences without any token, see `fit`."""
+        if self.exact:
+            return ()
+        ones = jnp.ones((batch, kv_heads, 2 * self.head_dim), jnp.float32)
+        return Scales(jnp.zeros_like(ones), ones)
+
+    def fit(self, rows: Float[Array, "b k s w"], lengths: Int[Array, " b"]) -> Any:
+        """The scales of each sequence, from its prompt: Scales, or () for exact rows.
+
+        Only tokens before `lengths` count. Square root: dividing by the deviation itself is best
+        where queries are small in the columns in which keys are large, not dividing is best where
+        they are large there too, as after skewing.
+        """
+        if self.exact:
+            return ()
+        d = self.head_dim
+        valid = lax.broadcasted_iota(jnp.int32, rows.shape[:3], 2) < lengths[:, None, None]
+        # `where`, not a product: the padding may hold anything.
+        keys = jnp.where(valid[..., None], self._rounded(rows)[..., :d], 0)
+        tokens = lengths.astype(jnp.float32)[:, None, None] + PRIOR_TOKENS
+        centre = jnp.sum(keys, axis=2) / tokens
+        deviation = jnp.where(valid[..., None], keys - centre[:, :, None], 0)
+        total = jnp.sum(deviation * deviation, axis=2)
+        typical = jnp.mean(total, axis=-1, keepdims=True)
+        # Relative to the head's typical column; an unseen column is a typical one.
+        share = lengths.astype(jnp.float32)[:, None, None] / tokens
+        relative = jnp.where(typical > 0, total / typical, 1) * share + (1 - share)
+        spread = jnp.exp2(jnp.round(jnp.log2(relative) / 4))
+        centre, spread = (jnp.where(jnp.isfinite(x), x, o) for x, o in ((centre, 0), (spread, 1)))
+        zeros = jnp.zeros_like(centre)
+        return Scales(
+            jnp.concatenate([centre, zeros], axis=-1), jnp.concatenate([spread, zeros + 1], axis=-1)
+        )
+
+    def encode(self, scales: Any, rows: Float[Array, "b k n w"]) -> Array:
+        """Rows as they are stored: [b, k, n, width] of `storage`.
+
+        Equal rows give equal bytes, in whatever program. A group with a NaN or an infinity is
+        read back as NaN.
+        """
+        if self.exact:
+            return to_kept(rows.astype(self.dtype), self.storage)
+        x = (self._rounded(rows) - scales.centre[:, :, None]) / scales.spread[:, :, None]
+        codes, step, low = affine_codes(x.reshape(*x.shape[:3], 2 * self.groups, -1), self.bits)
+        codes = codes.reshape(x.shape)
+        codes = codes if self.bits == 8 else pack_halves(codes)
+        stored = jnp.concatenate([codes, to_bytes(step[..., 0]), to_bytes(low[..., 0])], axis=-1)
+        padding = self.width - stored.shape[-1]
+        return jnp.pad(stored, ((0, 0), (0, 0), (0, 0), (0, padding)))
+
+    def decode(self, scales: Any, stored: Array) -> Float[Array, "b k n w"]:
+        """Rows [b, k, n, 2d] in the model's dtype from stored ones.
+
+        Bytes that `encode` did not write give arbitrary numbers, NaN among them.
+        """
+        if self.exact:
+            return from_kept(stored, self.dtype)
+        groups, last = 2 * self.groups, self.code_bytes
+        codes = stored[..., :last] if self.bits == 8 else unpack_halves(stored[..., :last])
+        codes = codes.reshape(*codes.shape[:3], groups, -1).astype(jnp.float32)
+        step = from_bytes(stored[..., last : last + 2 * groups])
+        low = from_bytes(stored[..., last + 2 * groups : last + 4 * groups])
+        x = codes * step[..., None] + low[..., None]
+        x = x.reshape(*x.shape[:3], 2 * self.head_dim)
+        return (x * scales.spread[:, :, None] + scales.centre[:, :, None]).astype(self.dtype)
+
+    def _rounded(self, rows: Array) -> Array:
+        """In float32, rounded to the model's dtype.
+
+        XLA may drop the rounding between a computation in bfloat16 and a conversion to float32,
+        and a row would be quantised as another number than the one that is kept.
+        """
+        kind = jnp.finfo(self.dtype)
+        return lax.reduce_precision(rows.astype(jnp.float32), kind.nexp, kind.nmant)
+
+
+def row_format(name: str, dtype: Any, head_dim: int, as_bits: bool = False) -> RowFormat:
+    """The row format of an option.
+
+    Args:
+        name: one of ROW_FORMATS; "auto" keeps rows exact, in the model's dtype.
+        as_bits: see `RowFormat`.
+
+    Raises:
+        InputError: for another name, or a head size that cannot be cut into groups of 32 to 64
+            columns.
+    """
+    if name not in ROW_FORMATS:
+        raise InputError(f"--rows {name}: not supported; use one of {', '.join(ROW_FORMATS)}")
+    kind = "exact" if name == "auto" else name
+    chosen = RowFormat(kind, jnp.dtype(dtype), head_dim, as_bits)
+    if not chosen.exact and not chosen.groups:
+        raise InputError(
+            f"--rows {name}: heads of {head_dim} columns cannot be cut into groups of "
+            f"{SMALLEST_GROUP} to {LARGEST_GROUP}; use --rows auto"
+        )
+    return chosen
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,338 @@
+"""The kernels against their reference, on this machine's GPU: small cases of each.
+
+    python -m infinigen_jax.check_kernels
+
+A line for each kernel goes to stdout. The exit status is 0 if all compute what they should, 1 if
+one does not, 2 if they cannot be checked here. That all did is remembered (`first_use`). The
+reference is what XLA computes on the CPU, whose order of equal entries is the kernels'; of gathers,
+what NumPy does.
+"""
+
+import functools
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt32
+
+from infinigen_jax import cuda
+from infinigen_jax.cache.host_array import allocate_host, default_mesh, write_span
+from infinigen_jax.cache.hot_set import HotSet, Plan, plan
+from infinigen_jax.cache.layers import Slots
+from infinigen_jax.cuda import calls, first_use, scoring
+from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.machine.backend import start_backend
+from infinigen_jax.ops.span import Span
+from infinigen_jax.selection.select import (
+    Request,
+    Rest,
+    budget_fraction,
+    budget_rows,
+    group_rank,
+    select,
+)
+from infinigen_jax.speculation.index import IndexFormat
+from infinigen_jax.transfer.cuda import CudaTransfer
+
+LAYERS, CAPACITY = 3, 2000  # of the host cache that rows are gathered from
+SLOTS = Slots(4, 32, 64)
+NO_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "out of memory")
+TRANSFER = CudaTransfer()
+
+Work = Callable[[Array], Array]
+Fetch = tuple[Array, Request, Array | None, Plan | None]
+"""A layer, what is wanted of it, and the hot set's rows and plan or None."""
+Compared = tuple[Any, Any, float]
+"""Arrays that a kernel computed, those of the reference, and by how much they may differ."""
+
+
+def random_host(b: int, k: int, w: int, dtype: Any) -> tuple[np.ndarray, Array]:
+    """Small random numbers [l, b, k, t, w], and a pinned cache of them, written layer by layer."""
+    shape, mesh = (LAYERS, b, k, CAPACITY, w), default_mesh()
+    stored = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
+    cache = allocate_host(shape, dtype, mesh)
+    whole = Span.whole(b, CAPACITY)
+    write = jax.jit(lambda cache, i, x: write_span(cache, i, x, whole, mesh), donate_argnums=0)
+    for layer in range(LAYERS):
+        cache = write(cache, jnp.int32(layer), jnp.asarray(stored[layer]))
+    return stored, cache
+
+
+def random_request(b: int, k: int, n: int, slots: int, seed: int) -> Request:
+    """Up to n of the first `slots` slots, ascending."""
+    random = np.random.default_rng(seed)
+    count = random.integers(0, n + 1, (b, k)).astype(np.int32)
+    chosen = np.zeros((b, k, n), np.int32)
+    for i in np.ndindex(b, k):
+        chosen[i][: count[i]] = np.sort(random.permutation(slots)[: count[i]])
+    return Request(jnp.asarray(chosen), jnp.asarray(count))
+
+
+def on_cpu(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function computes there, as NumPy arrays."""
+    device = jax.devices("cpu")[0]
+    there = jax.device_put(arguments, device)
+    with jax.default_device(device):
+        return jax.tree.map(np.asarray, jax.jit(function)(*there))
+
+
+def cumulate(x: Float[Array, "b e"]) -> Float[Array, "b e"]:
+    """Work to gather beside, without rounding."""
+    return jnp.cumsum(x, axis=-1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def move(transfer: CudaTransfer, work: Work, host: Array, fetch: Fetch, x: Array) -> Any:
+    """What `work` makes of x, and of the fetch that runs at the same time, rows and hot rows."""
+    layer, wanted, hot, where = fetch
+    ticket = transfer.start(host, layer, wanted, hot, where, default_mesh())
+    ticket, x = transfer.behind(ticket, x)
+    x, *rows = transfer.wait(ticket, work(x))
+    return x, rows
+
+
+def fetched(stored: np.ndarray, fetch: Fetch) -> list[np.ndarray]:
+    """The rows of a fetch, with zeros as padding, and the hot rows, in NumPy."""
+    layer, wanted, hot, where = jax.tree.map(np.asarray, fetch)
+    rows = np.take_along_axis(stored[layer], wanted.slots[..., None], axis=2)
+    if hot is not None:
+        hot = hot.copy()
+        for i in np.ndindex(wanted.count.shape):
+            miss, entry = where.miss[i], where.entry[i]
+            rows[i][~miss] = hot[i][entry[~miss]]
+            hot[i][entry[miss]] = rows[i][miss]
+    rows[np.arange(rows.shape[2]) >= wanted.count[..., None]] = 0
+    return [rows] if hot is None else [rows, hot]
+
+
+def gathered(
+    b: int,
+    k: int,
+    n: int,
+    w: int,
+    dtype: Any,
+    steps: int = 4,
+    transfer: CudaTransfer = TRANSFER,
+    work: Work = cumulate,
+) -> Iterator[Compared]:
+    """Rows from the host, of another layer in each step."""
+    stored, host = random_host(b, k, w, dtype)
+    x = jnp.ones((b, 1024))
+    for step in range(steps):
+        wanted = random_request(b, k, n, CAPACITY, step)
+        fetch: Fetch = jnp.int32(step % LAYERS), wanted, None, None
+        expected = work(x), fetched(stored, fetch)
+        yield move(transfer, work, host, fetch, x), expected, 0
+
+
+def gathered_hot(
+    b: int, k: int, n: int, w: int, dtype: Any, steps: int = 4, work: Work = cumulate
+) -> Iterator[Compared]:
+    """Rows from the host and from a hot set, which fills from step to step."""
+    stored, host = random_host(b, k, w, dtype)
+    x, hot = jnp.ones((b, 1024)), HotSet.empty(b, k, 2 * n, w, CAPACITY, dtype)
+    for step in range(steps):
+        wanted = random_request(b, k, n, 4 * n, step)
+        directory, where = on_cpu(plan, hot, wanted, jnp.full(b, step, jnp.int32))
+        fetch = jnp.int32(1), wanted, hot.rows, where
+        expected = fetched(stored, fetch)
+        yield move(TRANSFER, work, host, fetch, x), (work(x), expected), 0
+        # Others than on the host, which shows where a row comes from.
+        hot = directory._replace(rows=100 - jnp.asarray(expected[1]))
+
+
+def selected(
+    b: int, k: int, g: int, t: int, budget: float, alpha: float, tied: bool = False
+) -> Iterator[Compared]:
+    """The choice of rows by their scores."""
+    random, shape = np.random.default_rng(0), (b, k, g, t)
+    draw = random.integers(0, 3, shape) if tied else random.normal(0, 2, shape)
+    scores = jnp.asarray(draw, jnp.float32)
+    positions = jnp.asarray(random.integers(t // 2, t, b), jnp.int32)
+    share = budget_fraction(budget).as_integer_ratio()
+    size = t * share[0] // share[1]
+
+    def by_kernel(scores: Array, positions: Array) -> tuple[Array, Array]:
+        most = budget_rows(budget, positions)
+        return calls.select_rows(scores, positions, most, size, alpha, SLOTS.sinks, SLOTS.window)
+
+    def by_xla(scores: Array, positions: Array) -> tuple[Request, Array]:
+        eligible = SLOTS.eligible(positions, t)
+        chosen = select(scores, eligible, alpha, budget_rows(budget, positions), size)
+        return chosen, group_rank(jnp.where(eligible[:, None, None], scores, -jnp.inf))
+
+    slots, count = (np.asarray(x) for x in jax.jit(by_kernel)(scores, positions))
+    expected, rank = on_cpu(by_xla, scores, positions)
+    yield count, expected.count, 0
+    meant = np.arange(size) < count[..., None]
+    ascending = (np.diff(slots, axis=-1, prepend=-1) > 0) & (slots < t)
+    yield np.where(meant, ascending, slots == 0), np.ones_like(meant), 0
+    if g == 1:
+        yield slots, expected.slots, 0
+    # The last bits of a group's rank depend on the order of summation: what was chosen instead
+    # must be as good.
+    own, other = (
+        np.sort(np.where(meant, np.take_along_axis(rank, x, axis=2), -np.inf))
+        for x in (slots, expected.slots)
+    )
+    yield own, other, 1e-5
+
+
+def planned(
+    wide: bool, b: int, k: int, n: int, h: int, t: int, slots: int, steps: int = 4
+) -> Iterator[Compared]:
+    """The hot set's plan and directory, carried from step to step."""
+    hot = HotSet.empty(b, k, h, 8, t, jnp.float32)
+    if wide:
+        hot = hot._replace(place=hot.place.astype(jnp.int32))
+    own = tuple(jnp.copy(x) for x in (hot.slots, hot.used, hot.place))
+    by_kernel = jax.jit(calls.plan_reuse, donate_argnums=(3, 4, 5))
+    for step in range(steps):
+        wanted, positions = random_request(b, k, n, slots, step), jnp.full(b, step, jnp.int32)
+        hot, where = on_cpu(plan, hot, wanted, positions)
+        entry, miss, *own = by_kernel(wanted.slots, wanted.count, positions, *own)
+        yield (Plan(entry, miss), own), (where, [hot.slots, hot.used, hot.place]), 0
+
+
+class XlaIndex(IndexFormat):
+    """An index that XLA alone scores."""
+
+    @property
+    def by_kernel(self) -> bool:
+        return False
+
+
+def scored(b: int, k: int, g: int, r: int, t: int) -> Iterator[Compared]:
+    """Scores of every slot by an index of random keys."""
+    index, query, entries = _index(b, k, g, r, t)
+    yield jax.jit(scoring.index_scores)(query, entries), on_cpu(index.scores, query, entries), 1e-4
+
+
+def left(b: int, k: int, g: int, r: int, t: int) -> Iterator[Compared]:
+    """What is left of the scores, by block, behind a request."""
+    index, query, entries = _index(b, k, g, r, t)
+    wanted = random_request(b, k, t // 10, t, 0)
+    positions = jnp.asarray(np.linspace(t - 1, t // 3, b), jnp.int32)
+
+    def by_kernel(
+        query: Array, entries: Array, wanted: Request, positions: Array, columns: int
+    ) -> Rest:
+        blocks, request = SLOTS.blocks(t), (wanted.slots, wanted.count)
+        sizes = (blocks, SLOTS.sinks, SLOTS.window, columns)
+        return scoring.index_rest(query, entries, positions, *request, *sizes)
+
+    operands = query, entries, wanted, positions
+    for columns in (0, *scoring.LEADING):
+        reference = functools.partial(index.log_rest, slots=SLOTS, columns=columns)
+        own = jax.jit(functools.partial(by_kernel, columns=columns))(*operands)
+        yield own, on_cpu(reference, *operands), 1e-4
+
+
+def _index(
+    b: int, k: int, g: int, r: int, t: int
+) -> tuple[XlaIndex, Float[Array, "b k g r"], UInt32[Array, "b k e t"]]:
+    """A format, a query, and the entries of as many keys as there are slots."""
+    random, index = np.random.default_rng(0), XlaIndex("int4", r)
+    query = jnp.asarray(random.normal(0, 1, (b, k, g, r)), jnp.float32)
+    keys = random.normal(0, 1, (b, k, r, t)).astype(np.float32)
+    return index, query, jnp.asarray(on_cpu(index.encode, keys))
+
+
+_case = functools.partial
+CASES: dict[str, tuple[Callable[[], Iterator[Compared]], ...]] = {
+    "gather_rows": (
+        _case(gathered, 1, 2, 50, 144, jnp.uint8),
+        _case(gathered, 2, 4, 100, 64, jnp.bfloat16),
+    ),
+    "gather_rows_hot": (_case(gathered_hot, 2, 4, 100, 64, jnp.bfloat16),),
+    "select_rows": (
+        _case(selected, 2, 2, 1, 3000, 0.1, math.inf, tied=True),
+        _case(selected, 2, 2, 4, 3000, 0.1, 4.0),
+    ),
+    "plan_reuse_16": (_case(planned, False, 2, 3, 150, 350, 1500, 600),),
+    "plan_reuse_32": (_case(planned, True, 2, 3, 150, 350, 1500, 600),),
+    "index_scores": (_case(scored, 2, 2, 7, 30, 1152),),
+    "index_rest": (_case(left, 2, 2, 7, 30, 1152),),
+}
+"""By kernel of `launch.KERNELS`."""
+
+
+def difference(compared: Iterable[Compared]) -> str | None:
+    """What does not agree first, in a line; None where all does."""
+    for own, expected, tolerance in compared:
+        leaves = (map(np.asarray, jax.tree.leaves(tree)) for tree in (own, expected))
+        for x, y in zip(*leaves, strict=True):
+            same = np.isclose(x, y, rtol=0, atol=tolerance) if tolerance else x == y
+            if not same.all():
+                return f"{np.sum(~same)} of {same.size} numbers are not the reference's"
+    return None
+
+
+def check() -> int:
+    """Run all cases, print what they come to; the exit status.
+
+    Raises:
+        InputError: they cannot be run here.
+    """
+    given = os.environ.get("JAX_PLATFORMS", "")
+    if given and "cpu" not in given.split(","):
+        jax.config.update("jax_platforms", f"{given},cpu")  # for the reference
+    try:
+        start_backend()
+        reason = cuda.load()
+    except InputError as error:
+        reason = str(error)
+    if reason:
+        raise _cannot(reason)
+    wrong = []
+    for kernel, cases in CASES.items():
+        stop = False
+        try:
+            found = difference(itertools.chain.from_iterable(case() for case in cases))
+        except Exception as error:  # of whatever kind: that is what the check is for
+            found, stop = f"{type(error).__name__}: {' '.join(str(error).split())}", True
+            if _out_of_memory(found):
+                raise _cannot(f"{kernel}: {found}") from None
+        print(f"{kernel}: {found or 'as the reference'}", flush=True)
+        wrong += [f"{kernel}: {found}"] if found else []
+        if stop:  # nothing is to be had of a GPU behind an error
+            break
+    if not wrong:
+        first_use.remember(jax.local_devices()[0])
+    if wrong:
+        print(f"error: the CUDA kernels do not work here: {'; '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _out_of_memory(reason: str) -> bool:
+    return any(sign in reason for sign in NO_MEMORY)
+
+
+def _cannot(reason: str) -> InputError:
+    """What to say where the kernels cannot be checked: that memory is short, if it is."""
+    short = "; the GPU has too little free memory for it" if _out_of_memory(reason) else ""
+    return InputError(f"the CUDA kernels cannot be checked{short}: {reason}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = Parser(
+        prog="python -m infinigen_jax.check_kernels",
+        description="Compare the CUDA kernels' results with XLA's on this machine's GPU.",
+    )
+
+    def run() -> int:
+        parser.parse_args(argv)
+        return check()
+
+    return run_command(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Reading a Hugging Face folder: `config.json`, then tensors one at a time, memory-mapped.
+
+Weights may be `model.safetensors` or `pytorch_model.bin`, each single or sharded with an index.
+Nothing is loaded on opening: a `TensorSource` knows its shape and dtype and reads on request.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from infinigen_jax.checkpoint.safetensors import SafetensorsFile
+from infinigen_jax.checkpoint.torch_file import TorchFile
+from infinigen_jax.errors import InputError, UnsupportedModelError
+from infinigen_jax.files.regular import LARGEST_JSON, expanded, open_regular, read_json
+from infinigen_jax.models import ModelConfig, config_from_hf
+from infinigen_jax.models.hf import end_tokens
+
+SAFETENSORS = "model.safetensors"
+TORCH = "pytorch_model.bin"
+LARGEST_SIDE_FILE = 8 * LARGEST_JSON  # bytes; tokenizers have up to 35 MB
+# Copied to a conversion. Files by the names that transformers reads and licences, nothing else:
+# no code (a folder may hold Python that a tokenizer asks for), and nothing of the user's that only
+# lies in the folder.
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+
+
+class TensorSource(NamedTuple):
+    """A tensor in a checkpoint: where it is, what it looks like, and how to read it."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+
+def checked_folder(path: str | Path) -> Path:
+    """Check that a path is a folder whose tokenizer files, if any, are safe to open.
+
+    Raises:
+        InputError: naming what is at fault.
+    """
+    folder = expanded(path)
+    if not _is_text(folder):
+        raise InputError(f"{folder}: the name is not UTF-8, as tokenizers need; rename the folder")
+    if folder.is_dir():
+        for file in side_files(folder):  # transformers opens them without such a check
+            open_regular(file, LARGEST_SIDE_FILE).close()
+        return folder
+    if folder.exists():
+        raise InputError(f"{folder}: is a file; give the folder that holds config.json")
+    raise InputError(
+        f"{folder}: no such folder; give a model folder on disk, nothing is downloaded"
+    )
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        return bool(str(path.absolute()).encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def side_files(folder: Path) -> list[Path]:
+    """List the files of a model, other than config.json and weights, that a conversion copies."""
+    return sorted({path for pattern in SIDE_FILES for path in folder.glob(pattern)})
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the files that hold the weights, an index first; safetensors go before torch files.
+
+    Raises:
+        InputError: for missing files and an index that is damaged.
+    """
+    for single in (SAFETENSORS, TORCH):
+        index = folder / f"{single}.index.json"
+        if os.path.lexists(index):
+            return [index, *(folder / shard for shard in sorted(set(_weight_map(index).values())))]
+        if os.path.lexists(folder / single):
+            return [folder / single]
+    raise InputError(f"{folder}: {_why_no_weights(folder)}")
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    """`config.json` as it is, and as this package understands it.
+
+    End-of-sequence tokens come from `generation_config.json` too, where instruction-tuned models
+    list the ones that end a turn.
+
+    Raises:
+        InputError, UnsupportedModelError: before any weight file is opened.
+    """
+    remedy = "a Hugging Face model folder has one: give such a folder, or get the file again"
+    hf = read_json(folder / "config.json", remedy)
+    try:
+        config = config_from_hf(hf)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{folder}/{error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError(f"{folder}/config.json: a setting has a wrong kind ({error})") from None
+    generation = folder / "generation_config.json"
+    settings = read_json(generation) if os.path.lexists(generation) else {}
+    if settings.get("eos_token_id") is None:
+        return hf, config
+    try:
+        eos_ids = end_tokens(settings, config.vocab_size)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{folder}/generation_{error}") from None
+    return hf, dataclasses.replace(config, eos_ids=eos_ids)
+
+
+def open_tensors(folder: Path) -> dict[str, TensorSource]:
+    """Open all tensors of a model folder, by name; see `weight_files`.
+
+    Raises:
+        InputError: for missing or damaged files, an index that does not fit its shards, and
+            tensors that occur in two shards.
+    """
+    first, *shards = weight_files(folder)
+    return _open_shards(first, shards) if shards else open_file(first)
+
+
+def open_file(path: Path) -> dict[str, TensorSource]:
+    """Open the tensors of one file, by name."""
+    file: SafetensorsFile | TorchFile
+    file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+    return {
+        name: TensorSource(
+            name, path, tensor.shape, tensor.dtype, functools.partial(file.read, name)
+        )
+        for name, tensor in file.tensors.items()
+    }
+
+
+def _why_no_weights(folder: Path) -> str:
+    if any(folder.glob("*-of-*.safetensors")) or any(folder.glob("*-of-*.bin")):
+        return "the weights are sharded but their index (*.index.json) is missing; get it again"
+    others = [f.name for kind in ("h5", "msgpack", "gguf", "pth") for f in folder.glob(f"*.{kind}")]
+    seen = f" ({sorted(others)[0]} is of another kind)" if others else ""
+    return f"no weights here{seen}; {SAFETENSORS} or {TORCH} is needed"
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Read which shard each tensor is in; the shards are files in the folder of the index."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index}: has no weight_map; get it again")
+    kind = index.name.split(".")[1]
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or "\0" in shard or Path(shard).name != shard:
+            raise InputError(f"{index}: {shard!r} is not a file name in this folder")
+        if not shard.endswith(f".{kind}"):
+            raise InputError(f"{index}: {shard!r} is not a .{kind} file")
+    missing = sorted({s for s in weight_map.values() if not (index.parent / s).exists()})
+    if missing:
+        raise InputError(f"{index}: names missing files: {', '.join(missing)}; get them again")
+    return weight_map
+
+
+def _open_shards(index: Path, shards: list[Path]) -> dict[str, TensorSource]:
+    tensors: dict[str, TensorSource] = {}
+    for shard in shards:
+        for name, tensor in open_file(shard).items():
+            if name in tensors:
+                first = tensors[name].file.name
+                raise InputError(f"{index}: {name} is in {first} and in {shard.name}")
+            tensors[name] = tensor
+    weight_map = _weight_map(index)
+    lost = [name for name, shard in weight_map.items() if _elsewhere(tensors, name, shard)]
+    if lost:
+        raise InputError(f"{index}: {lost[0]} is not in {weight_map[lost[0]]}; get both again")
+    return tensors
+
+
+def _elsewhere(tensors: dict[str, TensorSource], name: str, shard: str) -> bool:
+    return name not in tensors or tensors[name].file.name != shard

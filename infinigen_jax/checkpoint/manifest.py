@@ -1,0 +1,144 @@
+"""The files that a converted folder has beyond Hugging Face's: what they hold, how to check.
+
+    infinigen.json          format version, skewing method, calibration, SHA-256 of every file
+    infinigen.safetensors   query_basis, key_basis  [L, k, d, d] float32
+                            eigenvalues, key_mean   [L, k, d]    float32 (absent with skew none)
+                            sparse_loss             [L, 2]       float32 (likewise)
+                            row_loss                [L, 2, m]    float32 (likewise)
+                            row_shares              [m]          float32 (likewise)
+
+and with skew balanced, which keeps the svd's beside its own:
+
+    infinigen.safetensors         svd_basis                            [L, k, d, d] float32
+                                  ahead_query_basis, ahead_key_basis   [L, k, d, d] float32
+    infinigen_ahead.safetensors   layers.N.kernel [e, h*d] and layers.N.bias [h*d] of every layer,
+                                  in the dtype of the weights: the corrected query projection
+
+The ahead_ bases are the balanced ones for the query of that projection (`skew.reduced_rank_basis`);
+the others are for the true one. Folders that were written before these, `sparse_loss` or `row_loss`
+existed lack them. `row_loss` is the relative error of the hidden state behind a layer's attention
+with a share of the rows, one of `row_shares`, chosen by its own query and by the one of an earlier
+layer; NaN where the text is too short (`convert.loss`). `sparse_loss` is that with the
+share that dense layers are told by.
+
+`eigenvalues` are those of the calibration queries' Gram matrix, descending. `key_mean` is in the
+coordinates of the keys that the converted weights produce.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.files.regular import open_regular, read_json
+from infinigen_jax.speculation.query import SOURCES
+
+FORMAT_VERSION = 1
+MANIFEST_FILE = "infinigen.json"
+WEIGHTS_FILE = "model.safetensors"
+SKEW_FILE = "infinigen.safetensors"
+AHEAD_FILE = "infinigen_ahead.safetensors"
+SKEWS = ("svd", "balanced", "none")
+AGAIN = "convert the model again"
+UNSAID: dict[str, Any] = {"speculate_from": "input"}  # where an older conversion does not say
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Contents of `infinigen.json`.
+
+    Attributes:
+        skew: "svd", "balanced" or "none".
+        absorbed: whether the basis is already in the weights, so that the leading columns of the
+            keys are the partial keys (OPT with "svd").
+        dtype: name of the dtype of the weights.
+        calibration: {"text_sha256": ..., "tokens": ...}, or None with skew "none".
+        speculate_from: what of the layer before the corrected query is of; "input" where it is not
+            said.
+        sources, files: {"name": {"sha256": ..., "size": ...}} of what was read and written.
+    """
+
+    family: str
+    skew: str
+    absorbed: bool
+    dtype: str
+    calibration: dict[str, Any] | None
+    speculate_from: str
+    sources: dict[str, dict[str, Any]]
+    files: dict[str, dict[str, Any]]
+
+    def to_json(self) -> str:
+        value = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        return json.dumps(value, indent=2) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Parse and check `infinigen.json`.
+
+    Raises:
+        InputError: when it is missing, damaged or of another format version.
+    """
+    path = folder / MANIFEST_FILE
+    value = read_json(path, AGAIN)
+    version = value.pop("format_version", None)
+    if version != FORMAT_VERSION:
+        raise InputError(
+            f"{path}: format version {version}, but this program reads {FORMAT_VERSION}; {AGAIN}"
+        )
+    if (ahead := value.get("layers_ahead", 1)) != 1:  # of earlier releases
+        raise InputError(f"{path}: layers_ahead is {ahead!r}, this program reads 1; {AGAIN}")
+    fields = {field.name for field in dataclasses.fields(Manifest)}
+    try:
+        value = UNSAID | value
+        manifest = Manifest(**{name: value[name] for name in fields})
+        sizes = [(str(f["sha256"]), int(f["size"])) for f in manifest.files.values()]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise InputError(f"{path}: damaged, fields are missing; {AGAIN}") from None
+    if manifest.speculate_from not in SOURCES:  # "attention" is of earlier releases
+        found, known = manifest.speculate_from, " or ".join(SOURCES)
+        raise InputError(
+            f"{path}: speculate_from is {found!r}, this program reads {known}; {AGAIN}"
+        )
+    outside = [name for name in manifest.files if "\0" in name or Path(name).name != name]
+    unchecked = {"config.json", WEIGHTS_FILE, SKEW_FILE} - manifest.files.keys()
+    if outside or unchecked:
+        why = f"{outside[0]!r} is not a file name" if outside else f"without {min(unchecked)}"
+        raise InputError(f"{path}: damaged, {why}; {AGAIN}")
+    if manifest.skew not in SKEWS or not sizes:
+        raise InputError(f"{path}: damaged, skew {manifest.skew!r} is unknown; {AGAIN}")
+    return manifest
+
+
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Compare size and SHA-256 of every file with the manifest.
+
+    Raises:
+        InputError: naming the first file that is missing or differs, or that would be read although
+            the conversion did not write it.
+    """
+    for name in {"generation_config.json"} - manifest.files.keys():
+        if os.path.lexists(folder / name):
+            raise InputError(f"{folder / name}: not of this conversion; remove it, or {AGAIN}")
+    for name, record in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise InputError(f"{path}: missing; {AGAIN}")
+        size = path.stat().st_size
+        if size != record["size"]:
+            raise InputError(f"{path}: {size} bytes instead of {record['size']}; {AGAIN}")
+        if file_sha256(path) != record["sha256"]:
+            raise InputError(f"{path}: damaged, its SHA-256 is not the recorded one; {AGAIN}")
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """{"sha256": ..., "size": ...} of a file."""
+    return {"sha256": file_sha256(path), "size": path.stat().st_size}
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

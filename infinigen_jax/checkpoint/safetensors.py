@@ -1,0 +1,251 @@
+"""The safetensors format: a reader over a memory map, and a writer that streams.
+
+    8 bytes   length n of the header, little endian
+    n bytes   JSON: {"name": {"dtype": "F32", "shape": [..], "data_offsets": [begin, end]}, ...}
+    the rest  the tensors, back to back, row major
+
+Reading maps the file: a tensor costs memory only while it is in use. Writing sends the header
+first (every shape is known beforehand) and then one tensor after another, hashed on the way, so
+that a conversion never holds more than the tensor at hand.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.files.regular import open_regular
+
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U32": np.dtype(np.uint32),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# Parsed JSON takes up to twenty times its size; a file of 100,000 tensors has 12 MB.
+MAX_HEADER = 32 << 20
+MAX_DIMENSIONS, MAX_ELEMENTS = 32, 1 << 60  # NumPy's limits are somewhat higher
+
+_OTHER_FORMATS = {
+    b"version https://git-lfs": "it is a Git LFS pointer: fetch the real file with `git lfs pull`",
+    b"PK\x03\x04": "it is a zip archive, perhaps a torch file under a wrong name",
+    b"\x80\x02": "it is a pickle, perhaps a torch file under a wrong name",
+    b"\x89HDF": "it is an HDF5 file; only safetensors and pytorch_model.bin are read",
+    b"GGUF": "it is a GGUF file; only safetensors and pytorch_model.bin are read",
+    b"<": "it is a web page, not a checkpoint: download the file again",
+}
+
+
+class TensorInfo(NamedTuple):
+    """One header entry: numpy dtype, shape, and the byte range inside the file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorsFile:
+    """A safetensors file, memory-mapped; `read` returns read-only views into the map.
+
+    Raises:
+        InputError: when the file is missing, truncated, of another kind, or its header is damaged.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._map = map_file(path)
+        self.tensors = self._parse()
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as a read-only view of the mapped file, in its stored dtype."""
+        info = self.tensors[name]
+        count = math.prod(info.shape)
+        flat = np.frombuffer(self._map, info.dtype, count=count, offset=info.begin)
+        return flat.reshape(info.shape)
+
+    @property
+    def content(self) -> mmap.mmap | bytes:
+        """The whole file."""
+        return self._map
+
+    def _parse(self) -> dict[str, TensorInfo]:
+        size = len(self._map)
+        if size < 8:
+            raise self._damaged(f"it is {size} bytes long, so it is truncated")
+        (length,) = struct.unpack("<Q", self._map[:8])
+        if length > size - 8:
+            raise self._damaged(self._kind() or "its header is longer than the file: truncated")
+        if length > MAX_HEADER:
+            raise self._damaged(f"its header has {length:,} bytes, more than {MAX_HEADER:,}")
+        try:
+            header = json.loads(bytes(self._map[8 : 8 + length]).decode("utf-8"))
+        except (ValueError, RecursionError):
+            raise self._damaged("its header is not JSON") from None
+        if not isinstance(header, dict):
+            raise self._damaged("its header is not a JSON object")
+        header.pop("__metadata__", None)
+        tensors = {name: self._entry(name, entry, 8 + length) for name, entry in header.items()}
+        self._check_coverage(tensors, 8 + length, size)
+        return tensors
+
+    def _entry(self, name: str, entry: Any, start: int) -> TensorInfo:
+        try:
+            dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            whole = all(type(n) is int and n >= 0 for n in [*shape, begin, end])
+        except (TypeError, KeyError, ValueError):
+            raise self._damaged(f"the header entry of {name} is malformed") from None
+        if not whole:
+            raise self._damaged(f"the header entry of {name} holds a number that is no size")
+        if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
+            raise InputError(f"{self.path}: {name} is stored as {dtype_name}, which is not read")
+        dtype = DTYPES[dtype_name]
+        if not countable(shape):
+            raise self._damaged(f"{name} has a shape that no array can have")
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            raise self._damaged(f"the offsets of {name} do not fit its shape {tuple(shape)}")
+        return TensorInfo(dtype, tuple(shape), start + begin, start + end)
+
+    def _check_coverage(self, tensors: Mapping[str, TensorInfo], start: int, size: int) -> None:
+        """The format allows neither overlaps nor holes nor bytes after the last tensor."""
+        position = start
+        for name, info in sorted(tensors.items(), key=lambda item: item[1][2:]):
+            if info.begin != position:
+                raise self._damaged(f"the data of {name} overlaps another tensor or leaves a hole")
+            position = info.end
+        if position > size:
+            raise self._damaged(f"it is {size} bytes long instead of {position}: truncated")
+        if position < size:
+            raise self._damaged(f"it has {size - position} bytes after its last tensor")
+
+    def _kind(self) -> str | None:
+        start = bytes(self._map[:64])
+        return next((why for magic, why in _OTHER_FORMATS.items() if start.startswith(magic)), None)
+
+    def _damaged(self, why: str) -> InputError:
+        return InputError(f"{self.path}: not a valid safetensors file, {why}; get it again")
+
+
+def countable(shape: Sequence[int]) -> bool:
+    """Whether an array can have this shape; no number is formed that is much larger."""
+    if len(shape) > MAX_DIMENSIONS:
+        return False
+    count = 1
+    for size in shape:
+        count *= max(size, 1)  # empty arrays have strides, too
+        if size < 0 or count > MAX_ELEMENTS:
+            return False
+    return True
+
+
+def map_file(path: Path) -> mmap.mmap | bytes:
+    """Map a file read-only; an empty file gives b"" (which cannot be mapped)."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return b""
+        try:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+class SafetensorsWriter:
+    """Writes a safetensors file, tensors in the order of `layout`, hashing while it writes.
+
+    Args:
+        path: the file to create, or one that is open for writing and that `close` leaves open.
+        layout: name -> (dtype, shape) of every tensor, in the order in which `add` will be called.
+        metadata: strings for the header; {"format": "pt"} is what transformers asks for.
+    """
+
+    def __init__(
+        self,
+        path: Path | BinaryIO,
+        layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+        metadata: Mapping[str, str] | None = None,
+    ):
+        self._layout = dict(layout)
+        self._pending = list(self._layout)
+        self._hash = hashlib.sha256()
+        self.size = 0
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        position = 0
+        for name, (dtype, shape) in self._layout.items():
+            end = position + tensor_bytes(dtype, shape)
+            header[name] = {
+                "dtype": NAMES[np.dtype(dtype)],
+                "shape": list(shape),
+                "data_offsets": [position, end],
+            }
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # keeps the data aligned for readers that map it
+        self._owned = isinstance(path, Path)
+        self._file = open(path, "wb") if isinstance(path, Path) else path  # closed by close()
+        try:
+            self._write(struct.pack("<Q", len(text)) + text)
+        except BaseException:
+            self._release()
+            raise
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of what is written so far."""
+        return self._hash.digest()
+
+    def add(self, name: str, tensor: np.ndarray) -> None:
+        """Append the next tensor; its name, dtype and shape must be the ones announced."""
+        if not self._pending or self._pending[0] != name:
+            raise ValueError(f"tensor {name} written out of order")
+        dtype, shape = self._layout[name]
+        if tensor.dtype != dtype or tensor.shape != shape:
+            raise ValueError(f"{name}: {tensor.dtype}{tensor.shape} instead of {dtype}{shape}")
+        self._pending.pop(0)
+        self._write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+
+    def close(self) -> str:
+        """Flush to disk; returns the SHA-256 of the file."""
+        if self._pending:
+            raise ValueError(f"tensors never written: {', '.join(self._pending)}")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._release()
+        return self._hash.hexdigest()
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        if self._owned:
+            self._file.close()
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self.size += len(data)
+
+
+def tensor_bytes(dtype: Any, shape: tuple[int, ...]) -> int:
+    """Bytes that a tensor occupies in the file."""
+    return math.prod(shape) * np.dtype(dtype).itemsize

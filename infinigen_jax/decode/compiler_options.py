@@ -1,0 +1,87 @@
+"""Options of XLA's compiler, for the programs that need them."""
+
+import functools
+import logging
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from infinigen_jax.decode.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+Options = dict[str, int | str]
+
+# XLA's limit of asynchronous work under way: two by default, and a third copy is started only
+# when the first has been awaited. A step begins with those of two layers, a matrix each.
+COPIES_IN_FLIGHT: Options = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
+# On the CPU a product with weights of two bytes takes them in float32. Scheduled for concurrency,
+# as by default, a step converts those of all layers first, and has them all in memory.
+ONE_AFTER_THE_OTHER: Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+# XLA prefers vectors of 256 bits where there are longer ones, too, as the first processors that had
+# them lowered their clock for them. Those with LONG_VECTORS (Ice Lake, Zen 4 and later) do not.
+WIDTH = "xla_cpu_prefer_vector_width"
+WIDE: Options = {WIDTH: 512}
+LONG_VECTORS = "avx512_vbmi2"
+# Where XLA hands sums over arrays to the YNN library, those of a step take several times as long as
+# with its own loops, and what they are made of is written out first.
+LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
+OWN_LOOPS: Options = {LIBRARY: ""}
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def layer_options(layout: Layout) -> Options:
+    """For functions of a layer: the processor's vectors, and weights copied beside other work."""
+    options: Options = {}
+    if jax.default_backend() == "cpu" and LIBRARY not in os.environ.get("XLA_FLAGS", ""):
+        options = options | _known(OWN_LOOPS)
+    if long_vectors():
+        options = options | _known(WIDE, "vectors stay short")
+    if layout.weights_on_host:
+        options = options | _known(COPIES_IN_FLIGHT, "copies will hardly overlap")
+    return options
+
+
+def step_options(layout: Layout) -> Options:
+    """For a step, of all layers or of one."""
+    options = layer_options(layout)
+    if layout.as_bits and layout.dtype.itemsize == 2:
+        options = options | _known(ONE_AFTER_THE_OTHER, "weights in float32 take more memory")
+    return options
+
+
+def long_vectors() -> bool:
+    """Whether programs are for a CPU that computes with vectors of 512 bits at its full clock.
+
+    False where the environment says how long they are to be.
+    """
+    if jax.default_backend() != "cpu" or WIDTH in os.environ.get("XLA_FLAGS", ""):
+        return False
+    return LONG_VECTORS in _cpu_info(CPU_INFO)
+
+
+@functools.cache
+def _cpu_info(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # not Linux
+        return ""
+
+
+def _known(options: Options, without: str | None = None) -> Options:
+    """The options if this XLA has them; else none, after one warning of what comes of it, if that
+    is any harm."""
+    return options if _compiles(tuple(options.items()), without) else {}
+
+
+@functools.cache
+def _compiles(options: tuple[tuple[str, int | str], ...], without: str | None) -> bool:
+    try:
+        jax.jit(lambda: jnp.int32(0), compiler_options=dict(options))()
+    except jax.errors.JaxRuntimeError as error:
+        if without is not None:
+            logger.warning("%s: %s", without, error)
+        return False
+    return True

@@ -1,0 +1,121 @@
+"""`--check`: where a NaN or an infinity arises first, by layer and position.
+
+A place is [b, 2]: stage and position, both -1 while everything is finite. Stage 0 is the embedding,
+1 to L the outputs of the layers, L + 1 the logits.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.models import Params
+
+if TYPE_CHECKING:
+    from infinigen_jax.decode.layer import Decoder
+
+
+class NotFiniteError(InputError):
+    """A computation has left the finite numbers; the message says where."""
+
+
+def finite_after(decoder: Any, seen: Any) -> tuple[Any, Bool[Array, " b"]]:
+    """For `steps.Watch`: whether a layer's output is finite."""
+    return seen.after, jnp.all(jnp.isfinite(seen.after.x), axis=-1)
+
+
+def first_place(
+    stages: tuple[Bool[Array, " b"], ...], positions: Int[Array, " b"]
+) -> Int[Array, "b 2"]:
+    """The place of a decode step's first stage that is not finite."""
+    bad = ~jnp.stack(stages, axis=1)
+    found = jnp.any(bad, axis=1)
+    stage = jnp.where(found, jnp.argmax(bad, axis=1).astype(jnp.int32), -1)
+    return jnp.stack([stage, jnp.where(found, positions, -1)], axis=1)
+
+
+@jax.jit
+def look(
+    place: Any,
+    stage: Any,
+    x: Float[Array, "b c e"],
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
+) -> Int[Array, "b 2"]:
+    """The place found before, or that of the first token of a chunk whose x is not finite.
+
+    Args:
+        place: [b, 2] int32.
+        start, count: position of a sequence's first token in x, and how many tokens are its own.
+    """
+    own = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < count[:, None]
+    bad = own & ~jnp.all(jnp.isfinite(x), axis=-1)
+    position = start + jnp.argmax(bad, axis=1).astype(jnp.int32)
+    here = jnp.stack([jnp.broadcast_to(stage, position.shape), position], axis=1)
+    new = jnp.any(bad, axis=1)[:, None] & (place[:, :1] < 0)
+    return jnp.where(new, here, place)
+
+
+class Places:
+    """What `look` has found in the chunks of some prompts.
+
+    Args:
+        decoder, embedding: for the logits behind the last layer.
+        prompts: how many.
+    """
+
+    def __init__(self, decoder: "Decoder", embedding: Params, prompts: int):
+        self.layers = decoder.config.num_layers
+        self._logits = functools.partial(_last_logits, decoder, embedding)
+        self.place = np.full((prompts, 2), -1, np.int32)
+
+    def __call__(
+        self, stage: int, x: Float[Array, "b c e"], start: Int[Array, " b"], count: Int[Array, " b"]
+    ) -> None:
+        """Look at what comes out of a stage; see `look`."""
+        self.place = look(self.place, np.int32(stage), x, start, count)
+        if stage == self.layers:
+            one = jnp.minimum(count, 1)
+            logits, last = self._logits(x, count), start + jnp.maximum(count - 1, 0)
+            self.place = look(self.place, np.int32(stage + 1), logits, last, one)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _last_logits(
+    decoder: "Decoder", embedding: Params, x: Float[Array, "b c e"], count: Int[Array, " b"]
+) -> Float[Array, "b 1 v"]:
+    """Behind the last token of each sequence."""
+    last = jnp.maximum(count - 1, 0)[:, None, None]
+    return decoder.logits(embedding, jnp.take_along_axis(x, last, axis=1)[:, 0])[:, None]
+
+
+def refuse(places: Sequence[Any], layers: int, prompts: Any) -> None:
+    """Report the first place, if there is one.
+
+    Args:
+        places: one [b, 2], or nothing.
+        layers: L.
+        prompts: [b] prompt of each row, below 0 for rows that belong to none.
+
+    Raises:
+        NotFiniteError: naming prompt, layer and position.
+    """
+    for place in places:
+        for prompt, (stage, position) in zip(prompts, np.asarray(place), strict=True):
+            if stage >= 0 and prompt >= 0:
+                raise NotFiniteError(
+                    f"--check: {_name(int(stage), layers)} of prompt {prompt + 1} holds a NaN or "
+                    f"an infinity at position {position}; get the model again, or use --dtype "
+                    "float32 if it is not in use"
+                )
+
+
+def _name(stage: int, layers: int) -> str:
+    if stage == 0:
+        return "the embedding"
+    return "the logits" if stage > layers else f"the output of layer {stage - 1}"

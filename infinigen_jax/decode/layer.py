@@ -1,0 +1,248 @@
+"""One decode step: the layer that both schedules share.
+
+    decode_layer:   norm -> speculate layer l+1 -> start its transfer
+                         -> attend (sinks, window, fetched rows) -> MLP -> await the transfer
+
+A policy that speculates after attention to the resident rows (`Policy.source`) does so before
+attention to the rows that were fetched; one that selects by a layer's own query (`Policy.lead` 0)
+starts and awaits that layer's rows before its attention.
+
+The host cache and the policy's state are read-only inside a step; new rows go to the ring of
+resident rows, and from there to the host in `flush`, one donated update every `window` steps.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped, UInt
+
+from infinigen_jax.cache.host_array import capacity_of, write_span
+from infinigen_jax.cache.hot_set import HotSet, plan_reuse
+from infinigen_jax.cache.layers import HostLayer, ReadCache, Resident
+from infinigen_jax.cache.pool import Kept, touch
+from infinigen_jax.decode.layer_rows import layer_rows
+from infinigen_jax.decode.layout import Layout
+from infinigen_jax.decode.lookahead import lookahead
+from infinigen_jax.decode.sparse_attention import held
+from infinigen_jax.decode.state import (
+    Carry,
+    Counts,
+    Fetched,
+    LayerInputs,
+    LayerState,
+    Started,
+    Target,
+    Weights,
+)
+from infinigen_jax.models import Params
+from infinigen_jax.models.base import Layer
+from infinigen_jax.ops.span import Span
+from infinigen_jax.policies.base import Lookup
+from infinigen_jax.sampling import Sampling, row_keys, sample
+from infinigen_jax.selection.select import Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder(Layout):
+    """The pure functions of a step, for one layout."""
+
+    def decode_layer(
+        self, inputs: LayerInputs, state: LayerState, carry: Carry
+    ) -> tuple[Carry, LayerState]:
+        """Compute one layer of a step: speculate, start the transfer, attend, MLP, wait.
+
+        Args:
+            inputs: what the layer reads.
+            state: what it replaces.
+            carry: from the layer before; its `fetched` is this layer's.
+        """
+        layer, rows = self.blueprint.layer(inputs.params), layer_rows(self, inputs, state)
+        ahead, positions = lookahead(self, inputs), inputs.positions
+        a = layer.attention_input(carry.x)
+        carry, started, hot = ahead.from_input(a, carry, state.hot)
+        with jax.named_scope("attention"):
+            q = self.config.grouped(layer.query(a, positions))
+            key, value = layer.key_value(a, positions)
+            started, q = self.tie(started, q)
+            rows = rows.write(key, value)
+            started, q = ahead.from_resident(started, layer, carry.x, q, rows, hot)
+            o, rows, counts = rows.attend(q, carry)
+            x = carry.x + self.output(layer, o)
+        with jax.named_scope("mlp"):
+            x = x + layer.mlp(x)
+        carry, hot = self.wait(started, Carry(x, None, counts), hot)
+        return carry, LayerState(rows.local, hot, rows.observed)
+
+    def output(self, layer: Layer, o: Float[Array, "b k g d"]) -> Float[Array, "b e"]:
+        """Project the attention of all heads back to the hidden size."""
+        return layer.attention_output(o.reshape(o.shape[0], self.config.num_heads, -1))
+
+    def start(
+        self, inputs: LayerInputs, a: Float[Array, "b e"], hot: HotSet | Kept | None
+    ) -> Started:
+        """Select rows for the target by what stands in for its input, and start their transfer."""
+        assert inputs.host is not None and inputs.target is not None
+        request = self.select(inputs.target, a, inputs.positions, capacity_of(inputs.host, len(a)))
+        moved, plan, used = request.count, None, None
+        if isinstance(hot, Kept):
+            assert self.pool is not None
+            used, hot = hot
+            used = None if used is None else touch(self.pool, used, request, inputs.positions)
+        if hot is not None:
+            with jax.named_scope("reuse"):
+                hot, plan = plan_reuse(hot, request, inputs.positions, self.mesh)
+                moved = jnp.sum(plan.miss, axis=-1, dtype=jnp.int32)
+        marks = request.marks if self.in_chunks and hot is None else None
+        request = request._replace(chosen=None, marks=marks)
+        rows = None if hot is None else hot.rows
+        with jax.named_scope("fetch"):
+            ticket = self.transfer.start(
+                inputs.host, inputs.target.number, request, rows, plan, self.mesh
+            )
+        return Started(request, ticket, moved, hot, used)
+
+    def select(
+        self, target: Target, a: Float[Array, "b e"], positions: Int[Array, " b"], capacity: int
+    ) -> Request:
+        """Ask the policy which rows a layer is to get."""
+        return self.policy.select(
+            Lookup(
+                config=self.config,
+                layer=self.blueprint.layer(target.params),
+                weights=target.weights,
+                state=target.state,
+                a=a,
+                positions=positions,
+                size=self.request_size(capacity),
+                share=target.weights.get("share"),
+                held=held(self, target.positions, positions),
+            )
+        )
+
+    def tie(self, started: Started | None, x: Array) -> tuple[Started | None, Array]:
+        """Put the start of a transfer before the work on x."""
+        if started is None:
+            return None, x
+        ticket, x = self.transfer.behind(started.ticket, x)
+        return started._replace(ticket=ticket), x
+
+    def wait(
+        self, started: Started | None, carry: Carry, hot: HotSet | Kept | None
+    ) -> tuple[Carry, HotSet | Kept | None]:
+        """Await a transfer after the work on `carry.x`; the carry then has its rows."""
+        if started is None:
+            return carry, hot
+        with jax.named_scope("wait"):
+            x, rows, hot_rows = self.transfer.wait(started.ticket, carry.x)
+        hot = None
+        if started.hot is not None:
+            assert hot_rows is not None
+            hot = started.hot._replace(rows=hot_rows)
+        if self.pool is not None:
+            hot = Kept(started.used, hot)
+        counts = carry.counts.add(started.request, started.moved)
+        return Carry(x, Fetched(started.request, rows), counts), hot
+
+    def place(self, weights: Weights, read: ReadCache, number: int, at: Any) -> HostLayer | None:
+        """Where the host keeps the rows of its layer `number`; None for -1, a layer on the device.
+
+        Args:
+            at: the number, on the device.
+        """
+        if number < 0:
+            return None
+        own, scales = weights.policy[number], read.scales[number]
+        if self.slots.tail_block and not self.streams(number):
+            return HostLayer(at, scales, tail=(own, read.states[number]))
+        mean = own.get("mean") if self.policy.has_tail else None
+        return HostLayer(at, scales, mean, read.pool_of(number))
+
+    def target(
+        self, weights: Weights, read: ReadCache, states: Any, number: int, at: Any
+    ) -> Target | None:
+        """The host's layer `number`, for rows to be selected for; None where none are."""
+        if not 0 <= number < self.host_layers or self.streams(number):
+            return None
+        params = weights.params["layers"][self.on_host[number]]
+        return Target(params, weights.policy[number], states[number], at, read.pool_of(number))
+
+    def embed(self, params: Params, tokens: Int[Array, " b"], positions: Int[Array, " b"]) -> Carry:
+        """The carry into the first layer."""
+        x = self.blueprint.embedding(params).embed(tokens, positions)
+        none = jnp.zeros(tokens.shape, jnp.int32)
+        return Carry(x, None, Counts(none, none))
+
+    def request_first(
+        self, inputs: LayerInputs, hot: HotSet | Kept | None, carry: Carry
+    ) -> tuple[Carry, HotSet | Kept | None]:
+        """Fetch for layer 0 when it is on the host: from its own input, with nothing to overlap.
+
+        Args:
+            inputs: layer 0's, itself the target.
+        """
+        a = self.blueprint.layer(inputs.params).attention_input(carry.x)
+        return self.wait(self.start(inputs, a, hot), carry, hot)
+
+    def draw(
+        self,
+        params: Params,
+        x: Float[Array, "b e"],
+        seed: UInt[Array, ""],
+        step: Int[Array, " b"],
+        sampling: Sampling,
+    ) -> Int[Array, " b"]:
+        """Next tokens from the last layer's output; each row's own `step`, see `row_keys`."""
+        with jax.named_scope("sample"):
+            logits = self.logits(params, x)
+            # The same stream of random numbers for every row: a prompt continues the same way in
+            # any place of any batch. (Equal prompts therefore continue equally.)
+            rows = jnp.zeros(x.shape[0], jnp.int32)
+            keys = None if sampling.greedy else row_keys(seed, rows, step)
+            return sample(logits, sampling, keys)
+
+    def logits(self, params: Params, x: Float[Array, "b e"]) -> Float[Array, "b v"]:
+        """Of the next tokens, from the last layer's output; float32."""
+        return self.blueprint.embedding(params).logits(x)
+
+    def predict(
+        self, params: Params, x: Float[Array, "b e"]
+    ) -> tuple[Float[Array, "b v"], Int[Array, " b"]]:
+        """Natural log-probabilities of all next tokens, float32, and the likeliest tokens."""
+        logits = self.logits(params, x).astype(jnp.float32)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jax.nn.log_softmax(logits, axis=-1), best
+
+    def flush(
+        self,
+        weights: Params,
+        number: Int[Array, ""],
+        host: Shaped[Array, "l a k t w"],
+        state: Any,
+        local: Resident,
+        scales: Any,
+        lengths: Int[Array, " b"],
+        *,
+        streams: bool,
+    ) -> tuple[Shaped[Array, "l a k t w"], Any]:
+        """Write the ring of a host layer to the host, and its keys to the policy's state.
+
+        The rows are those of the `window` tokens before `lengths`. Harmless at any time: rows that
+        the host has already are written again.
+
+        Args:
+            weights: what the policy prepared for the layer.
+            streams: nothing is selected for it, and it has no state.
+
+        Returns:
+            The replacements of `host` and `state`.
+        """
+        start = jnp.maximum(lengths - self.policy.window, 0)
+        span = Span(start, jnp.minimum(lengths, self.policy.window))
+        rows = local.since(start, self.slots)
+        host = write_span(host, number, self.row_format.encode(scales, rows), span, self.mesh)
+        if streams:
+            return host, state
+        keys = rows[..., : self.config.head_dim]
+        return host, self.policy.append(weights, state, keys, span)

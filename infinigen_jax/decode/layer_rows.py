@@ -1,0 +1,89 @@
+"""The cached rows of one layer in a decode step: all on the device, or most of them on the host.
+
+Both kinds have the same methods, so that `Decoder.decode_layer` does not ask which it has:
+
+    write(key, value)    the rows with the current tokens' among them
+    near()               those on the device, for a guess that waits for no transfer
+    attend(q, carry)     attention over all that the layer attends to
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from infinigen_jax.cache.host_array import capacity_of
+from infinigen_jax.cache.layers import DenseLayer, HostLayer, Resident, Sliding
+from infinigen_jax.decode.layout import Layout
+from infinigen_jax.decode.sparse_attention import attend_fetched, attend_streamed, count_streamed
+from infinigen_jax.decode.state import Carry, Counts, LayerInputs, LayerState
+from infinigen_jax.ops.attention import Part, attend
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceRows:
+    """A layer whose rows are all on the device."""
+
+    layout: Layout
+    local: DenseLayer | Sliding
+    positions: Int[Array, " b"]
+    observed: Any = None
+
+    def write(self, key: Float[Array, "b k d"], value: Float[Array, "b k d"]) -> "DeviceRows":
+        local = self.local.write(key, value, self.positions)
+        return dataclasses.replace(self, local=local)
+
+    def near(self) -> Part:
+        return self.local.near(self.positions, self.layout.slots, self.layout.dtype)
+
+    def attend(
+        self, q: Float[Array, "b k g d"], carry: Carry
+    ) -> tuple[Float[Array, "b k g d"], "DeviceRows", Counts]:
+        o = attend(q, self.local.part(self.positions, self.layout.dtype))
+        return o, self, carry.counts
+
+
+@dataclasses.dataclass(frozen=True)
+class HostRows:
+    """A layer whose rows are on the host, sinks and recent tokens on the device as well."""
+
+    layout: Layout
+    local: Resident
+    positions: Int[Array, " b"]
+    observed: Any
+    host: Shaped[Array, "l a k t w"]
+    place: HostLayer
+
+    def write(self, key: Float[Array, "b k d"], value: Float[Array, "b k d"]) -> "HostRows":
+        row = jnp.concatenate([key, value], axis=-1)
+        summed = self.layout.summed(self.place.tail[0] if self.place.tail else {})
+        local = self.local.write(row, self.positions, self.layout.slots, summed)
+        return dataclasses.replace(self, local=local)
+
+    def near(self) -> Part:
+        return self.local.near(self.positions, self.layout.slots, self.layout.dtype)
+
+    def attend(
+        self, q: Float[Array, "b k g d"], carry: Carry
+    ) -> tuple[Float[Array, "b k g d"], "HostRows", Counts]:
+        given = self.host, self.local, self.place, self.positions
+        if carry.fetched is None:
+            o = attend_streamed(self.layout, q, self.local, self.host, self.place, self.positions)
+            capacity = capacity_of(self.host, q.shape[0])
+            counts = count_streamed(self.layout, carry.counts, capacity, self.place, self.positions)
+            return o, self, counts
+        o, seen = attend_fetched(self.layout, q, carry.fetched, *given)
+        if seen is None:
+            return o, self, carry.counts
+        observed = self.layout.policy.observe(self.observed, seen)
+        return o, dataclasses.replace(self, observed=observed), carry.counts
+
+
+def layer_rows(layout: Layout, inputs: LayerInputs, state: LayerState) -> DeviceRows | HostRows:
+    """Return the rows of a layer, of the kind that it has."""
+    given: Any = layout, state.local, inputs.positions, state.observed
+    if inputs.place is None:
+        return DeviceRows(*given)
+    assert inputs.host is not None
+    return HostRows(*given, host=inputs.host, place=inputs.place)

@@ -1,0 +1,106 @@
+"""When a layer of a decode step requests rows, and from what: the timing of speculation.
+
+    OwnQuery       from the layer's own input, for itself; it waits before it attends
+    FromInput      from the layer's input, for the next layer (the paper's figure 8)
+    FromResident   after attention to the resident rows alone, for the next layer: a better guess
+                   that waits for no transfer either
+    Nothing        no rows are requested
+
+`Decoder.decode_layer` calls `from_input` when the layer's input is known and `from_resident` when
+its query is; each kind acts in one of the two.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+from jaxtyping import Array, Float
+
+from infinigen_jax.cache.hot_set import HotSet
+from infinigen_jax.cache.pool import Kept
+from infinigen_jax.decode.layer_rows import DeviceRows, HostRows
+from infinigen_jax.decode.state import Carry, LayerInputs, Started
+from infinigen_jax.models.base import Layer
+from infinigen_jax.ops.attention import attend
+
+if TYPE_CHECKING:
+    from infinigen_jax.decode.layer import Decoder
+
+Hot = HotSet | Kept | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Nothing:
+    """A layer that requests no rows."""
+
+    decoder: "Decoder"
+    inputs: LayerInputs
+
+    def from_input(
+        self, a: Float[Array, "b e"], carry: Carry, hot: Hot
+    ) -> tuple[Carry, Started | None, Hot]:
+        """Return the carry, a transfer under way, and the target's hot set."""
+        return carry, None, hot
+
+    def from_resident(
+        self,
+        started: Started | None,
+        layer: Layer,
+        x: Float[Array, "b e"],
+        q: Float[Array, "b k g d"],
+        rows: DeviceRows | HostRows,
+        hot: Hot,
+    ) -> tuple[Started | None, Float[Array, "b k g d"]]:
+        """Return a transfer under way, and the query tied behind its start."""
+        return started, q
+
+
+class OwnQuery(Nothing):
+    """A layer that requests its own rows and waits for them."""
+
+    def from_input(
+        self, a: Float[Array, "b e"], carry: Carry, hot: Hot
+    ) -> tuple[Carry, Started | None, Hot]:
+        started = self.decoder.start(self.inputs, a, hot)
+        carry, hot = self.decoder.wait(started, carry, hot)
+        return carry, None, hot
+
+
+class FromInput(Nothing):
+    """A layer that requests the next layer's rows by its own input."""
+
+    def from_input(
+        self, a: Float[Array, "b e"], carry: Carry, hot: Hot
+    ) -> tuple[Carry, Started | None, Hot]:
+        return carry, self.decoder.start(self.inputs, a, hot), hot
+
+
+class FromResident(Nothing):
+    """A layer that requests the next layer's rows after attention to its resident rows."""
+
+    def from_resident(
+        self,
+        started: Started | None,
+        layer: Layer,
+        x: Float[Array, "b e"],
+        q: Float[Array, "b k g d"],
+        rows: DeviceRows | HostRows,
+        hot: Hot,
+    ) -> tuple[Started | None, Float[Array, "b k g d"]]:
+        with jax.named_scope("resident"):
+            x = x + self.decoder.output(layer, attend(q, rows.near()))
+        assert self.inputs.target is not None
+        # Under the norm of the layer whose input it stands in for.
+        a = self.decoder.blueprint.layer(self.inputs.target.params).attention_input(x)
+        return self.decoder.tie(self.decoder.start(self.inputs, a, hot), q)
+
+
+KINDS = {"own": OwnQuery, "input": FromInput, "resident": FromResident}
+
+
+def lookahead(decoder: "Decoder", inputs: LayerInputs) -> Nothing:
+    """Return the timing of a layer's requests."""
+    if inputs.target is None:
+        return Nothing(decoder, inputs)
+    kind = decoder.policy.source if decoder.policy.lead else "own"
+    return KINDS[kind](decoder, inputs)

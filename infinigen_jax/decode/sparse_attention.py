@@ -1,0 +1,213 @@
+"""Attention of a layer whose cache is on the host: to what is resident and what was fetched.
+
+Or, where nothing is selected, to all of it, streamed block by block.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from infinigen_jax.cache import pool
+from infinigen_jax.cache.host_array import capacity_of, gather_jobs, gather_rows, read_block
+from infinigen_jax.cache.layers import HostLayer, Resident
+from infinigen_jax.decode.layout import Layout
+from infinigen_jax.decode.requested_attention import attend_requested
+from infinigen_jax.decode.state import Counts, Fetched
+from infinigen_jax.ops.attention import (
+    Part,
+    Tail,
+    attend_weighted,
+    extend_softmax,
+    finish_softmax,
+    join_softmax,
+    packed,
+    start_softmax,
+)
+from infinigen_jax.policies.base import Attended
+from infinigen_jax.selection.select import Request
+from infinigen_jax.speculation.query import mean_score
+from infinigen_jax.speculation.tail import predicted
+
+STREAM_BLOCK = 1024  # tokens of a streamed block
+
+
+def attend_fetched(
+    layout: Layout,
+    q: Float[Array, "b k g d"],
+    fetched: Fetched,
+    host: Shaped[Array, "l a k t w"],
+    local: Resident,
+    own: HostLayer,
+    positions: Int[Array, " b"],
+) -> tuple[Float[Array, "b k g d"], Attended | None]:
+    """Attention over what is resident and what was fetched.
+
+    Returns:
+        The output, and for a policy that observes what was attended to.
+    """
+    resident = local.part(positions, layout.slots)
+    if layout.in_chunks:
+        return attend_chunks(layout, q, resident, fetched, host, local, own, positions), None
+    request = fetched.request
+    part = fetched_part(layout, fetched, host, own)
+    taken = part.taken(q.shape[-1])
+    tail = tail_term(layout, q, request, taken, local, own, positions)
+    o, (near, far) = attend_weighted(q, resident, part, tail=tail)
+    if not layout.policy.observes:
+        return o, None
+    places = layout.slots.positions(positions)
+    return o, Attended(q, request.slots, jnp.sum(far, axis=2), places, jnp.sum(near, axis=2))
+
+
+def attend_chunks(
+    layout: Layout,
+    q: Float[Array, "b k g d"],
+    resident: Part,
+    fetched: Fetched,
+    host: Shaped[Array, "l a k t w"],
+    local: Resident,
+    own: HostLayer,
+    positions: Int[Array, " b"],
+) -> Float[Array, "b k g d"]:
+    """Attention over what is resident and what was fetched, as many rows as are meant."""
+
+    def read(head: Array, place: Array, slots: Array) -> Array:
+        if fetched.rows is None:
+            rows = gather_jobs(host, own.number, head, slots, q.shape[0])
+        else:
+            rows = fetched.rows.reshape(-1, *fetched.rows.shape[2:])[head[:, None], place][None]
+        scales = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[head][None], own.scales)
+        return layout.row_format.decode(scales, rows)
+
+    one_mean = own.tail is None and fetched.request.rest is not None
+    softmax, taken = attend_requested(q, fetched.request, read, sums=one_mean)
+    softmax = join_softmax(extend_softmax(start_softmax(q), q, resident), softmax)
+    term = tail_term(layout, q, fetched.request, taken, local, own, positions)
+    return finish_softmax(softmax, q, term)
+
+
+def fetched_part(
+    layout: Layout, fetched: Fetched, host: Shaped[Array, "l a k t w"], own: HostLayer
+) -> Part:
+    """All rows of a request, for attention."""
+    rows = fetched.rows
+    if rows is None:
+        rows = gather_rows(host, own.number, fetched.request.slots, layout.mesh)
+    return packed(layout.row_format.decode(own.scales, rows), fetched.request.valid)
+
+
+def tail_term(
+    layout: Layout,
+    q: Float[Array, "b k g d"],
+    request: Request,
+    taken: Float[Array, "b k d"] | None,
+    local: Resident,
+    own: HostLayer,
+    positions: Int[Array, " b"],
+) -> Tail | None:
+    """What only the host has and was not fetched, as one token, if the policy wants that.
+
+    Args:
+        taken: sum of the values that were fetched; for a tail of one mean.
+    """
+    if own.tail is not None:
+        return tail_blocks(layout, q, request, local, own, positions)
+    if request.rest is None:
+        return None
+    assert local.left is not None and taken is not None
+    score = request.rest.score + mean_score(own.key_mean, q)
+    there = jnp.maximum(positions - layout.policy.window + 1 - layout.policy.sinks, 0)[:, None]
+    if (rows := held(layout, own.positions, positions)) is not None:
+        there = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)
+    missing = (there - request.count)[..., None]
+    score = jnp.where((missing > 0)[..., None], score, -jnp.inf)
+    return Tail(score, local.left - taken[:, :, None], missing)
+
+
+def tail_blocks(
+    layout: Layout,
+    q: Float[Array, "b k g d"],
+    request: Request,
+    local: Resident,
+    own: HostLayer,
+    positions: Int[Array, " b"],
+) -> Tail:
+    """What was not fetched as one token a block, by the scores that the layer's own query has.
+
+    A block's value is the mean of all its tokens that only the host has, fetched or not; and what
+    the policy makes of the entries of those that are not fetched, see `tail_values`.
+    """
+    assert local.left is not None
+    with jax.named_scope("tail"):
+        weights, state = own.tail
+        rest = request.rest
+        if rest is None:
+            rest = layout.policy.own_rest(weights, state, q, request, positions)
+        blocks = rest.score.shape[3]
+        eligible = layout.slots.eligible(positions, blocks * layout.policy.tail_block)
+        by_block = eligible.reshape(-1, 1, blocks, layout.policy.tail_block)
+        count = jnp.sum(by_block, axis=-1, dtype=jnp.int32)
+        shift = None if rest.entry is None else predicted(weights, rest.entry)
+        return Tail(rest.score, local.left, count, shift)
+
+
+def held(
+    layout: Layout, rows: Int[Array, "b k t"] | None, positions: Int[Array, " b"]
+) -> Int[Array, "b k t"] | None:
+    """Positions of a pool's rows that only the host has; None without a pool."""
+    return None if rows is None else pool.held(rows, positions, layout.policy.window)
+
+
+def on_host_only(
+    layout: Layout, own: HostLayer, capacity: int, positions: Int[Array, " b"]
+) -> Bool[Array, "b kv t"]:
+    """Slots whose rows only the host has, for each KV head or, kv = 1, for all."""
+    if (rows := held(layout, own.positions, positions)) is not None:
+        return rows >= 0
+    return layout.slots.eligible(positions, capacity)[:, None]
+
+
+def attend_streamed(
+    layout: Layout,
+    q: Float[Array, "b k g d"],
+    local: Resident,
+    host: Shaped[Array, "l a k t w"],
+    own: HostLayer,
+    positions: Int[Array, " b"],
+) -> Float[Array, "b k g d"]:
+    """Attention over what is resident and all that is on the host, block by block."""
+    capacity = capacity_of(host, q.shape[0])
+    block = min(capacity, STREAM_BLOCK)
+    eligible = on_host_only(layout, own, capacity, positions)
+    # Only a pool may have slots behind its last whole block; they are read with that one's.
+    blocks = -(-capacity // block)
+
+    def visit(i: Array, state: Any) -> Any:
+        start = i * block
+        if capacity % block:
+            start = jnp.minimum(start, capacity - block)
+        valid = lax.dynamic_slice_in_dim(eligible, start, block, axis=2)
+        if capacity % block:
+            again = jnp.arange(block, dtype=jnp.int32) < i * block - start
+            valid = valid & ~again[None, None]
+        rows = read_block(host, own.number, start, block, layout.mesh, q.shape[0])
+        # Slots that were never written may hold NaN, which a weight of 0 does not silence.
+        rows = jnp.where(valid[..., None], layout.row_format.decode(own.scales, rows), 0)
+        return extend_softmax(state, q, packed(rows, valid))
+
+    state = extend_softmax(start_softmax(q), q, local.part(positions, layout.slots))
+    state = lax.fori_loop(jnp.int32(0), jnp.int32(blocks), visit, state)
+    return finish_softmax(state, q)
+
+
+def count_streamed(
+    layout: Layout, counts: Counts, capacity: int, own: HostLayer, positions: Int[Array, " b"]
+) -> Counts:
+    """With all rows of one layer that are on the host only."""
+    there = on_host_only(layout, own, capacity, positions)
+    rows = jnp.sum(there, axis=(1, 2), dtype=jnp.int32)
+    rows = rows * (layout.config.num_kv_heads // there.shape[1])
+    return Counts(counts.selected + rows, counts.moved + rows)

@@ -1,0 +1,329 @@
+"""A decode step as a loop over layers, and its compiled forms: the two schedules.
+
+`layerwise` runs the loop in Python, over programs of one layer: a program for each kind of layer,
+so that a start does not grow with the model. `fused` compiles the whole loop: one call for a token,
+compiled anew for each number of layers. Both run the same `step` and give equal results.
+The loop is unrolled, not scanned: a scan over stacked weights copies every weight once a token
+(docs/gpu.md).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.cache.layers import Cache, HostLayer, Local, ReadCache, Resident, StepCache
+from infinigen_jax.decode import pool_flush as pooled
+from infinigen_jax.decode.compiler_options import step_options
+from infinigen_jax.decode.finite_check import finite_after, first_place
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.state import Carry, Counts, LayerInputs, LayerState, Target, Weights
+from infinigen_jax.models import Params
+from infinigen_jax.programs.program import Program
+from infinigen_jax.sampling import Sampling
+from infinigen_jax.transfer.host_weights import await_copy, merged, start_copy, start_next
+
+SCHEDULES = ("fused", "layerwise")
+
+
+class Watched(NamedTuple):
+    """A layer of a step, with all that it read and made, for who studies it.
+
+    Attributes:
+        layer: its number in the model.
+        params: of this layer.
+        before, after: the carry into it and out of it.
+        local: its rows on the device, the current token's included.
+        own: which of the host's layers it is; None for one that is on the device.
+        selection: what its rows are selected by; None for a layer of which none are selected.
+        host: the host cache.
+        positions: of the current tokens.
+    """
+
+    layer: int
+    params: Params
+    before: Carry
+    after: Carry
+    local: Local
+    own: HostLayer | None
+    selection: Target | None
+    host: Array | None
+    positions: Array
+
+
+# Given a layer, what to hand to the next one (ordinarily `after`), and a record [b, ...].
+Watch = Callable[[Decoder, Watched], tuple[Carry, Any]]
+
+
+class Pieces(NamedTuple):
+    """The functions that a step consists of: traced into one program, or a program each.
+
+    Attributes:
+        embed: (params, tokens, positions) -> carry into the first layer.
+        bring: (params, x) -> the parameters of a layer that are in host memory, and x.
+        first: `Decoder.request_first`.
+        layer: (inputs, state, carry) -> carry, state, and the next layer's parameters, if they
+            are in host memory.
+    """
+
+    embed: Callable[..., Any]
+    bring: Callable[..., Any]
+    first: Callable[..., Any]
+    layer: Callable[..., Any]
+
+
+def step(
+    decoder: Decoder,
+    run: Pieces,
+    numbers: Sequence[Int[Array, ""]],
+    weights: Weights,
+    read: ReadCache,
+    live: StepCache,
+    tokens: Int[Array, " b"],
+    watch: Watch | None = None,
+) -> tuple[Float[Array, "b e"], StepCache, Counts, tuple[Any, ...]]:
+    """Run all layers over the tokens at the next position.
+
+    Args:
+        numbers: of the host's layers, on the device.
+
+    Returns:
+        The last layer's output; what the step replaces, its lengths as they were; rows selected
+        and moved; and the records of `watch`, one a layer.
+    """
+    local, hot, states = list(live.local), list(live.hot), list(live.states)
+    stored, records = weights.params["layers"], []
+    carry = run.embed(weights.params["embedding"], tokens, live.lengths)
+    params, x = run.bring(stored[0], carry.x)
+    carry = carry._replace(x=x)
+
+    def inputs_of(layer: int, params: Params, target: int) -> LayerInputs:
+        own, every = decoder.host_number(layer), states or read.states
+        at = None if target < 0 else numbers[target]
+        return LayerInputs(
+            params,
+            stored[layer + 1 : layer + 2] if decoder.weights_on_host else [],
+            read.host,
+            decoder.place(weights, read, own, numbers[own] if own >= 0 else None),
+            decoder.target(weights, read, every, target, at),
+            live.lengths,
+        )
+
+    if decoder.requests_first and not decoder.streams(0):
+        carry, hot[0] = run.first(inputs_of(0, params, 0)._replace(upcoming=[]), hot[0], carry)
+    for i in range(len(stored)):
+        own, target = decoder.host_number(i), decoder.fetches_for(i)
+        inputs, before = inputs_of(i, params, target), carry
+        observed = states[own] if own >= 0 and states else None
+        state = LayerState(local[i], hot[target] if inputs.target else None, observed)
+        with jax.named_scope(f"layer{i}"):
+            carry, state, brought = run.layer(inputs, state, carry)
+        local[i] = state.local
+        if inputs.target is not None:
+            hot[target] = state.hot
+        if observed is not None:
+            states[own] = state.observed
+        if watch is not None:
+            at = numbers[own] if own >= 0 else None
+            chosen = decoder.target(weights, read, states or read.states, own, at)
+            seen = (params, before, carry, local[i], inputs.place, chosen, read.host, live.lengths)
+            carry, record = watch(decoder, Watched(i, *seen))
+            records.append(record)
+        if i + 1 < len(stored):
+            params = stored[i + 1] if brought is None else merged(stored[i + 1], brought)
+    live = StepCache(tuple(local), tuple(hot), tuple(states), live.lengths)
+    return carry.x, live, carry.counts, tuple(records)
+
+
+def pieces_of(decoder: Decoder) -> Pieces:
+    """The pieces of a decoder's step as plain functions."""
+
+    def bring(params: Params, x: Float[Array, "b e"]) -> tuple[Params, Float[Array, "b e"]]:
+        if not decoder.weights_on_host:
+            return params, x
+        brought, x = await_copy(*start_copy(params, x))
+        return merged(params, brought), x
+
+    def layer(
+        inputs: LayerInputs, state: LayerState, carry: Carry
+    ) -> tuple[Carry, LayerState, Any]:
+        # The next layer's weights cross while this layer works, and are there when it is done.
+        coming, x = start_next(inputs.upcoming, carry.x)
+        carry, state = decoder.decode_layer(inputs, state, carry._replace(x=x))
+        coming, x = await_copy(coming, carry.x)
+        return carry._replace(x=x), state, coming
+
+    return Pieces(decoder.embed, bring, decoder.request_first, layer)
+
+
+class Steps(NamedTuple):
+    """The compiled functions of a Decoder; the cache arrays that they replace are donated.
+
+    Attributes:
+        fused: a whole step that draws the next tokens.
+        checked: `fused` that also returns the first place that is not finite, see `checking`.
+        forced: a step over given tokens: it returns the log-probabilities of all next ones.
+        watched: `forced` that also returns what a Watch recorded of every layer.
+        pieces: the layerwise schedule's programs.
+        draw, predict: what comes after the last layer there.
+        flush: one host layer's ring to the host.
+        flush_pool: takes and replaces a whole cache with a pool.
+    """
+
+    fused: Any
+    checked: Any
+    forced: Any
+    watched: Any
+    pieces: Pieces
+    draw: Any
+    predict: Any
+    flush: Any
+    flush_pool: Any
+
+
+@functools.lru_cache(maxsize=64)
+def steps(decoder: Decoder) -> Steps:
+    """Return a decoder's compiled functions; engines with equal settings share them."""
+    pieces = pieces_of(decoder)
+    # A jitted function is traced once for each kind of layer, not for each layer.
+    inner = pieces._replace(layer=jax.jit(pieces.layer))
+
+    def layers(
+        weights: Weights,
+        read: ReadCache,
+        live: StepCache,
+        tokens: Array,
+        watch: Watch | None = None,
+    ) -> Any:
+        numbers = [jnp.int32(i) for i in range(decoder.host_layers)]
+        return step(decoder, inner, numbers, weights, read, live, tokens, watch)
+
+    def fused(
+        weights: Weights,
+        read: ReadCache,
+        live: StepCache,
+        tokens: Array,
+        seed: Array,
+        draws: Array,
+        *,
+        sampling: Sampling,
+    ) -> tuple:
+        x, new, counts, _ = layers(weights, read, live, tokens)
+        drawn = decoder.draw(weights.params["embedding"], x, seed, draws, sampling)
+        return new._replace(lengths=live.lengths + 1), drawn, draws + 1, counts
+
+    def checked(
+        weights: Weights,
+        read: ReadCache,
+        live: StepCache,
+        tokens: Array,
+        seed: Array,
+        draws: Array,
+        *,
+        sampling: Sampling,
+    ) -> tuple:
+        embedding, positions = weights.params["embedding"], live.lengths
+        x, new, counts, finite = layers(weights, read, live, tokens, finite_after)
+        drawn = decoder.draw(embedding, x, seed, draws, sampling)
+        ends = decoder.embed(embedding, tokens, positions).x, decoder.logits(embedding, x)
+        first, last = (jnp.all(jnp.isfinite(end), axis=-1) for end in ends)
+        place = first_place((first, *finite, last), positions)
+        return new._replace(lengths=positions + 1), drawn, draws + 1, counts, place
+
+    def forced(weights: Weights, read: ReadCache, live: StepCache, tokens: Array) -> tuple:
+        x, new, counts, _ = layers(weights, read, live, tokens)
+        log_probs, best = decoder.predict(weights.params["embedding"], x)
+        return new._replace(lengths=live.lengths + 1), log_probs, best, counts
+
+    def watched(
+        weights: Weights, read: ReadCache, live: StepCache, tokens: Array, *, watch: Watch
+    ) -> tuple:
+        x, new, counts, records = layers(weights, read, live, tokens, watch)
+        log_probs, best = decoder.predict(weights.params["embedding"], x)
+        return new._replace(lengths=live.lengths + 1), log_probs, best, counts, records
+
+    def draw(
+        params: Params, x: Array, seed: Array, draws: Array, lengths: Array, *, sampling: Sampling
+    ) -> tuple:
+        return decoder.draw(params, x, seed, draws, sampling), draws + 1, lengths + 1
+
+    def predict(params: Params, x: Array, lengths: Array) -> tuple:
+        return *decoder.predict(params, x), lengths + 1
+
+    def flush(
+        weights: Params,
+        number: Int[Array, ""],
+        host: Shaped[Array, "l a k t w"],
+        state: Any,
+        local: Resident,
+        scales: Any,
+        lengths: Int[Array, " b"],
+        *,
+        streams: bool,
+    ) -> tuple:
+        return decoder.flush(weights, number, host, state, local, scales, lengths, streams=streams)
+
+    def flush_pool(policy: Any, cache: Cache) -> Cache:
+        return pooled.flush(decoder, policy, cache)
+
+    def program(function: Callable[..., Any], out: Any, **options: Any) -> Program:
+        given = {"out_shardings": out, "compiler_options": step_options(decoder)} | options
+        return Program(function, decoder, **given)
+
+    at: Any = Placement(decoder.mesh)
+    counts, live = Counts(at.batch, at.batch), StepCache(at.rows, at.rows, at.rows, at.batch)
+    carry, state = Carry(at.batch, at.rows, counts), LayerState(at.rows, at.rows, at.rows)
+    drawn = (live, at.batch, at.batch, counts)
+    whole = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
+    bring = program(pieces.bring, (at.whole, at.batch)) if decoder.weights_on_host else pieces.bring
+    return Steps(
+        fused=program(fused, drawn, static_argnames="sampling", donate_argnums=2),
+        checked=program(checked, (*drawn, at.batch), static_argnames="sampling", donate_argnums=2),
+        forced=program(forced, drawn, donate_argnums=2),
+        watched=jax.jit(
+            watched,
+            static_argnames="watch",
+            donate_argnums=2,
+            out_shardings=(*drawn, at.batch),
+            compiler_options=step_options(decoder),
+        ),
+        pieces=Pieces(
+            embed=program(pieces.embed, Carry(at.batch, None, counts)),
+            bring=bring,
+            first=program(pieces.first, (carry, at.rows), donate_argnums=1),
+            # Rows that were fetched are not donated: nothing that comes out has their shape twice.
+            layer=program(pieces.layer, (carry, state, at.whole), donate_argnums=1),
+        ),
+        draw=program(draw, (at.batch,) * 3, static_argnames="sampling"),
+        predict=program(predict, (at.batch,) * 3),
+        flush=program(flush, (at.host, at.rows), donate_argnums=(2, 3), static_argnames="streams"),
+        flush_pool=program(flush_pool, whole, donate_argnums=1),
+    )
+
+
+def flush_cache(
+    decoder: Decoder, weights: Weights, numbers: Sequence[Array], cache: Cache
+) -> Cache:
+    """Bring the rows of all rings to the host: every row that is cached is there then."""
+    run = steps(decoder)
+    if cache.host is None:
+        return cache
+    if cache.pool:
+        return run.flush_pool(weights.policy, cache)
+    host, states = cache.host, list(cache.states)
+    for number, layer in enumerate(decoder.on_host):
+        host, states[number] = run.flush(
+            weights.policy[number],
+            numbers[number],
+            host,
+            states[number],
+            cache.local[layer],
+            cache.scales[number],
+            cache.lengths,
+            streams=decoder.streams(number),
+        )
+    return cache._replace(host=host, states=tuple(states))

@@ -1,0 +1,322 @@
+"""A generation in progress: a batch of prompts with its cache, stepped token by token.
+
+Python's part of a token is to dispatch the next step and then to read the previous step's tokens,
+the one synchronisation of a token; which rows are fetched never passes through here.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.cache.layers import Cache
+from infinigen_jax.decode.finite_check import refuse
+from infinigen_jax.decode.state import Counts
+from infinigen_jax.decode.steps import Watch
+from infinigen_jax.engine.batching import IDLE, Owners, admission
+from infinigen_jax.engine.dispatch import Dispatcher, Progress
+from infinigen_jax.engine.memory_plan import check_memory
+from infinigen_jax.engine.prompts import Begun, PromptReader, rows_that_fit
+from infinigen_jax.engine.remedies import LENGTHS, Remedies
+from infinigen_jax.engine.stats import Clock, Stats, stats_of
+from infinigen_jax.errors import InputError
+from infinigen_jax.prefill.prefill import Notify
+from infinigen_jax.programs.compilations import compilations
+from infinigen_jax.sampling import Sampling
+from infinigen_jax.text.detokenize import Texts
+
+if TYPE_CHECKING:
+    from infinigen_jax.engine.engine import Engine
+
+
+class Run:
+    """One generation in progress; made by `Engine.start`.
+
+    Attributes:
+        cache: what is cached now; replaced by every step (its old arrays are donated).
+        drawn: [b] the next tokens, not cached yet.
+        counts: rows of each decode step.
+        clock: what it took until now.
+        plan: the memory that its batch takes.
+        phases: the memory of what it does, one after the other; what is largest has to fit.
+        owners: which prompt each row of the batch belongs to.
+        capacity, slots: of the cache, see `PromptReader`.
+        new_tokens: tokens drawn so far and read back, per prompt.
+    """
+
+    cache: Cache
+
+    def __init__(
+        self,
+        engine: "Engine",
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        sampling: Sampling,
+        batch: int | None = None,
+        notify: Notify | None = None,
+        begun: Begun | None = None,
+        capacity: int | None = None,
+        prefix: int = 0,
+        fit: bool = False,
+    ):
+        """As in `Engine.start`, and:
+
+        Args:
+            begun: go on with this cache, of the first prompts.
+            capacity: of its layers, if it is not what the prompts and the new tokens need.
+            prefix: tokens that all prompts begin with, to be read and stored once, see `prefix`.
+            fit: begin with as many as there is memory for.
+        """
+        self.clock = Clock()
+        self.engine = engine
+        self.decoder = engine.decoder
+        self.max_new_tokens = max_new_tokens
+        self.prompt_lengths = np.array([len(p) for p in prompts], np.int32)
+        self.dispatcher = Dispatcher(engine, sampling)
+        longest = int(self.prompt_lengths.max())
+
+        def reader(rows: int) -> PromptReader:
+            room = longest + max_new_tokens
+            return PromptReader(engine, self.dispatcher, prompts, room, rows, capacity, prefix)
+
+        rows = min(batch or len(prompts), len(prompts))
+        if fit:
+            rows = rows_that_fit(engine, reader, longest, rows)
+        self.owners, self._reader = Owners(self.prompt_lengths, rows), reader(rows)
+        begun = begun or Begun.empty(rows)
+        self.capacity, self.slots = self._reader.capacity, self._reader.slots
+        cached, waiting = min(begun.cached), bool(self.owners.waiting)
+        self.plan = self._reader.plan(rows, cached)
+        self.phases = self._reader.phases(rows, cached, waiting=waiting)
+        self._admission = admission(self.decoder) if waiting else None
+        if begun.cache is None:
+            lengths = LENGTHS if capacity is None else ("--context",)
+            may_pool = capacity is None and not self._reader.shared
+            remedies = Remedies(self.decoder, lengths, rows, waiting, may_pool)
+            for plan in self.phases:
+                check_memory(plan, engine.mesh.devices.flat[0], remedies)
+        compilations()
+
+        at = Placement(engine.mesh)
+        self._draws = jax.device_put(np.full(rows, begun.drawn + 1, np.int32), at.batch)
+        self._since_flush = 0
+        self.counts: list[Counts] = []
+        self._place: list[jax.Array] = []
+        self._reader.read_prefix(notify)
+        self.cache, self.drawn = self._reader.read(range(rows), begun, notify, last=not waiting)
+        self.drawn.block_until_ready()
+        self.clock.read_prompts()
+        self._admitted_lengths: set[int] = set()
+        self._compiled = None
+        self.new_tokens: list[list[int]] = [[] for _ in prompts]
+        self._texts = Texts(engine.model, len(prompts))
+
+    @property
+    def tokens_read(self) -> int:
+        """Of the prompts, all that were computed: not those that were cached."""
+        return self._reader.tokens_read
+
+    def advance(self) -> None:
+        """Dispatch one decode step: `drawn` becomes the next tokens. Does not wait.
+
+        Raises:
+            InputError: when the cache is full.
+        """
+        self._make_room()
+        progress = Progress(self.cache, self.drawn, self._draws)
+        (self.cache, self.drawn, self._draws), counts, self._place = self.dispatcher.advance(
+            progress
+        )
+        self.counts.append(counts)
+
+    def predict(self, tokens: np.ndarray) -> jax.Array:
+        """One decode step over given tokens, whatever was drawn. Does not wait.
+
+        `drawn` is then the likeliest next tokens, from which `advance` can go on.
+
+        Args:
+            tokens: [b] the tokens at the next position, int32.
+
+        Returns:
+            [b, v] float32, the natural log-probabilities of all tokens to come next.
+
+        Raises:
+            InputError: when the cache is full.
+        """
+        return self._force(tokens)[0]
+
+    def score(self, tokens: np.ndarray, targets: np.ndarray) -> jax.Array:
+        """As `predict`, of some next tokens alone.
+
+        Args:
+            targets: [b] one for each sequence, int32.
+
+        Returns:
+            [b] float32, the natural log-probabilities of the targets.
+        """
+        return _of_targets(self.predict(tokens), np.asarray(targets, np.int32))
+
+    def watch(self, watch: Watch, tokens: np.ndarray) -> tuple[jax.Array, tuple[Any, ...]]:
+        """As `predict`, with a look at every layer.
+
+        Args:
+            watch: is traced into the step; the same function object, the same compilation.
+
+        Returns:
+            The log-probabilities, and what `watch` recorded, one record a layer.
+        """
+        return self._force(tokens, watch)
+
+    def _force(
+        self, tokens: np.ndarray, watch: Watch | None = None
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        self._make_room()
+        forced = self.dispatcher.force(self.cache, tokens, watch)
+        self.cache, self.drawn = forced.cache, forced.drawn
+        self.counts.append(forced.counts)
+        return forced.log_probs, forced.records
+
+    def settle(self) -> None:
+        """Bring every row that is cached to the host."""
+        self.cache = self.dispatcher.flush(self.cache)
+        self._since_flush = 0
+
+    def _make_room(self) -> None:
+        if int(self.owners.cached.max()) >= self.capacity:
+            raise InputError(f"the cache of {self.capacity} tokens is full; start a longer run")
+        # Before the first step a flush only repeats what prefill wrote; it is compiled there, so
+        # that neither the first token nor a later step waits for it.
+        if not self.counts or self._since_flush == self.decoder.policy.window:
+            if not self.counts:
+                self._rest()  # compiled there as well
+            self.settle()
+        self._since_flush += 1
+        self.owners.step()
+
+    def _rest(self) -> None:
+        """Set the lengths of idle rows to 0, in a run that admits prompts.
+
+        Called for every step that leaves a row idle, whatever the policy: a row that went on would
+        grow beyond the capacity. (Where no prompt waits, a batch has no more steps than that.)
+        """
+        if self._admission is None:
+            return
+        idle = jax.device_put(self.owners.idle, Placement(self.engine.mesh).batch)
+        self.cache = self.cache._replace(lengths=self._admission.rest(self.cache.lengths, idle))
+        self.owners.rest()
+
+    def _admit(self) -> None:
+        """Reset idle rows, and give them to prompts that wait."""
+        if not self.owners.idle.any():
+            return
+        self._rest()
+        if not self._admits():
+            return
+        idle = np.flatnonzero(self.owners.idle)
+        for row in idle[: len(self.owners.waiting)]:
+            self._begin(self.owners.waiting.popleft(), int(row))
+        self.settle()  # as before a first step
+
+    def _admits(self) -> bool:
+        """Whether a waiting prompt can begin now.
+
+        Where rows are evicted or pages are filled at a flush, all rows have to be at the same step
+        of the window.
+        """
+        if not self.owners.waiting:
+            return False
+        policy = self.decoder.policy
+        at_flush = policy.paged or self.decoder.pool is not None
+        return not at_flush or self._since_flush == policy.window or bool(self.owners.idle.all())
+
+    def _begin(self, prompt: int, row: int) -> None:
+        """Process a prompt beside the batch and put its cache and first token into a row."""
+        assert self._admission is not None
+        self.drawn.block_until_ready()
+        self.clock.step_went_on()
+        before = compilations()
+        one, first = self._reader.read([prompt])
+        at = jax.device_put(np.int32(row), Placement(self.engine.mesh).whole)
+        self.cache, self.drawn, self._draws = self._admission.insert(
+            self.cache, self.drawn, self._draws, one, first, at
+        )
+        self.owners.give(row, prompt)
+        self.drawn.block_until_ready()
+        self.clock.read_prompts()
+        # The first prompt of a chunk length belongs to the warm-up.
+        read = int(self.prompt_lengths[prompt]) - self._reader.shared
+        length = self._reader.chunk_length(read, 1)
+        if self._compiled is not None and length not in self._admitted_lengths:
+            self._compiled += compilations() - before
+        self._admitted_lengths.add(length)
+
+    def tokens(self, *, ignore_eos: bool = False) -> Iterator[list[int | None]]:
+        """Yield the drawn tokens, step by step; None for prompts that wait or have ended."""
+        eos = set() if ignore_eos else set(self.engine.model.config.eos_ids)
+        while True:
+            drawn, place = self.drawn, self._place
+            # Once steps are compiled, the device has its next one before the host reads this one's.
+            ahead = self._compiled is not None and self._goes_on(1)
+            if ahead:
+                self.advance()
+            refuse(place, self.decoder.config.num_layers, self.owners.owner)
+            values = self._take(np.asarray(drawn), eos)
+            yield values
+            if self.owners.idle.all() and not self.owners.waiting:
+                return
+            if not ahead and self._goes_on(0):
+                self.advance()  # only now: the first token need not wait for compilation
+                self._compiled = compilations()
+            self._admit()
+
+    def _goes_on(self, unread: int) -> bool:
+        """Whether a row wants more than the tokens that are read and `unread` ones."""
+        made = [len(self.new_tokens[i]) for i in self.owners.owner if i != IDLE]
+        return any(number + unread < self.max_new_tokens for number in made)
+
+    def _take(self, drawn: np.ndarray, eos: set[int]) -> list[int | None]:
+        """Keep the tokens of a step; a row whose prompt has ended with it becomes idle."""
+        values: list[int | None] = [None] * len(self.new_tokens)
+        decoded = 0
+        for row, prompt in enumerate(self.owners.owner):
+            if prompt == IDLE:
+                continue
+            token, made = int(drawn[row]), self.new_tokens[prompt]
+            values[prompt] = token
+            decoded += bool(made)
+            made.append(token)
+            if token in eos or len(made) == self.max_new_tokens:
+                self.owners.leave(row)
+        self.clock.step(decoded)
+        return values
+
+    @property
+    def texts(self) -> list[str]:
+        """Text of the tokens that were given to `push_text`, per prompt."""
+        return self._texts.whole
+
+    def push_text(self, tokens: list[int | None]) -> list[str]:
+        """Text that one step's tokens complete, per prompt."""
+        return self._texts.push(tokens)
+
+    def finish_text(self) -> list[str]:
+        """Text that was held back because a character was incomplete, per prompt."""
+        return self._texts.finish()
+
+    @property
+    def late_compilations(self) -> int:
+        """XLA compilations behind the warm-up."""
+        return 0 if self._compiled is None else compilations() - self._compiled
+
+    def stats(self) -> Stats:
+        """What the generation took, up to now."""
+        return stats_of(self)
+
+
+@jax.jit
+def _of_targets(log_probs: Float[Array, "b v"], targets: Int[Array, " b"]) -> Float[Array, " b"]:
+    return jnp.take_along_axis(log_probs, targets[:, None], axis=1)[:, 0]

@@ -1,0 +1,195 @@
+"""How much memory a generation takes, reckoned before anything is allocated."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.engine.remedies import Remedies
+from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
+from infinigen_jax.errors import MemoryShortageError
+from infinigen_jax.machine.memory_limits import (
+    Device,
+    available_device_bytes,
+    available_host_bytes,
+    format_bytes,
+    pinned_bytes_in_use,
+    pinned_pool_limit_bytes,
+    tree_bytes,
+    widen_pool_to,
+)
+
+FILLED = 0.9  # share of free memory that is filled of one's own accord
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one generation, beside the model's weights.
+
+    Attributes:
+        host_cache: rows of the layers on the host.
+        dense_cache: rows of the layers kept on the device, sliding windows among them.
+        index: the policy's state.
+        resident: sinks and recent windows; sums of values.
+        hot: hot sets with their directories.
+        pool: directories of a pool.
+        workspace: temporaries, of what is done beside the caches: reading, a decode step, or the
+            larger of both. Weights in host memory that are on their way are among them.
+    """
+
+    host_cache: int
+    dense_cache: int
+    index: int
+    resident: int
+    hot: int
+    pool: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of both memories."""
+        return self.host_cache + self.device
+
+    @property
+    def device(self) -> int:
+        """Bytes of device memory."""
+        kept = self.dense_cache + self.index + self.resident + self.hot + self.pool
+        return kept + self.workspace
+
+    def __add__(self, other: "MemoryPlan") -> "MemoryPlan":
+        """Of both together."""
+        names = (field.name for field in dataclasses.fields(self))
+        return MemoryPlan(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def at_work(self, workspace: int) -> "MemoryPlan":
+        """With so many bytes of temporaries."""
+        return dataclasses.replace(self, workspace=workspace)
+
+
+def plan_memory(
+    decoder: Decoder, batch: int, chunk: int, capacity: int, slots: int | None = None
+) -> MemoryPlan:
+    """Reckon the memory for `batch` sequences, in a cache of `capacity` tokens.
+
+    Args:
+        chunk: tokens of a prompt that are read at a time.
+        slots: of the host's cache, if it has a limit.
+    """
+    cache = plan_cache(decoder, batch, capacity, slots)
+    reading = prefill_bytes(decoder, batch, chunk, capacity)
+    return cache.at_work(max(reading, decode_bytes(decoder, batch, slots or capacity)))
+
+
+def plan_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = None) -> MemoryPlan:
+    """The same without a workspace: what `batch` sequences have cached."""
+    slots = capacity if slots is None else slots
+    config, policy, item = decoder.config, decoder.policy, decoder.dtype.itemsize
+    row = batch * config.num_kv_heads * 2 * config.head_dim * item
+    stored_row = batch * config.num_kv_heads * decoder.row_format.width
+    stored_row *= decoder.row_format.storage.itemsize
+    selecting = len(decoder.selecting)
+    index = selecting * _bytes(lambda: policy.init(config, batch, slots)) if selecting else 0
+    hot = selecting * _bytes(lambda: decoder.empty_hot_set(batch, slots)) if selecting else 0
+    pool = 0
+    if decoder.pool is not None:
+        entries = batch * config.num_kv_heads * slots
+        pool = decoder.host_layers * 4 * entries
+        pool += selecting * entries * decoder.pool.use_bytes
+    blocks = decoder.slots.blocks(slots) if policy.has_tail else 0
+    sums = 4 * batch * config.num_kv_heads * blocks * config.head_dim
+    return MemoryPlan(
+        host_cache=decoder.host_layers * slots * stored_row,
+        dense_cache=row * sum(_tokens_on_device(decoder, capacity)),
+        index=index,
+        resident=decoder.host_layers * decoder.slots.size * row + selecting * sums,
+        hot=hot,
+        pool=pool,
+        workspace=0,
+    )
+
+
+def _tokens_on_device(decoder: Decoder, capacity: int) -> Iterator[int]:
+    """Of each layer that is not on the host."""
+    for layer in range(decoder.config.num_layers):
+        if layer not in decoder.on_host:
+            yield decoder.ring_size(layer, capacity) or capacity
+
+
+def _bytes(make: Callable[[], Any]) -> int:
+    """Of the arrays that a function would make."""
+    return tree_bytes(jax.eval_shape(make))
+
+
+class Shortage(NamedTuple):
+    """What does not fit, in words, and which memory it is: host, pinned or device."""
+
+    what: str
+    memory: str
+
+
+def shortage(plan: MemoryPlan, device: Device, share: float = 1.0) -> Shortage | None:
+    """What does not fit into a share of what is free; None if all does."""
+    host = available_host_bytes()
+    needed = plan.host_cache + (plan.device if device.platform == "cpu" else 0)
+    if needed > share * host:
+        cache = f"(KV cache {format_bytes(plan.host_cache)})"
+        text = f"{format_bytes(needed)} of host memory {cache}, and {format_bytes(host)} are"
+        return Shortage(f"{text} available", "host")
+    pool = pinned_pool_limit_bytes(device)
+    if pool is not None and plan.host_cache + (used := pinned_bytes_in_use(device)) > pool:
+        text = f"{format_bytes(plan.host_cache)} of pinned memory for the KV cache, and JAX may"
+        rest = f", of which {format_bytes(used)} are in use" if used else ""
+        return Shortage(f"{text} take {format_bytes(pool)}{rest}", "pinned")
+    room = None if device.platform == "cpu" else available_device_bytes(device)
+    if room is not None and plan.device > share * room:
+        text = f"{format_bytes(plan.device)} of device memory, and {format_bytes(room)} are free"
+        return Shortage(text, "device")
+    return None
+
+
+def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
+    """Refuse, with the numbers and the remedy, what would not fit.
+
+    Raises:
+        MemoryShortageError: if host or device memory is too small.
+    """
+    found = shortage(plan, device)
+    if found is None:
+        return
+    if found.memory == "pinned":
+        remedy = widen_pool_to(plan.host_cache + pinned_bytes_in_use(device))
+    elif found.memory == "host":
+        remedy = remedies.for_host(plan, unified=device.platform == "cpu")
+    else:
+        remedy = remedies.for_device(plan)
+    raise MemoryShortageError(f"this generation needs {found.what}: {remedy}")
+
+
+def most_rows(
+    phases: Callable[[int], list[MemoryPlan]], most: int, device: Device
+) -> tuple[int, Shortage | None]:
+    """How many sequences at once fit, and what keeps it from being more.
+
+    All are taken if they fit. Else a little is left free, as plans are not exact.
+
+    Args:
+        phases: what so many sequences take, see `PromptReader.phases`.
+        most: number of sequences.
+    """
+
+    def lacks(rows: int, share: float = FILLED) -> Shortage | None:
+        found = (shortage(plan, device, share) for plan in phases(rows))
+        return next(filter(None, found), None)
+
+    reason = lacks(most, 1.0)
+    if reason is None:
+        return most, None
+    if lacks(1, 1.0):
+        return 0, reason
+    low, high = 1, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if lacks(middle) else (middle, high)
+    return low, reason

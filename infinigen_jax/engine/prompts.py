@@ -1,0 +1,235 @@
+"""Reading a run's prompts: the shape of its cache, what they share, and what of them is cached."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.cache.layers import Cache
+from infinigen_jax.decode.finite_check import Places, refuse
+from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
+from infinigen_jax.engine.dispatch import Dispatcher
+from infinigen_jax.engine.memory_plan import MemoryPlan, most_rows, plan_cache
+from infinigen_jax.engine.shared_prefix import common_prefix, may_share, plan_sharing, spread
+from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
+from infinigen_jax.prefill.prefill import Notify, chunk_for, extend, prefill
+
+if TYPE_CHECKING:
+    from infinigen_jax.engine.engine import Engine
+
+logger = logging.getLogger("infinigen_jax")
+
+
+class Begun(NamedTuple):
+    """A cache that a run goes on with.
+
+    Attributes:
+        cache: None for an empty one; its arrays are donated.
+        cached: how many of each prompt's tokens it has, the first ones; fewer than all.
+        drawn: tokens drawn before, for each prompt.
+    """
+
+    cache: Cache | None
+    cached: list[int]
+    drawn: int = 0
+
+    @classmethod
+    def empty(cls, rows: int) -> "Begun":
+        return cls(None, [0] * rows)
+
+
+class PromptReader:
+    """Reads prompts into caches that have room for their ends as well.
+
+    Attributes:
+        capacity: tokens of a sequence that the layers on the device have room for.
+        slots: rows of a sequence that the host has room for; as many, but for a pool.
+        tokens_read: of the prompts, all that were computed so far: not those that were cached.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        dispatcher: Dispatcher,
+        prompts: list[list[int]],
+        tokens: int,
+        rows: int,
+        capacity: int | None,
+        prefix: int,
+    ):
+        """For a batch.
+
+        Args:
+            tokens: of the longest sequence, with its end.
+            rows: sequences at once.
+            capacity, prefix: as in `Run`.
+        """
+        self.decoder = engine.decoder
+        self.tokens_read = 0
+        self._engine = engine
+        self._dispatcher = dispatcher
+        self._prompts = prompts
+        self._sharing = None
+        self._longest = max(map(len, prompts))
+        prefix = min(prefix, common_prefix(prompts))
+        if prefix and may_share(engine.model.config, self._longest):
+            self._sharing = plan_sharing(self.decoder, prefix, tokens, rows)
+            capacity = self._sharing.capacity
+        # A flush writes a whole window.
+        self.capacity = capacity or round_up_capacity(max(tokens, self.decoder.policy.window))
+        self.slots = self.decoder.host_slots(tokens, self.capacity)
+        self._prefix: Cache | None = None
+
+    @property
+    def shared(self) -> int:
+        """Tokens of the prefix that is read and stored once."""
+        return 0 if self._sharing is None else self._sharing.tokens
+
+    def plan(self, rows: int, cached: int = 0) -> MemoryPlan:
+        """Memory of a batch.
+
+        Args:
+            cached: tokens of each prompt that are not to be read.
+        """
+        read = self._read_bytes(rows, self._longest - cached - self.shared)
+        return self._cache_plan(rows).at_work(max(read, self._step_bytes(rows)))
+
+    def phases(self, rows: int, cached: int, *, waiting: bool) -> list[MemoryPlan]:
+        """Memory of what comes one after the other: reading, decoding, reading what has waited.
+
+        Args:
+            cached: as for `plan`.
+            waiting: whether there are prompts to be admitted.
+        """
+        batch, one = self._cache_plan(rows), self._cache_plan(1)
+        rest, found = self._longest - cached - self.shared, []
+        if self.shared:
+            found = [one.at_work(self._read_bytes(1, self.shared)), batch + one]
+        if self.shared and waiting:  # the prefix stays
+            batch += one
+        found += [
+            batch.at_work(self._read_bytes(rows, rest)),
+            batch.at_work(self._step_bytes(rows)),
+        ]
+        if waiting:
+            found.append((batch + one).at_work(self._read_bytes(1, rest)))
+        return found
+
+    def _cache_plan(self, rows: int) -> MemoryPlan:
+        plan = plan_cache(self.decoder, rows, self.capacity, self.slots)
+        if self._sharing is None:
+            return plan
+        slots = self._sharing.host_rows(rows) * self._sharing.own
+        host = plan.host_cache // (rows * self.capacity) * slots
+        return dataclasses.replace(plan, host_cache=host)
+
+    def _read_bytes(self, rows: int, longest: int) -> int:
+        chunk = self.chunk_length(longest, rows)
+        return prefill_bytes(self.decoder, rows, chunk, self.capacity)
+
+    def _step_bytes(self, rows: int) -> int:
+        return decode_bytes(self.decoder, rows, self.slots)
+
+    def chunk_length(self, longest: int, rows: int) -> int:
+        """Of prompts of this many rows, the longest of so many tokens."""
+        most = self._engine.prefill_chunk
+        return min(chunk_for(self.decoder, rows, longest, most), self.capacity)
+
+    def read_prefix(self, notify: Notify | None) -> None:
+        """Read what the prompts share, if they do; `read` goes on from there."""
+        if self._sharing is not None:
+            prefix = [self._prompts[0][: self._sharing.tokens]]
+            self._prefix = self._read(prefix, [0], Begun.empty(1), notify)[0]
+
+    def read(
+        self,
+        numbers: Sequence[int],
+        begun: Begun | None = None,
+        notify: Notify | None = None,
+        *,
+        last: bool = False,
+    ) -> tuple[Cache, Int[Array, " b"]]:
+        """The cache of these prompts alone, and their first tokens.
+
+        Args:
+            begun: what is cached of them; by default what all prompts share.
+            last: no prompt will be read behind these, and what they share is dropped.
+        """
+        if self._prefix is not None:
+            assert self._sharing is not None
+            cache = spread(self.decoder, self._prefix, len(numbers), self._sharing)
+            begun = Begun(cache, [self._sharing.tokens] * len(numbers))
+            if last:
+                self._prefix = None
+        begun = begun or Begun.empty(len(numbers))
+        return self._read([self._prompts[i] for i in numbers], numbers, begun, notify)
+
+    def _read(
+        self,
+        prompts: list[list[int]],
+        numbers: Sequence[int],
+        begun: Begun,
+        notify: Notify | None,
+    ) -> tuple[Cache, Int[Array, " b"]]:
+        """Process what is not cached of prompts of these numbers."""
+        rest = [prompt[n:] for prompt, n in zip(prompts, begun.cached, strict=True)]
+        lengths = np.array([len(prompt) for prompt in rest], np.int32)
+        tokens = np.zeros((len(rest), int(lengths.max())), np.int32)
+        for row, prompt in zip(tokens, rest, strict=True):
+            row[: len(prompt)] = prompt
+        self.tokens_read += int(lengths.sum())
+        engine, weights, sampling = (
+            self._engine,
+            self._dispatcher.weights,
+            self._dispatcher.sampling,
+        )
+        seed = self._dispatcher.seed
+        places = Places(self.decoder, weights.params["embedding"], len(prompts))
+        chunk, look = engine.prefill_chunk, places if engine.check else None
+        if begun.cache is None:
+            given = (self.decoder, weights, tokens, lengths, self.capacity)
+            outcome = prefill(*given, sampling, seed, self.slots, chunk, notify, look)
+        else:
+            step = np.full(len(prompts), begun.drawn, np.int32)
+            step = jax.device_put(step, Placement(engine.mesh).batch)
+            given = (self.decoder, weights, begun.cache, tokens, lengths)
+            outcome = extend(*given, sampling, seed, step, chunk, notify, look)
+        refuse([places.place], self.decoder.config.num_layers, numbers)
+        return outcome
+
+
+def round_up_capacity(tokens: int) -> int:
+    """Capacities come in a few sizes, so that few programs are compiled; multiples of a block."""
+    unit = 128 if tokens <= STREAM_BLOCK else STREAM_BLOCK
+    return -(-tokens // unit) * unit
+
+
+def rows_that_fit(
+    engine: "Engine", reader: Callable[[int], PromptReader], longest: int, most: int
+) -> int:
+    """How many of `most` prompts there is memory for at once, at least 1; says so if not for all.
+
+    Args:
+        reader: for so many at once.
+        longest: tokens of a prompt.
+    """
+
+    def phases(rows: int) -> list[MemoryPlan]:
+        return reader(rows).phases(rows, 0, waiting=rows < most)
+
+    rows, lacking = most_rows(phases, most, engine.mesh.devices.flat[0])
+    if lacking is None or not rows:
+        return max(1, rows)
+    text = f"{rows} of {most} prompts at once, as many as fit, and the others as these end"
+    lengths = [reader(n).chunk_length(longest, n) for n in (rows, most)]
+    if not engine.decoder.row_format.exact and lengths[0] != lengths[1]:
+        text += (
+            f", read {lengths[0]} tokens at a time, which --rows {engine.decoder.rows} depends on"
+        )
+    logger.warning("%s: all at once need %s", text, lacking.what)
+    return rows

@@ -1,0 +1,95 @@
+"""What helps where memory is too small: the options that apply to a generation."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from infinigen_jax.decode.layer import Decoder
+
+if TYPE_CHECKING:
+    from infinigen_jax.engine.memory_plan import MemoryPlan
+
+LEAST = 0.05  # of the memory, that is worth lowering
+LENGTHS = ("the prompt length", "--max-new-tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedies:
+    """Of one generation.
+
+    Attributes:
+        lengths: what its capacity comes from.
+        rows: sequences at once.
+        waiting: whether others are admitted later, one beside these.
+        may_pool: whether a limit of the host's cache could be given.
+    """
+
+    decoder: Decoder
+    lengths: tuple[str, ...] = LENGTHS
+    rows: int = 1
+    waiting: bool = False
+    may_pool: bool = True
+
+    def for_host(self, plan: "MemoryPlan", *, unified: bool) -> str:
+        """Where the host's memory is too small.
+
+        Args:
+            unified: it is the device's memory as well.
+        """
+        decoder = self.decoder
+        lower, use = [*self.lengths, *self._batch()], []
+        stored = decoder.row_format
+        if plan.host_cache and stored.exact and dataclasses.replace(stored, name="int8").groups:
+            use.append("--rows int8")
+        use += self._pool()
+        if unified:
+            smaller = not stored.exact or decoder.pool is not None  # on the host
+            lower += self._parts(plan, plan.total, dense=smaller)
+        else:
+            use += ["more --dense-layers"] * bool(decoder.host_layers)
+            use += ["--weights device"] * decoder.weights_on_host
+        return advice(lower, use)
+
+    def for_device(self, plan: "MemoryPlan") -> str:
+        """Where the device's memory is too small."""
+        decoder = self.decoder
+        lower = [*self.lengths, *self._batch(), *self._parts(plan, plan.device, dense=True)]
+        use = [*(["--weights host"] * (not decoder.weights_on_host)), *self._pool()]
+        return advice(lower, use)
+
+    def _batch(self) -> Iterator[str]:
+        if self.rows > 1:
+            yield "--batch"
+        elif self.waiting:
+            yield "the number of prompts to 1"
+
+    def _pool(self) -> Iterator[str]:
+        decoder = self.decoder
+        if self.may_pool and decoder.host_layers and decoder.policy.pools and decoder.pool is None:
+            yield "--pool-tokens"
+
+    def _parts(self, plan: "MemoryPlan", whole: int, *, dense: bool) -> Iterator[str]:
+        """What parts of the memory come from, if they are large enough to matter.
+
+        Args:
+            dense: whether a layer takes less memory that is not dense.
+        """
+        sizes = {
+            "--dense-layers": plan.dense_cache if dense and self.decoder.dense_layers else 0,
+            # With a pool, prompts are read in one piece.
+            "--prefill-chunk": plan.workspace if self.decoder.pool is None else 0,
+            "--hot-set": plan.hot,
+            "--partial-ratio": plan.index if hasattr(self.decoder.policy, "partial_ratio") else 0,
+        }
+        return (name for name, size in sizes.items() if size > LEAST * whole)
+
+
+def advice(lower: Sequence[str], use: Sequence[str]) -> str:
+    """In words."""
+    parts = [f"{verb} {listed(names)}" for verb, names in (("lower", lower), ("use", use)) if names]
+    return ", or ".join(parts)
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "a, b or c"."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

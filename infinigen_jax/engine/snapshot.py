@@ -1,0 +1,116 @@
+"""The cache of one sequence as arrays for a file, and back.
+
+    host.N      [k, n, w] rows of host layer N, of the n tokens that are cached
+    leaf.N      the other arrays but hot sets, in the order of the cache's tree; of a layer that is
+                wholly on the device n tokens, too
+
+Hot sets are left out: they change what moves, never a result. Rows of two-byte numbers are numbers
+in the file, also where they are kept as integers (`bits`).
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infinigen_jax.cache.host_array import Placement, write_block
+from infinigen_jax.cache.layers import Cache, DenseLayer
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
+from infinigen_jax.engine.saved_file import SavedFile
+from infinigen_jax.ops.bit_storage import number_dtype
+from infinigen_jax.prefill.prefill import empty_cache
+
+Layout = dict[str, tuple[np.dtype, tuple[int, ...]]]
+
+
+def layout(decoder: Decoder, cache: Cache, length: int) -> Layout:
+    """Dtype and shape of each array that `arrays` gives, in its order."""
+    found: Layout = {}
+    if cache.host is not None:
+        layers, _, k, _, w = cache.host.shape
+        dtype = number_dtype(cache.host.dtype, decoder.dtype)
+        found = {f"host.{n}": (dtype, (k, length, w)) for n in range(layers)}
+    for i, (leaf, by_token) in enumerate(_leaves(cache)):
+        shape = (*leaf.shape[:2], length, leaf.shape[3]) if by_token else leaf.shape
+        found[f"leaf.{i}"] = (number_dtype(leaf.dtype, decoder.dtype), shape)
+    return found
+
+
+def arrays(decoder: Decoder, cache: Cache, length: int) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of a cache of one sequence, whose rows are all on the host.
+
+    Those of the host are views: they must be gone before the cache is donated.
+    """
+    if cache.host is not None:
+        rows = _numbers(decoder, cache.host)
+        for layer in range(len(rows)):
+            yield f"host.{layer}", rows[layer, 0, :, :length]
+    for i, (leaf, by_token) in enumerate(_leaves(cache)):
+        array = _numbers(decoder, leaf)
+        yield f"leaf.{i}", array[:, :, :length] if by_token else array
+
+
+def restore(decoder: Decoder, capacity: int, length: int, file: SavedFile) -> Cache:
+    """The cache that was saved, on the decoder's device and in host memory.
+
+    Raises:
+        InputError: if it is not one of such a decoder and capacity.
+    """
+    cache = empty_cache(decoder, 1, capacity)
+    kinds = layout(decoder, cache, length)
+    saved = {name: file.read(name, *kind) for name, kind in kinds.items()}
+    leaves = []
+    for i, (leaf, by_token) in enumerate(_leaves(cache)):
+        array = saved[f"leaf.{i}"]
+        if by_token:
+            array = np.pad(array, ((0, 0), (0, 0), (0, leaf.shape[2] - length), (0, 0)))
+        # Never alias the mapped file: the array is to be donated.
+        array = array.view(leaf.dtype)
+        leaves.append(jax.device_put(array, leaf.sharding, may_alias=False))
+    tree = jax.tree.structure(_kept(cache))
+    states, local, lengths, scales = jax.tree.unflatten(tree, leaves)
+    host = cache.host
+    for layer in range(decoder.host_layers):
+        host = _fill(decoder, host, layer, saved[f"host.{layer}"])
+    return cache._replace(host=host, states=states, local=local, lengths=lengths, scales=scales)
+
+
+def _numbers(decoder: Decoder, array: Any) -> np.ndarray:
+    """A view of an array, of numbers."""
+    array = np.asarray(array)
+    return array.view(number_dtype(array.dtype, decoder.dtype))
+
+
+def _kept(cache: Cache) -> tuple[Any, ...]:
+    return cache.states, cache.local, cache.lengths, cache.scales
+
+
+def _leaves(cache: Cache) -> list[tuple[Any, bool]]:
+    """The arrays but the host's, each with whether it is [1, k, t, d] of which n tokens count."""
+    layers = [layer for layer in cache.local if isinstance(layer, DenseLayer)]
+    by_token = {id(leaf) for leaf in jax.tree.leaves(layers)}
+    return [(leaf, id(leaf) in by_token) for leaf in jax.tree.leaves(_kept(cache))]
+
+
+def _fill(decoder: Decoder, host: Any, layer: int, rows: np.ndarray) -> Any:
+    """One layer's rows, block by block: one program for all lengths."""
+    at, block = Placement(decoder.mesh), min(host.shape[3], STREAM_BLOCK)
+    for start in range(0, rows.shape[1], block):
+        piece = rows[None, :, start : start + block]
+        piece = np.pad(piece, ((0, 0), (0, 0), (0, block - piece.shape[2]), (0, 0)))
+        piece = piece.view(host.dtype)
+        numbers = (jax.device_put(np.int32(i), at.whole) for i in (layer, start))
+        host = _writer(decoder)(host, *numbers, jax.device_put(piece, at.rows))
+    return host
+
+
+@functools.lru_cache(maxsize=16)
+def _writer(decoder: Decoder) -> Any:
+    def write(host: Any, layer: Any, start: Any, rows: Any) -> Any:
+        return write_block(host, layer, jnp.int32(0), start, rows, decoder.mesh)
+
+    return jax.jit(write, donate_argnums=0, out_shardings=Placement(decoder.mesh).host)

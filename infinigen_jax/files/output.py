@@ -1,0 +1,41 @@
+"""Result files of the command lines: refused before the work, then written whole or not at all."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.files.atomic import whole_file
+
+
+def checked_output(option: str, name: str | None) -> Path | None:
+    """Where a result goes; refused before the work rather than after it.
+
+    Raises:
+        InputError: naming `option`, if no file can be written there.
+    """
+    if name is None:
+        return None
+    path = Path(name)
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"{option} {path}: cannot be written; give a file in a folder of yours")
+    return path
+
+
+def write_json(option: str, path: Path, record: dict[str, Any]) -> None:
+    """Write a record whole or not at all.
+
+    Raises:
+        InputError: naming `option`, if writing fails.
+    """
+    text = json.dumps(record, indent=2) + "\n"
+    try:
+        if path.exists() and not path.is_file():  # /dev/stdout, a pipe: never to be replaced
+            path.write_text(text, encoding="utf-8")
+            return
+        with whole_file(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise InputError(f"{option} {path}: {error.strerror}; nothing was written") from None

@@ -1,0 +1,317 @@
+"""Loading a model: reading a converted folder onto the device, all of it checked.
+
+A Hugging Face folder that was never converted is converted into the user's cache first.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from infinigen_jax.checkpoint.hf_folder import checked_folder, open_file, read_config
+from infinigen_jax.checkpoint.manifest import (
+    MANIFEST_FILE,
+    SKEW_FILE,
+    WEIGHTS_FILE,
+    read_manifest,
+    verify_files,
+)
+from infinigen_jax.checkpoint.skew_file import DTYPES, Ahead, Basis, read_skew
+from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, expected, match, read_tree
+from infinigen_jax.errors import InputError, MemoryShortageError
+from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, mark_used, prune
+from infinigen_jax.machine.backend import start_backend
+from infinigen_jax.machine.memory_limits import (
+    available_device_bytes,
+    available_host_bytes,
+    format_bytes,
+    pinned_pool_limit_bytes,
+    tree_bytes,
+    widen_pool_to,
+)
+from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
+from infinigen_jax.speculation.layer_budgets import Curves
+from infinigen_jax.text.tokenizer import load_tokenizer
+from infinigen_jax.transfer.host_weights import check_weights, placed
+
+logger = logging.getLogger("infinigen_jax")
+
+DENSE_LOSS = 0.03  # docs/policies-infinigen.md
+DENSE_AMONG = 4
+DENSE_UNKNOWN = 2
+EMBEDDED = ("books-llama", "tiny-llama", "tiny-opt")
+EMBEDDED_FOLDER = Path(__file__).parents[1] / "embedded"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A model ready to run.
+
+    Attributes:
+        params: {"embedding": {...}, "layers": [{...}, ...]}, arrays on the device in `dtype`.
+        bases: one per layer, to be applied to rotated queries and keys; None where the leading
+            columns of the keys already are the partial keys (absorbed) or nothing was skewed.
+        skew: "svd", "balanced" or "none".
+        key_mean: [L, k, d] float32, mean calibration key of each KV head in the coordinates of
+            the cached keys; None with skew "none".
+        svd_bases: with skew "balanced", the paper's bases beside the balanced ones.
+        ahead: one per layer: what the corrected layer-ahead query needs; None where it is unknown.
+        speculate_from: what of the layer before that query is of, one of `speculation.SOURCES`.
+        sparse_loss: [L, 2] float32, relative error behind each layer's attention with few rows,
+            chosen by its own query and by that of a layer before, see `convert.loss`; the latter
+            by the layer's input, where it is guessed behind attention to what is resident.
+        row_loss: [L, 2, m] float32, with each of `row_shares` [m] of the rows, by the query itself.
+        tail_moments: covariances of keys, and of keys (rows) with values (columns), within blocks
+            of the calibration text, each [L, k, d, d] float32, in the coordinates of the cached
+            keys, see `tail_values`.
+        path: the converted folder; None for a model made by `from_params`.
+    """
+
+    config: ModelConfig
+    params: Params
+    dtype: jnp.dtype
+    bases: tuple[Basis | None, ...]
+    skew: str = "none"
+    key_mean: np.ndarray | None = None
+    path: Path | None = None
+    given_tokenizer: Any = None
+    svd_bases: tuple[Basis, ...] | None = None
+    ahead: tuple[Ahead, ...] | None = None
+    speculate_from: str = "input"
+    sparse_loss: np.ndarray | None = None
+    row_loss: np.ndarray | None = None
+    tail_moments: tuple[np.ndarray, np.ndarray] | None = None
+    row_shares: np.ndarray | None = None
+
+    def dense_layers(self, ahead: bool) -> int:
+        """How many leading layers to keep on the device, as few of their rows are not enough.
+
+        Up to the last of the first DENSE_AMONG layers that loses more than DENSE_LOSS. Where the
+        conversion did not measure it, DENSE_UNKNOWN, as in the paper.
+
+        Args:
+            ahead: whether rows are chosen by a query of a layer before.
+        """
+        if self.sparse_loss is None or not np.isfinite(self.sparse_loss).all():
+            return DENSE_UNKNOWN
+        loss = self.sparse_loss[:DENSE_AMONG, int(ahead)]
+        return int(np.max(np.flatnonzero(loss > DENSE_LOSS), initial=-1)) + 1
+
+    def measured(self, lead: int, source: str) -> bool:
+        """Whether the conversion measured losses with rows chosen so: by a layer's own query
+        (`lead` 0), or by what it corrected a query for."""
+        return lead == 0 or source == self.speculate_from
+
+    @property
+    def has_curves(self) -> bool:
+        """Whether the conversion measured what `curves` says."""
+        return self.row_loss is not None and bool(np.isfinite(self.row_loss).all())
+
+    def curves(self, ahead: bool) -> Curves:
+        """What each layer loses by its share of the rows.
+
+        Args:
+            ahead: as for `dense_layers`.
+
+        Raises:
+            InputError: if the conversion did not measure it.
+        """
+        if not self.has_curves:
+            raise InputError(
+                "--layer-budgets calibrated: the model's conversion did not measure what its "
+                "layers lose; convert it again, with a calibration text of at least 320 tokens"
+            )
+        assert self.row_loss is not None and self.row_shares is not None
+        errors = tuple(tuple(map(float, layer)) for layer in self.row_loss[:, int(ahead)])
+        # As they were meant: float32 has no 0.1.
+        return Curves(tuple(round(float(share), 6) for share in self.row_shares), errors)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, loaded when first asked for; None for a model made by `from_params`.
+
+        Raises:
+            InputError: naming the folder when its tokenizer is missing or damaged.
+        """
+        if self.given_tokenizer is not None or self.path is None:
+            return self.given_tokenizer
+        return load_tokenizer(self.path)
+
+    @classmethod
+    def from_params(
+        cls,
+        config: ModelConfig,
+        params: Params,
+        dtype: Any,
+        *,
+        bases: Sequence[Basis | None] | None = None,
+        skew: str = "none",
+        tokenizer: Any = None,
+    ) -> "Model":
+        """A model from parameters in memory, for tests and benchmarks with random weights."""
+        chosen = tuple(bases) if bases is not None else (None,) * config.num_layers
+        if len(chosen) != config.num_layers:
+            raise ValueError(f"{len(chosen)} bases for {config.num_layers} layers")
+        dtype = jnp.dtype(dtype)
+        return cls(config, params, dtype, chosen, skew=skew, given_tokenizer=tokenizer)
+
+
+def load(
+    path: str | Path | None = None,
+    dtype: Any = None,
+    *,
+    verify: bool = True,
+    notify: Callable[[str], None] = logger.warning,
+    weights: str = "device",
+) -> Model:
+    """Load a model folder, converted or straight from Hugging Face.
+
+    Args:
+        path: the folder, or the name of an embedded model; None for the first of these.
+        dtype: "float32", "bfloat16" or "float16", of weights and activations; by default float32
+            on the CPU and bfloat16 elsewhere.
+        verify: compare the SHA-256 of every file with the one recorded at conversion.
+        notify: called with a line of text when the folder has to be converted first.
+        weights: "device", or "host" to keep those of the layers in host memory, see `weights`.
+
+    Raises:
+        InputError: naming the file or setting that is at fault, and the remedy.
+    """
+    folder = checked_folder(model_folder(path))
+    start_backend()
+    chosen = checked_dtype(dtype)
+    check_weights(weights)
+    # A folder with one of the two files was converted, and is damaged if the other is missing.
+    if not any((folder / name).exists() for name in (MANIFEST_FILE, SKEW_FILE)):
+        return _load_through_cache(folder, chosen, verify, notify, weights)
+    return _load_converted(folder, chosen, verify, weights)
+
+
+def embedded(name: str = EMBEDDED[0]) -> Path:
+    """Folder of a small model inside the package, one of EMBEDDED, converted."""
+    if name not in EMBEDDED:
+        raise InputError(f"no embedded model {name!r}; there are {', '.join(EMBEDDED)}")
+    return EMBEDDED_FOLDER / name
+
+
+def model_folder(model: str | Path | None) -> Path:
+    """What is meant by a model: a folder, or where there is none, an embedded model of that name.
+
+    Args:
+        model: None for the first of EMBEDDED.
+    """
+    if model is None:
+        return embedded()
+    folder = Path(model)
+    return embedded(str(model)) if str(model) in EMBEDDED and not folder.exists() else folder
+
+
+def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) -> Model:
+    manifest = read_manifest(folder)
+    if verify:
+        verify_files(folder, manifest)
+    _, config = read_config(folder)
+    skewing = read_skew(folder, manifest, config)
+    plan = blueprint(config, dtype)
+    _check_room(folder, plan, weights)
+    # Not through an index, which may lie beside the weights: only this file is in the manifest.
+    sources = match(open_file(folder / WEIGHTS_FILE), plan, folder)
+    slots = expected(plan)
+
+    def join(parts: list[np.ndarray], transform: str) -> Array:
+        # One tensor at a time, transposed and cast on the device: the host holds no second copy.
+        # Never alias the mapped file, which someone may overwrite while the model is in use.
+        return _joined([jax.device_put(p, may_alias=False) for p in parts], transform, dtype)
+
+    params = {
+        "embedding": read_tree(slots.embedding, sources, join),
+        "layers": [placed(read_tree(layer, sources, join), weights) for layer in slots.layers],
+    }
+    # Copies may be under way; the file may change from here on.
+    jax.block_until_ready(params)
+    return Model(config, params, dtype, skew=manifest.skew, path=folder, **skewing)
+
+
+def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
+    """Refuse a model whose weights do not fit, before any is read."""
+    device, together = jax.devices()[0], plan.config.num_layers
+    layer = tree_bytes(plan.layer_shapes)
+    if weights == "host" and device.platform != "cpu":
+        there = layer * together
+        if there > (room := available_host_bytes()):
+            raise MemoryShortageError(
+                f"{folder}: the weights need {format_bytes(there)} of host memory, and "
+                f"{format_bytes(room)} are available; use a smaller model or --dtype bfloat16"
+            )
+        pool = pinned_pool_limit_bytes(device)
+        if pool is not None and there > pool:
+            raise MemoryShortageError(
+                f"{folder}: the weights need {format_bytes(there)} of pinned memory, and JAX may "
+                f"take {format_bytes(pool)}: {widen_pool_to(there)}"
+            )
+        together = min(2, together)  # at a time on the device
+    needed = tree_bytes(plan.embedding_shapes) + layer * together
+    room = available_device_bytes(device)
+    if room is not None and needed > room:
+        raise MemoryShortageError(
+            f"{folder}: the weights need {format_bytes(needed)}, and {format_bytes(room)} are "
+            "available; use --weights host, a smaller model or --dtype bfloat16"
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("transform", "dtype"))
+def _joined(parts: list[Array], transform: str, dtype: jnp.dtype) -> Array:
+    return jnp.concatenate([TRANSFORMS[transform](p).astype(dtype) for p in parts], axis=-1)
+
+
+def checked_dtype(dtype: Any) -> jnp.dtype:
+    if dtype is None:
+        return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    try:
+        chosen = jnp.dtype(dtype)
+    except TypeError:
+        chosen = None
+    if chosen is None or chosen.name not in DTYPES:
+        raise InputError(f"--dtype {dtype}: not supported; use one of {', '.join(DTYPES)}")
+    return chosen
+
+
+def _load_through_cache(
+    folder: Path,
+    dtype: jnp.dtype,
+    verify: bool,
+    notify: Callable[[str], None],
+    weights: str,
+) -> Model:
+    from infinigen_jax.convert import convert
+
+    read_config(folder)  # refuse a foreign model before announcing anything
+    destination = cache_folder(folder)
+    with cache_lock(destination):
+        if destination.exists():
+            try:
+                return _used(_load_converted(destination, dtype, verify, weights))
+            except MemoryShortageError:  # another conversion would not be smaller
+                raise
+            except InputError as error:
+                notify(f"the cached conversion is unusable and is made again ({error})")
+        else:
+            notify(f"{folder} is not converted yet: converting it into {destination}")
+        convert(folder, destination, force=True)
+        model = _used(_load_converted(destination, dtype, verify, weights))
+        prune(destination.parent)
+        return model
+
+
+def _used(model: Model) -> Model:
+    """Keep the conversion of a model in the cache while the process lives."""
+    if model.path is not None:
+        mark_used(model.path)
+    return model

@@ -1,0 +1,68 @@
+"""How fast memory is read, and rows come from the host: measured in about a second."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infinigen_jax.cache.host_array import allocate_host, default_mesh, gather_rows, write_span
+from infinigen_jax.ops.span import Span
+
+ROW = 128  # elements of a gathered row, float32
+
+
+def memory_read_bandwidth(size: int | None = None) -> float:
+    """Bytes per second at which the device reads its memory, all cores together.
+
+    The best of several ways to sum `size` bytes, since a floor calls for the highest rate; by
+    default 0.5 GB on the CPU and 2 GB on a GPU, which would read less in no time.
+    """
+    size = size or (1 << 29 if jax.default_backend() == "cpu" else 1 << 31)
+    side = 4096
+    x = jax.random.uniform(jax.random.key(0), (size // 4 // side, side), jnp.float32)
+    v = jnp.ones(side, jnp.float32)
+    sums, product = jax.jit(jnp.sum), jax.jit(jnp.matmul)
+    ways: list[Callable[[], Any]] = [lambda: sums(x), lambda: product(x, v)]
+    return size / min(best_seconds(way) for way in ways)
+
+
+def host_to_device_bandwidth(size: int = 1 << 28) -> float | None:
+    """Bytes per second of a copy from pinned host memory; None where there is no such bus."""
+    if jax.default_backend() == "cpu":
+        return None
+    device = jax.devices()[0]
+    here = jax.sharding.SingleDeviceSharding(device)
+    x = jax.random.bits(jax.random.key(0), (size,), jnp.uint8)
+    x = jax.device_put(x, here.with_memory_kind("pinned_host"))
+    return size / best_seconds(lambda: jax.device_put(x, here))
+
+
+def gather_bandwidth(size: int = 1 << 27) -> float:
+    """Bytes per second of rows gathered from a host cache of `size` bytes, one row in twenty."""
+    heads, tokens = 8, size // 4 // ROW // 8
+    mesh = default_mesh()
+    cache = allocate_host((1, 1, heads, tokens, ROW), jnp.float32, mesh)
+    # Memory that was never written is not there to be read.
+    whole = Span.whole(1, tokens)
+    write = jax.jit(lambda c, x: write_span(c, jnp.int32(0), x, whole, mesh), donate_argnums=0)
+    cache = write(cache, jnp.ones((1, heads, tokens, ROW), jnp.float32))
+    chosen = np.random.default_rng(0).permuted(np.tile(np.arange(tokens), (heads, 1)), axis=1)
+    slots = jnp.asarray(np.sort(chosen[None, :, : tokens // 20], axis=2), jnp.int32)
+    gather = jax.jit(lambda cache, slots: gather_rows(cache, jnp.int32(0), slots, mesh))
+    return slots.size * ROW * 4 / best_seconds(lambda: gather(cache, slots))
+
+
+def best_seconds(way: Callable[[], Any], repeats: int = 5) -> float:
+    """Least seconds of a call; on a GPU several in a row, which hide their dispatch."""
+    calls = 1 if jax.default_backend() == "cpu" else 8
+    jax.block_until_ready(way())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        results = [way() for _ in range(calls)]
+        jax.block_until_ready(results)
+        times.append((time.perf_counter() - start) / calls)
+    return min(times)

@@ -1,0 +1,322 @@
+"""What a generation would take, in memory and in time, reckoned from a model's shapes alone."""
+
+import argparse
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from infinigen_jax.checkpoint.manifest import AHEAD_FILE, MANIFEST_FILE, SKEW_FILE, read_manifest
+from infinigen_jax.checkpoint.safetensors import SafetensorsFile
+from infinigen_jax.checkpoint.skew_file import Ahead, Basis, neurons_in, predicts, read_loss
+from infinigen_jax.cli.options import chunk_option, make_engine
+from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SKEW, DEFAULT_SOURCE
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.state import Weights
+from infinigen_jax.engine.memory_plan import MemoryPlan, plan_memory
+from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
+from infinigen_jax.loading.load import Model
+from infinigen_jax.machine.memory_limits import tree_bytes
+from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.models.joined import split
+from infinigen_jax.planner.traffic import Traffic, planned_traffic
+from infinigen_jax.policies import Policy
+from infinigen_jax.prefill.prefill import chunk_for
+from infinigen_jax.skew.neurons import number_of, projection_shapes
+from infinigen_jax.transfer.cuda import CudaTransfer
+from infinigen_jax.transfer.host_weights import in_host_memory
+from infinigen_jax.transfer.xla import XlaTransfer
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a generation would run on.
+
+    Attributes:
+        device_memory: bytes; None where the device's memory is the host's.
+        host_memory: bytes.
+        memory_bandwidth: of the device, bytes per second; None if it is not known.
+        copy_bandwidth: of rows from the host to where attention reads them, bytes per second; None
+            if it is not known.
+    """
+
+    device_memory: int | None
+    host_memory: int
+    memory_bandwidth: float | None
+    copy_bandwidth: float | None
+
+    @property
+    def separate(self) -> bool:
+        """Whether device and host have memories of their own, and work at the same time."""
+        return self.device_memory is not None
+
+    @property
+    def timed(self) -> bool:
+        """Whether the time of a step can be reckoned."""
+        return self.memory_bandwidth is not None and self.copy_bandwidth is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a plan may choose; as the options of `generate`."""
+
+    dense_layers: int
+    hot_set: float
+    rows: str
+    budget: float | None
+    prefill_chunk: int | None = None
+    weights: str = "device"
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A generation with given settings.
+
+    Attributes:
+        weights: of the model on the device, where they stay.
+        weights_on_host: of the model in host memory.
+        bases: what conversion found and loading keeps.
+        speculation: the policy's, made of both.
+        chunk: tokens of a prompt that are read at a time.
+        prefill, decode: temporaries, weights on their way from host memory among them; the
+            plan's workspace is the larger.
+        plan: the cache's arrays.
+        traffic: bytes of a decode step.
+        seconds: of a decode step, at least; None if the machine's bandwidths are not known.
+    """
+
+    settings: Settings
+    weights: int
+    weights_on_host: int
+    bases: int
+    speculation: int
+    chunk: int
+    prefill: int
+    decode: int
+    plan: MemoryPlan
+    traffic: Traffic
+    seconds: float | None
+    machine: Machine
+
+    @property
+    def device(self) -> int:
+        """Bytes of device memory at the peak."""
+        return self.weights + self.bases + self.speculation + self.plan.device
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory, the device's not among them."""
+        return self.plan.host_cache + self.weights_on_host
+
+    @property
+    def fits(self) -> bool:
+        room = self.machine.device_memory
+        if room is None:
+            return self.device + self.host <= self.machine.host_memory
+        return self.device <= room and self.host <= self.machine.host_memory
+
+
+class Conversion(NamedTuple):
+    """What a forecast needs to know of a model's conversion.
+
+    Attributes:
+        corrected: whether it has a corrected layer-ahead query.
+        losses: the fields of `Model` on what few rows lose.
+        speculate_from: of the corrected query.
+        predicts: whether it has what the values of a tail are predicted by.
+        neurons: that its corrected query sees.
+    """
+
+    skew: str
+    corrected: bool
+    losses: Mapping[str, np.ndarray] = types.MappingProxyType({})
+    speculate_from: str = "input"
+    predicts: bool = True
+    neurons: int = 0
+
+
+class Planner:
+    """Forecasts for one model, policy and machine, for any settings.
+
+    Args:
+        config: the architecture.
+        conversion: of the model.
+        policy, arguments: as for an engine, see `options`.
+
+    Raises:
+        InputError: for options that an engine would refuse.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: Any,
+        conversion: Conversion,
+        policy: Policy,
+        arguments: argparse.Namespace,
+        machine: Machine,
+    ):
+        self.config, self.machine, self.arguments = config, machine, arguments
+        self._shapes = model_shapes(config, jnp.dtype(dtype), conversion)
+        make = functools.partial(self._engine, jnp.dtype(dtype), conversion, policy)
+        asked, _ = make({})
+        # With all layers on the host there are the policy's weights for all of them.
+        self._decoder, self._weights = make({"dense_layers": 0})
+        reuses = machine.separate and policy.reuses and arguments.hot_set is None
+        budget = getattr(policy, "budget", None)
+        self.asked = Settings(
+            asked.dense_layers,
+            2.0 if reuses else asked.hot_set,
+            asked.rows,
+            budget,
+            chunk_option(arguments.prefill_chunk),
+            "host" if asked.weights_on_host else "device",
+        )
+
+    def _engine(
+        self, dtype: jnp.dtype, conversion: Conversion, policy: Policy, settings: dict[str, Any]
+    ) -> tuple[Decoder, Weights]:
+        """The decoder of an engine, and the shapes of its weights."""
+        made: list[Decoder] = []
+
+        def build(parts: dict[str, Any]) -> Weights:
+            heads = self.config.num_kv_heads, self.config.head_dim
+            mean = moments = None
+            if conversion.skew != "none":
+                mean = np.zeros((self.config.num_layers, *heads), np.float32)
+                moment = np.zeros((*mean.shape, heads[1]), np.float32)
+                moments = moment, moment
+            model = Model(
+                self.config,
+                dtype=dtype,
+                skew=conversion.skew,
+                key_mean=mean,
+                tail_moments=moments if conversion.predicts else None,
+                speculate_from=conversion.speculate_from,
+                **conversion.losses,
+                **parts,
+            )
+            chosen = policy
+            if self.machine.separate:  # an engine that is made here has nothing to move
+                chosen = policy.fitted(model, in_place=False, pooled=False)
+            engine = make_engine(model, chosen, self.arguments, **settings)
+            made.append(engine.decoder)
+            # In the form that they have wherever rows, or weights, are moved.
+            params = engine.weights.params
+            layers = [split(layer, self.config.query_width) for layer in params["layers"]]
+            return engine.weights._replace(params=params | {"layers": layers})
+
+        weights = jax.eval_shape(build, self._shapes)
+        decoder = made[0]
+        if self.machine.separate:
+            transfer = XlaTransfer() if self.arguments.transfer == "xla" else CudaTransfer()
+            decoder = dataclasses.replace(decoder, transfer=transfer)
+        return decoder, weights
+
+    def forecast(self, settings: Settings, batch: int, context: int) -> Forecast:
+        """Of `batch` sequences that grow to `context` tokens."""
+        decoder = dataclasses.replace(
+            self._decoder,
+            dense_layers=settings.dense_layers,
+            hot_set=settings.hot_set,
+            rows=settings.rows,
+            weights_on_host=settings.weights == "host",
+        )
+        if settings.budget is not None:
+            policy: Any = decoder.policy
+            policy = dataclasses.replace(policy, budget=settings.budget)
+            decoder = dataclasses.replace(decoder, policy=policy)
+        pairs = zip(self._decoder.on_host, self._weights.policy, strict=True)
+        policy_weights = tuple(part for layer, part in pairs if layer in decoder.on_host)
+        weights = Weights(self._weights.params, policy_weights)
+        capacity = round_up_capacity(max(context, decoder.policy.window))
+        chunk = min(chunk_for(decoder, batch, context, settings.prefill_chunk), capacity)
+        slots = decoder.host_slots(context, capacity)
+        plan = plan_memory(decoder, batch, chunk, capacity, slots)
+        traffic = planned_traffic(decoder, weights, plan, batch, context, capacity, slots)
+        kept = {name: part for name, part in self._shapes.items() if name != "params"}
+        if kept["ahead"] is not None:  # the projections stay in their file
+            kept["ahead"] = [ahead.basis for ahead in kept["ahead"]]
+        brought = brought_bytes(decoder, weights)
+        traffic = dataclasses.replace(traffic, brought=brought)
+        return Forecast(
+            settings=settings,
+            weights=tree_bytes(weights.params) - brought,
+            weights_on_host=brought,
+            bases=tree_bytes(kept),
+            speculation=tree_bytes(weights.policy),
+            chunk=chunk,
+            prefill=prefill_bytes(decoder, batch, chunk, capacity),
+            decode=decode_bytes(decoder, batch, slots),
+            plan=plan,
+            traffic=traffic,
+            seconds=self._seconds(decoder, traffic),
+            machine=self.machine,
+        )
+
+    def _seconds(self, decoder: Decoder, traffic: Traffic) -> float | None:
+        reads, copies = self.machine.memory_bandwidth, self.machine.copy_bandwidth
+        if reads is None or copies is None:
+            return None
+        if self.machine.separate:
+            return traffic.floor_ms(reads, copies) / 1e3
+        # One memory: rows are read where they are, one by one unless a layer is read whole.
+        streams = all(decoder.streams(number) for number in range(decoder.host_layers))
+        rate = reads if streams else copies
+        others = traffic.memory - traffic.attended
+        return others / reads + traffic.attended / rate
+
+
+def model_shapes(config: ModelConfig, dtype: jnp.dtype, conversion: Conversion) -> Any:
+    """The arrays of a loaded Model that are on the device, by field, as shapes."""
+    plan, count = blueprint(config, dtype), config.num_layers
+    shape = jax.ShapeDtypeStruct
+    square: Any = shape((config.num_kv_heads, config.head_dim, config.head_dim), jnp.float32)
+    pairs = tuple(Basis(square, square) for _ in range(count))
+    skew, corrected, neurons = conversion.skew, conversion.corrected, conversion.neurons
+    projections = [
+        {name: shape(size, dtype) for name, size in projection_shapes(config, i, neurons).items()}
+        for i in range(count)
+    ]
+    absorbed = skew == "none" or (skew == "svd" and config.rope is None)
+    return {
+        "params": {"embedding": plan.embedding_shapes, "layers": [plan.layer_shapes] * count},
+        "bases": (None,) * count if absorbed else pairs,
+        "svd_bases": pairs if corrected else None,
+        "ahead": tuple(map(Ahead, projections, pairs)) if corrected else None,
+    }
+
+
+def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
+    """How a folder is converted, or would be by default."""
+    if not (folder / MANIFEST_FILE).exists():
+        return Conversion(
+            DEFAULT_SKEW,
+            DEFAULT_SKEW == "balanced",
+            speculate_from=DEFAULT_SOURCE,
+            neurons=number_of(config, DEFAULT_NEURONS),
+        )
+    manifest = read_manifest(folder)
+    file = SafetensorsFile(folder / SKEW_FILE)
+    return Conversion(
+        manifest.skew,
+        AHEAD_FILE in manifest.files,
+        read_loss(file, config),
+        manifest.speculate_from,
+        predicts(file),
+        neurons_in(SafetensorsFile(folder / AHEAD_FILE)) if AHEAD_FILE in manifest.files else 0,
+    )
+
+
+def brought_bytes(decoder: Decoder, weights: Weights) -> int:
+    """Of the weights that are kept in host memory."""
+    if not decoder.weights_on_host:
+        return 0
+    return tree_bytes([in_host_memory(layer) for layer in weights.params["layers"]])

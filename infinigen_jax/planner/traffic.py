@@ -1,0 +1,85 @@
+"""Bytes that a decode step has to move, and the time that this takes at best."""
+
+import dataclasses
+
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.state import Weights
+from infinigen_jax.engine.memory_plan import MemoryPlan
+from infinigen_jax.machine.memory_limits import tree_bytes
+
+HIT_RATE = 0.6  # of a hot set of twice a request, supposed for a step that was not measured yet
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes that one decode step (a token of every sequence) needs; padding is left out.
+
+    Attributes:
+        weights: of all layers and the output projection.
+        device_cache: cached rows of dense layers; all of them in a system without a host cache.
+        index: the policy's state.
+        attended: rows of the other layers that attention reads.
+        link: of those, what has to come from the host, as it is stored there.
+        brought: of the weights, what has to come from there.
+    """
+
+    weights: int
+    device_cache: int
+    index: int
+    attended: int
+    link: int
+    brought: int = 0
+
+    @property
+    def memory(self) -> int:
+        """Bytes that are read from the device's memory."""
+        return self.weights + self.device_cache + self.index + self.attended
+
+    @property
+    def bus(self) -> int:
+        """Bytes that come from the host."""
+        return self.link + self.brought
+
+    def floor_ms(self, memory: float, link: float | None) -> float:
+        """Least milliseconds of a step at these bandwidths, bytes per second.
+
+        Args:
+            link: from host to device, which works while memory is read; None without one.
+        """
+        return 1e3 * max(self.memory / memory, self.bus / link if link else 0.0)
+
+
+def planned_traffic(
+    decoder: Decoder,
+    weights: Weights,
+    plan: MemoryPlan,
+    batch: int,
+    context: int,
+    capacity: int,
+    slots: int,
+) -> Traffic:
+    """Of a step that was not run: every request is taken to be as large as the budget.
+
+    Args:
+        weights: arrays or their shapes.
+        context: tokens of a sequence; layers with a sliding window are read whole.
+        capacity, slots: that `plan` was made for.
+    """
+    config = decoder.config
+    embedding = weights.params["embedding"]
+    head = embedding["tokens" if config.tie_embeddings else "head"]
+    streamed = sum(decoder.streams(number) for number in range(decoder.host_layers))
+    on_host = min(context, slots)
+    requested = sum(decoder.request_sizes(on_host))
+    stored = decoder.row_format.width * decoder.row_format.storage.itemsize
+    rows = batch * config.num_kv_heads * stored
+    attended = (requested + streamed * on_host) * rows
+    padded = decoder.padded_rows(slots)
+    link = int(attended * (1 - HIT_RATE if decoder.hot_set else 1))
+    return Traffic(
+        weights=tree_bytes((weights.params["layers"], head, weights.policy)),
+        device_cache=plan.dense_cache * context // capacity,
+        index=plan.index,
+        attended=attended,
+        link=link if padded is None else padded * rows,
+    )

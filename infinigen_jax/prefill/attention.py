@@ -1,0 +1,257 @@
+"""Attention of many tokens at once: a chunk of a prompt over itself and over the rows before it.
+
+The softmax is kept online, so nothing is ever larger than one tile of scores: some queries, all
+query heads of their KV head, over one block of keys.
+
+    CPU      one KV head of one sequence at a time, so that a tile stays in the processor's cache:
+             time goes where scores go through memory
+    NVIDIA   in half precision, cuDNN's kernel: scores stay on chip (`fused_attention`)
+    others   all heads at a time; the next block of earlier rows is read under the attention of
+             the one before
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.ops.attention import MASKED, Softmax
+from infinigen_jax.prefill import cudnn_attention as fused_attention
+from infinigen_jax.prefill.earlier_rows import BLOCK, NOWHERE, Attended, Block, Earlier
+
+OWN_BLOCK = 256  # of the chunk's own: small, as half of those on the diagonal are masked
+CPU_TILE = 256  # rows of a tile: queries times query heads of a KV head...
+CPU_WIDE_TILE = 1024  # ... and of one over a block of earlier rows
+DEVICE_TILE_BYTES = 1 << 26  # of all tiles that are worked on at a time
+
+
+def causal_attention(
+    q: Float[Array, "b s h d"],
+    keys: Float[Array, "b s k d"],
+    values: Float[Array, "b s k d"],
+    window: int | None = None,
+) -> Float[Array, "b s h d"]:
+    """Causal attention over prompts padded on the right; query heads are grouped by KV head.
+
+    A padded position only ever reaches outputs of padded positions.
+
+    Args:
+        window: how many tokens, itself included, a token attends to; None for all before it.
+    """
+    return attend_chunk(q, keys, values, window=window).output
+
+
+def attend_chunk(
+    q: Float[Array, "b c h d"],
+    keys: Float[Array, "b c k d"],
+    values: Float[Array, "b c k d"],
+    earlier: Earlier | None = None,
+    window: int | None = None,
+) -> Attended:
+    """Causal attention of a chunk, over itself and over what came before it.
+
+    Args:
+        q: scaled queries; query head h reads KV head h // (h / k).
+        window: as in `causal_attention`.
+    """
+    cpu, default = (functools.partial(_attend, earlier, window, all) for all in (False, True))
+    if fused_attention.usable(q, keys.shape[2], earlier, window):
+        default = functools.partial(fused_attention.attend, earlier, window)
+    return lax.platform_dependent(q, keys, values, cpu=cpu, default=default)
+
+
+def _attend(
+    earlier: Earlier | None,
+    window: int | None,
+    together: bool,
+    q: Array,
+    keys: Array,
+    values: Array,
+) -> Attended:
+    b, c, h, d = q.shape
+    k = keys.shape[2]
+    tile = _tile(b, c, h, k, together)
+    tiles = _tiles(q, k, tile)
+    own = (_columns(x) for x in (keys, values))
+    state = _each(functools.partial(_attend_own, h // k, window), together)((tiles, *own))
+    if earlier is not None:
+        first = _tile_positions(earlier.start, k, tile, h // k, tiles.shape[1])
+        state = _attend_earlier(earlier, window, (tiles, first), state, together)
+    output = (state.weighted / state.total[..., None]).astype(q.dtype)
+    log_sum = (state.peak + jnp.log(state.total))[..., None]
+    return Attended(_untiled(output, q.shape), _untiled(log_sum, (b, c, h, 1))[..., 0])
+
+
+def _untiled(x: Float[Array, "n tiles m d"], shape: tuple[int, ...]) -> Float[Array, "b c h d"]:
+    """Inverse of `_tiles`."""
+    b, c, h, d = shape
+    k = x.shape[0] // b
+    x = x.reshape(b, k, x.shape[1], h // k, -1, d).transpose(0, 2, 4, 1, 3, 5)
+    return x.reshape(b, -1, h, d)[:, :c]
+
+
+def _tile(b: int, c: int, h: int, k: int, together: bool) -> int:
+    """Queries in a tile."""
+    if not together:
+        return min(c, max(1, CPU_TILE * k // h))
+    most = max(64, DEVICE_TILE_BYTES // (4 * b * h * BLOCK))
+    return min(c, 1 << most.bit_length() - 1)
+
+
+def _tiles(q: Float[Array, "b c h d"], kv_heads: int, tile: int) -> Float[Array, "n tiles m d"]:
+    """Queries by KV head of each sequence, and tile; m is query head times query."""
+    b, c, h, d = q.shape
+    count = -(-c // tile)
+    q = jnp.pad(q, ((0, 0), (0, count * tile - c), (0, 0), (0, 0)))
+    q = q.reshape(b, count, tile, kv_heads, h // kv_heads, d).transpose(0, 3, 1, 4, 2, 5)
+    return q.reshape(b * kv_heads, count, -1, d)
+
+
+def _columns(x: Float[Array, "b c k d"]) -> Float[Array, "n s d"]:
+    """A chunk's keys or values, padded to whole blocks."""
+    b, c, k, d = x.shape
+    size = min(OWN_BLOCK, c)
+    x = jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, -c % size), (0, 0)))
+    return x.reshape(b * k, -1, d)
+
+
+def _each(function: Callable[[Any], Any], together: bool) -> Callable[[Any], Any]:
+    """A function of one KV head, for all of them: side by side, or one after the other."""
+    return jax.vmap(function) if together else functools.partial(lax.map, function)
+
+
+def _tile_positions(
+    start: Int[Array, " b"], kv_heads: int, tile: int, group: int, tiles: int
+) -> Int[Array, "n tiles m"]:
+    """The positions of the queries in `_tiles`."""
+    place = jnp.arange(tiles * tile, dtype=jnp.int32).reshape(tiles, 1, tile)
+    place = jnp.broadcast_to(place, (tiles, group, tile)).reshape(tiles, -1)
+    return jnp.repeat(start, kv_heads)[:, None, None] + place[None]
+
+
+def _attend_own(group: int, window: int | None, head: tuple[Array, Array, Array]) -> Softmax:
+    """A head's tiles over the chunk's own keys, as far as they are visible to it."""
+    tiles, keys, values = head
+    count, m, d = tiles.shape
+    tile = m // group
+    size = min(OWN_BLOCK, keys.shape[0])
+    row = jnp.tile(jnp.arange(tile, dtype=jnp.int32), group)[:, None]
+    column = jnp.arange(size, dtype=jnp.int32)[None]
+
+    def attend(inputs: tuple[Array, Array]) -> Softmax:
+        number, q = inputs
+        first = number * tile
+
+        def visit(j: Array, state: Softmax) -> Softmax:
+            block = [lax.dynamic_slice_in_dim(x, j * size, size) for x in (keys, values)]
+            distance = row + first - (column + j * size)
+            visible = distance >= 0
+            if window is not None:
+                visible &= distance < window
+            return _update(state, q, block[0], block[1], visible)
+
+        seen = jnp.minimum((first + tile + size - 1) // size, keys.shape[0] // size)
+        begin = jnp.int32(0)
+        if window is not None:
+            begin = jnp.maximum(first - window + 1, 0) // size
+        return lax.fori_loop(begin, seen, visit, _nothing(q))
+
+    return lax.map(attend, (jnp.arange(count, dtype=jnp.int32), tiles))
+
+
+def _attend_earlier(
+    earlier: Earlier,
+    window: int | None,
+    queries: tuple[Float[Array, "n tiles m d"], Int[Array, "n tiles m"]],
+    state: Softmax,
+    together: bool,
+) -> Softmax:
+    """Go on with the blocks before the chunk. Queries come with their positions."""
+    narrow = queries[0].shape[1]
+    wide = 1 if together else _widening(narrow, queries[0].shape[2])
+    (tiles, rows), state = jax.tree.map(lambda x: _regrouped(x, narrow // wide), (queries, state))
+    attend = _each(functools.partial(_attend_block, window), together)
+
+    def update(state: Softmax, block: Block) -> Softmax:
+        return attend((state, tiles, rows, *_heads(block)))
+
+    def visit(number: Array, state: Softmax) -> Softmax:
+        return update(state, earlier.block(number))
+
+    def visit_ahead(number: Array, carry: tuple[Softmax, Block]) -> tuple[Softmax, Block]:
+        state, block = carry
+        following = earlier.block(number + 1)  # on its way while this one is attended to
+        return update(state, block), following
+
+    first = jnp.int32(0)
+    if together:
+        carry = (state, earlier.block(first))
+        state = lax.fori_loop(first, earlier.blocks, visit_ahead, carry)[0]
+    else:
+        state = lax.fori_loop(first, earlier.blocks, visit, state)
+    return jax.tree.map(lambda x: _regrouped(x, narrow), state)
+
+
+def _widening(tiles: int, rows: int) -> int:
+    """How many tiles make a wide one: a divisor of their number."""
+    return max(
+        w for w in range(1, tiles + 1) if tiles % w == 0 and (w == 1 or w * rows <= CPU_WIDE_TILE)
+    )
+
+
+def _regrouped(x: Array, tiles: int) -> Array:
+    """[n, tiles, rows, ...] in another number of tiles."""
+    return x.reshape(x.shape[0], tiles, -1, *x.shape[3:])
+
+
+def _heads(block: Block) -> tuple[Array, Array, Array]:
+    """Keys and values [n, s, d] and positions [n, s]."""
+    b, k, s, d = block.keys.shape
+    positions = jnp.broadcast_to(block.positions[:, None], (b, k, s)).reshape(b * k, s)
+    return block.keys.reshape(b * k, s, d), block.values.reshape(b * k, s, d), positions
+
+
+def _attend_block(
+    window: int | None, head: tuple[Softmax, Array, Array, Array, Array, Array]
+) -> Softmax:
+    """A head's tiles over one block."""
+    state, tiles, rows, keys, values, columns = head
+
+    def attend(inputs: tuple[Softmax, Array, Array]) -> Softmax:
+        state, q, row = inputs
+        visible = (columns < NOWHERE)[None]
+        if window is not None:
+            visible &= row[:, None] - columns[None] < window
+        return _update(state, q, keys, values, visible)
+
+    return lax.map(attend, (state, tiles, rows))
+
+
+def _nothing(q: Float[Array, "m d"]) -> Softmax:
+    zeros = jnp.zeros(q.shape, jnp.float32)
+    return Softmax(jnp.full(q.shape[:-1], MASKED, jnp.float32), zeros[..., 0], zeros)
+
+
+def _update(
+    state: Softmax,
+    q: Float[Array, "m d"],
+    keys: Float[Array, "s d"],
+    values: Float[Array, "s d"],
+    visible: Array,
+) -> Softmax:
+    """Attend to further keys. A tile that has seen none yet forgets what it makes of masked ones,
+    once it sees one: their weight becomes exactly 0."""
+    scores = jnp.einsum("md,sd->ms", q, keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible, scores, MASKED)
+    peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
+    kept = jnp.exp(state.peak - peak)
+    weights = jnp.exp(scores - peak[:, None])
+    added = jnp.einsum(
+        "ms,sd->md", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+    )
+    total = state.total * kept + jnp.sum(weights, axis=-1)
+    return Softmax(peak, total, state.weighted * kept[:, None] + added)

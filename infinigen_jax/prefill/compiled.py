@@ -1,0 +1,181 @@
+"""The compiled functions of reading prompts, see `prefill`."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped, UInt
+
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.cache.layers import Cache, DenseLayer, Local, Resident, Sliding
+from infinigen_jax.decode.compiler_options import layer_options
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.pool_flush import start_kept, start_pool
+from infinigen_jax.models import Params
+from infinigen_jax.ops.span import Span
+from infinigen_jax.prefill.layer import chunk_layer, device_rows, host_rows, keep_rows
+from infinigen_jax.prefill.received_attention import attention_received
+from infinigen_jax.programs.program import Program
+from infinigen_jax.sampling import Sampling
+from infinigen_jax.transfer.host_weights import await_copy, start_next
+
+
+class PrefillSteps(NamedTuple):
+    """The compiled functions of reading; the cache arrays that they replace are donated.
+
+    The layers' last result is what was brought of the next layer's weights, if they were given as
+    `stored`, see `weights`.
+    """
+
+    empty: Any
+    embed: Any
+    device_layer: Any
+    keep_on_device: Any
+    host_layer: Any
+    observed_layer: Any
+    keep: Any
+    last: Any
+    pool: Any
+    kept: Any
+    draw: Any
+
+
+@functools.lru_cache(maxsize=64)
+def prefill_steps(decoder: Decoder) -> PrefillSteps:
+    """Jit a decoder's functions for chunks."""
+    config, policy, stored = decoder.config, decoder.policy, decoder.row_format
+
+    def empty(*, batch: int, capacity: int, slots: int) -> Cache:
+        k, d = config.num_kv_heads, config.head_dim
+        streams = [decoder.streams(i) for i in range(decoder.host_layers)]
+
+        def local(layer: int) -> Local:
+            number, ring = decoder.host_number(layer), decoder.ring_size(layer, capacity)
+            if number >= 0:
+                sums = policy.has_tail and not streams[number]
+                blocks = 0
+                if sums:
+                    blocks = 1 if decoder.pool is not None else decoder.slots.blocks(slots)
+                return Resident.empty(batch, k, 2 * d, decoder.slots, decoder.dtype, blocks)
+            kind = DenseLayer if ring is None else Sliding
+            return kind.empty((batch, k, ring or capacity, d), decoder.kept_dtype)
+
+        return Cache(
+            None,
+            tuple(() if s else policy.init(config, batch, slots) for s in streams),
+            tuple(local(i) for i in range(config.num_layers)),
+            jnp.zeros(batch, jnp.int32),
+            tuple(stored.no_scales(batch, k) for _ in streams),
+            tuple(None if s else decoder.empty_hot_set(batch, slots) for s in streams),
+        )
+
+    def embed(params: Params, tokens: Int[Array, "b c"], span: Span) -> Float[Array, "b c e"]:
+        # Padding may lie beyond the last position, for which a table would give NaN.
+        positions = jnp.minimum(span.positions(tokens.shape[1]), config.max_positions - 1)
+        return decoder.blueprint.embedding(params).embed(tokens, positions)
+
+    def device_layer(
+        params: Params,
+        x: Float[Array, "b c e"],
+        local: DenseLayer | Sliding,
+        span: Span,
+        lengths: Int[Array, " b"],
+        stored: tuple[Params, ...] = (),
+        *,
+        window: int | None,
+    ) -> tuple[Array, Array, Any]:
+        coming, x = start_next(stored, x)
+        earlier = device_rows(local, span, decoder.dtype)
+        layer = decoder.blueprint.layer(params)
+        done = chunk_layer(layer, x, span, lengths, earlier, window)
+        coming, x = await_copy(coming, done.x)
+        return x, done.rows, coming
+
+    def keep_on_device(
+        local: DenseLayer | Sliding, rows: Float[Array, "b k c w"], span: Span
+    ) -> DenseLayer | Sliding:
+        return local.extend(rows, span)
+
+    def host_layer(
+        params: Params,
+        x: Float[Array, "b c e"],
+        scales: Any,
+        host: Shaped[Array, "l a k t w"],
+        number: Int[Array, ""],
+        span: Span,
+        lengths: Int[Array, " b"],
+        stored: tuple[Params, ...] = (),
+        *,
+        observed: bool,
+    ) -> tuple[Array, Array, Any, Any]:
+        coming, x = start_next(stored, x)
+        earlier = host_rows(decoder, host, number, scales, span)
+        done = chunk_layer(decoder.blueprint.layer(params), x, span, lengths, earlier)
+        coming, x = await_copy(coming, done.x)
+        if not observed:
+            return x, done.rows, None, coming
+        log_sum = done.attended.log_sum
+        received = attention_received(done.queries, done.keys, log_sum, span, earlier)
+        return x, done.rows, (done.queries, received), coming
+
+    def last(
+        x: Float[Array, "b c e"], span: Span, before: Float[Array, "b e"]
+    ) -> tuple[Float[Array, "b e"], Int[Array, " b"]]:
+        """The output for each sequence's last token so far, and the new lengths."""
+        place = jnp.maximum(span.count - 1, 0)[:, None, None]
+        rows = jnp.take_along_axis(x, place, axis=1)[:, 0]
+        return jnp.where(span.count[:, None] > 0, rows, before), span.end
+
+    def draw(
+        params: Params,
+        x: Float[Array, "b e"],
+        seed: UInt[Array, ""],
+        step: Int[Array, " b"],
+        *,
+        sampling: Sampling,
+    ) -> Int[Array, " b"]:
+        return decoder.draw(params, x, seed, step, sampling)
+
+    at: Any = Placement(decoder.mesh)
+    options = layer_options(decoder)
+
+    def program(function: Any, out: Any, **options: Any) -> Program:
+        return Program(function, decoder, out_shardings=out, **options)
+
+    def on_host(observed: bool) -> Program:
+        seen = (at.batch, at.rows) if observed else None
+        return program(
+            functools.partial(host_layer, observed=observed),
+            (at.batch, at.rows, seen, at.whole),
+            donate_argnums=1,
+            compiler_options=options,
+        )
+
+    return PrefillSteps(
+        empty=program(
+            empty,
+            Cache(None, at.rows, at.rows, at.batch, at.rows, at.rows),
+            static_argnames=("batch", "capacity", "slots"),
+        ),
+        embed=program(embed, at.batch),
+        device_layer=program(
+            device_layer,
+            (at.batch, at.rows, at.whole),
+            static_argnames="window",
+            donate_argnums=1,
+            compiler_options=options,
+        ),
+        keep_on_device=program(keep_on_device, at.rows, donate_argnums=0),
+        host_layer=on_host(observed=False),
+        observed_layer=on_host(observed=True),
+        keep=program(
+            functools.partial(keep_rows, decoder),
+            (at.rows, at.rows, at.rows, at.host),
+            static_argnames="streams",
+            donate_argnums=(3, 4, 5, 6),
+        ),
+        last=program(last, (at.batch, at.batch)),
+        pool=program(functools.partial(start_pool, decoder), at.rows, static_argnames="slots"),
+        kept=program(functools.partial(start_kept, decoder), at.rows),
+        draw=program(draw, at.batch, static_argnames="sampling"),
+    )

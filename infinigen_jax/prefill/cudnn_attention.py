@@ -1,0 +1,232 @@
+"""Attention of a prompt's chunk by cuDNN's fused kernel: NVIDIA GPUs, half precision.
+
+Scores stay on chip, where the other form writes a tile of them to memory and reads it again. Over
+the keys of one place the kernel gives the weighted mean of the values and the logarithm of the
+summed exponentials; by these, places are joined into one softmax (`attention.join_softmax`).
+
+    the chunk's own keys    causal, within the sliding window if there is one
+    whole blocks before it  of which every sequence sees every row: neither mask nor copy
+    the other blocks        the last of a batch of different lengths, rings: a mask
+
+So a sequence's last bits depend on whether the others of its batch are as long: which of its blocks
+go without a mask is the shortest one's matter.
+"""
+
+import functools
+import logging
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from infinigen_jax.cuda.first_use import OFF, SWITCH
+from infinigen_jax.ops.attention import Softmax, join_softmax
+from infinigen_jax.prefill.earlier_rows import NOWHERE, Attended, Block, Earlier, Rows
+
+logger = logging.getLogger(__name__)
+
+CHECKED_WINDOW = 40
+# Of the check. Outputs of about 0.1 to 1 are rounded to half precision for each place, which makes
+# errors below 0.01. Logarithms of sums are not: rounded to bfloat16 they would be 0.015 off.
+TOLERANCE, LOG_TOLERANCE = 0.03, 0.005
+
+
+def usable(
+    q: Float[Array, "b c h d"],
+    kv_heads: int,
+    earlier: Earlier | None = None,
+    window: int | None = None,
+) -> bool:
+    """Whether attention of such queries, traced now, is to use the kernel."""
+    if jax.default_backend() != "gpu" or q.dtype.itemsize != 2 or q.shape[-1] % 8:
+        return False
+    mesh = jax.typeof(q).sharding.mesh
+    if not mesh.empty and mesh.size > 1:
+        return False
+    dtype, block = q.dtype.name, None if earlier is None else earlier.size
+    if unavailable(dtype, q.shape[-1], window is not None) is not None:
+        return False
+    return refusal(dtype, q.shape, kv_heads, block, window) is None
+
+
+@functools.cache
+def unavailable(dtype: str, head_dim: int, windowed: bool = False) -> str | None:
+    """Why the kernel cannot be used for such heads in this process, in a line; None where it can.
+
+    The first call runs it on a small prompt, beside plain attention.
+
+    Args:
+        windowed: whether there is a sliding window.
+    """
+    if os.environ.get(SWITCH) == OFF:
+        return f"{SWITCH} is {OFF}"
+    try:
+        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+            error = _error(jnp.dtype(dtype), head_dim, CHECKED_WINDOW if windowed else None)
+    except Exception as raised:  # of many kinds, by what is missing
+        reason = " ".join(str(raised).split())[:200] or type(raised).__name__
+    else:
+        if error < 1:  # so not where it is NaN
+            return None
+        reason = f"differs from plain attention by {error:.2g} times what it may"
+    _warn(f"{dtype}, heads of {head_dim}", reason)
+    return reason
+
+
+@functools.cache
+def refusal(
+    dtype: str, shape: tuple[int, ...], kv_heads: int, block: int | None, window: int | None
+) -> str | None:
+    """Why cuDNN does not take calls of these sizes, in a line; None if it does.
+
+    What it takes differs by version and GPU; a program that holds a call which it does not is
+    refused as a whole.
+
+    Args:
+        shape: of the queries [b, c, h, d].
+        block: earlier rows at a time.
+    """
+    b, c, h, d = shape
+
+    def some(*shape: int, of: Any = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, of)
+
+    q, own = some(b, h, c, d), some(b, kv_heads, c, d)
+    calls: list[tuple[Any, ...]] = [(functools.partial(_kernel, causal=True, window=window), own)]
+    if block is not None:
+        calls.append((_kernel, some(b, kv_heads, block, d), some(b, 1, c, block, of=bool)))
+        if window is None:
+            calls.append((_kernel, some(b, kv_heads, block, d)))
+    try:
+        for kernel, rows, *mask in calls:
+            jax.jit(kernel).lower(q, rows, rows, *mask).compile()
+    except Exception as raised:  # of many kinds
+        reason = " ".join(str(raised).split())[:200] or type(raised).__name__
+        _warn(f"{dtype} queries {list(shape)}", reason)
+        return reason
+    return None
+
+
+def _warn(what: str, reason: str) -> None:
+    logger.warning("attention of prompts by XLA, not cuDNN (%s): %s", what, reason)
+
+
+def attend(
+    earlier: Earlier | None,
+    window: int | None,
+    q: Float[Array, "b c h d"],
+    keys: Float[Array, "b c k d"],
+    values: Float[Array, "b c k d"],
+) -> Attended:
+    """`prompt_attention.attend_chunk`."""
+    q, keys, values = (x.swapaxes(1, 2) for x in (q, keys, values))
+    state = _kernel(q, keys, values, causal=True, window=window)
+    if earlier is not None:
+        state = _attend_earlier(earlier, window, q, state)
+    output = (state.weighted / state.total[..., None]).astype(q.dtype)
+    log_sum = state.peak + jnp.log(state.total)
+    return Attended(output.swapaxes(1, 2), log_sum.swapaxes(1, 2))
+
+
+def _attend_earlier(
+    earlier: Earlier, window: int | None, q: Float[Array, "b h c d"], state: Softmax
+) -> Softmax:
+    """Go on with the blocks before the chunk; each is read under the attention of the last."""
+
+    def visit(number: Array, carry: tuple[Softmax, Rows], whole: bool) -> tuple[Softmax, Rows]:
+        state, rows = carry
+        following = earlier.rows(number + 1)
+        if whole:
+            part = _kernel(q, rows.keys, rows.values)
+        else:
+            part = _attend_block(earlier.placed(number, rows), earlier, window, q)
+        return join_softmax(state, part), following
+
+    first = jnp.int32(0)
+    carry = (state, earlier.rows(first))
+    # With a sliding window there is something to mask in any block.
+    whole = first if window is not None else earlier.whole_blocks
+    carry = lax.fori_loop(first, whole, functools.partial(visit, whole=True), carry)
+    carry = lax.fori_loop(whole, earlier.blocks, functools.partial(visit, whole=False), carry)
+    return carry[0]
+
+
+def _attend_block(
+    block: Block, earlier: Earlier, window: int | None, q: Float[Array, "b h c d"]
+) -> Softmax:
+    visible = (block.positions < NOWHERE)[:, None, None]
+    # The mask is added to the scores, which must be none of a slot that was never written.
+    keys = jnp.where(visible.swapaxes(2, 3), block.keys, 0)
+    if window is not None:
+        row = earlier.start[:, None] + jnp.arange(q.shape[2], dtype=jnp.int32)[None]
+        distance = row[:, None, :, None] - block.positions[:, None, None]
+        visible = visible & (distance < window)
+    mask = jnp.broadcast_to(visible, (q.shape[0], 1, q.shape[2], keys.shape[2]))
+    return _kernel(q, keys, block.values, mask=mask)
+
+
+def _kernel(
+    q: Float[Array, "b h c d"],
+    keys: Float[Array, "b k n d"],
+    values: Float[Array, "b k n d"],
+    mask: Bool[Array, "b 1 c n"] | None = None,
+    causal: bool = False,
+    window: int | None = None,
+) -> Softmax:
+    """Attention over keys of one place. With a mask that hides all, a peak that weighs nothing."""
+    # `jax.nn.dot_product_attention` rounds the logarithms to the output's dtype, eight bits of
+    # which would make errors of some percent where parts are joined.
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    outcome: Any = cudnn.dot_product_attention(
+        *(q, keys, values),
+        mask=mask,
+        scale=1.0,
+        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        sliding_window_length=window,
+        qkv_layout="BNTH",
+        return_residual=True,
+    )
+    output, log_sum = outcome
+    return Softmax(log_sum, jnp.ones_like(log_sum), output.astype(jnp.float32))
+
+
+def _error(dtype: Any, head_dim: int, window: int | None) -> float:
+    """The largest difference from plain attention over a prompt, in multiples of what it may be:
+    of its last chunk, behind blocks that are whole, partly filled and empty."""
+    b, c, h, k, size, capacity = 3, 48, 4, 2, 64, 224
+    random = np.random.default_rng(0)
+    start = np.array([150, 70, 200], np.int32)
+
+    def draw(tokens: int, heads: int, scale: float = 1.0) -> Any:
+        return jnp.asarray(random.normal(0, scale, (b, heads, tokens, head_dim)), dtype)
+
+    q, own = draw(c, h, head_dim**-0.5), (draw(c, k), draw(c, k))
+    written = (np.arange(capacity) < start[:, None])[:, None, :, None]
+    before = tuple(jnp.where(written, draw(capacity, k), jnp.nan) for _ in range(2))
+
+    def read(at: Array, size: int) -> tuple[Array, Array]:
+        keys, values = (lax.dynamic_slice_in_dim(x, at, size, axis=2) for x in before)
+        return keys, values
+
+    earlier = Earlier(read, size, capacity, jnp.asarray(start))
+    run = jax.jit(functools.partial(attend, earlier, window))
+    got = run(*(x.swapaxes(1, 2) for x in (q, *own)))
+    seen_rows = [np.where(written, x, 0) for x in before]
+    rows = [np.concatenate(x, axis=2, dtype=np.float64) for x in zip(seen_rows, own, strict=True)]
+    keys, values = (np.repeat(x, h // k, axis=1) for x in rows)
+    row = start[:, None] + np.arange(c)
+    column = np.where(written[:, 0, :, 0], np.arange(capacity), NOWHERE)
+    distance = row[:, :, None] - np.concatenate([column, row], axis=1)[:, None]
+    seen = ((distance >= 0) & (distance < (window or NOWHERE)))[:, None]
+    scores = np.where(seen, np.einsum("bhcd,bhnd->bhcn", np.asarray(q, np.float64), keys), -np.inf)
+    log_sum = np.log(np.sum(np.exp(scores), axis=-1))
+    output = np.einsum("bhcn,bhnd->bchd", np.exp(scores - log_sum[..., None]), values)
+    log_sum = log_sum.swapaxes(1, 2)
+    pairs = ((got.output, output, TOLERANCE), (got.log_sum, log_sum, LOG_TOLERANCE))
+    errors = [np.max(np.abs(np.asarray(x, np.float64) - y)) / most for x, y, most in pairs]
+    return float(np.max(errors))

@@ -1,0 +1,144 @@
+"""One layer over a chunk of a prompt: what it reads, and what is kept of it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from infinigen_jax.cache.host_array import capacity_of, read_block, write_span
+from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding, sums_of_values
+from infinigen_jax.cache.pool import held
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.models import Params
+from infinigen_jax.models.base import Layer
+from infinigen_jax.ops.bit_storage import from_kept
+from infinigen_jax.ops.span import Span
+from infinigen_jax.prefill.attention import attend_chunk
+from infinigen_jax.prefill.earlier_rows import BLOCK, Attended, Earlier
+
+
+class Done(NamedTuple):
+    """A layer over a chunk.
+
+    Attributes:
+        x: its output.
+        rows: keys and values side by side.
+        queries, keys: scaled and rotated.
+    """
+
+    x: Float[Array, "b c e"]
+    rows: Float[Array, "b k c w"]
+    queries: Float[Array, "b c h d"]
+    keys: Float[Array, "b c k d"]
+    attended: Attended
+
+
+def chunk_layer(
+    layer: Layer,
+    x: Float[Array, "b c e"],
+    span: Span,
+    lengths: Int[Array, " b"] | None = None,
+    earlier: Earlier | None = None,
+    window: int | None = None,
+) -> Done:
+    """One layer over a chunk.
+
+    Args:
+        lengths: of the sequences when all that is being read is; the span's end by default.
+        earlier: the rows before it; None if there are none.
+        window: how many tokens a token attends to, if not all before it.
+    """
+    positions = span.positions(x.shape[1])
+    whole = jnp.broadcast_to((span.end if lengths is None else lengths)[:, None], positions.shape)
+    a = layer.attention_input(x)
+    keys, values = layer.key_value(a, positions, whole)
+    queries = layer.query(a, positions, whole)
+    with jax.named_scope("attention"):
+        attended = attend_chunk(queries, keys, values, earlier, window)
+    x = x + layer.attention_output(attended.output)
+    x = x + layer.mlp(x)
+    rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
+    return Done(x, rows, queries, keys, attended)
+
+
+def device_rows(local: DenseLayer | Sliding, span: Span, dtype: Any) -> Earlier:
+    """The rows before a chunk of a layer whose cache is on the device."""
+    capacity = local.keys.shape[2]
+
+    def read(at: Array, size: int) -> tuple[Array, Array]:
+        rows = (jax.lax.dynamic_slice_in_dim(x, at, size, axis=2) for x in local)
+        keys, values = (from_kept(x, dtype) for x in rows)
+        return keys, values
+
+    positions = None
+    if isinstance(local, Sliding):
+        positions = local.slots.positions(span.start - 1)
+    return Earlier(read, min(BLOCK, capacity), capacity, span.start, positions)
+
+
+def host_rows(
+    decoder: Decoder, host: Shaped[Array, "l a k t w"], number: Array, scales: Any, span: Span
+) -> Earlier:
+    """A host layer's rows before a chunk."""
+    batch = span.start.shape[0]
+    capacity = capacity_of(host, batch)
+
+    def read(at: Array, size: int) -> tuple[Array, Array]:
+        stored = read_block(host, number, at, size, decoder.mesh, batch)
+        keys, values = jnp.split(decoder.row_format.decode(scales, stored), 2, axis=-1)
+        return keys, values
+
+    return Earlier(read, min(BLOCK, capacity), capacity, span.start)
+
+
+def keep_rows(
+    decoder: Decoder,
+    policy_weights: Params,
+    rows: Float[Array, "b k c w"],
+    span: Span,
+    local: Resident,
+    state: Any,
+    scales: Any,
+    host: Shaped[Array, "l a k t w2"],
+    number: Int[Array, ""],
+    seen: Any = None,
+    pool: Int[Array, "b k t"] | None = None,
+    *,
+    streams: bool,
+) -> tuple[Resident, Any, Any, Shaped[Array, "l a k t w2"]]:
+    """What a layer on the host keeps of a chunk's rows.
+
+    Args:
+        rows: keys and values side by side, in the model's dtype.
+        number: of the layer, among those on the host.
+        seen: queries, and attention that slots received, for a policy that observes.
+        pool: positions of the rows that its slots are to hold, in place of slot = position; of a
+            whole prompt.
+        streams: nothing is selected for it.
+
+    Returns:
+        The replacements of `local`, `state`, `scales` and `host`: rows on the device, policy's
+        state, scales of the stored rows, host cache.
+    """
+    stored = decoder.row_format
+    local = local.extend(rows, span, decoder.slots, decoder.summed(policy_weights))
+    chunk = span  # of positions; with a pool the rows that are kept are at other places
+    fitted, first = stored.fit(rows, span.count), (span.start == 0) & (span.count > 0)
+    first = first[:, None, None]
+    scales = jax.tree.map(lambda new, old: jnp.where(first, new, old), fitted, scales)
+    if pool is not None:
+        pool = pool[:, :, : rows.shape[2]]
+        rows = jnp.take_along_axis(rows, jnp.maximum(pool, 0)[..., None], axis=2)
+        if local.left is not None:
+            there = held(pool, span.end - 1, decoder.policy.window) >= 0
+            local = local._replace(left=sums_of_values(rows, there))
+        span = Span.whole(rows.shape[0], rows.shape[2])
+    if not streams:
+        keys = rows[..., : decoder.config.head_dim]
+        state = decoder.policy.append(policy_weights, state, keys, span)
+    if seen is not None:
+        queries, received = seen
+        state = decoder.policy.observe_queries(state, queries, received, chunk)
+    host = write_span(host, number, stored.encode(scales, rows), span, decoder.mesh)
+    return local, state, scales, host

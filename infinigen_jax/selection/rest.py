@@ -1,0 +1,75 @@
+"""The weight of what is not fetched, by its scores: what the tail needs."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from infinigen_jax.ops.compaction import unpack_marks
+from infinigen_jax.ops.indexing import put
+from infinigen_jax.ops.reductions import best
+from infinigen_jax.selection.select import Request, Rest
+
+
+def log_rest(
+    scores: Float[Array, "b k g t"],
+    eligible: Bool[Array, "b kv t"] | None,
+    request: Request,
+    blocks: int = 1,
+    entries: Callable[[Float[Array, "b k g t"]], Float[Array, "b k g c"]] | None = None,
+) -> Rest:
+    """What is not requested, by its scores.
+
+    On a CPU nothing is also what is so light next to the head's best score, requested or not, that
+    a float32 cannot hold it, e^-87 of that.
+
+    Args:
+        eligible: tokens that may be requested; None if the scores of all others are -inf.
+        blocks: of consecutive slots, each summed for itself; their number m divides t.
+        entries: sums of the index's leading columns with given weights, for `Rest.entry`.
+    """
+    b, k, g, t = scores.shape
+    chosen = request.chosen
+    if chosen is None and request.marks is not None:
+        chosen = unpack_marks(request.marks, t)
+    if chosen is None:
+        left = jnp.broadcast_to(jnp.bool_(True) if eligible is None else eligible, (b, k, t))
+        left = put(left, jnp.where(request.valid, request.slots, t), False)
+    else:
+        left = ~chosen if eligible is None else eligible & ~chosen
+    rest = jnp.where(left[:, :, None], scores, -jnp.inf).reshape(b, k, g, blocks, t // blocks)
+
+    def of_head(scores: Array, rest: Array) -> Array:
+        """The best score of all, which the selection has found already."""
+        if eligible is not None:
+            scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
+        return jnp.broadcast_to(best(scores)[..., None], (b, k, g, blocks))
+
+    def of_block(scores: Array, rest: Array) -> Array:
+        """With this one, one launch on a GPU does without the scores in memory."""
+        return jnp.max(rest, axis=-1)
+
+    peak = lax.platform_dependent(scores, rest, cpu=of_head, default=of_block)
+    shares = jnp.exp(rest - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None])
+    # As a dot product, as `jax.nn.logsumexp` does not: several times faster on the CPU.
+    ones = jnp.ones(t // blocks, jnp.float32)
+    total = jnp.einsum("bkgms,s->bkgm", shares, ones, precision="highest")
+    score = jnp.log(total) + peak
+    if entries is None:
+        return Rest(score)
+
+    def level(shares: Array, total: Array, peak: Array) -> tuple[Array, Array]:
+        """All blocks relative to the same peak."""
+        highest = jnp.max(peak, axis=-1, keepdims=True)
+        below = jnp.exp(peak - jnp.where(highest == -jnp.inf, 0.0, highest))
+        return shares * below[..., None], total * below
+
+    def as_they_are(shares: Array, total: Array, peak: Array) -> tuple[Array, Array]:
+        """So they are with `of_head`."""
+        return shares, total
+
+    weights, total = lax.platform_dependent(shares, total, peak, cpu=as_they_are, default=level)
+    everything = jnp.sum(total, axis=-1)
+    sums = entries(weights.reshape(scores.shape))
+    return Rest(score, sums / jnp.where(everything > 0, everything, 1.0)[..., None])

@@ -1,0 +1,94 @@
+"""Calibration at positions that the calibration text does not reach. Not in the paper.
+
+Queries and keys turn with their position, and a basis from the first positions alone loses its
+worth behind them. Their moments, though, turn along: had a text stood D tokens further on, the
+hidden states would be the same (rotary attention knows distances only), every q would be R_D q, and
+E[q^T q] would be R_D E[q^T q] R_D^T. The mean over D from 0 to N - 1 has a closed form. With a
+rotated pair as one complex number z_i = x_i + i y_i that turns by w_i per position,
+
+    E[z_i conj(z_j')]  is multiplied by  mean of exp(i D (w_i - w_j))
+    E[z_i z_j']        is multiplied by  mean of exp(i D (w_i + w_j))      over D
+
+which is a geometric sum. NumPy float64, once per model.
+"""
+
+import numpy as np
+from jaxtyping import Float
+
+from infinigen_jax.models.rope import Rope
+from infinigen_jax.skew.basis import GuessMoments, Moments
+from infinigen_jax.skew.tail_moments import BlockMoments
+
+
+def offsets(rope: Rope | None, max_positions: int, length: int) -> int:
+    """N: how many places there are for a text of this length, of 1 or more."""
+    if rope is None:
+        return 1
+    # The frequencies of "dynamic" are others for longer sequences.
+    reach = rope.original_positions if rope.kind == "dynamic" else max_positions
+    return max(1, reach - length + 1)
+
+
+def spread_moments(moments: Moments, rope: Rope, number: int) -> Moments:
+    """As if the text had stood at each of the places 0 .. number - 1 in equal parts."""
+    turns = _turns(rope, moments.key_sum.shape[-1])
+    return moments._replace(
+        query_gram=spread_products(moments.query_gram, turns, number),
+        key_gram=spread_products(moments.key_gram, turns, number),
+        key_sum=spread_sums(moments.key_sum, turns, number),
+    )
+
+
+def spread_blocks(moments: BlockMoments, rope: Rope, number: int) -> BlockMoments:
+    """Likewise for moments within blocks. Values do not turn."""
+    turns = _turns(rope, moments.key_covariance.shape[-1])
+    turned = spread_sums(moments.cross_covariance.swapaxes(1, 2), turns, number)
+    return BlockMoments(
+        spread_products(moments.key_covariance, turns, number), turned.swapaxes(1, 2)
+    )
+
+
+def spread_guess(guess: GuessMoments, rope: Rope, number: int) -> GuessMoments:
+    """Likewise for a guessed query beside the true one."""
+    turns = _turns(rope, guess.gram.shape[-1])
+    return GuessMoments(*(spread_products(product, turns, number) for product in guess))
+
+
+def spread_products(
+    products: Float[np.ndarray, "*k d d"], turns: Float[np.ndarray, " p"], number: int
+) -> Float[np.ndarray, "*k d d"]:
+    """Mean over D of R_D M R_D^T, for M = E[a^T b] of two kinds of rotated vectors.
+
+    Args:
+        turns: w, angle per position of each of the p = d / 2 pairs.
+    """
+    p = len(turns)
+    xx, xy = products[..., :p, :p], products[..., :p, p:]
+    yx, yy = products[..., p:, :p], products[..., p:, p:]
+    apart = (xx + yy + 1j * (yx - xy)) * _mean_turn(turns[:, None] - turns, number)
+    along = (xx - yy + 1j * (yx + xy)) * _mean_turn(turns[:, None] + turns, number)
+    upper = np.concatenate([(apart + along).real, (along - apart).imag], axis=-1)
+    lower = np.concatenate([(along + apart).imag, (apart - along).real], axis=-1)
+    return np.concatenate([upper, lower], axis=-2) / 2
+
+
+def spread_sums(
+    sums: Float[np.ndarray, "*k d"], turns: Float[np.ndarray, " p"], number: int
+) -> Float[np.ndarray, "*k d"]:
+    """Mean over D of R_D s."""
+    x, y = np.split(sums, 2, axis=-1)
+    turned = (x + 1j * y) * _mean_turn(turns, number)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def _mean_turn(angle: Float[np.ndarray, "*k"], number: int) -> np.ndarray:
+    """Mean of exp(i D angle) over D from 0 to number - 1."""
+    # Of a sum of N unit vectors: sin(N a / 2) / sin(a / 2), in the direction of the middle one.
+    half = np.remainder(angle + np.pi, 2 * np.pi) / 2 - np.pi / 2
+    small = np.abs(half) < 1e-12
+    ratio = np.sin(number * half) / np.where(small, 1.0, number * np.sin(half))
+    return np.where(small, 1.0, ratio) * np.exp(1j * (number - 1) * half)
+
+
+def _turns(rope: Rope, dim: int) -> np.ndarray:
+    return rope.frequencies(dim).astype(np.float64)

@@ -1,0 +1,330 @@
+"""The index: what the device keeps of every cached key, and the speculated scores from it.
+
+One array [b, k, e, t] whose last axis is the token, so that a step reads it in order. With float
+entries, e = r columns. With int4 each token has its own step and lowest value
+(`quantize.affine_codes`, over the r columns), and the array is of 32-bit words:
+
+    words 0 .. e-2    codes, 8 of 4 bits to a word, the first column lowest
+    word  e-1         the step (upper half) and the lowest value (lower half), as bfloat16
+
+Scores of codes are less by what their rounding would add to a weight (`rounding_bias`): the many
+tokens of a tail would weigh too much.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
+
+from infinigen_jax import cuda
+from infinigen_jax.cache.layers import Slots
+from infinigen_jax.cuda import scoring
+from infinigen_jax.ops.barriers import apart
+from infinigen_jax.ops.quantize import affine_codes
+from infinigen_jax.ops.reductions import summed
+from infinigen_jax.ops.span import Span, put_span
+from infinigen_jax.selection.rest import log_rest
+from infinigen_jax.selection.select import Request, Rest
+from infinigen_jax.speculation.query import partial_columns
+
+INDEX_DTYPES = ("auto", "float32", "bfloat16", "int4")
+BITS = 4  # of a code
+CODES = 32 // BITS  # of a word
+WORDS_AT_ONCE = 8  # of a token's codes: so many products are added before the sums are stored
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexFormat:
+    """How the index is kept.
+
+    Attributes:
+        name: one of INDEX_DTYPES; "auto" is bfloat16, but float32 on the CPU, where XLA would
+            convert the whole index to float32 for every token.
+        columns: r, of a key that the index holds.
+    """
+
+    name: str
+    columns: int
+
+    @classmethod
+    def of_share(cls, name: str, head_dim: int, ratio: float) -> "IndexFormat":
+        """With a share of a key's columns, and those besides that the last word of codes has room
+        for: they take no memory."""
+        columns = partial_columns(head_dim, ratio)
+        if name == "int4":
+            columns = min(-(-columns // CODES) * CODES, head_dim)
+        return cls(name, columns)
+
+    @property
+    def quantised(self) -> bool:
+        return self.name == "int4"
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the array."""
+        if self.quantised:
+            return jnp.dtype(jnp.uint32)
+        if self.name == "auto":
+            return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+        return jnp.dtype(self.name)
+
+    @property
+    def code_words(self) -> int:
+        """Words of a token's codes."""
+        return -(-self.columns // CODES)
+
+    @property
+    def entries(self) -> int:
+        """e, elements of a token."""
+        return self.code_words + 1 if self.quantised else self.columns
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether programs that are traced now score by a kernel."""
+        return self.quantised and self.columns <= scoring.MAX_COLUMNS and cuda.in_use()
+
+    def empty(self, batch: int, kv_heads: int, capacity: int) -> Shaped[Array, "b k e t"]:
+        return jnp.zeros((batch, kv_heads, self.entries, capacity), self.dtype)
+
+    def encode(self, keys: Float[Array, "b k r n"]) -> Shaped[Array, "b k e n"]:
+        """Entries of keys, given as float32."""
+        if not self.quantised:
+            return keys.astype(self.dtype)
+        b, k, _, n = keys.shape
+        codes, step, low = affine_codes(keys, BITS, axis=2)
+        padding = self.code_words * CODES - self.columns
+        codes = jnp.pad(codes.astype(jnp.uint32), ((0, 0), (0, 0), (0, padding), (0, 0)))
+        shifts = jnp.arange(0, 32, BITS, dtype=jnp.uint32)[:, None]
+        codes = codes.reshape(b, k, self.code_words, CODES, n) << shifts[None, None, None]
+        words = jnp.sum(codes, axis=3, dtype=jnp.uint32)
+        step, low = (lax.bitcast_convert_type(x, jnp.uint32) for x in (step, low))
+        return jnp.concatenate([words, step | (low >> 16)], axis=2)
+
+    def scores(
+        self,
+        query: Float[Array, "b k g r"],
+        index: Shaped[Array, "b k e t"],
+        eligible: Bool[Array, "b kv t"] | None = None,
+    ) -> Float[Array, "b k g t"]:
+        """Speculated attention logits of every slot; float32 accumulation.
+
+        Args:
+            eligible: -inf for all other slots, whatever is there.
+        """
+        if not self.quantised:
+            query = query.astype(index.dtype)
+            scores = jnp.einsum("bkgr,bkrt->bkgt", query, index, preferred_element_type=jnp.float32)
+            return _masked(scores, eligible)
+        query = query.astype(jnp.float32)
+        if self.by_kernel:
+            scores = scoring.index_scores(query, index)
+            return _masked(scores, eligible)
+        return self._scores_of_codes(query, index, eligible)
+
+    # Traced once for all layers of a step, which is half the time of tracing one.
+    @functools.partial(jax.jit, static_argnums=0)
+    def _scores_of_codes(
+        self,
+        query: Float[Array, "b k g r"],
+        index: UInt32[Array, "b k e t"],
+        eligible: Bool[Array, "b kv t"] | None,
+    ) -> Float[Array, "b k g t"]:
+        """As `scores`, by XLA."""
+
+        def masked(scores: Array) -> Array:
+            return _masked(scores, eligible)
+
+        padding = self.code_words * CODES - self.columns
+        by_word = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, padding)))
+        by_word = by_word.reshape(*query.shape[:3], self.code_words, CODES)
+
+        def begin() -> tuple[Array, Array]:
+            """The tokens' steps, and what is added to their codes' share of a score."""
+            step, low = _step(index[:, :, -1]), _low(index[:, :, -1])
+            low, square = low[:, :, None], jnp.square(step)[:, :, None]
+            start = low * jnp.sum(query, axis=-1, keepdims=True)
+            start = start - square * rounding_bias(query)
+            return step[:, :, None], start
+
+        return lax.platform_dependent(
+            cpu=lambda: self._in_passes(by_word, index, begin, masked),
+            default=lambda: masked(self._reduced(by_word, index, begin)),
+        )
+
+    def log_rest(
+        self,
+        query: Float[Array, "b k g r"],
+        index: Shaped[Array, "b k e t"],
+        request: Request,
+        positions: Int[Array, " b"],
+        slots: Slots,
+        columns: int = 0,
+    ) -> Rest:
+        """`counting.log_rest` of the scores, by block of `slots`, of what only the host has.
+
+        Args:
+            columns: of `Rest.entry`; 0 for none.
+        """
+        capacity = index.shape[3]
+        blocks = slots.blocks(capacity)
+        if self.by_kernel and capacity // blocks <= scoring.MAX_RUN:
+            return scoring.index_rest(
+                query.astype(jnp.float32),
+                index,
+                positions,
+                request.slots,
+                request.count,
+                blocks,
+                slots.sinks,
+                slots.window,
+                columns,
+            )
+        eligible = slots.eligible(positions, capacity)[:, None]
+        entries = functools.partial(self.sums, index=index, columns=columns) if columns else None
+        return log_rest(self.scores(query, index), eligible, request, blocks, entries)
+
+    @functools.partial(jax.jit, static_argnums=(0, 3))
+    def sums(
+        self, weights: Float[Array, "b k g t"], index: Shaped[Array, "b k e t"], columns: int
+    ) -> Float[Array, "b k g c"]:
+        """Weighted sums over all slots of their entries' c leading columns; float32."""
+        if not self.quantised:
+            leading = index[:, :, :columns].astype(jnp.float32)
+            return jnp.einsum("bkgt,bkct->bkgc", weights, leading, precision="highest")
+        words = index[:, :, : -(-columns // CODES)]
+        codes = self._code_sums(weights, words, index[:, :, -1:])[..., :columns]
+        lows = summed(lambda weight, last: weight * _low(last), weights, index[:, :, -1:])
+        return codes + lows[..., None]
+
+    def _code_sums(
+        self,
+        weights: Float[Array, "b k g t"],
+        words: UInt32[Array, "b k v t"],
+        parameters: UInt32[Array, "b k 1 t"],
+    ) -> Float[Array, "b k g c"]:
+        """Weighted sums of the codes in words, times their tokens' steps.
+
+        A dot product would have the codes written out in float32 first. The steps are multiplied
+        with for each code anew, which is less than to write the products and to read them.
+        """
+        b, k, g, _ = weights.shape
+        shifts = jnp.arange(0, 32, BITS, dtype=jnp.uint32)[None, None, None, None, :, None]
+
+        def term(weight: Array, last: Array, word: Array) -> Array:
+            codes = (word >> shifts) & jnp.uint32(2**BITS - 1)
+            # By way of int32, which every vector unit can convert.
+            return weight * _step(last) * codes.astype(jnp.int32).astype(jnp.float32)
+
+        sums = summed(
+            term,
+            weights[:, :, :, None, None],
+            parameters[:, :, :, None, None],
+            words[:, :, None, :, None],
+        )
+        return sums.reshape(b, k, g, -1)
+
+    def _products(
+        self, query: Float[Array, "*w c"], words: UInt32[Array, "*v t"]
+    ) -> Float[Array, "*x t"]:
+        """Sum of query * code over the columns c of each word; leading axes are broadcast."""
+        terms = []
+        for column in range(CODES):
+            shift = BITS * column
+            if column < CODES - 1:
+                # Converted where they are, a power of two too large, exactly; so is the query's
+                # share of it. A shift less for each code.
+                code = words & jnp.uint32((2**BITS - 1) << shift)
+            else:
+                code, shift = words >> shift, 0  # the sign's bit is in it
+            # By way of int32, which every vector unit can convert.
+            term = query[..., column, None] * jnp.float32(2.0**-shift)
+            terms.append(term * code.astype(jnp.int32).astype(jnp.float32))
+        return sum(terms[1:], terms[0])
+
+    def _in_passes(
+        self,
+        query: Float[Array, "b k g w c"],
+        index: UInt32[Array, "b k e t"],
+        begin: Callable[[], tuple[Array, Array]],
+        masked: Callable[[Array], Array],
+    ) -> Float[Array, "b k g t"]:
+        """For the CPU: in one pass over [t], or one for each few words of every token.
+
+        A dot product would have the codes written out in float32 first, several times the index in
+        size.
+        """
+        at_once = max(n for n in range(1, WORDS_AT_ONCE + 1) if self.code_words % n == 0)
+
+        def add(i: int | Array, step: Array, scores: Array) -> Array:
+            sums = jnp.float32(0.0)
+            for word in range(at_once):
+                place = i * at_once + word
+                codes = lax.dynamic_index_in_dim(index, place, axis=2)
+                part = lax.dynamic_index_in_dim(query, place, axis=3, keepdims=False)
+                sums = sums + self._products(part, codes)
+            return scores + step * sums
+
+        if at_once == self.code_words:
+            return apart(lambda: masked(add(0, *begin())))
+        step, start = begin()
+        rounds = jnp.int32(self.code_words // at_once)
+        return masked(lax.fori_loop(jnp.int32(0), rounds, lambda i, x: add(i, step, x), start))
+
+    def _reduced(
+        self,
+        query: Float[Array, "b k g w c"],
+        index: UInt32[Array, "b k e t"],
+        begin: Callable[[], tuple[Array, Array]],
+    ) -> Float[Array, "b k g t"]:
+        """For a GPU without our kernels: one launch; a barrier keeps the scores' uses apart."""
+        step, start = begin()
+        sums = jnp.sum(self._products(query, index[:, :, None, :-1]), axis=3)
+        return lax.optimization_barrier(sums) * step + start
+
+
+def _step(parameters: UInt32[Array, "*b t"]) -> Float[Array, "*b t"]:
+    """What a token's codes are multiplied by."""
+    return lax.bitcast_convert_type(parameters >> 16 << 16, jnp.float32)
+
+
+def _low(parameters: UInt32[Array, "*b t"]) -> Float[Array, "*b t"]:
+    """What a token's codes count from."""
+    return lax.bitcast_convert_type(parameters << 16, jnp.float32)
+
+
+def _masked(
+    scores: Float[Array, "b k g t"], eligible: Bool[Array, "b kv t"] | None
+) -> Float[Array, "b k g t"]:
+    return scores if eligible is None else jnp.where(eligible[:, :, None], scores, -jnp.inf)
+
+
+def rounding_bias(query: Float[Array, "*b r"]) -> Float[Array, "*b 1"]:
+    """What the codes' rounding adds to scores, on average, for a step of 1; it goes as the square.
+
+    Errors of a code are spread evenly over a step, with a variance of step^2 / 12, and a weight is
+    the exponential of a score: its mean is that of the true score, times e^(variance / 2).
+    """
+    return jnp.sum(jnp.square(query), axis=-1, keepdims=True) / 24
+
+
+def write_entries(
+    index: Shaped[Array, "b k e t"],
+    new: Shaped[Array, "b k e n"],
+    span: Span,
+    slots: Int[Array, "b k n"] | None = None,
+) -> Shaped[Array, "b k e t"]:
+    """Entries of a chunk's tokens; in place where donated.
+
+    Args:
+        slots: where else they go, of each KV head; t for an entry that is not written.
+    """
+    if slots is None:
+        return put_span(index, new, span, axis=3)
+    batch = lax.broadcasted_iota(jnp.int32, slots.shape, 0)
+    head = lax.broadcasted_iota(jnp.int32, slots.shape, 1)
+    at = index.at[batch, head, :, slots]
+    return at.set(new.swapaxes(2, 3), mode="drop", unique_indices=True)

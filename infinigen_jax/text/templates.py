@@ -1,0 +1,80 @@
+"""Chat templates of model folders, rendered within limits of time, memory and length."""
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.text import template_worker
+
+SECONDS = 1.0  # of processor time; templates in use take milliseconds
+MEMORY = 512 << 20  # bytes of address space
+CHARACTERS = 10_000_000
+BACKSTOP = 60  # seconds of a clock on the wall, for a process that is given no processor
+START = (
+    "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_path(sys.argv[1], None, '__main__')"
+)
+
+
+def render_chat(
+    template: str,
+    messages: list[dict[str, str]],
+    special_tokens: dict[str, str],
+    seconds: float = SECONDS,
+) -> str:
+    """Render a chat template as `transformers` does, with a prompt for the next answer.
+
+    Args:
+        messages: of role and content.
+        special_tokens: variables of the template, such as `bos_token`.
+        seconds: processor time that the template may take.
+
+    Raises:
+        InputError: for a template that fails or exceeds a limit, or without jinja2.
+    """
+    if importlib.util.find_spec("jinja2") is None:
+        raise InputError("--chat: chat templates need jinja2; pip install jinja2")
+    own = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    task = {
+        "template": template,
+        "variables": special_tokens | own,
+        "seconds": seconds,
+        "memory": MEMORY,
+        "characters": CHARACTERS,
+    }
+    result = _run(task)
+    if "error" in result:
+        raise InputError(
+            f"--chat: the chat template refuses this ({result['error']}); give another as "
+            "--chat-template"
+        )
+    return result["text"]
+
+
+def _run(task: dict[str, Any]) -> dict[str, str]:
+    """Have the worker do a task.
+
+    A fresh process, as a fork of this one would have locks that its threads held. It imports from
+    where this one does, and what the environment says to Python is ignored.
+    """
+    command = [sys.executable, "-I", "-S", "-c", START]
+    try:
+        done = subprocess.run(
+            [*command, str(Path(template_worker.__file__)), *filter(None, sys.path)],
+            input=json.dumps(task).encode(),
+            capture_output=True,
+            timeout=BACKSTOP,
+            process_group=0,  # Ctrl-C at a terminal is for this process
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"it runs for more than {BACKSTOP} s"}
+    if done.returncode == -signal.SIGPROF:
+        return {"error": f"it runs for more than {task['seconds']:g} s"}
+    try:
+        return json.loads(done.stdout)
+    except ValueError:
+        return {"error": "it ends its process, as too much memory or too deep a recursion do"}

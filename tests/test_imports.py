@@ -1,0 +1,107 @@
+"""The rooms of the package: each imports only those below it, and no module closes a circle."""
+
+import ast
+import functools
+from pathlib import Path
+
+import infinigen_jax
+
+PACKAGE = Path(infinigen_jax.__file__).parent
+# From the lowest to the highest; a name with a dot is a module at the root.
+ROOMS = (
+    *(".errors", ".numeric", ".sampling", "ops", "files", "machine", "programs", "models"),
+    *("selection", "cuda", "skew", "cache", "speculation", "transfer", ".check_kernels"),
+    *("policies", "checkpoint", "text", "decode", "prefill", "convert", "loading", "engine"),
+    *("cli", "evaluation", "planner", ".evaluate", ".generate", ".plan"),
+)
+MOST_AT_ROOT = 12
+MOST_FLOORS = 12
+
+
+def modules() -> dict[str, Path]:
+    """Modules of the package by name."""
+    files = (f for f in PACKAGE.rglob("*.py") if "embedded" not in f.parts)
+    names = {".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts): f for f in files}
+    return {name.removesuffix(".__init__"): f for name, f in names.items()}
+
+
+class Imports(ast.NodeVisitor):
+    """Modules of the package that a module imports, anywhere but for type checkers."""
+
+    def __init__(self, known: set[str]):
+        self.known, self.names = known, set[str]()
+
+    def visit_If(self, node: ast.If) -> None:
+        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.names |= {alias.name for alias in node.names} & self.known
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        inner = {f"{node.module}.{alias.name}" for alias in node.names} & self.known
+        self.names |= inner or {node.module or ""} & self.known
+
+
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    """Imports between modules."""
+    found = {}
+    for name, file in modules().items():
+        visitor = Imports(set(modules()))
+        visitor.visit(ast.parse(file.read_text()))
+        found[name] = visitor.names - {name}
+    return found
+
+
+def room(module: str) -> str:
+    """The room of a module, or its own name with a dot at the root."""
+    _, _, inside = module.partition(".")
+    first = inside.partition(".")[0]
+    return first if (PACKAGE / first).is_dir() else f".{first}"
+
+
+def test_every_room_has_its_place():
+    rooms = {room(name) for name in graph() if name != "infinigen_jax"}
+    assert rooms == set(ROOMS)
+    assert len(list(PACKAGE.glob("*.py"))) <= MOST_AT_ROOT
+    for name in rooms:
+        if not name.startswith("."):
+            assert ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text())), name
+
+
+def test_a_room_imports_only_those_below_it():
+    floor = {name: number for number, name in enumerate(ROOMS)}
+    for module, imported in graph().items():
+        if module == "infinigen_jax":
+            continue
+        for other in imported - {"infinigen_jax"}:
+            assert floor[room(other)] <= floor[room(module)], f"{module} imports {other}"
+
+
+def test_no_module_closes_a_circle():
+    finished: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in finished:
+            for other in graph()[module]:
+                visit(other, (*path, module))
+            finished.add(module)
+
+    for module in graph():
+        visit(module, ())
+
+
+def test_floors():
+    """Rooms on the longest chain of imports."""
+    below: dict[str, set[str]] = {}
+    for module, imported in graph().items():
+        inside = below.setdefault(room(module), set())
+        inside |= {room(other) for other in imported} - {room(module)}
+
+    @functools.cache
+    def height(name: str) -> int:
+        return (not name.startswith(".")) + max(map(height, below[name]), default=0)
+
+    assert max(map(height, (name for name in ROOMS))) <= MOST_FLOORS
