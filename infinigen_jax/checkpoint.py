@@ -277,8 +277,8 @@ def _joined(parts: list[Array], transform: str, dtype: jnp.dtype) -> Array:
 def checked_dtype(dtype: Any) -> jnp.dtype:
     if dtype is None:
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    try:
-        chosen = jnp.dtype(dtype)
+    try:  # of text only the names: NumPy would read anything else as an expression
+        chosen = None if isinstance(dtype, str) and dtype not in DTYPES else jnp.dtype(dtype)
     except TypeError:
         chosen = None
     if chosen is None or chosen.name not in DTYPES:

@@ -185,9 +185,9 @@ def test_numbers_beyond_sizes_in_the_library(make):
         make()
 
 
-@pytest.mark.parametrize("option", ["--policy", "--batch"])
+@pytest.mark.parametrize("option", ["--policy", "--batch", "--dtype"])
 def test_values_are_shown_short_and_escaped(option, command):
-    for value in ("x" * 100_000, "\x1b[31m\udcff\u2028\n"):
+    for value in ("x" * 100_000, "9" * 5000, "\x1b[31m\udcff\u2028\n"):
         status, out, err = command(generate.main, option, value)
         assert (status, out) == (2, "") and err.count("\n") == 1 and len(err) < 2000
         assert option in err and err.rstrip("\n").isprintable()
