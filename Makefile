@@ -25,7 +25,7 @@ generate: $(VENV)/.base
 test: $(VENV)/.test
 	@$(RUN) pytest -q -n 2 --dist worksteal
 
-# All of their cases, those that `make test` leaves out as slow included; each prints how many.
+# All cases, those that `make test` leaves out as slow included; their numbers are printed.
 fuzz: $(VENV)/.test
 	@timeout $(FUZZ_LIMIT) $(RUN) pytest -q -m "not gpu" --hypothesis-show-statistics $(FUZZERS)
 

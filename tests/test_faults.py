@@ -209,9 +209,9 @@ def test_texts_in_files_are_utf8_even_where_json_escapes_it(tmp_path):
         read_lines("--data", str(tmp_path / "items.jsonl"))
 
 
-@pytest.mark.parametrize("option", ["--policy", "--batch"])
+@pytest.mark.parametrize("option", ["--policy", "--batch", "--dtype"])
 def test_values_are_shown_short_and_escaped(option, command):
-    for value in ("x" * 100_000, "\x1b[31m\udcff\u2028\n"):
+    for value in ("x" * 100_000, "9" * 5000, "\x1b[31m\udcff\u2028\n"):
         status, out, err = command(generate.main, option, value)
         assert (status, out) == (2, "") and err.count("\n") == 1 and len(err) < 2000
         assert option in err and err.rstrip("\n").isprintable()

@@ -121,8 +121,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def complaint(
     main: Callable[..., int], arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> str:
-    """What is wrong with how a command ends; empty if nothing is."""
+) -> tuple[int, str]:
+    """The status that a command ends with, and what is wrong with that; empty if nothing is."""
     assert isinstance(sys.stderr, io.TextIOWrapper)
     sys.stderr.reconfigure(errors="backslashreplace")  # as outside of tests
     try:
@@ -130,14 +130,14 @@ def complaint(
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        return "".join(traceback.format_exception(error)[-4:])
+        return -1, "".join(traceback.format_exception(error)[-4:])
     err = capsys.readouterr().err
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     if "Traceback" in err or status not in (0, 2) or len(errors) != (status == 2):
-        return f"status {status}: {err[-2000:]}"
+        return status, f"status {status}: {err[-2000:]}"
     if status == 2 and not err.rstrip("\n").splitlines()[-1].startswith("error: "):
-        return f"the error is not the last line: {err[-2000:]}"
-    return ""
+        return status, f"the error is not the last line: {err[-2000:]}"
+    return status, ""
 
 
 @pytest.mark.slow
@@ -148,12 +148,14 @@ def test_random_options(place, monkeypatch, capsys):
     options = {name: options_of(name) for name in MAINS}
     names = ["generate", "convert", "plan", *evaluate.COMMANDS]
     wrong: list[str] = []
-    began, cases = time.monotonic(), 0
+    began, cases, successes = time.monotonic(), 0, 0
     while cases < CASES and time.monotonic() - began < SECONDS:
         name = names[cases % len(names)]
         arguments = drawn(rng, name, options[name])
         monkeypatch.setattr(sys, "stdin", io.StringIO("Who is the king?\n"))
-        if problem := complaint(MAINS[name], arguments, capsys):
+        status, problem = complaint(MAINS[name], arguments, capsys)
+        successes += status == 0
+        if problem:
             shown = " ".join(ascii(a[:80]) for a in arguments)
             wrong.append(f"{name} {shown}\n{problem}")
         capsys.readouterr()
@@ -162,5 +164,6 @@ def test_random_options(place, monkeypatch, capsys):
             path.write_bytes(content)
         cases += 1
     with capsys.disabled():
-        print(f"\n{cases} cases of random options (seed {SEED}), {len(wrong)} wrong")
+        ends = f"{successes} with success, {cases - successes} refused, {len(wrong)} wrong"
+        print(f"\n{cases} cases of random options (seed {SEED}): {ends}")
     assert not wrong, "\n\n".join(wrong)

@@ -79,7 +79,7 @@ class Model:
     dtype: jnp.dtype
     bases: tuple[Basis | None, ...]
     skew: str = "none"
-    key_mean: np.ndarray | None = None
+    key_mean: np.ndarray | Array | None = None
     path: Path | None = None
     given_tokenizer: Any = None
     svd_bases: tuple[Basis, ...] | None = None
@@ -87,7 +87,7 @@ class Model:
     speculate_from: str = "input"
     sparse_loss: np.ndarray | None = None
     row_loss: np.ndarray | None = None
-    tail_moments: tuple[np.ndarray, np.ndarray] | None = None
+    tail_moments: tuple[np.ndarray | Array, np.ndarray | Array] | None = None
     row_shares: np.ndarray | None = None
 
     def dense_layers(self, ahead: bool) -> int:
@@ -274,8 +274,8 @@ def _joined(parts: list[Array], transform: str, dtype: jnp.dtype) -> Array:
 def checked_dtype(dtype: Any) -> jnp.dtype:
     if dtype is None:
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    try:
-        chosen = jnp.dtype(dtype)
+    try:  # of text only the names: NumPy would read anything else as an expression
+        chosen = None if isinstance(dtype, str) and dtype not in DTYPES else jnp.dtype(dtype)
     except TypeError:
         chosen = None
     if chosen is None or chosen.name not in DTYPES:
