@@ -1,13 +1,13 @@
-"""When a layer of a decode step requests rows, and from what: the timing of speculation.
+"""Timing of speculation: when a layer of a decode step requests rows, and by which query.
 
-    OwnQuery       from the layer's own input, for itself; it waits before it attends
-    FromInput      from the layer's input, for the next layer (the paper's figure 8)
-    FromResident   after attention to the resident rows alone, for the next layer: a better guess
-                   that waits for no transfer either
-    Nothing        no rows are requested
+    OwnQuery       requests its own rows from its own input, and waits before it attends
+    FromInput      requests the next layer's rows from its input (figure 8 of the paper)
+    FromResident   requests the next layer's rows after attention to the resident rows: a more
+                   accurate guess that waits for no transfer
+    Nothing        requests no rows
 
-`Decoder.decode_layer` calls `from_input` when the layer's input is known and `from_resident` when
-its query is; each kind acts in one of the two.
+`Decoder.decode_layer` calls `from_input` once the layer's input is known and `from_resident` once
+its query is known. Each kind acts in one of the two.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ Hot = HotSet | Kept | None
 
 @dataclasses.dataclass(frozen=True)
 class Nothing:
-    """A layer that requests no rows."""
+    """Layer that requests no rows."""
 
     decoder: "Decoder"
     inputs: LayerInputs
@@ -39,7 +39,7 @@ class Nothing:
     def from_input(
         self, a: Float[Array, "b e"], carry: Carry, hot: Hot
     ) -> tuple[Carry, Started | None, Hot]:
-        """Return the carry, a transfer under way, and the target's hot set."""
+        """Return the carry, the transfer under way (or None), and the target's hot set."""
         return carry, None, hot
 
     def from_resident(
@@ -51,12 +51,12 @@ class Nothing:
         rows: DeviceRows | HostRows,
         hot: Hot,
     ) -> tuple[Started | None, Float[Array, "b k g d"]]:
-        """Return a transfer under way, and the query tied behind its start."""
+        """Return the transfer under way (or None), and the query ordered after its start."""
         return started, q
 
 
 class OwnQuery(Nothing):
-    """A layer that requests its own rows and waits for them."""
+    """Layer that requests its own rows and waits for them."""
 
     def from_input(
         self, a: Float[Array, "b e"], carry: Carry, hot: Hot
@@ -67,7 +67,7 @@ class OwnQuery(Nothing):
 
 
 class FromInput(Nothing):
-    """A layer that requests the next layer's rows by its own input."""
+    """Layer that requests the next layer's rows from its own input."""
 
     def from_input(
         self, a: Float[Array, "b e"], carry: Carry, hot: Hot
@@ -76,7 +76,7 @@ class FromInput(Nothing):
 
 
 class FromResident(Nothing):
-    """A layer that requests the next layer's rows after attention to its resident rows."""
+    """Layer that requests the next layer's rows after attention to its resident rows."""
 
     def from_resident(
         self,
@@ -90,7 +90,7 @@ class FromResident(Nothing):
         with jax.named_scope("resident"):
             x = x + self.decoder.output(layer, attend(q, rows.near()))
         assert self.inputs.target is not None
-        # Under the norm of the layer whose input it stands in for.
+        # Normalise with the parameters of the layer whose input `x` approximates.
         a = self.decoder.blueprint.layer(self.inputs.target.params).attention_input(x)
         return self.decoder.tie(self.decoder.start(self.inputs, a, hot), q)
 

@@ -1,6 +1,6 @@
-"""Attention of a layer whose cache is on the host: to what is resident and what was fetched.
+"""Attention of a layer whose cache is on the host, over resident and fetched rows.
 
-Or, where nothing is selected, to all of it, streamed block by block.
+A layer that selects nothing attends to all rows, streamed block by block.
 """
 
 from typing import Any
@@ -43,10 +43,10 @@ def attend_fetched(
     own: HostLayer,
     positions: Int[Array, " b"],
 ) -> tuple[Float[Array, "b k g d"], Attended | None]:
-    """Attention over what is resident and what was fetched.
+    """Attend to the resident and the fetched rows.
 
     Returns:
-        The output, and for a policy that observes what was attended to.
+        The output, and the attention weights for a policy that observes them.
     """
     resident = local.part(positions, layout.slots)
     if layout.in_chunks:
@@ -72,7 +72,7 @@ def attend_chunks(
     own: HostLayer,
     positions: Int[Array, " b"],
 ) -> Float[Array, "b k g d"]:
-    """Attention over what is resident and what was fetched, as many rows as are meant."""
+    """Attend to the resident and the fetched rows, in proportion to the number of valid rows."""
 
     def read(head: Array, place: Array, slots: Array) -> Array:
         if fetched.rows is None:
@@ -92,7 +92,7 @@ def attend_chunks(
 def fetched_part(
     layout: Layout, fetched: Fetched, host: Shaped[Array, "l a k t w"], own: HostLayer
 ) -> Part:
-    """All rows of a request, for attention."""
+    """Return all rows of a request as a part for attention."""
     rows = fetched.rows
     if rows is None:
         rows = gather_rows(host, own.number, fetched.request.slots, layout.mesh)
@@ -108,10 +108,10 @@ def tail_term(
     own: HostLayer,
     positions: Int[Array, " b"],
 ) -> Tail | None:
-    """What only the host has and was not fetched, as one token, if the policy wants that.
+    """Return host-only rows that were not fetched as one token, if the policy has a tail.
 
     Args:
-        taken: sum of the values that were fetched; for a tail of one mean.
+        taken: sum of the fetched values; used by a tail of one mean.
     """
     if own.tail is not None:
         return tail_blocks(layout, q, request, local, own, positions)
@@ -119,10 +119,10 @@ def tail_term(
         return None
     assert local.left is not None and taken is not None
     score = request.rest.score + mean_score(own.key_mean, q)
-    there = jnp.maximum(positions - layout.policy.window + 1 - layout.policy.sinks, 0)[:, None]
+    host_rows = jnp.maximum(positions - layout.policy.window + 1 - layout.policy.sinks, 0)[:, None]
     if (rows := held(layout, own.positions, positions)) is not None:
-        there = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)
-    missing = (there - request.count)[..., None]
+        host_rows = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)
+    missing = (host_rows - request.count)[..., None]
     score = jnp.where((missing > 0)[..., None], score, -jnp.inf)
     return Tail(score, local.left - taken[:, :, None], missing)
 
@@ -135,10 +135,11 @@ def tail_blocks(
     own: HostLayer,
     positions: Int[Array, " b"],
 ) -> Tail:
-    """What was not fetched as one token a block, by the scores that the layer's own query has.
+    """Return host-only rows that were not fetched as one token per block.
 
-    A block's value is the mean of all its tokens that only the host has, fetched or not; and what
-    the policy makes of the entries of those that are not fetched, see `tail_values`.
+    The scores come from the layer's own query. A block's value is the mean over all host-only
+    tokens of the block, fetched or not, plus the correction that the policy predicts from the index
+    entries of the tokens that were not fetched (`speculation.tail`).
     """
     assert local.left is not None
     with jax.named_scope("tail"):
@@ -157,14 +158,14 @@ def tail_blocks(
 def held(
     layout: Layout, rows: Int[Array, "b k t"] | None, positions: Int[Array, " b"]
 ) -> Int[Array, "b k t"] | None:
-    """Positions of a pool's rows that only the host has; None without a pool."""
+    """Return positions of a pool's rows that only the host has; None without a pool."""
     return None if rows is None else pool.held(rows, positions, layout.policy.window)
 
 
 def on_host_only(
     layout: Layout, own: HostLayer, capacity: int, positions: Int[Array, " b"]
 ) -> Bool[Array, "b kv t"]:
-    """Slots whose rows only the host has, for each KV head or, kv = 1, for all."""
+    """Return slots whose rows only the host has, per KV head or, with kv = 1, for all heads."""
     if (rows := held(layout, own.positions, positions)) is not None:
         return rows >= 0
     return layout.slots.eligible(positions, capacity)[:, None]
@@ -178,11 +179,12 @@ def attend_streamed(
     own: HostLayer,
     positions: Int[Array, " b"],
 ) -> Float[Array, "b k g d"]:
-    """Attention over what is resident and all that is on the host, block by block."""
+    """Attend to the resident rows and all rows on the host, block by block."""
     capacity = capacity_of(host, q.shape[0])
     block = min(capacity, STREAM_BLOCK)
     eligible = on_host_only(layout, own, capacity, positions)
-    # Only a pool may have slots behind its last whole block; they are read with that one's.
+    # With a pool the capacity need not be a multiple of the block. The last read then starts early
+    # and overlaps the previous block; the rows read again are masked.
     blocks = -(-capacity // block)
 
     def visit(i: Array, state: Any) -> Any:
@@ -191,10 +193,10 @@ def attend_streamed(
             start = jnp.minimum(start, capacity - block)
         valid = lax.dynamic_slice_in_dim(eligible, start, block, axis=2)
         if capacity % block:
-            again = jnp.arange(block, dtype=jnp.int32) < i * block - start
-            valid = valid & ~again[None, None]
+            repeated = jnp.arange(block, dtype=jnp.int32) < i * block - start
+            valid = valid & ~repeated[None, None]
         rows = read_block(host, own.number, start, block, layout.mesh, q.shape[0])
-        # Slots that were never written may hold NaN, which a weight of 0 does not silence.
+        # Unwritten slots may hold NaN, which a weight of 0 does not mask.
         rows = jnp.where(valid[..., None], layout.row_format.decode(own.scales, rows), 0)
         return extend_softmax(state, q, packed(rows, valid))
 
@@ -206,8 +208,8 @@ def attend_streamed(
 def count_streamed(
     layout: Layout, counts: Counts, capacity: int, own: HostLayer, positions: Int[Array, " b"]
 ) -> Counts:
-    """With all rows of one layer that are on the host only."""
-    there = on_host_only(layout, own, capacity, positions)
-    rows = jnp.sum(there, axis=(1, 2), dtype=jnp.int32)
-    rows = rows * (layout.config.num_kv_heads // there.shape[1])
+    """Add all host-only rows of one layer to the counts."""
+    host_rows = on_host_only(layout, own, capacity, positions)
+    rows = jnp.sum(host_rows, axis=(1, 2), dtype=jnp.int32)
+    rows = rows * (layout.config.num_kv_heads // host_rows.shape[1])
     return Counts(counts.selected + rows, counts.moved + rows)
