@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.cache.pool import Kept
 from infinigen_jax.ops.attention import Part, packed
-from infinigen_jax.ops.barriers import behind
+from infinigen_jax.ops.barriers import after
 from infinigen_jax.ops.bit_storage import from_kept, to_kept
 from infinigen_jax.ops.span import Span, put_span
 
@@ -223,9 +223,9 @@ class Resident(NamedTuple):
             at = block[:, None, None, None]
             before = jnp.take_along_axis(left, at, axis=2)[:, :, 0]
             left = _put(left, before + values, block)
-            # XLA:CPU removes the barrier before it inserts copies; `behind` keeps the order.
+            # XLA:CPU removes the barrier before it inserts copies; `after` keeps the order.
             block_sum = jnp.take_along_axis(left, at, axis=2)[:, :, 0]
-            row = lax.platform_dependent(row, block_sum, cpu=behind, default=lambda row, _: row)
+            row = lax.platform_dependent(row, block_sum, cpu=after, default=lambda row, _: row)
         return Resident(_put(rows, row, slot), left)
 
     def part(self, position: Int[Array, " b"], slots: Slots) -> Part:

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.ops.attention import Softmax, extend_softmax, packed, start_softmax
-from infinigen_jax.ops.barriers import apart
+from infinigen_jax.ops.barriers import compute_once
 from infinigen_jax.ops.compaction import mark_starts, marks_at, running_counts
 from infinigen_jax.ops.work_items import JOBS, cut, most_jobs
 from infinigen_jax.selection.select import Request
@@ -53,7 +53,7 @@ def attend_requested(
             slots_of_items = marks_at(marks, lax.dynamic_slice_in_dim(starts, i * JOBS, JOBS), head)
             return jnp.where(valid, slots_of_items, 0)  # beyond the count
 
-        return apart(search)
+        return compute_once(search)
 
     def visit(i: Array, results: Any) -> Any:
         head, place = jobs.places(i, JOBS)
