@@ -218,8 +218,8 @@ def insert(
     """
     (_, _, t), n = positions.shape, new.shape[1]
     latest = jnp.max(positions, axis=-1, keepdims=True)
-    wanted = (new >= sinks) & (new < lengths[:, None])
-    fresh = wanted[:, None] & (new[:, None] > latest)
+    valid = (new >= sinks) & (new < lengths[:, None])
+    fresh = valid[:, None] & (new[:, None] > latest)
     need = jnp.sum(fresh, axis=-1, dtype=jnp.int32)
     room = compact(_leaving(pool, positions, used, need, lengths, n), n)
     turn = jnp.maximum(jnp.cumsum(fresh, axis=-1, dtype=jnp.int32) - 1, 0)

@@ -40,7 +40,7 @@ def attend_fetched(
     fetched: Fetched,
     host: Shaped[Array, "l a k t w"],
     local: Resident,
-    own: HostLayer,
+    host_layer: HostLayer,
     positions: Int[Array, " b"],
 ) -> tuple[Float[Array, "b k g d"], Attended | None]:
     """Attend to the resident and the fetched rows.
@@ -50,11 +50,11 @@ def attend_fetched(
     """
     resident = local.part(positions, layout.slots)
     if layout.in_chunks:
-        return attend_chunks(layout, q, resident, fetched, host, local, own, positions), None
+        return attend_chunks(layout, q, resident, fetched, host, local, host_layer, positions), None
     request = fetched.request
-    part = fetched_part(layout, fetched, host, own)
+    part = fetched_part(layout, fetched, host, host_layer)
     taken = part.taken(q.shape[-1])
-    tail = tail_term(layout, q, request, taken, local, own, positions)
+    tail = tail_term(layout, q, request, taken, local, host_layer, positions)
     o, (near, far) = attend_weighted(q, resident, part, tail=tail)
     if not layout.policy.observes:
         return o, None
@@ -69,34 +69,34 @@ def attend_chunks(
     fetched: Fetched,
     host: Shaped[Array, "l a k t w"],
     local: Resident,
-    own: HostLayer,
+    host_layer: HostLayer,
     positions: Int[Array, " b"],
 ) -> Float[Array, "b k g d"]:
     """Attend to the resident and the fetched rows, in proportion to the number of valid rows."""
 
     def read(head: Array, place: Array, slots: Array) -> Array:
         if fetched.rows is None:
-            rows = gather_jobs(host, own.number, head, slots, q.shape[0])
+            rows = gather_jobs(host, host_layer.number, head, slots, q.shape[0])
         else:
             rows = fetched.rows.reshape(-1, *fetched.rows.shape[2:])[head[:, None], place][None]
-        scales = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[head][None], own.scales)
+        scales = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[head][None], host_layer.scales)
         return layout.row_format.decode(scales, rows)
 
-    one_mean = own.tail is None and fetched.request.rest is not None
+    one_mean = host_layer.tail is None and fetched.request.rest is not None
     softmax, taken = attend_requested(q, fetched.request, read, sums=one_mean)
     softmax = join_softmax(extend_softmax(start_softmax(q), q, resident), softmax)
-    term = tail_term(layout, q, fetched.request, taken, local, own, positions)
+    term = tail_term(layout, q, fetched.request, taken, local, host_layer, positions)
     return finish_softmax(softmax, q, term)
 
 
 def fetched_part(
-    layout: Layout, fetched: Fetched, host: Shaped[Array, "l a k t w"], own: HostLayer
+    layout: Layout, fetched: Fetched, host: Shaped[Array, "l a k t w"], host_layer: HostLayer
 ) -> Part:
     """Return all rows of a request as a part for attention."""
     rows = fetched.rows
     if rows is None:
-        rows = gather_rows(host, own.number, fetched.request.slots, layout.mesh)
-    return packed(layout.row_format.decode(own.scales, rows), fetched.request.valid)
+        rows = gather_rows(host, host_layer.number, fetched.request.slots, layout.mesh)
+    return packed(layout.row_format.decode(host_layer.scales, rows), fetched.request.valid)
 
 
 def tail_term(
@@ -105,7 +105,7 @@ def tail_term(
     request: Request,
     taken: Float[Array, "b k d"] | None,
     local: Resident,
-    own: HostLayer,
+    host_layer: HostLayer,
     positions: Int[Array, " b"],
 ) -> Tail | None:
     """Return host-only rows that were not fetched as one token, if the policy has a tail.
@@ -113,14 +113,14 @@ def tail_term(
     Args:
         taken: sum of the fetched values; used by a tail of one mean.
     """
-    if own.tail is not None:
-        return tail_blocks(layout, q, request, local, own, positions)
+    if host_layer.tail is not None:
+        return tail_blocks(layout, q, request, local, host_layer, positions)
     if request.rest is None:
         return None
     assert local.left is not None and taken is not None
-    score = request.rest.score + mean_score(own.key_mean, q)
+    score = request.rest.score + mean_score(host_layer.key_mean, q)
     host_rows = jnp.maximum(positions - layout.policy.window + 1 - layout.policy.sinks, 0)[:, None]
-    if (rows := held(layout, own.positions, positions)) is not None:
+    if (rows := held(layout, host_layer.positions, positions)) is not None:
         host_rows = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)
     missing = (host_rows - request.count)[..., None]
     score = jnp.where((missing > 0)[..., None], score, -jnp.inf)
@@ -132,7 +132,7 @@ def tail_blocks(
     q: Float[Array, "b k g d"],
     request: Request,
     local: Resident,
-    own: HostLayer,
+    host_layer: HostLayer,
     positions: Int[Array, " b"],
 ) -> Tail:
     """Return host-only rows that were not fetched as one token per block.
@@ -143,7 +143,7 @@ def tail_blocks(
     """
     assert local.left is not None
     with jax.named_scope("tail"):
-        weights, state = own.tail
+        weights, state = host_layer.tail
         rest = request.rest
         if rest is None:
             rest = layout.policy.own_rest(weights, state, q, request, positions)
@@ -163,10 +163,10 @@ def held(
 
 
 def on_host_only(
-    layout: Layout, own: HostLayer, capacity: int, positions: Int[Array, " b"]
+    layout: Layout, host_layer: HostLayer, capacity: int, positions: Int[Array, " b"]
 ) -> Bool[Array, "b kv t"]:
     """Return slots whose rows only the host has, per KV head or, with kv = 1, for all heads."""
-    if (rows := held(layout, own.positions, positions)) is not None:
+    if (rows := held(layout, host_layer.positions, positions)) is not None:
         return rows >= 0
     return layout.slots.eligible(positions, capacity)[:, None]
 
@@ -176,13 +176,13 @@ def attend_streamed(
     q: Float[Array, "b k g d"],
     local: Resident,
     host: Shaped[Array, "l a k t w"],
-    own: HostLayer,
+    host_layer: HostLayer,
     positions: Int[Array, " b"],
 ) -> Float[Array, "b k g d"]:
     """Attend to the resident rows and all rows on the host, block by block."""
     capacity = capacity_of(host, q.shape[0])
     block = min(capacity, STREAM_BLOCK)
-    eligible = on_host_only(layout, own, capacity, positions)
+    eligible = on_host_only(layout, host_layer, capacity, positions)
     # With a pool the capacity need not be a multiple of the block. The last read then starts early
     # and overlaps the previous block; the rows read again are masked.
     blocks = -(-capacity // block)
@@ -195,9 +195,9 @@ def attend_streamed(
         if capacity % block:
             repeated = jnp.arange(block, dtype=jnp.int32) < i * block - start
             valid = valid & ~repeated[None, None]
-        rows = read_block(host, own.number, start, block, layout.mesh, q.shape[0])
+        rows = read_block(host, host_layer.number, start, block, layout.mesh, q.shape[0])
         # Unwritten slots may hold NaN, which a weight of 0 does not mask.
-        rows = jnp.where(valid[..., None], layout.row_format.decode(own.scales, rows), 0)
+        rows = jnp.where(valid[..., None], layout.row_format.decode(host_layer.scales, rows), 0)
         return extend_softmax(state, q, packed(rows, valid))
 
     state = extend_softmax(start_softmax(q), q, local.part(positions, layout.slots))
@@ -206,10 +206,14 @@ def attend_streamed(
 
 
 def count_streamed(
-    layout: Layout, counts: Counts, capacity: int, own: HostLayer, positions: Int[Array, " b"]
+    layout: Layout,
+    counts: Counts,
+    capacity: int,
+    host_layer: HostLayer,
+    positions: Int[Array, " b"],
 ) -> Counts:
     """Add all host-only rows of one layer to the counts."""
-    host_rows = on_host_only(layout, own, capacity, positions)
+    host_rows = on_host_only(layout, host_layer, capacity, positions)
     rows = jnp.sum(host_rows, axis=(1, 2), dtype=jnp.int32)
     rows = rows * (layout.config.num_kv_heads // host_rows.shape[1])
     return Counts(counts.selected + rows, counts.moved + rows)

@@ -135,8 +135,9 @@ def step(
         if watch is not None:
             at = numbers[host_index] if host_index >= 0 else None
             chosen = decoder.target(weights, read, states or read.states, host_index, at)
-            seen = (params, before, carry, local[i], inputs.place, chosen, read.host, live.lengths)
-            carry, record = watch(decoder, Watched(i, *seen))
+            read_arrays = inputs.place, chosen, read.host, live.lengths
+            watched = Watched(i, params, before, carry, local[i], *read_arrays)
+            carry, record = watch(decoder, watched)
             records.append(record)
         if i + 1 < len(stored):
             params = stored[i + 1] if brought is None else merged(stored[i + 1], brought)

@@ -106,10 +106,10 @@ def compact_together(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"
     rows = words.shape[0]
     at_once = min(JOBS, rows * most_jobs(size))
     counts = running_counts(words)
-    wanted = jnp.minimum(counts[:, -1], size)
-    jobs = cut(wanted)
+    requested = jnp.minimum(counts[:, -1], size)
+    jobs = cut(requested)
     room = rows * most_jobs(size) + at_once
-    starts = mark_starts(words, counts, wanted, jobs, room)
+    starts = mark_starts(words, counts, requested, jobs, room)
 
     def fill(i: Array, positions: Array) -> Array:
         first = i * at_once
@@ -120,7 +120,7 @@ def compact_together(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"
     positions = jnp.zeros((room, CHUNK), jnp.int32)
     positions = lax.fori_loop(jnp.int32(0), jobs.loops(at_once), fill, positions)
     place = jnp.arange(size, dtype=jnp.int32)[None]
-    valid = place < wanted[:, None]
+    valid = place < requested[:, None]
     place = jnp.where(valid, jobs.begin[:, None] * CHUNK + place, 0)
     return jnp.where(valid, positions.reshape(-1)[place], 0)
 
@@ -128,7 +128,7 @@ def compact_together(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"
 def mark_starts(
     words: UInt32[Array, "r v"],
     counts: Int[Array, "r v"],
-    wanted: Int[Array, " r"],
+    requested: Int[Array, " r"],
     jobs: Jobs,
     room: int,
 ) -> Int[Array, "j c"]:
@@ -143,7 +143,7 @@ def mark_starts(
     Args:
         words: packed marks.
         counts: `running_counts` of the words.
-        wanted: number of leading marks requested per row; each row must have as many.
+        requested: number of leading marks requested per row; each row must have as many.
         jobs: work items of the requested marks.
         room: j, above the total number of items: the last place of the last item receives discarded
             writes.
@@ -157,7 +157,7 @@ def mark_starts(
         job = (before | (CHUNK - 1)) + 1  # a word spans at most two items: WORD <= CHUNK
 
         def entry(place: Array, marks_before: Array | int) -> tuple[Array, Array]:
-            needed = (counts > place) & (place < wanted[:, None])
+            needed = (counts > place) & (place < requested[:, None])
             entry = 1 + ((word * WORD + marks_before) * CHUNK + (place & (CHUNK - 1)))
             return jnp.where(needed, begin + place, unused), entry
 

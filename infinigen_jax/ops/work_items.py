@@ -49,9 +49,9 @@ class Jobs(NamedTuple):
         return row, first[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)[None]
 
 
-def cut(wanted: Int[Array, " r"]) -> Jobs:
+def cut(requested: Int[Array, " r"]) -> Jobs:
     """Cut the requested number of places of each row into work items."""
-    number = (wanted + (CHUNK - 1)) // CHUNK
+    number = (requested + (CHUNK - 1)) // CHUNK
     return Jobs(number, jnp.cumsum(number))
 
 

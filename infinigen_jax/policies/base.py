@@ -195,7 +195,7 @@ class Policy(Protocol):
         """
         ...
 
-    def observe(self, state: Any, seen: Attended) -> Any:
+    def observe(self, state: Any, attended: Attended) -> Any:
         """Update the state with the attended rows; called only if the policy `observes`."""
         ...
 
@@ -302,7 +302,7 @@ class Defaults:
     ) -> Any:
         return state
 
-    def observe(self, state: Any, seen: Attended) -> Any:
+    def observe(self, state: Any, attended: Attended) -> Any:
         return state
 
 

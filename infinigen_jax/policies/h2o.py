@@ -43,15 +43,15 @@ class H2O(Budgeted):
     def select(self, lookup: Lookup) -> Request:
         return self.choose(lookup.state[:, :, None], lookup)
 
-    def observe(self, state: Float[Array, "b k t"], seen: Attended) -> Float[Array, "b k t"]:
+    def observe(self, state: Float[Array, "b k t"], attended: Attended) -> Float[Array, "b k t"]:
         b, k, capacity = state.shape
         sequence = jnp.arange(b, dtype=jnp.int32)[:, None, None]
         head = jnp.arange(k, dtype=jnp.int32)[None, :, None]
         # Padding is slot 0 with weight 0.
-        state = state.at[sequence, head, seen.slots].add(seen.weights, mode="drop")
-        resident = jnp.where(seen.resident >= 0, seen.resident, capacity)[:, None]
-        state = state.at[sequence, head, resident].add(seen.resident_weights, mode="drop")
-        positions = jnp.max(seen.resident, axis=-1)
+        state = state.at[sequence, head, attended.slots].add(attended.weights, mode="drop")
+        resident = jnp.where(attended.resident >= 0, attended.resident, capacity)[:, None]
+        state = state.at[sequence, head, resident].add(attended.resident_weights, mode="drop")
+        positions = jnp.max(attended.resident, axis=-1)
         # Rows that were eligible in this step and exceed the budget are evicted for good.
         request = self.best(state[:, :, None], positions, self.request_size(capacity))
         eligible = self.eligible(positions, capacity)

@@ -56,8 +56,8 @@ class PreviousQuery(Oracle):
     def select(self, lookup: Lookup) -> Request:
         return self._best_of(lookup.state.query, lookup.state.keys, lookup)
 
-    def observe(self, state: Remembered, seen: Attended) -> Remembered:
-        return state._replace(query=seen.query.astype(jnp.float32))
+    def observe(self, state: Remembered, attended: Attended) -> Remembered:
+        return state._replace(query=attended.query.astype(jnp.float32))
 
     def append(
         self,

@@ -23,9 +23,7 @@ from infinigen_jax.ops.attention import MASKED, Softmax
 from infinigen_jax.prefill import cudnn_attention as fused_attention
 from infinigen_jax.prefill.earlier_rows import BLOCK, NOWHERE, Attended, Block, Earlier
 
-OWN_BLOCK = (
-    256  # for the chunk's own keys; small, since half of each block on the diagonal is masked
-)
+OWN_BLOCK = 256  # for the chunk's own keys; small, as blocks on the diagonal are half masked
 CPU_TILE = 256  # rows of a tile: queries times query heads of a KV head
 CPU_WIDE_TILE = 1024  # the same, for blocks of earlier rows
 DEVICE_TILE_BYTES = 1 << 26  # for all tiles processed together

@@ -106,7 +106,7 @@ def keep_rows(
     scales: Any,
     host: Shaped[Array, "l a k t w2"],
     number: Int[Array, ""],
-    seen: Any = None,
+    observations: Any = None,
     pool: Int[Array, "b k t"] | None = None,
     *,
     streams: bool,
@@ -119,7 +119,7 @@ def keep_rows(
         rows: keys and values, concatenated, in the model's dtype.
         span: positions of the rows.
         number: index among the host layers.
-        seen: queries, and attention received by the slots, for a policy that observes.
+        observations: queries, and attention received by the slots, for a policy that observes.
         pool: with a pool, positions of the rows that its slots store; the chunk is then a whole
             prompt. None for slot = position.
         streams: whether the layer is streamed, without selection.
@@ -143,8 +143,8 @@ def keep_rows(
     if not streams:
         keys = rows[..., : decoder.config.head_dim]
         state = decoder.policy.append(policy_weights, state, keys, span)
-    if seen is not None:
-        queries, received = seen
+    if observations is not None:
+        queries, received = observations
         state = decoder.policy.observe_queries(state, queries, received, chunk)
     host = write_span(host, number, stored.encode(scales, rows), span, decoder.mesh)
     return local, state, scales, host

@@ -210,8 +210,8 @@ def _read(
         piece = jax.device_put(tokens[:, begin : begin + size], at.batch)
         x = run.embed(weights.params["embedding"], piece, span)
         x, cache = _layers(decoder, weights, cache, x, span, lengths, look)
-        last, done = run.last(x, span, last)
-        cache = cache._replace(lengths=done)
+        last, new_lengths = run.last(x, span, last)
+        cache = cache._replace(lengths=new_lengths)
         if notify is not None and longest > size:
             last.block_until_ready()
             notify(min(begin + size, longest), longest)

@@ -128,7 +128,7 @@ class Mlp:
             config: architecture of the model.
             whole: result of `under`.
             stand_in: approximate attention inputs of the calibration windows.
-            there: 1 for valid tokens, 0 for padding.
+            valid: 1 for valid tokens, 0 for padding.
             query: the later layer's query projection, including its norm's scale.
             number: number of neurons.
         """

@@ -23,7 +23,7 @@ def make_transfer(name: str) -> Transfer:
     if name == "xla":
         return xla_transfer()
     if name in TRANSFERS:
-        return best_transfer(wanted=name == "cuda")
+        return best_transfer(requested=name == "cuda")
     raise InputError(f"--transfer {name}: not available; use auto, xla or cuda")
 
 

@@ -102,14 +102,14 @@ def cuda_transfer_or_reason() -> CudaTransfer | str:
     return CudaTransfer() if reason is None else reason
 
 
-def best_transfer(wanted: bool) -> CudaTransfer | XlaTransfer:
+def best_transfer(requested: bool) -> CudaTransfer | XlaTransfer:
     """Return the `cuda` transfer if it runs, else `xla` with one warning that states the reason.
 
     Args:
-        wanted: whether `cuda` was requested by name; if not, a machine without a GPU gets no
+        requested: whether `cuda` was requested by name; if not, a machine without a GPU gets no
             warning.
     """
-    if not wanted and jax.default_backend() != "gpu":
+    if not requested and jax.default_backend() != "gpu":
         return xla_transfer()
     transfer = cuda_transfer_or_reason()
     if isinstance(transfer, str):
