@@ -201,7 +201,7 @@ def _stored_at(cache: Array, batch: int, sequence: Array, slots: Array) -> tuple
     )
 
 
-def gather_jobs(
+def gather_items(
     cache: Shaped[Array, "l a k t w"],
     layer: Int[Array, ""],
     head: Int[Array, " p"],

@@ -1,7 +1,7 @@
 """Attention to requested rows in proportion to their number, where host and device share memory.
 
 KV heads request very different numbers of rows, and a request is padded to the largest number
-allowed. The valid rows are therefore cut into work items (`ops.work_items`). A loop reads JOBS
+allowed. The valid rows are therefore cut into work items (`ops.work_items`). A loop reads ITEMS
 items of any heads and attends to them, so that they stay in the CPU's cache. The items of a head
 are combined at the end in a fixed order, so that a sequence's sums do not depend on the others.
 """
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from infinigen_jax.ops.attention import Softmax, extend_softmax, packed, start_softmax
 from infinigen_jax.ops.barriers import compute_once
 from infinigen_jax.ops.compaction import mark_starts, marks_at, running_counts
-from infinigen_jax.ops.work_items import JOBS, cut, most_jobs
+from infinigen_jax.ops.work_items import ITEMS, cut_items, most_items
 from infinigen_jax.selection.select import Request
 
 # Reads the rows of some work items, given the KV head of each item (sequences and KV heads counted
@@ -36,34 +36,36 @@ def attend_requested(
     b, k, g, d = q.shape
     heads, n = b * k, request.slots.shape[2]
     count = request.count.reshape(heads)
-    jobs, most = cut(count), most_jobs(n)
-    room = heads * most + JOBS
+    items, most = cut_items(count), most_items(n)
+    room = heads * most + ITEMS
     queries = q.reshape(heads, g, d)
     if request.marks is None:
         slots = request.slots.reshape(heads, n)
     else:
         marks = request.marks.reshape(heads, -1)
-        starts = mark_starts(marks, running_counts(marks), count, jobs, room)
+        starts = mark_starts(marks, running_counts(marks), count, items, room)
 
     def find(i: Array, head: Array, place: Array, valid: Array) -> Array:
         if request.marks is None:
             return slots[head[:, None], place]
 
         def search() -> Array:
-            slots_of_items = marks_at(marks, lax.dynamic_slice_in_dim(starts, i * JOBS, JOBS), head)
+            slots_of_items = marks_at(
+                marks, lax.dynamic_slice_in_dim(starts, i * ITEMS, ITEMS), head
+            )
             return jnp.where(valid, slots_of_items, 0)  # beyond the count
 
         return compute_once(search)
 
     def visit(i: Array, results: Any) -> Any:
-        head, place = jobs.places(i, JOBS)
+        head, place = items.places(i, ITEMS)
         valid = place < count[head][:, None]
         place = jnp.minimum(place, n - 1)
         part = packed(read(head, place, find(i, head, place, valid)), valid[None])
         query = queries[head][None]
         softmax = extend_softmax(start_softmax(query), query, part)
         return jax.tree.map(
-            lambda kept, new: lax.dynamic_update_slice_in_dim(kept, new[0], i * JOBS, axis=0),
+            lambda kept, new: lax.dynamic_update_slice_in_dim(kept, new[0], i * ITEMS, axis=0),
             results,
             (softmax, part.taken(d) if sums else None),
         )
@@ -71,10 +73,10 @@ def attend_requested(
     taken = jnp.zeros((room, d), jnp.float32) if sums else None
     nothing = start_softmax(jnp.zeros((1, room, g, d), q.dtype))
     results: Any = jax.tree.map(lambda x: x[0], nothing), taken
-    results = lax.fori_loop(jnp.int32(0), jobs.loops(JOBS), visit, results)
+    results = lax.fori_loop(jnp.int32(0), items.loops(ITEMS), visit, results)
     place = jnp.arange(most, dtype=jnp.int32)[None]
-    valid_items = place < jobs.number[:, None]
-    place = jnp.where(valid_items, jobs.begin[:, None] + place, 0)
+    valid_items = place < items.counts[:, None]
+    place = jnp.where(valid_items, items.begin[:, None] + place, 0)
     parts, taken = jax.tree.map(lambda x: x[place].reshape(b, k, most, *x.shape[1:]), results)
     valid_items = valid_items.reshape(b, k, most)
     if sums:

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.cache import pool
-from infinigen_jax.cache.host_array import capacity_of, gather_jobs, gather_rows, read_block
+from infinigen_jax.cache.host_array import capacity_of, gather_items, gather_rows, read_block
 from infinigen_jax.cache.layers import HostLayer, Resident
 from infinigen_jax.decode.layout import Layout
 from infinigen_jax.decode.requested_attention import attend_requested
@@ -76,7 +76,7 @@ def attend_chunks(
 
     def read(head: Array, place: Array, slots: Array) -> Array:
         if fetched.rows is None:
-            rows = gather_jobs(host, host_layer.number, head, slots, q.shape[0])
+            rows = gather_items(host, host_layer.number, head, slots, q.shape[0])
         else:
             rows = fetched.rows.reshape(-1, *fetched.rows.shape[2:])[head[:, None], place][None]
         scales = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[head][None], host_layer.scales)

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
 from infinigen_jax.ops.barriers import compute_once
-from infinigen_jax.ops.work_items import CHUNK, CHUNK_BITS, JOBS, Jobs, cut, most_jobs
+from infinigen_jax.ops.work_items import CHUNK, CHUNK_BITS, ITEMS, WorkItems, cut_items, most_items
 
 BITS = 5
 WORD = 1 << BITS  # marks in a word of a packed mask
@@ -104,24 +104,24 @@ def compact_together(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"
     consumers, as the barrier does in `compact_by_row`; XLA:CPU would drop a barrier before fusion.
     """
     rows = words.shape[0]
-    at_once = min(JOBS, rows * most_jobs(size))
+    at_once = min(ITEMS, rows * most_items(size))
     counts = running_counts(words)
     requested = jnp.minimum(counts[:, -1], size)
-    jobs = cut(requested)
-    room = rows * most_jobs(size) + at_once
-    starts = mark_starts(words, counts, requested, jobs, room)
+    items = cut_items(requested)
+    room = rows * most_items(size) + at_once
+    starts = mark_starts(words, counts, requested, items, room)
 
     def fill(i: Array, positions: Array) -> Array:
         first = i * at_once
-        row, _ = jobs.places(i, at_once)
+        row, _ = items.places(i, at_once)
         marks = marks_at(words, lax.dynamic_slice_in_dim(starts, first, at_once), row)
         return lax.dynamic_update_slice_in_dim(positions, marks, first, axis=0)
 
     positions = jnp.zeros((room, CHUNK), jnp.int32)
-    positions = lax.fori_loop(jnp.int32(0), jobs.loops(at_once), fill, positions)
+    positions = lax.fori_loop(jnp.int32(0), items.loops(at_once), fill, positions)
     place = jnp.arange(size, dtype=jnp.int32)[None]
     valid = place < requested[:, None]
-    place = jnp.where(valid, jobs.begin[:, None] * CHUNK + place, 0)
+    place = jnp.where(valid, items.begin[:, None] * CHUNK + place, 0)
     return jnp.where(valid, positions.reshape(-1)[place], 0)
 
 
@@ -129,7 +129,7 @@ def mark_starts(
     words: UInt32[Array, "r v"],
     counts: Int[Array, "r v"],
     requested: Int[Array, " r"],
-    jobs: Jobs,
+    items: WorkItems,
     room: int,
 ) -> Int[Array, "j c"]:
     """Return the places of the work items at which the marks of another word begin, for `marks_at`.
@@ -144,24 +144,24 @@ def mark_starts(
         words: packed marks.
         counts: `running_counts` of the words.
         requested: number of leading marks requested per row; each row must have as many.
-        jobs: work items of the requested marks.
+        items: work items of the requested marks.
         room: j, above the total number of items: the last place of the last item receives discarded
             writes.
     """
     word = lax.broadcasted_iota(jnp.int32, words.shape, 1)
-    begin = jobs.begin[:, None] * CHUNK
+    begin = items.begin[:, None] * CHUNK
     unused = room * CHUNK - 1  # target of discarded writes, which avoids a branch
 
     def entries() -> tuple[tuple[Array, Array], ...]:
         before = counts - lax.population_count(words).astype(jnp.int32)
-        job = (before | (CHUNK - 1)) + 1  # a word spans at most two items: WORD <= CHUNK
+        item = (before | (CHUNK - 1)) + 1  # a word spans at most two items: WORD <= CHUNK
 
         def entry(place: Array, marks_before: Array | int) -> tuple[Array, Array]:
             needed = (counts > place) & (place < requested[:, None])
             entry = 1 + ((word * WORD + marks_before) * CHUNK + (place & (CHUNK - 1)))
             return jnp.where(needed, begin + place, unused), entry
 
-        return entry(before, 0), entry(job, job - before)
+        return entry(before, 0), entry(item, item - before)
 
     starts = jnp.zeros((room * CHUNK,), jnp.int32)
     # Without `compute_once` XLA would compute each entry again, without vectors.

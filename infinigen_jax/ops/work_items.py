@@ -12,24 +12,24 @@ from jaxtyping import Array, Int
 
 CHUNK_BITS = 6
 CHUNK = 1 << CHUNK_BITS  # places of a work item
-JOBS = 32  # items per loop iteration
+ITEMS = 32  # work items of a loop iteration
 
 
-class Jobs(NamedTuple):
+class WorkItems(NamedTuple):
     """Work items of r rows, row by row.
 
     Attributes:
-        number: number of items of each row.
+        counts: number of items of each row.
         ends: number of items up to the end of each row.
     """
 
-    number: Int[Array, " r"]
+    counts: Int[Array, " r"]
     ends: Int[Array, " r"]
 
     @property
     def begin(self) -> Int[Array, " r"]:
         """Index of the first item of each row, or the index it would have."""
-        return self.ends - self.number
+        return self.ends - self.counts
 
     def loops(self, at_once: int) -> Int[Array, ""]:
         """Return the number of iterations that process all items."""
@@ -42,19 +42,19 @@ class Jobs(NamedTuple):
 
         Items after the last one belong to the last row, with places beyond its request.
         """
-        job = loop * at_once + jnp.arange(at_once, dtype=jnp.int32)
-        row = jnp.sum(self.ends[None] <= job[:, None], axis=-1, dtype=jnp.int32)
+        item = loop * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        row = jnp.sum(self.ends[None] <= item[:, None], axis=-1, dtype=jnp.int32)
         row = jnp.minimum(row, self.ends.shape[0] - 1)
-        first = (job - self.begin[row]) * CHUNK
+        first = (item - self.begin[row]) * CHUNK
         return row, first[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)[None]
 
 
-def cut(requested: Int[Array, " r"]) -> Jobs:
+def cut_items(requested: Int[Array, " r"]) -> WorkItems:
     """Cut the requested number of places of each row into work items."""
-    number = (requested + (CHUNK - 1)) // CHUNK
-    return Jobs(number, jnp.cumsum(number))
+    counts = (requested + (CHUNK - 1)) // CHUNK
+    return WorkItems(counts, jnp.cumsum(counts))
 
 
-def most_jobs(places: int) -> int:
+def most_items(places: int) -> int:
     """Return the largest number of items of a row with at most `places` places."""
     return -(-places // CHUNK)

@@ -231,7 +231,7 @@ class IndexFormat:
     def _products(
         self, query: Float[Array, "*w c"], words: UInt32[Array, "*v t"]
     ) -> Float[Array, "*x t"]:
-        """Return the sum of query * code over the columns c of each word; leading axes broadcast"""
+        """Return the sum of query * code over the columns c of each word, with broadcasting."""
         terms = []
         for column in range(CODES):
             shift = BITS * column
