@@ -48,6 +48,7 @@ class Slots(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Number of resident rows."""
         return self.sinks + self.window
 
     def of(self, positions: Int[Array, "*b"]) -> Int[Array, "*b"]:

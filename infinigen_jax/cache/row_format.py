@@ -70,6 +70,7 @@ class RowFormat:
 
     @property
     def exact(self) -> bool:
+        """Whether rows keep the model's dtype."""
         return self.name == "exact"
 
     @property
@@ -91,6 +92,7 @@ class RowFormat:
 
     @property
     def code_bytes(self) -> int:
+        """Bytes of a row's codes."""
         return 2 * self.head_dim * self.bits // 8
 
     @property

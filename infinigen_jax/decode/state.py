@@ -95,6 +95,7 @@ class Counts(NamedTuple):
     moved: Int[Array, " b"]
 
     def add(self, request: Request, moved: Int[Array, "b k"]) -> "Counts":
+        """Return the counts after a request, of which `moved` rows crossed."""
         return Counts(
             self.selected + jnp.sum(request.count, axis=-1), self.moved + jnp.sum(moved, axis=-1)
         )

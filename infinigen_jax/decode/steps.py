@@ -91,8 +91,13 @@ def step(
     """Run all layers over the tokens at the next position.
 
     Args:
-        run: the functions that the step is made of.
+        decoder: functions of a layer.
+        run: functions that make up the step.
         numbers: indices of the host layers, as device scalars.
+        weights: constant arrays.
+        read: cache arrays that the step reads.
+        live: cache arrays that the step replaces.
+        tokens: token ids, one per sequence.
         watch: function called after every layer, if any.
 
     Returns:

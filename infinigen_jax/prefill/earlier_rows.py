@@ -30,6 +30,7 @@ class Earlier(NamedTuple):
 
     @property
     def blocks(self) -> Int[Array, ""]:
+        """Number of blocks with valid rows."""
         return (jnp.minimum(jnp.max(self.start), self.capacity) + self.size - 1) // self.size
 
     @property
@@ -44,6 +45,7 @@ class Earlier(NamedTuple):
         return Rows(*self.read(self._at(number), self.size))
 
     def block(self, number: Int[Array, ""]) -> "Block":
+        """Read a block, with the positions of its rows."""
         return self.placed(number, self.rows(number))
 
     def placed(self, number: Int[Array, ""], rows: "Rows") -> "Block":

@@ -60,6 +60,7 @@ class IndexFormat:
 
     @property
     def quantised(self) -> bool:
+        """Whether entries are integer codes."""
         return self.name == "int4"
 
     @property
@@ -87,6 +88,7 @@ class IndexFormat:
         return self.quantised and self.columns <= scoring.MAX_COLUMNS and cuda.in_use()
 
     def empty(self, batch: int, kv_heads: int, capacity: int) -> Shaped[Array, "b k e t"]:
+        """Return an index without entries, for `capacity` tokens."""
         return jnp.zeros((batch, kv_heads, self.entries, capacity), self.dtype)
 
     def encode(self, keys: Float[Array, "b k r n"]) -> Shaped[Array, "b k e n"]:
