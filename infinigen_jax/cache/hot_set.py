@@ -46,9 +46,9 @@ class HotSet(NamedTuple):
         cls, batch: int, heads: int, size: int, width: int, capacity: int, dtype: Any
     ) -> "HotSet":
         """Return a hot set of `size` entries of `width` elements, for `capacity` host slots."""
-        nothing = jnp.full((batch, heads, size), -1, jnp.int32)
+        no_slot = jnp.full((batch, heads, size), -1, jnp.int32)
         place = jnp.full((batch, heads, capacity), -1, place_dtype(size))
-        return cls(jnp.zeros((batch, heads, size, width), dtype), nothing, nothing, place)
+        return cls(jnp.zeros((batch, heads, size, width), dtype), no_slot, no_slot, place)
 
 
 class Plan(NamedTuple):
@@ -133,9 +133,9 @@ def forget(hot: HotSet, slots: Int[Array, "b k n"]) -> HotSet:
     h, capacity = hot.slots.shape[2], hot.place.shape[2]
     entry = look_up(hot.place, jnp.minimum(slots, capacity - 1)).astype(jnp.int32)
     target = jnp.where((slots < capacity) & (entry >= 0), entry, h)
-    nothing = jnp.full(slots.shape, -1, jnp.int32)
+    no_slot = jnp.full(slots.shape, -1, jnp.int32)
     return hot._replace(
-        slots=put(hot.slots, target, nothing),
-        used=put(hot.used, target, nothing),
-        place=put(hot.place, slots, nothing.astype(hot.place.dtype)),
+        slots=put(hot.slots, target, no_slot),
+        used=put(hot.used, target, no_slot),
+        place=put(hot.place, slots, no_slot.astype(hot.place.dtype)),
     )

@@ -4,7 +4,7 @@
     FromInput      requests the next layer's rows from its input (figure 8 of the paper)
     FromResident   requests the next layer's rows after attention to the resident rows: a more
                    accurate guess that waits for no transfer
-    Nothing        requests no rows
+    NoRequest      requests no rows
 
 `Decoder.decode_layer` calls `from_input` once the layer's input is known and `from_resident` once
 its query is known. Each kind acts in one of the two.
@@ -30,7 +30,7 @@ Hot = HotSet | Kept | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Nothing:
+class NoRequest:
     """Layer that requests no rows."""
 
     decoder: "Decoder"
@@ -55,7 +55,7 @@ class Nothing:
         return started, q
 
 
-class OwnQuery(Nothing):
+class OwnQuery(NoRequest):
     """Layer that requests its own rows and waits for them."""
 
     def from_input(
@@ -66,7 +66,7 @@ class OwnQuery(Nothing):
         return carry, None, hot
 
 
-class FromInput(Nothing):
+class FromInput(NoRequest):
     """Layer that requests the next layer's rows from its own input."""
 
     def from_input(
@@ -75,7 +75,7 @@ class FromInput(Nothing):
         return carry, self.decoder.start(self.inputs, a, hot), hot
 
 
-class FromResident(Nothing):
+class FromResident(NoRequest):
     """Layer that requests the next layer's rows after attention to its resident rows."""
 
     def from_resident(
@@ -98,9 +98,9 @@ class FromResident(Nothing):
 KINDS = {"own": OwnQuery, "input": FromInput, "resident": FromResident}
 
 
-def lookahead(decoder: "Decoder", inputs: LayerInputs) -> Nothing:
+def lookahead(decoder: "Decoder", inputs: LayerInputs) -> NoRequest:
     """Return the timing of a layer's requests."""
     if inputs.target is None:
-        return Nothing(decoder, inputs)
+        return NoRequest(decoder, inputs)
     kind = decoder.policy.source if decoder.policy.lead else "own"
     return KINDS[kind](decoder, inputs)

@@ -71,8 +71,8 @@ def attend_requested(
         )
 
     taken = jnp.zeros((room, d), jnp.float32) if sums else None
-    nothing = start_softmax(jnp.zeros((1, room, g, d), q.dtype))
-    results: Any = jax.tree.map(lambda x: x[0], nothing), taken
+    empty = start_softmax(jnp.zeros((1, room, g, d), q.dtype))
+    results: Any = jax.tree.map(lambda x: x[0], empty), taken
     results = lax.fori_loop(jnp.int32(0), items.loops(ITEMS), visit, results)
     place = jnp.arange(most, dtype=jnp.int32)[None]
     valid_items = place < items.counts[:, None]

@@ -161,7 +161,7 @@ def _attend_own(group: int, window: int | None, head: tuple[Array, Array, Array]
         begin = jnp.int32(0)
         if window is not None:
             begin = jnp.maximum(first - window + 1, 0) // size
-        return lax.fori_loop(begin, visible_blocks, visit, _nothing(q))
+        return lax.fori_loop(begin, visible_blocks, visit, _empty_softmax(q))
 
     return lax.map(attend, (jnp.arange(count, dtype=jnp.int32), tiles))
 
@@ -234,7 +234,7 @@ def _attend_block(
     return lax.map(attend, (state, tiles, rows))
 
 
-def _nothing(q: Float[Array, "m d"]) -> Softmax:
+def _empty_softmax(q: Float[Array, "m d"]) -> Softmax:
     zeros = jnp.zeros(q.shape, jnp.float32)
     return Softmax(jnp.full(q.shape[:-1], MASKED, jnp.float32), zeros[..., 0], zeros)
 

@@ -74,7 +74,7 @@ def unavailable(dtype: str, head_dim: int, windowed: bool = False) -> str | None
     else:
         if error < 1:  # False for NaN
             return None
-        reason = f"differs from plain attention by {error:.2g} times what it may"
+        reason = f"differs from plain attention by {error:.2g} times its tolerance"
     _warn(f"{dtype}, heads of {head_dim}", reason)
     return reason
 
