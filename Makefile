@@ -11,6 +11,9 @@ VENV := .venv
 COMPILER_VENV := .venv-gpu-compile
 RUN := $(VENV)/bin/python -m
 FUZZ_LIMIT ?= 15m
+# Paths whose language is checked.
+ROOMS := cache decode ops policies prefill selection skew speculation transfer
+LANGUAGE := $(ROOMS:%=infinigen_jax/%)
 FUZZERS := $(wildcard tests/test_*fuzz*.py)
 ARGS ?= --prompt "Once upon a time" --max-new-tokens 200 --temperature 0.7 --top-p 0.9 --seed 1
 
@@ -33,6 +36,7 @@ lint: $(VENV)/.dev
 	@$(RUN) ruff check
 	@$(RUN) ruff format --check
 	@$(RUN) pyright --pythonpath $(VENV)/bin/python
+	@$(VENV)/bin/python tools/language $(LANGUAGE)
 
 format: $(VENV)/.dev
 	@$(RUN) ruff check --fix
