@@ -1,12 +1,11 @@
-"""XLA's foreign function interface, as far as handlers written in Python need it.
+"""Part of XLA's foreign function interface that handlers written in Python need.
 
-The structures mirror xla/ffi/api/c_api.h, which comes with jaxlib; their layout is the same in the
-interface's versions 0.3 (jax 0.10.2) and 0.4 (0.11). tests/test_cuda_ffi.py compares them with the
-header.
+The structures mirror xla/ffi/api/c_api.h, which jaxlib ships. Their layout is the same in versions
+0.3 (jax 0.10.2) and 0.4 (0.11) of the interface.
 
-A handler gets a `Frame`: the addresses of its operands and results, XLA's stream, and one
-attribute `config`, an array of int32. It runs once for each launch, so its time counts: a frame is
-read with `struct`, which is several times faster than ctypes' attribute access.
+A handler receives a `Frame`: the addresses of its operands and results, XLA's stream, and one
+attribute `config`, an array of int32. It runs at every launch, so its speed matters: `struct` reads
+a frame several times faster than ctypes' attribute access.
 """
 
 import ctypes
@@ -16,8 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-VERSION = (0, 3)  # of the interface; XLA takes older ones for a year at least
-METADATA = 1  # type of the extension by which XLA asks for a handler's version and traits
+VERSION = (0, 3)  # of the interface; XLA supports older ones for at least a year
+METADATA = 1  # type of the extension that queries a handler's version and traits
 INTERNAL = 13  # error code
 POINTER = ctypes.sizeof(ctypes.c_void_p)
 
@@ -123,7 +122,7 @@ class StreamGet(ctypes.Structure):
 
 
 class Api(ctypes.Structure):
-    """XLA's own functions, in part."""
+    """XLA's table of functions, in part."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -139,7 +138,7 @@ class Api(ctypes.Structure):
 
 
 def _reader(*offsets: int) -> struct.Struct:
-    """Reads 64-bit words at these offsets, which ascend."""
+    """Return a reader of the 64-bit words at these ascending offsets."""
     layout, end = "<", 0
     for offset in offsets:
         layout += f"{offset - end}xQ"
@@ -163,19 +162,19 @@ _Words = [ctypes.c_uint64 * n for n in range(33)]
 _CreateError = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _GetStream = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-stream_getters: dict[int, Any] = {}  # by the address of XLA's table of functions
-_kept: list[Any] = []  # what programs can call must not be collected
+stream_getters: dict[int, Any] = {}  # keyed by the address of XLA's table of functions
+_kept: list[Any] = []  # keeps callbacks of programs from being collected
 
 
 class Frame(NamedTuple):
     """One call of a handler.
 
     Attributes:
-        api: address of XLA's functions.
-        context: of this call, for those functions.
+        api: address of XLA's table of functions.
+        context: execution context of this call, an argument of those functions.
         operands, results: addresses of `Buffer`s.
         config: address of the attribute's first int32.
-        config_size: how many there are.
+        config_size: number of its elements.
     """
 
     api: int
@@ -186,7 +185,7 @@ class Frame(NamedTuple):
     config_size: int
 
     def stream(self) -> int:
-        """The CUDA stream that XLA launches this call on."""
+        """The CUDA stream of this call."""
         get = stream_getters.get(self.api)
         if get is None:
             get = _GetStream(Api.from_address(self.api).stream_get or 0)
@@ -198,7 +197,7 @@ class Frame(NamedTuple):
 
 
 def read_frame(address: int) -> Frame:
-    """The frame at an address, whose only attribute, if any, is `config`."""
+    """Read the frame at an address; its only attribute, if any, is `config`."""
     _, api, context, operands, operand_list, results, result_list, attributes, attribute_list = (
         _frame.unpack_from(_FrameBytes.from_address(address))
     )
@@ -217,10 +216,10 @@ def read_frame(address: int) -> Frame:
 
 
 def register(name: str, handler: Callable[[Frame], None], platform: str = "CUDA") -> None:
-    """Make `handler` the FFI target `name`. An exception in it becomes an XLA error.
+    """Register `handler` as the FFI target `name`. Its exceptions become XLA errors.
 
-    No traits are declared: the calls stay outside CUDA graphs, in which XLA would capture each one
-    by itself. A start that is not joined in the same graph as its wait cannot be captured.
+    It declares no traits, so calls stay outside CUDA graphs. XLA would capture each call by itself,
+    and a start cannot be captured without its wait in the same graph.
     """
 
     def entry(address: int) -> int | None:
@@ -246,7 +245,7 @@ def _answer(extension: int) -> None:
 
 
 def _error(address: int, message: str) -> int | None:
-    """An error that XLA takes over; None where there is no way to make one."""
+    """Make an error that XLA takes ownership of; return None if that is impossible."""
     api = CallFrame.from_address(address).api
     if not api:
         return None
