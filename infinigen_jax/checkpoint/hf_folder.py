@@ -103,7 +103,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     """Read `config.json`; return it as parsed JSON and as a ModelConfig.
 
     End-of-sequence tokens in `generation_config.json` take precedence, because instruction-tuned
-    models list the tokens that end a turn there.
+    models list the tokens that end a turn only in it.
 
     Raises:
         InputError, UnsupportedModelError: raised before any weight file is opened.
@@ -115,7 +115,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{folder}/{error}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise InputError(f"{folder}/config.json: a setting has a wrong kind ({error})") from None
+        raise InputError(f"{folder}/config.json: a setting has the wrong type ({error})") from None
     generation = folder / "generation_config.json"
     settings = read_json(generation) if os.path.lexists(generation) else {}
     if settings.get("eos_token_id") is None:
@@ -154,7 +154,7 @@ def _why_no_weights(folder: Path) -> str:
     if any(folder.glob("*-of-*.safetensors")) or any(folder.glob("*-of-*.bin")):
         return "the weights are sharded but their index (*.index.json) is missing; get it again"
     others = [f.name for kind in ("h5", "msgpack", "gguf", "pth") for f in folder.glob(f"*.{kind}")]
-    hint = f" ({sorted(others)[0]} is of another kind)" if others else ""
+    hint = f" ({sorted(others)[0]} has another format)" if others else ""
     return f"no weights here{hint}; {SAFETENSORS} or {TORCH} is needed"
 
 

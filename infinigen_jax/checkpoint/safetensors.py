@@ -115,12 +115,14 @@ class SafetensorsFile:
         except (TypeError, KeyError, ValueError):
             raise self._damaged(f"the header entry of {name} is malformed") from None
         if not whole:
-            raise self._damaged(f"the header entry of {name} holds a number that is no size")
+            raise self._damaged(f"the header entry of {name} holds an invalid size")
         if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
-            raise InputError(f"{self.path}: {name} is stored as {dtype_name}, which is not read")
+            raise InputError(
+                f"{self.path}: {name} is stored as {dtype_name}, which is not supported"
+            )
         dtype = DTYPES[dtype_name]
         if not countable(shape):
-            raise self._damaged(f"{name} has a shape that no array can have")
+            raise self._damaged(f"{name} has an impossible shape")
         if end - begin != math.prod(shape) * dtype.itemsize:
             raise self._damaged(f"the offsets of {name} do not fit its shape {tuple(shape)}")
         return TensorInfo(dtype, tuple(shape), start + begin, start + end)

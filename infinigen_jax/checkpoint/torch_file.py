@@ -46,7 +46,9 @@ class TorchFile:
         except Exception as error:  # zipfile raises many types for damaged archives
             raise self._unreadable(error) from None
         if big_endian:
-            raise InputError(f"{path}: written on a big-endian machine, which is not read")
+            raise InputError(
+                f"{path}: big-endian, which is not supported; save it again with torch"
+            )
         self.tensors = self._unpickle(data)
 
     def read(self, name: str) -> np.ndarray:
@@ -124,5 +126,5 @@ class TorchFile:
         elif start.startswith(b"\x80"):
             why = "it is in torch's format from before 1.6: load it and save it again with torch"
         else:
-            why = f"it is truncated or of another kind ({error}); get it again"
+            why = f"it is truncated or of another format ({error}); get it again"
         return InputError(f"{self.path}: not a torch zip file, {why}")

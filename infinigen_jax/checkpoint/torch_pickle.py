@@ -184,7 +184,9 @@ def _global(module: Any, name: Any) -> Any:
         ("torch._utils", "_rebuild_parameter"): _Function(lambda data, *_: data),
     }
     if not isinstance(module, str) or not isinstance(name, str):
-        raise Refused("damaged, its pickle looks up what is no name; get the file again")
+        raise Refused(
+            "damaged, its pickle looks up something other than a name; get the file again"
+        )
     if module == "torch" and name in STORAGES:
         return STORAGES[name]
     if (module, name) not in known:
@@ -200,7 +202,7 @@ def _storage(reference: Any) -> Storage:
     if kind != "storage" or not isinstance(dtype, np.dtype) or not isinstance(key, str):
         raise Refused("refused, because it refers to something other than a tensor storage")
     if type(count) is not int or not 0 <= count < LARGEST_NUMBER:
-        raise Refused("damaged, the size of a storage is no size; get the file again")
+        raise Refused("damaged, the size of a storage is invalid; get the file again")
     return Storage(dtype, key, count)
 
 
@@ -209,7 +211,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tor
         raise Refused("refused, because it describes a tensor without a storage")
     sizes = (offset, *shape, *strides)
     if not all(type(n) is int and 0 <= n < LARGEST_NUMBER for n in sizes):
-        raise Refused("damaged, a size of a tensor is no size; get the file again")
+        raise Refused("damaged, a size of a tensor is invalid; get the file again")
     if len(shape) != len(strides) or not countable(shape):
-        raise Refused("damaged, the shape of a tensor is none; get the file again")
+        raise Refused("damaged, the shape of a tensor is invalid; get the file again")
     return TorchTensor(storage, offset, tuple(shape), tuple(strides))

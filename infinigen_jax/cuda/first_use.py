@@ -119,15 +119,15 @@ def run_check(ordinal: int) -> str | None:
             timeout=LIMIT,
         )
     except OSError as error:
-        return f"{WHAT} cannot be started: {error}; {SWITCH}={UNCHECKED} does without it"
+        return f"{WHAT} cannot be started: {error}; {SWITCH}={UNCHECKED} skips it"
     except subprocess.TimeoutExpired:
-        return f"{WHAT} took longer than {LIMIT:g} s; {SWITCH}={OFF} leaves them out"
+        return f"{WHAT} took longer than {LIMIT:g} s; {SWITCH}={OFF} turns the kernels off"
     if completed.returncode == 0:
         return None
     said = _said(completed.stdout.decode(errors="replace"), completed.returncode)
     if completed.returncode == CANNOT:
-        return f"{said}; {SWITCH}={UNCHECKED} does without a check"
-    return f"{said}; {SWITCH}={OFF} leaves them out"
+        return f"{said}; {SWITCH}={UNCHECKED} skips the check"
+    return f"{said}; {SWITCH}={OFF} turns the kernels off"
 
 
 def _name(ordinal: int) -> str:

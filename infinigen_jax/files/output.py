@@ -20,7 +20,7 @@ def checked_output(option: str, name: str | None) -> Path | None:
     path = Path(name)
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"{option} {path}: cannot be written; give a file in a folder of yours")
+        raise InputError(f"{option} {path}: cannot be written; give a file in a writable folder")
     return path
 
 

@@ -212,7 +212,7 @@ def embedded(name: str = EMBEDDED[0]) -> Path:
         InputError: no embedded model has this name.
     """
     if name not in EMBEDDED:
-        raise InputError(f"no embedded model {name!r}; there are {', '.join(EMBEDDED)}")
+        raise InputError(f"no embedded model {name!r}; use one of {', '.join(EMBEDDED)}")
     return EMBEDDED_FOLDER / name
 
 

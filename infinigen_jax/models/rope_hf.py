@@ -20,7 +20,7 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int) -> Rope:
     """
     settings = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
     nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
-    refuse_unless(not nested, f"rope_parameters of its own for {', '.join(nested)}")
+    refuse_unless(not nested, f"separate rope_parameters for {', '.join(nested)}")
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in KINDS:
         raise UnsupportedModelError(

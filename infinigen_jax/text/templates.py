@@ -77,4 +77,4 @@ def _run(task: dict[str, Any]) -> dict[str, str]:
     try:
         return json.loads(completed.stdout)
     except ValueError:
-        return {"error": "it ends its process, as too much memory or too deep a recursion do"}
+        return {"error": "its process ended, perhaps by too much memory or too deep a recursion"}

@@ -91,7 +91,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         names = ", ".join(TOKENIZER_FILES)
-        raise InputError(f"{folder}: has no tokenizer ({names}); copy the model's files there")
+        raise InputError(f"{folder}: has no tokenizer ({names}); copy the model's files into it")
     if not (folder / "tokenizer.json").is_file():
         return _from_transformers(folder)
     settings = _settings(folder)
@@ -100,7 +100,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         template = _chat_template(folder, settings)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InputError(
-            f"{folder / SETTINGS_FILE}: a setting has a wrong kind ({error}); {AGAIN}"
+            f"{folder / SETTINGS_FILE}: a setting has the wrong type ({error}); {AGAIN}"
         ) from None
     with _refused(str(folder)), _silent_panics():
         from tokenizers import Tokenizer as Backend
