@@ -98,6 +98,7 @@ def in_process(case: Case) -> dict[str, Any]:
 
 
 def line(record: dict[str, Any]) -> str:
+    """Format a record as a line of text."""
     planned, measured = record["planned"], record["measured"]
     return (
         f"planned {planned['total'] / 2**20:8.1f} MiB  measured {measured['total'] / 2**20:8.1f} "
@@ -174,6 +175,7 @@ def settle() -> None:
 
 
 def on_gpu() -> bool:
+    """Return whether JAX runs on a GPU."""
     import jax
 
     return jax.default_backend() != "cpu"
@@ -196,6 +198,7 @@ def reset_peak() -> None:
 
 
 def statistics() -> dict[str, int]:
+    """Return the allocator's statistics of the GPU."""
     import jax
 
     return jax.devices()[0].memory_stats() or {}

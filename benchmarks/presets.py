@@ -66,6 +66,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.decode",
         description="Measure the speed of decoding: this package and transformers, taking turns.",

@@ -49,6 +49,7 @@ class Shape:
 
 
 def llama(name: str, hidden: int, layers: int, heads: int, kv: int, mlp: int, vocab: int) -> Shape:
+    """Return the shape of a LLaMA model."""
     return Shape(
         name,
         {
@@ -67,6 +68,7 @@ def llama(name: str, hidden: int, layers: int, heads: int, kv: int, mlp: int, vo
 
 
 def opt(name: str, hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> Shape:
+    """Return the shape of an OPT model."""
     return Shape(
         name,
         {

@@ -50,6 +50,7 @@ class Bench:
 
     @property
     def late(self) -> bool:
+        """Whether the deadline has passed."""
         return time.monotonic() > self.deadline
 
 
@@ -84,6 +85,7 @@ def needs_of(bench: Bench, context: int) -> tuple[dict[str, Memory], dict[str, A
 
 
 def absent_entry(kind: str, reason: str) -> dict[str, Any]:
+    """Return the result entry of a system that was not measured."""
     return {"absent": kind, "reason": reason}
 
 

@@ -34,6 +34,7 @@ class Clock:
 
     @property
     def progress(self) -> float:
+        """Progress of the training, from 0 to 1."""
         if self.limit is None:
             return min(self.seen / self.tokens, 1.0)
         gone = (self.seconds - self.limited_at) / self.limit

@@ -88,6 +88,7 @@ class Fact:
 
     @property
     def length(self) -> int:
+        """Number of tokens of the fact, its question and its answer."""
         return len(self.fact) + len(self.question) + len(self.answer) + len(self.close)
 
 
@@ -216,11 +217,13 @@ class _Builder:
         return self.length
 
     def add(self, tokens: Sequence[int] | np.ndarray, weight: float) -> None:
+        """Append tokens with a weight in the loss."""
         self.tokens.append(np.asarray(tokens, np.uint16))
         self.weights.append(np.full(len(tokens), weight, np.float32))
         self.length += len(tokens)
 
     def ask(self, fact: Fact, place: int) -> None:
+        """Append a question and its answer, and record the lookup."""
         self.add(fact.question, 0.0)
         start = len(self)
         self.add(fact.answer, self.answer_weight)
@@ -228,6 +231,7 @@ class _Builder:
         self.add(fact.close, 1.0)
 
     def finish(self) -> Sample:
+        """Return the assembled sequence."""
         return Sample(
             np.concatenate(self.tokens), np.concatenate(self.weights), tuple(self.lookups)
         )

@@ -138,6 +138,7 @@ class _Job:
         self.curve, self.validations = saved["curve"], saved["validations"]
 
     def save(self) -> None:
+        """Save the state as a checkpoint."""
         described = {
             "clock": dataclasses.asdict(self.clock),
             "curve": self.curve,
@@ -171,6 +172,7 @@ class _Job:
         self.save()
 
     def validate(self, count: int) -> dict[str, Any]:
+        """Validate on `count` windows."""
         batch = max(1, self.size.stages[-1].batch)
         losses = lambda tokens: self.losses(self.state.params, tokens)  # noqa: E731
         return validate(losses, self.corpus.val, self.size.context, count, batch)

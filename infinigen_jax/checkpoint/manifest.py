@@ -72,6 +72,7 @@ class Manifest:
     files: dict[str, dict[str, Any]]
 
     def to_json(self) -> str:
+        """Return the contents of `infinigen.json`."""
         value = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
         return json.dumps(value, indent=2) + "\n"
 

@@ -124,6 +124,7 @@ class Slots(NamedTuple):
     layers: list[list[Slot]]
 
     def flat(self) -> list[Slot]:
+        """Return all tensors, the embedding's first."""
         return [*self.embedding, *(slot for layer in self.layers for slot in layer)]
 
 

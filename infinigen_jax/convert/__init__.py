@@ -1,6 +1,6 @@
 """Conversion of Hugging Face folders: read, map, calibrate, skew and write one layer at a time.
 
-Imports checkpoint, skew, speculation, text. Start reading at pipeline.py.
+Imports checkpoint, skew, speculation, text, models, files. Start reading at pipeline.py.
 """
 
 from collections.abc import Callable, Sequence

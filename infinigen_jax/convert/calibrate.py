@@ -43,6 +43,7 @@ class CalibrationTokens(NamedTuple):
 
     @property
     def count(self) -> int:
+        """Number of tokens, excluding padding."""
         return int(self.valid.sum())
 
 

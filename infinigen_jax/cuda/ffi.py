@@ -22,6 +22,8 @@ POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
 class ApiVersion(ctypes.Structure):
+    """XLA_FFI_Api_Version: version of the interface."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),
@@ -31,6 +33,8 @@ class ApiVersion(ctypes.Structure):
 
 
 class Extension(ctypes.Structure):
+    """XLA_FFI_Extension_Base: header of an extension, linked to the next one."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("type", ctypes.c_int),
@@ -39,6 +43,8 @@ class Extension(ctypes.Structure):
 
 
 class Metadata(ctypes.Structure):
+    """XLA_FFI_Metadata: version and traits of a handler."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("api_version", ApiVersion),
@@ -47,10 +53,14 @@ class Metadata(ctypes.Structure):
 
 
 class MetadataExtension(ctypes.Structure):
+    """XLA_FFI_Metadata_Extension: request for the metadata of a handler."""
+
     _fields_ = [("extension_base", Extension), ("metadata", ctypes.POINTER(Metadata))]
 
 
 class Buffer(ctypes.Structure):
+    """XLA_FFI_Buffer: dtype, shape and address of an operand or result."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),
@@ -80,6 +90,8 @@ class Values(ctypes.Structure):
 
 
 class Attributes(ctypes.Structure):
+    """XLA_FFI_Attrs: types, names and values of the attributes."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),
@@ -91,6 +103,8 @@ class Attributes(ctypes.Structure):
 
 
 class CallFrame(ctypes.Structure):
+    """XLA_FFI_CallFrame: arguments of a handler's call."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),
@@ -104,6 +118,8 @@ class CallFrame(ctypes.Structure):
 
 
 class ErrorCreate(ctypes.Structure):
+    """XLA_FFI_Error_Create_Args: message and code of an error."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),
@@ -113,6 +129,8 @@ class ErrorCreate(ctypes.Structure):
 
 
 class StreamGet(ctypes.Structure):
+    """XLA_FFI_Stream_Get_Args: context of a call, and its stream as the result."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),

@@ -13,5 +13,7 @@
     lm_eval         a model for lm-evaluation-harness: likelihood, answers
 
 A sub-command is a module with SUMMARY, add_options(parser) and run(arguments, say), listed in
-`infinigen_jax.evaluate`. Imports cli, engine. Start reading at session.py.
+`infinigen_jax.evaluate`.
+
+Imports cli, engine, loading and lower rooms. Start reading at session.py.
 """

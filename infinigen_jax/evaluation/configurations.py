@@ -61,6 +61,7 @@ class Configuration:
         return " ".join([*parts, self.rows])
 
     def engine(self, model: "Model") -> "Engine":
+        """Make an engine with this configuration."""
         return make_engine(model, self.policy, self.options)
 
 

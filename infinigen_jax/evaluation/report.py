@@ -88,4 +88,5 @@ def with_error(value: float | None, error: float | None, digits: int = 4) -> str
 
 
 def percent(fraction: float, digits: int = 2) -> str:
+    """Format a fraction as a percentage."""
     return f"{100 * fraction:.{digits}f} %"

@@ -108,6 +108,7 @@ class _Hashes:
             self.known = {}
 
     def of(self, file: Path) -> str:
+        """Return the SHA-256 of a file, remembered if it is large and unchanged."""
         status = file.stat()
         if status.st_size < LARGE:
             return file_sha256(file)

@@ -292,6 +292,11 @@ def _joined(parts: list[Array], transform: str, dtype: jnp.dtype) -> Array:
 
 
 def checked_dtype(dtype: Any) -> jnp.dtype:
+    """Return a supported dtype; by default float32 on the CPU and bfloat16 elsewhere.
+
+    Raises:
+        InputError: the dtype is not supported.
+    """
     if dtype is None:
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     try:  # only dtype names: NumPy would parse other text as an expression

@@ -171,6 +171,7 @@ class Blueprint(NamedTuple):
         return module
 
     def embedding(self, params: Params) -> Embedding:
+        """Return the module of the embedding."""
         return nnx.merge(self.embedding_graph, params)
 
 

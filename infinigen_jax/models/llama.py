@@ -118,6 +118,7 @@ class Layer(nnx.Module):
         return q
 
     def normed_key(self, key: Float[Array, "*b k d"]) -> Float[Array, "*b k d"]:
+        """Return the key before rotation; families with a key norm override it."""
         return key
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:

@@ -117,6 +117,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
+        """Whether the machine has enough device and host memory."""
         room = self.machine.device_memory
         if room is None:
             return self.device + self.host <= self.machine.host_memory
