@@ -55,7 +55,7 @@ def advise(planner: Planner, batch: int, context: int) -> Advice:
         advice,
         most_context=largest(lambda n: fits(planner, ends, batch, n), context),
         most_batch=largest(lambda n: fits(planner, ends, n, context), batch),
-        last_resort=with_fewer_dense(planner, batch, context),
+        last_resort=best_with_fewer_dense(planner, batch, context),
     )
 
 
@@ -89,18 +89,19 @@ def best_settings(
             continue
         for rows, chunk in itertools.product(row_choices(planner), chunk_choices(planner)):
             smaller = dataclasses.replace(placed, rows=rows, prefill_chunk=chunk)
-            fitting = fastest(planner, smaller, dense, batch, context)
+            fitting = fastest_placement(planner, smaller, dense, batch, context)
             if fitting is not None:
-                return narrowed(planner, fitting, batch, context)
+                return with_smaller_budget(planner, fitting, batch, context)
     return None
 
 
-def fastest(
+def fastest_placement(
     planner: Planner, remedied: Settings, dense: Iterable[int], batch: int, context: int
 ) -> Forecast | None:
     """Return the fastest cache placement that fits; without bandwidths the first that fits."""
     forecasts = (
-        planner.forecast(settings, batch, context) for settings in choices(planner, remedied, dense)
+        planner.forecast(settings, batch, context)
+        for settings in placements(planner, remedied, dense)
     )
     fitting = (forecast for forecast in forecasts if forecast.fits)
     if not planner.machine.timed:
@@ -108,7 +109,7 @@ def fastest(
     return min(fitting, key=lambda f: (round(f.seconds or 0.0, 9), f.device), default=None)
 
 
-def with_fewer_dense(planner: Planner, batch: int, context: int) -> Forecast | None:
+def best_with_fewer_dense(planner: Planner, batch: int, context: int) -> Forecast | None:
     """Return the best forecast with the most dense layers that fit, fewer than requested."""
     for dense_layers in reversed(range(planner.asked.dense_layers)):
         if fits(planner, [dense_layers], batch, context):
@@ -160,7 +161,7 @@ def dense_choices(planner: Planner) -> set[int]:
     return {asked, *(n for n in more if n > asked)}
 
 
-def choices(planner: Planner, remedied: Settings, dense: Iterable[int]) -> Iterator[Settings]:
+def placements(planner: Planner, remedied: Settings, dense: Iterable[int]) -> Iterator[Settings]:
     """Yield cache placements, the one closest to the request first; given options stay."""
     asked, given = planner.asked.hot_set, planner.arguments.hot_set
     hot = {asked} if given is not None else {asked, 0.0}
@@ -170,7 +171,7 @@ def choices(planner: Planner, remedied: Settings, dense: Iterable[int]) -> Itera
                 yield dataclasses.replace(remedied, dense_layers=dense_layers, hot_set=size)
 
 
-def narrowed(planner: Planner, best: Forecast, batch: int, context: int) -> Forecast:
+def with_smaller_budget(planner: Planner, best: Forecast, batch: int, context: int) -> Forecast:
     """Return a forecast with a smaller budget if the bus limits a step and this saves WORTH."""
     machine, asked = planner.machine, best.settings.budget
     reads, copies = machine.memory_bandwidth, machine.copy_bandwidth
@@ -201,7 +202,7 @@ def largest(passes: Callable[[int], bool], most: int) -> int:
 
 def verdict(advice: Advice) -> list[str]:
     """Return the advice as sentences, one per line."""
-    lines = [about_full(advice)]
+    lines = [describe_full_cache(advice)]
     best, asked, last = advice.best, advice.asked, advice.last_resort
     if best is None:
         lines.append(
@@ -210,25 +211,25 @@ def verdict(advice: Advice) -> list[str]:
         )
         if last is not None:
             lines.append(
-                f"a last resort, fewer dense layers fit but may lose quality: {said(last)}"
+                f"a last resort, fewer dense layers fit but may lose quality: {describe(last)}"
             )
     elif best.settings == asked.settings:
         label = "fits" if best.seconds is None else "recommended"
-        lines.append(f"{label}: as it is, {options_of(best.settings)}")
+        lines.append(f"{label}: as it is, {command_options(best.settings)}")
     else:
         label = "would fit" if best.seconds is None else "recommended"
-        lines.append(f"{label}: {said(best)}")
+        lines.append(f"{label}: {describe(best)}")
     return lines
 
 
-def said(forecast: Forecast) -> str:
+def describe(forecast: Forecast) -> str:
     """Format settings with their step time and device memory."""
     time = "" if forecast.seconds is None else f"{1e3 * forecast.seconds:.2f} ms a step, "
     peak = f"{format_bytes(forecast.device)} on the device"
-    return f"{options_of(forecast.settings)}: {time}{peak}"
+    return f"{command_options(forecast.settings)}: {time}{peak}"
 
 
-def options_of(settings: Settings) -> str:
+def command_options(settings: Settings) -> str:
     """Format settings as options of a command line."""
     options = f"--dense-layers {settings.dense_layers} --hot-set {settings.hot_set:g}"
     options += f" --rows {settings.rows}"
@@ -241,7 +242,7 @@ def options_of(settings: Settings) -> str:
     return options
 
 
-def about_full(advice: Advice) -> str:
+def describe_full_cache(advice: Advice) -> str:
     """Say whether the device can hold the whole cache, and whether that is faster."""
     full, asked = advice.full, advice.asked
     if not full.fits:
