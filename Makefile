@@ -46,9 +46,9 @@ bench: $(VENV)/.bench
 compile-gpu: $(COMPILER_VENV)/.compiler
 	@JAX_PLATFORMS=cpu $(COMPILER_VENV)/bin/python -m pytest -q tests/gpu
 
-# The site needs no other host: it has no web fonts, and the search runs in the browser.
+# The site needs no other host. Without --quiet: with it, --strict lets warnings pass.
 docs: $(VENV)/.docs
-	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) $(COMPILER_VENV) build dist *.egg-info
