@@ -82,9 +82,7 @@ def timed_run(model: Path, programs: Path, arguments: list[str]) -> dict[str, fl
     command += ["--prompt", "Once upon a time", "--max-new-tokens", "4", "--ignore-eos", "--quiet"]
     environment = os.environ | {"XDG_CACHE_HOME": str(programs)}
     start = time.perf_counter()
-    process = subprocess.Popen(
-        [*command, *arguments], env=environment, stdout=subprocess.DEVNULL
-    )
+    process = subprocess.Popen([*command, *arguments], env=environment, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     wall = time.perf_counter() - start
     if status:
