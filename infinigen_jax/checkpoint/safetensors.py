@@ -6,7 +6,7 @@
 
 The reader maps the file, so a tensor costs memory only while it is in use. The writer emits the
 header first, because every shape is known beforehand, and then hashes and writes one tensor after
-another. A conversion so holds one tensor at a time, which the `safetensors` package cannot do: its
+another. Thus a conversion holds one tensor at a time. The `safetensors` package cannot do this: its
 `save_file` takes all tensors of a file.
 """
 

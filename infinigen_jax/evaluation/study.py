@@ -66,7 +66,7 @@ def watch_own(decoder: Decoder, layer: Watched) -> tuple[Carry, Seen | None]:
 def watch_exact(decoder: Decoder, layer: Watched) -> tuple[Carry, Seen | None]:
     """Compare, and continue as if the layer had attended to all rows.
 
-    Each policy so gets the same queries and keys. One that speculates from the state after
+    Thus each policy gets the same queries and keys. One that speculates from the state after
     attention uses its own attention.
     """
     return _watch(decoder, layer, exact=True)
