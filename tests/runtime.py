@@ -128,6 +128,17 @@ SPARSE = InfiniGen(
     tail=False,
 )
 ALL = dataclasses.replace(SPARSE, budget=1.0, partial_ratio=0.25, alpha=float("inf"))
+# With a tail over an exact index of every column.
+TAILED = InfiniGen(
+    budget=0.1,
+    window=4,
+    sinks=2,
+    partial_ratio=1.0,
+    index_dtype="float32",
+    alpha=float("inf"),
+    query="plain",
+    tail=True,
+)
 
 RAGGED = [
     [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 5, 21)
@@ -167,3 +178,11 @@ def finished(engine: Engine, prompts=RAGGED, new: int = NEW) -> Run:
     for _ in run.tokens(ignore_eos=True):
         pass
     return run
+
+
+def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
+    """Natural log-probabilities of given tokens, decoded with all layers on the host."""
+    tokens = np.random.default_rng(2).integers(3, 96, (2, context + 20)).astype(np.int32)
+    run = Engine(model, policy=policy, dense_layers=0).start(tokens[:, :context].tolist(), 20)
+    steps = range(context, context + 19)
+    return np.stack([np.asarray(run.score(tokens[:, i], tokens[:, i + 1])) for i in steps])

@@ -1,7 +1,7 @@
 """XLA's foreign function interface, as far as handlers written in Python need it.
 
 The structures mirror xla/ffi/api/c_api.h, which comes with jaxlib; their layout is the same in the
-interface's versions 0.3 (jax 0.10.2) and 0.4 (0.11). tests/test_cuda_ffi.py compares them with the
+interface's versions 0.3 (jax 0.10.2) and 0.4 (0.11). tests/cuda/test_ffi.py compares them with the
 header.
 
 A handler gets a `Frame`: the addresses of its operands and results, XLA's stream, and one

@@ -5,8 +5,16 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import RAGGED, SPARSE, engine, random_model, tokens_of
-from test_counting import TAILED, first_layers, scores_of
+from runtime import (
+    RAGGED,
+    SPARSE,
+    TAILED,
+    engine,
+    first_layers,
+    random_model,
+    scores_of,
+    tokens_of,
+)
 
 from infinigen_jax.cache.pool import Pool
 from infinigen_jax.checkpoint.skew_file import Basis

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import random_model, tokens_of
-from test_counting import TAILED, scores_of
+from runtime import TAILED, random_model, scores_of, tokens_of
 
 from infinigen_jax import Engine
 from infinigen_jax.cache.layers import Slots, sums_of_values

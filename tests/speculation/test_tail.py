@@ -7,18 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import ALL, engine, finished, first_layers, random_model
+from runtime import ALL, TAILED, engine, finished, first_layers, random_model, scores_of
 
 from infinigen_jax.cache.layers import Resident, Slots
-from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.loading.load import Model
 from infinigen_jax.ops.attention import Tail, attend, attend_weighted, packed
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import Full, InfiniGen
-from infinigen_jax.policies.base import Policy
 from infinigen_jax.selection.rest import log_rest
 from infinigen_jax.selection.select import Request, select
+
+ONE_MEAN = dataclasses.replace(TAILED, tail_tokens=0)
 
 
 @pytest.mark.parametrize("blocks", [1, 4])
@@ -115,27 +114,6 @@ def test_a_tail_is_nothing_when_everything_is_fetched(name, rows):
     settings = {} if rows == "auto" else {"rows": rows}
     got = finished(engine(name, with_tail, **settings))
     assert got.new_tokens == finished(engine(name, ALL, **settings)).new_tokens
-
-
-def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
-    """Natural log-probabilities of given tokens, decoded with all layers on the host."""
-    tokens = np.random.default_rng(2).integers(3, 96, (2, context + 20)).astype(np.int32)
-    run = Engine(model, policy=policy, dense_layers=0).start(tokens[:, :context].tolist(), 20)
-    steps = range(context, context + 19)
-    return np.stack([np.asarray(run.score(tokens[:, i], tokens[:, i + 1])) for i in steps])
-
-
-TAILED = InfiniGen(
-    budget=0.1,
-    window=4,
-    sinks=2,
-    partial_ratio=1.0,
-    index_dtype="float32",
-    alpha=math.inf,
-    query="plain",
-    tail=True,
-)
-ONE_MEAN = dataclasses.replace(TAILED, tail_tokens=0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from runtime import random_model
 from infinigen_jax.cache.host_array import checked_mesh, default_mesh
 from infinigen_jax.errors import InputError
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 PROGRAM = """
 import sys
 import jax
@@ -63,7 +63,7 @@ with pytest.raises(InputError, match="KV heads"):
 )
 def test_several_devices_give_what_one_gives(names):
     flags = "--xla_force_host_platform_device_count=4"
-    path = os.pathsep.join(map(str, (HERE, HERE.parent)))
+    path = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
     environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     command = [sys.executable, "-c", PROGRAM, *names]

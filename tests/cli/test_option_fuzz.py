@@ -1,6 +1,6 @@
 """Random options of all four commands: each ends with success, or status 2 and one line.
 
-FUZZ_CASES=400 FUZZ_SECONDS=120 FUZZ_SEED=0 pytest -m slow tests/test_option_fuzz.py
+FUZZ_CASES=400 FUZZ_SECONDS=120 FUZZ_SEED=0 pytest -m slow tests/cli/test_option_fuzz.py
 """
 
 import argparse
