@@ -22,6 +22,8 @@ HF: dict[str, dict[str, Any]] = {
     "opt": {"model_type": "opt", "ffn_dim": 24},
 }
 RELATIVES: dict[str, dict[str, Any]] = {
+    # For what does not depend on how layers hand over: little to compile.
+    "one": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 1},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12},
     "windows": {
@@ -150,11 +152,17 @@ NEW = 14  # several windows
 def engine(
     name: str,
     policy: Policy = SPARSE,
-    dense_layers: int | None = 1,
+    dense_layers: int | None = -1,
     schedule: str = "fused",
     **settings,
 ) -> Engine:
-    """The same engine every time, so that its compilations are shared."""
+    """The same engine every time, so that its compilations are shared.
+
+    Args:
+        dense_layers: by default one, and none of a model of one layer.
+    """
+    if dense_layers == -1:
+        dense_layers = min(1, random_model(name).config.num_layers - 1)
     return Engine(
         random_model(name),
         policy=policy,

@@ -14,7 +14,6 @@ from infinigen_jax.decode.steps import step, steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.policies import Full, Policy
-from infinigen_jax.programs.compilations import compilations
 
 HOT = "hot"  # SPARSE with a hot set and packed rows
 
@@ -57,56 +56,12 @@ def test_the_plan_is_what_is_allocated():
     assert run.plan.resident == sum(x.nbytes for x in jax.tree.leaves(ring))
 
 
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(SPARSE, id="infinigen", marks=pytest.mark.slow),
-        pytest.param(HOT, id="hot"),
-        pytest.param(Full(), id="full", marks=pytest.mark.slow),
-    ],
-)
-def test_memory_kinds_and_buffers(policy, schedule):
-    run = made(policy, 1, schedule).start(RAGGED, NEW)
-    assert run.cache.host is not None
-    address = run.cache.host.unsafe_buffer_pointer()
-    for _ in range(NEW - 1):
-        run.advance()
-        assert run.cache.host.sharding.memory_kind == "pinned_host"
-        rest = run.cache._replace(host=None)
-        assert {x.sharding.memory_kind for x in jax.tree.leaves(rest)} == {"device"}
-    assert run.cache.host.unsafe_buffer_pointer() == address
-    assert run.cache.lengths.tolist() == [len(p) + NEW - 1 for p in RAGGED]
-
-
 # What a step must not do.
 
 
 @pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(SPARSE, id="infinigen", marks=pytest.mark.slow),
-        pytest.param(HOT, id="hot"),
-        pytest.param(Full(), id="full", marks=pytest.mark.slow),
-    ],
-)
-def test_no_compilation_after_warm_up(policy, schedule):
-    chosen = made(policy, 2, schedule)
-    first = finished(chosen)
-    assert first.stats().compilations_after_warmup == 0
-    before = compilations()
-    again = finished(chosen)
-    assert compilations() == before
-    assert again.new_tokens == first.new_tokens
-    finished(chosen, [prompt[:-1] for prompt in RAGGED], NEW + 2)  # same padded lengths
-    assert compilations() == before
-
-
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-@pytest.mark.parametrize("policy", [SPARSE, HOT], ids=["infinigen", "hot"])
-def test_a_step_neither_reads_nor_sends_anything(policy, schedule, monkeypatch):
-    run = made(policy, 2, schedule).start(RAGGED, NEW)
+def test_a_step_neither_reads_nor_sends_anything(schedule, monkeypatch):
+    run = made(HOT, 2, schedule).start(RAGGED, NEW)
     run.advance()
 
     def refuse(*arguments, **keywords):

@@ -31,8 +31,8 @@ LENGTHS = (9, 1, 14, 6)  # of the answers; a flush is due every 4 tokens, or eve
 SETTINGS: dict[str, tuple[Policy, dict[str, Any]]] = {
     "infinigen": (InfiniGen(budget=0.2, window=4, sinks=2, alpha=4.0), {}),
     "hot-int8": (SPARSE, {"rows": "int8", "hot_set": 1.5}),
-    "paper-layerwise": (SPARSE, {"schedule": "layerwise", "dense_layers": 0}),
-    "full-int4": (Full(window=4), {"rows": "int4", "dense_layers": 1}),
+    "paper-layerwise": (SPARSE, {"schedule": "layerwise"}),
+    "full-int4": (Full(window=4), {"rows": "int4"}),
     "h2o": (H2O(budget=0.2, window=4, sinks=2), {}),
     "quest": (Quest(budget=0.3, window=4, sinks=2), {}),
     "previous-query": (PreviousQuery(budget=0.2, window=4, sinks=2), {}),
@@ -57,13 +57,13 @@ def host_of(conversation: Conversation) -> Any:
 
 
 def engine_of(policy: Policy, **settings: Any) -> Callable[[], Engine]:
-    return lambda: engine("gqa", policy, **settings)
+    return lambda: engine("one", policy, **settings)
 
 
 @pytest.mark.parametrize(
     ("name", "policy", "schedule"),
     [
-        ("gqa", Full(), "fused"),
+        ("one", Full(), "fused"),
         pytest.param("gqa", Full(window=5), "layerwise", marks=pytest.mark.slow),
         ("gqa", ALL, "layerwise"),
         pytest.param("opt", ALL, "fused", marks=pytest.mark.slow),
@@ -71,7 +71,7 @@ def engine_of(policy: Policy, **settings: Any) -> Callable[[], Engine]:
     ],
 )
 def test_a_turn_gives_what_a_prefill_of_all_that_was_said_gives(name, policy, schedule):
-    made = engine(name, policy, 1, schedule)
+    made = engine(name, policy, schedule=schedule)
     conversation = made.conversation(context=CONTEXT)
     said: list[int] = []
     for turn, new in zip(TURNS, LENGTHS, strict=True):
@@ -91,14 +91,14 @@ def test_a_turn_gives_what_a_prefill_of_all_that_was_said_gives(name, policy, sc
 )
 def test_a_saved_conversation_goes_on_as_it_would_have(name, tmp_path):
     policy, settings = SETTINGS[name]
-    made = engine("gqa", policy, **settings)
+    made = engine("one", policy, **settings)
     here = made.conversation(Sampling(temperature=1.0, seed=3), CONTEXT)
     say(here, TURNS[0], LENGTHS[0])
     say(here, TURNS[1], LENGTHS[1])
     here.messages.append({"role": "user", "content": "ü"})
     here.save(tmp_path / "saved")
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-    other = Engine(random_model("gqa"), policy=policy, **{"dense_layers": 1, **settings})
+    other = Engine(random_model("one"), policy=policy, dense_layers=0, **settings)
     there = other.resume(tmp_path / "saved")
     assert (there.tokens, there.messages, there.cached) == (here.tokens, here.messages, here.cached)
     for turn, new in zip(TURNS[2:], LENGTHS[2:], strict=True):
@@ -109,7 +109,7 @@ def test_a_saved_conversation_goes_on_as_it_would_have(name, tmp_path):
 
 
 def test_an_answer_that_is_broken_off_is_what_was_yielded():
-    made = engine("gqa", Full(window=5), 1)
+    made = engine("one", Full(window=5))
     conversation = made.conversation(context=CONTEXT)
     said: list[int] = []
     for turn, stop in zip(TURNS, (1, 2, 7, 3), strict=True):
@@ -136,7 +136,7 @@ def test_turns_against_transformers(tiny, tmp_path):
 
 
 def test_sampling_goes_on_from_turn_to_turn():
-    made, sampling = engine("gqa", Full(window=5), 1), Sampling(temperature=1.0, seed=2)
+    made, sampling = engine("one", Full(window=5), 0), Sampling(temperature=1.0, seed=2)
     conversation = made.conversation(sampling, CONTEXT)
     first = say(conversation, TURNS[2], 8)
     assert first == tokens_of(made, [TURNS[2]], 8, sampling=sampling, ignore_eos=True)[0]
@@ -147,7 +147,7 @@ def test_sampling_goes_on_from_turn_to_turn():
 
 
 def test_a_token_that_ends_a_text_ends_a_turn():
-    free = engine("gqa", Full(window=5), 1)
+    free = engine("one", Full(window=5), 0)
     answer = tokens_of(free, [TURNS[0]], 8, ignore_eos=True)[0]
     config = dataclasses.replace(free.model.config, eos_ids=(answer[4],))
     made = Engine(dataclasses.replace(free.model, config=config), policy=Full(window=5))
@@ -159,12 +159,12 @@ def test_a_token_that_ends_a_text_ends_a_turn():
 
 
 def test_a_context_that_is_full(tmp_path):
-    conversation = engine("gqa").conversation(context=60)
+    conversation = engine("one").conversation(context=60)
     assert conversation.capacity == 128
     answer = say(conversation, TURNS[0], 50)
     assert len(answer) == 60 - len(TURNS[0]) and len(conversation.tokens) == 60
     conversation.save(tmp_path / "full")
-    for one in conversation, engine("gqa").resume(tmp_path / "full"):
+    for one in conversation, engine("one").resume(tmp_path / "full"):
         with pytest.raises(InputError, match="--context 60: the conversation has 60 tokens"):
             say(one, [5], 1)
         assert len(one.tokens) == 60
@@ -172,7 +172,7 @@ def test_a_context_that_is_full(tmp_path):
 
 def test_a_cache_that_is_full():
     """Chunks and flushes at its very end."""
-    made = engine("gqa", ALL, 1)
+    made = engine("one", ALL, 0)
     conversation, said = made.conversation(context=128), TURNS[0] * 2
     say(conversation, said, 5)
     said = [*conversation.tokens, *TURNS[3]]
@@ -182,7 +182,7 @@ def test_a_cache_that_is_full():
 
 
 def test_no_program_is_compiled_for_a_later_turn():
-    made = engine("gqa")
+    made = engine("one")
     conversation = made.conversation(context=CONTEXT)
     say(conversation, TURNS[0], 9)
     say(conversation, TURNS[0], 9)
@@ -199,7 +199,7 @@ def test_no_program_is_compiled_for_a_later_turn():
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "talk"
-    conversation = engine("gqa").conversation(context=CONTEXT)
+    conversation = engine("one").conversation(context=CONTEXT)
     say(conversation, TURNS[0], 5)
     conversation.save(path)
     return path
@@ -210,7 +210,7 @@ OTHERS = {
     "policy infinigen, not full": engine_of(Full()),
     "window 4, not 5": engine_of(dataclasses.replace(SPARSE, window=5)),
     "rows auto, not int8": engine_of(SPARSE, rows="int8"),
-    "dense layers 1, not 2": engine_of(SPARSE, dense_layers=2),
+    "dense layers 0, not 1": engine_of(SPARSE, dense_layers=1),
     "another model": lambda: engine("mha"),
     "--pool-tokens": engine_of(SPARSE, pool=Pool(tokens=50)),
 }
@@ -225,7 +225,7 @@ def test_other_settings_are_refused_by_name(why, saved):
 
 def test_files_of_before_a_setting_existed(tmp_path, monkeypatch):
     """They did what is its default; another value is another setting."""
-    conversation = engine("gqa").conversation(context=CONTEXT)
+    conversation = engine("one").conversation(context=CONTEXT)
     say(conversation, TURNS[0], 5)
     settings_of = conversation_module.settings_of
 
@@ -236,15 +236,15 @@ def test_files_of_before_a_setting_existed(tmp_path, monkeypatch):
         patch.setattr(conversation_module, "settings_of", former)
         conversation.save(tmp_path / "old")
     expected = say(conversation, TURNS[2], 8)
-    assert say(engine("gqa").resume(tmp_path / "old"), TURNS[2], 8) == expected
+    assert say(engine("one").resume(tmp_path / "old"), TURNS[2], 8) == expected
     behind = engine_of(dataclasses.replace(SPARSE, speculate_from="attention"))
     with pytest.raises(InputError, match="speculate_from input, not attention"):
         behind().resume(tmp_path / "old")
 
 
 def test_settings_that_change_no_result_may_differ(saved):
-    made = engine("gqa", schedule="layerwise", hot_set=2.0)
-    here, there = engine("gqa").resume(saved), made.resume(saved)
+    made = engine("one", schedule="layerwise", hot_set=2.0)
+    here, there = engine("one").resume(saved), made.resume(saved)
     assert say(there, TURNS[2], 8) == say(here, TURNS[2], 8)
 
 
@@ -254,19 +254,19 @@ def test_what_does_not_fit_is_not_resumed(saved, monkeypatch):
     def allocate(*arguments: Any) -> None:
         raise AssertionError("allocated")
 
-    made = engine("gqa")
+    made = engine("one")
     monkeypatch.setattr(conversation_module, "restore", allocate)
-    monkeypatch.setattr(planning, "available_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(planning, "available_host_bytes", lambda: 1 << 16)
     with pytest.raises(InputError) as refused:
         made.resume(saved)
     with pytest.raises(InputError) as first:
         say(made.conversation(context=CONTEXT), TURNS[0], 3)
     for message in (str(refused.value), str(first.value)):
-        assert "1.0 MiB are available: lower --context" in message and "\n" not in message
+        assert "64.0 KiB are available: lower --context" in message and "\n" not in message
 
 
 def test_what_cannot_be_begun_saved_or_resumed(tmp_path, saved):
-    made = engine("gqa")
+    made = engine("one")
     for context in (1, 257):
         with pytest.raises(InputError, match=f"--context {context}: give 2 to 256"):
             made.conversation(context=context)
@@ -294,7 +294,7 @@ def test_what_cannot_be_begun_saved_or_resumed(tmp_path, saved):
 
 
 def test_a_first_turn_that_memory_has_no_room_for_can_be_tried_again(monkeypatch):
-    conversation = engine("gqa").conversation(context=CONTEXT)
+    conversation = engine("one").conversation(context=CONTEXT)
 
     def refuse(*arguments: Any) -> None:
         raise InputError("too little memory")

@@ -79,8 +79,8 @@ def live(run: Run) -> list[list[list[np.ndarray]]]:
 )
 def test_a_pool_of_the_whole_context_changes_nothing(policy):
     new = 30
-    free = finished(engine("gqa", policy), RAGGED, new)
-    run = finished(engine("gqa", policy, pool=Pool(share=1.0)), RAGGED, new)
+    free = finished(engine("one", policy), RAGGED, new)
+    run = finished(engine("one", policy, pool=Pool(share=1.0)), RAGGED, new)
     assert run.slots == len(RAGGED[0]) + new < free.slots
     assert run.new_tokens == free.new_tokens
     np.testing.assert_array_equal(counts_of(run), counts_of(free))
@@ -200,28 +200,12 @@ def test_slots_hold_what_the_directory_says(policy, rows):
             )
 
 
-def test_schedules_batches_and_hot_sets_change_nothing():
-    new, pool = 30, Pool(tokens=18)
-    run = finished(engine("gqa", TAIL, 1, pool=pool), RAGGED, new)
-    assert run.stats().compilations_after_warmup == 0
-    layerwise = finished(engine("gqa", TAIL, 1, "layerwise", pool=pool), RAGGED, new)
-    hot = finished(engine("gqa", TAIL, 1, pool=pool, hot_set=2.0), RAGGED, new)
-    assert run.new_tokens == layerwise.new_tokens == hot.new_tokens
-    np.testing.assert_array_equal(counts_of(run), counts_of(layerwise))
-    np.testing.assert_array_equal(counts_of(run), counts_of(hot))
-    assert 0 < hot.stats().hot_set_hit_rate < 1
-    in_turn = engine("gqa", TAIL, 1, pool=pool).start(RAGGED, new, batch=2)
-    assert list(in_turn.tokens(ignore_eos=True)) and in_turn.new_tokens == run.new_tokens
-    # Both of its rows have the same number of steps: the first two prompts go side by side.
-    np.testing.assert_array_equal(counts_of(in_turn)[: new - 1], counts_of(run)[:, :2])
-
-
 def test_the_limit_is_what_is_allocated():
     """Not the context: host array, index, hot set and directories have the pool's slots."""
     pool = Pool(tokens=18)
     for policy, settings in ((TAIL, {"hot_set": 1.0}), (Full(), {})):
-        free = engine("gqa", policy, **settings).start(RAGGED, NEW)
-        run = engine("gqa", policy, pool=pool, **settings).start(RAGGED, NEW)
+        free = engine("one", policy, **settings).start(RAGGED, NEW)
+        run = engine("one", policy, pool=pool, **settings).start(RAGGED, NEW)
         assert run.cache.host is not None and free.cache.host is not None
         assert run.cache.host.shape[3] == 18 and free.cache.host.shape[3] == 128
         assert run.cache.host.sharding.memory_kind == "pinned_host"
@@ -240,7 +224,7 @@ def test_the_limit_is_what_is_allocated():
 
 
 def test_the_flush_is_in_place():
-    run = engine("gqa", TAIL, pool=SMALL).start(RAGGED, NEW)
+    run = engine("one", TAIL, pool=SMALL).start(RAGGED, NEW)
     assert run.cache.host is not None
     run.settle()
     before = [x.unsafe_buffer_pointer() for x in (run.cache.host, *run.cache.states)]
@@ -250,7 +234,7 @@ def test_the_flush_is_in_place():
 
 
 def test_prompts_of_other_lengths_are_admitted_without_compiling():
-    made = engine("gqa", TAIL, 1, pool=SMALL)
+    made = engine("one", TAIL, pool=SMALL)
     first, second = ([list(range(3, 3 + n)) for n in sizes] for sizes in ((9, 31, 20), (40, 7, 26)))
     compiled = []
     for prompts in (first, second):
@@ -299,11 +283,11 @@ def test_a_window_of_the_most_recent_rows_in_the_pool():
     policy = Window(budget=0.3, window=4, sinks=2)
     fifo = Pool(tokens=20, eviction="fifo", sinks=0)
     seen: list[np.ndarray] = []
-    run = engine("gqa", policy, pool=fifo).start(RAGGED, NEW)
+    run = engine("one", policy, pool=fifo).start(RAGGED, NEW)
     for _ in range(NEW - 1):
         run.advance()
     there = np.asarray(held(run.decoder, run.cache.pool[0], run.cache.lengths))
-    layer: Any = Masked("gqa").layers[0]
+    layer: Any = Masked("one").layers[0]
     nothing = jnp.zeros((3, 4))
     given = run.decoder.config, layer, {}, run.cache.states[0], nothing, run.cache.lengths
     size = policy.request_size(run.slots)

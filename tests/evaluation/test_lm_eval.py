@@ -53,19 +53,19 @@ def expected(model: Any, one: Continuation) -> tuple[float, bool]:
 
 
 def test_likelihoods_are_those_of_the_plain_forward_pass():
-    model = random_model("gqa")
+    model = random_model("one")
     asked = [Continuation(tokens(n), tokens(m)) for n, m in ((9, 3), (30, 5), (1, 4), (1, 1))]
     # One that is greedy, after a single token and after several.
     asked += [Continuation(one.context, [_best(model, one.context)]) for one in asked[:3]]
     done: list[int] = []
-    scores, traffic = likelihoods(engine("gqa", Full()), asked, 3, done.append)
+    scores, traffic = likelihoods(engine("one", Full()), asked, 3, done.append)
     for (score, greedy), one in zip(scores, asked, strict=True):
         value, best = expected(model, one)
         assert score == pytest.approx(value, abs=1e-3) and bool(greedy) == best
     assert scores[4:, 1].tolist() == [1, 1, 1]
     assert sum(done) == len(asked) and traffic.tokens > 0
-    assert likelihoods(engine("gqa", Full()), [], 3)[0].shape == (0, 2)
-    sparse, _ = likelihoods(engine("gqa", SPARSE), asked, 3)
+    assert likelihoods(engine("one", Full()), [], 3)[0].shape == (0, 2)
+    sparse, _ = likelihoods(engine("one", SPARSE), asked, 3)
     assert not np.allclose(sparse[1], scores[1])
 
 
@@ -74,13 +74,13 @@ def _best(model: Any, context: Any) -> int:
 
 
 def test_contexts_that_are_too_long_lose_their_beginning():
-    model = random_model("gqa")
+    model = random_model("one")
     context, text = tokens(280), tokens(6)
-    scores, _ = likelihoods(engine("gqa", Full()), [Continuation(context, text)], 1)
+    scores, _ = likelihoods(engine("one", Full()), [Continuation(context, text)], 1)
     value, _ = expected(model, Continuation(context[-250:], text))
     assert scores[0, 0] == pytest.approx(value, abs=1e-3)
     with pytest.raises(InputError, match="has 256 tokens, and the model 256 positions"):
-        likelihoods(engine("gqa", Full()), [Continuation([3], tokens(256))], 1)
+        likelihoods(engine("one", Full()), [Continuation([3], tokens(256))], 1)
 
 
 def test_contexts_and_texts_are_told_apart():
@@ -115,7 +115,7 @@ def test_without_a_mark_in_front_a_text_is_behind_the_one_that_ends_texts():
         def encode(text: str, **_: Any) -> list[int]:
             return whole.encode(text, add_special_tokens=False)
 
-    config = dataclasses.replace(random_model("gqa").config, bos_id=None)
+    config = dataclasses.replace(random_model("one").config, bos_id=None)
     first = beginning(Bare, config)
     assert first == 2
     for context, text in (("", "yes"), ("  ", "yes, it is"), ("", " ")):

@@ -184,19 +184,19 @@ PROMPTS = [RNG.integers(3, 96, n).tolist() for n in (37, 22, 31)]
 
 def test_answers_are_those_of_generate():
     """With the full cache, what prefill and what decode steps compute is the same."""
-    expected = engine("gqa", Full()).generate(PROMPTS, max_new_tokens=6).tokens
-    tokens, traffic = answer(engine("gqa", Full()), PROMPTS, 9, 6, 2)
+    expected = engine("one", Full()).generate(PROMPTS, max_new_tokens=6).tokens
+    tokens, traffic = answer(engine("one", Full()), PROMPTS, 9, 6, 2)
     assert tokens.dtype == np.int32 and tokens.tolist() == expected
     assert traffic.tokens == 3 * (9 + 5)
-    everything, _ = answer(engine("gqa", ALL), PROMPTS, 9, 6, 2)
+    everything, _ = answer(engine("one", ALL), PROMPTS, 9, 6, 2)
     assert everything.tolist() == expected
-    sparse, _ = answer(engine("gqa", SPARSE), PROMPTS, 9, 6, 2)
+    sparse, _ = answer(engine("one", SPARSE), PROMPTS, 9, 6, 2)
     assert sparse.tolist() != expected
 
 
 def test_answers_end_with_the_text():
-    model = random_model("gqa")
-    chosen = engine("gqa", Full())
+    model = random_model("one")
+    chosen = engine("one", Full())
     tokens, _ = answer(chosen, PROMPTS, 9, 6, 2)
     third = int(tokens[0, 2])
     first = tokens[0].tolist().index(third)
@@ -212,7 +212,7 @@ def test_means_by_task_length_and_depth():
         def decode(tokens: list[int]) -> str:
             return " ".join(map(str, tokens))
 
-    model = dataclasses.replace(random_model("gqa"), given_tokenizer=Tokenizer())
+    model = dataclasses.replace(random_model("one"), given_tokenizer=Tokenizer())
     items = [Item("needle", "", "", (str(i),), d, 64, "0") for i, d in ((10, 0.0), (11, 1.0))]
     items += [Item("variables", "", "", ("12", "13"), None, 64, "0")]
     full = np.array([[10, 5], [11, -1], [12, 13]], np.int32)
@@ -236,7 +236,7 @@ def test_an_item_at_several_depths_is_one_for_the_error():
         def decode(tokens: list[int]) -> str:
             return " ".join(map(str, tokens))
 
-    model = dataclasses.replace(random_model("gqa"), given_tokenizer=Tokenizer())
+    model = dataclasses.replace(random_model("one"), given_tokenizer=Tokenizer())
     right = np.array([[1, 1, 1, 0], [0, 0, 1, 0], [1, 1, 1, 1]])  # problems, depths
     items = [
         Item("needle", "", "", ("7",), depth / 3, 64, str(number))

@@ -49,7 +49,7 @@ def test_the_full_cache_scores_as_the_plain_forward_pass(name):
 @pytest.mark.parametrize("policy", [Full(), SPARSE], ids=lambda policy: policy.name)
 def test_tokens_that_are_asked_for(policy):
     """All of them in another order, the likeliest few, and the text's own."""
-    chosen, tokens = engine("gqa", policy), np.arange(96, dtype=np.int32)[::-1]
+    chosen, tokens = engine("one", policy), np.arange(96, dtype=np.int32)[::-1]
     asked = np.broadcast_to(tokens, (5, 28, 96))
     every, _ = score_windows(chosen, WINDOWS, CONTEXT, batch=2, asked=asked)
     assert (every.tokens == asked).all() and every.log_probs.shape == asked.shape
@@ -68,7 +68,7 @@ def test_tokens_that_are_asked_for(policy):
 
 def test_scores_and_traffic_do_not_depend_on_the_batch():
     (first, here), (second, there) = (
-        score_windows(engine("gqa", SPARSE), WINDOWS, CONTEXT, batch) for batch in (2, 9)
+        score_windows(engine("one", SPARSE), WINDOWS, CONTEXT, batch) for batch in (2, 9)
     )
     np.testing.assert_allclose(first.nats, second.nats, rtol=1e-5, atol=1e-5)
     assert here.selected_rows == there.selected_rows and here.tokens == there.tokens == 5 * 28
@@ -78,16 +78,16 @@ def test_scores_and_traffic_do_not_depend_on_the_batch():
 
 
 def test_without_a_limit_infinigen_is_the_full_cache():
-    full, _ = score_windows(engine("gqa", Full()), WINDOWS, CONTEXT, batch=2)
-    everything, _ = score_windows(engine("gqa", ALL), WINDOWS, CONTEXT, batch=2)
+    full, _ = score_windows(engine("one", Full()), WINDOWS, CONTEXT, batch=2)
+    everything, _ = score_windows(engine("one", ALL), WINDOWS, CONTEXT, batch=2)
     np.testing.assert_allclose(everything.nats, full.nats, rtol=1e-5, atol=1e-4)
-    sparse, traffic = score_windows(engine("gqa", SPARSE), WINDOWS, CONTEXT, batch=2)
+    sparse, traffic = score_windows(engine("one", SPARSE), WINDOWS, CONTEXT, batch=2)
     assert np.abs(sparse.nats - full.nats).max() > 1e-2
     assert 0 < traffic.selected / traffic.tokens <= SPARSE.budget
 
 
 def test_traffic_is_what_a_run_says_of_itself():
-    chosen = engine("gqa", SPARSE)
+    chosen = engine("one", SPARSE)
     _, traffic = score_windows(chosen, WINDOWS[:2], CONTEXT, batch=2)
     run = chosen.start(WINDOWS[:2, : CONTEXT - 1].tolist(), 28)
     for i in range(CONTEXT - 1, 39):
@@ -116,7 +116,7 @@ def test_what_is_attended_is_of_layers_that_select():
 
 def with_embedding(value: float) -> Engine:
     """SPARSE, with every number of the embedding and the final norm replaced."""
-    model = random_model("gqa")
+    model = random_model("one")
     filled = jax.tree.map(lambda x: jnp.full_like(x, value), model.params["embedding"])
     changed = dataclasses.replace(model, params=model.params | {"embedding": filled})
     return Engine(changed, policy=SPARSE)

@@ -211,8 +211,8 @@ def test_h2o_evicts_for_good():
     ids=lambda kind: kind.name,
 )
 def test_everything_fetched_is_the_full_cache(kind):
-    run = finished(engine("gqa", kind(budget=1.0, window=4, sinks=2)))
-    assert run.new_tokens == finished(engine("gqa", Full())).new_tokens
+    run = finished(engine("one", kind(budget=1.0, window=4, sinks=2)))
+    assert run.new_tokens == finished(engine("one", Full())).new_tokens
 
 
 # One that keeps a state of its own, and one that selects by the layer's own input.
@@ -222,14 +222,14 @@ def test_everything_fetched_is_the_full_cache(kind):
 )
 def test_schedules_batches_and_hot_sets_change_nothing(kind):
     policy = kind(budget=0.15, window=4, sinks=2)
-    run = finished(engine("gqa", policy, 1))
+    run = finished(engine("one", policy, 0))
     assert run.stats().compilations_after_warmup == 0
-    layerwise = finished(engine("gqa", policy, 1, "layerwise"))
-    hot = finished(engine("gqa", policy, 1, hot_set=2.0))
+    layerwise = finished(engine("one", policy, 0, "layerwise"))
+    hot = finished(engine("one", policy, 0, hot_set=2.0))
     assert run.new_tokens == layerwise.new_tokens == hot.new_tokens
     np.testing.assert_array_equal(counts_of(run), counts_of(layerwise))
     assert 0 < hot.stats().hot_set_hit_rate < 1
-    alone = finished(engine("gqa", policy, 1), RAGGED[2:])
+    alone = finished(engine("one", policy, 0), RAGGED[2:])
     assert alone.new_tokens == run.new_tokens[2:]
     tokens = run.prompt_lengths + np.arange(NEW - 1)[:, None]
     heads = run.decoder.host_layers * CONFIG.num_kv_heads
@@ -251,7 +251,7 @@ def test_int4_rows_are_as_exact_ones_of_the_same_numbers(name):
     kind: Any = POLICIES[name]
     fields = {field.name for field in dataclasses.fields(kind)}
     policy = kind(**{n: x for n, x in settings().items() if n in fields})
-    mine, other = (engine("gqa", policy, 1, rows=r).start(RAGGED, NEW) for r in ("int4", "auto"))
+    mine, other = (engine("one", policy, 0, rows=r).start(RAGGED, NEW) for r in ("int4", "auto"))
     cache, twin, tokens = mine.cache, other.cache, np.asarray(mine.drawn)
     for step in range(RECENT + 2):  # rows of the prompt alone at first, then flushed ones
         cache, twin = mine.dispatcher.flush(cache), other.dispatcher.flush(twin)

@@ -125,8 +125,8 @@ def test_chunks_fill_the_cache_as_one_piece_does(dense_layers):
     ],
 )
 def test_policies_go_on_alike_behind_chunks(name):
-    chosen = engine("gqa", POLICIES[name], 1)
-    chunked = engine("gqa", POLICIES[name], 1, prefill_chunk=64)
+    chosen = engine("one", POLICIES[name], 0)
+    chunked = engine("one", POLICIES[name], 0, prefill_chunk=64)
     assert tokens_of(chunked, LONG) == tokens_of(chosen, LONG)
 
 
@@ -147,7 +147,7 @@ def test_opt_in_chunks():
 )
 def test_more_tokens_behind_decoding_are_as_if_read_at_once(policy):
     """Turns of different lengths, one of them without tokens, behind steps between two flushes."""
-    chosen = engine("gqa", policy)
+    chosen = engine("one", policy)
     turns = [LONG[0][:70], [], LONG[1][:3]]
     run = chosen.start(RAGGED, NEW)
     for _ in range(6):
@@ -194,7 +194,7 @@ def decode(chosen: Engine, cache: Cache, drawn: Any, number: int) -> np.ndarray:
 
 
 def test_a_sequence_gets_what_it_would_get_alone():
-    chosen = engine("gqa", SPARSE)
+    chosen = engine("one", SPARSE)
     cache, _ = read(chosen, LONG, 64)
     cache, drawn = add(chosen, cache, [LONG[1], LONG[2], []], 64)
     for i, turn in ((0, LONG[1]), (1, LONG[2])):
@@ -210,7 +210,7 @@ def test_a_sequence_gets_what_it_would_get_alone():
 
 def test_a_cache_is_filled_to_its_last_slot():
     """The last chunk with its padding would not fit."""
-    chosen = engine("gqa", SPARSE)
+    chosen = engine("one", SPARSE)
     text = [int(i) for i in np.random.default_rng(4).integers(3, 96, CAPACITY)]
     whole, first = read(chosen, [text])
     cache, _ = read(chosen, [text[:170]], 64)
@@ -221,7 +221,7 @@ def test_a_cache_is_filled_to_its_last_slot():
 
 @pytest.mark.parametrize("rows", ["int8", "int4"])
 def test_small_rows_are_scaled_by_the_first_chunk(rows):
-    chosen = engine("gqa", SPARSE, rows=rows)
+    chosen = engine("one", SPARSE, rows=rows)
     first, _ = read(chosen, [p[:64] for p in LONG])
     cache, _ = read(chosen, LONG, 64)
     whole, _ = read(chosen, LONG)
@@ -238,7 +238,9 @@ def test_small_rows_are_scaled_by_the_first_chunk(rows):
 
 
 def test_one_compilation_serves_all_chunks():
-    chosen = Engine(random_model("gqa"), policy=dataclasses.replace(SPARSE, window=6))
+    chosen = Engine(
+        random_model("one"), policy=dataclasses.replace(SPARSE, window=6), dense_layers=0
+    )
     read(chosen, [LONG[0][:128]], 64)
     before = compilations()
     cache, _ = read(chosen, [LONG[0] + LONG[1]], 64)
@@ -257,7 +259,7 @@ def test_chunk_lengths():
 
 def test_progress_is_told_chunk_by_chunk():
     told: list[tuple[int, int]] = []
-    chunked = Engine(random_model("gqa"), policy=SPARSE, prefill_chunk=64)
+    chunked = Engine(random_model("one"), policy=SPARSE, dense_layers=0, prefill_chunk=64)
     chunked.start(LONG, 2, notify=lambda *done: told.append(done))
     assert told == [(64, 150), (128, 150), (150, 150)]
     told.clear()

@@ -6,14 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runtime import (
-    RAGGED,
     SPARSE,
     TAILED,
-    engine,
     first_layers,
     random_model,
     scores_of,
-    tokens_of,
 )
 
 from infinigen_jax.cache.pool import Pool
@@ -51,14 +48,6 @@ def test_its_tail_is_the_one_that_is_scored_when_a_layer_attends(name):
     )
 
 
-@pytest.mark.slow
-def test_both_schedules_and_every_place_in_a_batch_draw_the_same():
-    policy = dataclasses.replace(OWN, tail=True, index_dtype="int4")
-    batch = tokens_of(engine("gqa", policy, 0))
-    assert tokens_of(engine("gqa", policy, 0, "layerwise")) == batch
-    assert tokens_of(engine("gqa", policy, 0), RAGGED[:1]) == batch[:1]
-
-
 def test_the_engine_chooses_it_where_nothing_has_to_be_moved(monkeypatch):
     model = random_model("gqa")
 
@@ -74,13 +63,6 @@ def test_the_engine_chooses_it_where_nothing_has_to_be_moved(monkeypatch):
     monkeypatch.setattr("infinigen_jax.engine.engine.make_transfer", lambda name: XlaTransfer())
     assert query_of(InfiniGen()) == "plain"
     assert query_of(InfiniGen(query="own")) == "own"
-
-
-@pytest.mark.slow
-def test_a_hot_set_changes_no_token():
-    policy = dataclasses.replace(OWN, tail=True)
-    plain, kept = (tokens_of(engine("gqa", policy, 1, hot_set=size)) for size in (0.0, 2.0))
-    assert plain == kept
 
 
 def test_a_narrow_index_tells_of_a_true_query_what_it_can():

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import ALL, RAGGED, SPARSE, counts_of, engine, finished, random_model, tokens_of
+from runtime import SPARSE, counts_of, finished, random_model
 from safetensors.numpy import load_file
 from tiny import TEXT
 
@@ -100,30 +100,6 @@ def test_attention_to_sinks_and_recent_tokens(name: str):
         weight = np.exp(k[seen, 0] @ q[i, 0])
         expected = weight @ v[seen, 0] / weight.sum()
         np.testing.assert_allclose(found[i, 0], expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        pytest.param({"schedule": "layerwise"}, marks=pytest.mark.slow),
-        pytest.param({"hot_set": 2.0}, marks=pytest.mark.slow),
-        pytest.param({"weights": "host"}, marks=pytest.mark.slow),
-        pytest.param({"rows": "auto", "check": True}, marks=pytest.mark.slow),
-    ],
-)
-def test_everything_fetched_is_the_full_cache(settings: dict[str, Any]):
-    expected = tokens_of(engine("gqa", ALL, 1))
-    behind = dataclasses.replace(ALL, speculate_from="resident")
-    assert tokens_of(engine("gqa", behind, 1, **settings)) == expected
-
-
-@pytest.mark.slow
-def test_schedules_and_places_in_a_batch_draw_the_same():
-    behind = dataclasses.replace(SPARSE, speculate_from="resident")
-    batch = tokens_of(engine("gqa", behind, 1))
-    assert tokens_of(engine("gqa", behind, 1, "layerwise")) == batch
-    assert tokens_of(engine("gqa", behind, 1), RAGGED[:1]) == batch[:1]
 
 
 def test_calibration_sees_what_decoding_does():

@@ -107,7 +107,7 @@ def test_the_sum_of_values_is_that_of_what_only_the_host_has(block):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("gqa", "int8"), pytest.param("opt", "auto", marks=pytest.mark.slow)]
+    ("name", "rows"), [("one", "int8"), pytest.param("opt", "auto", marks=pytest.mark.slow)]
 )
 def test_a_tail_is_nothing_when_everything_is_fetched(name, rows):
     with_tail = dataclasses.replace(ALL, tail=True)
@@ -130,7 +130,7 @@ def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
 
 
 @pytest.mark.parametrize(
-    ("name", "alpha"), [("gqa", 4.0), pytest.param("opt", math.inf, marks=pytest.mark.slow)]
+    ("name", "alpha"), [("one", 4.0), pytest.param("opt", math.inf, marks=pytest.mark.slow)]
 )
 def test_a_tail_of_single_tokens_is_the_full_cache(name, alpha):
     """The index has every key, and the sums every value: whatever is fetched, nothing is lost."""

@@ -179,6 +179,7 @@ def rounding(entries: jnp.ndarray) -> np.ndarray:
 EXACT = dataclasses.replace(TAILED, tail_columns=16, tail_tokens=64)
 
 
+@pytest.mark.slow
 def test_a_trained_model_comes_nearer_to_the_full_cache():
     model = checkpoint.load(checkpoint.embedded("tiny-opt"))
     tokens = np.array(model.tokenizer.encode(DEFAULT_TEXT.read_text(encoding="utf-8")))[:312]
@@ -191,7 +192,7 @@ def test_a_trained_model_comes_nearer_to_the_full_cache():
     assert np.abs(both - full).mean() < 0.5 * np.abs(means - full).mean()
 
 
-@pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["one", pytest.param("opt", marks=pytest.mark.slow)])
 def test_blocks_of_one_token_are_the_full_cache_still(name):
     model = random_model(name)
     policy = dataclasses.replace(EXACT, tail_tokens=1, budget=0.05)
@@ -201,7 +202,7 @@ def test_blocks_of_one_token_are_the_full_cache_still(name):
 
 
 def test_a_prompt_in_chunks_and_decoded_tokens_leave_the_same_sums():
-    model = random_model("gqa")
+    model = random_model("one")
     whole, chunks = (
         Engine(model, policy=EXACT, dense_layers=0, prefill_chunk=chunk) for chunk in (64, 16)
     )
