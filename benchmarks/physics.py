@@ -30,10 +30,10 @@ def traffic_of(run: Run, context: int) -> Traffic:
     Args:
         context: tokens of a sequence, in the middle of the measurement.
     """
-    model, decoder, plan, stats = run.engine.model, run.decoder, run.plan, run.stats()
+    model, decoder, plan, stats = run.runtime.model, run.decoder, run.plan, run.stats()
     rows = plan.host_cache / run.capacity * context  # as they are stored
     return Traffic(
-        weights=weight_bytes(model) + tree_bytes(run.engine.weights.policy),
+        weights=weight_bytes(model) + tree_bytes(run.runtime.weights.policy),
         device_cache=plan.dense_cache * context // run.capacity,
         index=plan.index * context // run.capacity,
         attended=int(rows * stats.selected_fraction),

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinigen_jax.cache.pool import Pool
-    from infinigen_jax.engine.engine import Engine, Generation, Step
+    from infinigen_jax.engine.engine import Engine
     from infinigen_jax.engine.generation import Run
+    from infinigen_jax.engine.results import Generation, Step
+    from infinigen_jax.engine.settings import EngineSettings
     from infinigen_jax.engine.stats import Stats
     from infinigen_jax.errors import InputError, UnsupportedModelError
     from infinigen_jax.loading.load import Basis, Model, embedded, load
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "loading.load": ("Basis", "Model", "embedded", "load"),
-    "engine.engine": ("Engine", "Generation", "Step"),
+    "engine.engine": ("Engine",),
+    "engine.results": ("Generation", "Step"),
+    "engine.settings": ("EngineSettings",),
     "errors": ("InputError", "UnsupportedModelError"),
     "engine.generation": ("Run",),
     "policies": ("Full", "InfiniGen", "InfiniGenPaper"),
@@ -35,6 +39,7 @@ _HOMES = {
 __all__ = [
     "Basis",
     "Engine",
+    "EngineSettings",
     "Full",
     "Generation",
     "InfiniGen",

@@ -103,7 +103,7 @@ def generate(arguments: argparse.Namespace) -> None:
     if arguments.chat:
         chat(engine, arguments, sampling, prompts, say)
         return
-    encoded = engine.encode_behind(prefix, prompts or [DEFAULT_PROMPT])
+    encoded = engine.encode_with_prefix(prefix, prompts or [DEFAULT_PROMPT])
     progress = None if arguments.quiet else prompt_progress()
     given = (arguments.max_new_tokens, sampling, arguments.batch, progress)
     with only_errors() if arguments.quiet else contextlib.nullcontext():

@@ -155,7 +155,7 @@ class Chat:
         self, conversation: "Conversation", template: str | None = None, system: str | None = None
     ):
         self._conversation = conversation
-        self._tokenizer: Any = conversation.engine.model.tokenizer
+        self._tokenizer: Any = conversation.runtime.model.tokenizer
         self._plain = template == PLAIN
         own = getattr(self._tokenizer, "chat_template", None)
         self._template = own if template in (None, PLAIN) else _read_template(template)
@@ -189,7 +189,7 @@ class Chat:
         """The tokens that the last message adds to what was said."""
         said = self._conversation.tokens
         text = self._plain_text(messages) if self._plain else self._templated(messages)
-        if said and said[-1] in self._conversation.engine.model.config.eos_ids:
+        if said and said[-1] in self._conversation.runtime.model.config.eos_ids:
             # The answer ended with the token that the template puts behind it.
             text = text.removeprefix(self._tokenizer.decode(said[-1:]))
         special = self._plain and not said

@@ -15,28 +15,28 @@ import hashlib
 import json
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from infinigen_jax.checkpoint.manifest import read_manifest
 from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.engine.encoding import Prompt, encode
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.memory_plan import check_memory, plan_memory
 from infinigen_jax.engine.prompts import Begun, round_up_capacity
 from infinigen_jax.engine.remedies import Remedies
+from infinigen_jax.engine.results import Step
+from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.saved_file import SavedFile, write_saved
 from infinigen_jax.engine.snapshot import arrays, layout, restore
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import Model
 from infinigen_jax.models.joined import split
 from infinigen_jax.numeric import check_range
 from infinigen_jax.prefill.prefill import chunk_for
 from infinigen_jax.sampling import Sampling
-
-if TYPE_CHECKING:
-    from infinigen_jax.engine.engine import Engine, Prompt, Step
-    from infinigen_jax.loading.load import Model
 
 CONTEXT = 4096  # tokens, unless the caller says, or the model has fewer positions
 
@@ -51,12 +51,12 @@ class Conversation:
         run: the last turn's; None before the first.
     """
 
-    def __init__(self, engine: "Engine", sampling: Sampling | None, context: int | None):
-        check_engine(engine)
-        most = engine.model.config.max_positions
+    def __init__(self, runtime: Runtime, sampling: Sampling | None, context: int | None):
+        check_runtime(runtime)
+        most = runtime.model.config.max_positions
         if context is not None and not 1 < context <= most:
             raise InputError(f"--context {context}: give 2 to {most}, the model's positions")
-        self.engine = engine
+        self.runtime = runtime
         self.sampling = sampling or Sampling()
         self.context = context or min(CONTEXT, most)
         self.tokens: list[int] = []
@@ -67,7 +67,7 @@ class Conversation:
     @property
     def capacity(self) -> int:
         """Of the cache."""
-        return round_up_capacity(max(self.context, self.engine.decoder.policy.window))
+        return round_up_capacity(max(self.context, self.runtime.decoder.policy.window))
 
     @property
     def cached(self) -> int:
@@ -75,8 +75,8 @@ class Conversation:
         return 0 if self._begun is None else self._begun.cached[0]
 
     def turn(
-        self, prompt: "Prompt", max_new_tokens: int = 64, *, ignore_eos: bool = False
-    ) -> Generator["Step", None, None]:
+        self, prompt: Prompt, max_new_tokens: int = 64, *, ignore_eos: bool = False
+    ) -> Generator[Step, None, None]:
         """Say something, and yield the answer as `Engine.stream` does.
 
         The iterator may be closed before its end: what was yielded is what was answered.
@@ -89,12 +89,10 @@ class Conversation:
             InputError: if the context has no room for the prompt and a token, or memory has none
                 for the context; the conversation stays as it was.
         """
-        from infinigen_jax.engine.engine import Step
-
         check_range("--max-new-tokens", max_new_tokens, 1)
         if self._begun is None:
             raise InputError("this conversation is in the middle of a turn, or one of it broke off")
-        new = self.engine.encode(prompt, first=not self.tokens)
+        new = encode(self.runtime.model, prompt, first=not self.tokens)
         room = self.context - len(self.tokens) - len(new)
         if room < 1:
             raise InputError(
@@ -103,9 +101,10 @@ class Conversation:
             )
         begun, self._begun = self._begun, None  # its arrays are donated
         room = min(room, max_new_tokens)
-        settings = (self.engine, [self.tokens + new], room, self.sampling)
+        settings = (self.runtime, [self.tokens + new], room, self.sampling)
         try:
             run = Run(*settings, begun=begun, capacity=self.capacity)
+            run.start()
         except InputError:
             if begun.cache is None:  # too little memory, say: nothing was donated
                 self._begun = begun
@@ -134,8 +133,8 @@ class Conversation:
         if begun is None or begun.cache is None:
             raise InputError(f"--save {path}: there is no conversation yet; say something first")
         record = {
-            "model": fingerprint(self.engine.model),
-            "settings": settings_of(self.engine.decoder),
+            "model": fingerprint(self.runtime.model),
+            "settings": settings_of(self.runtime.decoder),
             "sampling": dataclasses.asdict(self.sampling),
             "context": self.context,
             "cached": self.cached,
@@ -143,22 +142,22 @@ class Conversation:
             "tokens": self.tokens,
             "messages": self.messages,
         }
-        kept = self.engine.decoder, begun.cache, self.cached
+        kept = self.runtime.decoder, begun.cache, self.cached
         write_saved(Path(path), record, layout(*kept), arrays(*kept))
 
     @classmethod
-    def resume(cls, engine: "Engine", path: str | Path) -> "Conversation":
+    def resume(cls, runtime: Runtime, path: str | Path) -> "Conversation":
         """Go on with a conversation that was saved.
 
         Raises:
             InputError: if the file is damaged, or of another model or other settings, or if there
                 is too little memory for what it has room for.
         """
-        check_engine(engine)
+        check_runtime(runtime)
         file = SavedFile(Path(path))
         record = file.record
         with file.interpreting():
-            _check_settings(f"--resume {path}", record, engine)
+            _check_settings(f"--resume {path}", record, runtime)
             kinds = {"temperature": float, "top_k": int, "top_p": float, "seed": int}
             sampling = Sampling(**{k: kind(record["sampling"][k]) for k, kind in kinds.items()})
             context, said = record["context"], record["tokens"]
@@ -168,24 +167,24 @@ class Conversation:
                 raise ValueError
             if not 0 < cached <= len(said) <= cached + 1 or len(said) > context:
                 raise ValueError
-            conversation = cls(engine, sampling, context)
-            conversation.tokens = engine.encode(said)
+            conversation = cls(runtime, sampling, context)
+            conversation.tokens = encode(runtime.model, said)
             conversation.messages = [
                 {str(name): str(text) for name, text in message.items()}
                 for message in record["messages"]
             ]
         conversation._check_memory(cached)
-        cache = restore(engine.decoder, conversation.capacity, cached, file)
+        cache = restore(runtime.decoder, conversation.capacity, cached, file)
         conversation._begun = Begun(cache, [cached], drawn)
         return conversation
 
     def _check_memory(self, cached: int) -> None:
         """Refuse what would not fit, as a run does that begins with an empty cache."""
-        decoder, capacity = self.engine.decoder, self.capacity
-        chunk = chunk_for(decoder, 1, self.context - cached or 1, self.engine.prefill_chunk)
+        decoder, capacity = self.runtime.decoder, self.capacity
+        chunk = chunk_for(decoder, 1, self.context - cached or 1, self.runtime.prefill_chunk)
         plan = plan_memory(decoder, 1, min(chunk, capacity), capacity)
         remedies = Remedies(decoder, ("--context of a new conversation",), may_pool=False)
-        check_memory(plan, self.engine.mesh.devices.flat[0], remedies)
+        check_memory(plan, self.runtime.device, remedies)
 
     def _keep(self, run: Run, drawn: int) -> None:
         """Go on from where a run has come to."""
@@ -198,19 +197,19 @@ class Conversation:
 LATER = {"speculate_from": "input", "tail_columns": "0"}
 
 
-def check_engine(engine: "Engine") -> None:
-    """Refuse an engine that conversations are not for.
+def check_runtime(runtime: Runtime) -> None:
+    """Refuse a runtime that conversations are not for.
 
     Raises:
         InputError: saying why.
     """
-    if engine.decoder.pool is not None:
+    if runtime.decoder.pool is not None:
         raise InputError("--pool-tokens: a conversation keeps every row; leave it out")
-    if engine.mesh.shape["data"] > 1:
+    if runtime.mesh.shape["data"] > 1:
         raise InputError("a conversation is one sequence; give a mesh with one device for the data")
 
 
-def fingerprint(model: "Model") -> str:
+def fingerprint(model: Model) -> str:
     """Tells models apart: by their files' checksums, or the weights of a model without files."""
     if model.path is not None:
         text = json.dumps(read_manifest(model.path).files, sort_keys=True)
@@ -234,16 +233,16 @@ def settings_of(decoder: Decoder) -> dict[str, str]:
     }
 
 
-def _check_settings(where: str, record: dict[str, Any], engine: "Engine") -> None:
+def _check_settings(where: str, record: dict[str, Any], runtime: Runtime) -> None:
     """Refuse a conversation with another model or other settings."""
-    mine = settings_of(engine.decoder)
+    mine = settings_of(runtime.decoder)
     other = {name: value for name, value in LATER.items() if name in mine} | record["settings"]
     different = [
         f"{name} {other[name]}, not {value}"
         for name, value in mine.items()
         if name in other and other[name] != value
     ]
-    if record["model"] != fingerprint(engine.model):
+    if record["model"] != fingerprint(runtime.model):
         raise InputError(f"{where}: a conversation with another model; give that one as --model")
     if different:
         raise InputError(f"{where}: saved with {'; '.join(different)}; give the same settings")

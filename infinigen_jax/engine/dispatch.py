@@ -3,7 +3,7 @@
 Nothing here waits for the device, or reads anything of it.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,10 +13,8 @@ from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.layers import Cache, ReadCache, StepCache
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch, flush_cache, step, steps
+from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.sampling import Sampling
-
-if TYPE_CHECKING:
-    from infinigen_jax.engine.engine import Engine
 
 
 class Progress(NamedTuple):
@@ -69,18 +67,18 @@ class Dispatcher:
         numbers: of the host's layers, on the device.
     """
 
-    def __init__(self, engine: "Engine", sampling: Sampling):
-        at = Placement(engine.mesh)
-        self.decoder = engine.decoder
-        self.weights = engine.weights
+    def __init__(self, runtime: Runtime, sampling: Sampling):
+        at = Placement(runtime.mesh)
+        self.decoder = runtime.decoder
+        self.weights = runtime.weights
         self.sampling = sampling.unseeded
         self.seed = jax.device_put(np.uint32(sampling.seed), at.whole)
         self.numbers = [
             jax.device_put(np.int32(i), at.whole) for i in range(self.decoder.host_layers)
         ]
         self._steps = steps(self.decoder)
-        self._check = engine.check
-        self._layerwise = engine.schedule == "layerwise" and not engine.check
+        self._check = runtime.settings.check
+        self._layerwise = runtime.settings.schedule == "layerwise" and not self._check
 
     def advance(self, progress: Progress) -> Stepped:
         """One step over the tokens that were drawn last."""

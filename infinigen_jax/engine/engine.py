@@ -5,125 +5,32 @@ for step in engine.stream(["Once upon a time"], max_new_tokens=64):
     ...
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from infinigen_jax.cache.host_array import Placement, checked_mesh
-from infinigen_jax.cache.pool import Pool
-from infinigen_jax.cache.row_format import row_format
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
-from infinigen_jax.decode.steps import SCHEDULES
+from infinigen_jax.engine.conversation import Conversation
+from infinigen_jax.engine.encoding import (
+    Prompt,
+    encode,
+    encode_with_prefix,
+    prefix_tokens,
+    prompt_list,
+)
 from infinigen_jax.engine.generation import Run
-from infinigen_jax.engine.stats import Stats
+from infinigen_jax.engine.results import Generation, Step
+from infinigen_jax.engine.runtime import make_runtime
+from infinigen_jax.engine.settings import EngineSettings
 from infinigen_jax.errors import InputError
-from infinigen_jax.loading.load import DENSE_UNKNOWN, Model
-from infinigen_jax.models import Params
-from infinigen_jax.models.joined import join, split
-from infinigen_jax.numeric import LARGEST_FACTOR, check_range
-from infinigen_jax.policies import POLICIES, InfiniGen, Policy
+from infinigen_jax.loading.load import Model
+from infinigen_jax.numeric import check_range
+from infinigen_jax.policies import Policy
 from infinigen_jax.prefill.prefill import Notify
-from infinigen_jax.programs.program import Program
 from infinigen_jax.sampling import Sampling
-from infinigen_jax.selection.select import budget_fraction
-from infinigen_jax.speculation.layer_budgets import Curves
-from infinigen_jax.text.detokenize import checked_text
-from infinigen_jax.transfer import make_transfer
-from infinigen_jax.transfer.host_weights import check_weights, placement
-
-if TYPE_CHECKING:
-    from infinigen_jax.engine.conversation import Conversation
-
-Prompt = str | Sequence[int]
-HOT_SET = 2.0  # by default, in multiples of a request
-FUSED_LAYERS = 8  # most layers that are compiled as one program on a CPU
-UNSETTLED = 8  # last tokens of a text, which what comes behind it may change
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One token of every sequence.
-
-    Attributes:
-        tokens: the new token of each prompt; None for one that has ended or not begun yet.
-        texts: the text that the new tokens complete, possibly empty; empty strings for a model
-            without a tokenizer.
-    """
-
-    tokens: list[int | None]
-    texts: list[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """The result of `Engine.generate`: new tokens and text of each prompt, and the stats."""
-
-    tokens: list[list[int]]
-    texts: list[str]
-    stats: Stats
-
-
-def check_pool(pool: Pool | None, policy: Policy) -> None:
-    """Refuse a limit for a policy that cannot have one.
-
-    Raises:
-        InputError: naming the policies that can.
-    """
-    if pool is not None and not policy.pools:
-        names = " or ".join(name for name, kind in POLICIES.items() if kind.pools)
-        raise InputError(f"--pool-tokens: policy {policy.name} cannot have a limit; use {names}")
-
-
-def curves_for(model: Model, policy: Policy) -> Curves | None:
-    """What a budget is shared out among the layers by, if the policy wants that.
-
-    Raises:
-        InputError: if the model's conversion did not measure it.
-    """
-    if isinstance(policy, InfiniGen) and policy.layer_budgets == "calibrated":
-        return model.curves(policy.lead > 0)
-    return None
-
-
-def prepare(decoder: Decoder, model: Model) -> tuple[Params, ...]:
-    """What the policy needs to select for each host layer, with the layer's own budget if any."""
-
-    def of_one(parts: Params) -> Params:
-        return decoder.policy.prepare(dataclasses.replace(model, **parts), 0)
-
-    # One program for all layers: what policies compute here would otherwise compile op by op.
-    run = Program(of_one, (decoder, model.skew, model.speculate_from))
-    prepared = []
-    for number, layer in enumerate(decoder.on_host):
-        weights = run(one_layer(model, layer))
-        if number in decoder.budgets:
-            share = budget_fraction(decoder.budgets[number]).as_integer_ratio()
-            weights = weights | {"share": jnp.array(share, jnp.int32)}
-        prepared.append(weights)
-    return tuple(prepared)
-
-
-def one_layer(model: Model, layer: int) -> Params:
-    """The arrays of a model that a policy prepares a layer from, as those of a one-layer model."""
-
-    def pick(values: Any) -> Any:
-        return None if values is None else values[layer : layer + 1]
-
-    moments = model.tail_moments
-    return {
-        "params": {"layers": model.params["layers"][layer : layer + 1]},
-        "bases": pick(model.bases),
-        "svd_bases": pick(model.svd_bases),
-        "ahead": pick(model.ahead),
-        "key_mean": pick(model.key_mean),
-        "tail_moments": None if moments is None else tuple(map(pick, moments)),
-    }
 
 
 class Engine:
@@ -131,134 +38,64 @@ class Engine:
 
     Args:
         model: from `load`.
-        policy: which cached rows are fetched; `InfiniGen()` by default.
-        dense_layers: leading layers whose cache stays on the device in full; by default what the
-            policy says: 2, but for InfiniGen those that need it, see `Model.dense_layers`.
-        schedule: "fused", "layerwise" or "auto"; equal results. "auto" is layerwise for models of
-            many layers on a CPU, whose start would grow with them, and fused elsewhere.
-        transfer: "auto", "xla" or "cuda".
-        rows: how the host stores a token's row: "auto" in the model's dtype, "int8" or "int4".
-        hot_set: rows kept on the device after they were fetched, in multiples of the budget's: 0
-            for none, else at least 1. By default 2 with the `cuda` transfer, and none with `xla`,
-            where looking rows up costs more than moving them.
-        pool: a limit of the host's cache; None for the whole context.
-        weights: "device", or "host": the layers' weights are kept in host memory and brought for
-            each step, see `weights`; equal results. `load` takes it as well.
-        check: whether every stage's output is looked at for a NaN or an infinity, which ends a run
-            with `checking.NotFiniteError`. Takes the fused schedule.
-        prefill_chunk: most tokens of a prompt that are read at a time; by default
-            `prefill.longest_chunk`. With a pool a prompt is read at once.
+        policy: which cached rows are fetched, or the name of a policy; `InfiniGen()` by default.
         mesh: devices, by the axes "data", which share the sequences, and "model", which share the
             KV heads; each keeps its part of the cache in its own host memory, and all weights. One
             device by default. Equal results.
+        settings: the other fields of `EngineSettings`.
+
+    Attributes:
+        runtime: the model with its settings, which everything else is made from.
 
     Raises:
-        InputError: for settings out of range.
+        InputError: for settings out of range, or that the model cannot have.
     """
 
     def __init__(
         self,
         model: Model,
         *,
-        policy: Policy | None = None,
-        dense_layers: int | None = None,
-        schedule: str = "auto",
-        transfer: str = "auto",
-        rows: str = "auto",
-        hot_set: float | None = None,
-        pool: Pool | None = None,
-        weights: str = "device",
-        check: bool = False,
-        prefill_chunk: int | None = None,
+        policy: Policy | str | None = None,
         mesh: Mesh | None = None,
+        **settings: Any,
     ):
-        chosen: Policy = InfiniGen() if policy is None else policy
-        if dense_layers is not None:
-            check_range("--dense-layers", dense_layers, 0)
-        if schedule not in ("auto", *SCHEDULES):
-            raise InputError(f"--schedule {schedule}: use auto or {' or '.join(SCHEDULES)}")
-        if hot_set is not None and not (hot_set == 0 or 1 <= hot_set <= LARGEST_FACTOR):
-            raise InputError(
-                f"--hot-set {hot_set}: it must be 0, or at least 1 and at most {LARGEST_FACTOR:g}"
-            )
-        check_pool(pool, chosen)
-        check_weights(weights)
-        if prefill_chunk is not None:
-            check_range("--prefill-chunk", prefill_chunk, 1)
-        row_format(rows, model.dtype, model.config.head_dim)
-        self.model = model
-        self.check = check
-        self.prefill_chunk = prefill_chunk if pool is None else None
-        self.mesh = checked_mesh(mesh, model.config.num_kv_heads)
-        mover = make_transfer(transfer)
-        if schedule == "auto":
-            many = mover.in_place and model.config.num_layers > FUSED_LAYERS
-            schedule = "layerwise" if many else "fused"
-        self.schedule = schedule
-        if hot_set is None:
-            crosses = mover.masks and not mover.in_place
-            hot_set = HOT_SET if crosses and chosen.reuses else 0.0
-        chosen = chosen.fitted(model, mover.in_place, pool is not None)
-        if dense_layers is None:
-            dense_layers = chosen.dense_layers
-        if dense_layers is None:
-            dense_layers = DENSE_UNKNOWN
-            if model.measured(chosen.lead, chosen.source):
-                dense_layers = model.dense_layers(chosen.lead > 0)
-        dense_layers = min(dense_layers, model.config.num_layers)
-        self.decoder = Decoder(
-            model.config,
-            model.dtype,
-            chosen,
-            mover,
-            dense_layers,
-            self.mesh,
-            rows,
-            float(hot_set),
-            pool,
-            weights == "host",
-            curves_for(model, chosen),
-        )
-        prepared = prepare(self.decoder, model)
-        whole = Placement(self.mesh).whole
-        joined = mover.in_place and weights == "device"
-        width, given = model.config.query_width, model.params["layers"]
-        layers = [join(x) if joined else split(x, width) for x in given]
-        there = {"embedding": whole, "layers": placement(layers, weights, self.mesh)}
-        params = jax.device_put(model.params | {"layers": layers}, there)
-        self.weights = Weights(params, jax.device_put(prepared, whole))
-        if joined:
-            # Whoever lets go of the given model has each matrix once.
-            self.model = dataclasses.replace(model, params=params)
-            if "tokenizer" in vars(model):
-                vars(self.model)["tokenizer"] = model.tokenizer
+        self.runtime = make_runtime(model, EngineSettings.of(policy, **settings), mesh)
+
+    @property
+    def model(self) -> Model:
+        return self.runtime.model
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.runtime.decoder
+
+    @property
+    def weights(self) -> Weights:
+        return self.runtime.weights
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.runtime.mesh
+
+    @property
+    def schedule(self) -> str:
+        return self.runtime.settings.schedule
+
+    @property
+    def prefill_chunk(self) -> int | None:
+        return self.runtime.prefill_chunk
 
     def encode(self, prompt: Prompt, *, first: bool = True) -> list[int]:
-        """Token numbers of a prompt.
+        """Token numbers of a prompt, see `encoding.encode`."""
+        return encode(self.model, prompt, first=first)
 
-        Args:
-            first: it begins a text; what goes on with one gets no special tokens.
+    def encode_with_prefix(self, prefix: Prompt, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token numbers of prompts that all follow one prefix, see `encoding`."""
+        return encode_with_prefix(self.model, prefix, prompts)
 
-        Raises:
-            InputError: for an empty prompt or a token that the model does not have.
-        """
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InputError("--prompt: the prompt is empty; give at least one character")
-            checked_text("--prompt", prompt)
-            if self.model.tokenizer is None:
-                raise InputError("this model has no tokenizer; give prompts as token numbers")
-            prompt = self.model.tokenizer.encode(prompt, add_special_tokens=first)
-        tokens = [int(token) for token in prompt]
-        if not tokens:
-            raise InputError("--prompt: the prompt has no tokens; give at least one")
-        vocabulary = self.model.config.vocab_size
-        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-            raise InputError(
-                f"--prompt: token {max(tokens)} is not among the model's {vocabulary} tokens; "
-                "the tokenizer is not this model's"
-            )
-        return tokens
+    def prefix_tokens(self, prefix: Prompt) -> int:
+        """How many tokens a prefix gives every prompt that follows it."""
+        return prefix_tokens(self.model, prefix)
 
     def start(
         self,
@@ -309,7 +146,9 @@ class Engine:
         sampling = sampling or Sampling()
         given = [list(prompt) for prompt in prompts]
         fit = fit and batch is None and self.mesh.shape["data"] == 1
-        return Run(self, given, max_new_tokens, sampling, batch, notify, prefix=prefix, fit=fit)
+        run = Run(self.runtime, given, max_new_tokens, sampling, batch, prefix=prefix, fit=fit)
+        run.start(notify)
+        return run
 
     def conversation(
         self, sampling: Sampling | None = None, context: int | None = None
@@ -323,9 +162,7 @@ class Engine:
         Raises:
             InputError: for a context that the model does not have, or an engine with a pool.
         """
-        from infinigen_jax.engine.conversation import Conversation
-
-        return Conversation(self, sampling, context)
+        return Conversation(self.runtime, sampling, context)
 
     def resume(self, path: str | Path) -> "Conversation":
         """Go on with a conversation that was saved, with the same model and settings.
@@ -333,55 +170,29 @@ class Engine:
         Raises:
             InputError: if the file is damaged, or of another model or other settings.
         """
-        from infinigen_jax.engine.conversation import Conversation
-
-        return Conversation.resume(self, path)
-
-    def encode_behind(self, prefix: Prompt, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Token numbers of prompts that all come behind the same; text is tokenised as a whole.
-
-        Raises:
-            InputError: as for `encode`, or if some are text and others are not.
-        """
-        whole = []
-        if isinstance(prefix, str):
-            checked_text("--prefix", prefix)
-        for prompt in prompts:
-            if not len(prefix):
-                whole.append(self.encode(prompt))
-            elif isinstance(prompt, str) and isinstance(prefix, str):
-                whole.append(self.encode(prefix + prompt))
-            elif isinstance(prompt, str) or isinstance(prefix, str):
-                raise InputError("prefix: give it as the prompts, as text or as token numbers")
-            else:
-                whole.append(self.encode([*prefix, *prompt]))
-        return whole
-
-    def prefix_tokens(self, prefix: Prompt) -> int:
-        """How many tokens a prefix gives all prompts behind it, whatever they are.
-
-        The last ones of text are left out: where a word goes on, it may be cut into others.
-        """
-        if not isinstance(prefix, str):
-            return len(prefix)
-        return max(0, len(self.encode(prefix)) - UNSETTLED) if prefix else 0
+        return Conversation.resume(self.runtime, path)
 
     def _begin(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         prefix: Prompt,
         max_new_tokens: int,
         sampling: Sampling | None,
         batch: int | None,
     ) -> Run:
-        """As `start`, for text as well."""
-        encoded = self.encode_behind(prefix, prompts)
+        """`start` for text as well."""
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise InputError(
+                f"sampling: {sampling!r} is none; give Sampling(temperature=0.7), and the number "
+                "of tokens as max_new_tokens"
+            )
+        encoded = self.encode_with_prefix(prefix, prompt_list(prompts))
         shared = self.prefix_tokens(prefix)
         return self.start(encoded, max_new_tokens, sampling, batch, prefix=shared, fit=True)
 
     def stream(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | None = None,
         max_new_tokens: int = 64,
         *,
@@ -392,7 +203,8 @@ class Engine:
         """Yield a Step per token until every sequence has ended or has `max_new_tokens`.
 
         Args:
-            batch: most sequences at once, see `start`; by default as many as fit the memory.
+            prompts: text or token numbers of each; a single one may be given as it is.
+            batch: most sequences decoded together, see `start`; by default as many as fit.
             prefix: what comes before every prompt, text if they are text; read and stored once.
         """
         run = self._begin(prompts, prefix, max_new_tokens, sampling, batch)
@@ -404,7 +216,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | None = None,
         max_new_tokens: int = 64,
         *,

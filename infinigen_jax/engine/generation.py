@@ -5,7 +5,7 @@ the one synchronisation of a token; which rows are fetched never passes through 
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,13 @@ from infinigen_jax.engine.dispatch import Dispatcher, Progress
 from infinigen_jax.engine.memory_plan import check_memory
 from infinigen_jax.engine.prompts import Begun, PromptReader, rows_that_fit
 from infinigen_jax.engine.remedies import LENGTHS, Remedies
+from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.stats import Clock, Stats, stats_of
 from infinigen_jax.errors import InputError
 from infinigen_jax.prefill.prefill import Notify
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.text.detokenize import Texts
-
-if TYPE_CHECKING:
-    from infinigen_jax.engine.engine import Engine
 
 
 class Run:
@@ -52,12 +50,11 @@ class Run:
 
     def __init__(
         self,
-        engine: "Engine",
+        runtime: Runtime,
         prompts: list[list[int]],
         max_new_tokens: int,
         sampling: Sampling,
         batch: int | None = None,
-        notify: Notify | None = None,
         begun: Begun | None = None,
         capacity: int | None = None,
         prefix: int = 0,
@@ -72,20 +69,20 @@ class Run:
             fit: begin with as many as there is memory for.
         """
         self.clock = Clock()
-        self.engine = engine
-        self.decoder = engine.decoder
+        self.runtime = runtime
+        self.decoder = runtime.decoder
         self.max_new_tokens = max_new_tokens
         self.prompt_lengths = np.array([len(p) for p in prompts], np.int32)
-        self.dispatcher = Dispatcher(engine, sampling)
+        self.dispatcher = Dispatcher(runtime, sampling)
         longest = int(self.prompt_lengths.max())
 
         def reader(rows: int) -> PromptReader:
             room = longest + max_new_tokens
-            return PromptReader(engine, self.dispatcher, prompts, room, rows, capacity, prefix)
+            return PromptReader(runtime, self.dispatcher, prompts, room, rows, capacity, prefix)
 
         rows = min(batch or len(prompts), len(prompts))
         if fit:
-            rows = rows_that_fit(engine, reader, longest, rows)
+            rows = rows_that_fit(runtime, reader, longest, rows)
         self.owners, self._reader = Owners(self.prompt_lengths, rows), reader(rows)
         begun = begun or Begun.empty(rows)
         self.capacity, self.slots = self._reader.capacity, self._reader.slots
@@ -98,22 +95,27 @@ class Run:
             may_pool = capacity is None and not self._reader.shared
             remedies = Remedies(self.decoder, lengths, rows, waiting, may_pool)
             for plan in self.phases:
-                check_memory(plan, engine.mesh.devices.flat[0], remedies)
+                check_memory(plan, runtime.device, remedies)
         compilations()
-
-        at = Placement(engine.mesh)
+        at = Placement(runtime.mesh)
         self._draws = jax.device_put(np.full(rows, begun.drawn + 1, np.int32), at.batch)
         self._since_flush = 0
         self.counts: list[Counts] = []
         self._place: list[jax.Array] = []
-        self._reader.read_prefix(notify)
-        self.cache, self.drawn = self._reader.read(range(rows), begun, notify, last=not waiting)
-        self.drawn.block_until_ready()
-        self.clock.read_prompts()
+        self._begun = begun
         self._admitted_lengths: set[int] = set()
         self._compiled = None
         self.new_tokens: list[list[int]] = [[] for _ in prompts]
-        self._texts = Texts(engine.model, len(prompts))
+        self._texts = Texts(runtime.model, len(prompts))
+
+    def start(self, notify: Notify | None = None) -> None:
+        """Read the first prompts and draw their first tokens; waits for them."""
+        rows, waiting = range(self.owners.rows), bool(self.owners.waiting)
+        self._reader.read_prefix(notify)
+        self.cache, self.drawn = self._reader.read(rows, self._begun, notify, last=not waiting)
+        self._begun = None  # its arrays were donated
+        self.drawn.block_until_ready()
+        self.clock.read_prompts()
 
     @property
     def tokens_read(self) -> int:
@@ -205,7 +207,7 @@ class Run:
         """
         if self._admission is None:
             return
-        idle = jax.device_put(self.owners.idle, Placement(self.engine.mesh).batch)
+        idle = jax.device_put(self.owners.idle, Placement(self.runtime.mesh).batch)
         self.cache = self.cache._replace(lengths=self._admission.rest(self.cache.lengths, idle))
         self.owners.rest()
 
@@ -240,7 +242,7 @@ class Run:
         self.clock.step_went_on()
         before = compilations()
         one, first = self._reader.read([prompt])
-        at = jax.device_put(np.int32(row), Placement(self.engine.mesh).whole)
+        at = jax.device_put(np.int32(row), Placement(self.runtime.mesh).whole)
         self.cache, self.drawn, self._draws = self._admission.insert(
             self.cache, self.drawn, self._draws, one, first, at
         )
@@ -256,7 +258,7 @@ class Run:
 
     def tokens(self, *, ignore_eos: bool = False) -> Iterator[list[int | None]]:
         """Yield the drawn tokens, step by step; None for prompts that wait or have ended."""
-        eos = set() if ignore_eos else set(self.engine.model.config.eos_ids)
+        eos = set() if ignore_eos else set(self.runtime.model.config.eos_ids)
         while True:
             drawn, place = self.drawn, self._place
             # Once steps are compiled, the device has its next one before the host reads this one's.

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,12 +15,10 @@ from infinigen_jax.decode.finite_check import Places, refuse
 from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
 from infinigen_jax.engine.dispatch import Dispatcher
 from infinigen_jax.engine.memory_plan import MemoryPlan, most_rows, plan_cache
+from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.shared_prefix import common_prefix, may_share, plan_sharing, spread
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
 from infinigen_jax.prefill.prefill import Notify, chunk_for, extend, prefill
-
-if TYPE_CHECKING:
-    from infinigen_jax.engine.engine import Engine
 
 logger = logging.getLogger("infinigen_jax")
 
@@ -54,7 +52,7 @@ class PromptReader:
 
     def __init__(
         self,
-        engine: "Engine",
+        runtime: Runtime,
         dispatcher: Dispatcher,
         prompts: list[list[int]],
         tokens: int,
@@ -69,15 +67,15 @@ class PromptReader:
             rows: sequences at once.
             capacity, prefix: as in `Run`.
         """
-        self.decoder = engine.decoder
+        self.decoder = runtime.decoder
         self.tokens_read = 0
-        self._engine = engine
+        self._runtime = runtime
         self._dispatcher = dispatcher
         self._prompts = prompts
         self._sharing = None
         self._longest = max(map(len, prompts))
         prefix = min(prefix, common_prefix(prompts))
-        if prefix and may_share(engine.model.config, self._longest):
+        if prefix and may_share(runtime.model.config, self._longest):
             self._sharing = plan_sharing(self.decoder, prefix, tokens, rows)
             capacity = self._sharing.capacity
         # A flush writes a whole window.
@@ -137,7 +135,7 @@ class PromptReader:
 
     def chunk_length(self, longest: int, rows: int) -> int:
         """Of prompts of this many rows, the longest of so many tokens."""
-        most = self._engine.prefill_chunk
+        most = self._runtime.prefill_chunk
         return min(chunk_for(self.decoder, rows, longest, most), self.capacity)
 
     def read_prefix(self, notify: Notify | None) -> None:
@@ -183,20 +181,21 @@ class PromptReader:
         for row, prompt in zip(tokens, rest, strict=True):
             row[: len(prompt)] = prompt
         self.tokens_read += int(lengths.sum())
-        engine, weights, sampling = (
-            self._engine,
+        runtime, weights, sampling = (
+            self._runtime,
             self._dispatcher.weights,
             self._dispatcher.sampling,
         )
         seed = self._dispatcher.seed
         places = Places(self.decoder, weights.params["embedding"], len(prompts))
-        chunk, look = engine.prefill_chunk, places if engine.check else None
+        chunk = runtime.prefill_chunk
+        look = places if runtime.settings.check else None
         if begun.cache is None:
             given = (self.decoder, weights, tokens, lengths, self.capacity)
             outcome = prefill(*given, sampling, seed, self.slots, chunk, notify, look)
         else:
             step = np.full(len(prompts), begun.drawn, np.int32)
-            step = jax.device_put(step, Placement(engine.mesh).batch)
+            step = jax.device_put(step, Placement(runtime.mesh).batch)
             given = (self.decoder, weights, begun.cache, tokens, lengths)
             outcome = extend(*given, sampling, seed, step, chunk, notify, look)
         refuse([places.place], self.decoder.config.num_layers, numbers)
@@ -210,7 +209,7 @@ def round_up_capacity(tokens: int) -> int:
 
 
 def rows_that_fit(
-    engine: "Engine", reader: Callable[[int], PromptReader], longest: int, most: int
+    runtime: Runtime, reader: Callable[[int], PromptReader], longest: int, most: int
 ) -> int:
     """How many of `most` prompts there is memory for at once, at least 1; says so if not for all.
 
@@ -222,14 +221,14 @@ def rows_that_fit(
     def phases(rows: int) -> list[MemoryPlan]:
         return reader(rows).phases(rows, 0, waiting=rows < most)
 
-    rows, lacking = most_rows(phases, most, engine.mesh.devices.flat[0])
+    rows, lacking = most_rows(phases, most, runtime.device)
     if lacking is None or not rows:
         return max(1, rows)
     text = f"{rows} of {most} prompts at once, as many as fit, and the others as these end"
     lengths = [reader(n).chunk_length(longest, n) for n in (rows, most)]
-    if not engine.decoder.row_format.exact and lengths[0] != lengths[1]:
+    if not runtime.decoder.row_format.exact and lengths[0] != lengths[1]:
         text += (
-            f", read {lengths[0]} tokens at a time, which --rows {engine.decoder.rows} depends on"
+            f", read {lengths[0]} tokens at a time, which --rows {runtime.decoder.rows} depends on"
         )
     logger.warning("%s: all at once need %s", text, lacking.what)
     return rows

@@ -127,7 +127,7 @@ def stats_of(run: "Run") -> Stats:
         pool_bytes=plan.pool,
         compilations_after_warmup=run.late_compilations,
         policy=decoder.policy.name,
-        schedule=run.engine.schedule,
+        schedule=run.runtime.settings.schedule,
         transfer=decoder.transfer.name,
         rows=decoder.row_format.name,
     )

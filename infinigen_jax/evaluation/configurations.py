@@ -98,7 +98,8 @@ def check(chosen: list[Configuration], model: "Model") -> None:
         InputError: for a row format that this model cannot have, or a limit that a policy cannot.
     """
     from infinigen_jax.cache.row_format import row_format
-    from infinigen_jax.engine.engine import check_pool, curves_for
+    from infinigen_jax.engine.runtime import curves_for
+    from infinigen_jax.engine.settings import check_pool
 
     for configuration in chosen:
         check_pool(configuration.pool, configuration.policy)

@@ -88,6 +88,8 @@ def test_generated_tokens_are_those_of_the_reference(
         (XlaTransfer(), hot_set),
         (CudaTransfer(), hot_set),
     ):
-        monkeypatch.setattr("infinigen_jax.engine.engine.make_transfer", lambda name, t=transfer: t)
+        monkeypatch.setattr(
+            "infinigen_jax.engine.runtime.make_transfer", lambda name, t=transfer: t
+        )
         tokens.append(tokens_of(Engine(random_model("gqa"), hot_set=size, **settings)))
     assert tokens[0] == tokens[1] == tokens[2]

@@ -87,7 +87,7 @@ def compiled_fused(run: Run) -> str:
     parts = run.cache.parts(run.decoder.policy.observes)
     seed, sampling = run.dispatcher.seed, run.dispatcher.sampling
     lowered = steps(run.decoder).fused.lower(
-        run.engine.weights, *parts, run.drawn, seed, run._draws, sampling=sampling
+        run.runtime.weights, *parts, run.drawn, seed, run._draws, sampling=sampling
     )
     return lowered.compile().as_text()
 
@@ -96,7 +96,7 @@ def compiled_fused(run: Run) -> str:
 def test_the_fused_step_copies_neither_cache_nor_weights(policy):
     run = made(policy).start(RAGGED, NEW)
     assert run.cache.host is not None
-    largest = max(x.size for x in jax.tree.leaves(run.engine.model.params["layers"][0]))
+    largest = max(x.size for x in jax.tree.leaves(run.runtime.model.params["layers"][0]))
     if policy == HOT:  # these weights are smaller than one request
         assert isinstance(run.cache.hot[0], HotSet)
         largest = run.cache.hot[0].rows.size
@@ -108,7 +108,7 @@ def test_the_fused_step_copies_neither_cache_nor_weights(policy):
 def test_the_layerwise_step_and_the_flush_copy_no_cache():
     run = engine("gqa", SPARSE, 1, "layerwise").start(RAGGED, NEW)
     compiled, numbers = steps(run.decoder), run.dispatcher.numbers
-    cache, weights = run.cache, run.engine.weights
+    cache, weights = run.cache, run.runtime.weights
     assert cache.host is not None
     programs: list[str] = []
 

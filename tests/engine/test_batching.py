@@ -157,7 +157,8 @@ def test_rows_that_end_between_flushes(policy, settings):
     end = next(i for i in range(2, 60) if expected[0][i] not in expected[1] + expected[2])
     stopping = copy.copy(made)
     config = dataclasses.replace(made.model.config, eos_ids=(expected[0][end],))
-    stopping.model = dataclasses.replace(made.model, config=config)
+    ending = dataclasses.replace(made.model, config=config)
+    stopping.runtime = dataclasses.replace(made.runtime, model=ending)
     run = stopping.start(prompts, 99, batch=2)
     for _ in run.tokens():
         assert np.array_equal(run.owners.cached, run.cache.lengths)

@@ -253,7 +253,7 @@ def test_the_step_without_a_limit_is_the_same_program():
     assert run.cache.pool == () and not jax.tree.leaves((run.cache.hot, run.cache.pool))
     read, _ = run.cache.parts(observes=False)
     at = run.dispatcher.numbers[0]
-    ahead = run.decoder.target(run.engine.weights, read, read.states, 0, at)
+    ahead = run.decoder.target(run.runtime.weights, read, read.states, 0, at)
     assert ahead is not None and ahead.positions is None
     assert not any(isinstance(local, DenseLayer) for local in run.cache.local[2:])
 

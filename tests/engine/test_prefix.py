@@ -13,7 +13,8 @@ from runtime import ALL, NEW, SPARSE, engine, first_layers, random_model, tokens
 
 from infinigen_jax import generate
 from infinigen_jax.cache.pool import Pool
-from infinigen_jax.engine.engine import UNSETTLED, Engine
+from infinigen_jax.engine.encoding import UNSETTLED
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.shared_prefix import UNIT, common_prefix, plan_sharing
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
@@ -188,9 +189,9 @@ def test_text_is_tokenised_whole():
 
     model = dataclasses.replace(random_model("gqa"), given_tokenizer=Letters())
     made = Engine(model, policy=SPARSE)
-    assert made.encode_behind("xxa", ["b", "c"]) == [made.encode("xxz"), made.encode("xxac")]
+    assert made.encode_with_prefix("xxa", ["b", "c"]) == [made.encode("xxz"), made.encode("xxac")]
     with pytest.raises(InputError, match="as text or as token numbers"):
-        made.encode_behind("xxa", [[5]])
+        made.encode_with_prefix("xxa", [[5]])
 
 
 def test_the_command(command, tmp_path):

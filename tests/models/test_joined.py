@@ -56,7 +56,7 @@ def test_only_where_rows_are_read_in_place(monkeypatch):
     assert all("qkv" in layer for layer in here.weights.params["layers"])
     there = Engine(here.model, policy=SPARSE, dense_layers=1, weights="host")
     assert all("qkv" not in layer for layer in there.weights.params["layers"])
-    monkeypatch.setattr("infinigen_jax.engine.engine.make_transfer", lambda name: XlaTransfer())
+    monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer())
     moved = Engine(here.model, policy=SPARSE, dense_layers=1)
     assert all("qkv" not in layer for layer in moved.weights.params["layers"])
     assert tokens_of(moved) == tokens_of(there) == tokens_of(here)

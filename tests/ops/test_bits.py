@@ -98,7 +98,8 @@ def test_no_program_converts_a_cache(program, dtype):
 
 def test_what_it_would_be_without():
     engine = Engine(random_model("gqa", "bfloat16"), policy=SPARSE, dense_layers=1)
-    engine.decoder = dataclasses.replace(engine.decoder, transfer=XlaTransfer(in_place=False))
+    decoder = dataclasses.replace(engine.decoder, transfer=XlaTransfer(in_place=False))
+    engine.runtime = dataclasses.replace(engine.runtime, decoder=decoder)
     cache = cache_of(engine)
     assert cache.host is not None and cache.host.dtype == jnp.bfloat16
     assert largest_numbers(flush(engine, cache).compile().as_text()) >= cache.host.size

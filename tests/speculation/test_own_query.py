@@ -60,7 +60,7 @@ def test_the_engine_chooses_it_where_nothing_has_to_be_moved(monkeypatch):
     assert query_of(InfiniGen(), pool=Pool(tokens=64)) == "own"
     assert query_of(InfiniGen(query="plain")) == "plain"
     assert query_of(InfiniGenPaper()) == "plain"
-    monkeypatch.setattr("infinigen_jax.engine.engine.make_transfer", lambda name: XlaTransfer())
+    monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer())
     assert query_of(InfiniGen()) == "plain"
     assert query_of(InfiniGen(query="own")) == "own"
 

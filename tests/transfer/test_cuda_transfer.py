@@ -243,7 +243,7 @@ def test_generated_tokens_are_those_of_the_reference(
     driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ):
     expected = tokens_of(engine("gqa", **settings))
-    monkeypatch.setattr("infinigen_jax.engine.engine.make_transfer", lambda name: CudaTransfer())
+    monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: CudaTransfer())
     monkeypatch.setattr(cuda, "in_use", lambda: True)
     made = Engine(random_model("gqa"), policy=SPARSE, **settings)
     driver.calls.clear()
