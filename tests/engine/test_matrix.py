@@ -151,7 +151,9 @@ def test_only_the_family_decides_about_tokens(name, monkeypatch):
     case = CASES[name]
     tokens, counts = reference(case.family)
     if case.crosses:
-        monkeypatch.setattr("infinigen_jax.engine.engine.make_transfer", lambda name: XlaTransfer())
+        monkeypatch.setattr(
+            "infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer()
+        )
     changes = {"policy": case.policy, "dense_layers": case.dense_layers}
     given = {key: value for key, value in changes.items() if value is not None}
     engine = engine_of(FAMILIES[case.family], case.schedule, **case.settings, **given)
