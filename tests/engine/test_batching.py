@@ -221,16 +221,6 @@ def test_owners_against_a_list(data):
     assert len(kept) == len(history)
 
 
-def test_the_command(command, tmp_path):
-    prompts = [x for text in ("The king", "It was") for x in ("--prompt", text)]
-    shared = (*prompts, "--max-new-tokens", "6", "--ignore-eos", "--quiet", "--dense-layers", "2")
-    expected = command(generate.main, *shared)
-    assert expected[0] == 0 and expected[1].count("\n") >= 2
-    assert command(generate.main, *shared, "--batch", "1") == expected
-    status, out, err = command(generate.main, *shared, "--batch", "0")
-    assert (status, out) == (2, "") and err.startswith("error: --batch 0")
-
-
 @pytest.mark.parametrize("settings", [{}, {"pool": Pool(tokens=18)}], ids=["plain", "pool"])
 def test_as_many_at_once_as_fit(settings, monkeypatch, caplog):
     made = engine("one", **settings)

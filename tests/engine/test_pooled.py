@@ -20,7 +20,6 @@ from runtime import (
     first_layers,
     random_model,
 )
-from shallow import LAYERS
 
 from infinigen_jax import evaluate, generate
 from infinigen_jax.cache.layers import DenseLayer, Resident
@@ -302,19 +301,6 @@ def test_a_window_of_the_most_recent_rows_in_the_pool():
 
 
 ENGINE = ("--prompt", "The old man and the sea " * 9, "--ignore-eos", "--quiet")
-
-
-def test_generate_with_a_limit(command, tmp_path):
-    """Of a prompt that is longer than the pool."""
-    file = tmp_path / "stats.json"
-    limit = ("--pool-tokens", "40", "--pool-eviction", "lru", "--pool-sinks", "2")
-    new = ("--max-new-tokens", "8", "--stats-json", file)
-    status, out, err = command(generate.main, *ENGINE, *limit, *new)
-    assert status == 0 and out and not err
-    stats = json.loads(file.read_text())
-    assert stats["prompt_tokens"] > 40 == stats["pool_tokens"]
-    assert stats["pool_bytes"] == LAYERS * 3 * 40 * (4 + 4)
-    assert stats["host_cache_bytes"] == LAYERS * 3 * 40 * 2 * 32 * 4
 
 
 @pytest.mark.parametrize(

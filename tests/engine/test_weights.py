@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from runtime import NEW, RAGGED, SPARSE, engine
 
-from infinigen_jax import generate
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded, load
@@ -60,16 +59,6 @@ def test_loading_onto_the_host(name):
     texts = [Engine(m, weights=w).generate(prompts, max_new_tokens=8).texts for m, w in
              ((model, "host"), (here, "device"))]  # fmt: skip
     assert texts[0] == texts[1]
-
-
-def test_the_command(command):
-    arguments = ("--prompt", "The king said", "--max-new-tokens", "4", "--quiet")
-    expected = command(generate.main, *arguments)
-    assert expected[0] == 0
-    assert command(generate.main, *arguments, "--weights", "host") == expected
-    status, out, err = command(generate.main, *arguments, "--weights", "disk")
-    assert (status, out) == (2, "") and err.startswith("error: --weights disk")
-    assert err.count("\n") == 1
 
 
 def test_places_that_do_not_exist():

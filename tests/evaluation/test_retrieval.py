@@ -282,6 +282,7 @@ def test_command(tmp_path, capsys):
     assert only(tmp_path) == ["r.json"]
 
 
+@pytest.mark.slow
 def test_the_embedded_model_looks_things_up(tmp_path, capsys):
     """With nothing but sinks and recent tokens resident: what is not fetched is not found."""
     result = tmp_path / "r.json"

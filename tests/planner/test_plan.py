@@ -87,17 +87,25 @@ def opt(tmp_path_factory) -> Path:
     return folder
 
 
+BYTES = [
+    (),
+    ("--dense-layers=0", "--hot-set=2", "--rows=int8"),
+    ("--policy=infinigen-paper", "--index-dtype=float32"),
+    ("--policy=full", "--dense-layers=9"),
+    ("--policy=quest",),
+    ("--pool-tokens=128",),
+]
+
+
 @pytest.mark.usefixtures("shallow")
-@pytest.mark.parametrize("name", checkpoint.EMBEDDED)
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        (),
-        ("--dense-layers=0", "--hot-set=2", "--rows=int8"),
-        ("--policy=infinigen-paper", "--index-dtype=float32"),
-        ("--policy=full", "--dense-layers=9"),
-        ("--policy=quest",),
-        ("--pool-tokens=128",),
+        pytest.param(
+            name, options, marks=pytest.mark.slow if model and options not in BYTES[:2] else ()
+        )
+        for model, name in enumerate(checkpoint.EMBEDDED)
+        for options in BYTES
     ],
 )
 def test_the_bytes_are_those_that_are_allocated(name, options):
