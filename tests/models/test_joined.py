@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import SPARSE, engine, random_model, tokens_of
+from runtime import SPARSE, engine, random_model
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.models import blueprint
@@ -59,7 +59,6 @@ def test_only_where_rows_are_read_in_place(monkeypatch):
     monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer())
     moved = Engine(here.model, policy=SPARSE, dense_layers=1)
     assert all("qkv" not in layer for layer in moved.weights.params["layers"])
-    assert tokens_of(moved) == tokens_of(there) == tokens_of(here)
 
 
 def test_no_second_copy_is_kept():

@@ -231,10 +231,10 @@ def test_planning_through_xla(driver: FakeCuda):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"dense_layers": 1, "hot_set": 0.0},
-        {"dense_layers": 1, "hot_set": 1.5},
+        {"name": "one", "hot_set": 0.0},
+        {"name": "gqa", "hot_set": 1.5},
         pytest.param(
-            {"hot_set": 1.0, "schedule": "layerwise", "rows": "int8", "dense_layers": 0},
+            {"name": "gqa", "hot_set": 1.0, "schedule": "layerwise", "rows": "int8"},
             marks=pytest.mark.slow,
         ),
     ],
@@ -242,10 +242,12 @@ def test_planning_through_xla(driver: FakeCuda):
 def test_generated_tokens_are_those_of_the_reference(
     driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ):
-    expected = tokens_of(engine("gqa", **settings))
+    expected = tokens_of(engine(**settings))
     monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: CudaTransfer())
     monkeypatch.setattr(cuda, "in_use", lambda: True)
-    made = Engine(random_model("gqa"), policy=SPARSE, **settings)
+    rest = {key: value for key, value in settings.items() if key != "name"}
+    dense = 0 if settings["name"] == "one" else 1
+    made = Engine(random_model(settings["name"]), policy=SPARSE, dense_layers=dense, **rest)
     driver.calls.clear()
     assert tokens_of(made) == expected
     launched = driver.kernels()
