@@ -59,7 +59,7 @@ def ending(name: str = "one", share: int = 8) -> Engine:
     ],
 )
 def test_more_prompts_than_rows(schedule, settings):
-    made = engine("gqa", SPARSE, 1, schedule, **settings)
+    made = engine("one", SPARSE, 0, schedule, **settings)
     expected = alone(made)
     for batch in (1, 3):
         run = made.start(PROMPTS, NEW, batch=batch)
@@ -221,7 +221,13 @@ def test_owners_against_a_list(data):
     assert len(kept) == len(history)
 
 
-@pytest.mark.parametrize("settings", [{}, {"pool": Pool(tokens=18)}], ids=["plain", "pool"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"pool": Pool(tokens=18)}, id="pool", marks=pytest.mark.slow),
+    ],
+)
 def test_as_many_at_once_as_fit(settings, monkeypatch, caplog):
     made = engine("one", **settings)
     expected = tokens_of(made, PROMPTS)
@@ -254,6 +260,7 @@ def test_as_many_at_once_as_fit(settings, monkeypatch, caplog):
     assert "--batch" not in str(refused.value) and "number of prompts" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_the_command_says_how_many_fit(command, monkeypatch, tmp_path, caplog):
     prompts = [x for text in ("The king", "It was", "At sea") for x in ("--prompt", text)]
     shared = (*prompts, "--max-new-tokens", "5", "--ignore-eos")

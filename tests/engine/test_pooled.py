@@ -73,7 +73,11 @@ def live(run: Run) -> list[list[list[np.ndarray]]]:
         pytest.param(SPARSE, id="infinigen", marks=pytest.mark.slow),
         pytest.param(TAIL, id="tail"),
         pytest.param(Full(), id="full", marks=pytest.mark.slow),
-        pytest.param(PreviousQuery(budget=0.2, window=4, sinks=2), id="previous-query"),
+        pytest.param(
+            PreviousQuery(budget=0.2, window=4, sinks=2),
+            id="previous-query",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_pool_of_the_whole_context_changes_nothing(policy):
