@@ -96,7 +96,10 @@ CASES = {
     ),
     "streamed-moved": Case("full", "fused", policy=Full(), dense_layers=1, crosses=True),
     "paper": Case(
-        "full", "layerwise", policy=InfiniGenPaper(alpha=float("inf"), budget=1.0), dense_layers=0
+        "full",
+        "layerwise",
+        policy=InfiniGenPaper(alpha=float("inf"), budget=1.0, count="head"),
+        dense_layers=0,
     ),
     "oracle": Case("full", "layerwise", HOT, policy=Oracle(budget=1.0, window=4), dense_layers=0),
     "sparse": Case("sparse", "fused", HOT | HOST),
