@@ -3,6 +3,7 @@
 #   make generate                      text from the small model inside the package
 #   make generate ARGS='--model DIR --prompt "Once upon a time"'
 #   make test | lint | format | bench | compile-gpu
+#   make docs                          the documentation, as a site in build/site
 #   make fuzz                          random options and damaged files, for at most FUZZ_LIMIT
 #
 # PYTHON=/path/to/python chooses the interpreter (3.11 or newer) on the first run.
@@ -11,10 +12,13 @@ VENV := .venv
 COMPILER_VENV := .venv-gpu-compile
 RUN := $(VENV)/bin/python -m
 FUZZ_LIMIT ?= 15m
+# Paths whose language is checked.
+ROOMS := cache decode ops policies prefill selection skew speculation transfer
+LANGUAGE := $(ROOMS:%=infinigen_jax/%)
 FUZZERS := $(wildcard tests/*/test_*fuzz*.py)
 ARGS ?= --prompt "Once upon a time" --max-new-tokens 200 --temperature 0.7 --top-p 0.9 --seed 1
 
-.PHONY: help generate test fuzz lint format bench compile-gpu clean
+.PHONY: help generate test fuzz lint format bench compile-gpu docs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -33,6 +37,7 @@ lint: $(VENV)/.dev
 	@$(RUN) ruff check
 	@$(RUN) ruff format --check
 	@$(RUN) pyright --pythonpath $(VENV)/bin/python
+	@$(VENV)/bin/python tools/language $(LANGUAGE)
 
 format: $(VENV)/.dev
 	@$(RUN) ruff check --fix
@@ -44,6 +49,10 @@ bench: $(VENV)/.bench
 # Compiles the decode step for a GPU, on any machine, and checks the outcome for copies.
 compile-gpu: $(COMPILER_VENV)/.compiler
 	@JAX_PLATFORMS=cpu $(COMPILER_VENV)/bin/python -m pytest -q tests/gpu
+
+# The site needs no other host. Without --quiet: with it, --strict lets warnings pass.
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) $(COMPILER_VENV) build dist *.egg-info
@@ -63,6 +72,10 @@ $(VENV)/.dev: pyproject.toml tools/setup
 
 $(VENV)/.bench: pyproject.toml tools/setup
 	@tools/setup $(VENV) bench
+	@touch $(VENV)/.base $@
+
+$(VENV)/.docs: pyproject.toml tools/setup
+	@tools/setup $(VENV) docs
 	@touch $(VENV)/.base $@
 
 $(COMPILER_VENV)/.compiler: pyproject.toml tools/setup

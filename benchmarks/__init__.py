@@ -1,1 +1,1 @@
-"""Measurements, each a module: `python -m benchmarks.decode`. Results are kept in `results/`."""
+"""Benchmarks, one module each: `python -m benchmarks.decode`. Results lie in `results/`."""

@@ -1,14 +1,14 @@
-"""The speed of decoding: this package's policies and schedules, and transformers.
+"""Decode benchmark: speed of this package's policies and schedules, and of transformers.
 
     python -m benchmarks.decode --preset cpu
     python -m benchmarks.decode --shape llama --contexts 1024 4096 --systems infinigen transformers
 
-One random model, the same weights and prompts in every system (their logits are compared first).
-`benchmarks/measure.py` tells what is timed, `python -m benchmarks.decode --help` which systems
-there are. Writes a JSON file after every set of systems, and at the end a table in Markdown.
+All systems use one random model with the same weights and prompts; their logits are compared first.
+`benchmarks.measure` describes the timing, `python -m benchmarks.decode --help` lists the systems. A
+JSON file is written after every set of systems, and a Markdown table at the end.
 
-On a GPU JAX and PyTorch each keep the memory that they once had: run this package and transformers
-in two calls there, as `benchmarks.on_gpu` does.
+On a GPU, JAX and PyTorch both keep memory once allocated, so measure this package and transformers
+in two processes, as `benchmarks.on_gpu` does.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SETTINGS = (
     "preset shape batch dtype tokens rounds warmup steps budget budget_rows alpha dense_layers "
     "hot_set transfer device_memory systems"
 ).split()
-LOGITS_PROMPT = 64  # tokens over which the two models are compared
+LOGITS_PROMPT = 64  # tokens of the prompt that compares the two models
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,9 +53,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """Everything that the result file holds; it is written as far as it got."""
+    """Measure all contexts and return the result, which is written as it grows."""
     if jax.default_backend() == "cpu":
-        # Programs loaded from it have numbers that repeat: the trace would take one for another.
+        # The trace would confuse cached programs, whose numbers repeat.
         jax.config.update("jax_enable_compilation_cache", False)
     began = time.monotonic()
     deadline = float("inf") if options.cap_seconds is None else began + options.cap_seconds
@@ -63,7 +63,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     unlimited = Bench(options, None, None, (1.0, None), deadline, note)  # type: ignore[arg-type]
     config = shape.settings(max(options.contexts) + unlimited.new_tokens + 2)
     model = shapes.peaked_model(shape, config["max_position_embeddings"], options.dtype)
-    # Where engines want them: they would otherwise each make a copy.
+    # Place them where engines want them, or each engine would make a copy.
     placed = jax.device_put(model.params, Placement(default_mesh()).whole)
     model = dataclasses.replace(model, params=placed)
     other, difference = None, None
@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
 
 
 def _other(model: Model, config: dict[str, Any]) -> tuple[Any, float]:
-    """transformers' model, and how far its logits are from ours."""
+    """Return transformers' model, and the relative difference of its logits from ours."""
     from benchmarks.torch_systems import LOGITS_TOLERANCE, logits_difference, torch_model
 
     other = torch_model(model, config)

@@ -1,4 +1,4 @@
-"""Result files, and notes on what is being measured."""
+"""Writing of result files, and notes on progress."""
 
 import json
 import os
@@ -10,7 +10,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write a result whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(result, indent=1) + "\n")
@@ -18,5 +18,5 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 
 def note(text: str) -> None:
-    """For whoever waits; stdout is for the result."""
+    """Print progress to stderr; stdout is for the result."""
     print(text, file=sys.stderr, flush=True)

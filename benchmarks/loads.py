@@ -1,4 +1,4 @@
-"""What `benchmarks.transfer` moves, and what it computes meanwhile."""
+"""Loads of `benchmarks.transfer`: the rows that it moves, and the concurrent computation."""
 
 import dataclasses
 
@@ -11,14 +11,14 @@ from infinigen_jax.ops.span import Span
 from infinigen_jax.selection.select import Request
 
 GROUPS = (8, 8)  # sequences, KV heads
-CACHE_BYTES = 1 << 30  # of the host array
-MOVED_BYTES = 1 << 25  # by one transfer, as far as the host array has different rows
+CACHE_BYTES = 1 << 30  # bytes of the host array
+MOVED_BYTES = 1 << 25  # bytes per transfer, limited by the rows of the host array
 WEIGHTS = (16, 4096, 4096)  # bfloat16, 0.5 GB: more than a cache on the chip holds
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of one measurement: bytes of a row, slots of a group, and rows that it wants."""
+    """Sizes of one measurement: bytes per row, slots per group, and rows requested per group."""
 
     row: int
     capacity: int
@@ -32,11 +32,11 @@ class Shape:
 
     @property
     def moved(self) -> int:
-        """Bytes of all rows wanted."""
+        """Bytes of all requested rows."""
         return GROUPS[0] * GROUPS[1] * self.wanted * self.row
 
     def host(self) -> jax.Array:
-        """A host cache of one layer with random bytes."""
+        """Return a host cache of one layer with random bytes."""
         mesh = default_mesh()
         host = allocate_host((1, *GROUPS, self.capacity, self.row), jnp.uint8, mesh)
         whole = Span.whole(GROUPS[0], self.capacity)
@@ -49,7 +49,7 @@ class Shape:
         return fill(host, rows)
 
     def request(self) -> Request:
-        """Different rows for each group, in random order."""
+        """Return a request for different rows of each group, in random order."""
         rng = np.random.default_rng(0)
         slots = np.stack(
             [
@@ -64,7 +64,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Work that reads weights: products of a few rows with matrices, one behind the other."""
+    """Work that reads weights: a chain of products of a few rows with matrices."""
 
     x: jax.Array
     weights: jax.Array

@@ -1,4 +1,4 @@
-"""What a measurement is made on: hardware, versions, commit, and how fast memory is read."""
+"""Description of the measuring machine: hardware, versions, commit, and memory bandwidth."""
 
 import datetime
 import importlib.metadata
@@ -18,7 +18,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 
 
 def describe() -> dict[str, Any]:
-    """Hardware, versions, date and git commit, for a JSON file."""
+    """Return hardware, versions, date and git commit for a JSON file."""
     device = jax.devices()[0]
     return {
         "cpu": _cpu_model(),
@@ -35,37 +35,37 @@ def describe() -> dict[str, Any]:
 
 
 def has_gpu() -> bool:
-    """Whether JAX will find an NVIDIA GPU, told without starting JAX's backend."""
+    """Return whether JAX will use an NVIDIA GPU, without starting JAX's backend."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
-    wanted = not platforms or "cuda" in platforms or "gpu" in platforms
-    return wanted and any(Path("/dev").glob("nvidia[0-9]*"))
+    allowed = not platforms or "cuda" in platforms or "gpu" in platforms
+    return allowed and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def device_name() -> str:
-    """ "gpu" or "cpu", for the name of a result file."""
+    """Return "gpu" or "cpu", for the name of a result file."""
     return "gpu" if has_gpu() else "cpu"
 
 
 def gpu_environment(shares: bool) -> dict[str, str]:
-    """Variables for a process that measures on a GPU, where the user has not set them.
+    """Return environment variables for measuring on a GPU that the user has not set.
 
     Args:
-        shares: PyTorch uses the GPU too, so JAX must not take most of its memory beforehand.
+        shares: PyTorch uses the GPU too, so JAX must not reserve most of its memory.
     """
     if not has_gpu():
         return {}
     pool = max(1, int(0.85 * available_host_bytes()) >> 30)
-    wanted = {PINNED_POOL_VARIABLE: str(pool)}
-    wanted |= (
+    variables = {PINNED_POOL_VARIABLE: str(pool)}
+    variables |= (
         {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if shares
         else {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
     )
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def memory_read_bandwidth(size: int | None = None) -> float:
-    """As `bandwidths.memory_read_bandwidth`, on the CPU by PyTorch too, if that is faster."""
+    """Measure like `planner.bandwidths`; on the CPU also with PyTorch, and return the best rate."""
     size = size or (1 << 29 if jax.default_backend() == "cpu" else 1 << 31)
     fastest = bandwidths.memory_read_bandwidth(size)
     if jax.default_backend() != "cpu" or not _version("torch"):
@@ -94,7 +94,7 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit; "+" behind it where tracked files were changed since."""
+    """Return the commit, with "+" if tracked files were changed since."""
     try:
         git = ["git", "-C", str(ROOT)]
         commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()

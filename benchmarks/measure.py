@@ -1,11 +1,11 @@
-"""Measuring one context: systems that fit in memory together take turns, round by round.
+"""Measurement of one context: systems that fit in memory together take turns, round by round.
 
-A wave is a set of systems that are alive at once. Taking turns matters where others use the machine
-too: whatever else happens reaches all alike. What is timed, in this order:
+A wave is a set of systems in memory at the same time. They take turns so that other load on the
+machine affects all alike. The timing has these parts, in this order:
 
-    rounds     tokens in a row, as in a generation: the throughput
-    steps      tokens one by one, the device idle before each: spikes, and Python's part
-    trace      a few tokens in a row under the profiler: where the time goes
+    rounds     consecutive tokens, as in a generation: throughput
+    steps      single tokens, with the device idle before each: spikes, and Python's overhead
+    trace      a few consecutive tokens under the profiler: breakdown of the time
 """
 
 import dataclasses
@@ -38,12 +38,12 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import Model
 from infinigen_jax.programs.compilations import compilations
 
-EXACT = ("transformers", "transformers-static", "full-device", "full-streamed")  # same tokens
-STEP_SECONDS = 10.0  # no more single steps of a system behind this
+EXACT = ("transformers", "transformers-static", "full-device", "full-streamed")  # equal tokens
+STEP_SECONDS = 10.0  # limit of a system's single steps
 
 
 def measure_context(bench: Bench, context: int) -> Iterator[dict[str, Any]]:
-    """All systems at one length of prompt; yields the result so far after every wave."""
+    """Yield the result of one prompt length, for all systems so far, after every wave."""
     options, model = bench.options, bench.model
     result: dict[str, Any] = {"context": context, "waves": [], "systems": {}}
     needs, absent = needs_of(bench, context)
@@ -79,17 +79,17 @@ def _measure_wave(
         try:
             systems[name] = _start(bench, context, name, tokens)
             systems[name].warm_up(options.warmup, options.tokens)
-        # One system's failure, out of memory above all, must not cost the others' measurements.
+        # A failure of one system, mostly out of memory, must not lose the others' measurements.
         except Exception as error:  # noqa: BLE001
             systems.pop(name, None)
             kind = "refused" if isinstance(error, InputError) else "failed"
             entries[name] = absent_entry(kind, f"{type(error).__name__}: {error}"[:500])
     compiled = compilations()
     seconds: dict[str, list[float]] = {name: [] for name in systems}
-    for number in range(options.rounds):
-        if number and bench.late:
+    for index in range(options.rounds):
+        if index and bench.late:
             break
-        for name in turns(list(systems), number):
+        for name in turns(list(systems), index):
             seconds[name].append(systems[name].round(options.tokens))
     compiled = compilations() - compiled
     for name, system in systems.items():
@@ -113,21 +113,20 @@ def _measure_wave(
     return entries
 
 
-def turns(names: list[str], number: int) -> list[str]:
-    """The order of a round in which no system runs behind the same one more often than another.
+def turns(names: list[str], index: int) -> list[str]:
+    """Return the order of a round; over the rounds each system follows every other equally often.
 
-    A system leaves caches and threads to the next one as it used them. This is Williams' Latin
-    square: of n systems it takes n rounds, or 2n if n is odd, for each to have followed every other
-    one equally often.
+    A system leaves caches and threads to the next one in its own state. The order is a Williams
+    Latin square, which is balanced after n rounds of n systems, or 2n if n is odd.
     """
     n = len(names)
-    number, back = divmod(number, 2) if n % 2 else (number, 0)
-    order = [(number + (i + 1) // 2 * (1 if i % 2 else -1)) % n for i in range(n)]
+    index, back = divmod(index, 2) if n % 2 else (index, 0)
+    order = [(index + (i + 1) // 2 * (1 if i % 2 else -1)) % n for i in range(n)]
     return [names[i] for i in (reversed(order) if back else order)]
 
 
 def _let_go() -> None:
-    """Memory of systems that are done."""
+    """Free the memory of finished systems."""
     gc.collect()
     if jax.default_backend() == "gpu" and "torch" in sys.modules:
         sys.modules["torch"].cuda.empty_cache()
@@ -148,9 +147,9 @@ def _start(
     return Transformers(bench.other, name, tokens, room, options.torch_threads)
 
 
-def _single_steps(system: System, number: int) -> list[StepTime]:
+def _single_steps(system: System, count: int) -> list[StepTime]:
     start, times = time.monotonic(), []
-    while len(times) < number:
+    while len(times) < count:
         if time.monotonic() - start > STEP_SECONDS and len(times) >= FEWEST_STEPS:
             break
         times.append(system.step())
@@ -167,20 +166,20 @@ def _speed(bench: Bench, seconds: list[float]) -> dict[str, Any]:
 
 
 def _equal(drawn: list[int], reference: list[int]) -> int:
-    """How many tokens come before the first that differs."""
+    """Return how many tokens precede the first difference."""
     pairs = list(zip(drawn, reference, strict=False))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
 def _steps_entry(times: list[StepTime]) -> dict[str, Any]:
-    """Quantiles of single steps, and of Python's part of them."""
+    """Return quantiles of single steps, and of Python's share of them."""
     if not times:
         return {}
     milliseconds = np.array([1e3 * one.seconds for one in times])
     flushes = [1e3 * one.seconds for one in times if one.flush]
     dispatches = [1e3 * one.dispatch for one in times if one.dispatch is not None]
     median = float(np.median(milliseconds))
-    # Where every step flushes, none stands out.
+    # If every step flushes, there are no spikes.
     flush = statistics.median(flushes) if 0 < len(flushes) < len(times) else None
     return {
         "single_steps": {
@@ -207,7 +206,7 @@ def _traffic(bench: Bench, name: str, system: System, context: int) -> Traffic:
 
 
 def _against_floor(bench: Bench, traffic: Traffic, round_seconds: float) -> dict[str, Any]:
-    """The least bytes and time of a step, and what was reached of the bandwidths."""
+    """Return the least bytes and time of a step, and the share of the bandwidths achieved."""
     memory, link = bench.bandwidths
     step = round_seconds / bench.options.tokens
     floor = traffic.floor_ms(memory, link)
@@ -223,7 +222,7 @@ def _against_floor(bench: Bench, traffic: Traffic, round_seconds: float) -> dict
 
 
 def model_facts(model: Model) -> dict[str, Any]:
-    """Sizes for the result file."""
+    """Return the model's sizes for the result file."""
     return {
         "parameter_bytes": parameter_bytes(model),
         "weight_bytes_per_step": weight_bytes(model),

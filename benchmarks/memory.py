@@ -1,8 +1,8 @@
-"""The memory plan against the memory that is taken: `python -m benchmarks.memory`
+"""Comparison of the memory plan with the memory used: `python -m benchmarks.memory`.
 
-Each case runs in a process of its own, twice with the same shapes: the first run compiles, the
-second is measured. On the CPU what counts is the process's resident memory, its high-water mark
-less what it had before the weights; on a GPU the allocator's own peak. Writes
+Each case runs in a separate process, twice with the same shapes: the first run compiles, the second
+is measured. On the CPU the measure is the high-water mark of the process's resident memory, less
+its memory before the weights; on a GPU it is the allocator's peak. The result is
 benchmarks/results/memory-cpu.json or memory-gpu.json.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.files import RESULTS, note, write_json
 
-# Freed memory goes back to the system at once, so that it is not counted with what follows.
+# Return freed memory to the system immediately, so that it does not count later.
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -32,8 +32,8 @@ class Case:
     """A generation: a shape of benchmarks.shapes, prompts, and the options of `generate`.
 
     Attributes:
-        prompt: tokens of each, of which all have the first `prefix`.
-        batch: number of prompts, of which `at_once` are at most (None: all).
+        prompt: tokens per prompt; all prompts share the first `prefix` tokens.
+        batch: number of prompts, of which `at_once` are decoded concurrently (None: all).
     """
 
     name: str
@@ -47,7 +47,7 @@ class Case:
     options: tuple[str, ...] = ()
 
 
-# Prompt and new tokens fill the cache, whose unused rows would take no memory on the CPU.
+# Prompt and new tokens fill the cache: on the CPU unused rows would take no memory.
 HOST = ("--hot-set=2", "--dense-layers=0")
 SMALL = ("--rows=int8", "--index-dtype=float32")
 CASES = (
@@ -68,9 +68,9 @@ CASES = (
 
 
 def main() -> int:
-    """Measure all cases, or one of them in this process."""
+    """Measure all cases, or one case in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", help="only this one; without it all, each in a process")
+    parser.add_argument("--case", help="run only this case (default: all, each in a process)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     chosen = [case for case in CASES if arguments.case in (None, case.name)]
@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def in_process(case: Case) -> dict[str, Any]:
-    """The record of a case, measured in a new process."""
+    """Measure a case in a new process and return its record."""
     note(case.name)
     command = [sys.executable, "-m", "benchmarks.memory", "--child", "--case", case.name]
     done = subprocess.run(command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, check=True)
@@ -98,6 +98,7 @@ def in_process(case: Case) -> dict[str, Any]:
 
 
 def line(record: dict[str, Any]) -> str:
+    """Format a record as a line of text."""
     planned, measured = record["planned"], record["measured"]
     return (
         f"planned {planned['total'] / 2**20:8.1f} MiB  measured {measured['total'] / 2**20:8.1f} "
@@ -106,7 +107,7 @@ def line(record: dict[str, Any]) -> str:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Generate twice, and compare the second run's peak with the plan."""
+    """Generate twice and compare the second run's peak with the plan."""
     import jax
 
     from infinigen_jax.cli.options import add_engine_options, make_engine, make_policy
@@ -132,7 +133,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def random_model(case: Case) -> Any:
-    """Random weights and bases in a case's shape, as a balanced conversion has them."""
+    """Return random weights and bases of a case's shape, like a balanced conversion."""
     import jax
     import jax.numpy as jnp
 
@@ -151,7 +152,7 @@ def random_model(case: Case) -> Any:
 
 
 def generate(engine: Any, case: Case) -> Any:
-    """Run a case to its end; returns the plan of what takes most."""
+    """Run a case to its end; return the largest memory plan."""
     from benchmarks.shapes import prompt
     from infinigen_jax.sampling import Sampling
 
@@ -159,8 +160,8 @@ def generate(engine: Any, case: Case) -> Any:
         return prompt(engine.model.config, count, seed) if count else []
 
     prefix = tokens(case.prefix, case.batch)
-    own = case.prompt - case.prefix
-    prompts = [[*prefix, *tokens(own, seed)] for seed in range(case.batch)]
+    suffix = case.prompt - case.prefix
+    prompts = [[*prefix, *tokens(suffix, seed)] for seed in range(case.batch)]
     run = engine.start(prompts, case.new_tokens, Sampling(), case.at_once, prefix=case.prefix)
     for _ in run.tokens(ignore_eos=True):
         pass
@@ -168,41 +169,43 @@ def generate(engine: Any, case: Case) -> Any:
 
 
 def settle() -> None:
-    """Free what nobody refers to."""
+    """Free unreferenced memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def on_gpu() -> bool:
+    """Return whether JAX runs on a GPU."""
     import jax
 
     return jax.default_backend() != "cpu"
 
 
 def in_use() -> int:
-    """Bytes of memory: resident, or allocated on the GPU."""
+    """Return the bytes of memory in use: resident, or allocated on the GPU."""
     return statistics()["bytes_in_use"] if on_gpu() else status("VmRSS")
 
 
 def peak() -> int:
-    """High-water mark of `in_use`."""
+    """Return the high-water mark of `in_use`."""
     return statistics()["peak_bytes_in_use"] if on_gpu() else status("VmHWM")
 
 
 def reset_peak() -> None:
-    """On the CPU; a GPU's peak is that of the process, of which both runs are equal."""
+    """Reset the peak on the CPU; a GPU's peak covers both runs, which are equal."""
     if not on_gpu():
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def statistics() -> dict[str, int]:
+    """Return the allocator's statistics of the GPU."""
     import jax
 
     return jax.devices()[0].memory_stats() or {}
 
 
 def status(name: str) -> int:
-    """A size in /proc/self/status, in bytes."""
+    """Return a size from /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name + ":"))
 

@@ -1,9 +1,9 @@
-"""Everything that a GPU is needed for, in one go and in limited time, the most important first.
+"""All measurements that need a GPU, in one command with a time limit, the most important first.
 
     python -m benchmarks.on_gpu --out DIR --minutes 9
 
-Each piece is a process with a share of the time. It writes its JSON file as it goes, so what a
-piece had measured when its time was up is kept. DIR/summary.md holds all tables, DIR/log.txt the
+Each piece is a process with a share of the time. It writes its JSON file incrementally, so a piece
+that runs out of time keeps its measurements. DIR/summary.md holds all tables, DIR/log.txt the
 notes.
 """
 
@@ -20,8 +20,8 @@ from benchmarks.presets import THEIRS
 from benchmarks.processes import run_within
 from infinigen_jax.cuda import first_use
 
-GRACE = 20.0  # seconds that a piece may go on behind its cap, to end what it has begun
-LEAST = 15.0  # with less than this left, nothing is started
+GRACE = 20.0  # seconds that a piece may exceed its cap to finish a measurement
+LEAST = 15.0  # with fewer seconds left, no piece starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Piece:
     """A process of the session.
 
     Attributes:
-        share: of the time that is left when it starts; unused time goes to those behind it.
-        command: of the module; --json and --cap-seconds are added.
-        environment: further variables.
+        share: share of the time left when the piece starts; later pieces get unused time.
+        command: arguments of the module; --json and --cap-seconds are added.
+        environment: additional variables.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Piece:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-# JAX and PyTorch each keep the memory that they once had: a process for each.
+# JAX and PyTorch both keep memory once allocated, so each has its own process.
 OURS = ("infinigen", "full-device", "full-streamed", "infinigen-paper", "infinigen-int4")
 PROMPTS = (
     *("benchmarks.prefill", "--shape", "llama-8b", "--dtype", "bfloat16", "--systems", "infinigen"),
     *("--prompts", "16384", "65536", "--memory", "16384", "65536"),
 )
-# Kernels inside a CUDA graph do not all tell the trace which instruction they are.
+# In the trace, some kernels inside a CUDA graph lack their instruction.
 NO_GRAPHS = (("XLA_FLAGS", "--xla_gpu_enable_command_buffer="),)
 
 
@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     names = [piece.name for piece in PIECES]
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all of it (default 9)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="total time limit (default 9)")
     parser.add_argument("--pieces", nargs="+", choices=names, default=names, metavar="NAME")
     return parser
 
@@ -98,10 +98,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(pieces: list[Piece], out: Path, seconds: float) -> dict[str, str]:
-    """Run the pieces one after the other.
+    """Run the pieces one after another.
 
     Returns:
-        by name: "done", "out of time", "not started", or the exit status.
+        Status by name: "done", "out of time", "not started", or the exit status.
     """
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
@@ -126,7 +126,7 @@ def run(pieces: list[Piece], out: Path, seconds: float) -> dict[str, str]:
 
 
 def _check(summary: Path, log: Any) -> str:
-    """Whether the kernels do what they should: once for all pieces, which would each do it."""
+    """Check the kernels once for all pieces; return the status."""
     command = [sys.executable, "-m", "infinigen_jax.check_kernels"]
     try:
         done = subprocess.run(
@@ -141,7 +141,7 @@ def _check(summary: Path, log: Any) -> str:
 
 
 def _run_piece(piece: Piece, out: Path, cap: float, limit: float, log: Any) -> tuple[str, str]:
-    """Its status, and what it wrote to stdout."""
+    """Run a piece; return its status and its stdout."""
     command = [*piece.command, "--json", str(out / f"{piece.name}.json")]
     command += ["--cap-seconds", f"{cap:.0f}"]
     status, text = run_within(command, limit, log, dict(piece.environment))

@@ -1,4 +1,4 @@
-"""Bytes that a decode step has to move, the time that this takes at best, and memory needed."""
+"""Physical bounds of a decode step: bytes moved, least time, and memory needed."""
 
 import dataclasses
 
@@ -14,24 +14,24 @@ from infinigen_jax.planner.traffic import Traffic
 
 
 def resident_traffic(model: Model, batch: int, context: int) -> Traffic:
-    """Of a system that keeps the whole cache beside the weights."""
+    """Return the traffic of a system that keeps the whole cache next to the weights."""
     return Traffic(weight_bytes(model), cache_bytes(model, batch, context), 0, 0, 0)
 
 
 def offloaded_traffic(model: Model, batch: int, context: int) -> Traffic:
-    """Of a system that keeps the whole cache on the host and moves all of it for every token."""
+    """Return the traffic of a system that moves the whole cache from the host for every token."""
     rows = cache_bytes(model, batch, context)
     return Traffic(weight_bytes(model), 0, 0, rows, rows)
 
 
 def traffic_of(run: Run, context: int) -> Traffic:
-    """Of this package's own.
+    """Return the traffic of a run of this package.
 
     Args:
-        context: tokens of a sequence, in the middle of the measurement.
+        context: tokens per sequence in the middle of the measurement.
     """
     model, decoder, plan, stats = run.runtime.model, run.decoder, run.plan, run.stats()
-    rows = plan.host_cache / run.capacity * context  # as they are stored
+    rows = plan.host_cache / run.capacity * context  # in their stored format
     return Traffic(
         weights=weight_bytes(model) + tree_bytes(run.runtime.weights.policy),
         device_cache=plan.dense_cache * context // run.capacity,
@@ -42,14 +42,14 @@ def traffic_of(run: Run, context: int) -> Traffic:
 
 
 def weight_bytes(model: Model) -> int:
-    """Read for a token: everything but the table of embeddings, of which a row is."""
+    """Return the bytes read per token: all weights, with one row of the embedding table."""
     head = model.params["embedding"]["tokens" if model.config.tie_embeddings else "head"]
     leaves = jax.tree.leaves((model.params["layers"], head))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def cache_bytes(model: Model, batch: int, context: int) -> int:
-    """Keys and values of all layers, in the model's dtype."""
+    """Return the bytes of keys and values of all layers, in the model's dtype."""
     config = model.config
     row = batch * config.num_kv_heads * 2 * config.head_dim * model.dtype.itemsize
     return row * context * config.num_layers
@@ -57,21 +57,21 @@ def cache_bytes(model: Model, batch: int, context: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that a system occupies while it decodes, beside the model's weights."""
+    """Bytes that a system occupies while it decodes, excluding the model's weights."""
 
     device: int
     host: int
 
 
 def memory_of(engine: Engine, batch: int, tokens: int) -> Memory:
-    """Of this package's own, for `tokens` tokens of every sequence."""
-    # For a prompt of one token: without the temporaries that reading a prompt takes.
+    """Return the memory of an engine of this package for `tokens` tokens of every sequence."""
+    # Planned for a prompt of one token, to exclude the temporaries of reading a prompt.
     plan = plan_memory(engine.decoder, batch, 1, round_up_capacity(tokens))
     return Memory(plan.device, plan.host_cache)
 
 
 def memory_of_theirs(name: str, model: Model, batch: int, tokens: int) -> Memory:
-    """Of transformers, by the name of the system."""
+    """Return the memory of transformers, by the name of the system."""
     rows = cache_bytes(model, batch, tokens)
     layer = rows // model.config.num_layers
     if name == "transformers-offloaded":
@@ -82,5 +82,5 @@ def memory_of_theirs(name: str, model: Model, batch: int, tokens: int) -> Memory
 
 
 def parameter_bytes(model: Model) -> int:
-    """All of the model's weights."""
+    """Return the bytes of all weights."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.pictures
 
-draws those of the documentation's quality pages from the results of `benchmarks.quality`. An SVG
-differs each time it is drawn, so this is not part of the tables.
+It draws the pictures of the quality pages from the results of `benchmarks.quality`. An SVG differs
+each time it is drawn, so this is separate from the tables.
 """
 
 import argparse
@@ -32,13 +32,13 @@ def recall(folder: Path, path: Path) -> None:
 
 
 def step_points(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """By model, the number of each step and its divergence in thousandths of a nat."""
+    """Return by model the number of each step and its divergence in thousandths of a nat."""
     points: dict[str, list[tuple[int, float]]] = {}
     for model in MODELS:
         lines = read(folder, f"perplexity-steps-{model}")
-        for number, settings in enumerate(STEPS.values(), 1):
+        for step, settings in enumerate(STEPS.values(), 1):
             if line := find(lines, "infinigen", {**settings, "budget": BUDGETS[0]}):
-                points.setdefault(model, []).append((number, 1e3 * line["divergence_nats"]))
+                points.setdefault(model, []).append((step, 1e3 * line["divergence_nats"]))
     return points
 
 

@@ -1,12 +1,12 @@
-"""How fast prompts are read, beside transformers, and the device memory that it takes.
+"""Speed of reading prompts, compared with transformers, and the device memory it takes.
 
     python -m benchmarks.prefill
     python -m benchmarks.prefill --prompts 4096 --rounds 5 --memory 16384 65536
 
-The same random weights in both, which take turns; each time is that of a prompt from tokens to the
-first token, compiled before. Memory is what the compiler says of the programs of a chunk, so its
-prompts need not be run: temporaries, and beside them what is there to stay. On a GPU,
-INFINIGEN_JAX_KERNELS=0 has attention by XLA in place of cuDNN's; the file says which it was.
+Both systems use the same random weights and take turns. Each time spans from tokens to the first
+new token, after compilation. Memory is the compiler's estimate for the programs of a chunk, so its
+prompts are not run: temporaries, and resident arrays. On a GPU, INFINIGEN_JAX_KERNELS=0 selects
+XLA's attention instead of cuDNN's; the result file names the one used.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.compiled import prefill_steps
 from infinigen_jax.prefill.prefill import chunk_for
 
-PEAK = ("temporaries", "resident", "dense")  # of device memory, beside weights and index
+PEAK = ("temporaries", "resident", "dense")  # parts of the peak, without weights and index
 SYSTEMS = ("infinigen", "transformers")
 
 
@@ -40,14 +40,14 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.prefill", description="Measure the reading of prompts."
     )
     add = parser.add_argument
-    add("--shape", choices=shapes.SHAPES, default="llama", help="of the random model")
+    add("--shape", choices=shapes.SHAPES, default="llama", help="shape of the random model")
     add("--dtype", default="float32")
     add("--prompts", type=int, nargs="*", default=[4096, 16384], metavar="N", help="timed")
     add("--memory", type=int, nargs="*", default=[4096, 16384, 65536], metavar="N")
     add("--rounds", type=int, default=3, help="timed rounds, both systems in each (default 3)")
-    add("--chunk", type=int, help="tokens of a prompt read at a time (default: the engine's own)")
+    add("--chunk", type=int, help="prompt tokens per chunk (default: the engine's choice)")
     add("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="NAME")
-    add("--cap-seconds", type=float, help="start no further round after so long")
+    add("--cap-seconds", type=float, help="time after which no round starts")
     add("--json", type=Path, help="result file")
     return parser
 
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """Everything in the result file, which is written as far as it got."""
+    """Measure all prompts and return the result, which is written as it grows."""
     deadline = time.monotonic() + (options.cap_seconds or math.inf)
     shape = shapes.SHAPES[options.shape]
     config = shape.settings(max([*options.prompts, *options.memory]) + 2)
@@ -99,18 +99,18 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
 
 
 def attention(engine: Engine, tokens: int) -> str:
-    """Whose kernel attends to a prompt of so many tokens, as its chunk's program says."""
+    """Return whose attention kernel a prompt's chunk uses, according to its program."""
     program = chunk_programs(engine, *sizes(engine, tokens))[0]
     return "cuDNN" if "__cudnn$fmha" in program.as_text() else "XLA"
 
 
 def ours(engine: Engine, prompt: list[int]) -> float:
-    """Seconds to the first token."""
+    """Return the seconds to the first token."""
     return engine.start([prompt], 1).clock.prefill
 
 
 def theirs(model: Any, prompt: list[int]) -> float:
-    """The same of transformers, with its default cache."""
+    """Return the seconds to the first token of transformers, with its default cache."""
     import torch
     import transformers
 
@@ -126,7 +126,7 @@ def theirs(model: Any, prompt: list[int]) -> float:
 
 
 def summary(tokens: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians; the ratio is the median of the rounds' own ratios, None of one system alone."""
+    """Return medians, and the median ratio of the rounds; the ratio is None for a single system."""
     ratios = [r["transformers"] / r["infinigen"] for r in rounds if len(r) == len(SYSTEMS)]
     seconds = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     return {
@@ -138,7 +138,7 @@ def summary(tokens: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def memory(engine: Engine, tokens: int) -> dict[str, Any]:
-    """Device bytes of reading one prompt of so many tokens, by what they are for."""
+    """Return the device bytes of reading one prompt, by purpose."""
     chunk, capacity = sizes(engine, tokens)
     plan = plan_memory(engine.decoder, 1, chunk, capacity)
     return {
@@ -154,21 +154,21 @@ def memory(engine: Engine, tokens: int) -> dict[str, Any]:
 
 
 def sizes(engine: Engine, tokens: int) -> tuple[int, int]:
-    """The chunk and the capacity that a prompt of so many tokens is read with."""
+    """Return the chunk and the capacity for a prompt."""
     capacity = round_up_capacity(tokens + 1)
     return min(chunk_for(engine.decoder, 1, tokens, engine.prefill_chunk), capacity), capacity
 
 
 def temporaries(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[int]:
-    """Bytes that each of a chunk's programs takes beside its operands, results included."""
+    """Return each chunk program's bytes in addition to its operands, including results."""
     programs = chunk_programs(engine, chunk, capacity, batch)
-    found = [program.compile().memory_analysis() for program in programs]
-    new = [s.output_size_in_bytes - s.alias_size_in_bytes for s in found]
-    return [s.temp_size_in_bytes + more for s, more in zip(found, new, strict=True)]
+    analyses = [program.compile().memory_analysis() for program in programs]
+    new = [s.output_size_in_bytes - s.alias_size_in_bytes for s in analyses]
+    return [s.temp_size_in_bytes + more for s, more in zip(analyses, new, strict=True)]
 
 
 def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[Any]:
-    """The programs that read a chunk, lowered: a host layer's first."""
+    """Return the lowered programs that read a chunk, the host layer's first."""
     decoder, weights = engine.decoder, engine.weights
     run, config, stored = prefill_steps(decoder), decoder.config, decoder.row_format
     at = Placement(decoder.mesh)
@@ -187,11 +187,11 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
     )
     x = jax.ShapeDtypeStruct((batch, chunk, config.hidden_size), decoder.dtype, sharding=at.batch)
     rows = jax.ShapeDtypeStruct((batch, k, chunk, w), decoder.dtype, sharding=at.rows)
-    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole)
+    layer_number = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole)
     span, layers = Span(lengths, lengths), weights.params["layers"]
     first = decoder.on_host[0]
     lowered = [
-        run.host_layer.lower(layers[first], x, cache.scales[0], host, number, span, lengths),
+        run.host_layer.lower(layers[first], x, cache.scales[0], host, layer_number, span, lengths),
         run.keep.lower(
             weights.policy[0],
             rows,
@@ -200,7 +200,7 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
             cache.states[0],
             cache.scales[0],
             host,
-            number,
+            layer_number,
             streams=False,
         ),
     ]
@@ -213,7 +213,7 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
 
 
 def table(result: dict[str, Any]) -> str:
-    """Both parts in Markdown."""
+    """Format both parts in Markdown."""
     speeds = {"tokens": ("tokens", "{:,}")}
     speeds |= {f"{n}, tokens/s": (f"tokens_per_second.{n}", "{:.0f}") for n in SYSTEMS}
     speeds["ratio"] = ("transformers_over_infinigen", "{:.2f}")

@@ -1,4 +1,4 @@
-"""What the decode benchmark can be asked for: its command line and named sets of settings."""
+"""Command line of the decode benchmark, and named sets of its settings."""
 
 import argparse
 from pathlib import Path
@@ -9,12 +9,12 @@ from infinigen_jax.cli.options import read_policy
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import DTYPES
 
-# Name -> what it is, in the order in which they are run where time is short.
+# Name -> description, in order of priority when time is short.
 SYSTEMS = {
-    "infinigen": "this package as it comes",
-    "full-device": "every row kept on the device",
+    "infinigen": "this package with default settings",
+    "full-device": "all rows on the device",
     "infinigen-paper": "the paper's settings: layers 0 and 1 streamed, mean count, no hot set",
-    "full-streamed": "every row on the host and moved for every token, as FlexGen does",
+    "full-streamed": "all rows on the host, transferred for every token, like FlexGen",
     "transformers": "its default cache, on the device",
     "transformers-static": "its static cache, on the device",
     "transformers-offloaded": "its offloaded cache; needs CUDA",
@@ -22,8 +22,8 @@ SYSTEMS = {
     "infinigen-int8": "infinigen with 8-bit rows on the host",
     "int4-streamed": "full-streamed with 4-bit rows",
     "infinigen-fixed": "infinigen with --budget-rows rows at any context",
-    "infinigen-layerwise": "infinigen, one call a layer",
-    "full-streamed-layerwise": "full-streamed, one call a layer",
+    "infinigen-layerwise": "infinigen, one call per layer",
+    "full-streamed-layerwise": "full-streamed, one call per layer",
 }
 THEIRS = ("transformers", "transformers-static", "transformers-offloaded")
 
@@ -34,7 +34,7 @@ _PAPER: dict[str, Any] = {
     "contexts": [1920],
     "batch": 20,
     "dtype": "bfloat16",
-    "rounds": 4,  # of 32: the paper's 128 new tokens
+    "rounds": 4,  # of 32 tokens: the paper's 128 new tokens
     "warmup": 1,
     "steps": 40,
 }
@@ -66,6 +66,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.decode",
         description="Measure the speed of decoding: this package and transformers, taking turns.",
@@ -76,25 +77,25 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="named settings; further options override them")
-    add("--shape", choices=shapes.SHAPES, default="llama", help="of the random model")
+    add("--shape", choices=shapes.SHAPES, default="llama", help="shape of the random model")
     add("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], metavar="N")
     add("--batch", type=int, default=1, help="sequences (default 1)")
     add("--dtype", choices=DTYPES, default="float32")
     add("--systems", nargs="+", type=system, default=list(SYSTEMS), metavar="NAME")
-    add("--tokens", type=int, default=32, help="timed in a round (default 32)")
+    add("--tokens", type=int, default=32, help="tokens timed per round (default 32)")
     add("--rounds", type=int, default=5, help="timed rounds (default 5)")
-    add("--warmup", type=int, default=3, help="rounds before them (default 3)")
-    add("--steps", type=int, default=80, help="timed one by one, behind the rounds (default 80)")
-    add("--trace-steps", type=int, default=4, help="traced by the profiler; 0: no breakdown")
-    add("--budget", type=float, help="most rows fetched, a share (default: the policy's own)")
-    add("--budget-rows", type=int, default=256, help="of infinigen-fixed (default 256)")
-    add("--alpha", type=float, help="of infinigen (default: the policy's own)")
-    add("--dense-layers", type=int, help="kept on the device (default: the policy's own)")
+    add("--warmup", type=int, default=3, help="untimed rounds before the timed ones (default 3)")
+    add("--steps", type=int, default=80, help="single steps timed after the rounds (default 80)")
+    add("--trace-steps", type=int, default=4, help="steps traced by the profiler; 0: no breakdown")
+    add("--budget", type=float, help="maximum share of rows fetched (default: the policy's)")
+    add("--budget-rows", type=int, default=256, help="rows of infinigen-fixed (default 256)")
+    add("--alpha", type=float, help="alpha of infinigen (default: the policy's)")
+    add("--dense-layers", type=int, help="leading layers on the device (default: the policy's)")
     add("--transfer", default="auto", help="auto, xla or cuda")
-    add("--hot-set", type=float, help="in multiples of a request (default: the engine's own)")
+    add("--hot-set", type=float, help="size in multiples of a request (default: the engine's)")
     add("--device-memory", type=float, metavar="GB", help="refuse systems that need more, in 1e9")
     add("--torch-threads", type=int, default=0, help="default: one or all cores, the faster")
-    add("--cap-seconds", type=float, help="start nothing new after so long; write what there is")
+    add("--cap-seconds", type=float, help="time after which no measurement starts")
     add("--json", type=Path, help="result file (default: benchmarks/results/PRESET-DEVICE.json)")
     add("--plot", type=Path, help="also draw tokens per second into this file")
     return parser
@@ -104,10 +105,10 @@ def system(name: str) -> str:
     """One of SYSTEMS, or "infinigen:" and settings."""
     if name not in SYSTEMS:
         try:
-            kind, own = read_policy(name)
-            if kind.name != "infinigen" or not own:
+            kind, settings = read_policy(name)
+            if kind.name != "infinigen" or not settings:
                 raise InputError(f"{name}: use {', '.join(SYSTEMS)} or infinigen:KEY=VALUE,...")
-            kind(**own)
+            kind(**settings)
         except InputError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
     return name

@@ -1,4 +1,4 @@
-"""Modules of this package as processes whose time is limited."""
+"""Modules of this package as processes with a time limit."""
 
 import os
 import signal
@@ -14,14 +14,14 @@ def run_within(
     log: IO[str],
     environment: dict[str, str] | None = None,
 ) -> tuple[int | None, str]:
-    """Run `python -m command`; what it writes to stderr goes to `log`.
+    """Run `python -m command`; its stderr goes to `log`.
 
     Args:
-        limit: seconds; then it is ended, and what it started with it.
-        environment: further variables.
+        limit: seconds, after which the process and its children are ended.
+        environment: additional variables.
 
     Returns:
-        its exit status, None where it had to be ended, and what it wrote to stdout.
+        The exit status, None if it was ended, and its stdout.
     """
     whole = [sys.executable, "-m", *command]
     log.write(f"\n$ {' '.join(whole)}\n")
@@ -32,7 +32,7 @@ def run_within(
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
-        start_new_session=True,  # so that its own processes can be ended with it
+        start_new_session=True,  # so that its children can be ended with it
     )
     try:
         text, _ = process.communicate(timeout=limit)

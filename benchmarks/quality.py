@@ -4,9 +4,9 @@
     python -m benchmarks.quality --text book.txt --only perplexity recall --models books-llama
     python -m benchmarks.quality --tables
 
-The first measures everything for the embedded models and shows each command that it runs. Existing
-results are left alone: remove a file to measure it again. --tables writes the tables of all
-existing results into the documentation.
+The first form measures everything for the embedded models and prints each command it runs. It keeps
+existing results: remove a file to measure it again. --tables writes the tables of all existing
+results into the documentation.
 """
 
 import argparse
@@ -28,18 +28,18 @@ BUDGETS = ("--budget", "0.05", "0.1")
 WINDOWS = ("--windows", "24", "--batch", "12")
 RECALL = ("--windows", "16", "--batch", "16", *BUDGETS)
 FIGURES = ("kv-size", "chunks", "skewing", "sensitivity", "long-context", "pool")
-# Recent tokens that take the memory of InfiniGen's index and tail in addition to the usual 32, in
-# rows of bfloat16, less what a policy keeps of each token: 8 bytes of a page's bounds, 4 of a sum
-# of attention, 64 of a key, which is more than InfiniGen keeps, where a row has 128.
+# Recent tokens with the memory of InfiniGen's index and tail, in addition to the usual 32, in rows
+# of bfloat16. The other policies keep per token 8 bytes of a page's bounds, 4 of a sum of attention
+# or 64 of a key, more than InfiniGen keeps, while a row has 128.
 OTHERS = ("window:window=176", "quest:window=112", "h2o:window=144", "previous-query:window=32")
-# Layers that the conversion keeps dense for a query that looks ahead.
+# Layers that the conversion keeps dense for a query speculated one layer earlier.
 DENSE_AHEAD = {"books-llama": 2, "tiny-llama": 1, "tiny-opt": 2}
 CORRECTED = "infinigen:query=corrected"
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A command that is run for each model.
+    """A command, run for each model.
 
     Attributes:
         program: module, and its sub-command.
@@ -48,7 +48,7 @@ class Experiment:
         models: models it applies to; None: all.
         text: option that names the text; None: it reads none.
         conversion: options of a conversion that the model goes through first.
-        asked_for: measured only if named in --only, because it reads another text than the rest.
+        asked_for: run only if named in --only, because it reads another text than the rest.
     """
 
     program: tuple[str, str]
@@ -60,7 +60,7 @@ class Experiment:
     asked_for: bool = False
 
     def command(self, folder: Path, text: Path | None, positions: int, result: Path) -> list[str]:
-        """The command line, without Python itself."""
+        """Return the command line without Python itself."""
         module, name = self.program
         given = [module, name, "--model", str(folder)]
         given += [self.text, str(text)] if self.text else []
@@ -75,7 +75,7 @@ def _perplexity(*arguments: str, conversion: tuple[str, ...] = ()) -> Experiment
 
 
 def _many_books(model: str, dense_layers: int, *policies: str, windows: int = 240) -> Experiment:
-    """Enough windows of many books to tell policies apart, with equal memory for each."""
+    """Use enough windows of many books to distinguish policies, with equal memory for each."""
     asked = ("--windows", str(windows), "--batch", "48", *BUDGETS)
     asked += ("--dense-layers", str(dense_layers), "--policy", "full", *policies, *OTHERS)
     program = ("infinigen_jax.evaluate", "perplexity")
@@ -83,7 +83,7 @@ def _many_books(model: str, dense_layers: int, *policies: str, windows: int = 24
 
 
 def _settings(values: Mapping[str, Any]) -> str:
-    """Settings as they follow a policy's name."""
+    """Format settings as they follow a policy's name."""
     return ",".join(f"{name}={str(value).lower()}" for name, value in values.items())
 
 
@@ -101,7 +101,7 @@ NEEDLES = (
     *("--dense-layers", "0", "--budget", "0.02", "0.05", "0.1", "--policy"),
     *("full", "infinigen", "quest", "h2o", "window", "previous-query", "oracle"),
 )
-# What a query ahead may see, other than the default.
+# Inputs of a corrected query, other than the default.
 SEEN = {
     "input": ("--speculate-from", "input"),
     "no-neurons": ("--neurons", "0"),
@@ -210,10 +210,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Run all experiments that are asked for and have no result.
+    """Run all requested experiments that have no result.
 
     Raises:
-        InputError: for a name that does not exist, or an experiment that fails.
+        InputError: a name does not exist, or an experiment fails.
     """
     names = options.only or [name for name, each in EXPERIMENTS.items() if not each.asked_for]
     for name in names:
@@ -227,29 +227,29 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def run(name: str, model: str, text: Path | None, out: Path) -> None:
-    """Run one experiment with one model, unless there is a result or it is not for this model."""
-    experiment, own = EXPERIMENTS[name], Path(model).name
-    if experiment.models is not None and own not in experiment.models:
+    """Run one experiment with one model, unless a result exists or it excludes this model."""
+    experiment, model_name = EXPERIMENTS[name], Path(model).name
+    if experiment.models is not None and model_name not in experiment.models:
         return
-    result = out / f"{name if name.endswith(own) else f'{name}-{own}'}.json"
+    result = out / f"{name if name.endswith(model_name) else f'{name}-{model_name}'}.json"
     if result.exists():
         note(f"{result}: exists already")
         return
     folder = model_folder(model)
     result.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as temporary:
         if experiment.conversion:
-            source, folder = folder, Path(made) / own
+            source, folder = folder, Path(temporary) / model_name
             given = ["--dtype", "bfloat16", *experiment.conversion]
             call(["infinigen_jax.convert", str(source), str(folder), *given])
         call(experiment.command(folder, text, read_config(folder)[1].max_positions, result))
 
 
 def call(command: list[str]) -> None:
-    """Run a module of this Python; its output goes to stderr.
+    """Run a module with this Python; its output goes to stderr.
 
     Raises:
-        InputError: if it fails.
+        InputError: it fails.
     """
     note(" ".join(["python -m", *command]))
     status = subprocess.run([sys.executable, "-m", *command], check=False, stdout=sys.stderr)

@@ -1,7 +1,4 @@
-"""The tables of quality in the documentation, described for `benchmarks.tables`.
-
-A table stands between the comments `<!-- table: NAME -->` and `<!-- end -->` of a page.
-"""
+"""Tables of quality in the documentation, described for `benchmarks.tables`."""
 
 import itertools
 import re
@@ -26,7 +23,7 @@ OURS: Titled = [
 OTHERS: Titled = [(name, {"policy": name}) for name in ("quest", "h2o", "window", "previous-query")]
 PAPER: Titled = [("infinigen-paper", {"policy": "infinigen-paper"})]
 ORACLE: Titled = [("oracle (study)", {"policy": "oracle"})]
-# From the paper's form to the default, a layer ahead with two dense layers: changes of each step.
+# Steps from the paper's form, a layer ahead with two dense layers, to the default: changes of each.
 _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "the paper's": {
         **{"sinks": 0, "window": 1, "count": "mean", "index_dtype": "auto", "partial_ratio": 0.3},
@@ -67,7 +64,7 @@ TAILS: Titled = [
     ("no alpha", _TAIL | {"alpha": "inf"}),
 ]
 COLUMNS = {"all columns": 1.0, "three quarters, the default": 0.75, "half": 0.5, "a quarter": 0.25}
-# What a query ahead is guessed from, and the results' names.
+# Inputs of a corrected query, and the names of their results.
 SEEN: Titled = [
     ("input", {"result": "perplexity-input-no-neurons-{model}"}),
     ("input, neurons", {"result": "perplexity-input-{model}"}),
@@ -111,7 +108,7 @@ _UNLIMITED: Spec = {"show": "between", "against": {"pool": "all"}}
 
 
 def by_budget(result: str, models: tuple[str, ...] = MODELS, show: str = "above") -> Titled:
-    """Columns: both budgets of each model."""
+    """Return columns: both budgets of each model."""
     return [
         (
             f"{model} 5 %" if budget == BUDGETS[0] else "10 %",
@@ -123,7 +120,7 @@ def by_budget(result: str, models: tuple[str, ...] = MODELS, show: str = "above"
 
 
 def at_five_percent(result: str, *shows: str) -> Titled:
-    """Columns: several values of each model at the smaller budget."""
+    """Return columns: several values of each model at the smaller budget."""
     return [
         (
             model if show == "above" else show,
@@ -135,7 +132,7 @@ def at_five_percent(result: str, *shows: str) -> Titled:
 
 
 def by_figure(name: str, titled: Titled) -> Titled:
-    """Columns of a figure: each of `titled` for each model."""
+    """Return columns of a figure: each of `titled` for each model."""
     return [
         (f"{model}: {title}", {"result": f"figures/{name}-{{model}}", "model": model, **spec})
         for model in FIGURE_MODELS
@@ -144,13 +141,13 @@ def by_figure(name: str, titled: Titled) -> Titled:
 
 
 def settings(rows: Titled, **changed: Any) -> Titled:
-    """Rows with further settings."""
+    """Return rows with additional settings."""
     return [(title, {**spec, **changed}) for title, spec in rows]
 
 
 def values(name: str, numbers: Any, pattern: str = "{:g}") -> Titled:
-    """Rows: one for each value of a setting."""
-    return [(pattern.format(number), {name: number}) for number in numbers]
+    """Return rows: one for each value of a setting."""
+    return [(pattern.format(value), {name: value}) for value in numbers]
 
 
 _BOTH = ("divergence",)
@@ -253,19 +250,19 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
 
 
 def table(name: str, folder: Path) -> str:
-    """One of TABLES, from the results in `folder`."""
+    """Return one of TABLES, from the results in `folder`."""
     rows, columns, corner = TABLES[name]
     return result_table(folder, rows, columns, corner)
 
 
 def with_tables(text: str, folder: Path) -> str:
-    """A page with its tables made again."""
+    """Return a page with updated tables between `<!-- table: NAME -->` and `<!-- end -->`."""
     return PLACE.sub(lambda m: f"{m[1]}{table(m[2], folder)}\n{m[4]}", text)
 
 
 def write_tables(folder: Path) -> None:
-    """Make the documentation's tables again."""
+    """Update the documentation's tables."""
     for path in sorted(DOCS.glob("*.md")):
         text = path.read_text()
-        if (made := with_tables(text, folder)) != text:
-            path.write_text(made)
+        if (updated := with_tables(text, folder)) != text:
+            path.write_text(updated)

@@ -1,4 +1,4 @@
-"""A result of `benchmarks.decode` as Markdown tables."""
+"""Markdown tables of a result of `benchmarks.decode`."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ BREAKDOWN = {
 
 
 def table(result: dict[str, Any]) -> str:
-    """The whole result in Markdown."""
+    """Format the whole result in Markdown."""
     settings, described = result["settings"], result["machine"]
     link = result["host_to_device_bytes_per_second"]
     lines = [

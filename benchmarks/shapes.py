@@ -1,13 +1,12 @@
-"""Models to measure with: random weights in published shapes, with attention that is peaked.
+"""Random models of published shapes, with peaked attention, for measurements of speed.
 
-Plain random weights attend evenly, and a selection by distance from the best score would take
-nearly every token; nor would a token want what the one before it wanted. In trained models few
-directions of queries and keys carry most of a score, few tokens hold most of the weight, and they
-are mostly the same from step to step, because a few outlier channels give all queries a common
-part. `peaked_model` plants these properties in random weights, no more; what text a model writes,
-and how well speculation guesses, is not its matter. It has what a conversion by default gives a
-query ahead, so that a step that looks ahead costs what it costs of a real model: a projection of
-its own, and neurons, from the state behind attention to what is resident.
+Plain random weights attend evenly: a selection by distance from the best score would take nearly
+every token, and consecutive tokens would select different rows. In trained models few directions of
+queries and keys carry most of a score, and few tokens hold most of the weight. These tokens mostly
+stay the same from step to step, because a few outlier channels give all queries a common part.
+`peaked_model` plants only these properties; the text it writes and the accuracy of its speculation
+are meaningless. It has the corrected query of a default conversion, a projection and neurons
+applied to the state after resident attention, so a step costs the same as with a real model.
 """
 
 import dataclasses
@@ -27,13 +26,13 @@ from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf
 from infinigen_jax.skew.basis import svd_basis
 from infinigen_jax.skew.neurons import gated, number_of, picked, projection_shapes
 
-# Of attention logits over tokens; 1 with plain random weights. With 3.0 about 4 % of 2048 tokens
-# are within 4 of the best one; the paper fetches 3.6 % there.
+# Deviation of attention logits over tokens; plain random weights have 1. With 3.0 about 4 % of 2048
+# tokens are within 4 of the best one; the paper fetches 3.6 % there.
 SCORE_DEVIATION = 3.0
 DECAY = 7.0  # the first column of a head has e^7 times the energy of the last
-OUTLIERS = 4  # channels that are the same for every token
-COMMON = 0.75  # their share of what a query is made of; hit rates then resemble real models'
-CALIBRATION = (2, 512)  # windows, tokens of each
+OUTLIERS = 4  # channels with the same value for every token
+COMMON = 0.75  # their share of a query; gives hit rates like those of real models
+CALIBRATION = (2, 512)  # windows, and tokens per window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +43,13 @@ class Shape:
     hf: dict[str, Any]
 
     def settings(self, positions: int) -> dict[str, Any]:
-        """The whole `config.json`, for a context of so many tokens. No token ends a text."""
+        """Return `config.json` for a context of `positions` tokens. No token ends a text."""
         ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         return self.hf | ends | {"max_position_embeddings": positions}
 
 
 def llama(name: str, hidden: int, layers: int, heads: int, kv: int, mlp: int, vocab: int) -> Shape:
+    """Return the shape of a LLaMA model."""
     return Shape(
         name,
         {
@@ -68,6 +68,7 @@ def llama(name: str, hidden: int, layers: int, heads: int, kv: int, mlp: int, vo
 
 
 def opt(name: str, hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> Shape:
+    """Return the shape of an OPT model."""
     return Shape(
         name,
         {
@@ -80,7 +81,7 @@ def opt(name: str, hidden: int, layers: int, heads: int, mlp: int, vocab: int) -
             "vocab_size": vocab,
             "activation_function": "relu",
             "dropout": 0.0,
-            # Real ones are tied. A random tied model repeats one token and so fetches nothing new.
+            # Real models are tied. A random tied model repeats one token and fetches nothing new.
             "tie_word_embeddings": False,
         },
     )
@@ -100,17 +101,17 @@ SHAPES = {
 
 
 def peaked_model(shape: Shape, positions: int, dtype: str, seed: int = 0) -> Model:
-    """A random model with peaked attention, skewed with calibration on random tokens.
+    """Make a random model with peaked attention, skewed by calibration on random tokens.
 
-    - The columns of each head's queries and keys fall off geometrically, scaled so that attention
-      logits have the standard deviation SCORE_DEVIATION. Where they are rotated, the slowest pairs
-      hold the most, as in trained models, or the scores of a key would change with every step.
-    - The first OUTLIERS channels of the hidden states hold COMMON of what the queries are made of;
-      nothing else reads them.
-    - Layers change the residual stream little, as trained ones do, or the next layer's queries
-      could not be guessed.
+    - The columns of each head's queries and keys decay geometrically, scaled so that attention
+      logits have the standard deviation SCORE_DEVIATION. With rotation, the slowest pairs have the
+      most energy, as in trained models; otherwise a key's scores would change with every step.
+    - The first OUTLIERS channels of the hidden states make up COMMON of the queries; nothing else
+      reads them.
+    - Layers change the residual stream little, as trained ones do; otherwise the next layer's
+      queries could not be speculated.
 
-    Made layer by layer: nothing of the model's size is ever there twice.
+    It is made layer by layer, so memory never holds a second copy.
     """
     config = config_from_hf(shape.settings(positions))
     plan = blueprint(config, dtype)
@@ -126,37 +127,37 @@ def peaked_model(shape: Shape, positions: int, dtype: str, seed: int = 0) -> Mod
         sparse_loss=losses[:, :, BUDGETS.index(BUDGET)],
         tail_moments=blocks,
         ahead=tuple(
-            Ahead(_projection_ahead(config, params["layers"], number), basis)
-            for number, basis in enumerate(bases)
+            Ahead(_projection_ahead(config, params["layers"], layer), basis)
+            for layer, basis in enumerate(bases)
         ),
         speculate_from=DEFAULT_SOURCE,
     )
 
 
-def _projection_ahead(config: ModelConfig, layers: list[Params], number: int) -> Params:
-    """A layer's own projection to queries, with neurons of the layer before that add nothing to it.
+def _projection_ahead(config: ModelConfig, layers: list[Params], layer: int) -> Params:
+    """Return a layer's query projection, with neurons of the previous layer that add nothing.
 
-    All norms being equal, the neurons see what their MLP sees.
+    All norms are equal, so the neurons see the input of their MLP.
     """
-    own, count = layers[number]["q"], number_of(config, DEFAULT_NEURONS)
-    shapes = projection_shapes(config, number, count)
-    dtype = own["kernel"].dtype
-    made = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
-    made |= {name: np.asarray(part) for name, part in own.items()}
+    query, count = layers[layer]["q"], number_of(config, DEFAULT_NEURONS)
+    shapes = projection_shapes(config, layer, count)
+    dtype = query["kernel"].dtype
+    arrays = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
+    arrays |= {name: np.asarray(part) for name, part in query.items()}
     if "inner_kernel" in shapes:
-        before = layers[number - 1]
-        inner = before["gate_up"] if gated(config) else before["up"]
-        made["inner_kernel"] = np.asarray(picked(config, inner["kernel"], np.arange(count)))
-    return made
+        previous = layers[layer - 1]
+        inner = previous["gate_up"] if gated(config) else previous["up"]
+        arrays["inner_kernel"] = np.asarray(picked(config, inner["kernel"], np.arange(count)))
+    return arrays
 
 
 def prompt(config: ModelConfig, tokens: int, seed: int = 1) -> list[int]:
-    """Random token numbers."""
+    """Return random token ids."""
     return np.random.default_rng(seed).integers(0, config.vocab_size, tokens).tolist()
 
 
 class _Shapes(NamedTuple):
-    """A tree of shapes, hashable."""
+    """A hashable tree of shapes."""
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     tree: Any
@@ -168,7 +169,7 @@ class _Shapes(NamedTuple):
 
 
 def _parameters(config: ModelConfig, shapes: _Shapes, key: jax.Array) -> Params:
-    """One layer's parameters, or the embedding's."""
+    """Return the parameters of one layer or of the embedding."""
     keys = jax.random.split(key, len(shapes.leaves))
     places, tree = jax.tree_util.tree_flatten_with_path(
         jax.tree.unflatten(shapes.tree, shapes.leaves)
@@ -189,16 +190,16 @@ def _fill(config: ModelConfig, path: Any, leaf: jax.ShapeDtypeStruct, key: jax.A
         if module == "tokens":
             size = (COMMON / (1 - COMMON) * config.hidden_size / OUTLIERS) ** 0.5
             planted = np.full(OUTLIERS, size, np.float32)
-            planted[1::2] *= -1  # no norm subtracts them
+            planted[1::2] *= -1  # zero mean, so LayerNorm does not subtract them
             x = x.at[:, :OUTLIERS].set(planted[None])
         return x.astype(leaf.dtype)
     x *= leaf.shape[0] ** -0.5
     if module == "q":
         x *= jnp.tile(_profile(config), config.num_heads)[None]
     elif module in ("o", "down"):
-        # Each layer adds two terms; together the layers add about as much as the embedding holds.
+        # Each layer adds two terms; together they add about as much as the embedding holds.
         x *= (2 * config.num_layers) ** -0.5
-    else:  # reads the hidden state: without the outliers, and as if they took no part in the norm
+    else:  # reads the hidden state without the outliers, scaled as if the norm excluded them
         x = x.at[:OUTLIERS].set(0.0) * (1 - COMMON) ** -0.5
     if module == "kv":
         columns = jnp.tile(_profile(config), config.num_kv_heads)
@@ -207,21 +208,20 @@ def _fill(config: ModelConfig, path: Any, leaf: jax.ShapeDtypeStruct, key: jax.A
 
 
 def _profile(config: ModelConfig) -> jax.Array:
-    """Factor of each of a head's d columns, for queries and for keys."""
+    """Return the factors of a head's d columns, for queries and keys."""
     d = config.head_dim
     place = jnp.arange(d)
-    if config.rope is not None:  # columns j and j + d/2 are rotated together, the last ones slowest
+    if config.rope is not None:  # columns j and j + d/2 rotate together; the last rotate slowest
         place = (d // 2 - 1 - place % (d // 2)) * 2
     energy = jnp.exp(-DECAY / d * place.astype(jnp.float32))
-    # The product of a query and a key has the variance sum(energy^2) / d, energy being the square.
+    # The variance of a query-key product is sum(energy^2) / d, where energy is the factor squared.
     return jnp.sqrt(energy * SCORE_DEVIATION * jnp.sqrt(d / jnp.sum(energy**2)))
 
 
 def _calibrated(
     config: ModelConfig, params: Params, seed: int
 ) -> tuple[tuple[Basis, ...], np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """The paper's basis of every layer (section 4.2), what few rows lose, and the moments for the
-    tail; random tokens."""
+    """Calibrate on random tokens; return bases (section 4.2), losses and tail moments."""
     windows, length = CALIBRATION
     shape = windows, min(length, config.max_positions)
     ids = np.random.default_rng(seed + 1).integers(0, config.vocab_size, shape)

@@ -1,7 +1,7 @@
-"""The systems of this package that are compared: a generation in progress of each.
+"""Systems of this package in the decode benchmark, each a generation in progress.
 
-Each is started with prompts and then asked, round by round, for a number of further tokens; it
-takes the time itself, because what belongs to a round differs. Contexts grow alike in all.
+A system starts with prompts and then decodes further tokens, round by round. It measures its own
+time, because the extent of a round differs between systems. Contexts grow equally in all.
 """
 
 import argparse
@@ -15,16 +15,16 @@ from infinigen_jax.engine.generation import Run
 from infinigen_jax.loading.load import Model
 from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
 
-MARGIN = 1  # tokens of a round that are drawn and not timed
+MARGIN = 1  # untimed tokens of a round
 
 
 class StepTime(NamedTuple):
-    """One step by itself, the device idle before it and awaited behind it.
+    """One single step, with the device idle before and after it.
 
     Attributes:
-        seconds: until its result is there.
-        dispatch: of them, until Python had its hands free; None where that is not to be told.
-        flush: the recent window was written to the host in this step.
+        seconds: until the result is available.
+        dispatch: part of `seconds` until Python is free again; None if it cannot be measured.
+        flush: whether the step wrote the recent window to the host.
     """
 
     seconds: float
@@ -33,29 +33,29 @@ class StepTime(NamedTuple):
 
 
 class System(Protocol):
-    """A generation in progress; `drawn` are its tokens of the first sequence so far."""
+    """A generation in progress; `drawn` holds the tokens of the first sequence so far."""
 
     drawn: list[int]
 
     def warm_up(self, rounds: int, tokens: int) -> None:
-        """Rounds that do not count: compile, and settle what is to be settled."""
+        """Run untimed rounds: compile, and settle adaptive choices."""
         ...
 
     def round(self, tokens: int) -> float:
-        """Decode MARGIN + `tokens` tokens of every sequence; seconds for the latter."""
+        """Decode MARGIN + `tokens` tokens of every sequence; return the seconds of the latter."""
         ...
 
     def step(self) -> StepTime:
-        """Decode one token of every sequence, by itself."""
+        """Decode one token of every sequence as a single step."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What else it has to tell, for the result file."""
+        """Return further entries for the result file."""
         ...
 
 
 def settings(name: str, options: argparse.Namespace, model: Model, context: int) -> dict[str, Any]:
-    """Arguments for `Engine` of one of our systems; what is not given is as the engine has it."""
+    """Return the arguments of `Engine` for a system of this package; others keep defaults."""
     given = {"dense_layers": options.dense_layers, "hot_set": options.hot_set}
     chosen = {key: value for key, value in given.items() if value is not None}
     chosen["transfer"] = options.transfer
@@ -76,13 +76,13 @@ def settings(name: str, options: argparse.Namespace, model: Model, context: int)
         given: dict[str, Any] = {"alpha": options.alpha}
         given["budget"] = min(budget, 1.0) if budget else None
         given = {name: value for name, value in given.items() if value is not None}
-        own = read_policy(name)[1] if ":" in name else {}
-        chosen |= {"policy": InfiniGen(**(given | own))}
+        policy_settings = read_policy(name)[1] if ":" in name else {}
+        chosen |= {"policy": InfiniGen(**(given | policy_settings))}
     return chosen
 
 
 class Ours:
-    """Tokens of a run one by one, as `Engine.generate` takes them."""
+    """A run of this package, decoded token by token like `Engine.generate`."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -104,9 +104,9 @@ class Ours:
             self.round(tokens)
 
     def round(self, tokens: int) -> float:
-        # The engine dispatches a step ahead. The step that waited since the last round is read
-        # first, so that exactly `tokens` steps begin and end inside the measured time, and the one
-        # behind them ends before another system's turn.
+        # The engine dispatches one step ahead. Read the step that waited since the last round
+        # first, so that exactly `tokens` steps begin and end in the measured time, and the next one
+        # ends before another system's turn.
         for _ in range(MARGIN):
             self._next()
         start = time.perf_counter()
@@ -117,16 +117,16 @@ class Ours:
         return seconds
 
     def step(self) -> StepTime:
-        # The tokens read here are there already: what is timed is the step that is dispatched.
+        # The tokens read here are already available; the dispatched step is timed.
         flush = self._advanced % self.run.decoder.policy.window == 0
         start = time.perf_counter()
         self._next()
         self.wait()
         return StepTime(time.perf_counter() - start, self._dispatch, flush)
 
-    def steps(self, number: int) -> None:
-        """Steps in a row, as in a generation, and the end of the last one."""
-        for _ in range(number):
+    def steps(self, count: int) -> None:
+        """Decode consecutive steps, as in a generation, and wait for the last one."""
+        for _ in range(count):
             self._next()
         self.wait()
 

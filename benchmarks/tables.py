@@ -1,7 +1,7 @@
 """Markdown tables from JSON results.
 
-`entry_table` has one row for each entry of a list. `result_table` looks up each cell in the result
-files of `infinigen_jax.evaluate`: row and column together name a file, a line in it and a value.
+`entry_table` has one row for each entry of a list. `result_table` looks up each cell in result
+files of `infinigen_jax.evaluate`: row and column together determine a file, a line and a value.
 """
 
 import functools
@@ -14,21 +14,21 @@ from typing import Any
 Line = Mapping[str, Any]
 Spec = Mapping[str, Any]
 Titled = Sequence[tuple[str, Spec]]
-KEYS = ("result", "model", "policy", "show", "against")  # of a Spec, no settings of a line
+KEYS = ("result", "model", "policy", "show", "against")  # Spec keys that are not settings
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column is text, without rows that are empty except for it."""
+    """Format a table whose first column is text, without rows that are otherwise empty."""
     lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows if any(row[1:]))])
 
 
 def entry_table(columns: Mapping[str, tuple[str, str]], entries: Iterable[Line]) -> str:
-    """A row for each entry.
+    """Format one row for each entry.
 
     Args:
-        columns: by title, the key of a value ("a.b" for a nested one) and its format. Missing
-            values leave a cell empty.
+        columns: title -> key of a value ("a.b" for a nested one) and its format. Missing values
+            leave a cell empty.
     """
 
     def cell(entry: Line, key: str, pattern: str) -> str:
@@ -40,12 +40,12 @@ def entry_table(columns: Mapping[str, tuple[str, str]], entries: Iterable[Line])
 
 
 def result_table(folder: Path, rows: Titled, columns: Titled, corner: str = "") -> str:
-    """A cell for each row and column, empty where nothing was measured.
+    """Format a cell for each row and column, empty if not measured.
 
     Args:
-        rows, columns: titles, and what is looked up; a row's entries replace a column's. Of KEYS,
-            `result` is a file's name without suffix ("{model}" stands for `model`), `show` one of
-            CELLS. All others are settings that the line must have.
+        rows, columns: title -> lookup; entries of a row override those of a column. Among KEYS,
+            `result` is a file name without suffix ("{model}" stands for `model`), `show` one of
+            CELLS. All other entries are settings that the line must have.
     """
     cells = [[title, *(_cell(folder, {**c, **row}) for _, c in columns)] for title, row in rows]
     return markdown([corner, *(title for title, _ in columns)], cells)
@@ -63,16 +63,16 @@ def _cell(folder: Path, spec: Spec) -> str:
 
 @functools.cache
 def read(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The lines of a result file; none if it does not exist."""
+    """Return the lines of a result file; empty if it does not exist."""
     path = folder / f"{name}.json"
     return json.loads(path.read_text())["configurations"] if path.exists() else []
 
 
 def find(lines: Sequence[Line], policy: str, settings: Mapping[str, Any]) -> Line | None:
-    """The line of a policy that has these settings; None if there is none.
+    """Return the line of a policy with these settings; None if there is none.
 
     Raises:
-        ValueError: if there are several.
+        ValueError: several lines match.
     """
     matches = [
         line
@@ -97,7 +97,7 @@ def _divergence(line: Line, _: Any) -> str:
 
 
 def _between(line: Line, other: Line | None) -> str:
-    """Perplexity above another line's, and its standard error over pairs of windows."""
+    """Format perplexity above another line's, with its standard error over pairs of windows."""
     if other is None or other is line:
         return ""
     change = 100 * (line["perplexity"] / other["perplexity"] - 1)

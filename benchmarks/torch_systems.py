@@ -1,7 +1,7 @@
-"""transformers with the same weights: its three caches, each a bare greedy loop.
+"""transformers with the same weights and one of its three caches, as a bare greedy loop.
 
-The loop leaves out what `generate` adds to a token. Weights go over by DLPack, in the layout that
-transformers has them in, so nothing passes through another copy on the host.
+The loop omits the overhead that `generate` adds to each token. DLPack shares the weights, in
+transformers' layout, without another copy on the host.
 """
 
 import inspect
@@ -19,19 +19,19 @@ from infinigen_jax.loading.load import Model
 from infinigen_jax.models import Params, blueprint
 from infinigen_jax.models.forward import forward
 
-LOGITS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of their largest
+LOGITS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of the largest logit
 
 
 class Transformers:
     """A generation in progress.
 
     Args:
-        model: from `torch_model`.
-        name: which cache, as in `presets.THEIRS`.
-        prompts: of equal lengths; read here.
-        new_tokens: room for as many.
-        threads: of torch; 0 for whichever decodes faster, one on each core or a single one: with
-            small matrices a second thread can cost more than it does.
+        model: result of `torch_model`.
+        name: cache, one of `presets.THEIRS`.
+        prompts: token ids of equal lengths, read by the constructor.
+        new_tokens: capacity for new tokens.
+        threads: threads of torch; 0 for the faster of all cores and a single one, because with
+            small matrices a second thread can cost more than it saves.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Transformers:
 
     def warm_up(self, rounds: int, tokens: int) -> None:
         seconds: dict[int, float] = {}
-        for number in range(rounds):
-            if number == 2 and self._choose_threads:
+        for index in range(rounds):
+            if index == 2 and self._choose_threads:
                 self.threads = 1
             took = self.round(tokens)
-            if number:  # the first one meets cold memory
+            if index:  # the first round meets cold memory
                 seconds[self.threads] = took
         if self._choose_threads and seconds:
             self.threads = min(seconds, key=lambda threads: seconds[threads])
@@ -103,13 +103,13 @@ class Transformers:
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """Arguments of a call of a transformers model; the cache has another name since 5.24."""
+    """Return call arguments with the cache, whose name changed in transformers 5.24."""
     names = inspect.signature(model.forward).parameters
     return {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
 
 
 def _static(model: Any, cache: Any, capacity: int) -> Any:
-    """A static cache filled from a dynamic one, whose layers are let go one by one."""
+    """Return a static cache filled from a dynamic one, whose layers are freed one by one."""
     import transformers
 
     static = transformers.StaticCache(model.config, capacity)
@@ -120,10 +120,10 @@ def _static(model: Any, cache: Any, capacity: int) -> Any:
 
 
 def torch_model(model: Model, settings: dict[str, Any]) -> Any:
-    """The same weights in transformers' own model, on the same kind of device.
+    """Return transformers' model with the same weights, on the same kind of device.
 
     Args:
-        settings: its `config.json`.
+        settings: contents of `config.json`.
     """
     import torch
     import transformers
@@ -137,7 +137,7 @@ def torch_model(model: Model, settings: dict[str, Any]) -> Any:
     for part, tree in zip([slots.embedding, *slots.layers], trees, strict=True):
         state |= {slot.name: _tensor(slot, tree) for slot in part}
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    with torch.device(device):  # built where it runs: nothing of its size on the host
+    with torch.device(device):  # built on its device, without a copy on the host
         other = transformers.AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, str(model.dtype))
         )
@@ -148,7 +148,7 @@ def torch_model(model: Model, settings: dict[str, Any]) -> Any:
 
 
 def _tensor(slot: Slot, params: Params) -> Any:
-    """A view of one of our arrays, as the tensor of the file."""
+    """Return a view of one of our arrays as the tensor of the file."""
     import torch
 
     row = slot.row
@@ -158,7 +158,7 @@ def _tensor(slot: Slot, params: Params) -> Any:
 
 
 def logits_difference(model: Model, other: Any, prompt: list[int]) -> float:
-    """Largest difference of the two models' logits on a prompt, relative to the largest logit."""
+    """Return the largest difference of the models' logits, relative to the largest logit."""
     import torch
 
     tokens = jnp.array([prompt], jnp.int32)

@@ -1,19 +1,19 @@
-"""Where the time of a decode step goes, from a profiler's trace of a few steps.
+"""Breakdown of a decode step's time, from a profiler's trace of a few steps.
 
-Every instant between the first and the last operation of the trace belongs to one part, so parts
-add up to the step:
+Every instant between the first and the last operation of the trace belongs to one part, so the
+parts add up to the step:
 
     speculation, selection, transfer, attention, mlp, sampling, other
-                    what computes at that instant (the operation that started last)
-    exposed wait    nothing computes, but rows are on their way
-    idle            nothing runs at all: the device waits to be told
+                    the operation that computes at that instant (the one that started last)
+    exposed wait    nothing computes while rows are transferred
+    idle            nothing runs: the device waits for work
 
-`transfer` is time in which the compute stream itself moves rows: on the CPU all of it, on a GPU
-XLA's gather. Beside the parts: how long transfers ran in all, and the share of that in which
-something else computed (hidden).
+`transfer` is time in which the compute stream itself moves rows: always on the CPU, and for XLA's
+gather on a GPU. The result also has the total time of transfers, and the share of it in which other
+work computed (hidden).
 
-Parts are found by the scopes that the step is traced under (`jax.named_scope`), which XLA keeps
-with every instruction. A kernel without one counts to its neighbours' part.
+The scope of an operation (`jax.named_scope`), which XLA keeps with every instruction, determines
+its part. A kernel without a scope counts to the part of its neighbours.
 """
 
 import collections
@@ -38,18 +38,18 @@ SCOPES = {
     "sample": "sampling",
 }
 PARTS = (*dict.fromkeys(SCOPES.values()), "other", "idle")
-GATHER_KERNEL = "gather_rows"  # of the cuda transfer; launched on a stream that XLA does not know
+GATHER_KERNEL = "gather_rows"  # of the cuda transfer, on a stream unknown to XLA
 
 
 def breakdown(run: Callable[[], Any], steps: int) -> dict[str, Any]:
-    """Trace `run`, which does `steps` steps and waits for them; what it spent its time on.
+    """Trace `run`, which does `steps` steps and waits for them; return the breakdown.
 
     Returns:
-        See `account`; milliseconds per step.
+        See `account`; times are milliseconds per step.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # it slows down what it traces
+        options.python_tracer_level = 0  # it slows the traced code
         with jax.profiler.trace(folder, profiler_options=options):
             run()
         return account(read(Path(folder)), steps)
@@ -59,14 +59,14 @@ def account(ops: Sequence[Op], steps: int) -> dict[str, Any]:
     """Divide the time from the first to the last operation among the parts.
 
     Returns:
-        step_ms; parts_ms, by part, which add up to it; layers_ms, the same time by layer ("" for
-        what is outside of them); transfer_ms, in which rows were on their way; hidden_share of
-        that; guessed_share of the step, in which the part was taken from neighbours.
+        step_ms; parts_ms, by part, which sum to it; layers_ms, the same by layer ("" for time
+        outside of layers); transfer_ms, the time of transfers; hidden_share of that; guessed_share,
+        the share of the step whose part was taken from neighbours.
     """
     if not ops:
         raise ValueError("the trace shows no operations")
     parts, guessed = _parts(ops)
-    apart = [op.copy or op.name.startswith(GATHER_KERNEL) for op in ops]  # not in line with work
+    separate = [op.copy or op.name.startswith(GATHER_KERNEL) for op in ops]  # not on compute's line
     changes = sorted({time for op in ops for time in (op.start, op.end)})
     spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     layers: dict[str, float] = collections.defaultdict(float)
@@ -79,9 +79,9 @@ def account(ops: Sequence[Op], steps: int) -> dict[str, Any]:
                 active.append(begun)
             begun += 1
         length = then - now
-        computing = [i for i in active if not apart[i] and parts[i] != "exposed wait"]
-        # Rows move in a copy and in what is traced as a fetch. Work behind it in the list of active
-        # operations started later: inside of it (a loop's body), or beside it.
+        computing = [i for i in active if not separate[i] and parts[i] != "exposed wait"]
+        # Rows move in a copy and in operations traced as a fetch. Work after it in the list of
+        # active operations started later: inside it (a loop's body), or concurrently.
         fetching = [i for i in active if ops[i].copy or parts[i] == "transfer"]
         other = [i for i in computing if parts[i] != "transfer"]
         main = other if other and _on_other_line(ops, other, fetching) else computing
@@ -110,7 +110,7 @@ def account(ops: Sequence[Op], steps: int) -> dict[str, Any]:
 
 
 def _parts(ops: Sequence[Op]) -> tuple[list[str], set[int]]:
-    """The part of every operation, and which of them were guessed from their neighbours."""
+    """Return the part of every operation, and the operations whose part was guessed."""
     parts = ["transfer" if op.name.startswith(GATHER_KERNEL) else _part(op.path) for op in ops]
     named = [op.path or op.copy or op.name.startswith(GATHER_KERNEL) for op in ops]
     guessed = {i for i, known in enumerate(named) if not known}
@@ -124,14 +124,14 @@ def _parts(ops: Sequence[Op]) -> tuple[list[str], set[int]]:
 
 
 def _part(path: str) -> str:
-    """The innermost scope of a path that has a part."""
+    """Return the part of the innermost scope of a path that has one."""
     names = [SCOPES[name] for name in path.split("/") if name in SCOPES]
     return names[-1] if names else "other"
 
 
 def _layer(op: Op) -> str:
-    found = re.search(r"(?:^|/)(layer\d+)(?:/|$)", op.path)
-    return found.group(1) if found else ""
+    match = re.search(r"(?:^|/)(layer\d+)(?:/|$)", op.path)
+    return match.group(1) if match else ""
 
 
 def _order(name: str) -> int:
@@ -139,6 +139,6 @@ def _order(name: str) -> int:
 
 
 def _on_other_line(ops: Sequence[Op], work: list[int], fetching: list[int]) -> bool:
-    """Whether work runs beside the transfer, and not as a part of it."""
+    """Return whether work runs concurrently with the transfer, not as a part of it."""
     lines = {ops[i].line for i in fetching if not ops[i].copy}
     return not lines or any(ops[i].line not in lines for i in work)

@@ -1,9 +1,9 @@
-"""Rows from pinned host memory to a GPU: the package's gather against a plain copy. Needs a GPU.
+"""Transfer of rows from pinned host memory: the package's gather and a plain copy. Needs a GPU.
 
     python -m benchmarks.transfer
 
-By size of a row and number of blocks, alone and beside computation that is bound by reading
-weights, as decoding is. What is hidden of a transfer is the time that it does not add:
+It measures row sizes and numbers of blocks, alone and together with a computation that is bound by
+reading weights, as decoding is. The hidden share of a transfer is the time that it does not add:
 
     hidden = (transfer alone + computation alone - both together) / transfer alone
 
@@ -32,8 +32,8 @@ from infinigen_jax.planner import bandwidths
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import XlaTransfer
 
-REPEATS, CALLS = 7, 10  # timed rounds, and transfers in a row in each
-MAIN_ROW = 512  # bytes; measured with all numbers of blocks
+REPEATS, CALLS = 7, 10  # timed rounds, and consecutive transfers in each
+MAIN_ROW = 512  # bytes; the row size measured with all numbers of blocks
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,9 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         default=[16, 8, 4, 32, 64, 132],
-        help="of the cuda gather; all for rows of 512 bytes, the first two for others",
+        help="blocks of the cuda gather; all for rows of 512 bytes, the first two for others",
     )
-    add("--cap-seconds", type=float, help="start nothing new after so long")
+    add("--cap-seconds", type=float, help="time after which no measurement starts")
     add("--json", type=Path, help="result file (default: benchmarks/results/transfer-gpu.json)")
     return parser
 
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, path: Path | None) -> dict[str, Any]:
-    """All sizes and numbers of blocks; the file is written as far as it got."""
+    """Measure all row sizes and numbers of blocks; the file is written as it grows."""
     deadline = float("inf")
     if options.cap_seconds is not None:
         deadline = time.monotonic() + options.cap_seconds
@@ -86,7 +86,7 @@ def measure(options: argparse.Namespace, path: Path | None) -> dict[str, Any]:
     else:
         from infinigen_jax.transfer.cuda import CudaTransfer
 
-        gathers = [(CudaTransfer(blocks=number), number) for number in options.blocks]
+        gathers = [(CudaTransfer(blocks=blocks), blocks) for blocks in options.blocks]
         ways = [*gathers, *ways]
     compute = Compute.make()
     for row in options.rows:
@@ -120,10 +120,10 @@ def measure_one(
     expected: np.ndarray,
     compute: Compute,
 ) -> dict[str, Any]:
-    """One row size and transfer: alone, the computation alone, and both.
+    """Measure one row size and transfer: alone, the computation alone, and both.
 
     Raises:
-        AssertionError: if the transfer does not bring the expected rows.
+        AssertionError: the transfer does not return the expected rows.
     """
     mesh, layer = default_mesh(), jnp.int32(0)
 
@@ -146,7 +146,7 @@ def measure_one(
         )
     moving = _seconds(lambda: alone(host, request, x))
     once = _seconds(lambda: _work(x, weights, 1))
-    # About one and a half times as long as the transfer, so that there is room to hide it.
+    # About one and a half times as long as the transfer, so that it can be hidden.
     times = max(1, min(8, round(1.5 * statistics.median(moving) / statistics.median(once))))
     computing = _seconds(lambda: _work(x, weights, times))
     joined = _seconds(lambda: together(host, request, x, weights, times))
@@ -165,13 +165,13 @@ def measure_one(
 
 
 def reference(host: jax.Array, request: Request) -> np.ndarray:
-    """The rows by NumPy, from a copy on the host."""
+    """Return the rows with NumPy, from a copy on the host."""
     cache = np.asarray(host)[0]
     return np.take_along_axis(cache, np.asarray(request.slots)[..., None], axis=2)
 
 
 def _seconds(run: Callable[[], Any]) -> list[float]:
-    """Of one call among several in a row, which hides their dispatch; warmed up."""
+    """Return the seconds per call of several consecutive calls, after a warm-up."""
     jax.block_until_ready(run())
     rounds = []
     for _ in range(REPEATS):
@@ -196,7 +196,7 @@ COLUMNS = {
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result in Markdown."""
+    """Format the result in Markdown."""
     copy = result["copy_bytes_per_second"]
     entries = [
         entry | ({"share_of_copy": entry["bytes_per_second"] / copy} if copy else {})

@@ -1,4 +1,4 @@
-"""Which systems are measured at all, and which of them together: a question of memory."""
+"""Waves of the decode benchmark: which systems fit in memory, and which of them together."""
 
 import argparse
 import dataclasses
@@ -26,12 +26,12 @@ FEWEST_STEPS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What is the same at every context.
+    """Values that are the same for every context.
 
     Attributes:
-        other: transformers' model with the same weights, if one of its systems is wanted.
-        bandwidths: bytes per second: of the device's memory, and from host to device.
-        deadline: of `time.monotonic`; nothing new is begun behind it.
+        other: transformers' model with the same weights, if one of its systems is measured.
+        bandwidths: bytes per second of the device's memory, and from host to device.
+        deadline: time on `time.monotonic` after which no measurement starts.
     """
 
     options: argparse.Namespace
@@ -43,18 +43,19 @@ class Bench:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that a system decodes in all."""
+        """Return the number of tokens that a system decodes in total."""
         o = self.options
         rounds = (o.warmup + o.rounds) * (o.tokens + MARGIN)
         return rounds + max(o.steps, FEWEST_STEPS) + o.trace_steps + 1
 
     @property
     def late(self) -> bool:
+        """Whether the deadline has passed."""
         return time.monotonic() > self.deadline
 
 
 def needs_of(bench: Bench, context: int) -> tuple[dict[str, Memory], dict[str, Any]]:
-    """Memory of each system that can run, and why the others cannot."""
+    """Return the memory of each system that can run, and the reasons why others cannot."""
     options, model = bench.options, bench.model
     needs: dict[str, Memory] = {}
     absent: dict[str, Any] = {}
@@ -84,11 +85,12 @@ def needs_of(bench: Bench, context: int) -> tuple[dict[str, Memory], dict[str, A
 
 
 def absent_entry(kind: str, reason: str) -> dict[str, Any]:
+    """Return the result entry of a system that was not measured."""
     return {"absent": kind, "reason": reason}
 
 
 def room_of(bench: Bench) -> Memory:
-    """What systems may take together, beside the weights and the prompt that are there already."""
+    """Return the memory that systems may use together, excluding weights and prompt."""
     device = jax.devices()[0]
     host = int(0.85 * available_host_bytes())
     if device.platform == "cpu":
@@ -103,7 +105,7 @@ def room_of(bench: Bench) -> Memory:
 
 
 def waves_of(needs: dict[str, Memory], room: Memory) -> list[list[str]]:
-    """Systems in their order, as many together as there is room for, at least one."""
+    """Group systems in their order, as many as fit together, at least one per wave."""
     waves: list[list[str]] = []
     device = host = 0
     for name, need in needs.items():

@@ -1,8 +1,8 @@
-"""Reading what `jax.profiler.trace` wrote: operations on a time axis, and where each comes from.
+"""Reader of traces of `jax.profiler.trace`: operations on a time axis, and their source scopes.
 
-Events are read with `jax.profiler.ProfileData`. What it does not give are the compiled programs
-that the profiler stores beside them; those are taken from the file's protocol buffers directly, of
-which few message types matter here (XSpace, XPlane, HloModule, HloInstruction), by field number.
+`jax.profiler.ProfileData` reads the events. It omits the compiled programs that the profiler stores
+with them, so this module takes those from the file's protocol buffers by field number. Few message
+types matter: XSpace, XPlane, HloModule, HloInstruction.
 """
 
 import collections
@@ -17,14 +17,14 @@ Buffer = memoryview
 
 
 class Op(NamedTuple):
-    """An operation that ran, or a copy.
+    """An operation or a copy.
 
     Attributes:
-        line: the thread or stream that it ran on.
-        name: of the HLO instruction, or of the kernel where that is not known.
-        path: what the source calls it, "jit(fused)/layer1/select/..."; "" where unknown.
+        line: its thread or stream.
+        name: name of the HLO instruction, or of the kernel if the instruction is unknown.
+        path: source scope, "jit(fused)/layer1/select/..."; "" if unknown.
         start, end: nanoseconds.
-        copy: it moves data between host and device and computes nothing.
+        copy: whether it only moves data between host and device.
     """
 
     line: str
@@ -36,7 +36,7 @@ class Op(NamedTuple):
 
 
 def read(folder: Path) -> list[Op]:
-    """All operations of the newest trace in a folder, in order of their start."""
+    """Return all operations of the newest trace in a folder, in order of their start."""
     file = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     data = file.read_bytes()
     programs = source_paths(data)
@@ -55,13 +55,13 @@ def read(folder: Path) -> list[Op]:
 
 def _ops(line_name: str, line: Any, programs: Any, by_kernel: Any, on_gpu: bool) -> list[Op]:
     ops: list[Op] = []
-    waiting: dict[Any, int] = {}  # flow id -> index of an operation that may go on after its event
+    waiting: dict[Any, int] = {}  # flow id -> index of an operation that may outlast its event
     for event in line.events:
         stats = dict(event.stats)
         end = event.start_ns + event.duration_ns
         name = stats.get("hlo_op")
         if name is None and event.name.startswith("end: "):
-            # On the CPU an operation may leave work to other threads; this event marks its end.
+            # On the CPU an operation may leave work to other threads; this event marks the end.
             begun = waiting.pop(stats.get("_c"), None)
             if begun is not None:
                 ops[begun] = ops[begun]._replace(end=max(ops[begun].end, event.start_ns))
@@ -71,18 +71,18 @@ def _ops(line_name: str, line: Any, programs: Any, by_kernel: Any, on_gpu: bool)
         program = programs.get(f"{stats.get('hlo_module')}({stats.get('program_id')})")
         if name is not None and program is not None:
             path = program.get(name, "")
-        else:  # a kernel of a CUDA graph, which may not tell the instruction, but has its name
+        else:  # a kernel of a CUDA graph, which may name only itself
             path = by_kernel.get(kernel_name(event.name), "")
         copy = on_gpu and "memcpyh2d" in event.name.lower()
         if on_gpu and "memcpyd2h" in event.name.lower():
-            continue  # the tokens, or rows of a flush: nothing that a step waits for
+            continue  # tokens, or rows of a flush: a step does not wait for them
         waiting[stats.get("_p")] = len(ops)
         ops.append(Op(line_name, name or event.name, path, event.start_ns, end, copy))
     return ops
 
 
 def kernel_name(name: str) -> str:
-    """An HLO instruction's name as XLA makes a kernel's name of it."""
+    """Convert an HLO instruction's name to XLA's name of its kernel."""
     return re.sub(r"[^0-9a-zA-Z_]", "_", name)
 
 
@@ -95,7 +95,7 @@ class _Instruction(NamedTuple):
 
 
 def source_paths(data: bytes) -> dict[str, dict[str, str]]:
-    """Of every compiled program in a trace, "name(id)", the source path of each instruction."""
+    """Return the source path of each instruction, by compiled program "name(id)" of a trace."""
     programs = {}
     for plane in _all(Buffer(data), 1):
         if b"/host:metadata" not in [bytes(name) for name in _all(plane, 2)]:
@@ -111,48 +111,48 @@ def source_paths(data: bytes) -> dict[str, dict[str, str]]:
 
 
 def _module_paths(module: Buffer) -> dict[str, str]:
-    """Paths by instruction name; where the compiler kept none, that of what it belongs to."""
+    """Return paths by instruction name; missing ones come from related instructions."""
     instructions: dict[int, _Instruction] = {}
     members: dict[int, list[int]] = collections.defaultdict(list)
     for computation in _all(module, 3):
-        number = _number(computation, 5)
+        computation_id = _number(computation, 5)
         for proto in _all(computation, 2):
             paths = [bytes(p).decode() for metadata in _all(proto, 7) for p in _all(metadata, 2)]
             name = b"".join(bytes(part) for part in _all(proto, 1)).decode()
             identity = _number(proto, 35)
             instructions[identity] = _Instruction(
-                name, "".join(paths), _numbers(proto, 36), _numbers(proto, 38), number
+                name, "".join(paths), _numbers(proto, 36), _numbers(proto, 38), computation_id
             )
-            members[number].append(identity)
+            members[computation_id].append(identity)
     callers = {c: i for i, one in instructions.items() for c in one.called}
     users: dict[int, list[int]] = collections.defaultdict(list)
     for i, one in instructions.items():
         for operand in one.operands:
             users[operand].append(i)
 
-    found = {i: one.path for i, one in instructions.items()}
+    paths_by_id = {i: one.path for i, one in instructions.items()}
 
     def settle(near: Any) -> None:
-        """Take the commonest path among neighbours, until nothing changes."""
+        """Take the most common path among neighbours until nothing changes."""
         changed = True
         while changed:
             changed = False
             for i in instructions:
-                if not found[i]:
-                    paths = [found[j] for j in near(i) if found.get(j)]
+                if not paths_by_id[i]:
+                    paths = [paths_by_id[j] for j in near(i) if paths_by_id.get(j)]
                     if paths:
-                        found[i] = collections.Counter(paths).most_common(1)[0][0]
+                        paths_by_id[i] = collections.Counter(paths).most_common(1)[0][0]
                         changed = True
 
     settle(lambda i: [j for c in instructions[i].called for j in members[c]])
     settle(lambda i: [callers.get(instructions[i].computation, -1)])
     settle(lambda i: users[i])
     settle(lambda i: instructions[i].operands)
-    return {one.name: found[i] for i, one in instructions.items()}
+    return {one.name: paths_by_id[i] for i, one in instructions.items()}
 
 
 def _fields(buffer: Buffer) -> Iterator[tuple[int, int | Buffer]]:
-    """The fields of an encoded message: numbers, or the bytes of what is longer."""
+    """Yield the fields of an encoded message: numbers, or bytes of longer values."""
     at = 0
     while at < len(buffer):
         tag, at = _varint(buffer, at)
@@ -177,19 +177,19 @@ def _varint(buffer: Buffer, at: int) -> tuple[int, int]:
             return value, at
 
 
-def _all(buffer: Buffer, number: int) -> list[Buffer]:
-    return [v for f, v in _fields(buffer) if f == number and isinstance(v, memoryview)]
+def _all(buffer: Buffer, field_number: int) -> list[Buffer]:
+    return [v for f, v in _fields(buffer) if f == field_number and isinstance(v, memoryview)]
 
 
-def _number(buffer: Buffer, number: int) -> int:
-    return next((v for f, v in _fields(buffer) if f == number and isinstance(v, int)), 0)
+def _number(buffer: Buffer, field_number: int) -> int:
+    return next((v for f, v in _fields(buffer) if f == field_number and isinstance(v, int)), 0)
 
 
-def _numbers(buffer: Buffer, number: int) -> list[int]:
-    """A repeated number, packed or not."""
+def _numbers(buffer: Buffer, field_number: int) -> list[int]:
+    """Return a repeated number, packed or not."""
     values: list[int] = []
     for field, value in _fields(buffer):
-        if field != number:
+        if field != field_number:
             continue
         if isinstance(value, int):
             values.append(value)

@@ -1,11 +1,10 @@
-"""The kernels against their reference, on this machine's GPU: small cases of each.
+"""Comparison of the CUDA kernels with a reference on this machine's GPU, in small cases.
 
     python -m infinigen_jax.check_kernels
 
-A line for each kernel goes to stdout. The exit status is 0 if all compute what they should, 1 if
-one does not, 2 if they cannot be checked here. That all did is remembered (`first_use`). The
-reference is what XLA computes on the CPU, whose order of equal entries is the kernels'; of gathers,
-what NumPy does.
+It prints a line for each kernel. The exit status is 0 if all agree, 1 if one does not, and 2 if
+they cannot be checked on this machine. Success is remembered (`cuda.first_use`). The reference is
+XLA on the CPU, which orders equal entries like the kernels; for gathers it is NumPy.
 """
 
 import functools
@@ -40,20 +39,20 @@ from infinigen_jax.selection.select import (
 from infinigen_jax.speculation.index import IndexFormat
 from infinigen_jax.transfer.cuda import CudaTransfer
 
-LAYERS, CAPACITY = 3, 2000  # of the host cache that rows are gathered from
+LAYERS, CAPACITY = 3, 2000  # of the host cache
 SLOTS = Slots(4, 32, 64)
 NO_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "out of memory")
 TRANSFER = CudaTransfer()
 
 Work = Callable[[Array], Array]
 Fetch = tuple[Array, Request, Array | None, Plan | None]
-"""A layer, what is wanted of it, and the hot set's rows and plan or None."""
+"""A layer, the request, and the hot set's rows and plan or None."""
 Compared = tuple[Any, Any, float]
-"""Arrays that a kernel computed, those of the reference, and by how much they may differ."""
+"""Arrays that a kernel computed, the reference arrays, and the absolute tolerance."""
 
 
 def random_host(b: int, k: int, w: int, dtype: Any) -> tuple[np.ndarray, Array]:
-    """Small random numbers [l, b, k, t, w], and a pinned cache of them, written layer by layer."""
+    """Return small random numbers [l, b, k, t, w] and a pinned cache of them, written by layer."""
     shape, mesh = (LAYERS, b, k, CAPACITY, w), default_mesh()
     stored = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
     cache = allocate_host(shape, dtype, mesh)
@@ -65,49 +64,49 @@ def random_host(b: int, k: int, w: int, dtype: Any) -> tuple[np.ndarray, Array]:
 
 
 def random_request(b: int, k: int, n: int, slots: int, seed: int) -> Request:
-    """Up to n of the first `slots` slots, ascending."""
+    """Return a request of up to n of the first `slots` slots, ascending."""
     random = np.random.default_rng(seed)
     count = random.integers(0, n + 1, (b, k)).astype(np.int32)
-    chosen = np.zeros((b, k, n), np.int32)
+    slot_numbers = np.zeros((b, k, n), np.int32)
     for i in np.ndindex(b, k):
-        chosen[i][: count[i]] = np.sort(random.permutation(slots)[: count[i]])
-    return Request(jnp.asarray(chosen), jnp.asarray(count))
+        slot_numbers[i][: count[i]] = np.sort(random.permutation(slots)[: count[i]])
+    return Request(jnp.asarray(slot_numbers), jnp.asarray(count))
 
 
 def on_cpu(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function computes there, as NumPy arrays."""
+    """Run a function on the CPU and return NumPy arrays."""
     device = jax.devices("cpu")[0]
-    there = jax.device_put(arguments, device)
+    cpu_arguments = jax.device_put(arguments, device)
     with jax.default_device(device):
-        return jax.tree.map(np.asarray, jax.jit(function)(*there))
+        return jax.tree.map(np.asarray, jax.jit(function)(*cpu_arguments))
 
 
 def cumulate(x: Float[Array, "b e"]) -> Float[Array, "b e"]:
-    """Work to gather beside, without rounding."""
+    """Do work without rounding, to overlap with a gather."""
     return jnp.cumsum(x, axis=-1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def move(transfer: CudaTransfer, work: Work, host: Array, fetch: Fetch, x: Array) -> Any:
-    """What `work` makes of x, and of the fetch that runs at the same time, rows and hot rows."""
-    layer, wanted, hot, where = fetch
-    ticket = transfer.start(host, layer, wanted, hot, where, default_mesh())
+    """Run `work` on x during a fetch; return both results."""
+    layer, request, hot, where = fetch
+    ticket = transfer.start(host, layer, request, hot, where, default_mesh())
     ticket, x = transfer.behind(ticket, x)
     x, *rows = transfer.wait(ticket, work(x))
     return x, rows
 
 
 def fetched(stored: np.ndarray, fetch: Fetch) -> list[np.ndarray]:
-    """The rows of a fetch, with zeros as padding, and the hot rows, in NumPy."""
-    layer, wanted, hot, where = jax.tree.map(np.asarray, fetch)
-    rows = np.take_along_axis(stored[layer], wanted.slots[..., None], axis=2)
+    """Return the rows of a fetch, padded with zeros, and the hot rows, with NumPy."""
+    layer, request, hot, where = jax.tree.map(np.asarray, fetch)
+    rows = np.take_along_axis(stored[layer], request.slots[..., None], axis=2)
     if hot is not None:
         hot = hot.copy()
-        for i in np.ndindex(wanted.count.shape):
+        for i in np.ndindex(request.count.shape):
             miss, entry = where.miss[i], where.entry[i]
             rows[i][~miss] = hot[i][entry[~miss]]
             hot[i][entry[miss]] = rows[i][miss]
-    rows[np.arange(rows.shape[2]) >= wanted.count[..., None]] = 0
+    rows[np.arange(rows.shape[2]) >= request.count[..., None]] = 0
     return [rows] if hot is None else [rows, hot]
 
 
@@ -121,12 +120,12 @@ def gathered(
     transfer: CudaTransfer = TRANSFER,
     work: Work = cumulate,
 ) -> Iterator[Compared]:
-    """Rows from the host, of another layer in each step."""
+    """Compare rows gathered from the host, from another layer in each step."""
     stored, host = random_host(b, k, w, dtype)
     x = jnp.ones((b, 1024))
     for step in range(steps):
-        wanted = random_request(b, k, n, CAPACITY, step)
-        fetch: Fetch = jnp.int32(step % LAYERS), wanted, None, None
+        request = random_request(b, k, n, CAPACITY, step)
+        fetch: Fetch = jnp.int32(step % LAYERS), request, None, None
         expected = work(x), fetched(stored, fetch)
         yield move(transfer, work, host, fetch, x), expected, 0
 
@@ -134,23 +133,23 @@ def gathered(
 def gathered_hot(
     b: int, k: int, n: int, w: int, dtype: Any, steps: int = 4, work: Work = cumulate
 ) -> Iterator[Compared]:
-    """Rows from the host and from a hot set, which fills from step to step."""
+    """Compare rows gathered from the host and from a hot set that fills over the steps."""
     stored, host = random_host(b, k, w, dtype)
     x, hot = jnp.ones((b, 1024)), HotSet.empty(b, k, 2 * n, w, CAPACITY, dtype)
     for step in range(steps):
-        wanted = random_request(b, k, n, 4 * n, step)
-        directory, where = on_cpu(plan, hot, wanted, jnp.full(b, step, jnp.int32))
-        fetch = jnp.int32(1), wanted, hot.rows, where
+        request = random_request(b, k, n, 4 * n, step)
+        directory, where = on_cpu(plan, hot, request, jnp.full(b, step, jnp.int32))
+        fetch = jnp.int32(1), request, hot.rows, where
         expected = fetched(stored, fetch)
         yield move(TRANSFER, work, host, fetch, x), (work(x), expected), 0
-        # Others than on the host, which shows where a row comes from.
+        # Other values than on the host reveal where a row comes from.
         hot = directory._replace(rows=100 - jnp.asarray(expected[1]))
 
 
 def selected(
     b: int, k: int, g: int, t: int, budget: float, alpha: float, tied: bool = False
 ) -> Iterator[Compared]:
-    """The choice of rows by their scores."""
+    """Compare the selection of rows by score."""
     random, shape = np.random.default_rng(0), (b, k, g, t)
     draw = random.integers(0, 3, shape) if tied else random.normal(0, 2, shape)
     scores = jnp.asarray(draw, jnp.float32)
@@ -170,38 +169,38 @@ def selected(
     slots, count = (np.asarray(x) for x in jax.jit(by_kernel)(scores, positions))
     expected, rank = on_cpu(by_xla, scores, positions)
     yield count, expected.count, 0
-    meant = np.arange(size) < count[..., None]
+    valid = np.arange(size) < count[..., None]
     ascending = (np.diff(slots, axis=-1, prepend=-1) > 0) & (slots < t)
-    yield np.where(meant, ascending, slots == 0), np.ones_like(meant), 0
+    yield np.where(valid, ascending, slots == 0), np.ones_like(valid), 0
     if g == 1:
         yield slots, expected.slots, 0
-    # The last bits of a group's rank depend on the order of summation: what was chosen instead
-    # must be as good.
-    own, other = (
-        np.sort(np.where(meant, np.take_along_axis(rank, x, axis=2), -np.inf))
+    # The last bits of a group's rank depend on the order of summation, so other rows of equal rank
+    # may be selected.
+    kernel_ranks, reference_ranks = (
+        np.sort(np.where(valid, np.take_along_axis(rank, x, axis=2), -np.inf))
         for x in (slots, expected.slots)
     )
-    yield own, other, 1e-5
+    yield kernel_ranks, reference_ranks, 1e-5
 
 
 def planned(
     wide: bool, b: int, k: int, n: int, h: int, t: int, slots: int, steps: int = 4
 ) -> Iterator[Compared]:
-    """The hot set's plan and directory, carried from step to step."""
+    """Compare the hot set's plan and directory, carried over the steps."""
     hot = HotSet.empty(b, k, h, 8, t, jnp.float32)
     if wide:
         hot = hot._replace(place=hot.place.astype(jnp.int32))
-    own = tuple(jnp.copy(x) for x in (hot.slots, hot.used, hot.place))
+    directory = tuple(jnp.copy(x) for x in (hot.slots, hot.used, hot.place))
     by_kernel = jax.jit(calls.plan_reuse, donate_argnums=(3, 4, 5))
     for step in range(steps):
-        wanted, positions = random_request(b, k, n, slots, step), jnp.full(b, step, jnp.int32)
-        hot, where = on_cpu(plan, hot, wanted, positions)
-        entry, miss, *own = by_kernel(wanted.slots, wanted.count, positions, *own)
-        yield (Plan(entry, miss), own), (where, [hot.slots, hot.used, hot.place]), 0
+        request, positions = random_request(b, k, n, slots, step), jnp.full(b, step, jnp.int32)
+        hot, where = on_cpu(plan, hot, request, positions)
+        entry, miss, *directory = by_kernel(request.slots, request.count, positions, *directory)
+        yield (Plan(entry, miss), directory), (where, [hot.slots, hot.used, hot.place]), 0
 
 
 class XlaIndex(IndexFormat):
-    """An index that XLA alone scores."""
+    """An index that only XLA scores."""
 
     @property
     def by_kernel(self) -> bool:
@@ -209,35 +208,35 @@ class XlaIndex(IndexFormat):
 
 
 def scored(b: int, k: int, g: int, r: int, t: int) -> Iterator[Compared]:
-    """Scores of every slot by an index of random keys."""
+    """Compare the scores of every slot by an index of random keys."""
     index, query, entries = _index(b, k, g, r, t)
     yield jax.jit(scoring.index_scores)(query, entries), on_cpu(index.scores, query, entries), 1e-4
 
 
 def left(b: int, k: int, g: int, r: int, t: int) -> Iterator[Compared]:
-    """What is left of the scores, by block, behind a request."""
+    """Compare the remaining scores, by block, after a request."""
     index, query, entries = _index(b, k, g, r, t)
-    wanted = random_request(b, k, t // 10, t, 0)
+    request = random_request(b, k, t // 10, t, 0)
     positions = jnp.asarray(np.linspace(t - 1, t // 3, b), jnp.int32)
 
     def by_kernel(
-        query: Array, entries: Array, wanted: Request, positions: Array, columns: int
+        query: Array, entries: Array, request: Request, positions: Array, columns: int
     ) -> Rest:
-        blocks, request = SLOTS.blocks(t), (wanted.slots, wanted.count)
-        sizes = (blocks, SLOTS.sinks, SLOTS.window, columns)
-        return scoring.index_rest(query, entries, positions, *request, *sizes)
+        sizes = (SLOTS.blocks(t), SLOTS.sinks, SLOTS.window, columns)
+        slots, count = request.slots, request.count
+        return scoring.index_rest(query, entries, positions, slots, count, *sizes)
 
-    operands = query, entries, wanted, positions
+    operands = query, entries, request, positions
     for columns in (0, *scoring.LEADING):
         reference = functools.partial(index.log_rest, slots=SLOTS, columns=columns)
-        own = jax.jit(functools.partial(by_kernel, columns=columns))(*operands)
-        yield own, on_cpu(reference, *operands), 1e-4
+        rest = jax.jit(functools.partial(by_kernel, columns=columns))(*operands)
+        yield rest, on_cpu(reference, *operands), 1e-4
 
 
 def _index(
     b: int, k: int, g: int, r: int, t: int
 ) -> tuple[XlaIndex, Float[Array, "b k g r"], UInt32[Array, "b k e t"]]:
-    """A format, a query, and the entries of as many keys as there are slots."""
+    """Return an index format, a query, and the index entries of a key in every slot."""
     random, index = np.random.default_rng(0), XlaIndex("int4", r)
     query = jnp.asarray(random.normal(0, 1, (b, k, g, r)), jnp.float32)
     keys = random.normal(0, 1, (b, k, r, t)).astype(np.float32)
@@ -260,13 +259,13 @@ CASES: dict[str, tuple[Callable[[], Iterator[Compared]], ...]] = {
     "index_scores": (_case(scored, 2, 2, 7, 30, 1152),),
     "index_rest": (_case(left, 2, 2, 7, 30, 1152),),
 }
-"""By kernel of `launch.KERNELS`."""
+"""Cases of each kernel of `launch.KERNELS`."""
 
 
 def difference(compared: Iterable[Compared]) -> str | None:
-    """What does not agree first, in a line; None where all does."""
-    for own, expected, tolerance in compared:
-        leaves = (map(np.asarray, jax.tree.leaves(tree)) for tree in (own, expected))
+    """Return a line that describes the first difference; None if all agree."""
+    for computed, expected, tolerance in compared:
+        leaves = (map(np.asarray, jax.tree.leaves(tree)) for tree in (computed, expected))
         for x, y in zip(*leaves, strict=True):
             same = np.isclose(x, y, rtol=0, atol=tolerance) if tolerance else x == y
             if not same.all():
@@ -275,10 +274,10 @@ def difference(compared: Iterable[Compared]) -> str | None:
 
 
 def check() -> int:
-    """Run all cases, print what they come to; the exit status.
+    """Run all cases, print the results and return the exit status.
 
     Raises:
-        InputError: they cannot be run here.
+        InputError: the kernels cannot be checked on this machine.
     """
     given = os.environ.get("JAX_PLATFORMS", "")
     if given and "cpu" not in given.split(","):
@@ -294,14 +293,14 @@ def check() -> int:
     for kernel, cases in CASES.items():
         stop = False
         try:
-            found = difference(itertools.chain.from_iterable(case() for case in cases))
-        except Exception as error:  # of whatever kind: that is what the check is for
-            found, stop = f"{type(error).__name__}: {' '.join(str(error).split())}", True
-            if _out_of_memory(found):
-                raise _cannot(f"{kernel}: {found}") from None
-        print(f"{kernel}: {found or 'as the reference'}", flush=True)
-        wrong += [f"{kernel}: {found}"] if found else []
-        if stop:  # nothing is to be had of a GPU behind an error
+            failure = difference(itertools.chain.from_iterable(case() for case in cases))
+        except Exception as error:  # a broken kernel may raise anything
+            failure, stop = f"{type(error).__name__}: {' '.join(str(error).split())}", True
+            if _out_of_memory(failure):
+                raise _cannot(f"{kernel}: {failure}") from None
+        print(f"{kernel}: {failure or 'as the reference'}", flush=True)
+        wrong += [f"{kernel}: {failure}"] if failure else []
+        if stop:  # a GPU is unusable after an error
             break
     if not wrong:
         first_use.remember(jax.local_devices()[0])
@@ -315,7 +314,7 @@ def _out_of_memory(reason: str) -> bool:
 
 
 def _cannot(reason: str) -> InputError:
-    """What to say where the kernels cannot be checked: that memory is short, if it is."""
+    """Return the error of a check that cannot run, with a hint if memory is short."""
     short = "; the GPU has too little free memory for it" if _out_of_memory(reason) else ""
     return InputError(f"the CUDA kernels cannot be checked{short}: {reason}")
 

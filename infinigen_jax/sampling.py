@@ -1,7 +1,7 @@
-"""Choosing the next token from the logits: greedy, temperature, top-k, top-p.
+"""Sampling of the next token from logits: greedy, temperature, top-k, top-p.
 
-A row's draw depends on the seed, the number it is given and the step, and on nothing else. The
-engine gives every row the same one: a prompt continues the same way alone and in a batch.
+A row's draw depends only on the seed, the row's number and the step. The engine gives every row the
+same number, so a prompt continues the same way alone and in a batch.
 """
 
 import dataclasses
@@ -14,26 +14,26 @@ from jaxtyping import Array, Float, Int, Integer, Key
 from infinigen_jax.errors import InputError
 from infinigen_jax.numeric import LARGEST_FACTOR, check_range
 
-# Below this a division by the temperature could overflow; the draw would be greedy all the same.
+# Below this temperature the division could overflow, and the draw would be greedy anyway.
 GREEDY_BELOW = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. Hashable, so that it can be a static argument of a jitted function.
+    """Sampling settings; hashable, so they can be a static argument of a jitted function.
 
-    The settings apply in the order temperature, top-k, top-p: top-p counts its mass among the
-    tokens that top-k left.
+    They apply in the order temperature, top-k, top-p: top-p accumulates the probabilities of the
+    tokens that top-k keeps.
 
     Attributes:
-        temperature: the logits are divided by it; 0 (anything below 1e-5) is greedy.
-        top_k: draw among this many likeliest tokens; 0 is off.
-        top_p: draw among the fewest likeliest tokens that together have at least this probability,
-            above 0 and up to 1; 1 is off.
-        seed: from 0 up to 2**32 - 1.
+        temperature: divisor of the logits; 0 (anything below 1e-5) is greedy.
+        top_k: number of most likely tokens to draw from; 0 turns it off.
+        top_p: draw from the fewest most likely tokens whose probabilities sum to at least this,
+            above 0 and up to 1; 1 turns it off.
+        seed: random seed, from 0 to 2**32 - 1.
 
     Raises:
-        InputError: for a value out of range, naming the option.
+        InputError: a value is out of range; the message names the option.
     """
 
     temperature: float = 0.0
@@ -50,12 +50,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken, so that no keys are needed."""
+        """Whether the most likely token is always taken, so that no keys are needed."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     @property
     def unseeded(self) -> "Sampling":
-        """The same for every seed, so that programs are not compiled for each."""
+        """These settings with seed 0, so that a program is compiled once for all seeds."""
         return dataclasses.replace(self, seed=0)
 
 
@@ -64,13 +64,13 @@ def row_keys(
     rows: Integer[Array, " b"],
     step: int | Integer[Array, ""] | Integer[Array, " b"],
 ) -> Key[Array, " b"]:
-    """One random key for each row of a batch.
+    """Return one random key for each row of a batch.
 
     Args:
-        seed: of the run.
-        rows: numbers by which the rows are told apart, such as `jnp.arange(b)`. A row keeps its
-            number when the batch around it changes.
-        step: how many tokens were drawn before, of all rows or of each; may be traced.
+        seed: random seed of the generation.
+        rows: number of each row, such as `jnp.arange(b)`. A row keeps its number when the batch
+            around it changes.
+        step: number of tokens drawn before, one for all rows or one per row; may be traced.
     """
     key = jax.random.key(seed)
     steps = jnp.broadcast_to(jnp.asarray(step), rows.shape)
@@ -85,20 +85,23 @@ def sample(
     """Draw one token for each row.
 
     Args:
-        logits: of any floating dtype; computed with in float32. Of equal logits the token with the
-            lower number counts as the likelier one.
-        sampling: static under jit.
-        keys: from `row_keys`; not needed, and not looked at, when `sampling.greedy`.
+        logits: any floating dtype; computed in float32. Among equal logits the lower token id
+            counts as more likely.
+        sampling: settings, static under jit.
+        keys: from `row_keys`; unused when `sampling.greedy`.
 
     Returns:
         Token ids, int32.
+
+    Raises:
+        ValueError: `keys` is missing.
     """
     if sampling.greedy:
         return lax.argmax(logits, 1, jnp.int32)
     if keys is None:
         raise ValueError("sample: keys are needed unless sampling.greedy")
     logits = logits.astype(jnp.float32)
-    # With the maximum at 0 the division cannot overflow to +inf.
+    # With a maximum of 0 the division cannot overflow to +inf.
     logits = (logits - logits.max(axis=1, keepdims=True)) / sampling.temperature
     draw = jax.vmap(jax.random.categorical)
     vocabulary = logits.shape[1]
@@ -111,12 +114,12 @@ def sample(
 
 
 def _keep_mass(logits: Float[Array, "b n"], mass: float) -> Float[Array, "b n"]:
-    """Of descending logits keep the fewest first ones with at least this share of the probability.
+    """Keep the fewest leading logits, of descending ones, whose probabilities sum to `mass`.
 
-    A token stays if those before it do not suffice; so the first one always does.
+    A token stays if those before it do not reach `mass`, so the first one always stays.
     """
     if mass == 1:
         return logits
     probabilities = jax.nn.softmax(logits, axis=1)
-    before = jnp.cumsum(probabilities, axis=1) - probabilities
-    return jnp.where((before < mass).at[:, 0].set(True), logits, -jnp.inf)
+    preceding = jnp.cumsum(probabilities, axis=1) - probabilities
+    return jnp.where((preceding < mass).at[:, 0].set(True), logits, -jnp.inf)

@@ -1,7 +1,4 @@
-"""README's commands are commands: every option that they use exists, and takes what is given.
-
-Links of all pages lead to files and headings that are there.
-"""
+"""Commands in README and docs parse with the options that they use; links lead somewhere."""
 
 import importlib
 import re
@@ -20,14 +17,21 @@ PARSERS = {
 }
 
 
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("benchmarks/*/*.md")),
+]
+
+
 def commands() -> list[str]:
-    blocks = SHELL.findall((ROOT / "README.md").read_text())
+    blocks = [block for page in PAGES for block in SHELL.findall(page.read_text())]
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.startswith("python -m ")]
+    return [line for line in lines if line.startswith("python -m infinigen_jax.")]
 
 
 @pytest.mark.parametrize("line", commands())
-def test_a_command_of_the_readme(line):
+def test_a_command_parses(line):
     module, *arguments = shlex.split(line, comments=True)[2:]
     parser = importlib.import_module(PARSERS[module]).build_parser()
     assert parser.parse_args(arguments)
@@ -40,15 +44,10 @@ def test_every_program_has_one():
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-PAGES = [
-    ROOT / "README.md",
-    *sorted(ROOT.glob("docs/*.md")),
-    *sorted(ROOT.glob("benchmarks/*/*.md")),
-]
 
 
 def anchors(page: Path) -> set[str]:
-    """What a page's headings are called in links, as on GitHub."""
+    """Names of a page's headings in links, as on GitHub."""
     headings = HEADING.findall(FENCED.sub("", page.read_text()))
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 

@@ -18,7 +18,7 @@ FIGURES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make a figure; returns the exit status."""
+    """Make a figure; return the exit status."""
     return evaluate.main(argv, FIGURES, "python -m benchmarks.figures", SUMMARY)
 
 

@@ -1,7 +1,7 @@
-"""Accuracy on tasks of the lm-evaluation-harness, computed by the engine that generates.
+"""Accuracy on tasks of lm-evaluation-harness, computed by the engine that generates.
 
-Tasks are named as the harness names them. `--include-path DIR` adds a folder of task files (YAML,
-and the data that they name), which needs no network.
+Tasks have the harness's names. `--include-path DIR` adds a folder of task files (YAML and the data
+they name), which needs no network.
 """
 
 import argparse
@@ -26,15 +26,15 @@ from infinigen_jax.numeric import check_range
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
 
-OFFLINE = ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE")  # the harness's data come from local files
+OFFLINE = ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE")  # make the harness read local files
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add --tasks, --include-path, --shots and --limit."""
     add = parser.add_argument
-    add("--tasks", nargs="+", metavar="NAME", help="tasks of lm-eval, in place of --text")
-    add("--include-path", metavar="DIR", help="folder of further task files; needs no network")
-    add("--shots", type=int, metavar="K", help="examples in the prompt (default: the task's own)")
+    add("--tasks", nargs="+", metavar="NAME", help="tasks of lm-eval, instead of --text")
+    add("--include-path", metavar="DIR", help="folder of additional task files; needs no network")
+    add("--shots", type=int, metavar="K", help="examples in the prompt (default: the task's)")
     add("--limit", type=int, metavar="N", help="items of a task (default: all)")
 
 
@@ -42,7 +42,7 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
     """Measure all configurations of a session; return the lines of the result.
 
     Raises:
-        InputError: if lm-eval is not installed, or a task does not exist.
+        InputError: lm-eval is not installed, or a task does not exist.
     """
     given = session.arguments
     for option, least in {"shots": 0, "limit": 1, "batch": 1}.items():
@@ -70,7 +70,7 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
 def _measure(
     given: argparse.Namespace, manager: Any, engine: "Engine", advance: Callable[[int], object]
 ) -> Measurement:
-    """Accuracy of one engine, by task and their mean."""
+    """Return the accuracy of one engine by task, and the mean."""
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
 
     from infinigen_jax.evaluation.lm_eval import InfiniGenLM
@@ -98,7 +98,7 @@ def _measure(
 
 
 def quality(lines: list[dict[str, Any]]) -> tuple[list[str], Callable[[dict[str, Any]], list[str]]]:
-    """Head of the table's columns of quality, and the function that makes a line's cells."""
+    """Return the headings of the quality columns, and a function that makes a line's cells."""
 
     def cells(line: dict[str, Any]) -> list[str]:
         return [

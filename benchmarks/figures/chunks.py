@@ -1,7 +1,7 @@
 """Perplexity by position: full cache, InfiniGen and H2O at the same KV size (figure 12).
 
-What is dropped for good is missing more and more as the text goes on; what only stays on the host
-is not.
+Rows that are dropped permanently are missed more and more as the text continues; rows that stay on
+the host are not.
 """
 
 import argparse
@@ -31,8 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Measure, print the table and write the files."""
-    made = measure(arguments, Session.of(arguments, say))
-    named = list(zip(labels(made.lines), made.lines, strict=True))
+    measured = measure(arguments, Session.of(arguments, say))
+    named = list(zip(labels(measured.lines), measured.lines, strict=True))
 
     def points(value: str) -> dict[str, list[Any]]:
         return {
@@ -45,12 +45,12 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         Panel("position, tokens", "perplexity", points("perplexity")),
         Panel("position, tokens", "perplexity above the full cache's, %", changes),
     ]
-    ends = [chunk["to"] for chunk in made.lines[0]["chunks"]]
-    finish(made, "figure 12", panels, head=[f"to {end}" for end in ends], cells=chunk_cells)
+    ends = [chunk["to"] for chunk in measured.lines[0]["chunks"]]
+    finish(measured, "figure 12", panels, head=[f"to {end}" for end in ends], cells=chunk_cells)
 
 
 def chunk_cells(line: dict[str, Any]) -> list[str]:
-    """Perplexity of each chunk, or the difference to the full cache's."""
+    """Return the perplexity of each chunk, or its difference from the full cache's."""
     return [
         f"{chunk['perplexity']:.3f}"
         if chunk["perplexity_change_percent"] is None

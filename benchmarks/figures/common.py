@@ -18,8 +18,9 @@ class Measured(NamedTuple):
     """Lines of a result, and the name of their quality.
 
     Attributes:
-        quality: name of that value.
-        head, cells: of the table's columns of quality.
+        quality: key of the quality in a line.
+        title: name of the quality.
+        head, cells: headings and cells of the quality columns.
     """
 
     session: Session
@@ -31,10 +32,10 @@ class Measured(NamedTuple):
 
 
 def add_options(parser: argparse.ArgumentParser, *, tasks: bool, **defaults: Any) -> None:
-    """Add the options of `evaluate perplexity`, and those of tasks if the figure takes them.
+    """Add the options of `evaluate perplexity`, and those of tasks if the figure has them.
 
     Args:
-        defaults: of options, in place of the evaluation's.
+        defaults: defaults of options that replace the evaluation's.
     """
     add_window_options(parser, required=not tasks)
     if tasks:
@@ -47,7 +48,7 @@ def measure(arguments: argparse.Namespace, session: Session) -> Measured:
     """Measure all configurations of a session on --text or --tasks, whichever is given.
 
     Raises:
-        InputError: if neither is given, or both are.
+        InputError: neither or both are given.
     """
     names = getattr(arguments, "tasks", None)
     if (arguments.text is None) == (names is None):
@@ -61,30 +62,32 @@ def measure(arguments: argparse.Namespace, session: Session) -> Measured:
 
 
 def finish(
-    made: Measured, number: str, panels: Sequence[Panel], *, head: Sequence[str], cells: Cells
+    measured: Measured, number: str, panels: Sequence[Panel], *, head: Sequence[str], cells: Cells
 ) -> None:
     """Write the files and print the table.
 
     Args:
-        number: of the paper's figure.
-        head, cells: of columns in front of those of quality.
+        number: the paper's number of the figure.
+        head, cells: headings and cells of columns before the quality columns.
     """
-    session = made.session
+    session = measured.session
     session.record["figure"] = f"InfiniGen (OSDI 2024), {number}"
-    session.finish(made.lines)
+    session.finish(measured.lines)
     if session.plot is not None:
         name = session.record["model"]["name"]
         draw(session.plot, panels, f"{name}: as the paper's {number}")
     print(
         result_table(
-            made.lines, [*head, *made.head], lambda line: [*cells(line), *made.cells(line)]
+            measured.lines,
+            [*head, *measured.head],
+            lambda line: [*cells(line), *measured.cells(line)],
         ),
         flush=True,
     )
 
 
 def nothing(line: dict[str, Any]) -> list[str]:
-    """No columns beside the evaluation's own."""
+    """Return no additional columns."""
     return []
 
 
@@ -104,7 +107,7 @@ def over(
 
 
 def level(lines: Sequence[dict[str, Any]], y: str, xs: Sequence[float]) -> dict[str, list[Point]]:
-    """Return the reference's value as a horizontal line; nothing without a reference."""
+    """Return the reference's value as a horizontal line; empty without a reference."""
     if not lines or not lines[0]["reference"] or not xs:
         return {}
     return {"full cache": [(min(xs), lines[0][y]), (max(xs), lines[0][y])]}

@@ -1,9 +1,9 @@
 """Quality against relative KV size (the paper's figure 11).
 
-Relative size: rows that a step attends to, fetched or resident, over the rows cached, in the layers
-that are selected for; of rows in int8 or int4 also their bytes over those in 16 bits. The paper's
-InfiniGen at its pairs of alpha and budget, this package's, H2O and the window at budgets, the full
-cache in smaller rows.
+Relative size is the share of cached rows that a step attends to, fetched or resident, in layers
+that select rows. Rows in int8 or int4 count by their bytes relative to 16 bits. The figure shows
+the paper's InfiniGen at its pairs of alpha and budget, this package's InfiniGen, H2O and the window
+at several budgets, and the full cache in smaller rows.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from infinigen_jax.evaluation.session import Session
 
 SUMMARY = "quality against relative KV size (figure 11)"
 BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.4)
-PAPER = ((2, 0.2), (4, 0.2), (5, 0.4), (7, 0.6))  # alpha and budget, of OPT-6.7B
+PAPER = ((2, 0.2), (4, 0.2), (5, 0.4), (7, 0.6))  # alpha and budget for OPT-6.7B
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,35 +36,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Measure, print the table and write the files."""
     session = Session.of(arguments, say)
-    # Small rows are an alternative to selecting; both together are not in this figure.
+    # Smaller rows are an alternative to selection; the figure does not combine them.
     session.chosen = [c for c in session.chosen if c.rows == "auto" or c.policy.name == "full"]
-    made = measure(arguments, session)
+    measured = measure(arguments, session)
     head_dim = session.record["model"]["head_dim"]
-    for line in made.lines:
+    for line in measured.lines:
         line["relative_kv_size"] = relative_size(line, head_dim)
-    sizes = [100 * line["relative_kv_size"] for line in made.lines]
-    lines = level(made.lines, made.quality, sizes) | over(
-        [x for x in made.lines if not x["reference"]],
+    sizes = [100 * line["relative_kv_size"] for line in measured.lines]
+    lines = level(measured.lines, measured.quality, sizes) | over(
+        [x for x in measured.lines if not x["reference"]],
         name,
         lambda line: 100 * line["relative_kv_size"],
-        made.quality,
+        measured.quality,
     )
     finish(
-        made,
+        measured,
         "figure 11",
-        [Panel("relative KV size, %", made.title, lines)],
+        [Panel("relative KV size, %", measured.title, lines)],
         head=["KV size"],
         cells=lambda line: [percent(line["relative_kv_size"], 1)],
     )
 
 
 def name(line: dict[str, Any]) -> str:
-    """Policies that select, each at all its sizes; the full cache, in all its formats."""
+    """Name a line by its policy if that selects rows; name full caches alike in all formats."""
     return "smaller rows" if line["policy"] == "full" else line["policy"]
 
 
 def relative_size(line: dict[str, Any], head_dim: int) -> float:
-    """Of what is attended to, over the whole cache in 16 bits; exact rows count as 16 bits."""
+    """Return the bytes attended to over those of the whole cache in 16 bits."""
     rows = line["settings"]["rows"]
     if rows == "exact":
         return line["attended_fraction"]

@@ -1,8 +1,8 @@
-"""A fixed number of tokens kept, whatever the length (the paper's figure 19).
+"""Quality with a fixed number of tokens kept at growing context (the paper's figure 19).
 
-For each length, windows of so many tokens, of which the last part is scored; every policy attends
-to at most --kept tokens beside the current one, resident and fetched together, in every layer (the
-layers that a policy keeps or streams whole apart). The paper keeps 64.
+For each length, windows of that many tokens are read and the last part is scored. In every layer
+that selects rows, every policy attends to at most --kept tokens in addition to the current one,
+resident or fetched. The paper keeps 64.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from infinigen_jax.numeric import check_range
 from infinigen_jax.policies import POLICIES
 
 SUMMARY = "a fixed number of tokens kept at growing length (figure 19)"
-SCORED = 8  # the last of so many parts of a window
-RESIDENT = {"infinigen-paper": (0, 1)}  # sinks and window; the others':
+SCORED = 8  # divisor: the last eighth of a window is scored
+RESIDENT = {"infinigen-paper": (0, 1)}  # sinks and window; those of other policies:
 SINKS = 4
 
 
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=int,
         metavar="N",
-        help="tokens of a window (default: powers of two from four times --kept)",
+        help="tokens per window (default: powers of two from four times --kept)",
     )
 
 
@@ -49,22 +49,22 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         if getattr(arguments, given) is not None:
             raise InputError(f"--{given}: this figure sets it; give --length and --kept")
     if any(":" in name for name in arguments.policy):
-        raise InputError("--policy: this figure sets what is behind a name; give names alone")
+        raise InputError("--policy: this figure sets the settings of a policy; give its name alone")
     lines: list[dict[str, Any]] = []
-    made = None
+    measured = None
     for length in arguments.length or _lengths(arguments, say):
-        made = _measure_length(arguments, length, say)
-        lines += [line | {"length": length} for line in made.lines]
-    assert made is not None
+        measured = _measure_length(arguments, length, say)
+        lines += [line | {"length": length} for line in measured.lines]
+    assert measured is not None
     panels = [
         Panel("length, tokens", "perplexity", _points(lines, "perplexity")),
         Panel("length, tokens", "perplexity above the full cache's, %",
               _points(lines, "perplexity_change_percent")),
     ]  # fmt: skip
-    # What differs between the lengths belongs to the lines.
-    made.session.record["settings"] |= {"kept": arguments.kept, "window": None, "context": None}
+    # Settings that differ between lengths belong to the lines.
+    measured.session.record["settings"] |= {"kept": arguments.kept, "window": None, "context": None}
     finish(
-        made._replace(lines=lines),
+        measured._replace(lines=lines),
         "figure 19",
         panels,
         head=["length"],
@@ -73,24 +73,24 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def _lengths(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[int]:
-    """Powers of two that the model has positions for."""
+    """Return the powers of two that the model has positions for."""
     model = Session.of(arguments, say).load()
-    length, made = 4 * arguments.kept, []
+    length, lengths = 4 * arguments.kept, []
     while length <= model.config.max_positions:
-        made.append(length)
+        lengths.append(length)
         length *= 2
-    if not made:
+    if not lengths:
         raise InputError(
             f"--kept {arguments.kept}: the model has only {model.config.max_positions} positions; "
             "lower it"
         )
-    return made
+    return lengths
 
 
 def _measure_length(
     arguments: argparse.Namespace, length: int, say: Callable[[str], None]
 ) -> Measured:
-    """All policies at one length; what was finished before is not repeated."""
+    """Measure all policies at one length, without repeating finished measurements."""
     chosen = copy.copy(arguments)
     chosen.window, chosen.context = length, length - length // SCORED
     chosen.policy = [keeping(name, arguments.kept, length) for name in arguments.policy]
@@ -98,7 +98,7 @@ def _measure_length(
 
 
 def keeping(name: str, kept: int, length: int) -> str:
-    """A policy with settings by which it attends to `kept` past tokens at the end of a window."""
+    """Return a policy with settings that attend to `kept` past tokens at the end of a window."""
     if name == "full":
         return name
     sinks, window = RESIDENT.get(name, (SINKS, kept // 2 - SINKS + 1))
@@ -110,8 +110,8 @@ def keeping(name: str, kept: int, length: int) -> str:
 
 
 def _points(lines: list[dict[str, Any]], value: str) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    points: dict[str, list[Any]] = {}
     for line in lines:
         if line[value] is not None:
-            found.setdefault(line["policy"], []).append((line["length"], line[value]))
-    return found
+            points.setdefault(line["policy"], []).append((line["length"], line[value]))
+    return points

@@ -1,8 +1,8 @@
-"""Limits of the host pool, by what gives way (the paper's table 2).
+"""Limits of the host pool by eviction order (the paper's table 2).
 
-Perplexity with all of the cache on the host, and with a share of it, evicting the oldest rows,
-those least recently requested, or those with the fewest requests. The context is short, so that
-most of a window is decoded while rows give way.
+Perplexity with the whole cache on the host, and with a share of it, evicting the oldest rows, the
+least recently requested, or the least often requested. The context is short, so that rows are
+evicted while most of a window is decoded.
 """
 
 import argparse
@@ -35,48 +35,48 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Measure, print the table and write the files."""
-    made = measure(arguments, Session.of(arguments, say))
+    measured = measure(arguments, Session.of(arguments, say))
     unlimited = {
-        without_pool(line): line for line in made.lines if line["settings"]["pool"] == "all"
+        without_pool(line): line for line in measured.lines if line["settings"]["pool"] == "all"
     }
-    for line in made.lines:
+    for line in measured.lines:
         whole = unlimited.get(without_pool(line))
         line["change_by_pool_percent"] = None if whole is None else change(line, whole)
     panel = Panel(
         "rows on the host, % of the context",
         "perplexity above the unlimited pool's, %",
-        over(made.lines, eviction, limit, "change_by_pool_percent"),
+        over(measured.lines, eviction, limit, "change_by_pool_percent"),
     )
-    finish(made, "table 2", [panel], head=["by the pool"], cells=cells)
+    finish(measured, "table 2", [panel], head=["by the pool"], cells=cells)
 
 
 def cells(line: dict[str, Any]) -> list[str]:
-    """The change by the pool alone."""
+    """Return the change that the pool causes."""
     change = line["change_by_pool_percent"]
     return ["" if change is None or line["settings"]["pool"] == "all" else f"{change:+.3f} %"]
 
 
 def without_pool(line: dict[str, Any]) -> str:
-    """What a line has in common with the same measurement without a limit.
+    """Return a key that equals that of the same measurement without a limit.
 
-    A pool has no tail in blocks, nor values predicted in it, so that the change by the pool is also
-    that of the tail.
+    A pool has neither a tail in blocks nor predicted values, so the change caused by a pool
+    includes that of the tail.
     """
     rest = {k: v for k, v in line["settings"].items() if k not in MADE_OTHER}
     return json.dumps([line["policy"], rest], sort_keys=True)
 
 
 def change(line: dict[str, Any], unlimited: dict[str, Any]) -> float:
-    """Perplexity above that of the same policy without a limit, in percent."""
+    """Return perplexity above that of the same policy without a limit, in percent."""
     return 100 * (line["perplexity"] / unlimited["perplexity"] - 1)
 
 
 def eviction(line: dict[str, Any]) -> str | None:
-    """What gives way; None without a limit, or with one in tokens."""
+    """Return the eviction order; None without a limit, or with a limit in tokens."""
     words = line["settings"]["pool"].split()
     return words[1] if words[0].endswith("%") else None
 
 
 def limit(line: dict[str, Any]) -> float:
-    """The share of the context, in percent."""
+    """Return the limit as a share of the context, in percent."""
     return float(line["settings"]["pool"].split()[0].rstrip("%"))

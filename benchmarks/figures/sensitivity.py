@@ -1,7 +1,7 @@
-"""Sensitivity to alpha and to the partial ratio (the paper's figure 17, its accuracy side).
+"""Sensitivity of accuracy to alpha and to the partial ratio (the paper's figure 17).
 
-Both sweeps of the paper (alpha 1 to 9; ratios 0.1 to 1 at alpha 4), with the paper's settings and
-with this package's.
+Both sweeps of the paper, alpha from 1 to 9 and ratios from 0.1 to 1 at alpha 4, with the paper's
+settings and with this package's.
 """
 
 import argparse
@@ -17,40 +17,40 @@ SUMMARY = "sensitivity to alpha and partial ratio (figure 17)"
 ALPHAS = (1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0)
 RATIOS = {
     "infinigen-paper": (0.1, 0.2, 0.4, 0.6, 0.8, 1.0),
-    # An index in int4 has whole words of eight columns: of heads of 32 these are all that differ.
+    # An int4 index has whole words of eight columns, so with heads of 32 only these differ.
     "infinigen": (0.25, 0.5, 0.75, 1.0),
 }
-ALPHA = 4.0  # of the sweep over ratios
-OWN_RATIO = {"infinigen-paper": 0.2, "infinigen": 0.75}  # of the sweep over alpha
+ALPHA = 4.0  # for the sweep over ratios
+OWN_RATIO = {"infinigen-paper": 0.2, "infinigen": 0.75}  # for the sweep over alpha
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this figure."""
-    sweeps: dict[str, None] = {}  # the two meet in a point
+    sweeps: dict[str, None] = {}  # the two share a point
     for name, ratio in OWN_RATIO.items():
         pairs = [(alpha, ratio) for alpha in ALPHAS] + [(ALPHA, each) for each in RATIOS[name]]
-        for alpha, own in pairs:
-            sweeps.setdefault(f"{name}:alpha={alpha:g},partial_ratio={own:g}")
+        for alpha, ratio in pairs:
+            sweeps.setdefault(f"{name}:alpha={alpha:g},partial_ratio={ratio:g}")
     add_evaluation_options(parser, tasks=True, policy=list(sweeps), budget=[0.2])
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Measure, print the table and write the files."""
-    made = measure(arguments, Session.of(arguments, say))
+    measured = measure(arguments, Session.of(arguments, say))
     panels = [
-        Panel("alpha", made.title, sweep(made.lines, made.quality, "alpha", ALPHAS)),
-        Panel("columns in the index, share", made.title,
-              sweep(made.lines, made.quality, "partial_ratio", RATIOS["infinigen-paper"])),
+        Panel("alpha", measured.title, sweep(measured.lines, measured.quality, "alpha", ALPHAS)),
+        Panel("columns in the index, share", measured.title,
+              sweep(measured.lines, measured.quality, "partial_ratio", RATIOS["infinigen-paper"])),
         Panel("alpha", "rows attended to, share",
-              sweep(made.lines, "attended_fraction", "alpha", ALPHAS, full=False)),
+              sweep(measured.lines, "attended_fraction", "alpha", ALPHAS, full=False)),
     ]  # fmt: skip
-    finish(made, "figure 17", panels, head=[], cells=nothing)
+    finish(measured, "figure 17", panels, head=[], cells=nothing)
 
 
 def sweep(
     lines: list[dict[str, Any]], y: str, x: str, values: tuple[float, ...], full: bool = True
 ) -> dict[str, Any]:
-    """The points of one of the two sweeps."""
+    """Return the points of one of the two sweeps."""
 
     def name(line: dict[str, Any]) -> str | None:
         settings = line["settings"]

@@ -1,9 +1,9 @@
-"""With and without skewing (the paper's figure 13): bases, by share of the key's columns.
+"""Perplexity with and without skewing (the paper's figure 13), by share of the key's columns.
 
-The paper's settings, except that alpha leaves the choice to the budget: 20 % of the rows, scored by
-a share of the columns. `none`: the keys' own columns, those with the longest calibration queries
-first; `svd`: the paper's basis; `balanced`: this package's. The model must have been converted with
-`--skew balanced`, which leaves the weights unchanged and stores both bases.
+The settings are the paper's, except that alpha is infinite: the budget selects 20 % of the rows,
+scored by a share of the columns. `none` takes the keys' columns in order of the norm of the
+calibration queries, `svd` is the paper's basis, and `balanced` is this package's. The model must be
+converted with `--skew balanced`, which keeps the weights unchanged and stores both bases.
 """
 
 import argparse
@@ -43,10 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Unskewed(Session):
-    """A session whose model has a permutation of the keys' columns in place of the paper's basis.
-
-    The package has no such basis.
-    """
+    """A session whose model has a permutation of the keys' columns instead of the paper's basis."""
 
     def load(self) -> "Model":
         return unskewed(super().load(), self.folder)
@@ -56,31 +53,31 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Measure, print the table and write the files."""
     bases = arguments.basis
     skewed = [basis for basis in bases if basis != "none"]
-    made, lines = None, []
+    measured, lines = None, []
     if skewed or not bases:
         first = _with(arguments, basis=skewed)
-        made = measure(first, Session.of(first, say))
-        lines = made.lines
+        measured = measure(first, Session.of(first, say))
+        lines = measured.lines
     if "none" in bases:
         again = _with(arguments, basis=["svd"])
         session = Unskewed.of(again, say)
-        session.record["basis"] = "none"  # finished parts differ from those of the paper's basis
-        made = measure(again, session)
-        for line in made.lines:
+        session.record["basis"] = "none"  # separates its parts from those of the paper's basis
+        measured = measure(again, session)
+        for line in measured.lines:
             if not line["reference"]:
                 line["settings"]["basis"] = "none"
-        # The reference, with which lines are compared, is the same with either model.
-        lines += made.lines if not lines else [x for x in made.lines if not x["reference"]]
+        # The reference is the same with either model.
+        lines += measured.lines if not lines else [x for x in measured.lines if not x["reference"]]
         del session.record["basis"]
-    assert made is not None
-    curves = level(lines, made.quality, arguments.partial_ratio) | over(
+    assert measured is not None
+    curves = level(lines, measured.quality, arguments.partial_ratio) | over(
         [line for line in lines if "basis" in line["settings"]],
         lambda line: line["settings"]["basis"],
         lambda line: line["settings"]["partial_ratio"],
-        made.quality,
+        measured.quality,
     )
-    panel = Panel("columns in the index, share", made.title, curves)
-    finish(made._replace(lines=lines), "figure 13", [panel], head=[], cells=nothing)
+    panel = Panel("columns in the index, share", measured.title, curves)
+    finish(measured._replace(lines=lines), "figure 13", [panel], head=[], cells=nothing)
 
 
 def _with(arguments: argparse.Namespace, **changes: Any) -> argparse.Namespace:
@@ -90,10 +87,10 @@ def _with(arguments: argparse.Namespace, **changes: Any) -> argparse.Namespace:
 
 
 def unskewed(model: "Model", folder: Any) -> "Model":
-    """Replace the paper's basis by the keys' own columns, those with the longest queries first.
+    """Replace the paper's basis by the keys' columns, those with the longest queries first.
 
     Raises:
-        InputError: for a model whose weights a conversion has skewed, or that has no bases.
+        InputError: the conversion skewed the model's weights, or stored no bases.
     """
     from infinigen_jax.convert.calibrate import DEFAULT_TEXT, Calibrator, read_text
     from infinigen_jax.loading.load import Basis

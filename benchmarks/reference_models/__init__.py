@@ -1,6 +1,6 @@
-"""Small models trained here to measure on: they look things up, and their attention is real.
+"""Small models trained on real text and lookup tasks, for measurements with realistic attention.
 
-`recipes` says what is trained; `books`, `corpus`, `synthetic` and `batches` make the tokens;
-`model`, `induction`, `schedule` and `checkpoints` are the training; `export` writes a Hugging Face
+`recipes` describes the training; `books`, `corpus`, `synthetic` and `batches` make the tokens;
+`model`, `induction`, `schedule` and `checkpoints` train; `export` writes a Hugging Face
 folder. The command is `python -m benchmarks.reference_models.train`.
 """

@@ -1,7 +1,7 @@
 """Batches of the training, and windows of the validation.
 
-A batch is a function of the seed, the step and the stage alone: a training that goes on after an
-interruption needs no position in the data beside its step.
+A batch depends only on the seed, the step and the stage, so an interrupted training resumes from
+the step alone.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +13,7 @@ from benchmarks.reference_models.corpus import Corpus, Tokens
 from benchmarks.reference_models.recipes import BOS, Size, Stage
 from benchmarks.reference_models.synthetic import SHORTEST, Synthetic
 
-AHEAD = 4  # batches made while a step runs
+AHEAD = 4  # batches prepared while a step runs
 
 
 class Batch(NamedTuple):
@@ -25,7 +25,7 @@ class Batch(NamedTuple):
 
 
 def passage(split: Tokens, rng: np.random.Generator, length: int) -> np.ndarray:
-    """Consecutive tokens, of one book where a book is long enough."""
+    """Return consecutive tokens, from one book if a book is long enough."""
     tokens, starts = split.tokens, split.starts
     if len(tokens) <= length:
         return np.resize(np.asarray(tokens), length)
@@ -39,7 +39,7 @@ def passage(split: Tokens, rng: np.random.Generator, length: int) -> np.ndarray:
 
 
 class Batches:
-    """Draws batches; a thread makes the next ones meanwhile."""
+    """Draws batches; a thread prepares the next ones."""
 
     def __init__(self, corpus: Corpus, size: Size, seed: int):
         self.corpus, self.size, self.seed = corpus, size, seed
@@ -50,9 +50,9 @@ class Batches:
         self._made: dict[tuple[int, Stage], Future[Batch]] = {}
 
     def get(self, step: int, stage: Stage) -> Batch:
-        """The batch of a step; those behind it are begun as if they were of the same stage."""
-        wanted = self._made.pop((step, stage), None)
-        batch = wanted.result() if wanted else self.make(step, stage)
+        """Return the batch of a step; start those of the next steps, assuming the same stage."""
+        pending = self._made.pop((step, stage), None)
+        batch = pending.result() if pending else self.make(step, stage)
         kept = [(step + i, stage) for i in range(1, AHEAD + 1)]  # the next one first
         for key in [key for key in self._made if key not in kept]:
             self._made.pop(key).cancel()
@@ -65,7 +65,7 @@ class Batches:
         self._executor.shutdown(cancel_futures=True)
 
     def make(self, step: int, stage: Stage) -> Batch:
-        """Passages of books, every other one behind the mark of a text's beginning, and tasks."""
+        """Make passages of books, half of them after a beginning-of-sequence token, and tasks."""
         rng = np.random.default_rng([self.seed, step])
         length = stage.context + 1
         tokens = np.empty((stage.batch, length), np.int32)
@@ -83,13 +83,13 @@ class Batches:
                     answers[row, lookup.start : lookup.stop] = True
             else:
                 tokens[row] = passage(self.corpus.train, rng, length)
-                if rng.random() < 0.5:  # prompts begin so, windows of a validation need not
+                if rng.random() < 0.5:  # like prompts; windows of a validation lack the token
                     tokens[row, 0] = BOS
         return Batch(tokens, weights[:, 1:], answers[:, 1:])
 
 
 def windows(split: Tokens, context: int, count: int) -> np.ndarray:
-    """Windows [w, context] int32, at most `count`, evenly spread over a split."""
+    """Return at most `count` windows [w, context] int32, evenly spread over a split."""
     here = max(len(split.tokens) // context, 1)
     count = min(count, here)
     last = max(len(split.tokens) - context, 0)

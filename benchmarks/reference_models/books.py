@@ -1,4 +1,4 @@
-"""Books from archives: `books_train_*.tar.xz` and `books_val.tar.xz`, one Markdown file a book.
+"""Reader of book archives, `books_train_*.tar.xz` and `books_val.tar.xz`, one Markdown file a book.
 
 A file begins with its title, author and year, then a line of dashes, then the text.
 """
@@ -27,33 +27,33 @@ _PLAIN = str.maketrans(
 )
 _RULE = re.compile(r"^-{5,}\s*$", re.MULTILINE)
 _HEADING = re.compile(r"^#+ +", re.MULTILINE)
-_HEADER = 2000  # the line of dashes is looked for in so many characters
+_HEADER = 2000  # maximum position of the line of dashes
 
 
 class Book(NamedTuple):
-    """A book's text, ready to be tokenised."""
+    """A book's text, ready for tokenisation."""
 
     name: str
     text: str
 
 
 def archives(folder: Path, split: str) -> list[Path]:
-    """The archives of a split ("train" or "val").
+    """Return the archives of a split ("train" or "val").
 
     Raises:
-        InputError: if there is none.
+        InputError: the folder has none.
     """
-    found = sorted(folder.glob(PATTERNS[split]))
-    if not found:
+    paths = sorted(folder.glob(PATTERNS[split]))
+    if not paths:
         raise InputError(f"--books {folder}: holds no {PATTERNS[split]}; give the books' folder")
-    return found
+    return paths
 
 
 def read_books(paths: list[Path], most: int | None) -> Iterator[Book]:
-    """The books of archives, in their order there, each cut after `most` characters.
+    """Yield the books of archives in order, each truncated to `most` characters.
 
     Raises:
-        InputError: naming the archive, if it cannot be read.
+        InputError: names the archive if it cannot be read.
     """
     for path in paths:
         try:
@@ -69,13 +69,13 @@ def read_books(paths: list[Path], most: int | None) -> Iterator[Book]:
 
 
 def with_broken_lines(text: str, width: int) -> str:
-    """A text with a paragraph a line, its lines broken before `width` characters."""
+    """Break the lines of a text with one paragraph per line before `width` characters."""
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     return "\n".join(wrapper.fill(line) for line in text.split("\n"))
 
 
 def plain(markdown: str) -> str:
-    """A book without header, markup and repeated empty lines, its quotes and dashes as typed."""
+    """Return a book without header, markup and blank line runs, with ASCII quotes and dashes."""
     rule = _RULE.search(markdown, 0, _HEADER)
     text = markdown[rule.end() :] if rule else markdown
     text = _HEADING.sub("", text).translate(_PLAIN)

@@ -1,6 +1,6 @@
 """Training state in one file: everything that the rest of the training depends on.
 
-The file is replaced in one step, so that a crash leaves the last whole one.
+The file is replaced atomically, so a crash leaves the previous one intact.
 """
 
 import json
@@ -18,7 +18,7 @@ DESCRIPTION = "description"
 
 
 def save(path: Path, tree: Any, description: dict[str, Any]) -> None:
-    """Write the arrays of a tree, and a JSON object."""
+    """Write the arrays of a tree and a JSON object."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     arrays = {f"leaf{i}": np.asarray(leaf) for i, (_, leaf) in enumerate(leaves)}
     text = json.dumps(description | {"leaves": [_name(where) for where, _ in leaves]})
@@ -31,25 +31,25 @@ def save(path: Path, tree: Any, description: dict[str, Any]) -> None:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """The JSON object of a checkpoint.
+    """Return the JSON object of a checkpoint.
 
     Raises:
-        InputError: if the file is missing or damaged.
+        InputError: the file is missing or damaged.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
             return json.loads(str(file[DESCRIPTION]))
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; nothing was saved there, so start anew") from None
+        raise InputError(f"{path}: no such file; no state was saved, so start anew") from None
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise InputError(f"{path}: not a checkpoint ({error}); delete it and start anew") from None
 
 
 def restore(path: Path, like: Any) -> Any:
-    """The tree of a checkpoint; `like` has the same structure, shapes and dtypes.
+    """Return the tree of a checkpoint; `like` has the same structure, shapes and dtypes.
 
     Raises:
-        InputError: if it has not.
+        InputError: the checkpoint differs from `like`.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(like)
     names = describe(path)["leaves"]

@@ -1,10 +1,10 @@
-"""Books as tokens: tokenised once, into files that are mapped into memory.
+"""Tokenised books, in memory-mapped files.
 
     DATA/tokenizer.json      byte-level BPE
     DATA/train.bin, val.bin  uint16 tokens; each book is <s> ... </s>
-    DATA/corpus.json         where each book begins, and what all this was made of
+    DATA/corpus.json         start of each book, and the sources of all files
 
-A book of the validation split is cut after 200,000 characters, so that each counts alike.
+Books of the validation split are truncated to 200,000 characters, so that each counts alike.
 """
 
 import dataclasses
@@ -27,17 +27,17 @@ from infinigen_jax.files.atomic import staged, write_text
 VALIDATION_CHARACTERS = 200_000
 BOOKS_AT_ONCE = 16
 FORMAT = 2
-WIDTHS = range(62, 78)  # of broken lines; each book has its own
+WIDTHS = range(62, 78)  # widths of broken lines, one per book
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """A split: all books' tokens, one behind the other.
+    """Tokens of a split, with all books concatenated.
 
     Attributes:
-        tokens: [n] uint16, mapped.
-        starts: where each book begins, and where the last one ends.
-        characters: of all books together.
+        tokens: [n] uint16, memory-mapped.
+        starts: start of each book, and end of the last one.
+        characters: characters of all books.
     """
 
     tokens: np.ndarray
@@ -47,7 +47,7 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Both splits, and the tokenizer they were made with."""
+    """Both splits, and their tokenizer."""
 
     train: Tokens
     val: Tokens
@@ -61,20 +61,20 @@ def prepare(books: Path, destination: Path, size: Size, tokenizer: Path | None) 
     """Tokenise the archives of `books` into the folder `destination`, whole or not at all.
 
     Args:
-        tokenizer: a folder whose `tokenizer.json` is used; None: train one.
+        tokenizer: folder with the `tokenizer.json` to use; None: train one.
     """
     train, val = archives(books, "train"), archives(books, "val")
-    made = read_tokenizer(tokenizer) if tokenizer else train_tokenizer(train, size)
+    bpe = read_tokenizer(tokenizer) if tokenizer else train_tokenizer(train, size)
     with staged(destination.resolve()) as folder:
-        write_text(folder / "tokenizer.json", made.to_str())
+        write_text(folder / "tokenizer.json", bpe.to_str())
         splits = {}
         sources = {
             "train": _some_broken(read_books(train, size.characters_per_book), size.broken_lines),
             "val": read_books(val, VALIDATION_CHARACTERS),
         }
-        for split, found in sources.items():
+        for split, books_of_split in sources.items():
             with open(folder / f"{split}.bin", "wb") as file:
-                splits[split] = _write_tokens(file, found, made)
+                splits[split] = _write_tokens(file, books_of_split, bpe)
             note(f"{split}: {splits[split]['starts'][-1]:,} tokens")
         contents = {
             "format": FORMAT,
@@ -87,10 +87,10 @@ def prepare(books: Path, destination: Path, size: Size, tokenizer: Path | None) 
 
 
 def open_corpus(folder: Path) -> Corpus:
-    """Map what `prepare` wrote.
+    """Map the files that `prepare` wrote.
 
     Raises:
-        InputError: if it is not there, or was written by another version.
+        InputError: they are missing, or another version wrote them.
     """
     try:
         text = (folder / "corpus.json").read_text()
@@ -102,15 +102,15 @@ def open_corpus(folder: Path) -> Corpus:
     if contents.get("format") != FORMAT:
         raise InputError(f"{folder}: prepared by another version; delete it")
     fingerprint = hashlib.sha256((text + tokenizer_json).encode()).hexdigest()
-    made = Tokenizer.from_str(tokenizer_json)
-    return Corpus(splits["train"], splits["val"], made, tokenizer_json, fingerprint, folder)
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    return Corpus(splits["train"], splits["val"], tokenizer, tokenizer_json, fingerprint, folder)
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model folder, with the special tokens that the recipe relies on.
+    """Read the tokenizer of a model folder and check the special tokens of the recipe.
 
     Raises:
-        InputError: if there is none, or a foreign one.
+        InputError: it is missing or incompatible.
     """
     path = folder / "tokenizer.json"
     try:
@@ -125,7 +125,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def train_tokenizer(paths: list[Path], size: Size) -> Tokenizer:
-    """Byte-level BPE with `size.vocabulary` tokens, from the beginnings of all books."""
+    """Train a byte-level BPE with `size.vocabulary` tokens on the beginnings of all books."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -138,7 +138,7 @@ def train_tokenizer(paths: list[Path], size: Size) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    most = max(1000, size.tokenizer_characters // 500)  # of each book
+    most = max(1000, size.tokenizer_characters // 500)  # characters of each book
     read = 0
 
     def texts() -> Iterator[str]:
@@ -155,7 +155,7 @@ def train_tokenizer(paths: list[Path], size: Size) -> Tokenizer:
 
 
 def _some_broken(books: Iterator[Book], share: float) -> Iterator[Book]:
-    """The books, a share of them with broken lines: always the same ones."""
+    """Yield the books, a fixed share of them with broken lines."""
     rng = np.random.default_rng(0)
     for book in books:
         broken, width = rng.random() < share, int(rng.choice(WIDTHS))
@@ -163,7 +163,7 @@ def _some_broken(books: Iterator[Book], share: float) -> Iterator[Book]:
 
 
 def encode_book(ids: Iterable[int]) -> np.ndarray:
-    """A book's tokens between the marks of its beginning and end."""
+    """Return a book's tokens between beginning-of-sequence and end-of-sequence."""
     return np.array([BOS, *ids, EOS], np.uint16)
 
 

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder: config.json, tokenizer, safetensors."""
+"""Export of a trained model to a Hugging Face folder: config.json, tokenizer, safetensors."""
 
 import json
 from pathlib import Path
@@ -15,10 +15,10 @@ STORED = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"]}
 
 
 def export(folder: Path, hf: dict[str, Any], params: Params, tokenizer_json: str) -> None:
-    """Write the folder, whole or not at all; an earlier export there is replaced.
+    """Write the folder, whole or not at all; replace an earlier export.
 
     Args:
-        hf: config.json; its "dtype" is that of the weights.
+        hf: config.json; its "dtype" is the dtype of the weights.
         params: float32.
     """
     dtype = STORED[hf["dtype"]]
@@ -37,7 +37,7 @@ def export(folder: Path, hf: dict[str, Any], params: Params, tokenizer_json: str
 
 
 def named_tensors(hf: dict[str, Any], params: Params, dtype: Any) -> dict[str, np.ndarray]:
-    """All tensors under Hugging Face's names."""
+    """Return all tensors under Hugging Face's names."""
     slots = expected(blueprint(config_from_hf(hf), np.dtype(np.float32)))
     named = dict(write_tree(slots.embedding, params["embedding"]))
     for layer, layer_params in zip(slots.layers, params["layers"], strict=True):

@@ -1,16 +1,15 @@
-"""A start that can look up: heads that copy what stood behind the same token before.
+"""Initial parameters with induction heads, which copy the token after an earlier equal token.
 
-Two heads in a row make such a lookup (induction; Olsson et al., 2022): one writes to every position
-which token stands before it, the next compares the token at hand with that and copies the token
-found. Models learn it by themselves after billions of tokens, small ones on a CPU never get there.
-So they start with it, roughly, as others start with attention that looks like a trained one's
-(Trockman and Kolter, 2023): random directions carry the tokens, and training makes of it what it
-needs. It is a start for training, no more: without the runs of random tokens that come first
-(`Synthetic.copies`) it is lost within a hundred steps.
+Two consecutive heads make such a lookup (induction; Olsson et al., 2022). The first writes the
+previous token to every position; the second compares the current token with these and copies the
+match. Models learn this after billions of tokens, small ones on a CPU never. So they start with an
+approximation, like others start with attention that resembles trained attention (Trockman and
+Kolter, 2023): random directions carry the tokens, and training adapts them. Without the initial
+runs of random tokens (`Synthetic.copies`) the heads are lost within a hundred steps.
 
-    layer 0, first KV head     looks one token back and (second query head) two, by position alone,
-                               and writes what is there to directions that no embedding uses
-    layers 1 to 3, first one   match tokens with those, and copy
+    layer 0, first KV head     attends one token back and (second query head) two, by position
+                               alone, and writes the token to directions that no embedding uses
+    layers 1 to 3, first one   match tokens with those directions, and copy
 """
 
 from collections.abc import Callable
@@ -23,19 +22,19 @@ import numpy as np
 from infinigen_jax.models import ModelConfig, Params
 
 EMBEDDING = 0.1  # standard deviation of an embedding's entries
-CONSTANT = 0.5  # share of a rotary model's normalised embedding that is the same for all tokens
-QUIET = 0.1  # of what all layers write at first, so that it does not drown the embedding
-SHARPNESS = 12.0  # logits between the position looked for and those beside it, about, times two
-MATCH = 2.0  # of the logit of a direction that agrees
-WRITTEN = 3.0  # of what is written about earlier tokens, in units of the embedding
-COPIED = 2.0  # of what is copied
+CONSTANT = 0.5  # constant share of a rotary model's normalised embedding
+QUIET = 0.1  # initial scale of all layers' output, so that the embedding dominates
+SHARPNESS = 12.0  # about twice the logit difference between adjacent positions
+MATCH = 2.0  # logit of a matching direction
+WRITTEN = 3.0  # scale of the written tokens, in units of the embedding
+COPIED = 2.0  # scale of the copied tokens
 COPIERS = (1, 2, 3)
 
-Look = Callable[[int], np.ndarray]  # projections [d, head size] that look so many positions back
+Look = Callable[[int], np.ndarray]  # number of positions back -> projection [d, head size]
 
 
 def with_induction(params: Params, config: ModelConfig, seed: int) -> Params:
-    """Parameters (float32) with the heads described above in place of some of the random ones."""
+    """Return float32 parameters with these heads in place of some random ones."""
     c = config
     rng = np.random.default_rng([seed, 1])
     d = c.hidden_size
@@ -43,22 +42,22 @@ def with_induction(params: Params, config: ModelConfig, seed: int) -> Params:
     n = min(c.head_dim, (d - 1) // 5)
     constant, directions = directions[:, 0], directions[:, 1:]
     token, once, twice, output = (directions[:, i * n : (i + 1) * n] for i in range(4))
-    made = jax.tree.map(np.array, params)
+    arrays = jax.tree.map(np.array, params)
     assert c.rope is not None
-    _quieten(made, once, twice)
-    made["embedding"]["tokens"]["embedding"] += EMBEDDING * np.sqrt(d) * CONSTANT * constant
-    fast = c.head_dim // 4  # pairs that turn fast enough to tell neighbours apart
+    _quieten(arrays, once, twice)
+    arrays["embedding"]["tokens"]["embedding"] += EMBEDDING * np.sqrt(d) * CONSTANT * constant
+    fast = c.head_dim // 4  # pairs that rotate fast enough to distinguish neighbours
     angles = np.asarray(c.rope.frequencies(c.head_dim))[:fast]
     looks = _by_rotation(constant, angles, c.scale, c.head_dim)
-    _look_back(_Heads(made["layers"][0], config), looks, token, (once, twice))
-    for order, number in enumerate(i for i in COPIERS if i < c.num_layers):
-        heads = _Heads(made["layers"][number], config)
+    _look_back(_Heads(arrays["layers"][0], config), looks, token, (once, twice))
+    for order, layer in enumerate(i for i in COPIERS if i < c.num_layers):
+        heads = _Heads(arrays["layers"][layer], config)
         _copy(heads, config, order, token, once, twice, output)
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), made)
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), arrays)
 
 
 def _look_back(heads: "_Heads", looks: Look, token: np.ndarray, written: Any) -> None:
-    """The first KV head's query heads write which token is one and two back, by position alone."""
+    """Let the first KV head write the tokens one and two back, selected by position alone."""
     n = token.shape[1]
     heads.key[:, 0], heads.value[:, 0] = looks(0), 0
     heads.value[:, 0, :n] = token
@@ -76,13 +75,13 @@ def _copy(
     twice: np.ndarray,
     output: np.ndarray,
 ) -> None:
-    """The first KV head's query heads copy what stood behind the token at hand.
+    """Let the first KV head copy the token after an earlier occurrence of the current token.
 
     Args:
-        order: which of the layers that do it; each compares by directions of its own.
+        order: index among the copying layers; each compares by other directions.
     """
     size, n = config.head_dim, token.shape[1]
-    # Slow pairs alone: a lookup must not depend on the distance.
+    # Only slow pairs: a lookup must not depend on the distance.
     strength = np.sqrt(MATCH / config.scale)
     half, low = size // 2, size // 4
     width = min(half - low, n)
@@ -102,7 +101,7 @@ def _copy(
 
 
 class _Heads:
-    """A layer's projections by head, as views."""
+    """Views of a layer's projections by head."""
 
     def __init__(self, layer: Params, config: ModelConfig):
         c = config
@@ -114,7 +113,7 @@ class _Heads:
 
 
 def _quieten(params: Params, *unused: np.ndarray) -> None:
-    """Larger embeddings that leave some directions alone, and layers that write little."""
+    """Enlarge embeddings outside of the unused directions, and reduce the layers' output."""
     embedding = params["embedding"]["tokens"]["embedding"]
     embedding[:] = _without(embedding, *unused) * (EMBEDDING / 0.02)
     for layer in params["layers"]:
@@ -129,7 +128,7 @@ def _without(x: np.ndarray, *directions: np.ndarray) -> np.ndarray:
 
 
 def _by_rotation(constant: np.ndarray, angles: np.ndarray, scale: float, size: int) -> Look:
-    """For rotary positions, of what all tokens have in common."""
+    """Return projections for rotary positions, from the constant part of all tokens."""
     strength = np.sqrt(SHARPNESS / scale) / (CONSTANT * np.sqrt(len(constant)))
     fast, half = len(angles), size // 2
 

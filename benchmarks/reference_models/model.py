@@ -1,4 +1,4 @@
-"""The model in training: the package's own layers, so that what is trained is what is served.
+"""Training pass of a model, built from the package's layers, so training and serving agree.
 
 Parameters and the optimizer's state are float32. The pass computes in the blueprint's dtype:
 bfloat16 on a GPU, float32 on a CPU.
@@ -16,11 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint, random_params
 
 Attention = Callable[[Array, Array, Array], Array]
-RESIDUAL = ("o", "down")  # modules that write to the residual
+RESIDUAL = ("o", "down")  # modules that write to the residual stream
 
 
 class Training(NamedTuple):
-    """How losses are computed: in `dtype`, and `remat` says whether layers are recomputed."""
+    """Settings of the loss: dtype of the pass, and whether layers are recomputed (`remat`)."""
 
     blueprint: Blueprint
     attention: Attention
@@ -29,14 +29,14 @@ class Training(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a step replaces."""
+    """State of the training, replaced by every step."""
 
     params: Params
     optimizer: Any
 
 
 class Losses(NamedTuple):
-    """Nats per token of books and of answers, 0 where there are none; the gradient's norm."""
+    """Nats per token of books and of answers, 0 without any, and the norm of the gradient."""
 
     books: Float[Array, ""]
     answers: Float[Array, ""]
@@ -44,7 +44,7 @@ class Losses(NamedTuple):
 
 
 def attention(dtype: Any) -> Attention:
-    """Causal attention of scaled queries: by cuDNN on a GPU in half precision, else by XLA."""
+    """Return causal attention of scaled queries: cuDNN's on a GPU in half precision, else XLA's."""
     cudnn = jax.default_backend() == "gpu" and jnp.dtype(dtype).itemsize == 2
     return functools.partial(
         jax.nn.dot_product_attention,
@@ -55,7 +55,7 @@ def attention(dtype: Any) -> Attention:
 
 
 def initial_params(config: ModelConfig, seed: int) -> Params:
-    """Normal; what writes to the residual smaller, for all layers' writes add up."""
+    """Draw normal parameters, smaller for modules that write to the residual stream."""
     params = random_params(config, jnp.float32, seed)
     factor = jnp.float32((2 * config.num_layers) ** -0.5)
     for layer in params["layers"]:
@@ -65,7 +65,7 @@ def initial_params(config: ModelConfig, seed: int) -> Params:
 
 
 def logits(training: Training, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s v"]:
-    """Of every position, float32; `params` are float32."""
+    """Return the logits of every position, float32, from float32 `params`."""
     plan, attend, remat, dtype = training
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
 
@@ -76,8 +76,8 @@ def logits(training: Training, params: Params, tokens: Int[Array, "b s"]) -> Flo
         x = x + layer.attention_output(attend(layer.query(a, positions), keys, values))
         return x + layer.mlp(x)
 
-    # Looked up in float32: the gradient of a lookup adds up the changes of thousands of equal
-    # tokens one by one, which bfloat16 has not the digits for.
+    # Look up in float32: the gradient of a lookup sums thousands of small changes of one token,
+    # for which bfloat16 has too few digits.
     lookup = blueprint(plan.config, jnp.float32).embedding(params["embedding"])
     x = lookup.embed(tokens, positions).astype(dtype)
     for layer_params in params["layers"]:
@@ -88,7 +88,7 @@ def logits(training: Training, params: Params, tokens: Int[Array, "b s"]) -> Flo
 def token_losses(
     training: Training, params: Params, tokens: Int[Array, "b n"]
 ) -> Float[Array, "b n-1"]:
-    """Nats of every token but the first."""
+    """Return the nats of every token except the first."""
     return optax.softmax_cross_entropy_with_integer_labels(
         logits(training, params, tokens[:, :-1]), tokens[:, 1:]
     )
@@ -99,7 +99,7 @@ def _cast(params: Params, dtype: Any) -> Params:
 
 
 def optimizer(weight_decay: float) -> optax.GradientTransformation:
-    """AdamW behind gradient clipping, all but the learning rate, which every step is given."""
+    """Return AdamW after gradient clipping, without the learning rate, which steps receive."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),
@@ -112,7 +112,7 @@ def _decays(parameter: Array) -> bool:
 
 
 def train_step(training: Training, weight_decay: float) -> Callable[..., tuple[State, Losses]]:
-    """The jitted step; it takes over the state that it replaces."""
+    """Return the jitted step, which donates the state."""
 
     def loss(
         params: Params,

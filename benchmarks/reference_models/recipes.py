@@ -1,4 +1,4 @@
-"""What is trained: three sizes, and all that their training depends on."""
+"""Recipes of three model sizes: architecture, and everything that the training depends on."""
 
 import dataclasses
 from typing import Any
@@ -12,12 +12,12 @@ class Stage:
     """A part of the training.
 
     Attributes:
-        until: where it ends; 1 is the end of the training.
-        context: tokens of a sequence.
-        batch: sequences of a step.
-        copies: share of the sequences that are a run of random tokens over and over.
-        rate: its own learning rate, behind a warm-up; None: that of the training, which begins
-            behind the last stage that has its own.
+        until: progress at its end; 1 is the end of the training.
+        context: tokens per sequence.
+        batch: sequences per step.
+        copies: share of sequences that repeat a run of random tokens.
+        rate: learning rate of the stage, after a warm-up; None: the training's schedule, which
+            starts after the last stage with its own rate.
     """
 
     until: float
@@ -32,19 +32,19 @@ class Size:
     """A model's size and its training.
 
     Attributes:
-        vocabulary: tokens that the tokenizer is trained to have.
-        stages: short sequences first, because a token costs less there; the last has the model's
-            whole context.
-        tokens: to train on, where no time is given.
-        learning_rate: at its peak.
-        warmup: share of the training in which it rises.
-        synthetic: share of the sequences that are retrieval tasks, where all are not copies.
-        answer_weight: of an answer's tokens in the loss; a token of a book has 1.
-        broken_lines: share of the training's books whose lines are broken as in old text files.
-        characters_per_book: of each book of the training split, from its beginning on; None: all.
-        tokenizer_characters: that the tokenizer is trained on.
-        dtype: of the exported weights.
-        remat: recompute a layer in the backward pass rather than keep what it made.
+        vocabulary: size of the trained tokenizer's vocabulary.
+        stages: short sequences first, because their tokens cost less; the last stage has the
+            model's whole context.
+        tokens: training tokens, if no time is given.
+        learning_rate: peak learning rate.
+        warmup: share of the training in which the learning rate rises.
+        synthetic: share of sequences that are retrieval tasks, among those that are not copies.
+        answer_weight: weight of an answer's tokens in the loss; tokens of a book have 1.
+        broken_lines: share of the training's books with broken lines, like old text files.
+        characters_per_book: characters from the beginning of each training book; None: all.
+        tokenizer_characters: characters that the tokenizer is trained on.
+        dtype: dtype of the exported weights.
+        remat: recompute a layer in the backward pass instead of keeping its activations.
     """
 
     hidden: int
@@ -68,16 +68,16 @@ class Size:
 
     @property
     def context(self) -> int:
-        """The model's positions."""
+        """Number of the model's positions."""
         return self.stages[-1].context
 
     @property
     def rises_from(self) -> float:
-        """The progress at which the training's own learning rate begins."""
+        """Progress at which the training's own learning rate begins."""
         return max((s.until for s in self.stages if s.rate is not None), default=0.0)
 
     def stage(self, progress: float) -> Stage:
-        """The stage that the training is in; `progress` runs from 0 to 1."""
+        """Return the stage at `progress`, which runs from 0 to 1."""
         return next((s for s in self.stages if progress < s.until), self.stages[-1])
 
 
@@ -152,7 +152,7 @@ SIZES = {
 
 
 def hf_config(size: Size, vocabulary: int) -> dict[str, Any]:
-    """The model's `config.json`."""
+    """Return the model's `config.json`."""
     return {
         "vocab_size": vocabulary,
         "hidden_size": size.hidden,

@@ -1,7 +1,7 @@
-"""How far a training is, and the learning rate there.
+"""Progress of a training, and the learning rate as a function of it.
 
-Progress runs from 0 to 1, in tokens or in time. Counted in time it reaches 1 when the time is over,
-however fast the machine turns out to be, so that the cosine always comes to its end.
+Progress runs from 0 to 1, in tokens or in time. In time it reaches 1 when the time is over,
+whatever the speed of the machine, so the cosine always completes.
 """
 
 import dataclasses
@@ -9,19 +9,19 @@ import math
 
 from benchmarks.reference_models.recipes import Size
 
-FLOOR = 0.02  # of the peak, at the end
-OWN_WARMUP = 0.1  # of a stage that has its own rate
+FLOOR = 0.02  # final learning rate, as a share of the peak
+OWN_WARMUP = 0.1  # warm-up share of a stage with its own rate
 
 
 @dataclasses.dataclass
 class Clock:
-    """What a training has behind it.
+    """Tokens, steps and seconds of a training so far.
 
     Attributes:
-        tokens: to train on; without meaning where time is given.
-        step, seen, seconds: steps taken, tokens in them, and the time they took.
-        limit: seconds that the rest of the training may take, counted from `limited_at` on, when
-            the progress was `base`; None: the training ends by tokens.
+        tokens: tokens to train on; unused if a time is given.
+        step, seen, seconds: steps so far, their tokens, and their time.
+        limit: seconds for the rest of the training, counted from `limited_at`, when the progress
+            was `base`; None: the training ends by tokens.
     """
 
     tokens: int
@@ -34,20 +34,21 @@ class Clock:
 
     @property
     def progress(self) -> float:
+        """Progress of the training, from 0 to 1."""
         if self.limit is None:
             return min(self.seen / self.tokens, 1.0)
         gone = (self.seconds - self.limited_at) / self.limit
         return min(self.base + (1 - self.base) * gone, 1.0)
 
     def end_in(self, seconds: float) -> None:
-        """Spread the rest of the training over so many seconds; its progress goes on from here."""
+        """Spread the rest of the training over `seconds`; its progress continues from here."""
         self.base, self.limited_at, self.limit = self.progress, self.seconds, seconds
 
 
 def learning_rate(progress: float, size: Size) -> float:
-    """Linear to the peak during the warm-up, then half a cosine down to a fiftieth of it.
+    """Return a linear warm-up to the peak, followed by half a cosine down to a fiftieth of it.
 
-    From the end of the last stage that has a rate of its own; those warm up for a tenth of it.
+    It starts after the last stage with its own rate, whose warm-up is a tenth of the stage.
     """
     stage, begin = size.stage(progress), size.rises_from
     if stage.rate is not None:

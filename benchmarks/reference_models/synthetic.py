@@ -1,11 +1,10 @@
-"""Sequences that ask for what stands far above: pass keys, key-value pairs, repeated passages,
-runs of random tokens.
+"""Sequences that require lookups: pass keys, key-value pairs, repeated passages, random runs.
 
     passage  needle  passage  needle  passage ... | question answer  question answer ...
 
-Facts lie at random depths in passages of a book, questions come at the end, in another order. What
-nobody can know (a fact's random letters) has no weight in the loss; an answer has more than a
-token of a book.
+Facts lie at random depths in passages of a book; questions follow at the end, in another order. A
+fact's random letters, which cannot be predicted, have no weight in the loss. An answer has a higher
+weight than a token of a book.
 """
 
 import dataclasses
@@ -17,17 +16,17 @@ from tokenizers import Tokenizer
 
 from benchmarks.reference_models.recipes import BOS, SPECIAL
 
-Passage = Callable[[np.random.Generator, int], np.ndarray]  # so many consecutive tokens of a book
+Passage = Callable[[np.random.Generator, int], np.ndarray]  # consecutive tokens of a book
 
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
 KINDS = ("passkey", "pairs", "repeat")
 SHARES = (0.4, 0.4, 0.2)
-TOKENS_A_FACT = {"passkey": 100, "pairs": 24}  # in the sequences with most facts
-SHORTEST = 48  # tokens; below, not even one fact and its question fit
+TOKENS_A_FACT = {"passkey": 100, "pairs": 24}  # tokens per fact in the densest sequences
+SHORTEST = 48  # tokens that one fact and its question need
 
 
 class Form(NamedTuple):
-    """How a fact is told, and how it is asked for: `fact` holds {key} and {value}."""
+    """Wording of a fact and its question; `fact` contains {key} and {value}."""
 
     fact: str
     question: str
@@ -58,7 +57,7 @@ PAIRS = (
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """An answer: tokens [start, stop) of the sequence, and where its fact begins."""
+    """An answer: tokens [start, stop) of the sequence, and the position of its fact."""
 
     start: int
     stop: int
@@ -69,7 +68,7 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A sequence: tokens [n] uint16, what each counts in the loss [n] float32, its lookups."""
+    """A sequence: tokens [n] uint16, their weights in the loss [n] float32, and its lookups."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -78,7 +77,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """A fact, its question and its answer, as tokens."""
+    """Tokens of a fact, its question and its answer."""
 
     key: str
     value: str
@@ -89,23 +88,24 @@ class Fact:
 
     @property
     def length(self) -> int:
+        """Number of tokens of the fact, its question and its answer."""
         return len(self.fact) + len(self.question) + len(self.answer) + len(self.close)
 
 
 class Synthetic:
-    """Makes sequences out of a tokenizer and a source of passages.
+    """Makes sequences from a tokenizer and a source of passages.
 
     Args:
-        tokenizer: of the model.
-        passage: gives book text to hide facts in.
-        answer_weight: of an answer's tokens in the loss.
+        tokenizer: the model's tokenizer.
+        passage: source of book text around the facts.
+        answer_weight: weight of an answer's tokens in the loss.
     """
 
     def __init__(self, tokenizer: Tokenizer, passage: Passage, answer_weight: float):
         self.tokenizer, self.passage, self.answer_weight = tokenizer, passage, answer_weight
 
     def draw(self, rng: np.random.Generator, length: int) -> Sample:
-        """A sequence of `length` tokens of a random kind."""
+        """Draw a sequence of `length` tokens of a random kind."""
         kind = KINDS[int(rng.choice(len(KINDS), p=SHARES))]
         if kind == "repeat":
             return self.repeat(rng, length)
@@ -120,9 +120,9 @@ class Synthetic:
         count: int,
         depth: float | None = None,
     ) -> Sample:
-        """Up to `count` facts, as many as fit in 3/4 of the sequence, and a question for each.
+        """Make up to `count` facts, as many as fit in 3/4 of the sequence, and their questions.
 
-        None fits, and all is book text, where a tokenizer of few words makes them too long.
+        The sequence is plain book text if no fact fits, as with a tokenizer of few words.
 
         Args:
             kind: "passkey" (sentences hidden in a book) or "pairs" (mostly one block of lines).
@@ -155,7 +155,7 @@ class Synthetic:
         return build.finish()
 
     def repeat(self, rng: np.random.Generator, length: int) -> Sample:
-        """A passage that comes again: all but its first tokens can be looked up."""
+        """Repeat a passage: all tokens except its first can be looked up."""
         size = _log_uniform(rng, 8, max(9, length // 3))
         text = self.passage(rng, length - 1 - size)
         start = int(rng.integers(0, len(text) - size + 1))
@@ -167,22 +167,22 @@ class Synthetic:
         place = len(build)
         build.add(copy[4:], 1.0)
         value = self.tokenizer.decode(copy[4:].tolist())
-        build.found.append(Lookup(place, len(build), 1 + start + 4, "", value))
+        build.lookups.append(Lookup(place, len(build), 1 + start + 4, "", value))
         build.add(text[again:], 1.0)
         return build.finish()
 
     def copies(self, rng: np.random.Generator, length: int) -> Sample:
-        """A run of random tokens over and over: whoever looks back knows all but the first run.
+        """Repeat a run of random tokens: all tokens after the first run can be looked up.
 
-        No other sequence teaches so soon to look for what stood before, and what came behind it
-        (induction; Olsson et al., 2022): every token of it asks for that and for nothing else.
+        This teaches induction fastest (Olsson et al., 2022), because every token requires a lookup
+        of an earlier occurrence and nothing else.
         """
         size = _log_uniform(rng, 8, max(9, length // 2))
         ordinary = rng.integers(len(SPECIAL), self.tokenizer.get_vocab_size(), size)
         build = _Builder(self.answer_weight)
         build.add(ordinary, 0.0)
         build.add(np.resize(ordinary, length - 1 - size), 1.0)
-        build.found.append(Lookup(1 + size, length, 1, "", ""))
+        build.lookups.append(Lookup(1 + size, length, 1, "", ""))
         return build.finish()
 
     def _facts(self, rng: np.random.Generator, kind: str, count: int) -> list[Fact]:
@@ -205,47 +205,52 @@ class Synthetic:
 
 
 class _Builder:
-    """Puts a sequence together, from the mark of a text's beginning on."""
+    """Assembles a sequence, from the beginning-of-sequence token on."""
 
     def __init__(self, answer_weight: float):
         self.tokens: list[np.ndarray] = [np.array([BOS], np.uint16)]
         self.weights: list[np.ndarray] = [np.zeros(1, np.float32)]
-        self.found: list[Lookup] = []
+        self.lookups: list[Lookup] = []
         self.answer_weight, self.length = answer_weight, 1
 
     def __len__(self) -> int:
         return self.length
 
     def add(self, tokens: Sequence[int] | np.ndarray, weight: float) -> None:
+        """Append tokens with a weight in the loss."""
         self.tokens.append(np.asarray(tokens, np.uint16))
         self.weights.append(np.full(len(tokens), weight, np.float32))
         self.length += len(tokens)
 
     def ask(self, fact: Fact, place: int) -> None:
+        """Append a question and its answer, and record the lookup."""
         self.add(fact.question, 0.0)
         start = len(self)
         self.add(fact.answer, self.answer_weight)
-        self.found.append(Lookup(start, len(self), place, fact.key, fact.value))
+        self.lookups.append(Lookup(start, len(self), place, fact.key, fact.value))
         self.add(fact.close, 1.0)
 
     def finish(self) -> Sample:
-        return Sample(np.concatenate(self.tokens), np.concatenate(self.weights), tuple(self.found))
+        """Return the assembled sequence."""
+        return Sample(
+            np.concatenate(self.tokens), np.concatenate(self.weights), tuple(self.lookups)
+        )
 
 
 def word(rng: np.random.Generator) -> str:
-    """A made-up word of two or three syllables."""
+    """Return an invented word of two or three syllables."""
     size = int(rng.integers(2, 4))
     letters = zip(rng.choice(list(CONSONANTS), size), rng.choice(list(VOWELS), size), strict=True)
     return "".join(a + b for a, b in letters)
 
 
 def hexadecimal(rng: np.random.Generator) -> str:
-    """Four to eight hexadecimal digits."""
+    """Return four to eight hexadecimal digits."""
     return "".join(rng.choice(list("0123456789abcdef"), int(rng.integers(4, 9))))
 
 
 def digits(rng: np.random.Generator) -> str:
-    """A number of four to seven digits."""
+    """Return a number of four to seven digits."""
     return str(int(rng.integers(1, 10))) + "".join(
         rng.choice(list("0123456789"), rng.integers(3, 7))
     )
@@ -254,10 +259,10 @@ def digits(rng: np.random.Generator) -> str:
 def _distinct(
     rng: np.random.Generator, count: int, make: Callable[[np.random.Generator], str]
 ) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[make(rng)] = None
-    return list(found)
+    names: dict[str, None] = {}
+    while len(names) < count:
+        names[make(rng)] = None
+    return list(names)
 
 
 def _log_uniform(rng: np.random.Generator, low: int, high: int) -> int:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.reference_models.train --size cpu --books DIR --out DIR
 
-Into the folder --out: `model` (Hugging Face layout), `loss.json`, `loss.svg`, `checkpoint.npz`, and
-`data` (tokens) unless --data names one. Interrupted by Ctrl-C or SIGTERM it saves its state, and
---resume goes on from there: without --minutes to exactly the same model.
+It writes into the folder --out: `model` (Hugging Face layout), `loss.json`, `loss.svg`,
+`checkpoint.npz`, and `data` (tokens) unless --data names another folder. Ctrl-C or SIGTERM saves
+the state, and --resume continues: without --minutes to exactly the same model.
 """
 
 import argparse
@@ -24,13 +24,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="prepared tokens; default: OUT/data")
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer.json to use")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.npz")
+    parser.add_argument("--resume", action="store_true", help="continue from OUT/checkpoint.npz")
     parser.add_argument(
         "--minutes",
         type=float,
-        help="be done in so many, everything included; default: a fixed number of tokens",
+        help="total time limit; default: a fixed number of tokens",
     )
-    parser.add_argument("--tokens", type=int, help="train on so many; default: by size")
+    parser.add_argument("--tokens", type=int, help="training tokens; default: by size")
     parser.add_argument("--learning-rate", type=float, help="peak; default: by size")
     parser.add_argument("--synthetic", type=float, help="share of tasks; default: by size")
     parser.add_argument("--seed", type=int, default=0)
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, started: float) -> int:
-    """Prepare what is missing, train, export."""
+    """Prepare missing data, train and export."""
     if options.minutes is not None and options.minutes <= 0:
         raise InputError(f"--minutes {options.minutes}: give a positive number")
     if options.tokens is not None and options.tokens <= 0:
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, started: float) -> int:
     if options.learning_rate is not None and options.learning_rate <= 0:
         raise InputError(f"--learning-rate {options.learning_rate}: give a positive number")
     if options.data and options.tokenizer:
-        raise InputError("--tokenizer: the tokens in --data have their own; give one of the two")
+        raise InputError("--tokenizer: the tokens in --data have a tokenizer; give one of the two")
     if options.seed < 0:
         raise InputError(f"--seed {options.seed}: it must be 0 or more")
     from benchmarks.reference_models.corpus import open_corpus, prepare
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace, started: float) -> int:
     data = options.data or options.out / "data"
     if not options.data and not (data / "corpus.json").exists():
         if options.books is None:
-            raise InputError(f"--books is missing, and there are no tokens in {data}")
+            raise InputError(f"--books is missing, and {data} has no tokens")
         prepare(options.books, data, size, options.tokenizer)
     corpus = open_corpus(data)
     if options.prepare_only:

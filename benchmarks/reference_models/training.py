@@ -1,4 +1,4 @@
-"""The training loop: state, clock, curve, and what is written on the way."""
+"""Training loop: state, clock, loss curve, and files written on the way."""
 
 import contextlib
 import dataclasses
@@ -40,20 +40,20 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.models import blueprint, config_from_hf
 
 CHECKPOINT = "checkpoint.npz"
-VALIDATIONS = 10  # parts of the training, with a validation behind each
-QUICK_WINDOWS = 16  # of such a validation
-IN_FLIGHT = 2  # steps dispatched before the oldest is waited for
-POINTS = 400  # of the curve, at most, about
-VALIDATIONS_SHARE = 0.05  # of the time, at most, where that is given
-RESERVE = 15.0  # seconds for what comes after the last step, beside the last validation
+VALIDATIONS = 10  # parts of the training, each followed by a validation
+QUICK_WINDOWS = 16  # windows of such a validation
+IN_FLIGHT = 2  # steps in flight before the loop waits for the oldest
+POINTS = 400  # approximate maximum number of points of the curve
+VALIDATIONS_SHARE = 0.05  # maximum share of a given time
+RESERVE = 15.0  # seconds after the last step, in addition to the last validation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a command line asks for.
+    """Settings of a training.
 
     Attributes:
-        deadline: of `time.monotonic()`, by which all is written; None: train on `tokens`.
+        deadline: time on `time.monotonic()` by which all is written; None: train on `tokens`.
     """
 
     size_name: str
@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def size(self) -> Size:
-        """The size, with what the command line changes of it."""
+        """The size with the changes of the command line."""
         return dataclasses.replace(
             SIZES[self.size_name],
             tokens=self.tokens,
@@ -76,10 +76,10 @@ class Settings:
 
 
 def train(settings: Settings, corpus: Corpus, out: Path, resume: bool) -> bool:
-    """Train, or go on, and write everything; whether it came to the end.
+    """Train or resume, and write everything; return whether the training is complete.
 
     Raises:
-        InputError: if `out` holds a training already, or, with `resume`, none that fits.
+        InputError: `out` holds a training already, or, with `resume`, none that fits.
     """
     out.mkdir(parents=True, exist_ok=True)
     if not resume and (out / CHECKPOINT).exists():
@@ -116,7 +116,7 @@ class _Job:
         self.losses = jax.jit(lambda params, tokens: token_losses(self.training, params, tokens))
 
     def run(self, stopping: Callable[[], bool]) -> bool:
-        """Steps until the clock has run out (True) or somebody wants it to stop (False)."""
+        """Run steps until the clock has run out (True) or a signal stops it (False)."""
         batches = Batches(self.corpus, self.size, self.settings.seed)
         try:
             self._warm_up(batches)
@@ -125,7 +125,7 @@ class _Job:
             batches.close()
 
     def restore(self) -> None:
-        """Take over the state of a checkpoint."""
+        """Load the state of a checkpoint."""
         path = self.out / CHECKPOINT
         saved = checkpoints.describe(path)
         for name, value in self._identity().items():
@@ -138,6 +138,7 @@ class _Job:
         self.curve, self.validations = saved["curve"], saved["validations"]
 
     def save(self) -> None:
+        """Save the state as a checkpoint."""
         described = {
             "clock": dataclasses.asdict(self.clock),
             "curve": self.curve,
@@ -146,7 +147,7 @@ class _Job:
         checkpoints.save(self.out / CHECKPOINT, self.state, self._identity() | described)
 
     def finish(self) -> None:
-        """Export, validate, write and draw the curve, and keep the last state."""
+        """Export, validate, write and draw the curve, and save the last state."""
         export(self.out / "model", self.hf, self.state.params, self.corpus.tokenizer_json)
         final = self.validate(COUNT)
         note(f"validation: {final['nats_per_token']:.4f} nats per token")
@@ -171,6 +172,7 @@ class _Job:
         self.save()
 
     def validate(self, count: int) -> dict[str, Any]:
+        """Validate on `count` windows."""
         batch = max(1, self.size.stages[-1].batch)
         losses = lambda tokens: self.losses(self.state.params, tokens)  # noqa: E731
         return validate(losses, self.corpus.val, self.size.context, count, batch)
@@ -217,7 +219,7 @@ class _Job:
         return self.compiled[batch.tokens.shape](self.state, *batch, np.float32(rate))
 
     def _warm_up(self, batches: Batches) -> None:
-        """Compile before the clock starts, then fix how long the training may take."""
+        """Compile before the clock starts, then set the time for the training."""
         begun = time.monotonic()
         for stage in self.size.stages:
             batch = batches.make(0, stage)
@@ -228,7 +230,7 @@ class _Job:
             self.validate(QUICK_WINDOWS)
         once = time.monotonic()
         if self.settings.deadline is not None and self.clock.progress < 1:
-            self.validate(QUICK_WINDOWS)  # compiled by now
+            self.validate(QUICK_WINDOWS)  # already compiled
             again = time.monotonic() - once
             left = self.settings.deadline - time.monotonic() - RESERVE
             left -= again * COUNT / QUICK_WINDOWS
@@ -245,21 +247,21 @@ class _Job:
         self.compiled[batch.tokens.shape] = self.step.lower(shapes, *batch, rate).compile()
 
     def _every(self) -> int:
-        """Steps in a point of the curve; by what is known of their number so far."""
+        """Return the steps per point of the curve, from the expected number of steps."""
         done = max(self.clock.progress, 0.01)
         return max(1, int(self.clock.step / done / POINTS))
 
     def _point(self, pending: list[tuple[dict[str, Any], Losses]]) -> None:
-        """One more point of the curve, the mean over the steps since the last."""
+        """Add a point to the curve, the mean over the steps since the last point."""
         if not pending:
             return
         values = np.array([[float(x) for x in losses] for _, losses in pending])
         names = ("books", "answers", "gradient")
         means = {}
         for i, name in enumerate(names):
-            there = values[:, i][values[:, i] > 0]
-            if len(there):
-                means[name] = round(float(there.mean()), 5)
+            positive = values[:, i][values[:, i] > 0]
+            if len(positive):
+                means[name] = round(float(positive.mean()), 5)
         if not np.isfinite(values).all():
             raise InputError("--learning-rate: the loss is not finite any more; give a lower one")
         self.curve.append(pending[-1][0] | {"seconds": round(self.clock.seconds, 2)} | means)
@@ -270,10 +272,10 @@ class _Job:
             note(f"{self.clock.progress:4.0%} step {self.clock.step}: {losses}; {speed:,.0f}/s")
 
     def _identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree in, for a training to go on from it."""
+        """Return the settings that a checkpoint must match for a training to resume."""
         recipe = dataclasses.asdict(self.size)
         if self.settings.deadline is not None:
-            del recipe["tokens"]  # ends by time
+            del recipe["tokens"]  # the training ends by time
         return {
             "size": self.settings.size_name,
             "seed": self.settings.seed,
@@ -286,21 +288,21 @@ class _Job:
 
 @contextlib.contextmanager
 def _stopped_gently() -> Iterator[Callable[[], bool]]:
-    """SIGINT and SIGTERM end the training behind the step at hand; a second one ends it at once."""
+    """Let SIGINT and SIGTERM end the training after the current step; a second one ends it."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     seen = threading.Event()
 
-    def stop(number: int, frame: object) -> None:
+    def stop(signal_number: int, frame: object) -> None:
         if seen.is_set():
             raise KeyboardInterrupt
         seen.set()
-        note("stopping: the state is saved, --resume goes on")
+        note("stopping: the state is saved, --resume continues")
 
     previous = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield seen.is_set
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous.items():
+            signal.signal(signal_number, handler)

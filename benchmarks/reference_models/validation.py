@@ -1,7 +1,7 @@
 """Nats per token on held-out books.
 
-As in the shared checkpoints' own figures: windows of a whole context, evenly spread over the first
-200,000 characters of each book, wherever they happen to begin.
+Windows of a whole context are evenly spread over the first 200,000 characters of each book and may
+begin anywhere, like those of the published figures of the shared checkpoints.
 """
 
 from collections.abc import Callable
@@ -13,17 +13,17 @@ from benchmarks.reference_models.batches import windows
 from benchmarks.reference_models.corpus import Tokens
 
 COUNT = 48
-PARTS = 4  # of a window, reported apart
+PARTS = 4  # parts of a window, reported separately
 
 
 def validate(
     losses: Callable[[np.ndarray], Any], split: Tokens, context: int, count: int, batch: int
 ) -> dict[str, Any]:
-    """Mean nats per token, whole and by position, and per character.
+    """Return mean nats per token, whole and by position, and per character.
 
     Args:
-        losses: nats [b, n - 1] of windows [b, n]; called with equal shapes.
-        count: windows.
+        losses: returns nats [b, n - 1] of windows [b, n]; called with equal shapes.
+        count: number of windows.
     """
     cut = windows(split, context, count)
     batch = min(batch, len(cut))

@@ -1,21 +1,22 @@
-"""Pinned host memory in JAX: allocating it, reading rows from it, writing rows into it.
+"""Pinned host memory in JAX: allocate it, read rows from it, write rows into it.
 
-A memory kind is part of an array's type, and XLA turns a careless operation on a host array into a
-copy of the whole array or into arithmetic over PCIe. The functions here are the ones that do
-neither (tests/gpu reads the compiled program), and every access to host memory goes through them.
-They run inside `jax.shard_map`, because automatic partitioning of host gathers does not compile;
-on the ordinary mesh of one device that costs nothing.
+A memory kind is part of an array's type. XLA may turn an operation on a host array into a copy of
+the whole array, or into arithmetic over PCIe. The functions here avoid both (tests/gpu inspects the
+compiled programs), so every access to host memory uses them. They run inside `jax.shard_map`
+because automatic partitioning of host gathers does not compile; on a mesh of one device this has no
+cost.
 
-The host cache is one array [l, a, k, t, w]: layers kept on the host, sequences, KV heads, slots,
-and a row of width w that holds a token's key and value side by side (w = 2d, or packed bytes).
+The host cache is one array [l, a, k, t, w]: host layers, sequences, KV heads, slots, and a row of
+width w that holds a token's key and value concatenated (w = 2d, or packed bytes).
 
-Along a there are the b sequences, and behind them what all of them begin with, stored once:
+Axis a holds the b sequences, followed by the prefix that all of them share, stored once:
 
     slots of every sequence    0 .. t-1     t .. 2t-1    2t .. 3t-1
-    a = b + 2 rows of slots    row b        row b + 1    the sequence's own row
+    a = b + 2 rows of slots    row b        row b + 1    the sequence's private row
 
-Ordinarily a = b, and a sequence has its t slots to itself. The functions here take a sequence's
-slots, from 0, unless they say otherwise; those that write take own ones only.
+Without a shared prefix a = b, and each sequence has t private slots. Functions here number a
+sequence's slots from 0, shared ones first, unless stated otherwise. Functions that write accept
+private slots only.
 """
 
 import functools
@@ -41,17 +42,17 @@ ROWS_SPEC = PartitionSpec("data", "model")
 
 @functools.cache
 def default_mesh() -> Mesh:
-    """The mesh of one device: sequences on axis "data", KV heads on axis "model"."""
+    """Return the mesh of one device: sequences on axis "data", KV heads on axis "model"."""
     return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), AXES)
 
 
 def checked_mesh(mesh: Mesh | None, kv_heads: int) -> Mesh:
-    """A mesh that arrays of a model with so many KV heads can be placed on.
+    """Return a mesh on which arrays of a model with `kv_heads` KV heads can be placed.
 
-    Of Explicit axes, as `jax.make_mesh` makes them, it is the same mesh with Auto ones.
+    A mesh with Explicit axes, as `jax.make_mesh` makes it, is replaced by one with Auto axes.
 
     Raises:
-        InputError: for other axes, or KV heads that the devices cannot share equally.
+        InputError: for other axis names, or KV heads that the devices cannot share equally.
     """
     if mesh is None:
         return default_mesh()
@@ -67,10 +68,10 @@ def checked_mesh(mesh: Mesh | None, kv_heads: int) -> Mesh:
 
 
 class Placement(NamedTuple):
-    """Where the arrays of a generation live on a mesh.
+    """Shardings of a generation's arrays on a mesh.
 
-    Stated at every jit boundary: shardings that XLA chooses would differ between the first step
-    and the next, and compile the step twice.
+    They are stated at every jit boundary. Shardings chosen by XLA would differ between the first
+    and the second step, which would compile the step twice.
     """
 
     mesh: Mesh
@@ -92,59 +93,59 @@ class Placement(NamedTuple):
 
     @property
     def host(self) -> NamedSharding:
-        """The host cache."""
+        """Host cache, in pinned host memory."""
         return NamedSharding(self.mesh, CACHE_SPEC, memory_kind=HOST)
 
 
 def capacity_of(cache: Shaped[Array, "l a k t w"], batch: int) -> int:
-    """Slots of each of the `batch` sequences, the shared ones included."""
+    """Return the slots of each of the `batch` sequences, including shared ones."""
     return shared_slots(cache, batch) + cache.shape[3]
 
 
 def shared_slots(cache: Shaped[Array, "l a k t w"], batch: int) -> int:
-    """How many slots, the first ones, are the same for all of the `batch` sequences."""
+    """Return the number of leading slots that all of the `batch` sequences share."""
     return (cache.shape[1] - batch) * cache.shape[3]
 
 
 def kernel_slots(
     cache: Shaped[Array, "l a k t w"], layer: Int[Array, ""], slots: Int[Array, "b k n"]
 ) -> Int[Array, "b k n"]:
-    """What slots are called by a kernel that takes the cache for [l, b, k, t, w].
+    """Return slots as numbered by a kernel that treats the cache as [l, b, k, t, w].
 
-    It counts rows from the place where a sequence and KV head of a layer would begin. (On one
-    device of the sequences, or inside `shard_map`.)
+    The kernel counts rows from the start of a sequence and KV head of a layer. Call this on one
+    device per sequence axis, or inside `shard_map`.
     """
     shared = shared_slots(cache, slots.shape[0])
     if not shared:
         return slots
     k, t = cache.shape[2:4]
     sequence = lax.broadcasted_iota(jnp.int32, slots.shape, 0)
-    rows = slots.shape[0] + slots // t - sequence  # behind the sequence's own
+    rows = slots.shape[0] + slots // t - sequence  # offset to the shared row
     place = jnp.where(slots < shared, rows * (k * t) + slots % t, slots - shared)
     return layer * (shared * k) + place
 
 
 def to_host(x: Array) -> Array:
-    """Move to pinned host memory (inside jit)."""
+    """Move an array to pinned host memory (inside jit)."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
 def to_device(x: Array) -> Array:
-    """Move to device memory (inside jit)."""
+    """Move an array to device memory (inside jit)."""
     return jax.device_put(x, jax.memory.Space.Device)
 
 
 def allocate_host(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Array:
-    """An uninitialised host cache [l, b, k, t, w], each device of the mesh its own shard.
+    """Allocate an uninitialised host cache [l, b, k, t, w], sharded over the mesh.
 
-    Nothing of its size is ever made in device memory. What it contains is arbitrary: readers mask.
+    No array of its size is created in device memory. The contents are arbitrary: readers mask them.
     """
     return _allocation(shape, jnp.dtype(dtype), mesh)()
 
 
 @functools.lru_cache(maxsize=64)
 def _allocation(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Any:
-    """Compiled once for each shape, not once for each generation."""
+    """Return the allocation program of a shape, compiled once."""
     sharding = Placement(mesh).host
     local = sharding.shard_shape(shape)
     make = jax.shard_map(
@@ -159,11 +160,15 @@ def gather_rows(
     slots: Int[Array, "b k n"],
     mesh: Mesh,
 ) -> Shaped[Array, "b k n w"]:
-    """Rows of one layer, by slot, moved to device memory. Slots must be within [0, t).
+    """Gather rows of one layer by slot, and move them to device memory.
 
-    On a GPU: one kernel reads the rows over PCIe into a pinned staging buffer, an asynchronous
+    On a GPU one kernel reads the rows over PCIe into a pinned staging buffer, and an asynchronous
     copy brings them to the device. Put an `optimization_barrier` between the result and its use,
-    behind the work that the copy is to overlap with.
+    after the work that the copy should overlap with.
+
+    Args:
+        layer: index among the host layers.
+        slots: slots of each sequence and KV head, within the capacity.
     """
 
     def local(cache: Array, layer: Array, slots: Array) -> Array:
@@ -185,25 +190,30 @@ def gather_rows(
 
 
 def _stored_at(cache: Array, batch: int, sequence: Array, slots: Array) -> tuple[Array, Array]:
-    """The row of the array that a sequence's slot is in, and its slot there."""
+    """Return the array row that holds a sequence's slot, and the slot's index in that row."""
     shared, size = shared_slots(cache, batch), cache.shape[3]
     if not shared:
         return sequence, slots
-    own = slots >= shared
+    private = slots >= shared
     return (
-        jnp.where(own, sequence, batch + slots // size),
-        jnp.where(own, slots - shared, slots % size),
+        jnp.where(private, sequence, batch + slots // size),
+        jnp.where(private, slots - shared, slots % size),
     )
 
 
-def gather_jobs(
+def gather_items(
     cache: Shaped[Array, "l a k t w"],
     layer: Int[Array, ""],
     head: Int[Array, " p"],
     slots: Int[Array, "p c"],
     batch: int,
 ) -> Shaped[Array, "1 p c w"]:
-    """As `gather_rows` on one device, for a list of KV heads, counted through all sequences."""
+    """Gather rows like `gather_rows`, on one device, for a list of work items.
+
+    Args:
+        head: KV head of each item, counted over all sequences.
+        slots: slots of each item.
+    """
     sequence, head = head // cache.shape[2], head % cache.shape[2]
     row, slots = _stored_at(cache, batch, sequence[:, None], slots)
     places = [layer, row, head[:, None], slots]
@@ -224,10 +234,11 @@ def read_block(
     mesh: Mesh,
     batch: int | None = None,
 ) -> Shaped[Array, "b k n w"]:
-    """`size` consecutive slots of one layer, from `start`, moved to device memory.
+    """Read `size` consecutive slots of one layer, from `start`, into device memory.
 
     Args:
-        batch: number of the sequences; without it all rows of the array are read as they are.
+        batch: number of sequences, whose slots may include shared ones. None reads all rows of
+            axis a, numbered by the slots of the array.
     """
     if batch is not None and cache.shape[1] > batch:
         slots = start + jnp.arange(size, dtype=jnp.int32)
@@ -252,10 +263,10 @@ def write_span(
     span: Span,
     mesh: Mesh,
 ) -> Shaped[Array, "l a k t w"]:
-    """Write a chunk's rows into one layer, each sequence's at its own place.
+    """Write a chunk's rows into one layer, each sequence at its own position; in place if donated.
 
-    Nothing else is changed: of padding, and beyond the end, what is there is written again. In
-    place where the cache is donated.
+    All other slots keep their contents: for padding, and beyond the end, the old rows are written
+    back.
     """
 
     def local(cache: Array, layer: Array, rows: Array, start: Array, count: Array) -> Array:
@@ -271,8 +282,8 @@ def write_span(
             new = jnp.where(inside[sequence][None, :, None], new, old)
             return lax.dynamic_update_slice(cache, to_host(new[None, None]), where)
 
-        # A loop: unrolled, XLA takes each sequence's old rows from the cache as it was before the
-        # sequence in front of it, and copies all of it to do so.
+        # Unrolled, XLA would read each sequence's old rows from the cache before the previous
+        # update, and copy the whole cache to do so.
         return lax.fori_loop(zero, jnp.int32(rows.shape[0]), write, cache)
 
     specs = (CACHE_SPEC, PartitionSpec(), ROWS_SPEC, BATCH_SPEC, BATCH_SPEC)
@@ -287,9 +298,9 @@ def write_block(
     rows: Shaped[Array, "1 k n w"],
     mesh: Mesh,
 ) -> Shaped[Array, "l a k t w"]:
-    """Write n rows of one layer and row of the array, from its slot `start`.
+    """Write n rows of one layer and one row of axis a, from its slot `start`; in place if donated.
 
-    In place where donated. The mesh has one device for the sequences. Clamped as in `append_rows`.
+    Requires a mesh with one device on the axis "data". `start` is clamped as in `append_rows`.
     """
 
     def local(cache: Array, layer: Array, sequence: Array, start: Array, rows: Array) -> Array:
@@ -308,10 +319,10 @@ def append_rows(
     positions: Int[Array, " b"],
     mesh: Mesh,
 ) -> Shaped[Array, "l a k t w"]:
-    """Write n rows of every layer at each sequence's own position. In place where donated.
+    """Write n rows of every layer at each sequence's own position; in place if donated.
 
-    A position beyond t - n would be clamped and overwrite older rows: capacity is the caller's to
-    check, outside jit.
+    A position beyond t - n would be clamped and overwrite older rows. The caller checks the
+    capacity outside jit.
     """
 
     def local(cache: Array, rows: Array, positions: Array) -> Array:
@@ -332,7 +343,7 @@ def store_rows(
     slots: Int[Array, "l b k n"],
     mesh: Mesh,
 ) -> Shaped[Array, "l a k t w"]:
-    """Write n rows of every layer, sequence and KV head, each to its slot. In place where donated.
+    """Write n rows of every layer, sequence and KV head to their slots; in place if donated.
 
     Slots are distinct; a row whose slot is t is not written.
     """

@@ -1,16 +1,16 @@
-"""The hot set: fetched rows stay on the device, so that a step moves only rows it does not have.
+"""Hot set: fetched rows stay on the device, so that a step moves only rows that are missing.
 
-What a token attends to is mostly what the token before it attended to. Per layer, sequence and KV
-head, h entries hold the rows fetched last:
+Consecutive tokens attend to mostly the same rows. Per layer, sequence and KV head, h entries hold
+the rows fetched last:
 
     place    [t]  entry of each host slot, -1 if its row is not on the device
     slots    [h]  its inverse: the host slot in each entry, -1 while it is empty
-    used     [h]  position of the token that last wanted the entry
+    used     [h]  position of the token that last requested the entry
 
-`plan` looks a request up and gives the rows that are missing the entries of the least wanted ones.
-A transfer then moves the missing rows into their entries and hands out all rows in the request's
-order: attention reads the same bits in the same order as without a hot set. All of it is static
-shapes on the device; the host is not asked.
+`plan` looks a request up and assigns the missing rows to the least recently used entries. A
+transfer then moves the missing rows into their entries and returns all rows in the request's order.
+Attention therefore reads the same bits in the same order as without a hot set. Everything runs on
+the device with static shapes, without the host.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,13 @@ from infinigen_jax.selection.select import Request, top_slots
 
 
 class HotSet(NamedTuple):
-    """Rows of one layer that are on the device, as the host stores them, and their directory."""
+    """Rows of one layer on the device, in the host's row format, and their directory.
+
+    Attributes:
+        rows: rows of the entries.
+        slots, used, place: the directory, see the module's docstring; int32, but `place` may be
+            int16.
+    """
 
     rows: Float[Array, "b k h w"]
     slots: Int[Array, "b k h"]
@@ -39,18 +45,18 @@ class HotSet(NamedTuple):
     def empty(
         cls, batch: int, heads: int, size: int, width: int, capacity: int, dtype: Any
     ) -> "HotSet":
-        """With `size` entries of `width` elements, for a host cache of `capacity` slots."""
-        nothing = jnp.full((batch, heads, size), -1, jnp.int32)
+        """Return a hot set of `size` entries of `width` elements, for `capacity` host slots."""
+        no_slot = jnp.full((batch, heads, size), -1, jnp.int32)
         place = jnp.full((batch, heads, capacity), -1, place_dtype(size))
-        return cls(jnp.zeros((batch, heads, size, width), dtype), nothing, nothing, place)
+        return cls(jnp.zeros((batch, heads, size, width), dtype), no_slot, no_slot, place)
 
 
 class Plan(NamedTuple):
-    """Where the rows of a request come from.
+    """Source of each row of a request.
 
     Attributes:
-        entry: the hot entry that has the row, or that is to get it; 0 for padding.
-        miss: the row has to be moved from the host; False for padding.
+        entry: hot entry that holds the row or will receive it; 0 for padding.
+        miss: whether the row has to be moved from the host; False for padding.
     """
 
     entry: Int[Array, "b k n"]
@@ -58,43 +64,45 @@ class Plan(NamedTuple):
 
 
 def place_dtype(size: int) -> Any:
-    """Narrowest integer type for entry numbers: `place` is as long as the context."""
+    """Return the narrowest integer dtype for entry numbers; `place` is as long as the context."""
     return jnp.int16 if size <= 2**15 else jnp.int32
 
 
 def plan(hot: HotSet, request: Request, positions: Int[Array, " b"]) -> tuple[HotSet, Plan]:
-    """Look a request up, and make room for what is missing: the least recently used are evicted.
+    """Look a request up, and evict the least recently used entries for the missing rows.
 
     Args:
-        hot: with h at least the request's n, so that everything missing finds an entry.
+        hot: hot set with h at least the request's n, so that every missing row gets an entry.
         request: distinct slots.
-        positions: of the current tokens; they grow from step to step.
+        positions: positions of the current tokens; they grow from step to step.
 
     Returns:
-        The hot set with its directory as it is after the transfer, its rows as they were, and the
-        plan that the transfer carries out.
+        The hot set with the new directory and the old rows, and the plan for the transfer.
+
+    Raises:
+        ValueError: if h is below n.
     """
     n, h = request.slots.shape[2], hot.slots.shape[2]
     capacity = hot.place.shape[2]
     if n > h:
         raise ValueError(f"a hot set of {h} entries is smaller than a request of {n} rows")
     valid = request.valid
-    found = look_up(hot.place, request.slots).astype(jnp.int32)
-    hit = valid & (found >= 0)
-    miss = valid & (found < 0)
+    entry_of_slot = look_up(hot.place, request.slots).astype(jnp.int32)
+    hit = valid & (entry_of_slot >= 0)
+    miss = valid & (entry_of_slot < 0)
     now = jnp.broadcast_to(positions[:, None, None], hit.shape)
-    used = put(hot.used, jnp.where(hit, found, h), now)
-    # At most n - hits rows are missing and h - hits entries are not wanted now: no hit is evicted.
-    # Exact in float32: positions are below 2^24.
+    used = put(hot.used, jnp.where(hit, entry_of_slot, h), now)
+    # At most n - hits rows are missing, and h - hits entries are not requested now: no hit is
+    # evicted. Exact in float32: positions are below 2^24.
     victims = top_slots(-used.astype(jnp.float32), jnp.sum(miss, axis=-1, dtype=jnp.int32), n)
     turn = jnp.cumsum(miss, axis=-1, dtype=jnp.int32) - 1
-    entry = jnp.where(miss, look_up(victims, jnp.maximum(turn, 0)), jnp.maximum(found, 0))
+    entry = jnp.where(miss, look_up(victims, jnp.maximum(turn, 0)), jnp.maximum(entry_of_slot, 0))
     entry = jnp.where(valid, entry, 0)
 
     target = jnp.where(miss, entry, h)
     evicted = jnp.where(miss, look_up(hot.slots, entry), -1)
-    gone = jnp.full(miss.shape, -1, hot.place.dtype)
-    place = put(hot.place, jnp.where(evicted >= 0, evicted, capacity), gone)
+    no_entry = jnp.full(miss.shape, -1, hot.place.dtype)
+    place = put(hot.place, jnp.where(evicted >= 0, evicted, capacity), no_entry)
     place = put(place, jnp.where(miss, request.slots, capacity), entry.astype(hot.place.dtype))
     slots = put(hot.slots, target, request.slots)
     used = put(used, target, now)
@@ -104,7 +112,7 @@ def plan(hot: HotSet, request: Request, positions: Int[Array, " b"]) -> tuple[Ho
 def plan_reuse(
     hot: HotSet, request: Request, positions: Int[Array, " b"], mesh: Mesh
 ) -> tuple[HotSet, Plan]:
-    """Return what `plan` computes, on an NVIDIA GPU in one launch."""
+    """Return the result of `plan`; on an NVIDIA GPU one kernel launch computes it."""
     if not cuda.in_use():
         return plan(hot, request, positions)
     arrays = (request.slots, request.count, positions, hot.slots, hot.used, hot.place)
@@ -121,13 +129,13 @@ def plan_reuse(
 
 
 def forget(hot: HotSet, slots: Int[Array, "b k n"]) -> HotSet:
-    """Empty the entries of host slots that get another row; a slot of t is none."""
+    """Empty the entries of host slots that receive another row; a slot of t is ignored."""
     h, capacity = hot.slots.shape[2], hot.place.shape[2]
     entry = look_up(hot.place, jnp.minimum(slots, capacity - 1)).astype(jnp.int32)
     target = jnp.where((slots < capacity) & (entry >= 0), entry, h)
-    nothing = jnp.full(slots.shape, -1, jnp.int32)
+    no_slot = jnp.full(slots.shape, -1, jnp.int32)
     return hot._replace(
-        slots=put(hot.slots, target, nothing),
-        used=put(hot.used, target, nothing),
-        place=put(hot.place, slots, nothing.astype(hot.place.dtype)),
+        slots=put(hot.slots, target, no_slot),
+        used=put(hot.used, target, no_slot),
+        place=put(hot.place, slots, no_slot.astype(hot.place.dtype)),
     )

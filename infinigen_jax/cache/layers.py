@@ -1,19 +1,19 @@
-"""Where the KV cache lives: the host array, and what stays on the device.
+"""KV cache of the layers: the host array, and the rows that stay on the device.
 
-A layer's rows are kept in one of three forms.
+A layer keeps its rows (K and V of one token in one KV head) in one of three forms.
 
-`DenseLayer`: all of them on the device (the first layers, whose attention is broad).
-`Sliding`: on the device, a ring of the layer's own window, which is all that it attends to.
-`Resident`: all of them in the host array, slot = position (`pool` has what holds with a limit), and
-on the device only the attention sinks and a ring of the most recent tokens, the current one
-included:
+`DenseLayer`: all rows on the device (the first layers, whose attention is broad).
+`Sliding`: a ring on the device, as long as the layer's sliding window.
+`Resident`: all rows in the host array with slot = position (`cache.pool` describes the limited
+host cache). On the device only the attention sinks and a ring of the most recent tokens, including
+the current one:
 
     slot      0 .. sinks-1 | sinks .. sinks+window-1
     position  0 .. sinks-1 | the last `window` positions p >= sinks, at (p - sinks) mod window
 
 New rows enter the ring before attention reads it. Every `window` steps the whole ring is flushed
-to the host in one in-place update (`Decoder.flush`): from then on its rows may be fetched, which is
-just in time, because position p becomes eligible when the ring forgets it.
+to the host in one in-place update (`Decoder.flush`), after which its rows may be fetched. This is
+just in time: a position becomes eligible in the step that overwrites its row in the ring.
 """
 
 from collections.abc import Callable
@@ -26,18 +26,20 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.cache.pool import Kept
 from infinigen_jax.ops.attention import Part, packed
-from infinigen_jax.ops.barriers import behind
+from infinigen_jax.ops.barriers import after
 from infinigen_jax.ops.bit_storage import from_kept, to_kept
 from infinigen_jax.ops.span import Span, put_span
 
-Summed = Callable[[Array], Array]  # of rows [b, k, n, w], what is summed of them [b, k, n, d]
+Summed = Callable[[Array], Array]  # maps rows [b, k, n, w] to the terms of their sum [b, k, n, d]
 
 
 class Slots(NamedTuple):
-    """The geometry of the resident rows; static.
+    """Static geometry of the resident rows.
 
     Attributes:
-        tail_block: tokens of a block of `Resident.left`; 0 if all are one.
+        sinks: number of first tokens that are resident.
+        window: number of recent tokens that are resident.
+        tail_block: tokens of a block of `Resident.left`; 0 for a single block.
     """
 
     sinks: int
@@ -46,45 +48,46 @@ class Slots(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Number of resident rows."""
         return self.sinks + self.window
 
     def of(self, positions: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """Slot of a position, if it is resident."""
+        """Return the slot of a position, if it is resident."""
         ring = self.sinks + (positions - self.sinks) % self.window
         return jnp.where(positions < self.sinks, positions, ring)
 
     def positions(self, current: Int[Array, " b"]) -> Int[Array, "b n"]:
-        """Position in each slot when `current` is the newest; -1 where a slot is still empty."""
+        """Return the position in each slot when `current` is the newest; -1 in empty slots."""
         slot = jnp.arange(self.size, dtype=jnp.int32)[None]
         newest = current[:, None]
-        ring = newest - (newest - slot) % self.window  # the sinks cancel: slot counts them too
+        ring = newest - (newest - slot) % self.window  # the number of sinks cancels out
         position = jnp.where(slot < self.sinks, slot, ring)
         lowest = jnp.where(slot < self.sinks, 0, self.sinks)
         return jnp.where((position >= lowest) & (position <= newest), position, -1)
 
     def blocks(self, capacity: int) -> int:
-        """Blocks of a cache with room for `capacity` tokens."""
+        """Return the number of tail blocks of a cache for `capacity` tokens."""
         return -(-capacity // self.tail_block) if self.tail_block else 1
 
     def eligible(self, current: Int[Array, " b"], capacity: int) -> Bool[Array, "b t"]:
-        """Positions that only the host has: neither sinks nor in the ring."""
+        """Return the mask of host-only positions: neither sinks nor in the ring."""
         position = jnp.arange(capacity, dtype=jnp.int32)[None]
         return (position >= self.sinks) & (position <= current[:, None] - self.window)
 
 
 class DenseLayer(NamedTuple):
-    """A layer's cache, wholly on the device; its numbers as they are kept there, see `bits`."""
+    """Cache of a layer that is entirely on the device, in the dtype of `ops.bit_storage`."""
 
     keys: Shaped[Array, "b k t d"]
     values: Shaped[Array, "b k t d"]
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int], dtype: Any) -> "DenseLayer":
-        """Of [b, k, t, d]."""
+        """Return an empty cache of shape [b, k, t, d]."""
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def extend(self, rows: Float[Array, "b k c w"], span: Span) -> "DenseLayer":
-        """A chunk's rows, in place where donated."""
+        """Add a chunk's rows, in place if donated."""
         keys, values = jnp.split(to_kept(rows, self.keys.dtype), 2, axis=-1)
         return DenseLayer(
             put_span(self.keys, keys, span, axis=2), put_span(self.values, values, span, axis=2)
@@ -93,25 +96,25 @@ class DenseLayer(NamedTuple):
     def write(
         self, key: Float[Array, "b k d"], value: Float[Array, "b k d"], position: Int[Array, " b"]
     ) -> "DenseLayer":
-        """The current token's row, in place where donated."""
+        """Add the current token's row, in place if donated."""
         return DenseLayer(_put(self.keys, key, position), _put(self.values, value, position))
 
     def part(self, position: Int[Array, " b"], dtype: Any) -> Part:
-        """Everything up to the current token, as numbers of the model's dtype."""
+        """Return all rows up to the current token, in the model's dtype."""
         capacity = self.keys.shape[2]
         valid = jnp.arange(capacity, dtype=jnp.int32)[None] <= position[:, None]
         keys, values = (from_kept(x, dtype) for x in self)
         return Part(keys, values, valid[:, None])
 
     def near(self, position: Int[Array, " b"], slots: Slots, dtype: Any) -> Part:
-        """Of that, what would be resident if this layer's cache were on the host."""
+        """Return the rows that would be resident if this layer's cache were on the host."""
         return _picked(self, slots.positions(position), None, dtype)
 
 
 class Sliding(NamedTuple):
-    """The cache of a layer with a sliding window: position p at p mod n.
+    """Cache of a layer with a sliding window: a ring with position p in slot p mod n.
 
-    n is the window, or the cache's capacity where that is less. Numbers are kept as in DenseLayer.
+    n is the smaller of window and cache capacity. The dtype is that of DenseLayer.
     """
 
     keys: Shaped[Array, "b k n d"]
@@ -123,11 +126,11 @@ class Sliding(NamedTuple):
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int], dtype: Any) -> "Sliding":
-        """Of [b, k, n, d]."""
+        """Return an empty cache of shape [b, k, n, d]."""
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def extend(self, rows: Float[Array, "b k c w"], span: Span) -> "Sliding":
-        """A chunk's rows, as far as they stay in the window."""
+        """Add the chunk's rows that stay in the window."""
         keys, values = jnp.split(to_kept(rows, self.keys.dtype), 2, axis=-1)
         return Sliding(
             _moved_on(self.keys, keys, span, self.slots),
@@ -137,35 +140,34 @@ class Sliding(NamedTuple):
     def write(
         self, key: Float[Array, "b k d"], value: Float[Array, "b k d"], position: Int[Array, " b"]
     ) -> "Sliding":
-        """The current token's row, in place where donated."""
+        """Add the current token's row, in place if donated."""
         slot = self.slots.of(position)
         return Sliding(_put(self.keys, key, slot), _put(self.values, value, slot))
 
     def part(self, position: Int[Array, " b"], dtype: Any) -> Part:
-        """The window of the current token, as numbers of the model's dtype."""
+        """Return the window of the current token, in the model's dtype."""
         valid = (self.slots.positions(position) >= 0)[:, None]
         keys, values = (from_kept(x, dtype) for x in self)
         return Part(keys, values, valid)
 
     def near(self, position: Int[Array, " b"], slots: Slots, dtype: Any) -> Part:
-        """Of that, at most as many recent tokens as are resident of a layer on the host."""
+        """Return the most recent rows, at most as many as are resident for a host layer."""
         recent = Slots(0, min(slots.window, self.slots.window))
         return _picked(self, recent.positions(position), self.slots, dtype)
 
 
 def values_of(rows: Float[Array, "*n w"]) -> Float[Array, "*n d"]:
-    """The second half of rows."""
+    """Return the values: the second half of rows."""
     return rows[..., rows.shape[-1] // 2 :]
 
 
 class Resident(NamedTuple):
-    """What stays on the device of a layer whose cache is on the host.
+    """Device part of a layer whose cache is on the host.
 
     Attributes:
         rows: sinks and recent tokens.
-        left: sums of the values of all other tokens, those that only the host has, by blocks of
-            positions; float32, None where no tail term asks for them. Or sums of what else of the
-            rows [b, k, n, w] `summed` makes [b, k, n, d], see `Policy.tail_values`.
+        left: sum over all other tokens, which only the host has, per block of positions; float32,
+            None without a tail. The terms are the values, or those of `Policy.tail_values`.
     """
 
     rows: Float[Array, "b k n w"]
@@ -175,10 +177,10 @@ class Resident(NamedTuple):
     def empty(
         cls, batch: int, heads: int, width: int, slots: Slots, dtype: Any, blocks: int = 0
     ) -> "Resident":
-        """Without any token.
+        """Return the device part of an empty cache.
 
         Args:
-            blocks: keep the sums of the other tokens' values, by so many blocks.
+            blocks: number of blocks of the sums; 0 keeps no sums.
         """
         rows = jnp.zeros((batch, heads, slots.size, width), dtype)
         left = jnp.zeros((batch, heads, blocks, width // 2), jnp.float32) if blocks else None
@@ -187,7 +189,11 @@ class Resident(NamedTuple):
     def extend(
         self, rows: Float[Array, "b k c w"], span: Span, slots: Slots, summed: Summed = values_of
     ) -> "Resident":
-        """The sinks and last tokens, once a chunk's rows are added."""
+        """Add a chunk's rows: keep sinks and recent tokens, and sum the rows that leave the ring.
+
+        Args:
+            summed: terms of the sum, see `Resident.left`.
+        """
         left, size = self.left, rows.shape[2]
         if left is not None:
             before = slots.positions(span.start - 1)
@@ -203,50 +209,51 @@ class Resident(NamedTuple):
         slots: Slots,
         summed: Summed = values_of,
     ) -> "Resident":
-        """The current token's row, in place where donated."""
+        """Add the current token's row, in place if donated; see `extend`."""
         slot, rows, left = slots.of(position), self.rows, self.left
         if left is not None:
             leaving = jnp.take_along_axis(rows, slot[:, None, None, None], axis=2)
-            # Read before it is overwritten, or XLA may copy the ring to read it later; not before
-            # the new row is there, or it may do so under the transfer for an earlier layer.
+            # The barrier fixes two orders. The old row is read before it is overwritten, or XLA may
+            # copy the ring to read it later. It is read after the new row is known, or XLA may read
+            # it during the transfer for an earlier layer.
             leaving, rows, row = lax.optimization_barrier((leaving, rows, row))
-            gone = position - slots.window
+            left_at = position - slots.window
             values = summed(leaving)[:, :, 0].astype(jnp.float32)
-            values = jnp.where((gone >= slots.sinks)[:, None, None], values, 0.0)
-            block = jnp.maximum(gone, 0) // slots.tail_block if slots.tail_block else gone * 0
+            values = jnp.where((left_at >= slots.sinks)[:, None, None], values, 0.0)
+            block = jnp.maximum(left_at, 0) // slots.tail_block if slots.tail_block else left_at * 0
             at = block[:, None, None, None]
             before = jnp.take_along_axis(left, at, axis=2)[:, :, 0]
             left = _put(left, before + values, block)
-            # What the barrier does elsewhere: XLA removes it for a CPU before it decides on copies.
-            made = jnp.take_along_axis(left, at, axis=2)[:, :, 0]
-            row = lax.platform_dependent(row, made, cpu=behind, default=lambda row, _: row)
+            # XLA:CPU removes the barrier before it inserts copies; `after` keeps the order.
+            block_sum = jnp.take_along_axis(left, at, axis=2)[:, :, 0]
+            row = lax.platform_dependent(row, block_sum, cpu=after, default=lambda row, _: row)
         return Resident(_put(rows, row, slot), left)
 
     def part(self, position: Int[Array, " b"], slots: Slots) -> Part:
-        """Sinks and recent tokens, the current one included."""
+        """Return sinks and recent tokens, including the current one."""
         return packed(self.rows, (slots.positions(position) >= 0)[:, None])
 
     def near(self, position: Int[Array, " b"], slots: Slots, dtype: Any) -> Part:
-        """All of it."""
+        """Return all resident rows."""
         return self.part(position, slots)
 
     def since(self, start: Int[Array, " b"], slots: Slots) -> Float[Array, "b k n w"]:
-        """The `window` rows from position `start` on, in order of position."""
+        """Return the `window` rows from position `start` on, in order of position."""
         positions = start[:, None] + jnp.arange(slots.window, dtype=jnp.int32)[None]
         return jnp.take_along_axis(self.rows, slots.of(positions)[:, None, :, None], axis=2)
 
 
-Local = DenseLayer | Sliding | Resident  # what the device keeps of a layer
+Local = DenseLayer | Sliding | Resident  # rows that the device keeps of a layer
 
 
 class HostLayer(NamedTuple):
-    """Where and how the host keeps a layer's rows.
+    """Place and format of a layer's rows on the host.
 
     Attributes:
-        number: among the layers on the host.
-        scales: what it takes to decode the rows, see `rows.RowFormat`.
-        key_mean: that the index's keys are less by, for the tail term; None if they are not.
-        positions: of the rows in its pool; None where slot = position.
+        number: index among the host layers.
+        scales: parameters for decoding the rows, see `cache.row_format`.
+        key_mean: mean subtracted from the index's keys, for the tail; None if not subtracted.
+        positions: positions of the rows in its pool; None without a pool (slot = position).
         tail: the policy's weights and state of this layer, for a tail by its own query.
     """
 
@@ -258,15 +265,15 @@ class HostLayer(NamedTuple):
 
 
 class ReadCache(NamedTuple):
-    """The part of a cache that a decode step only reads.
+    """Part of a cache that a decode step only reads.
 
     Attributes:
-        host: rows of the layers kept on the host, as `rows.RowFormat` stores them; None if there
-            are none.
-        scales: of the stored rows, for each layer on the host.
-        states: what the policy keeps on the device for each of them (an index); empty if it
-            observes, as steps replace them then.
-        pool: positions of each host layer's rows; empty without a limit, slot = position then.
+        host: rows of the host layers, in the format of `cache.row_format`; None without host
+            layers.
+        scales: scales of the stored rows, per host layer.
+        states: the policy's device state (an index), per host layer; empty if the policy
+            observes, since steps then replace it (`StepCache`).
+        pool: positions of each host layer's rows; empty without a pool (slot = position).
     """
 
     host: Shaped[Array, "l a k t w"] | None
@@ -275,18 +282,17 @@ class ReadCache(NamedTuple):
     pool: tuple[Int[Array, "b k t"], ...]
 
     def pool_of(self, number: int) -> Int[Array, "b k t"] | None:
-        """Positions of a host layer's rows; None where slot = position."""
+        """Return positions of a host layer's rows; None without a pool (slot = position)."""
         return self.pool[number] if self.pool else None
 
 
 class StepCache(NamedTuple):
-    """The part of a cache that a decode step replaces; its arrays are donated.
+    """Part of a cache that a decode step replaces; its arrays are donated.
 
     Attributes:
-        local: of every layer, what the device keeps.
-        hot: the hot set of each layer on the host; None where it has none. With a pool, what
-            requests leave behind in it as well.
-        states: the policy's, if it observes; else empty.
+        local: rows on the device, per layer.
+        hot: hot set of each host layer, `Kept` with a pool; None for a layer without either.
+        states: the policy's state, if it observes; else empty.
         lengths: tokens cached per sequence.
     """
 
@@ -297,10 +303,10 @@ class StepCache(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Everything a generation in progress has cached; see `ReadCache` and `StepCache`.
+    """Complete cache of a generation in progress; see `ReadCache` and `StepCache`.
 
     Attributes:
-        states: the policy's, whichever part they belong to.
+        states: the policy's state, in whichever part it belongs.
     """
 
     host: Shaped[Array, "l a k t w"] | None
@@ -312,14 +318,14 @@ class Cache(NamedTuple):
     pool: tuple[Int[Array, "b k t"], ...] = ()
 
     def pool_of(self, number: int) -> Int[Array, "b k t"] | None:
-        """Positions of a host layer's rows; None where slot = position."""
+        """Return positions of a host layer's rows; None without a pool (slot = position)."""
         return self.pool[number] if self.pool else None
 
     def parts(self, observes: bool) -> tuple[ReadCache, StepCache]:
-        """Split into what a step reads and what it replaces.
+        """Split the cache into the part that a step reads and the part that it replaces.
 
         Args:
-            observes: whether the policy does.
+            observes: whether the policy observes.
         """
         read, replaced = ((), self.states) if observes else (self.states, ())
         return (
@@ -328,7 +334,7 @@ class Cache(NamedTuple):
         )
 
     def stepped(self, new: StepCache) -> "Cache":
-        """The cache after a step."""
+        """Return the cache after a step."""
         states = new.states or self.states
         return self._replace(local=new.local, hot=new.hot, states=states, lengths=new.lengths)
 
@@ -336,10 +342,12 @@ class Cache(NamedTuple):
 def sums_of_values(
     rows: Float[Array, "b k n w"], counted: Bool[Array, "b kv n"], blocks: int = 1, size: int = 0
 ) -> Float[Array, "b k m d"]:
-    """Sums over the rows that count; the others may hold anything. Float32.
+    """Return the sums of the values of the counted rows, float32; other rows may hold anything.
 
     Args:
-        blocks, size: the number m of blocks, and how many rows each has; 0: one has all.
+        counted: mask of the rows, per KV head or, with kv = 1, for all heads.
+        blocks: number m of blocks.
+        size: rows per block; 0 for one block of all rows.
     """
     values = jnp.where(counted[..., None], values_of(rows).astype(jnp.float32), 0.0)
     b, k, n, d = values.shape
@@ -351,13 +359,13 @@ def sums_of_values(
 def _picked(
     layer: DenseLayer | Sliding, positions: Int[Array, "b n"], slots: Slots | None, dtype: Any
 ) -> Part:
-    """The rows of some positions; of -1, none.
+    """Return the rows of some positions; position -1 gives an invalid row.
 
     Args:
-        slots: that the layer keeps them in; None where slot = position.
+        slots: slots of the layer; None where slot = position.
     """
-    there = jnp.maximum(positions, 0)
-    at = (there if slots is None else slots.of(there))[:, None, :, None]
+    valid_positions = jnp.maximum(positions, 0)
+    at = (valid_positions if slots is None else slots.of(valid_positions))[:, None, :, None]
     keys, values = (from_kept(jnp.take_along_axis(x, at, axis=2), dtype) for x in layer)
     return Part(keys, values, (positions >= 0)[:, None])
 
@@ -365,7 +373,7 @@ def _picked(
 def _moved_on(
     ring: Shaped[Array, "b k n w"], rows: Shaped[Array, "b k c w"], span: Span, slots: Slots
 ) -> Shaped[Array, "b k n w"]:
-    """Resident rows, once a chunk's rows are added."""
+    """Return resident rows after a chunk's rows are added."""
     positions = slots.positions(span.end - 1)
     new = jnp.clip(positions - span.start[:, None], 0, rows.shape[2] - 1)
     new = jnp.take_along_axis(rows, new[:, None, :, None], axis=2)
@@ -380,7 +388,7 @@ def _add_leaving(
     span: Span,
     slots: Slots,
 ) -> Float[Array, "b k m d"]:
-    """Add the values of those tokens that a chunk drives out; a position below 0 is none."""
+    """Add the values of the tokens that a chunk drives out; positions below 0 are ignored."""
     leaves = (positions >= slots.sinks) & (positions < span.end[:, None] - slots.window)
     values = jnp.where(leaves[:, None, :, None], values.astype(jnp.float32), 0.0)
     if not slots.tail_block:
@@ -394,7 +402,7 @@ def _add_leaving(
 def _put(
     cache: Shaped[Array, "b k t w"], row: Float[Array, "b k w"], slot: Int[Array, " b"]
 ) -> Shaped[Array, "b k t w"]:
-    """cache[i, j, slot[i]] = row[i, j] as one scatter with the batch axes leading."""
+    """Set cache[i, j, slot[i]] = row[i, j], as one scatter with the batch axes leading."""
     batch = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
     head = jnp.arange(cache.shape[1], dtype=jnp.int32)[None]
     return cache.at[batch, head, slot[:, None]].set(

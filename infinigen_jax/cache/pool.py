@@ -1,20 +1,20 @@
-"""The host pool: a host cache with a limit, whose slots are used again (InfiniGen, section 4.4).
+"""Host pool: a limited host cache whose slots are reused (section 4.4 of the paper).
 
-Without a limit, a row's slot is its position. With one, the host keeps t rows of each layer,
-sequence and KV head, whatever the context, and a directory on the device says which:
+Without a limit, a row's slot is its position. With a limit, the host keeps t rows per layer,
+sequence and KV head for any context length. A directory on the device describes the slots:
 
     positions  [t]  position of the token in each slot, -1 while it is free
-    used       [t]  what the order of eviction goes by, updated by every request
+    used       [t]  key of the eviction order, updated by every request
 
-When the recent window is flushed, its rows take free slots, and where there are none, those of the
-rows that come first in the order of eviction; of equal ones the oldest:
+When the recent window is flushed, its rows take free slots, then the slots of the rows that come
+first in the eviction order; among equal rows the oldest is evicted first:
 
     fifo     by position
     lru      by the last request; a row that was never requested counts from its own position
     counter  by the number of requests; when a counter is full, all of its KV head's are halved
 
-The first `sinks` tokens and the most recent ones never give way. All of it is per sequence and KV
-head, on the device, with static shapes.
+The first `sinks` tokens and the most recent ones are never evicted. Everything is per sequence and
+KV head, on the device, with static shapes.
 """
 
 import dataclasses
@@ -38,17 +38,19 @@ COUNTER_BITS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pool:
-    """A limit of the host cache.
+    """Limit of the host cache.
 
     Attributes:
-        tokens: most rows that the host keeps of a layer, sequence and KV head.
-        share: instead of `tokens`, a share of the tokens that the longest sequence can get, in
-            (0, 1].
-        eviction: one of POOL_EVICTIONS.
-        sinks: first tokens that never give way; 0 for none, as in the paper. (Those that a policy
-            keeps on the device take no slot and cannot give way at all.)
-        recent: share of the slots in which the most recent rows are safe, in [0, 1). Without it, a
-            counter that starts at 0 would be the first to go.
+        tokens: most rows that the host keeps per layer, sequence and KV head.
+        share: alternative to `tokens`: a share in (0, 1] of the longest sequence's tokens.
+        eviction: eviction order, one of POOL_EVICTIONS.
+        sinks: number of first tokens that are never evicted; 0 in the paper. Sinks that the policy
+            keeps on the device take no slot and do not count.
+        recent: share of the slots whose most recent rows are not evicted, in [0, 1). Without it,
+            new rows, whose counter is 0, would be evicted first.
+
+    Raises:
+        InputError: for invalid values.
     """
 
     tokens: int | None = None
@@ -74,51 +76,53 @@ class Pool:
 
     @property
     def use_bytes(self) -> int:
-        """Of a row in `used`."""
+        """Bytes of a row's entry in `used`."""
         return {"fifo": 0, "lru": 4, "counter": 1}[self.eviction]
 
     @property
     def label(self) -> str:
-        """The limit, the order of eviction, and what is not the default of the other settings."""
+        """Limit, eviction order, and other settings that differ from their defaults."""
         others = {"sinks": self.sinks, "recent": self.recent}
-        others = {n: x for n, x in others.items() if x != getattr(Pool, n)}
-        return " ".join([self.limit, self.eviction, *(f"{n} {x:g}" for n, x in others.items())])
+        others = {name: value for name, value in others.items() if value != getattr(Pool, name)}
+        return " ".join(
+            [self.limit, self.eviction, *(f"{name} {value:g}" for name, value in others.items())]
+        )
 
     @property
     def limit(self) -> str:
-        """As on the command line."""
+        """The limit as written on the command line."""
         return f"{100 * self.share:g}%" if self.share is not None else str(self.tokens)
 
     def slots(self, tokens: int, sinks: int, window: int) -> int:
-        """Slots of a run.
+        """Return the number of slots for a run.
 
         Args:
-            tokens: most that a sequence of the run can get.
-            sinks, window: what the policy keeps on the device.
+            tokens: most tokens of a sequence in the run.
+            sinks, window: numbers of first and recent tokens that the policy keeps on the device.
 
         Raises:
-            InputError: if they are too few to flush a window.
+            InputError: if the slots are too few to flush a window.
         """
         if self.tokens is not None:
-            found = min(self.tokens, tokens)
+            slots = min(self.tokens, tokens)
         else:
             assert self.share is not None
-            found = int(Fraction(self.share).limit_denominator(1000) * tokens)
+            slots = int(Fraction(self.share).limit_denominator(1000) * tokens)
         least = window + max(0, self.sinks - sinks)
-        if found < min(tokens, least):
+        if slots < min(tokens, least):
             raise InputError(
-                f"--pool-tokens {self.limit}: {found} rows of {tokens} tokens are too few for a "
+                f"--pool-tokens {self.limit}: {slots} rows of {tokens} tokens are too few for a "
                 f"window of {window} recent tokens; use at least {least}"
             )
-        return found
+        return slots
 
 
 class Kept(NamedTuple):
-    """What requests leave behind in a layer with a pool; replaced by every step.
+    """Device state of a layer with a pool; every step replaces it.
 
     Attributes:
-        used: see the module's docstring; None for an order of eviction that takes none.
-        hot: the layer's hot set, if it has one.
+        used: key of the eviction order; None for fifo.
+        hot: the layer's hot set, if any.
     """
 
     used: Shaped[Array, "b k t"] | None
@@ -126,7 +130,7 @@ class Kept(NamedTuple):
 
 
 def parse_limit(text: str) -> tuple[int | None, float | None]:
-    """Tokens or share of an option: "2048" or "80%".
+    """Return the tokens or the share of an option such as "2048" or "80%"; the other is None.
 
     Raises:
         InputError: for anything else.
@@ -144,19 +148,19 @@ def parse_limit(text: str) -> tuple[int | None, float | None]:
 def held(
     positions: Int[Array, "b k t"], current: Int[Array, " b"], window: int
 ) -> Int[Array, "b k t"]:
-    """Positions of the rows that only the host has; -1 in all other slots.
+    """Return positions of the rows that only the host has; -1 in all other slots.
 
     Args:
-        positions: of the rows in the pool.
+        positions: positions of the rows in the pool.
         current: newest position of each sequence.
-        window: recent tokens that the device has too.
+        window: number of recent tokens that are also on the device.
     """
     inside = (positions >= 0) & (positions <= current[:, None, None] - window)
     return jnp.where(inside, positions, -1)
 
 
 def first_used(pool: Pool, positions: Int[Array, "b k t"]) -> Shaped[Array, "b k t"] | None:
-    """`used` before any request; None where the order of eviction takes none."""
+    """Return `used` before any request; None for fifo."""
     if pool.eviction == "fifo":
         return None
     if pool.eviction == "lru":
@@ -167,7 +171,7 @@ def first_used(pool: Pool, positions: Int[Array, "b k t"]) -> Shaped[Array, "b k
 def touch(
     pool: Pool, used: Shaped[Array, "b k t"], request: Request, current: Int[Array, " b"]
 ) -> Shaped[Array, "b k t"]:
-    """`used` after a request at the positions `current`; in place where donated."""
+    """Return `used` after a request at the positions `current`; in place if donated."""
     slots, valid = request.slots, request.valid
     target = jnp.where(valid, slots, used.shape[2])
     if pool.eviction == "lru":
@@ -179,12 +183,12 @@ def touch(
 
 
 class Insertion(NamedTuple):
-    """Where new rows go.
+    """Slots of new rows, and the directory after their insertion.
 
     Attributes:
-        slots: of each row; t for a row that the pool is not to get.
-        evicted: whose slot was another row's.
-        positions, used: the directory afterwards.
+        slots: slot of each row; t for a row that the pool does not take.
+        evicted: whether the slot held another row.
+        positions, used: the new directory.
     """
 
     slots: Int[Array, "b k n"]
@@ -203,19 +207,19 @@ def insert(
 ) -> Insertion:
     """Make room for the rows of a window.
 
-    Rows that the pool has had already, that lie behind a sequence's end, or that the device keeps
-    for good, are left out.
+    Three kinds of rows are left out: rows already in the pool, rows after a sequence's end, and
+    sinks that stay on the device.
 
     Args:
-        used: None for a pool that takes none, or where nothing is ever requested.
+        used: None for fifo, and for a layer without requests.
         new: positions of the rows, ascending and without gaps.
         lengths: tokens of each sequence.
-        sinks: tokens that the device keeps.
+        sinks: number of first tokens that stay on the device.
     """
     (_, _, t), n = positions.shape, new.shape[1]
     latest = jnp.max(positions, axis=-1, keepdims=True)
-    wanted = (new >= sinks) & (new < lengths[:, None])
-    fresh = wanted[:, None] & (new[:, None] > latest)
+    valid = (new >= sinks) & (new < lengths[:, None])
+    fresh = valid[:, None] & (new[:, None] > latest)
     need = jnp.sum(fresh, axis=-1, dtype=jnp.int32)
     room = compact(_leaving(pool, positions, used, need, lengths, n), n)
     turn = jnp.maximum(jnp.cumsum(fresh, axis=-1, dtype=jnp.int32) - 1, 0)
@@ -237,9 +241,9 @@ def _leaving(
     lengths: Int[Array, " b"],
     window: int,
 ) -> Bool[Array, "b k t"]:
-    """Mark the `need` slots that come first in the order of eviction, free ones before all.
+    """Mark the `need` slots that come first in the eviction order, after all free slots.
 
-    Those of the window are not among them: the device has their rows still.
+    Slots of the recent window are not marked, since the device still has their rows.
     """
     t = positions.shape[2]
     recent = max(min(int(t * pool.recent), t - pool.sinks), window)
@@ -251,22 +255,23 @@ def _leaving(
     order = jnp.where(positions < 0, 1.0, jnp.where(safe, -jnp.inf, order))
     first = top_mask(order, need)
     last = jnp.min(jnp.where(first, order, jnp.inf), axis=-1, keepdims=True)
-    strictly = order > last
-    rest = need - jnp.sum(strictly, axis=-1, dtype=jnp.int32)
-    return strictly | top_mask(jnp.where(order == last, age, -jnp.inf), rest)
+    earlier = order > last
+    rest = need - jnp.sum(earlier, axis=-1, dtype=jnp.int32)
+    return earlier | top_mask(jnp.where(order == last, age, -jnp.inf), rest)
 
 
 def of_prompt(
     pool: Pool, lengths: Int[Array, " b"], heads: int, slots: int, sinks: int
 ) -> Int[Array, "b k t"]:
-    """`positions` after a prompt: its first slots hold all of it, or if it is longer, its end.
+    """Return `positions` after a prompt: all of it if it fits, else its end.
 
-    The first `pool.sinks` tokens are kept in any case. One program for prompts of all lengths.
+    The first `pool.sinks` tokens are kept in any case. One program serves all prompt lengths.
 
     Args:
-        lengths: of the prompts.
-        slots: t.
-        sinks: tokens that the device keeps.
+        lengths: tokens of each prompt.
+        heads: number of KV heads.
+        slots: number of slots t.
+        sinks: number of first tokens that stay on the device.
     """
     slot, lengths = jnp.arange(slots, dtype=jnp.int32)[None], lengths[:, None]
     first = sinks + slot

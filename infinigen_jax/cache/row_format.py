@@ -1,16 +1,17 @@
-"""Host cache rows in fewer bytes: the model's numbers as they are, or in int8 or int4.
+"""Formats of host cache rows: exact in the model's dtype, or quantised to int8 or int4.
 
-A row is the key and the value of one token in one KV head, side by side, in
+A row is the key and the value of one token in one KV head, concatenated. Quantised it is stored as
 
     [ codes of K, codes of V | lower, upper bytes of the steps | ... of the lowest values | 0 ]
       int4: K in the lower and                 a step and a lowest value, bfloat16,      to 16
       V in the upper halves                    for each group of columns                 bytes
 
-with groups of at most 64 columns (`quantize.affine_codes`). A row can be read by itself, so rows
-are fetched, written and written again as exact ones are. Keys, whose columns differ (some have a
-mean far from zero), are quantised after subtracting the prompt's mean of each column and dividing
-by a power of two near the square root of its deviation; values as they are. docs/quantisation.md
-compares this with other choices.
+with groups of at most 64 columns (`ops.quantize.affine_codes`). Each row is decoded independently,
+so quantised rows are fetched, written and overwritten like exact ones.
+
+Key columns differ, and some have a mean far from zero. Keys are therefore shifted by the prompt's
+mean of each column and divided by a power of two near the square root of its deviation. Values are
+quantised unchanged. docs/quantisation.md compares this with other choices.
 """
 
 import dataclasses
@@ -32,19 +33,19 @@ from infinigen_jax.ops.quantize import (
 
 ROW_FORMATS = ("auto", "int8", "int4")
 LARGEST_GROUP = 64
-SMALLEST_GROUP = 32  # unless the head itself is smaller
-ALIGNMENT = 16  # bytes: what a GPU thread loads at once
-PRIOR_TOKENS = 16  # weight of what is assumed of a column before any token is seen
+SMALLEST_GROUP = 32  # unless the head is smaller
+ALIGNMENT = 16  # bytes that a GPU thread loads in one instruction
+PRIOR_TOKENS = 16  # weight of the prior on a column's statistics, in tokens
 
 
 class Scales(NamedTuple):
-    """How keys are shifted and scaled before they are quantised; float32.
+    """Shift and scale of keys before quantisation, float32.
 
-    The value's half is 0 and 1, so that a row is handled whole.
+    The columns of the value have shift 0 and scale 1, so that a row is processed as a whole.
 
     Attributes:
-        centre: mean of the prompt's keys, drawn towards 0 when the prompt is short.
-        spread: powers of two, by which a division is exact.
+        centre: mean of the prompt's keys, shrunk towards 0 for a short prompt.
+        spread: powers of two, so that the division is exact.
     """
 
     centre: Float[Array, "b k w"]
@@ -53,13 +54,13 @@ class Scales(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-    """How rows are kept on the host; see `row_format`. All of it can run under jit.
+    """Storage format of host rows, usable under jit; see `row_format`.
 
     Attributes:
         name: "exact", "int8" or "int4".
-        dtype: of the model; what `decode` returns.
-        head_dim: d; an unpacked row has 2d columns.
-        as_bits: exact rows of two-byte numbers are stored as integers, see `bits`.
+        dtype: dtype of the model and of decoded rows.
+        head_dim: columns d of a key; a decoded row has 2d columns.
+        as_bits: whether exact two-byte rows are stored as integers, see `ops.bit_storage`.
     """
 
     name: str
@@ -69,16 +70,17 @@ class RowFormat:
 
     @property
     def exact(self) -> bool:
+        """Whether rows keep the model's dtype."""
         return self.name == "exact"
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return {"int8": 8, "int4": 4}[self.name]
 
     @property
     def storage(self) -> jnp.dtype:
-        """Of a stored row."""
+        """Dtype of a stored row."""
         return kept_dtype(self.dtype, self.as_bits) if self.exact else jnp.dtype(jnp.uint8)
 
     @property
@@ -90,13 +92,14 @@ class RowFormat:
 
     @property
     def code_bytes(self) -> int:
+        """Bytes of a row's codes."""
         return 2 * self.head_dim * self.bits // 8
 
     @property
     def groups(self) -> int:
-        """Groups of a key, and of a value: as many as the padding has room for.
+        """Number of groups of a key, and of a value: as many as fit into the padding.
 
-        0 for a head size that cannot be cut into groups of a useful size.
+        0 for a head size that cannot be cut into groups of 32 to 64 columns.
         """
         d = self.head_dim
         sizes = range(min(d, SMALLEST_GROUP), min(d, LARGEST_GROUP) + 1)
@@ -107,31 +110,35 @@ class RowFormat:
         return max(m for m in range(fewest, room // 8 + 1) if d % m == 0)
 
     def no_scales(self, batch: int, kv_heads: int) -> Any:
-        """The scales of sequences without any token, see `fit`."""
+        """Return the scales of empty sequences, see `fit`."""
         if self.exact:
             return ()
         ones = jnp.ones((batch, kv_heads, 2 * self.head_dim), jnp.float32)
         return Scales(jnp.zeros_like(ones), ones)
 
     def fit(self, rows: Float[Array, "b k s w"], lengths: Int[Array, " b"]) -> Any:
-        """The scales of each sequence, from its prompt: Scales, or () for exact rows.
+        """Return the scales of each sequence from its prompt: Scales, or () for exact rows.
 
-        Only tokens before `lengths` count. Square root: dividing by the deviation itself is best
-        where queries are small in the columns in which keys are large, not dividing is best where
-        they are large there too, as after skewing.
+        The square root is a compromise. Division by the deviation is best if queries are small in
+        the columns where keys are large. No division is best if queries are large in these columns
+        too, as in a skewed basis.
+
+        Args:
+            rows: rows of the prompts.
+            lengths: valid tokens of each prompt; later rows are ignored.
         """
         if self.exact:
             return ()
         d = self.head_dim
         valid = lax.broadcasted_iota(jnp.int32, rows.shape[:3], 2) < lengths[:, None, None]
-        # `where`, not a product: the padding may hold anything.
+        # The padding may hold NaN, which a product with 0 would keep.
         keys = jnp.where(valid[..., None], self._rounded(rows)[..., :d], 0)
         tokens = lengths.astype(jnp.float32)[:, None, None] + PRIOR_TOKENS
         centre = jnp.sum(keys, axis=2) / tokens
         deviation = jnp.where(valid[..., None], keys - centre[:, :, None], 0)
         total = jnp.sum(deviation * deviation, axis=2)
         typical = jnp.mean(total, axis=-1, keepdims=True)
-        # Relative to the head's typical column; an unseen column is a typical one.
+        # Deviation relative to the head's mean column; the prior assumes that mean.
         share = lengths.astype(jnp.float32)[:, None, None] / tokens
         relative = jnp.where(typical > 0, total / typical, 1) * share + (1 - share)
         spread = jnp.exp2(jnp.round(jnp.log2(relative) / 4))
@@ -142,10 +149,10 @@ class RowFormat:
         )
 
     def encode(self, scales: Any, rows: Float[Array, "b k n w"]) -> Array:
-        """Rows as they are stored: [b, k, n, width] of `storage`.
+        """Return rows in their stored form: [b, k, n, width] of `storage`.
 
-        Equal rows give equal bytes, in whatever program. A group with a NaN or an infinity is
-        read back as NaN.
+        Equal rows give equal bytes in every program. A group with a NaN or an infinity decodes to
+        NaN.
         """
         if self.exact:
             return to_kept(rows.astype(self.dtype), self.storage)
@@ -158,9 +165,9 @@ class RowFormat:
         return jnp.pad(stored, ((0, 0), (0, 0), (0, 0), (0, padding)))
 
     def decode(self, scales: Any, stored: Array) -> Float[Array, "b k n w"]:
-        """Rows [b, k, n, 2d] in the model's dtype from stored ones.
+        """Return rows [b, k, n, 2d] in the model's dtype from stored rows.
 
-        Bytes that `encode` did not write give arbitrary numbers, NaN among them.
+        Bytes that `encode` did not write decode to arbitrary numbers, including NaN.
         """
         if self.exact:
             return from_kept(stored, self.dtype)
@@ -174,20 +181,22 @@ class RowFormat:
         return (x * scales.spread[:, :, None] + scales.centre[:, :, None]).astype(self.dtype)
 
     def _rounded(self, rows: Array) -> Array:
-        """In float32, rounded to the model's dtype.
+        """Return rows in float32, rounded to the model's dtype.
 
-        XLA may drop the rounding between a computation in bfloat16 and a conversion to float32,
-        and a row would be quantised as another number than the one that is kept.
+        XLA may drop the rounding between a bfloat16 computation and a conversion to float32. A row
+        would then be quantised from another number than the stored one.
         """
         kind = jnp.finfo(self.dtype)
         return lax.reduce_precision(rows.astype(jnp.float32), kind.nexp, kind.nmant)
 
 
 def row_format(name: str, dtype: Any, head_dim: int, as_bits: bool = False) -> RowFormat:
-    """The row format of an option.
+    """Return the row format of an option.
 
     Args:
         name: one of ROW_FORMATS; "auto" keeps rows exact, in the model's dtype.
+        dtype: dtype of the model.
+        head_dim: columns of a key.
         as_bits: see `RowFormat`.
 
     Raises:
@@ -197,13 +206,13 @@ def row_format(name: str, dtype: Any, head_dim: int, as_bits: bool = False) -> R
     if name not in ROW_FORMATS:
         raise InputError(f"--rows {name}: not supported; use one of {', '.join(ROW_FORMATS)}")
     kind = "exact" if name == "auto" else name
-    chosen = RowFormat(kind, jnp.dtype(dtype), head_dim, as_bits)
-    if not chosen.exact and not chosen.groups:
+    result = RowFormat(kind, jnp.dtype(dtype), head_dim, as_bits)
+    if not result.exact and not result.groups:
         raise InputError(
             f"--rows {name}: heads of {head_dim} columns cannot be cut into groups of "
             f"{SMALLEST_GROUP} to {LARGEST_GROUP}; use --rows auto"
         )
-    return chosen
+    return result
 
 
 def _aligned(size: int) -> int:

@@ -1,5 +1,4 @@
-"""Model folders on disk: safetensors, torch files, Hugging Face layout, the manifest of a
-conversion.
+"""Model folders on disk: safetensors and torch files, Hugging Face layout, conversion manifest.
 
-Imports speculation, skew, models, text, files. Start reading at hf_folder.py.
+Imports speculation, skew, models, files. Start reading at hf_folder.py.
 """

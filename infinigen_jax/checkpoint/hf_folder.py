@@ -1,4 +1,4 @@
-"""Reading a Hugging Face folder: `config.json`, then tensors one at a time, memory-mapped.
+"""Reader of Hugging Face folders: `config.json`, then memory-mapped tensors one at a time.
 
 Weights may be `model.safetensors` or `pytorch_model.bin`, each single or sharded with an index.
 Nothing is loaded on opening: a `TensorSource` knows its shape and dtype and reads on request.
@@ -23,9 +23,8 @@ from infinigen_jax.models.hf import end_tokens
 SAFETENSORS = "model.safetensors"
 TORCH = "pytorch_model.bin"
 LARGEST_SIDE_FILE = 8 * LARGEST_JSON  # bytes; tokenizers have up to 35 MB
-# Copied to a conversion. Files by the names that transformers reads and licences, nothing else:
-# no code (a folder may hold Python that a tokenizer asks for), and nothing of the user's that only
-# lies in the folder.
+# Files copied to a conversion: those that transformers reads, and licences. Python code that a
+# folder may hold and unrelated files of the user are not copied.
 SIDE_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -44,7 +43,7 @@ SIDE_FILES = (
 
 
 class TensorSource(NamedTuple):
-    """A tensor in a checkpoint: where it is, what it looks like, and how to read it."""
+    """A tensor in a checkpoint: its name, file, shape and dtype, and a function that reads it."""
 
     name: str
     file: Path
@@ -57,13 +56,13 @@ def checked_folder(path: str | Path) -> Path:
     """Check that a path is a folder whose tokenizer files, if any, are safe to open.
 
     Raises:
-        InputError: naming what is at fault.
+        InputError: names the path at fault.
     """
     folder = expanded(path)
     if not _is_text(folder):
         raise InputError(f"{folder}: the name is not UTF-8, as tokenizers need; rename the folder")
     if folder.is_dir():
-        for file in side_files(folder):  # transformers opens them without such a check
+        for file in side_files(folder):  # transformers opens them unchecked
             open_regular(file, LARGEST_SIDE_FILE).close()
         return folder
     if folder.exists():
@@ -81,15 +80,15 @@ def _is_text(path: Path) -> bool:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """List the files of a model, other than config.json and weights, that a conversion copies."""
+    """List the files that a conversion copies, excluding config.json and weights."""
     return sorted({path for pattern in SIDE_FILES for path in folder.glob(pattern)})
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the files that hold the weights, an index first; safetensors go before torch files.
+    """List the weight files, an index first. Safetensors take precedence over torch files.
 
     Raises:
-        InputError: for missing files and an index that is damaged.
+        InputError: a file is missing or the index is damaged.
     """
     for single in (SAFETENSORS, TORCH):
         index = folder / f"{single}.index.json"
@@ -101,13 +100,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
-    """`config.json` as it is, and as this package understands it.
+    """Read `config.json`; return it as parsed JSON and as a ModelConfig.
 
-    End-of-sequence tokens come from `generation_config.json` too, where instruction-tuned models
-    list the ones that end a turn.
+    End-of-sequence tokens in `generation_config.json` take precedence, because instruction-tuned
+    models list the tokens that end a turn only in it.
 
     Raises:
-        InputError, UnsupportedModelError: before any weight file is opened.
+        InputError, UnsupportedModelError: raised before any weight file is opened.
     """
     remedy = "a Hugging Face model folder has one: give such a folder, or get the file again"
     hf = read_json(folder / "config.json", remedy)
@@ -116,7 +115,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{folder}/{error}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise InputError(f"{folder}/config.json: a setting has a wrong kind ({error})") from None
+        raise InputError(f"{folder}/config.json: a setting has the wrong type ({error})") from None
     generation = folder / "generation_config.json"
     settings = read_json(generation) if os.path.lexists(generation) else {}
     if settings.get("eos_token_id") is None:
@@ -129,18 +128,18 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 
 def open_tensors(folder: Path) -> dict[str, TensorSource]:
-    """Open all tensors of a model folder, by name; see `weight_files`.
+    """Open all tensors of a model folder, keyed by name; see `weight_files`.
 
     Raises:
-        InputError: for missing or damaged files, an index that does not fit its shards, and
-            tensors that occur in two shards.
+        InputError: a file is missing or damaged, the index does not fit its shards, or two shards
+            hold the same tensor.
     """
     first, *shards = weight_files(folder)
     return _open_shards(first, shards) if shards else open_file(first)
 
 
 def open_file(path: Path) -> dict[str, TensorSource]:
-    """Open the tensors of one file, by name."""
+    """Open the tensors of one file, keyed by name."""
     file: SafetensorsFile | TorchFile
     file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
     return {
@@ -155,12 +154,12 @@ def _why_no_weights(folder: Path) -> str:
     if any(folder.glob("*-of-*.safetensors")) or any(folder.glob("*-of-*.bin")):
         return "the weights are sharded but their index (*.index.json) is missing; get it again"
     others = [f.name for kind in ("h5", "msgpack", "gguf", "pth") for f in folder.glob(f"*.{kind}")]
-    seen = f" ({sorted(others)[0]} is of another kind)" if others else ""
-    return f"no weights here{seen}; {SAFETENSORS} or {TORCH} is needed"
+    hint = f" ({sorted(others)[0]} has another format)" if others else ""
+    return f"no weights here{hint}; {SAFETENSORS} or {TORCH} is needed"
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Read which shard each tensor is in; the shards are files in the folder of the index."""
+    """Read the name of each tensor's shard; shards lie in the folder of the index."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index}: has no weight_map; get it again")

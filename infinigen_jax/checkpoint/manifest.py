@@ -1,4 +1,4 @@
-"""The files that a converted folder has beyond Hugging Face's: what they hold, how to check.
+"""Manifest of a conversion, and the files that only a converted folder has.
 
     infinigen.json          format version, skewing method, calibration, SHA-256 of every file
     infinigen.safetensors   query_basis, key_basis  [L, k, d, d] float32
@@ -7,22 +7,23 @@
                             row_loss                [L, 2, m]    float32 (likewise)
                             row_shares              [m]          float32 (likewise)
 
-and with skew balanced, which keeps the svd's beside its own:
+With skew balanced, also:
 
     infinigen.safetensors         svd_basis                            [L, k, d, d] float32
                                   ahead_query_basis, ahead_key_basis   [L, k, d, d] float32
     infinigen_ahead.safetensors   layers.N.kernel [e, h*d] and layers.N.bias [h*d] of every layer,
                                   in the dtype of the weights: the corrected query projection
 
-The ahead_ bases are the balanced ones for the query of that projection (`skew.reduced_rank_basis`);
-the others are for the true one. Folders that were written before these, `sparse_loss` or `row_loss`
-existed lack them. `row_loss` is the relative error of the hidden state behind a layer's attention
-with a share of the rows, one of `row_shares`, chosen by its own query and by the one of an earlier
-layer; NaN where the text is too short (`convert.loss`). `sparse_loss` is that with the
-share that dense layers are told by.
+The ahead_ bases are balanced for the corrected query (`skew.basis.reduced_rank_basis`), the others
+for the true query. Older conversions lack them, `sparse_loss` or `row_loss`.
 
-`eigenvalues` are those of the calibration queries' Gram matrix, descending. `key_mean` is in the
-coordinates of the keys that the converted weights produce.
+`row_loss` is the relative error of the hidden state after a layer's attention (`convert.loss`).
+Axis 1 says which query selects the rows: the layer's true query, or the query speculated one layer
+earlier. Axis 2 is the share of rows attended, one of `row_shares`. It is NaN where the calibration
+text is too short. `sparse_loss` is the same error at the share that decides which layers are dense.
+
+`eigenvalues` are those of the calibration queries' Gram matrix, in descending order. `key_mean` is
+in the coordinates of the keys that the converted weights produce.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ SKEW_FILE = "infinigen.safetensors"
 AHEAD_FILE = "infinigen_ahead.safetensors"
 SKEWS = ("svd", "balanced", "none")
 AGAIN = "convert the model again"
-UNSAID: dict[str, Any] = {"speculate_from": "input"}  # where an older conversion does not say
+UNSAID: dict[str, Any] = {"speculate_from": "input"}  # defaults of older conversions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,9 @@ class Manifest:
             keys are the partial keys (OPT with "svd").
         dtype: name of the dtype of the weights.
         calibration: {"text_sha256": ..., "tokens": ...}, or None with skew "none".
-        speculate_from: what of the layer before the corrected query is of; "input" where it is not
-            said.
-        sources, files: {"name": {"sha256": ..., "size": ...}} of what was read and written.
+        speculate_from: hidden state that the corrected query is computed from, one of
+            `speculation.query.SOURCES`.
+        sources, files: {"name": {"sha256": ..., "size": ...}} of the files read and written.
     """
 
     family: str
@@ -71,6 +72,7 @@ class Manifest:
     files: dict[str, dict[str, Any]]
 
     def to_json(self) -> str:
+        """Return the contents of `infinigen.json`."""
         value = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
         return json.dumps(value, indent=2) + "\n"
 
@@ -79,7 +81,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Parse and check `infinigen.json`.
 
     Raises:
-        InputError: when it is missing, damaged or of another format version.
+        InputError: the file is missing, damaged or of another format version.
     """
     path = folder / MANIFEST_FILE
     value = read_json(path, AGAIN)
@@ -88,7 +90,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(
             f"{path}: format version {version}, but this program reads {FORMAT_VERSION}; {AGAIN}"
         )
-    if (ahead := value.get("layers_ahead", 1)) != 1:  # of earlier releases
+    if (ahead := value.get("layers_ahead", 1)) != 1:  # written by earlier releases
         raise InputError(f"{path}: layers_ahead is {ahead!r}, this program reads 1; {AGAIN}")
     fields = {field.name for field in dataclasses.fields(Manifest)}
     try:
@@ -97,10 +99,10 @@ def read_manifest(folder: Path) -> Manifest:
         sizes = [(str(f["sha256"]), int(f["size"])) for f in manifest.files.values()]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InputError(f"{path}: damaged, fields are missing; {AGAIN}") from None
-    if manifest.speculate_from not in SOURCES:  # "attention" is of earlier releases
-        found, known = manifest.speculate_from, " or ".join(SOURCES)
+    if manifest.speculate_from not in SOURCES:  # "attention" was written by earlier releases
+        source, known = manifest.speculate_from, " or ".join(SOURCES)
         raise InputError(
-            f"{path}: speculate_from is {found!r}, this program reads {known}; {AGAIN}"
+            f"{path}: speculate_from is {source!r}, this program reads {known}; {AGAIN}"
         )
     outside = [name for name in manifest.files if "\0" in name or Path(name).name != name]
     unchecked = {"config.json", WEIGHTS_FILE, SKEW_FILE} - manifest.files.keys()
@@ -113,11 +115,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Compare size and SHA-256 of every file with the manifest.
+    """Compare the size and SHA-256 of every file with the manifest.
 
     Raises:
-        InputError: naming the first file that is missing or differs, or that would be read although
-            the conversion did not write it.
+        InputError: names the first file that is missing, differs from the manifest, or would be
+            read although the conversion did not write it.
     """
     for name in {"generation_config.json"} - manifest.files.keys():
         if os.path.lexists(folder / name):
@@ -134,11 +136,11 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
 
 def file_record(path: Path) -> dict[str, Any]:
-    """{"sha256": ..., "size": ...} of a file."""
+    """Return {"sha256": ..., "size": ...} of a file."""
     return {"sha256": file_sha256(path), "size": path.stat().st_size}
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

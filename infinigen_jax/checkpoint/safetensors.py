@@ -1,12 +1,13 @@
-"""The safetensors format: a reader over a memory map, and a writer that streams.
+"""The safetensors format: a memory-mapped reader and a streaming writer.
 
     8 bytes   length n of the header, little endian
     n bytes   JSON: {"name": {"dtype": "F32", "shape": [..], "data_offsets": [begin, end]}, ...}
     the rest  the tensors, back to back, row major
 
-Reading maps the file: a tensor costs memory only while it is in use. Writing sends the header
-first (every shape is known beforehand) and then one tensor after another, hashed on the way, so
-that a conversion never holds more than the tensor at hand.
+The reader maps the file, so a tensor costs memory only while it is in use. The writer emits the
+header first, because every shape is known beforehand, and then hashes and writes one tensor after
+another. A conversion so holds one tensor at a time, which the `safetensors` package cannot do: its
+`save_file` takes all tensors of a file.
 """
 
 import hashlib
@@ -40,9 +41,9 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Parsed JSON takes up to twenty times its size; a file of 100,000 tensors has 12 MB.
+# Parsed JSON takes up to twenty times its size. The header of 100,000 tensors has 12 MB.
 MAX_HEADER = 32 << 20
-MAX_DIMENSIONS, MAX_ELEMENTS = 32, 1 << 60  # NumPy's limits are somewhat higher
+MAX_DIMENSIONS, MAX_ELEMENTS = 32, 1 << 60  # below NumPy's limits
 
 _OTHER_FORMATS = {
     b"version https://git-lfs": "it is a Git LFS pointer: fetch the real file with `git lfs pull`",
@@ -55,7 +56,7 @@ _OTHER_FORMATS = {
 
 
 class TensorInfo(NamedTuple):
-    """One header entry: numpy dtype, shape, and the byte range inside the file."""
+    """One header entry: NumPy dtype, shape, and byte range in the file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -67,7 +68,7 @@ class SafetensorsFile:
     """A safetensors file, memory-mapped; `read` returns read-only views into the map.
 
     Raises:
-        InputError: when the file is missing, truncated, of another kind, or its header is damaged.
+        InputError: the file is missing, truncated or of another format, or its header is damaged.
     """
 
     def __init__(self, path: Path):
@@ -76,7 +77,7 @@ class SafetensorsFile:
         self.tensors = self._parse()
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of the mapped file, in its stored dtype."""
+        """Return a tensor as a read-only view of the mapped file, in its stored dtype."""
         info = self.tensors[name]
         count = math.prod(info.shape)
         flat = np.frombuffer(self._map, info.dtype, count=count, offset=info.begin)
@@ -84,7 +85,7 @@ class SafetensorsFile:
 
     @property
     def content(self) -> mmap.mmap | bytes:
-        """The whole file."""
+        """Bytes of the whole file."""
         return self._map
 
     def _parse(self) -> dict[str, TensorInfo]:
@@ -114,18 +115,20 @@ class SafetensorsFile:
         except (TypeError, KeyError, ValueError):
             raise self._damaged(f"the header entry of {name} is malformed") from None
         if not whole:
-            raise self._damaged(f"the header entry of {name} holds a number that is no size")
+            raise self._damaged(f"the header entry of {name} holds an invalid size")
         if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
-            raise InputError(f"{self.path}: {name} is stored as {dtype_name}, which is not read")
+            raise InputError(
+                f"{self.path}: {name} is stored as {dtype_name}, which is not supported"
+            )
         dtype = DTYPES[dtype_name]
         if not countable(shape):
-            raise self._damaged(f"{name} has a shape that no array can have")
+            raise self._damaged(f"{name} has an impossible shape")
         if end - begin != math.prod(shape) * dtype.itemsize:
             raise self._damaged(f"the offsets of {name} do not fit its shape {tuple(shape)}")
         return TensorInfo(dtype, tuple(shape), start + begin, start + end)
 
     def _check_coverage(self, tensors: Mapping[str, TensorInfo], start: int, size: int) -> None:
-        """The format allows neither overlaps nor holes nor bytes after the last tensor."""
+        """Check that the tensors cover the file without overlap, gap or trailing bytes."""
         position = start
         for name, info in sorted(tensors.items(), key=lambda item: item[1][2:]):
             if info.begin != position:
@@ -145,19 +148,19 @@ class SafetensorsFile:
 
 
 def countable(shape: Sequence[int]) -> bool:
-    """Whether an array can have this shape; no number is formed that is much larger."""
+    """Return whether an array can have this shape, without computing a much larger number."""
     if len(shape) > MAX_DIMENSIONS:
         return False
     count = 1
     for size in shape:
-        count *= max(size, 1)  # empty arrays have strides, too
+        count *= max(size, 1)  # empty arrays have strides too
         if size < 0 or count > MAX_ELEMENTS:
             return False
     return True
 
 
 def map_file(path: Path) -> mmap.mmap | bytes:
-    """Map a file read-only; an empty file gives b"" (which cannot be mapped)."""
+    """Map a file read-only. Return b"" for an empty file, which cannot be mapped."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size == 0:
             return b""
@@ -168,12 +171,12 @@ def map_file(path: Path) -> mmap.mmap | bytes:
 
 
 class SafetensorsWriter:
-    """Writes a safetensors file, tensors in the order of `layout`, hashing while it writes.
+    """Streaming writer of a safetensors file, which hashes the bytes it writes.
 
     Args:
-        path: the file to create, or one that is open for writing and that `close` leaves open.
-        layout: name -> (dtype, shape) of every tensor, in the order in which `add` will be called.
-        metadata: strings for the header; {"format": "pt"} is what transformers asks for.
+        path: file to create, or a file open for writing, which `close` leaves open.
+        layout: name -> (dtype, shape) of every tensor, in the order of the calls of `add`.
+        metadata: strings for the header; transformers expects {"format": "pt"}.
     """
 
     def __init__(
@@ -208,11 +211,15 @@ class SafetensorsWriter:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of what is written so far."""
+        """SHA-256 of the bytes written so far."""
         return self._hash.digest()
 
     def add(self, name: str, tensor: np.ndarray) -> None:
-        """Append the next tensor; its name, dtype and shape must be the ones announced."""
+        """Append the next tensor; its name, dtype and shape must match `layout`.
+
+        Raises:
+            ValueError: the tensor does not match.
+        """
         if not self._pending or self._pending[0] != name:
             raise ValueError(f"tensor {name} written out of order")
         dtype, shape = self._layout[name]
@@ -222,7 +229,7 @@ class SafetensorsWriter:
         self._write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
 
     def close(self) -> str:
-        """Flush to disk; returns the SHA-256 of the file."""
+        """Flush to disk and return the SHA-256 of the file in hexadecimal."""
         if self._pending:
             raise ValueError(f"tensors never written: {', '.join(self._pending)}")
         self._file.flush()
@@ -247,5 +254,5 @@ class SafetensorsWriter:
 
 
 def tensor_bytes(dtype: Any, shape: tuple[int, ...]) -> int:
-    """Bytes that a tensor occupies in the file."""
+    """Return the bytes that a tensor occupies in the file."""
     return math.prod(shape) * np.dtype(dtype).itemsize

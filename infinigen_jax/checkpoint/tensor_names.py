@@ -1,8 +1,8 @@
-"""Which Hugging Face tensor is which parameter: one table a family, used in both directions.
+"""Table of Hugging Face tensor names and parameter paths for each family, used in both directions.
 
 A row says: the tensor `name`, through `transform`, is part `part` of `parts` of the parameter at
-`path`, parts being joined on the last (output) axis. Matching is strict: everything missing,
-unexpected, doubled or mis-shaped is collected and reported at once.
+`path`. Parts are joined on the last (output) axis. Matching is strict: one error lists all missing,
+unexpected, duplicate and mis-shaped tensors.
 """
 
 import functools
@@ -16,7 +16,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.models import Blueprint, Params
 
 PREFIXES = ("model.decoder.", "decoder.", "model.")
-HARMLESS = ("rotary_emb.inv_freq", "decoder.version")  # recomputed, or of no meaning
+HARMLESS = ("rotary_emb.inv_freq", "decoder.version")  # recomputed or unused
 LISTED = 20  # tensors named per kind of error
 
 
@@ -45,7 +45,7 @@ def _norm(name: str, module: str) -> list[Row]:
 
 
 class Table(NamedTuple):
-    """A family's rows, and the prefix that its tensors carry when written."""
+    """A family's rows, and the prefix of its tensors in written files."""
 
     prefix: str
     embedding: list[Row]
@@ -105,7 +105,7 @@ TABLES = {
     ),
 }
 
-# Both are their own inverse, which is what lets one table serve reading and writing.
+# Both are their own inverse, so one table serves reading and writing.
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {"keep": lambda x: x, "transpose": lambda x: x.T}
 
 
@@ -118,17 +118,18 @@ class Slot(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Every tensor of a model, by the part of the parameters it belongs to."""
+    """Every tensor of a model, grouped like the parameters."""
 
     embedding: list[Slot]
     layers: list[list[Slot]]
 
     def flat(self) -> list[Slot]:
+        """Return all tensors, the embedding's first."""
         return [*self.embedding, *(slot for layer in self.layers for slot in layer)]
 
 
 def expected(blueprint: Blueprint) -> Slots:
-    """The tensors that a checkpoint of this architecture consists of."""
+    """List the tensors of a checkpoint of this architecture."""
     table = TABLES[blueprint.config.family]
 
     def slots(rows: Sequence[Row], shapes: Params, prefix: str) -> list[Slot]:
@@ -148,50 +149,54 @@ def expected(blueprint: Blueprint) -> Slots:
 def match(
     tensors: Mapping[str, TensorSource], blueprint: Blueprint, where: Any
 ) -> dict[str, TensorSource]:
-    """Find every expected tensor, whatever prefix it carries.
+    """Match every expected tensor with one in the checkpoint, whatever prefix it carries.
 
     Args:
-        tensors: what the checkpoint holds.
-        blueprint: what it should hold.
-        where: the folder, for the error message.
+        tensors: tensors in the checkpoint.
+        blueprint: the expected model.
+        where: folder named in the error message.
 
     Returns:
         The source of each tensor, by its name in `expected`.
 
     Raises:
-        InputError: one line with all missing, unexpected, doubled and mis-shaped tensors.
+        InputError: one line that lists all missing, unexpected, duplicate and mis-shaped tensors.
     """
     slots = {_stem(slot.name): slot for slot in expected(blueprint).flat()}
-    found: dict[str, TensorSource] = {}
+    matches: dict[str, TensorSource] = {}
     doubled, unexpected, problems = [], [], []
     for name, tensor in tensors.items():
         stem = _stem(name)
-        if stem in found:
-            doubled.append(f"{found[stem].name} and {name}")
+        if stem in matches:
+            doubled.append(f"{matches[stem].name} and {name}")
         elif stem in slots:
-            found[stem] = tensor
+            matches[stem] = tensor
         elif not _is_harmless(name, stem, tensors, blueprint.config.tie_embeddings):
             tied = stem == "lm_head.weight" and blueprint.config.tie_embeddings
             why = " which differs from the embeddings it is tied to" if tied else ""
             unexpected.append(f"{name} {tensor.shape}{why}")
     for stem, slot in slots.items():
-        if stem in found and found[stem].shape != slot.shape:
-            problems.append(f"{found[stem].name} {found[stem].shape} instead of {slot.shape}")
-    kinds = [f"{found[s].name} as {found[s].dtype}" for s in found if found[s].dtype.kind in "iub"]
-    missing = [f"{slot.name} {slot.shape}" for stem, slot in slots.items() if stem not in found]
+        if stem in matches and matches[stem].shape != slot.shape:
+            problems.append(f"{matches[stem].name} {matches[stem].shape} instead of {slot.shape}")
+    integers = [
+        f"{matches[s].name} as {matches[s].dtype}"
+        for s in matches
+        if matches[s].dtype.kind in "iub"
+    ]
+    missing = [f"{slot.name} {slot.shape}" for stem, slot in slots.items() if stem not in matches]
     errors = {
         "missing": missing,
         "unexpected": unexpected,
         "doubled": doubled,
         "wrong shape": problems,
-        "not floating point": kinds,
+        "not floating point": integers,
     }
     report = "; ".join(f"{kind}: {_listed(names)}" for kind, names in errors.items() if names)
     if report:
         raise InputError(
             f"{where}: the weights do not fit config.json: {report}; get the folder again"
         )
-    return {slot.name: found[stem] for stem, slot in slots.items()}
+    return {slot.name: matches[stem] for stem, slot in slots.items()}
 
 
 def read_tree(
@@ -202,9 +207,9 @@ def read_tree(
     """Read the parameters of a layer (or of the embedding).
 
     Args:
-        slots: which tensors.
-        sources: where they are, from `match`.
-        join: makes one parameter of its parts, given the name of their transform.
+        slots: the tensors to read.
+        sources: the result of `match`.
+        join: makes one parameter from its parts and the name of their transform.
     """
     params: Params = {}
     for path in dict.fromkeys(slot.row.path for slot in slots):
@@ -215,7 +220,7 @@ def read_tree(
 
 
 def write_tree(slots: Sequence[Slot], params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """The other direction: parameters of a layer as named tensors in the file's layout."""
+    """Yield the parameters of a layer as named tensors in the file's layout."""
     for slot in slots:
         whole = np.asarray(params[slot.row.path[0]][slot.row.path[1]])
         part = np.split(whole, slot.row.parts, axis=-1)[slot.row.part]
@@ -243,7 +248,7 @@ def _is_harmless(name: str, stem: str, tensors: Mapping[str, TensorSource], tied
     if stem != "lm_head.weight" or not tied:
         return False
     twins = [t for other, t in tensors.items() if _stem(other) == "embed_tokens.weight"]
-    # Two different matrices under one tied name would silently lose one of them.
+    # Two different matrices under one tied name: one of them would be lost silently.
     return bool(twins) and _same(twins[0], tensors[name])
 
 
@@ -251,7 +256,7 @@ def _same(first: TensorSource, second: TensorSource) -> bool:
     if first.shape != second.shape:
         return False
     a, b = first.read(), second.read()
-    step = 4096  # rows at a time: comparing makes temporaries
+    step = 4096  # rows at a time, to bound the temporaries
     return all(np.array_equal(a[i : i + step], b[i : i + step]) for i in range(0, a.shape[0], step))
 
 

@@ -1,7 +1,7 @@
-"""Reading `pytorch_model.bin` without torch and without running anything that is inside it.
+"""Reader of `pytorch_model.bin` that needs no torch and runs no code of the file.
 
-A torch file is a zip archive: `<top>/data.pkl` describes the tensors, `<top>/data/<key>` are raw
-storages, stored without compression and hence memory-mapped here.
+A torch file is a zip archive: `<top>/data.pkl` describes the tensors, and `<top>/data/<key>` are
+raw storages. They are stored without compression, so they can be memory-mapped.
 """
 
 import math
@@ -21,16 +21,16 @@ LARGEST_PICKLE = 32 << 20  # bytes; 100,000 tensors take 15 MB
 
 
 class TorchFile:
-    """The tensors of a torch file; `read` returns read-only views of the mapped file.
+    """Tensors of a torch file; `read` returns read-only views of the mapped file.
 
     Raises:
-        InputError: for a file of another kind, a damaged one, and one that holds other objects.
+        InputError: the file is damaged, of another format, or holds other objects than tensors.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self._map = map_file(path)
-        self._checked: set[str] = set()  # storages whose checksum is right
+        self._checked: set[str] = set()  # storages with a verified checksum
         try:
             with open_regular(path) as file, zipfile.ZipFile(file) as archive:
                 self._entries = {entry.filename: entry for entry in archive.infolist()}
@@ -43,14 +43,16 @@ class TorchFile:
                 big_endian = order in self._entries and archive.read(order) != b"little"
         except InputError:
             raise
-        except Exception as error:  # zipfile raises many kinds for damaged archives
+        except Exception as error:  # zipfile raises many types for damaged archives
             raise self._unreadable(error) from None
         if big_endian:
-            raise InputError(f"{path}: written on a big-endian machine, which is not read")
+            raise InputError(
+                f"{path}: big-endian, which is not supported; save it again with torch"
+            )
         self.tensors = self._unpickle(data)
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor in its stored dtype; not necessarily contiguous."""
+        """Return a tensor in its stored dtype, not necessarily contiguous."""
         tensor = self.tensors[name]
         flat = self._storage(tensor.storage, name)
         last = tensor.offset + sum(
@@ -59,7 +61,7 @@ class TorchFile:
         count = math.prod(tensor.shape)
         if tensor.offset > flat.size or (count and last >= flat.size):
             raise InputError(f"{self.path}: {name} reaches outside its storage; get the file again")
-        if count > flat.size:  # by strides of zero: a few bytes as a tensor of any size
+        if count > flat.size:  # zero strides make any size of a few bytes
             raise InputError(f"{self.path}: {name} repeats its storage; save its copy with torch")
         itemsize = flat.dtype.itemsize
         view = np.lib.stride_tricks.as_strided(
@@ -74,8 +76,8 @@ class TorchFile:
         entry = self._entries.get(f"{self._top}data/{storage.key}")
         if entry is None:
             raise InputError(f"{self.path}: the data of {name} is missing; get it again")
-        # A local header is 30 bytes plus a name and an extra field, whose length (torch pads it
-        # to align the data) can differ from the one in the central directory.
+        # A local header is 30 bytes plus a name and an extra field. Torch pads the extra field to
+        # align the data, so its length can differ from the one in the central directory.
         header = self._map[entry.header_offset : entry.header_offset + 30]
         begin = entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:30].ljust(4)))
         size = storage.count * storage.dtype.itemsize
@@ -105,7 +107,7 @@ class TorchFile:
         return value
 
     def _check_size(self, member: str, most: int) -> None:
-        """Torch compresses nothing; a few compressed bytes could stand for gigabytes."""
+        """Refuse compression, which torch does not use, and members larger than `most` bytes."""
         entry = self._entries.get(member)
         if entry is None:
             return
@@ -124,5 +126,5 @@ class TorchFile:
         elif start.startswith(b"\x80"):
             why = "it is in torch's format from before 1.6: load it and save it again with torch"
         else:
-            why = f"it is truncated or of another kind ({error}); get it again"
+            why = f"it is truncated or of another format ({error}); get it again"
         return InputError(f"{self.path}: not a torch zip file, {why}")

@@ -1,9 +1,8 @@
-"""The pickle of a torch file, read without Python's unpickler.
+"""Interpreter of a torch file's pickle that does not use Python's unpickler.
 
-A file of weights needs a few of the pickle's operations: numbers, strings, containers, and calls of
-four functions. This interpreter has those and no others. It imports and calls nothing, and what it
-builds is bounded by the size of the pickle: memory for a memo index, a length or a hash of nested
-tuples is never taken because the file says so.
+A file of weights needs few pickle operations: numbers, strings, containers, and calls of four
+functions. This interpreter has no others. It imports nothing and calls nothing else. The size of
+the pickle bounds its memory: a memo index, a length or a hash of nested tuples allocates nothing.
 """
 
 import pickletools
@@ -31,7 +30,7 @@ LARGEST_NUMBER = 1 << 62
 
 
 class Storage(NamedTuple):
-    """A run of elements in the archive, as the pickle refers to it."""
+    """Consecutive elements in the archive that the pickle refers to."""
 
     dtype: np.dtype
     key: str
@@ -52,15 +51,15 @@ class TorchTensor(NamedTuple):
 
 
 class Refused(Exception):
-    """The pickle asks for something that a file of weights has no use for."""
+    """The pickle contains something that a file of weights does not need."""
 
 
 def read_pickle(data: bytes) -> Any:
     """Return the object that a pickle describes.
 
     Raises:
-        Refused: for an operation, name or value that no file of weights has.
-        Exception: nearly any, if the pickle is damaged.
+        Refused: the pickle has an operation, name or value that no file of weights has.
+        Exception: nearly any type, if the pickle is damaged.
     """
     machine = _Machine()
     for opcode, argument, _ in pickletools.genops(data):
@@ -71,7 +70,7 @@ def read_pickle(data: bytes) -> Any:
 
 
 class _Machine:
-    """The stack and the memo of a pickle; `run` does one operation."""
+    """Stack and memo of a pickle; `run` executes one operation."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -102,7 +101,7 @@ class _Machine:
 
     def last(self, count: int) -> list[Any]:
         if not 0 <= count <= len(self.stack):
-            raise Refused("damaged, its pickle takes what is not there; get the file again")
+            raise Refused("damaged, its pickle pops an empty stack; get the file again")
         values = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
         return values
@@ -120,7 +119,7 @@ class _Machine:
         self._target(dict).update(zip(keys, values[1::2], strict=True))
 
     def build(self) -> None:
-        """Ignore attributes: those of a state dictionary say which versions its modules have."""
+        """Ignore attributes; those of a state dictionary are versions of its modules."""
         self.last(1)
         self._target(dict)
 
@@ -131,7 +130,7 @@ class _Machine:
     def call(self) -> None:
         function, arguments = self.last(2)
         if not isinstance(function, _Function) or not isinstance(arguments, tuple):
-            raise Refused("refused, because its pickle calls what is no function")
+            raise Refused("refused, because its pickle calls something other than a function")
         self.stack.append(function.call(*arguments))
 
     def refer(self) -> None:
@@ -178,14 +177,16 @@ _OPERATIONS: dict[str, Callable[[_Machine], None]] = {
 
 
 def _global(module: Any, name: Any) -> Any:
-    """Translate a name in the pickle; nothing is imported."""
+    """Look up a name of the pickle in the list of known names; import nothing."""
     known = {
         ("collections", "OrderedDict"): _Function(dict),
         ("torch._utils", "_rebuild_tensor_v2"): _Function(_tensor),
         ("torch._utils", "_rebuild_parameter"): _Function(lambda data, *_: data),
     }
     if not isinstance(module, str) or not isinstance(name, str):
-        raise Refused("damaged, its pickle looks up what is no name; get the file again")
+        raise Refused(
+            "damaged, its pickle looks up something other than a name; get the file again"
+        )
     if module == "torch" and name in STORAGES:
         return STORAGES[name]
     if (module, name) not in known:
@@ -201,7 +202,7 @@ def _storage(reference: Any) -> Storage:
     if kind != "storage" or not isinstance(dtype, np.dtype) or not isinstance(key, str):
         raise Refused("refused, because it refers to something other than a tensor storage")
     if type(count) is not int or not 0 <= count < LARGEST_NUMBER:
-        raise Refused("damaged, the size of a storage is no size; get the file again")
+        raise Refused("damaged, the size of a storage is invalid; get the file again")
     return Storage(dtype, key, count)
 
 
@@ -210,7 +211,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tor
         raise Refused("refused, because it describes a tensor without a storage")
     sizes = (offset, *shape, *strides)
     if not all(type(n) is int and 0 <= n < LARGEST_NUMBER for n in sizes):
-        raise Refused("damaged, a size of a tensor is no size; get the file again")
+        raise Refused("damaged, a size of a tensor is invalid; get the file again")
     if len(shape) != len(strides) or not countable(shape):
-        raise Refused("damaged, the shape of a tensor is none; get the file again")
+        raise Refused("damaged, the shape of a tensor is invalid; get the file again")
     return TorchTensor(storage, offset, tuple(shape), tuple(strides))

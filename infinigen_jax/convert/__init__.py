@@ -1,4 +1,7 @@
-"""Conversion of Hugging Face folders: read, map, calibrate, skew, write, one layer at a time."""
+"""Conversion of Hugging Face folders: read, map, calibrate, skew and write one layer at a time.
+
+Imports checkpoint, skew, speculation, text, models, files. Start reading at pipeline.py.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,32 +23,32 @@ def convert(
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Convert a Hugging Face model folder; skew it on the way (section 4.2 of the paper).
+    """Convert a Hugging Face model folder and skew it (section 4.2 of the paper).
 
-    The destination is a Hugging Face folder too, plus `infinigen.safetensors` (the bases) and
-    `infinigen.json` (where everything came from). It appears whole or not at all.
+    The destination is a Hugging Face folder plus `infinigen.safetensors` (the bases) and
+    `infinigen.json` (the manifest). It appears whole or not at all.
 
     Args:
         source: folder with config.json, safetensors or pytorch_model.bin, and a tokenizer.
         destination: folder to create.
-        calibration: UTF-8 text file, or token ids; the text in this package by default. At most
+        calibration: UTF-8 text file, or token ids; by default the text in this package. At most
             2048 tokens are used.
-        dtype: "float32", "bfloat16" or "float16" for the weights; as stored by default.
-        skew: "balanced" (the default: a basis that weighs queries and keys alike, a query corrected
-            on the text, and the paper's basis), "svd" (the paper's), or "none".
-        speculate_from: what of the layer before the corrected query is of: "input", the
-            attention's, or "resident", the hidden state after attention to sinks and recent tokens
-            alone, the default of a balanced conversion.
-        neurons: of the MLP in front of a layer, as a share of its width, that the corrected query
-            sees besides; 0 for none.
-        force: replace an earlier conversion at the destination, once the new one is complete.
-        progress: called with the number of layers done and their total.
+        dtype: "float32", "bfloat16" or "float16" for the weights; by default the stored dtype.
+        skew: "balanced" (a basis that balances queries and keys, a query corrected on the
+            calibration text, and the paper's basis), "svd" (the paper's basis alone) or "none".
+        speculate_from: hidden state of the previous layer that the corrected query is computed
+            from: "input", its attention input, or "resident", the hidden state after attention to
+            sinks and recent tokens alone. The default is "resident" with skew "balanced".
+        neurons: neurons of the previous layer's MLP that the corrected query also sees, as a share
+            of its width; 0 for none.
+        force: replace an earlier conversion at the destination once the new one is complete.
+        progress: called with the number of converted layers and the number of all layers.
 
     Returns:
         The destination.
 
     Raises:
-        InputError: naming the file or the setting that is at fault, and the remedy.
+        InputError: names the file or setting at fault and the remedy.
     """
     from infinigen_jax.convert.pipeline import run
 

@@ -1,9 +1,9 @@
-"""Calibration: run a text through the model, one layer at a time, and collect q and k moments.
+"""Calibration: run a text through the model layer by layer and collect query and key moments.
 
-Only the hidden states of the text and one layer's weights are in memory; for the correction of the
-layer-ahead query, and for what few rows lose, also what that query is guessed from, of one layer,
-and the input, queries, keys and values of another. All arithmetic is float32 with full-precision
-products, whatever the checkpoint's dtype.
+Memory holds the hidden states of the text and one layer's weights. The query correction and the
+loss measurement also need the hidden state that the query is computed from, of one layer, and the
+input, queries, keys and values of another. All arithmetic is float32 with full-precision products,
+whatever the checkpoint's dtype.
 """
 
 import functools
@@ -31,11 +31,11 @@ from infinigen_jax.text.tokenizer import load_tokenizer
 
 DEFAULT_TEXT = Path(__file__).parent / "calibration.txt"
 DEFAULT_TOKENS = 2048
-CHARACTERS_PER_TOKEN = 64  # enough of a long text to fill the tokens asked for
+CHARACTERS_PER_TOKEN = 64  # upper bound, to read enough of a long text
 
 
 class CalibrationTokens(NamedTuple):
-    """Token ids in windows of equal length; `valid` is False on the padding of the last one."""
+    """Token ids in windows of equal length; `valid` is False on padding at the end."""
 
     ids: Int[np.ndarray, "w s"]
     valid: Bool[np.ndarray, "w s"]
@@ -43,19 +43,20 @@ class CalibrationTokens(NamedTuple):
 
     @property
     def count(self) -> int:
+        """Number of tokens, excluding padding."""
         return int(self.valid.sum())
 
 
 def read_text(path: Path, folder: Path, config: ModelConfig, limit: int) -> CalibrationTokens:
-    """Tokenise a calibration text with the model's own tokenizer.
+    """Tokenise a calibration text with the model's tokenizer.
 
     Args:
-        path: UTF-8 text; its beginning is used.
-        folder: the model folder, for the tokenizer.
-        limit: most tokens to use.
+        path: UTF-8 text; the beginning is used.
+        folder: model folder with the tokenizer.
+        limit: maximum number of tokens.
 
     Raises:
-        InputError: when the text cannot be read or has fewer tokens than the head size.
+        InputError: the text cannot be read or has fewer tokens than the head size.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -73,12 +74,15 @@ def read_text(path: Path, folder: Path, config: ModelConfig, limit: int) -> Cali
 def windows(
     ids: Int[np.ndarray, " n"], config: ModelConfig, limit: int, name: str, source: bytes
 ) -> CalibrationTokens:
-    """Cut token ids into windows of all the model's positions, the last one padded.
+    """Cut token ids into windows as long as the model has positions; pad the last window.
 
-    Not into shorter ones of equal length: rotated queries and keys turn with the position, and a
-    basis from the first positions alone loses its worth behind them (docs/quality.md); what no
-    window reaches is left to `spread`. If the text starts with the beginning-of-sequence token,
-    every window does.
+    Shorter windows of equal length would be worse: rotated queries and keys depend on the position,
+    and a basis from the first positions is poor at later ones (docs/quality.md). `skew.positions`
+    extends the moments to positions that no window reaches. If the text starts with the
+    beginning-of-sequence token, every window does.
+
+    Raises:
+        InputError: the text has too few tokens, or a token outside the vocabulary.
     """
     ids = ids[:limit]
     if len(ids) < config.head_dim:
@@ -93,14 +97,14 @@ def windows(
         )
     prefix = ids[:1] if ids[0] == config.bos_id and config.max_positions > 1 else ids[:0]
     body = ids[len(prefix) :]
-    room = config.max_positions - len(prefix)
-    number = max(1, -(-len(body) // room))
-    body = body[: limit - number * len(prefix)]
-    length = min(room, len(body))
-    number = -(-len(body) // length)
-    padded = np.pad(body, (0, number * length - len(body))).reshape(number, length)
-    valid = (np.arange(number * length) < len(body)).reshape(number, length)
-    first = np.tile(prefix, (number, 1))
+    capacity = config.max_positions - len(prefix)
+    count = max(1, -(-len(body) // capacity))
+    body = body[: limit - count * len(prefix)]
+    length = min(capacity, len(body))
+    count = -(-len(body) // length)
+    padded = np.pad(body, (0, count * length - len(body))).reshape(count, length)
+    valid = (np.arange(count * length) < len(body)).reshape(count, length)
+    first = np.tile(prefix, (count, 1))
     return CalibrationTokens(
         np.concatenate([first, padded], axis=1).astype(np.int32),
         np.concatenate([np.ones(first.shape, bool), valid], axis=1),
@@ -109,11 +113,12 @@ def windows(
 
 
 class Before(NamedTuple):
-    """What the query of a layer is guessed from: of the layer before it.
+    """Hidden states of the previous layer that a query is computed from.
 
     Attributes:
-        input: into its attention.
-        source: what stands in for the next layer's input, see `_step`.
+        input: input of its attention.
+        source: substitute for the next layer's input, see `_step`.
+        mlp: its MLP.
     """
 
     input: Float[Array, "w s e"]
@@ -122,18 +127,18 @@ class Before(NamedTuple):
 
 
 class Calibrator:
-    """Carries the text's hidden states from layer to layer.
+    """Propagates the text's hidden states from layer to layer.
 
     Attributes:
-        blocks: moments of the layer that `layer` ran last, at all places likewise.
+        blocks: block moments of the layer that `layer` ran last, extended to all positions.
 
     Args:
         config: the architecture.
         tokens: the text.
         embedding: the embedding's parameters, float32.
-        speculate_from: what of the layer before a query is guessed from, one of
-            `speculation.SOURCES`; None: keep nothing of what `ahead` and `loss` need.
-        neurons: of that layer's MLP that the query sees besides.
+        speculate_from: hidden state that the next layer's query is computed from, one of
+            `speculation.query.SOURCES`; None if neither `ahead` nor `loss` will be called.
+        neurons: number of the previous layer's neurons that the query also sees.
     """
 
     def __init__(
@@ -147,15 +152,15 @@ class Calibrator:
         self._config = config
         self._count = tokens.count
         self._source = speculate_from
-        self._done = 0  # layers
+        self._layers_done = 0
         self._neurons = neurons
         self._before: Before | None = None
-        self._inner: Params = {}  # of the neurons that a query of this layer sees
-        self._own: Array | None = None  # this layer's attention input
-        self._stand_in: Array | None = None  # for it
+        self._neuron_params: Params = {}  # neurons that a query of this layer sees
+        self._attention_input: Array | None = None  # this layer's attention input
+        self._stand_in: Array | None = None  # its substitute
         self._attended: tuple[Array, ...] | None = None  # hidden states, queries, keys, values
         self._guesses: tuple[Array, ...] = ()
-        self._input: Array | None = None  # of the layer before, where another state stands in
+        self._input: Array | None = None  # of the previous layer, unless it is the substitute
         self._valid = jnp.asarray(tokens.valid)
         self._places = offsets(config.rope, config.max_positions, tokens.ids.shape[1])
         plan = blueprint(config, jnp.float32)
@@ -163,88 +168,98 @@ class Calibrator:
         self._hidden = plan.embedding(embedding).embed(jnp.asarray(tokens.ids), positions)
 
     def layer(self, params: Params) -> Moments:
-        """Run the next layer with these float32 parameters; its query and key moments.
+        """Run the next layer with these float32 parameters; return its query and key moments.
 
-        They are those of the text at all places where the model has positions for it.
+        The moments are extended to all positions of the model.
+
+        Raises:
+            InputError: queries, keys or values are not finite.
         """
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
-            sliding = self._config.window_of(self._done)
+            sliding = self._config.window_of(self._layers_done)
             step = _step(self._config, self._source, sliding)
             self._hidden, sums, seen = step(params, self._hidden, self._valid)
-        self._done += 1
+        self._layers_done += 1
         if seen is not None:
-            own, source, *attended = seen
+            attention_input, source, *attended = seen
             self._attended, self._guesses = tuple(attended), ()
-            before, self._own, self._stand_in = self._before, own, own
+            before, self._attention_input, self._stand_in = (
+                self._before,
+                attention_input,
+                attention_input,
+            )
             if before is not None:
                 self._stand_in = before.source
             if self._source == "resident":
-                self._input = own if before is None else before.input
+                self._input = attention_input if before is None else before.input
                 if before is not None:
                     self._stand_in = _normed(self._config, params, before.source)
-            self._inner = self._chosen(params)
-            self._before = Before(own, source, Mlp(params))
-        # Summed over windows in float64, on the host.
+            self._neuron_params = self._chosen(params)
+            self._before = Before(attention_input, source, Mlp(params))
+        # Summed over windows on the host, in float64.
         query_gram, key_gram, key_sum, *blocks = (
             np.asarray(s, np.float64).sum(axis=0) for s in sums
         )
         if not all(np.isfinite(products).all() for products in (query_gram, key_gram, *blocks)):
             raise InputError(
-                f"the weights of layer {self._done - 1} give queries, keys or values that are not "
-                "finite; get them again"
+                f"the weights of layer {self._layers_done - 1} give queries, keys or values that "
+                "are not finite; get them again"
             )
-        found = Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
+        moments = Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
         self.blocks = BlockMoments(*(products / self._count for products in blocks))
         if self._places == 1:
-            return found
+            return moments
         assert self._config.rope is not None
         self.blocks = spread_blocks(self.blocks, self._config.rope, self._places)
-        return spread_moments(found, self._config.rope, self._places)
+        return spread_moments(moments, self._config.rope, self._places)
 
     def ahead(self, params: Params) -> tuple[Params, GuessMoments]:
-        """For the layer that `layer` ran last: its query by a layer before.
+        """Fit the query of the layer that `layer` ran last to the previous layer's hidden state.
 
-        Of the first layer, whose rows are fetched by its own input, the query is the true one.
+        The first layer speculates from its own input, so its query is the true one.
 
         Returns:
-            The corrected projection, see `neurons.projected`, float32; moments of the queries that
-            it gives, scaled and rotated, at all places as in `layer`.
+            The corrected projection, float32, see `skew.neurons.projected`, and the moments of its
+            queries, scaled, rotated and extended to all positions as in `layer`.
         """
         config, valid = self._config, np.asarray(self._valid)
-        before, own = (np.asarray(x)[valid] for x in (self._stand_in, self._own))
+        stand_in, attention_input = (
+            np.asarray(x)[valid] for x in (self._stand_in, self._attention_input)
+        )
         query, hidden = params["q"], None
-        if self._inner:
+        if self._neuron_params:
             with jax.default_matmul_precision("highest"):
-                hidden = activations(config, self._inner, jnp.asarray(before))
-        fitted = corrected_projection(before, own, query["kernel"], query.get("bias"), hidden)
+                hidden = activations(config, self._neuron_params, jnp.asarray(stand_in))
+        kernel, bias = query["kernel"], query.get("bias")
+        fitted = corrected_projection(stand_in, attention_input, kernel, bias, hidden)
         assert self._attended is not None
         projection = {"kernel": fitted.kernel, "bias": fitted.bias, "outer": fitted.outer}
         projection = {
             n: jnp.asarray(p, jnp.float32) for n, p in projection.items() if p is not None
         }
-        projection |= self._inner
+        projection |= self._neuron_params
         assert self._stand_in is not None
         self._guesses = (self._guess(params, projection, self._stand_in),)
         if self._input is not None:
             seen = np.asarray(self._input)[valid]
-            plain = corrected_projection(seen, own, query["kernel"], query.get("bias"))
+            plain = corrected_projection(seen, attention_input, kernel, bias)
             plain = {n: jnp.asarray(getattr(plain, n), jnp.float32) for n in ("kernel", "bias")}
             self._guesses += (self._guess(params, plain, self._input),)
         guesses, queries = (np.asarray(x)[valid] for x in (self._guesses[0], self._attended[1]))
-        found = guess_moments(guesses, queries, config.num_kv_heads)
+        moments = guess_moments(guesses, queries, config.num_kv_heads)
         if self._places == 1:
-            return projection, found
+            return projection, moments
         assert config.rope is not None
-        return projection, spread_guess(found, config.rope, self._places)
+        return projection, spread_guess(moments, config.rope, self._places)
 
     def loss(self, params: Params) -> Float[np.ndarray, "n m"]:
-        """For the layer that `layer` ran last: relative error that few rows make.
+        """Return the relative error of sparse attention in the layer that `layer` ran last.
 
         Returns:
-            With rows chosen by its own queries, and by those of a layer before: corrected, if
-            `ahead` was called, else plain; and, where those are guessed behind attention to what is
-            resident, by those of the layer's input; at each of the m `loss.BUDGETS`. NaN if no
-            window is long enough. See `convert.loss`.
+            Axis 0: rows selected by the true queries; by the queries speculated one layer earlier,
+            corrected if `ahead` was called; and, if those come from "resident", by queries from
+            the layer's input. Axis 1: each of the m `loss.BUDGETS`. NaN if no window is long
+            enough. See `convert.loss`.
         """
         assert self._attended is not None
         guesses, self._guesses = self._guesses, ()
@@ -262,20 +277,20 @@ class Calibrator:
             return np.sqrt(errors / whole).astype(np.float32)
 
     def _chosen(self, params: Params) -> Params:
-        """The neurons of the layer before that a query of the layer with these parameters sees."""
+        """Return the previous layer's neurons that a query of this layer sees."""
         if not self._neurons or self._before is None:
             return {}
         mlp, norm = self._before.mlp, params["attention_norm"]
         whole = mlp.under(mlp.attention_norm if self._source == "input" else norm)
         query = np.asarray(norm["scale"])[:, None] * np.asarray(params["q"]["kernel"])
         assert self._stand_in is not None
-        there = self._valid.astype(jnp.float32)
-        return mlp.chosen(self._config, whole, self._stand_in, there, query, self._neurons)
+        valid = self._valid.astype(jnp.float32)
+        return mlp.chosen(self._config, whole, self._stand_in, valid, query, self._neurons)
 
     def _guess(
         self, params: Params, projection: Params, stand_in: Float[Array, "w s e"]
     ) -> Float[Array, "w s h d"]:
-        """The layer's queries by a projection of what stands in for its input."""
+        """Return the layer's queries, projected from a substitute for its input."""
         with jax.default_matmul_precision("highest"):
             return _projected(self._config, params, projection, stand_in)
 
@@ -284,7 +299,7 @@ class Calibrator:
 def _normed(
     config: ModelConfig, params: Params, hidden: Float[Array, "w s e"]
 ) -> Float[Array, "w s e"]:
-    """Hidden states as a layer's attention would take them in."""
+    """Return hidden states after a layer's pre-attention norm."""
     return blueprint(config, jnp.float32).layer(params).attention_input(hidden)
 
 
@@ -292,7 +307,7 @@ def _normed(
 def _projected(
     config: ModelConfig, params: Params, projection: Params, inputs: Float[Array, "w s e"]
 ) -> Float[Array, "w s h d"]:
-    """A layer's queries, scaled and rotated, by another projection of other inputs."""
+    """Return a layer's queries, scaled and rotated, from another projection and other inputs."""
     windows, length, _ = inputs.shape
     positions = jnp.broadcast_to(jnp.arange(length), (windows, length))
     layer = blueprint(config, jnp.float32).layer(params)
@@ -307,12 +322,13 @@ Sums = tuple[Products, Products, Float[Array, "w k d"], Products, Products]
 
 @functools.cache
 def _step(config: ModelConfig, source: str | None, sliding: int | None) -> Callable[..., Any]:
-    """One layer over all windows; compiled once, it serves every layer of a kind.
+    """Compile the pass of one layer over all windows, once for all layers of a kind.
 
     Args:
-        source: also return the layer's attention inputs, what of it stands in for a later layer's
-            (one of `speculation.SOURCES`), hidden states into the layer, queries, keys and values.
-        sliding: the layer's own window, if it has one.
+        source: if not None, also return the layer's attention input, the substitute for the next
+            layer's input (one of `speculation.query.SOURCES`), the hidden states into the layer,
+            queries, keys and values.
+        sliding: the layer's sliding window, in tokens, if it has one.
     """
     plan = blueprint(config, jnp.float32)
 
@@ -333,7 +349,7 @@ def _step(config: ModelConfig, source: str | None, sliding: int | None) -> Calla
             *block_products(keys, values, valid & (positions >= SINKS)),
         )
         attended = causal_attention(queries, keys, values, window=sliding)
-        behind = x + layer.attention_output(attended)
+        attended_state = x + layer.attention_output(attended)
 
         def resident() -> Array:
             recent = RECENT if sliding is None else min(RECENT, sliding)
@@ -345,7 +361,7 @@ def _step(config: ModelConfig, source: str | None, sliding: int | None) -> Calla
         if source is not None:
             stand_in = resident() if source == "resident" else a
             seen = (a, stand_in, x, queries, keys, values)
-        return behind + layer.mlp(behind), sums, seen
+        return attended_state + layer.mlp(attended_state), sums, seen
 
     def step(params: Params, x: Float[Array, "w s e"], valid: Bool[Array, "w s"]) -> Any:
         return jax.lax.map(lambda pair: window(params, *pair), (x, valid))

@@ -1,5 +1,5 @@
-"""Settings of a conversion that nobody gave."""
+"""Default settings of a conversion."""
 
 DEFAULT_SKEW = "balanced"
-DEFAULT_SOURCE = "resident"  # of a query ahead
-DEFAULT_NEURONS = 0.125  # share of an MLP that a query ahead sees
+DEFAULT_SOURCE = "resident"  # of a corrected query
+DEFAULT_NEURONS = 0.125  # share of an MLP that a corrected query sees

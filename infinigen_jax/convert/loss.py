@@ -1,12 +1,12 @@
-"""What a layer's attention loses when it reads few rows: measured on the calibration text.
+"""Error of a layer's attention when it reads few rows, measured on the calibration text.
 
-Some layers attend so evenly that no choice of rows can stand for all of them (in OPT the first two,
-in LLaMA at most the first), and it shows on a few sentences: with the rows that a query weighs most
-and the block means of the others, the hidden state behind their attention is 4 to 10 % off, behind
-other layers' at most 2 %. `Model.dense_layers` keeps those on the device in full. Measured with
-half of `InfiniGen`'s budget, exact scores, and block means as they are: neither what an index of
-few columns loses is in it, nor what predicted values (`tail_values`) win. At other budgets, too,
-for a budget to be shared out among the layers (`budgets`).
+Some layers attend so evenly that no few rows represent all of them: the first two of OPT, at most
+the first of LLaMA. A few sentences show it. With the rows of highest weight and the block means of
+the others, the hidden state after attention is 4 to 10 % off in those layers, and at most 2 % in
+others. `Model.dense_layers` keeps those layers on the device in full. The measurement takes half of
+`InfiniGen`'s budget, exact scores and plain block means. It includes neither the error of a partial
+index nor the gain of predicted values (`speculation.tail`). Errors at other budgets serve to divide
+a budget among the layers (`speculation.layer_budgets`).
 """
 
 import functools
@@ -19,11 +19,11 @@ from jaxtyping import Array, Bool, Float, Int
 from infinigen_jax.models import ModelConfig, Params, blueprint
 
 BUDGETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4)
-BUDGET = 0.05  # that dense layers are told by; one of them
-BLOCK = 64  # tokens of the tail that share a value
+BUDGET = 0.05  # decides which layers are dense; one of BUDGETS
+BLOCK = 64  # tokens of the tail that share a mean value
 SINKS, RECENT = 4, 32
-STEPS = 64  # last positions of a window that are measured, spread over its second half
-SHORTEST = 320  # tokens of a window in which few rows are few
+STEPS = 64  # measured positions, spread over the second half of a window
+SHORTEST = 320  # tokens of the shortest window that is measured
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -37,14 +37,18 @@ def squared_errors(
     values: Float[Array, "w s k d"],
     valid: Bool[Array, "w s"],
 ) -> tuple[Float[Array, " w"], Float[Array, "w n m"]]:
-    """Of each window: the squared norm of the hidden state behind a layer's attention, and of its
-    error with rows chosen by the true queries, and by each of the guesses, at each of the m
-    BUDGETS. 0 for a window too short to tell.
+    """Return squared norms of the hidden state after attention, and of its sparse errors.
 
     Args:
-        params: of the layer, float32.
-        hidden: into the layer.
-        queries: scaled and rotated; `guesses` likewise, from an earlier layer; n - 1 of them.
+        params: the layer's parameters, float32.
+        hidden: input of the layer.
+        queries: true queries, scaled and rotated.
+        guesses: n - 1 sets of speculated queries, scaled and rotated.
+
+    Returns:
+        For each window the squared norm, and the squared error with rows selected by the true
+        queries and by each of the guesses, at each of the m BUDGETS. 0 for a window shorter than
+        SHORTEST.
     """
     layer = blueprint(config, jnp.float32).layer(params)
 
@@ -52,17 +56,17 @@ def squared_errors(
         return layer.attention_output(o.reshape(len(o), config.num_heads, config.head_dim))
 
     def window(arrays: Any) -> tuple[Float[Array, ""], Float[Array, "n m"]]:
-        x, *choosers, key, value, there = arrays
-        count = jnp.sum(there, dtype=jnp.int32)
+        x, *choosers, key, value, valid_tokens = arrays
+        count = jnp.sum(valid_tokens, dtype=jnp.int32)
         at = count - 1 - jnp.arange(STEPS, dtype=jnp.int32) * (count // 2) // STEPS
         at = jnp.maximum(at, 0)
         choosers = tuple(config.grouped(q[at]) for q in choosers)
         exact, *sparse = map(output, _attended(choosers[0], choosers, key, value, at))
         errors = jnp.stack([jnp.sum(jnp.square(o - exact)) for o in sparse])
-        whole = jnp.sum(jnp.square(x[at] + exact))
+        norm = jnp.sum(jnp.square(x[at] + exact))
         long = count >= SHORTEST
         errors = jnp.where(long, errors, 0.0).reshape(len(choosers), -1)
-        return jnp.where(long, whole, 0.0), errors
+        return jnp.where(long, norm, 0.0), errors
 
     return jax.lax.map(window, (hidden, queries, *guesses, keys, values, valid))
 
@@ -74,8 +78,10 @@ def _attended(
     values: Float[Array, "s k d"],
     at: Int[Array, " n"],
 ) -> list[Float[Array, "n k g d"]]:
-    """Attention to everything, and for each chooser to its rows and block means of the others, at
-    each of BUDGETS."""
+    """Return full attention, then sparse attention for each chooser and each of BUDGETS.
+
+    Sparse attention reads the rows that the chooser selects, and block means of the others.
+    """
     place = jnp.arange(len(keys), dtype=jnp.int32)
     distance = at[:, None] - place[None]
     seen = distance >= 0
@@ -90,7 +96,7 @@ def _attended(
 
     weight = weights(query, seen)
     means, by_block = _block_means(values, far)
-    made = [summed(weight, values)]
+    outputs = [summed(weight, values)]
     for chooser in choosers:
         rank = jnp.where(far[:, None], jnp.sum(weights(chooser, far), axis=2), -1.0)
         order = jnp.argsort(jnp.argsort(-rank, axis=-1), axis=-1)
@@ -99,14 +105,14 @@ def _attended(
             left = far[:, None] & (order >= rows[:, None, None])
             kept = jnp.where(left[:, :, None], 0.0, weight)
             rest = jnp.einsum("nkgs,sm->nkgm", weight - kept, by_block)
-            made.append(summed(kept, values) + jnp.einsum("nkgm,nmkd->nkgd", rest, means))
-    return made
+            outputs.append(summed(kept, values) + jnp.einsum("nkgm,nmkd->nkgd", rest, means))
+    return outputs
 
 
 def _block_means(
     values: Float[Array, "s k d"], far: Bool[Array, "n s"]
 ) -> tuple[Float[Array, "n m k d"], Float[Array, "s m"]]:
-    """Means of the values of each block's far tokens; which block a token is in, one-hot."""
+    """Return the mean value of each block's far tokens, and each token's block, one-hot."""
     blocks = -(-len(values) // BLOCK)
     place = jnp.arange(len(values), dtype=jnp.int32)
     by_block = jax.nn.one_hot(place // BLOCK, blocks, dtype=values.dtype)

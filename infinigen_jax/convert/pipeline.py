@@ -1,4 +1,4 @@
-"""The conversion itself: every layer is read, run, skewed, written and dropped before the next."""
+"""Conversion pipeline: read, run, skew and write one layer before the next."""
 
 import contextlib
 import json
@@ -52,7 +52,7 @@ WEIGHT_DTYPES = {
     name: DTYPES[kind]
     for name, kind in (("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16"))
 }
-# Fields of config.json that would carry a path of the machine that wrote it.
+# Fields of config.json that would reveal a path of the machine that wrote it.
 PATHS = ("_name_or_path", "name_or_path")
 
 
@@ -79,7 +79,7 @@ def run(
         raise InputError(f"--neurons {neurons}: give a share from 0 to 1")
     if speculate_from != "input" and skew != "balanced":
         raise InputError(
-            f"--speculate-from {speculate_from}: it is for the query that --skew balanced "
+            f"--speculate-from {speculate_from}: applies to the query that --skew balanced "
             f"corrects, and --skew {skew} has none"
         )
     folder = checked_folder(source)
@@ -89,12 +89,12 @@ def run(
     stored = _weight_dtype(dtype, sources)
     copied = side_files(folder)
     start_backend()
-    number = number_of(config, neurons) if skew == "balanced" else 0
-    check_space(target, _needed(config, sources, stored, copied, skew, number))
+    neuron_count = number_of(config, neurons) if skew == "balanced" else 0
+    check_space(target, _needed(config, sources, stored, copied, skew, neuron_count))
     tokens = _tokens(calibration, folder, config) if skew != "none" else None
-    # Another process may have written it while this one waited for its turn.
+    # Another process may have written the destination while this one waited for the lock.
     with staged(target, lambda: check_destination(folder, target, force)) as out:
-        job = _Job(config, sources, stored, skew, speculate_from, number, tokens)
+        job = _Job(config, sources, stored, skew, speculate_from, neuron_count, tokens)
         files = job.write_weights(out, progress or (lambda done, total: None))
         files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(_config(hf, stored), indent=2) + "\n")
@@ -119,7 +119,7 @@ def run(
 
 
 class _Job:
-    """State of one conversion: what has been learned of the layers that are done."""
+    """State of one conversion: the statistics of the layers converted so far."""
 
     def __init__(
         self,
@@ -134,14 +134,16 @@ class _Job:
         self.config, self.sources, self.dtype, self.skew = config, sources, dtype, skew
         self.source, self.neurons, self.tokens = source, neurons, tokens
         self.slots = expected(blueprint(config, jnp.float32))
-        # Rotation does not commute with the basis, and only an orthogonal one leaves a valid
-        # checkpoint whose attention anyone can compute.
+        # Rotation does not commute with the basis, and only an orthogonal basis leaves a
+        # checkpoint that any program can run.
         self.absorbs = skew == "svd" and config.rope is None
         self.statistics: dict[str, list[np.ndarray]] = {}
 
     def write_weights(self, out: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
-        """Stream all weights into `model.safetensors`, and with skew balanced the corrected query
-        projections into AHEAD_FILE; their records for the manifest."""
+        """Stream all weights into `model.safetensors`; return the files' manifest records.
+
+        With skew balanced, also write the corrected query projections into AHEAD_FILE.
+        """
         layout = {slot.name: (self.dtype, slot.shape) for slot in self.slots.flat()}
         with contextlib.ExitStack() as stack:
 
@@ -155,12 +157,12 @@ class _Job:
                 files[SAFETENSORS].add(name, tensor)
             calibrator = self._calibrator()
             for done, slots in enumerate(self.slots.layers):
-                found = self._calibrate(calibrator, slots)
-                for name, tensor in self._cast(slots, found if self.absorbs else None):
+                extra = self._calibrate(calibrator, slots)
+                for name, tensor in self._cast(slots, extra if self.absorbs else None):
                     files[SAFETENSORS].add(name, tensor)
                 if AHEAD_FILE in files:
                     for name in projection_shapes(self.config, done, self.neurons):
-                        tensor = np.asarray(found[name]).astype(self.dtype)
+                        tensor = np.asarray(extra[name]).astype(self.dtype)
                         files[AHEAD_FILE].add(f"layers.{done}.{name}", tensor)
                 progress(done + 1, self.config.num_layers)
             return {
@@ -176,7 +178,7 @@ class _Job:
         }
 
     def write_skew(self, out: Path) -> dict[str, Any]:
-        """Write `infinigen.safetensors`; its record for the manifest."""
+        """Write `infinigen.safetensors`; return its manifest record."""
         c = self.config
         if not self.statistics:
             eye = np.eye(c.head_dim, dtype=np.float32)
@@ -198,10 +200,10 @@ class _Job:
         return Calibrator(self.config, self.tokens, params, self.source, self.neurons)
 
     def _calibrate(self, calibrator: Calibrator | None, slots: list[Slot]) -> Any:
-        """Run a layer, keep its statistics.
+        """Run a layer and keep its statistics.
 
         Returns:
-            The basis that its weights shall absorb, or the corrected query projection to write.
+            The basis to absorb into its weights, or the corrected query projection to write.
         """
         if calibrator is None:
             return None
@@ -240,29 +242,31 @@ class _Job:
         self._keep(query_basis=basis, key_basis=basis, eigenvalues=eigenvalues, key_mean=mean)
         return basis
 
-    def _keep_blocks(self, found: BlockMoments, basis: np.ndarray | None = None) -> None:
-        """In the coordinates of the cached keys."""
-        keys, values = found.key_covariance, found.cross_covariance
+    def _keep_blocks(self, moments: BlockMoments, basis: np.ndarray | None = None) -> None:
+        """Keep the block moments, in the coordinates of the cached keys."""
+        keys, values = moments.key_covariance, moments.cross_covariance
         if basis is not None:
             keys = np.einsum("kdc,kde,kef->kcf", basis, keys, basis)
             values = np.einsum("kdc,kde->kce", basis, values)
         self._keep(tail_keys=keys, tail_values=values)
 
-    def _keep_loss(self, found: np.ndarray) -> None:
-        """Budgets follow what the query that is used loses. Which layers stay dense, what the last
-        one does: what a layer's input cannot tell of the next query depends on what its attention
-        finds, and attention to what is resident may miss just that.
-        """
-        self._keep(sparse_loss=found[[0, -1], BUDGETS.index(BUDGET)], row_loss=found[:2])
+    def _keep_loss(self, losses: np.ndarray) -> None:
+        """Keep the losses: the first two rows for budgets, the first and last for dense layers.
 
-    def _keep(self, **found: np.ndarray) -> None:
-        for name, value in found.items():
+        Budgets follow the loss of the query in use. Dense layers follow the last row, speculation
+        from the layer's input: a hidden state after resident attention may miss the effect of the
+        layer's own attention on the next query.
+        """
+        self._keep(sparse_loss=losses[[0, -1], BUDGETS.index(BUDGET)], row_loss=losses[:2])
+
+    def _keep(self, **arrays: np.ndarray) -> None:
+        for name, value in arrays.items():
             self.statistics.setdefault(name, []).append(value.astype(np.float32))
 
     def _cast(
         self, slots: list[Slot], basis: np.ndarray | None
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Tensors as they will be written; queries and keys with the basis folded in."""
+        """Yield the tensors to write, with the basis folded into queries and keys."""
         for slot in slots:
             tensor = self.sources[slot.name].read()
             row = slot.row
@@ -273,7 +277,7 @@ class _Job:
 
 
 def _joined(parts: list[np.ndarray], transform: str) -> Any:
-    """A float32 parameter on the device, from its parts in the file's layout."""
+    """Join a parameter from its parts in the file's layout; float32, on the device."""
     turned = [TRANSFORMS[transform](jnp.asarray(part.astype(np.float32))) for part in parts]
     return jnp.concatenate(turned, axis=-1)
 
@@ -289,7 +293,7 @@ def _tokens(
 
 
 def _weight_dtype(dtype: str | None, sources: Mapping[str, TensorSource]) -> np.dtype:
-    """The dtype asked for, or the one that most of the stored elements have."""
+    """Return the requested dtype, or the one that most stored elements have."""
     if dtype is not None:
         if dtype not in WEIGHT_DTYPES:
             raise InputError(f"--dtype {dtype}: unknown; use one of {', '.join(WEIGHT_DTYPES)}")
@@ -310,7 +314,7 @@ def _needed(
     skew: str,
     neurons: int,
 ) -> int:
-    """Bytes that the destination will have, a little for headers included."""
+    """Return the bytes that the destination will take, with room for headers."""
     weights = sum(tensor_bytes(dtype, tensor.shape) for tensor in sources.values())
     heads, size = config.num_layers * config.num_kv_heads, config.head_dim
     matrices = {"balanced": 7, "svd": 4}.get(skew, 2)
@@ -324,8 +328,8 @@ def _needed(
 
 
 def _config(hf: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    """config.json of the converted folder: the source's, with the dtype, without paths."""
+    """Return config.json of the converted folder: the source's, with the dtype, without paths."""
     config = {name: value for name, value in hf.items() if name not in PATHS}
-    if "torch_dtype" in config:  # the name before transformers 5, still read by older programs
+    if "torch_dtype" in config:  # name before transformers 5
         config["torch_dtype"] = dtype.name
     return config | {"dtype": dtype.name}

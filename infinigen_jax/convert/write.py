@@ -1,4 +1,4 @@
-"""Where a conversion may go: refused before the work rather than after it."""
+"""Checks of a conversion's destination, made before any work."""
 
 import shutil
 from pathlib import Path
@@ -10,11 +10,11 @@ from infinigen_jax.machine.memory_limits import format_bytes
 
 
 def check_destination(source: Path, destination: Path, force: bool) -> Path:
-    """Refuse a destination that must not be written; returns it resolved.
+    """Refuse a destination that must not be written; return its resolved path.
 
     Raises:
-        InputError: when it is the source, contains it, exists without `force`, or exists and is
-            not a converted folder (`force` replaces conversions, it does not delete other things).
+        InputError: the destination is the source, contains it, exists without `force`, or exists
+            and is not a converted folder, which `force` does not replace.
     """
     target, origin = expanded(destination).resolve(), source.resolve()
     if target == origin:

@@ -1,14 +1,16 @@
-"""CUDA kernels of this package: built at run time, called from inside XLA's programs.
+"""CUDA kernels, compiled at run time and called from XLA's programs.
 
-    gather.cu           rows from pinned host memory, beside XLA's work (transfer/cuda.py)
-    top.cu, select.cu   the choice of rows to fetch, one launch instead of many
-    plan.cu             the hot set's bookkeeping, one launch instead of many
-    score.cu            scores by a quantised index, which is read once for all query heads
+    gather.cu           gather rows from pinned host memory during XLA's work (transfer/cuda.py)
+    top.cu, select.cu   select the rows to fetch, in one launch
+    plan.cu             update the hot set's directory, in one launch
+    score.cu            score a quantised index, read once for all query heads
 
-Nothing here needs more than JAX's CUDA wheels: NVRTC compiles the sources (`nvrtc`), the driver's
-interface launches them (`driver`, `launch`), XLA calls handlers written in Python (`ffi`). Before
-their first use on a machine they are checked (`check`, `first_use`). INFINIGEN_JAX_KERNELS in the
-environment: `0` leaves all of it to XLA, `unchecked` uses the kernels without the check.
+They need only JAX's CUDA wheels: NVRTC compiles the sources (`nvrtc`), the driver API launches the
+kernels (`driver`, `launch`), and XLA calls handlers written in Python (`ffi`). Before the first use
+on a machine, `infinigen_jax.check_kernels` verifies them (`first_use`). The environment variable
+INFINIGEN_JAX_KERNELS turns them off (`0`) or skips the check (`unchecked`).
+
+Imports selection, files, errors. Start reading at launch.py.
 """
 
 import functools
@@ -26,17 +28,17 @@ SOURCES = ("gather.cu", "top.cu", "select.cu", "plan.cu", "score.cu")
 
 
 def source() -> str:
-    """All kernels, as one translation unit."""
+    """Return the source of all kernels as one translation unit."""
     folder = resources.files("infinigen_jax.cuda")
     return "\n".join(folder.joinpath(name).read_text() for name in SOURCES)
 
 
 @functools.cache
 def load() -> str | None:
-    """Make the kernels ready for this process; why that cannot be done, in a line, or None.
+    """Load the kernels into this process; return None, or a line with the reason of a failure.
 
-    The first call compiles them, or finds them in the cache, loads them into every GPU that JAX
-    uses, and registers the FFI targets.
+    The first call compiles them or takes them from the cache, loads them into every GPU of JAX and
+    registers the FFI targets.
     """
     if jax.default_backend() != "gpu":
         return "JAX sees no NVIDIA GPU"
@@ -52,9 +54,9 @@ def load() -> str | None:
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why the kernels are not to be used in this process, in a line; None where they are.
+    """Return a line with the reason why this process cannot use the kernels, or None.
 
-    The first call loads them, and has them checked if this machine has not done so before.
+    The first call loads them, and checks them if this machine has not checked them before.
     """
     switch = os.environ.get(first_use.SWITCH)
     if switch == first_use.OFF:
@@ -68,7 +70,7 @@ def unavailable() -> str | None:
 
 
 def in_use() -> bool:
-    """Whether programs that are traced now are to call the kernels."""
+    """Return whether programs traced now should call the kernels."""
     return jax.default_backend() == "gpu" and unavailable() is None
 
 

@@ -1,4 +1,4 @@
-"""The kernels as traced functions of one device's arrays; callers put them into `jax.shard_map`."""
+"""Kernels as traced functions of one device's arrays; callers wrap them in `jax.shard_map`."""
 
 from typing import Any, NamedTuple
 
@@ -10,18 +10,18 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from infinigen_jax.cuda.launch import LAUNCH, START, WAIT, call
 from infinigen_jax.errors import InputError
 
-VECTOR = 16  # bytes that a lane moves at once
+VECTOR = 16  # bytes that a lane moves in one instruction
 MAX_GROUP = 128  # as in select.cu
-THREADS = 1024  # of a block that works on one (b, k)
+THREADS = 1024  # threads per block; a block works on one (b, k)
 
 
 class Gather(NamedTuple):
-    """A gather on its way: what it writes, and what must stay allocated until it is awaited.
+    """A gather in progress: its results, and the operands to keep allocated until it finishes.
 
     Attributes:
-        rows: to be read behind the wait only.
-        hot: the hot set's rows, likewise; None without one.
-        operands: what the kernel reads.
+        rows: gathered rows; read them only after `await_gather`.
+        hot: rows of the hot set, with the same rule; None without a hot set.
+        operands: arrays that the kernel reads.
     """
 
     rows: Shaped[Array, "b k n w"]
@@ -40,16 +40,16 @@ def start_gather(
     blocks: int,
     threads: int,
 ) -> Gather:
-    """Start to gather rows of a layer on the own stream. See gather.cu.
+    """Start to gather rows of a layer on the transfer stream. See gather.cu.
 
     Args:
-        slots: as `memory.kernel_slots` calls them.
-        count: how many of the slots are meant; behind them the rows are zeros.
+        slots: slots as `cache.host_array.kernel_slots` numbers them.
+        count: number of valid slots; rows after them are zeros.
         hot, entry, miss: the hot set's rows and its plan, or None.
-        blocks, threads: at most so many blocks of so many threads do it.
+        blocks, threads: maximum number of blocks, and of threads per block.
 
     Raises:
-        InputError: the rows are not whole vectors of 16 bytes, or too many for one launch.
+        InputError: rows are not whole vectors of 16 bytes, or too many for one launch.
     """
     t, w = host.shape[3:]
     b, k, n = slots.shape
@@ -84,7 +84,7 @@ def start_gather(
 def await_gather(
     gather: Gather,
 ) -> tuple[Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
-    """The rows and the hot set's rows; what uses them comes behind the end of the gather."""
+    """Return the gathered rows and the hot set's rows, ordered after the end of the gather."""
     written = tuple(x for x in (gather.rows, gather.hot) if x is not None)
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written)
     aliases = {i: i for i in range(len(written))}
@@ -101,14 +101,16 @@ def select_rows(
     sinks: int,
     window: int,
 ) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:
-    """Slots of the rows to fetch, ascending and padded with 0, and how many. See select.cu.
+    """Return the slots of the rows to fetch, ascending and padded with 0, and their count.
+
+    See select.cu.
 
     Args:
         scores: speculated logits, float32.
-        positions: of the current tokens.
-        most: rows that the budget allows each sequence.
+        positions: positions of the current tokens.
+        most: number of rows that the budget allows each sequence.
         size: n.
-        alpha: how far below the best score a token may be; `inf` for any distance.
+        alpha: largest distance of a selected score below the best one (section 4.3); may be `inf`.
         sinks, window: tokens that stay on the device and are not fetched.
     """
     b, k, g, t = scores.shape
@@ -136,9 +138,9 @@ def plan_reuse(
     used: Int[Array, "b k h"],
     place: Int[Array, "b k t"],
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """Entries, misses, and the hot set's directory as it will be: slots, used, place. See plan.cu.
+    """Return entries, misses, and the hot set's next directory: slots, used, place. See plan.cu.
 
-    The directory is updated in place where it is donated.
+    A donated directory is updated in place.
     """
     b, k, n = slots.shape
     directory = (hot_slots, used, place)

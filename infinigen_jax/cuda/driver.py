@@ -1,10 +1,10 @@
-"""The CUDA driver's interface through ctypes: what it takes to launch a kernel on a stream."""
+"""The part of the CUDA driver API that launches a kernel on a stream, through ctypes."""
 
 import ctypes
 from typing import Any
 
 HANDLE = ctypes.c_void_p
-OUT = ctypes.c_void_p  # address of what the call fills in
+OUT = ctypes.c_void_p  # address of the call's result
 INT = ctypes.c_int
 UINT = ctypes.c_uint
 
@@ -28,7 +28,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorString": (INT, OUT),
 }
 NON_BLOCKING_STREAM = 1  # does not wait for the legacy default stream
-NO_TIMING = 2  # of an event
+NO_TIMING = 2  # flag of an event
 COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76  # device attributes
 
 
@@ -39,12 +39,16 @@ class CudaError(RuntimeError):
 class Driver:
     """Functions of libcuda as methods; all raise CudaError.
 
-    Handles are integers. The calls keep Python's lock: each is short, and giving the lock up five
-    times in a launch would let other threads hold the launch up five times.
+    Handles are integers. Calls keep Python's GIL: each is short, and releasing it five times per
+    launch would let other threads delay the launch five times.
     """
 
     def __init__(self, library: Any = None):
-        """Raises OSError where there is no driver."""
+        """Load the library.
+
+        Raises:
+            OSError: no driver is installed.
+        """
         self.library = ctypes.PyDLL("libcuda.so.1") if library is None else library
         for name, types in SIGNATURES.items():
             function = getattr(self.library, name)
@@ -54,7 +58,7 @@ class Driver:
         self.launch_kernel = self.library.cuLaunchKernel
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call a function of the driver by name."""
+        """Call a driver function by name."""
         self.check(getattr(self.library, name)(*arguments), name)
 
     def check(self, code: int, name: str) -> None:
@@ -66,13 +70,13 @@ class Driver:
             raise CudaError(f"{name}: {reason} (CUDA error {code})")
 
     def get(self, name: str, *arguments: Any, kind: Any = HANDLE) -> int:
-        """Call a function whose first parameter is its result."""
+        """Call a function whose first parameter receives its result; return the result."""
         result = kind()
         self.call(name, ctypes.addressof(result), *arguments)
         return result.value or 0
 
     def compute_capability(self, device: int) -> int:
-        """Of a device by ordinal: 90 for 9.0."""
+        """Return the compute capability of a device: 90 for 9.0."""
         major, minor = (
             self.get("cuDeviceGetAttribute", attribute, device, kind=INT)
             for attribute in (COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR)
@@ -80,12 +84,12 @@ class Driver:
         return 10 * major + minor
 
     def enter(self, context: int) -> None:
-        """Make a context the calling thread's current one, if it is not."""
+        """Make a context current in the calling thread, unless it is already."""
         if self.get("cuCtxGetCurrent") != context:
             self.call("cuCtxSetCurrent", context)
 
     def context_of(self, stream: int) -> int:
-        """The context that a stream belongs to."""
+        """Return the context of a stream."""
         context = HANDLE()
         self.call("cuStreamGetCtx", stream, ctypes.addressof(context))
         return context.value or 0

@@ -1,12 +1,11 @@
-"""XLA's foreign function interface, as far as handlers written in Python need it.
+"""Part of XLA's foreign function interface that handlers written in Python need.
 
-The structures mirror xla/ffi/api/c_api.h, which comes with jaxlib; their layout is the same in the
-interface's versions 0.3 (jax 0.10.2) and 0.4 (0.11). tests/cuda/test_ffi.py compares them with the
-header.
+The structures mirror xla/ffi/api/c_api.h, which jaxlib ships. Their layout is the same in versions
+0.3 (jax 0.10.2) and 0.4 (0.11) of the interface; tests/cuda/test_ffi.py compares it.
 
-A handler gets a `Frame`: the addresses of its operands and results, XLA's stream, and one
-attribute `config`, an array of int32. It runs once for each launch, so its time counts: a frame is
-read with `struct`, which is several times faster than ctypes' attribute access.
+A handler receives a `Frame`: the addresses of its operands and results, XLA's stream, and one
+attribute `config`, an array of int32. It runs at every launch, so its speed matters: `struct` reads
+a frame several times faster than ctypes' attribute access.
 """
 
 import ctypes
@@ -16,13 +15,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-VERSION = (0, 3)  # of the interface; XLA takes older ones for a year at least
-METADATA = 1  # type of the extension by which XLA asks for a handler's version and traits
+VERSION = (0, 3)  # of the interface; XLA supports older ones for at least a year
+METADATA = 1  # type of the extension that queries a handler's version and traits
 INTERNAL = 13  # error code
 POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
 class ApiVersion(ctypes.Structure):
+    """XLA_FFI_Api_Version: version of the interface."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),
@@ -32,6 +33,8 @@ class ApiVersion(ctypes.Structure):
 
 
 class Extension(ctypes.Structure):
+    """XLA_FFI_Extension_Base: header of an extension, linked to the next one."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("type", ctypes.c_int),
@@ -40,6 +43,8 @@ class Extension(ctypes.Structure):
 
 
 class Metadata(ctypes.Structure):
+    """XLA_FFI_Metadata: version and traits of a handler."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("api_version", ApiVersion),
@@ -48,10 +53,14 @@ class Metadata(ctypes.Structure):
 
 
 class MetadataExtension(ctypes.Structure):
+    """XLA_FFI_Metadata_Extension: request for the metadata of a handler."""
+
     _fields_ = [("extension_base", Extension), ("metadata", ctypes.POINTER(Metadata))]
 
 
 class Buffer(ctypes.Structure):
+    """XLA_FFI_Buffer: dtype, shape and address of an operand or result."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),
@@ -81,6 +90,8 @@ class Values(ctypes.Structure):
 
 
 class Attributes(ctypes.Structure):
+    """XLA_FFI_Attrs: types, names and values of the attributes."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),
@@ -92,6 +103,8 @@ class Attributes(ctypes.Structure):
 
 
 class CallFrame(ctypes.Structure):
+    """XLA_FFI_CallFrame: arguments of a handler's call."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),
@@ -105,6 +118,8 @@ class CallFrame(ctypes.Structure):
 
 
 class ErrorCreate(ctypes.Structure):
+    """XLA_FFI_Error_Create_Args: message and code of an error."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),
@@ -114,6 +129,8 @@ class ErrorCreate(ctypes.Structure):
 
 
 class StreamGet(ctypes.Structure):
+    """XLA_FFI_Stream_Get_Args: context of a call, and its stream as the result."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("extension_start", ctypes.c_void_p),
@@ -123,7 +140,7 @@ class StreamGet(ctypes.Structure):
 
 
 class Api(ctypes.Structure):
-    """XLA's own functions, in part."""
+    """XLA's table of functions, in part."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -139,7 +156,7 @@ class Api(ctypes.Structure):
 
 
 def _reader(*offsets: int) -> struct.Struct:
-    """Reads 64-bit words at these offsets, which ascend."""
+    """Return a reader of the 64-bit words at these ascending offsets."""
     layout, end = "<", 0
     for offset in offsets:
         layout += f"{offset - end}xQ"
@@ -163,19 +180,19 @@ _Words = [ctypes.c_uint64 * n for n in range(33)]
 _CreateError = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _GetStream = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-stream_getters: dict[int, Any] = {}  # by the address of XLA's table of functions
-_kept: list[Any] = []  # what programs can call must not be collected
+stream_getters: dict[int, Any] = {}  # keyed by the address of XLA's table of functions
+_kept: list[Any] = []  # keeps callbacks of programs from being collected
 
 
 class Frame(NamedTuple):
     """One call of a handler.
 
     Attributes:
-        api: address of XLA's functions.
-        context: of this call, for those functions.
+        api: address of XLA's table of functions.
+        context: execution context of this call, an argument of those functions.
         operands, results: addresses of `Buffer`s.
         config: address of the attribute's first int32.
-        config_size: how many there are.
+        config_size: number of its elements.
     """
 
     api: int
@@ -186,7 +203,7 @@ class Frame(NamedTuple):
     config_size: int
 
     def stream(self) -> int:
-        """The CUDA stream that XLA launches this call on."""
+        """The CUDA stream of this call."""
         get = stream_getters.get(self.api)
         if get is None:
             get = _GetStream(Api.from_address(self.api).stream_get or 0)
@@ -198,7 +215,7 @@ class Frame(NamedTuple):
 
 
 def read_frame(address: int) -> Frame:
-    """The frame at an address, whose only attribute, if any, is `config`."""
+    """Read the frame at an address; its only attribute, if any, is `config`."""
     _, api, context, operands, operand_list, results, result_list, attributes, attribute_list = (
         _frame.unpack_from(_FrameBytes.from_address(address))
     )
@@ -217,10 +234,10 @@ def read_frame(address: int) -> Frame:
 
 
 def register(name: str, handler: Callable[[Frame], None], platform: str = "CUDA") -> None:
-    """Make `handler` the FFI target `name`. An exception in it becomes an XLA error.
+    """Register `handler` as the FFI target `name`. Its exceptions become XLA errors.
 
-    No traits are declared: the calls stay outside CUDA graphs, in which XLA would capture each one
-    by itself. A start that is not joined in the same graph as its wait cannot be captured.
+    It declares no traits, so calls stay outside CUDA graphs. XLA would capture each call by itself,
+    and a start cannot be captured without its wait in the same graph.
     """
 
     def entry(address: int) -> int | None:
@@ -246,7 +263,7 @@ def _answer(extension: int) -> None:
 
 
 def _error(address: int, message: str) -> int | None:
-    """An error that XLA takes over; None where there is no way to make one."""
+    """Make an error that XLA takes ownership of; return None if that is impossible."""
     api = CallFrame.from_address(address).api
     if not api:
         return None

@@ -1,8 +1,8 @@
-"""Before their first use on a machine the kernels are checked, once, in a process of their own.
+"""Check of the kernels before their first use on a machine, once, in a separate process.
 
-A wrong kernel can end a process, or leave a CUDA context behind that is of no use. That they passed
-is remembered by a file in the cache folder, named after all that it may depend on: their code, the
-handlers', the GPU, its driver, JAX. A failure is not remembered.
+A wrong kernel can end a process or leave an unusable CUDA context. A file in the cache folder marks
+success. Its name depends on everything that may affect the outcome: the code of kernels and
+handlers, the GPU, its driver, JAX. A failure leaves no mark.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ logger = logging.getLogger(__name__)
 SWITCH = "INFINIGEN_JAX_KERNELS"
 OFF, UNCHECKED = "0", "unchecked"
 CHECK = ("-P", "-m", "infinigen_jax.check_kernels")
-LIMIT = 180.0  # seconds; most of what it takes is compilation
-CANNOT = 2  # its exit status where it cannot be run
+LIMIT = 180.0  # seconds, mostly compilation
+CANNOT = 2  # exit status of a check that cannot run
 WHAT, ERROR = "the check of the CUDA kernels", "error: "
 
 
 def failure() -> str | None:
-    """Why the kernels must not be used on this process's GPUs, in a line; None where they may.
+    """Return a line with the reason why the kernels must not be used on these GPUs, or None.
 
-    Of several GPUs of a kind one is checked.
+    One GPU of each kind is checked.
 
     Raises:
-        CudaError, OSError: the driver or the compiler is not there.
+        CudaError, OSError: the driver or the compiler is missing.
     """
     for kind, device in {d.device_kind: d for d in reversed(jax.local_devices())}.items():
         mark = mark_of(device)
@@ -55,7 +55,7 @@ def failure() -> str | None:
 
 
 def mark_of(device: Any) -> Path | None:
-    """Return the file that says that a GPU of JAX's passed; None without a cache folder."""
+    """Return the file that marks a successful check of a GPU; None without a cache folder."""
     digest = hashlib.sha256(combination(device).encode()).hexdigest()[:16]
     with contextlib.suppress(OSError):
         return cache_root() / f"checked-{digest}"
@@ -63,7 +63,7 @@ def mark_of(device: Any) -> Path | None:
 
 
 def remember(device: Any) -> None:
-    """Leave the mark; where the cache cannot be written, the next process checks again."""
+    """Write the mark; if the cache cannot be written, the next process checks again."""
     with contextlib.suppress(OSError, CudaError):
         if (mark := mark_of(device)) is None:
             return
@@ -73,7 +73,7 @@ def remember(device: Any) -> None:
 
 
 def combination(device: Any) -> str:
-    """What a check's outcome depends on, for a GPU of JAX's; a line each."""
+    """Return the text, several lines, that identifies everything a check's outcome depends on."""
     return "\n".join(
         [
             f"GPU {device.device_kind}",
@@ -88,7 +88,7 @@ def combination(device: Any) -> str:
 
 
 def sources() -> bytes:
-    """The kernels, what launches and checks them, and what calls them by a host's slots."""
+    """Return the code of the kernels, of their launches and checks, and of their host slots."""
     package = resources.files("infinigen_jax")
     callers = ("check_kernels.py", "transfer/cuda.py", "cache/host_array.py")
     files = [*(package / "cuda").iterdir(), *(package / name for name in callers)]
@@ -97,20 +97,20 @@ def sources() -> bytes:
 
 
 def run_check(ordinal: int) -> str | None:
-    """Check one of this process's GPUs, in a process that sees no other; None if it passed."""
-    # What this process imports, that one does, and this package wherever it is.
+    """Check one of this process's GPUs in a process that sees no other; return None on success."""
+    # The worker imports from the same folders as this process, and this package in any case.
     paths = [*map(os.path.abspath, sys.path), str(Path(__file__).parents[2])]
     environment = os.environ | {
         SWITCH: UNCHECKED,
         "CUDA_VISIBLE_DEVICES": _name(ordinal),
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
-        # This process has taken most of the GPU's memory.
+        # This process has already reserved most of the GPU's memory.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
-    environment.pop("JAX_CUDA_VISIBLE_DEVICES", None)  # it would count among those that are left
+    environment.pop("JAX_CUDA_VISIBLE_DEVICES", None)  # would filter the visible GPUs
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, *CHECK],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -119,25 +119,25 @@ def run_check(ordinal: int) -> str | None:
             timeout=LIMIT,
         )
     except OSError as error:
-        return f"{WHAT} cannot be started: {error}; {SWITCH}={UNCHECKED} does without it"
+        return f"{WHAT} cannot be started: {error}; {SWITCH}={UNCHECKED} skips it"
     except subprocess.TimeoutExpired:
-        return f"{WHAT} took longer than {LIMIT:g} s; {SWITCH}={OFF} leaves them out"
-    if done.returncode == 0:
+        return f"{WHAT} took longer than {LIMIT:g} s; {SWITCH}={OFF} turns the kernels off"
+    if completed.returncode == 0:
         return None
-    said = _said(done.stdout.decode(errors="replace"), done.returncode)
-    if done.returncode == CANNOT:
-        return f"{said}; {SWITCH}={UNCHECKED} does without a check"
-    return f"{said}; {SWITCH}={OFF} leaves them out"
+    said = _said(completed.stdout.decode(errors="replace"), completed.returncode)
+    if completed.returncode == CANNOT:
+        return f"{said}; {SWITCH}={UNCHECKED} skips the check"
+    return f"{said}; {SWITCH}={OFF} turns the kernels off"
 
 
 def _name(ordinal: int) -> str:
-    """What CUDA_VISIBLE_DEVICES calls one of those that this process sees."""
+    """Return the name of a visible GPU in CUDA_VISIBLE_DEVICES."""
     names = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     return names[ordinal].strip() if ordinal < len(names) else str(ordinal)
 
 
 def _said(output: str, status: int) -> str:
-    """The error that was reported, if one was: libraries may have written more behind it."""
+    """Return the reported error, if any; libraries may have written more after it."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
     if errors:

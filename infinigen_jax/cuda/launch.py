@@ -1,15 +1,15 @@
-"""Launching the kernels of this package from inside XLA's programs.
+"""Launches of the kernels from XLA's programs, through three FFI targets.
 
-Three FFI targets. `infinigen_launch` runs a kernel on XLA's stream, in line. `infinigen_start` and
-`infinigen_wait` put it beside XLA's work:
+`infinigen_launch` runs a kernel on XLA's stream. `infinigen_start` and `infinigen_wait` run it
+concurrently with XLA's work:
 
-    XLA's stream   ... speculation | attention, MLP ...        | wait(finished) | next layer ...
-                                   v started                   ^ finished
-    own stream                     | gather .................. |
+    XLA's stream      ... speculation | attention, MLP ...     | wait(finished) | next layer ...
+                                      v started                ^ finished
+    transfer stream                   | gather ............... |
 
-No host thread waits; a wait is for all starts before it. A call's attribute `config` holds the
-number of the kernel in KERNELS, blocks, threads, and the kernel's integers; a wait's is unread. The
-kernel's pointers are the call's operands and results in order.
+No host thread waits. A wait covers all starts before it. The attribute `config` of a call holds the
+kernel's index in KERNELS, blocks, threads, and the kernel's integers; a wait ignores it. The call's
+operands and results, in order, are the kernel's pointers.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ KERNELS = (
     *("index_scores", "index_rest"),
 )
 LAUNCH, START, WAIT = "infinigen_launch", "infinigen_start", "infinigen_wait"
-HEADER = 3  # integers of `config` before the kernel's own
+HEADER = 3  # integers of `config` before the kernel's arguments
 
 _DATA = ffi.Buffer.data.offset
 _Parameters = [ctypes.c_void_p * n for n in range(33)]
@@ -37,11 +37,11 @@ _Header = ctypes.c_int32 * HEADER
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What one GPU needs: handles, in its primary context, which is XLA's as well.
+    """Handles of one GPU, in its primary context, which XLA uses too.
 
-    One event serves all starts, and one their ends. An event that is recorded again stands for a
-    later point of the same in-order stream; a wait that finds it there waits for more than it has
-    to, never for less. And a wait binds to the record that precedes it, not to later ones.
+    One event serves all starts, and another all ends. Recording an event again moves it to a later
+    point of the same in-order stream, so a wait never waits for too little. A wait binds to the
+    record that precedes it, not to later ones.
     """
 
     context: int
@@ -52,28 +52,31 @@ class Device:
 
 
 class Launcher:
-    """The three targets' handlers.
+    """Handlers of the three FFI targets.
 
     Args:
-        driver: to launch with.
-        image: gives the kernels' machine code for an architecture (90 for sm_90).
+        driver: driver that launches the kernels.
+        image: returns the kernels' machine code for an architecture (90 for sm_90).
     """
 
     def __init__(self, driver: Driver, image: Callable[[int], bytes]):
         self.driver = driver
         self.image = image
-        self.devices: dict[int, Device] = {}  # by context
-        self.streams: dict[int, Device] = {}  # by XLA's stream, which lives as long as its client
+        self.devices: dict[int, Device] = {}  # keyed by context
+        self.streams: dict[
+            int, Device
+        ] = {}  # keyed by XLA's stream, which lives as long as its client
 
     def register(self, platform: str = "CUDA") -> None:
-        """Make the handlers known to XLA."""
+        """Register the handlers with XLA."""
         for name, handler in ((LAUNCH, self.launch), (START, self.start), (WAIT, self.wait)):
             ffi.register(name, handler, platform)
 
     def prepare(self, ordinal: int) -> Device:
-        """Load the kernels into a GPU, before the first call needs them there.
+        """Load the kernels into a GPU before the first call.
 
-        Raises CudaError, OSError or CompileError where that cannot be done.
+        Raises:
+            CudaError, OSError, CompileError: the kernels cannot be loaded.
         """
         driver = self.driver
         driver.call("cuInit", 0)
@@ -92,8 +95,8 @@ class Launcher:
             device = Device(
                 context,
                 tuple(driver.get("cuModuleGetFunction", module, k.encode()) for k in KERNELS),
-                # Of the highest priority: a transfer's few blocks must not queue behind the many
-                # of a matrix product.
+                # Highest priority: a transfer's few blocks must not queue after the many blocks of
+                # a matrix product.
                 driver.get("cuStreamCreateWithPriority", NON_BLOCKING_STREAM, greatest.value),
                 driver.get("cuEventCreate", NO_TIMING),
                 driver.get("cuEventCreate", NO_TIMING),
@@ -109,7 +112,7 @@ class Launcher:
         self._launch(frame, self._device(stream), stream)
 
     def start(self, frame: ffi.Frame) -> None:
-        """FFI target: run a kernel on the own stream, behind what XLA's stream holds so far."""
+        """FFI target: run a kernel on the transfer stream, after XLA's stream so far."""
         stream, driver = self.stream(frame), self.driver
         device = self._device(stream)
         driver.check(driver.event_record(device.started, stream), "cuEventRecord")
@@ -120,18 +123,18 @@ class Launcher:
         driver.check(driver.event_record(device.finished, device.stream), "cuEventRecord")
 
     def wait(self, frame: ffi.Frame) -> None:
-        """FFI target: let XLA's stream wait for all that was started before."""
+        """FFI target: let XLA's stream wait for all earlier starts."""
         stream = self.stream(frame)
         device = self._device(stream)
         code = self.driver.stream_wait_event(stream, device.finished, 0)
         self.driver.check(code, "cuStreamWaitEvent")
 
     def stream(self, frame: ffi.Frame) -> int:
-        """XLA's stream of a call."""
+        """Return XLA's stream of a call."""
         return frame.stream()
 
     def _device(self, stream: int) -> Device:
-        """The device of a stream, its context current."""
+        """Return the device of a stream and make its context current."""
         device = self.streams.get(stream)
         if device is None:
             context = self.driver.context_of(stream)
@@ -145,8 +148,8 @@ class Launcher:
     def _launch(self, frame: ffi.Frame, device: Device, stream: int) -> None:
         kernel, blocks, threads = _Header.from_address(frame.config)
         integers = range(frame.config + 4 * HEADER, frame.config + 4 * frame.config_size, 4)
-        # The driver wants the address of each parameter: those of the pointers in XLA's buffers,
-        # and of the integers in the attribute.
+        # The driver takes the address of each parameter: pointers in XLA's buffers, and integers
+        # in the attribute.
         values = [b + _DATA for b in frame.operands]
         values += [b + _DATA for b in frame.results]
         values += integers
@@ -173,9 +176,9 @@ def call(
     """Trace a call of an FFI target.
 
     Args:
-        target: LAUNCH, START or WAIT; the last takes neither kernel, grid nor integers.
-        aliases: results that are operands updated in place: operand's number to result's.
-        grid: blocks and threads.
+        target: LAUNCH, START or WAIT; WAIT takes neither kernel, grid nor integers.
+        aliases: operand index -> index of the result that updates it in place.
+        grid: number of blocks, and of threads per block.
     """
     config = (KERNELS.index(kernel), *grid, *integers) if kernel else (0,)
     run = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)

@@ -1,7 +1,7 @@
-"""CUDA source to machine code at run time, with the compiler library of JAX's CUDA wheels.
+"""Compilation of CUDA source at run time, with the NVRTC library of JAX's CUDA wheels.
 
 Compiled code is kept in the user's cache folder, one file for each source, architecture and
-version of the compiler.
+compiler version.
 """
 
 import contextlib
@@ -17,26 +17,26 @@ from infinigen_jax.files.atomic import whole_file
 from infinigen_jax.files.user_cache import cache_root
 
 OPTIONS = ("--std=c++17",)
-FOLDERS = ("cu*/lib", "cuda_nvrtc/lib")  # inside the package `nvidia`: CUDA 13's wheel, CUDA 12's
+FOLDERS = ("cu*/lib", "cuda_nvrtc/lib")  # in the package `nvidia` of CUDA 13 and CUDA 12
 SYSTEM_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused the source; with its messages."""
+    """NVRTC refused the source; holds its messages."""
 
 
 def kernels(source: str, architecture: int, folder: Path | None = None) -> bytes:
-    """Machine code for an architecture (90 for sm_90), from the cache or compiled now.
+    """Return machine code for an architecture (90 for sm_90), cached or compiled now.
 
     Raises:
-        OSError: there is no NVRTC.
-        CompileError: it does not compile.
+        OSError: NVRTC is missing.
+        CompileError: the source does not compile.
     """
     nvrtc = Nvrtc.load()
     digest = hashlib.sha256("\0".join((source, *OPTIONS)).encode()).hexdigest()[:16]
     name = f"kernels-{digest}-sm_{architecture}-nvrtc_{nvrtc.version}.bin"
     path = None
-    with contextlib.suppress(OSError):  # no cache folder, or nothing in it
+    with contextlib.suppress(OSError):  # no cache folder or no entry
         path = (cache_root() if folder is None else folder) / name
         return path.read_bytes()
     code = nvrtc.compile(source, architecture)
@@ -46,7 +46,7 @@ def kernels(source: str, architecture: int, folder: Path | None = None) -> bytes
 
 
 def _store(path: Path, code: bytes) -> None:
-    """Keep code in the cache, if it can be written."""
+    """Keep code in the cache if it can be written."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
@@ -54,17 +54,17 @@ def _store(path: Path, code: bytes) -> None:
 
 
 def libraries() -> list[str]:
-    """Candidates for the library, best first: that of the wheels beside JAX, then the system's."""
-    found = []
+    """List candidate libraries, best first: those of the wheels, then the system's."""
+    paths = []
     spec = importlib.util.find_spec("nvidia")
     for base in (spec.submodule_search_locations or []) if spec else []:
         for folder in FOLDERS:
-            found += sorted(glob.glob(f"{base}/{folder}/libnvrtc.so.*"), reverse=True)
-    return [*found, *SYSTEM_NAMES]
+            paths += sorted(glob.glob(f"{base}/{folder}/libnvrtc.so.*"), reverse=True)
+    return [*paths, *SYSTEM_NAMES]
 
 
 class Nvrtc:
-    """The compiler library."""
+    """The NVRTC library."""
 
     def __init__(self, library: Any):
         self.library = library
@@ -75,14 +75,18 @@ class Nvrtc:
     @staticmethod
     @functools.cache
     def load() -> "Nvrtc":
-        """The first of `libraries` that loads. Raises OSError where none does."""
+        """Load the first of `libraries` that works.
+
+        Raises:
+            OSError: none does.
+        """
         for name in libraries():
             with contextlib.suppress(OSError):
                 return Nvrtc(ctypes.CDLL(name))
         raise OSError("no NVRTC found; it comes with jax[cuda12] and jax[cuda13]")
 
     def architectures(self) -> list[int]:
-        """What it can compile for, ascending."""
+        """Return the supported architectures, ascending."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         values = (ctypes.c_int * count.value)()
@@ -90,9 +94,10 @@ class Nvrtc:
         return sorted(values)
 
     def compile(self, source: str, architecture: int) -> bytes:
-        """A loadable image: machine code; for a GPU newer than the compiler, the newest PTX it has.
+        """Compile a loadable image: machine code, or the newest PTX for a GPU that is newer.
 
-        Raises CompileError.
+        Raises:
+            CompileError: the source does not compile.
         """
         known = [a for a in self.architectures() if a <= architecture]
         if not known:

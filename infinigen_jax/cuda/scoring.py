@@ -1,4 +1,4 @@
-"""The kernels that score the index, as traced functions. See score.cu."""
+"""Kernels that score the index, as traced functions. See score.cu."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,20 +12,20 @@ from infinigen_jax.cuda.launch import LAUNCH, call
 from infinigen_jax.selection.select import Rest
 
 THREADS = 256
-TILE = 2 * THREADS  # slots of a block
+TILE = 2 * THREADS  # slots per block
 MAX_COLUMNS = 256  # as in score.cu
-LEADING = (8, 16)  # columns that the kernel can make means of
-MAX_RUN = 128  # of slots that make up one number of `index_rest`; it divides a tile
+LEADING = (8, 16)  # numbers of columns that the kernel can average
+MAX_RUN = 128  # slots per number of `index_rest`; divides TILE
 
 
 def index_scores(
     query: Float[Array, "b k g r"], index: UInt32[Array, "b k e t"]
 ) -> Float[Array, "b k g t"]:
-    """Scores of every slot.
+    """Return the scores of every slot.
 
     Args:
         query: float32, in the index's coordinates; at most MAX_COLUMNS columns.
-        index: of codes.
+        index: codes and scales of the keys.
     """
 
     def local(query: Array, index: Array) -> Array:
@@ -49,12 +49,12 @@ def index_rest(
     window: int,
     columns: int = 0,
 ) -> Rest:
-    """`counting.log_rest` of the scores, which are not stored.
+    """Compute `selection.rest.log_rest` without storing the scores.
 
     Args:
-        positions: of the current tokens; sinks .. position - window count.
-        slots, count: what is requested and does not.
-        blocks: m; the t / m slots of each are at most MAX_RUN, a power of two.
+        positions: positions of the current tokens; slots from sinks to position - window count.
+        slots, count: requested slots, which do not count.
+        blocks: m; the t / m slots of a block are at most MAX_RUN, a power of two.
         columns: c of `Rest.entry`, at most the last of LEADING; 0 for none.
     """
     leading = min((n for n in LEADING if n >= columns), default=0) if columns else 0
@@ -64,7 +64,7 @@ def index_rest(
         run, size = index.shape[3] // blocks, others[1].shape[2]
         integers = (k, g, *_sizes(query, index), size, run, sinks, window, leading)
         score = jax.ShapeDtypeStruct((b, k, g, blocks), jnp.float32)
-        # Something there must be, even if nobody writes to it.
+        # The kernel needs a pointer even if it does not write there.
         entry = jax.ShapeDtypeStruct((b, k, g, blocks if leading else 1, leading or 1), jnp.float32)
         return _run("index_rest", (query, index, *others), (score, entry), integers)
 
@@ -76,7 +76,7 @@ def index_rest(
 
 
 def _sizes(query: Array, index: Array) -> tuple[int, int, int, int]:
-    """Columns, words of codes, capacity, tiles."""
+    """Return columns, words of codes, capacity and tiles."""
     capacity = index.shape[3]
     return query.shape[3], index.shape[2] - 1, capacity, -(-capacity // TILE)
 
@@ -93,7 +93,7 @@ def _run(
 
 
 def _on_each_device(local: Callable[..., Any], *arrays: Any) -> Any:
-    """Call on every device's part of arrays [b, ...] and [b, k, ...], on the mesh they live on."""
+    """Call on each device's part of arrays [b, ...] and [b, k, ...], on the arrays' mesh."""
     mesh = jax.typeof(arrays[1]).sharding.mesh
     if mesh.empty or mesh.size == 1:
         return local(*arrays)

@@ -1,4 +1,4 @@
-"""Options of XLA's compiler, for the programs that need them."""
+"""Options of XLA's compiler for the programs that need them."""
 
 import functools
 import logging
@@ -14,26 +14,27 @@ logger = logging.getLogger(__name__)
 
 Options = dict[str, int | str]
 
-# XLA's limit of asynchronous work under way: two by default, and a third copy is started only
-# when the first has been awaited. A step begins with those of two layers, a matrix each.
+# XLA's limit of concurrent asynchronous operations. The default is two, and a third copy starts
+# only after the first has been awaited. A step begins with the weight copies of two layers, one
+# copy per matrix.
 COPIES_IN_FLIGHT: Options = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
-# On the CPU a product with weights of two bytes takes them in float32. Scheduled for concurrency,
-# as by default, a step converts those of all layers first, and has them all in memory.
+# On the CPU, products with two-byte weights are computed in float32. The default schedule favours
+# concurrency: it converts the weights of all layers first and holds them all in memory.
 ONE_AFTER_THE_OTHER: Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-# XLA prefers vectors of 256 bits where there are longer ones, too, as the first processors that had
-# them lowered their clock for them. Those with LONG_VECTORS (Ice Lake, Zen 4 and later) do not.
+# XLA prefers 256-bit vectors even where longer ones exist, because the first AVX-512 processors
+# lowered their clock for them. Processors with LONG_VECTORS (Ice Lake, Zen 4 and later) do not.
 WIDTH = "xla_cpu_prefer_vector_width"
 WIDE: Options = {WIDTH: 512}
 LONG_VECTORS = "avx512_vbmi2"
-# Where XLA hands sums over arrays to the YNN library, those of a step take several times as long as
-# with its own loops, and what they are made of is written out first.
+# With reductions by the YNN library, those of a step take several times as long as with XLA's own
+# loops, and their operands are materialised first.
 LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
 OWN_LOOPS: Options = {LIBRARY: ""}
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 def layer_options(layout: Layout) -> Options:
-    """For functions of a layer: the processor's vectors, and weights copied beside other work."""
+    """Return options for programs of a layer: vector width, and weight copies that overlap work."""
     options: Options = {}
     if jax.default_backend() == "cpu" and LIBRARY not in os.environ.get("XLA_FLAGS", ""):
         options = options | _known(OWN_LOOPS)
@@ -45,7 +46,7 @@ def layer_options(layout: Layout) -> Options:
 
 
 def step_options(layout: Layout) -> Options:
-    """For a step, of all layers or of one."""
+    """Return options for programs of a step, of all layers or of one."""
     options = layer_options(layout)
     if layout.as_bits and layout.dtype.itemsize == 2:
         options = options | _known(ONE_AFTER_THE_OTHER, "weights in float32 take more memory")
@@ -53,9 +54,9 @@ def step_options(layout: Layout) -> Options:
 
 
 def long_vectors() -> bool:
-    """Whether programs are for a CPU that computes with vectors of 512 bits at its full clock.
+    """Whether programs run on a CPU that computes with 512-bit vectors at its full clock.
 
-    False where the environment says how long they are to be.
+    False if the environment sets the vector width.
     """
     if jax.default_backend() != "cpu" or WIDTH in os.environ.get("XLA_FLAGS", ""):
         return False
@@ -71,8 +72,11 @@ def _cpu_info(file: Path) -> str:
 
 
 def _known(options: Options, without: str | None = None) -> Options:
-    """The options if this XLA has them; else none, after one warning of what comes of it, if that
-    is any harm."""
+    """Return the options if this XLA accepts them; else none, after one warning.
+
+    Args:
+        without: effect of missing options, for the warning; no warning if None.
+    """
     return options if _compiles(tuple(options.items()), without) else {}
 
 

@@ -1,7 +1,7 @@
-"""`--check`: where a NaN or an infinity arises first, by layer and position.
+"""`--check`: location of the first NaN or infinity, by stage and position.
 
-A place is [b, 2]: stage and position, both -1 while everything is finite. Stage 0 is the embedding,
-1 to L the outputs of the layers, L + 1 the logits.
+A place is [b, 2]: stage and position, both -1 while all values are finite. Stage 0 is the
+embedding, stages 1 to L are the outputs of the layers, stage L + 1 the logits.
 """
 
 import functools
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 class NotFiniteError(InputError):
-    """A computation has left the finite numbers; the message says where."""
+    """A computation produced a NaN or an infinity; the message names layer and position."""
 
 
 def finite_after(decoder: Any, seen: Any) -> tuple[Any, Bool[Array, " b"]]:
-    """For `steps.Watch`: whether a layer's output is finite."""
+    """`Watch` function that records whether a layer's output is finite, per sequence."""
     return seen.after, jnp.all(jnp.isfinite(seen.after.x), axis=-1)
 
 
 def first_place(
     stages: tuple[Bool[Array, " b"], ...], positions: Int[Array, " b"]
 ) -> Int[Array, "b 2"]:
-    """The place of a decode step's first stage that is not finite."""
+    """Return the place of a decode step's first stage that is not finite."""
     bad = ~jnp.stack(stages, axis=1)
-    found = jnp.any(bad, axis=1)
-    stage = jnp.where(found, jnp.argmax(bad, axis=1).astype(jnp.int32), -1)
-    return jnp.stack([stage, jnp.where(found, positions, -1)], axis=1)
+    any_bad = jnp.any(bad, axis=1)
+    stage = jnp.where(any_bad, jnp.argmax(bad, axis=1).astype(jnp.int32), -1)
+    return jnp.stack([stage, jnp.where(any_bad, positions, -1)], axis=1)
 
 
 @jax.jit
@@ -47,26 +47,29 @@ def look(
     start: Int[Array, " b"],
     count: Int[Array, " b"],
 ) -> Int[Array, "b 2"]:
-    """The place found before, or that of the first token of a chunk whose x is not finite.
+    """Return the earlier place, or the place of the chunk's first token whose `x` is not finite.
 
     Args:
-        place: [b, 2] int32.
-        start, count: position of a sequence's first token in x, and how many tokens are its own.
+        place: earlier place, int32.
+        stage: stage that `x` is the output of.
+        x: output of the stage for a chunk of tokens.
+        start: position of the chunk's first token, per sequence.
+        count: valid tokens of the chunk, per sequence.
     """
-    own = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < count[:, None]
-    bad = own & ~jnp.all(jnp.isfinite(x), axis=-1)
+    valid = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < count[:, None]
+    bad = valid & ~jnp.all(jnp.isfinite(x), axis=-1)
     position = start + jnp.argmax(bad, axis=1).astype(jnp.int32)
-    here = jnp.stack([jnp.broadcast_to(stage, position.shape), position], axis=1)
+    first = jnp.stack([jnp.broadcast_to(stage, position.shape), position], axis=1)
     new = jnp.any(bad, axis=1)[:, None] & (place[:, :1] < 0)
-    return jnp.where(new, here, place)
+    return jnp.where(new, first, place)
 
 
 class Places:
-    """What `look` has found in the chunks of some prompts.
+    """First places that are not finite, over the chunks of some prompts.
 
     Args:
-        decoder, embedding: for the logits behind the last layer.
-        prompts: how many.
+        decoder, embedding: compute the logits after the last layer.
+        prompts: number of prompts.
     """
 
     def __init__(self, decoder: "Decoder", embedding: Params, prompts: int):
@@ -77,7 +80,7 @@ class Places:
     def __call__(
         self, stage: int, x: Float[Array, "b c e"], start: Int[Array, " b"], count: Int[Array, " b"]
     ) -> None:
-        """Look at what comes out of a stage; see `look`."""
+        """Check the output of a stage; see `look`."""
         self.place = look(self.place, np.int32(stage), x, start, count)
         if stage == self.layers:
             one = jnp.minimum(count, 1)
@@ -89,21 +92,21 @@ class Places:
 def _last_logits(
     decoder: "Decoder", embedding: Params, x: Float[Array, "b c e"], count: Int[Array, " b"]
 ) -> Float[Array, "b 1 v"]:
-    """Behind the last token of each sequence."""
+    """Return the logits after the last token of each sequence."""
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return decoder.logits(embedding, jnp.take_along_axis(x, last, axis=1)[:, 0])[:, None]
 
 
 def refuse(places: Sequence[Any], layers: int, prompts: Any) -> None:
-    """Report the first place, if there is one.
+    """Raise if a place is set.
 
     Args:
-        places: one [b, 2], or nothing.
-        layers: L.
-        prompts: [b] prompt of each row, below 0 for rows that belong to none.
+        places: places [b, 2], any number of them.
+        layers: number of layers L.
+        prompts: [b] prompt number of each row; below 0 for rows that belong to no prompt.
 
     Raises:
-        NotFiniteError: naming prompt, layer and position.
+        NotFiniteError: names prompt, layer and position.
     """
     for place in places:
         for prompt, (stage, position) in zip(prompts, np.asarray(place), strict=True):

@@ -1,14 +1,14 @@
-"""One decode step: the layer that both schedules share.
+"""Decode step of one layer, shared by both schedules (section 4.3 and figure 8 of the paper).
 
     decode_layer:   norm -> speculate layer l+1 -> start its transfer
                          -> attend (sinks, window, fetched rows) -> MLP -> await the transfer
 
-A policy that speculates after attention to the resident rows (`Policy.source`) does so before
-attention to the rows that were fetched; one that selects by a layer's own query (`Policy.lead` 0)
-starts and awaits that layer's rows before its attention.
+The policy decides when rows are requested. With `Policy.source` "resident" it speculates after
+attention to the resident rows and before attention to the fetched rows. With `Policy.lead` 0 a
+layer selects by its own query: it starts and awaits its own transfer before its attention.
 
-The host cache and the policy's state are read-only inside a step; new rows go to the ring of
-resident rows, and from there to the host in `flush`, one donated update every `window` steps.
+A step only reads the host cache and the policy's state. New rows go to the ring of resident rows.
+`flush` writes the ring to the host in one donated update every `window` steps.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ from infinigen_jax.selection.select import Request
 
 @dataclasses.dataclass(frozen=True)
 class Decoder(Layout):
-    """The pure functions of a step, for one layout."""
+    """Pure functions of a decode step, for one layout."""
 
     def decode_layer(
         self, inputs: LayerInputs, state: LayerState, carry: Carry
@@ -54,9 +54,12 @@ class Decoder(Layout):
         """Compute one layer of a step: speculate, start the transfer, attend, MLP, wait.
 
         Args:
-            inputs: what the layer reads.
-            state: what it replaces.
-            carry: from the layer before; its `fetched` is this layer's.
+            inputs: arrays that the layer reads.
+            state: arrays that the layer replaces.
+            carry: output of the previous layer; `carry.fetched` holds this layer's rows.
+
+        Returns:
+            The carry for the next layer, with the rows fetched for it, and the new state.
         """
         layer, rows = self.blueprint.layer(inputs.params), layer_rows(self, inputs, state)
         ahead, positions = lookahead(self, inputs), inputs.positions
@@ -82,7 +85,13 @@ class Decoder(Layout):
     def start(
         self, inputs: LayerInputs, a: Float[Array, "b e"], hot: HotSet | Kept | None
     ) -> Started:
-        """Select rows for the target by what stands in for its input, and start their transfer."""
+        """Select rows for the target layer and start their transfer.
+
+        Args:
+            inputs: arrays of the current layer; needs `host` and `target`.
+            a: attention input that approximates the target's.
+            hot: the target's hot set, if any.
+        """
         assert inputs.host is not None and inputs.target is not None
         request = self.select(inputs.target, a, inputs.positions, capacity_of(inputs.host, len(a)))
         moved, plan, used = request.count, None, None
@@ -106,7 +115,7 @@ class Decoder(Layout):
     def select(
         self, target: Target, a: Float[Array, "b e"], positions: Int[Array, " b"], capacity: int
     ) -> Request:
-        """Ask the policy which rows a layer is to get."""
+        """Ask the policy for the rows that a layer requests, at most `request_size(capacity)`."""
         return self.policy.select(
             Lookup(
                 config=self.config,
@@ -122,7 +131,7 @@ class Decoder(Layout):
         )
 
     def tie(self, started: Started | None, x: Array) -> tuple[Started | None, Array]:
-        """Put the start of a transfer before the work on x."""
+        """Order the start of a transfer before the work on `x`."""
         if started is None:
             return None, x
         ticket, x = self.transfer.behind(started.ticket, x)
@@ -131,7 +140,7 @@ class Decoder(Layout):
     def wait(
         self, started: Started | None, carry: Carry, hot: HotSet | Kept | None
     ) -> tuple[Carry, HotSet | Kept | None]:
-        """Await a transfer after the work on `carry.x`; the carry then has its rows."""
+        """Await a transfer after the work on `carry.x`, and put its rows into the carry."""
         if started is None:
             return carry, hot
         with jax.named_scope("wait"):
@@ -146,30 +155,34 @@ class Decoder(Layout):
         return Carry(x, Fetched(started.request, rows), counts), hot
 
     def place(self, weights: Weights, read: ReadCache, number: int, at: Any) -> HostLayer | None:
-        """Where the host keeps the rows of its layer `number`; None for -1, a layer on the device.
+        """Return where the host keeps the rows of its layer `number`.
 
         Args:
-            at: the number, on the device.
+            number: index among the host layers; -1 for a layer on the device.
+            at: the same index as a device scalar.
+
+        Returns:
+            None for a layer on the device.
         """
         if number < 0:
             return None
-        own, scales = weights.policy[number], read.scales[number]
+        prepared, scales = weights.policy[number], read.scales[number]
         if self.slots.tail_block and not self.streams(number):
-            return HostLayer(at, scales, tail=(own, read.states[number]))
-        mean = own.get("mean") if self.policy.has_tail else None
+            return HostLayer(at, scales, tail=(prepared, read.states[number]))
+        mean = prepared.get("mean") if self.policy.has_tail else None
         return HostLayer(at, scales, mean, read.pool_of(number))
 
     def target(
         self, weights: Weights, read: ReadCache, states: Any, number: int, at: Any
     ) -> Target | None:
-        """The host's layer `number`, for rows to be selected for; None where none are."""
+        """Return host layer `number` as a target of selection; None if it selects no rows."""
         if not 0 <= number < self.host_layers or self.streams(number):
             return None
         params = weights.params["layers"][self.on_host[number]]
         return Target(params, weights.policy[number], states[number], at, read.pool_of(number))
 
     def embed(self, params: Params, tokens: Int[Array, " b"], positions: Int[Array, " b"]) -> Carry:
-        """The carry into the first layer."""
+        """Return the carry into the first layer."""
         x = self.blueprint.embedding(params).embed(tokens, positions)
         none = jnp.zeros(tokens.shape, jnp.int32)
         return Carry(x, None, Counts(none, none))
@@ -177,13 +190,15 @@ class Decoder(Layout):
     def request_first(
         self, inputs: LayerInputs, hot: HotSet | Kept | None, carry: Carry
     ) -> tuple[Carry, HotSet | Kept | None]:
-        """Fetch for layer 0 when it is on the host: from its own input, with nothing to overlap.
+        """Fetch the rows of layer 0 when it is on the host; nothing overlaps this transfer.
 
         Args:
-            inputs: layer 0's, itself the target.
+            inputs: inputs of layer 0, with layer 0 as the target.
+            hot: hot set of layer 0.
+            carry: carry into layer 0.
         """
-        a = self.blueprint.layer(inputs.params).attention_input(carry.x)
-        return self.wait(self.start(inputs, a, hot), carry, hot)
+        attention_input = self.blueprint.layer(inputs.params).attention_input(carry.x)
+        return self.wait(self.start(inputs, attention_input, hot), carry, hot)
 
     def draw(
         self,
@@ -193,23 +208,31 @@ class Decoder(Layout):
         step: Int[Array, " b"],
         sampling: Sampling,
     ) -> Int[Array, " b"]:
-        """Next tokens from the last layer's output; each row's own `step`, see `row_keys`."""
+        """Sample the next tokens from the last layer's output.
+
+        Args:
+            params: parameters of the embedding.
+            x: output of the last layer.
+            seed: seed of the run.
+            step: number of tokens drawn so far, per sequence; see `row_keys`.
+            sampling: sampling settings.
+        """
         with jax.named_scope("sample"):
             logits = self.logits(params, x)
-            # The same stream of random numbers for every row: a prompt continues the same way in
-            # any place of any batch. (Equal prompts therefore continue equally.)
+            # Every sequence uses the same stream of random numbers, so that a prompt continues the
+            # same way in any slot of any batch. Equal prompts therefore continue equally.
             rows = jnp.zeros(x.shape[0], jnp.int32)
             keys = None if sampling.greedy else row_keys(seed, rows, step)
             return sample(logits, sampling, keys)
 
     def logits(self, params: Params, x: Float[Array, "b e"]) -> Float[Array, "b v"]:
-        """Of the next tokens, from the last layer's output; float32."""
+        """Return the logits of the next tokens, float32, from the last layer's output."""
         return self.blueprint.embedding(params).logits(x)
 
     def predict(
         self, params: Params, x: Float[Array, "b e"]
     ) -> tuple[Float[Array, "b v"], Int[Array, " b"]]:
-        """Natural log-probabilities of all next tokens, float32, and the likeliest tokens."""
+        """Return natural log-probabilities of all next tokens, float32, and the likeliest token."""
         logits = self.logits(params, x).astype(jnp.float32)
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return jax.nn.log_softmax(logits, axis=-1), best
@@ -228,15 +251,16 @@ class Decoder(Layout):
     ) -> tuple[Shaped[Array, "l a k t w"], Any]:
         """Write the ring of a host layer to the host, and its keys to the policy's state.
 
-        The rows are those of the `window` tokens before `lengths`. Harmless at any time: rows that
-        the host has already are written again.
+        The ring holds the `window` tokens before `lengths`. The call is idempotent: rows that the
+        host already has are written again.
 
         Args:
-            weights: what the policy prepared for the layer.
-            streams: nothing is selected for it, and it has no state.
+            weights: the policy's arrays for the layer, from `Policy.prepare`.
+            number: index among the host layers.
+            streams: whether the layer is streamed; a streamed layer has no policy state.
 
         Returns:
-            The replacements of `host` and `state`.
+            The new `host` and `state`.
         """
         start = jnp.maximum(lengths - self.policy.window, 0)
         span = Span(start, jnp.minimum(lengths, self.policy.window))

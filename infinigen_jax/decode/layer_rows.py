@@ -1,10 +1,10 @@
-"""The cached rows of one layer in a decode step: all on the device, or most of them on the host.
+"""Cached rows of one layer in a decode step: all on the device, or most of them on the host.
 
-Both kinds have the same methods, so that `Decoder.decode_layer` does not ask which it has:
+Both kinds have the same methods, so that `Decoder.decode_layer` treats them alike:
 
-    write(key, value)    the rows with the current tokens' among them
-    near()               those on the device, for a guess that waits for no transfer
-    attend(q, carry)     attention over all that the layer attends to
+    write(key, value)    add the rows of the current tokens
+    near()               rows on the device, for a guess that waits for no transfer
+    attend(q, carry)     attention over all rows that the layer attends to
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from infinigen_jax.ops.attention import Part, attend
 
 @dataclasses.dataclass(frozen=True)
 class DeviceRows:
-    """A layer whose rows are all on the device."""
+    """Rows of a layer that are all on the device."""
 
     layout: Layout
     local: DenseLayer | Sliding
@@ -46,7 +46,7 @@ class DeviceRows:
 
 @dataclasses.dataclass(frozen=True)
 class HostRows:
-    """A layer whose rows are on the host, sinks and recent tokens on the device as well."""
+    """Rows of a layer on the host; sinks and recent tokens are also on the device."""
 
     layout: Layout
     local: Resident
@@ -67,23 +67,23 @@ class HostRows:
     def attend(
         self, q: Float[Array, "b k g d"], carry: Carry
     ) -> tuple[Float[Array, "b k g d"], "HostRows", Counts]:
-        given = self.host, self.local, self.place, self.positions
+        stored = self.host, self.local, self.place, self.positions
         if carry.fetched is None:
             o = attend_streamed(self.layout, q, self.local, self.host, self.place, self.positions)
             capacity = capacity_of(self.host, q.shape[0])
             counts = count_streamed(self.layout, carry.counts, capacity, self.place, self.positions)
             return o, self, counts
-        o, seen = attend_fetched(self.layout, q, carry.fetched, *given)
-        if seen is None:
+        o, attended = attend_fetched(self.layout, q, carry.fetched, *stored)
+        if attended is None:
             return o, self, carry.counts
-        observed = self.layout.policy.observe(self.observed, seen)
+        observed = self.layout.policy.observe(self.observed, attended)
         return o, dataclasses.replace(self, observed=observed), carry.counts
 
 
 def layer_rows(layout: Layout, inputs: LayerInputs, state: LayerState) -> DeviceRows | HostRows:
-    """Return the rows of a layer, of the kind that it has."""
-    given: Any = layout, state.local, inputs.positions, state.observed
+    """Return the rows of a layer, on the device or on the host."""
+    common: Any = layout, state.local, inputs.positions, state.observed
     if inputs.place is None:
-        return DeviceRows(*given)
+        return DeviceRows(*common)
     assert inputs.host is not None
-    return HostRows(*given, host=inputs.host, place=inputs.place)
+    return HostRows(*common, host=inputs.host, place=inputs.place)

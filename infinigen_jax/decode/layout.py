@@ -1,4 +1,4 @@
-"""Which layers have their cache where, and how large each part of it is: all static."""
+"""Static layout of a decode step: where each layer keeps its cache, and the size of each part."""
 
 import dataclasses
 import functools
@@ -21,17 +21,21 @@ from infinigen_jax.transfer import Transfer
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One model architecture and one set of choices.
+    """Model architecture and engine settings that determine the programs of a step.
 
     Attributes:
-        dense_layers: leading layers whose cache stays on the device. So does that of layers with
-            a sliding window.
+        config: architecture of the model.
+        dtype: dtype of weights and activations.
+        policy: policy that selects rows.
+        transfer: copies requested rows from the host.
+        dense_layers: leading layers whose cache stays on the device. Layers with a sliding window
+            also stay there.
         mesh: axes "data" (sequences) and "model" (KV heads).
-        rows: format of the host's rows, see `row_format`.
-        hot_set: entries of the hot set, in multiples of a request; 0 for none, else at least 1.
-        pool: the limit of the host's cache, if it has one.
-        weights_on_host: see `weights`.
-        curves: what layers lose by their share of the rows, if the budget is shared out by that.
+        rows: format of the host's rows, see `cache.row_format`.
+        hot_set: entries of the hot set in multiples of a request; 0 for none, else at least 1.
+        pool: limit of the host cache, if any.
+        weights_on_host: whether weights stay in host memory, see `transfer.host_weights`.
+        curves: measured loss of each layer by budget, if the budget is shared out by it.
     """
 
     config: ModelConfig
@@ -56,59 +60,59 @@ class Layout:
 
     @functools.cached_property
     def on_host(self) -> tuple[int, ...]:
-        """The layers that have their cache on the host, by their number in the model."""
+        """Layers that keep their cache on the host, by their number in the model."""
         layers = range(self.dense_layers, self.config.num_layers)
         return tuple(i for i in layers if self.config.window_of(i) is None)
 
     @property
     def host_layers(self) -> int:
-        """How many layers have their cache on the host."""
+        """Number of layers that keep their cache on the host."""
         return len(self.on_host)
 
     def host_number(self, layer: int) -> int:
-        """Of a layer of the model, among those on the host; -1 for one that is not."""
+        """Return the index of a model layer among the host layers; -1 for a layer on the device."""
         return self.on_host.index(layer) if layer in self.on_host else -1
 
     def ring_size(self, layer: int, capacity: int) -> int | None:
-        """Tokens in the cache of a layer with a sliding window; None for other layers."""
+        """Return the tokens cached by a layer with a sliding window; None for other layers."""
         window = self.config.window_of(layer)
         return None if window is None else min(window, capacity)
 
     def summed(self, weights: Params) -> Summed:
-        """What is summed of the rows that leave the device, for the tail.
+        """Return the function of rows that leave the device whose values are summed for the tail.
 
         Args:
-            weights: of the policy, for this layer.
+            weights: the policy's arrays for this layer.
         """
         return functools.partial(self.policy.tail_values, weights)
 
     @property
     def row_format(self) -> RowFormat:
-        """How the host stores a token's row."""
+        """Format in which the host stores a token's row."""
         return row_format(self.rows, self.dtype, self.config.head_dim, self.as_bits)
 
     @property
     def as_bits(self) -> bool:
-        """Whether rows of two-byte numbers are kept as integers: on the CPU, see `bits`."""
+        """Whether two-byte rows are stored as integers; true on the CPU, see `ops.bit_storage`."""
         return self.transfer.in_place
 
     @property
     def kept_dtype(self) -> jnp.dtype:
-        """Of the rows of layers whose cache is on the device."""
+        """Dtype of the rows of layers that keep their cache on the device."""
         return kept_dtype(self.dtype, self.as_bits)
 
     def streams(self, number: int) -> bool:
-        """Whether this host layer is attended whole, block by block."""
+        """Whether this host layer attends to all its rows, block by block."""
         return self.policy.streams(self.on_host[number])
 
     @property
     def selecting(self) -> tuple[int, ...]:
-        """The host layers whose rows are selected: all but those that are streamed."""
+        """Host layers that select rows: all that are not streamed."""
         return tuple(i for i in range(self.host_layers) if not self.streams(i))
 
     @functools.cached_property
     def budgets(self) -> dict[int, float]:
-        """Budgets of the selecting host layers, by host layer; empty if all have the policy's."""
+        """Budgets by host layer, for the selecting ones; empty if all use the policy's budget."""
         if self.curves is None or not self.selecting:
             return {}
         layers = [self.on_host[number] for number in self.selecting]
@@ -121,44 +125,46 @@ class Layout:
         return policy.budget
 
     def budget_policy(self, number: int) -> Policy:
-        """The policy with the budget of one host layer."""
+        """Return the policy with the budget of one host layer."""
         if number not in self.budgets:
             return self.policy
         policy: Any = self.policy
         return dataclasses.replace(policy, budget=self.budgets[number])
 
     def request_sizes(self, capacity: int) -> list[int]:
-        """Rows that the budgets allow per sequence and KV head, of each selecting layer."""
+        """Return the rows allowed per sequence and KV head, for each selecting layer."""
         return [self.budget_policy(i).request_size(capacity) for i in self.selecting]
 
     def request_size(self, capacity: int) -> int:
-        """Static number of rows in a request: the same for all layers, so that one program serves
-        them; counts mask what a layer's own budget does not allow."""
+        """Return the static number of rows in a request, equal for all layers.
+
+        One program therefore serves all layers; counts mask rows beyond a layer's own budget.
+        """
         return max(self.request_sizes(capacity), default=0)
 
     @property
     def requests_first(self) -> bool:
-        """Whether layer 0 is on the host and no layer before it could request its rows."""
+        """Whether layer 0 is on the host and no earlier layer could request its rows."""
         return self.policy.lead > 0 and self.host_number(0) == 0
 
     def fetches_for(self, layer: int) -> int:
-        """The host layer whose rows are requested and awaited in a layer of the model.
-
-        -1 if it is not on the host.
-        """
+        """Return the host layer whose rows are requested in a layer of the model; -1 for none."""
         return self.host_number(layer + self.policy.lead)
 
     @property
     def in_chunks(self) -> bool:
-        """Whether attention takes as many of the fetched rows as are meant, see `in_place`.
+        """Whether attention reads only valid rows, see `decode.requested_attention`.
 
-        Where the host's memory is the device's: on the CPU a loop costs little, and a request's
-        padding as much as its rows. The weights, which some policies observe, are not kept then.
+        True where host and device share memory: on the CPU a loop is cheap, and padding costs as
+        much as valid rows. This path keeps no attention weights, so it excludes policies that
+        observe them.
         """
         return self.transfer.in_place and not self.policy.observes and self.mesh.size == 1
 
     def host_slots(self, tokens: int, capacity: int) -> int:
-        """Slots of the host's cache for sequences of up to `tokens`; without a pool the capacity.
+        """Return the slots of the host cache for sequences of up to `tokens`.
+
+        Without a pool this is the capacity.
 
         Raises:
             InputError: if a pool is too small.
@@ -168,10 +174,10 @@ class Layout:
         return self.pool.slots(tokens, self.policy.sinks, self.policy.window)
 
     def padded_rows(self, capacity: int) -> int | None:
-        """Rows that a step moves per sequence and KV head, whatever is meant, of all layers.
+        """Return the rows that a step moves per sequence and KV head, over all layers.
 
-        A request's padding moves with it, and streamed layers are read to the cache's end. None if
-        only what is meant moves.
+        Counts a request's padding, which moves with it, and streamed layers up to the cache's end.
+        None if only valid rows move.
         """
         streamed = sum(self.streams(number) for number in range(self.host_layers))
         if self.selecting and (self.transfer.masks or self.hot_set):
@@ -179,11 +185,11 @@ class Layout:
         return streamed * capacity + len(self.selecting) * self.request_size(capacity)
 
     def hot_entries(self, capacity: int) -> int:
-        """Entries of a host layer's hot set, per sequence and KV head."""
+        """Return the entries of a host layer's hot set, per sequence and KV head."""
         return min(capacity, math.ceil(self.hot_set * self.request_size(capacity)))
 
     def empty_hot_set(self, batch: int, capacity: int) -> HotSet | None:
-        """A hot set for a host layer, if there are to be any."""
+        """Return an empty hot set for a host layer; None if the layout has no hot sets."""
         size, stored = self.hot_entries(capacity), self.row_format
         if not size:
             return None

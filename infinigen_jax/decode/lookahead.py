@@ -1,13 +1,13 @@
-"""When a layer of a decode step requests rows, and from what: the timing of speculation.
+"""Timing of speculation: when a layer of a decode step requests rows, and by which query.
 
-    OwnQuery       from the layer's own input, for itself; it waits before it attends
-    FromInput      from the layer's input, for the next layer (the paper's figure 8)
-    FromResident   after attention to the resident rows alone, for the next layer: a better guess
-                   that waits for no transfer either
-    Nothing        no rows are requested
+    OwnQuery       requests its own rows from its own input, and waits before it attends
+    FromInput      requests the next layer's rows from its input (figure 8 of the paper)
+    FromResident   requests the next layer's rows after attention to the resident rows: a more
+                   accurate guess that waits for no transfer
+    NoRequest      requests no rows
 
-`Decoder.decode_layer` calls `from_input` when the layer's input is known and `from_resident` when
-its query is; each kind acts in one of the two.
+`Decoder.decode_layer` calls `from_input` once the layer's input is known and `from_resident` once
+its query is known. Each kind acts in one of the two.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ Hot = HotSet | Kept | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Nothing:
-    """A layer that requests no rows."""
+class NoRequest:
+    """Layer that requests no rows."""
 
     decoder: "Decoder"
     inputs: LayerInputs
@@ -39,7 +39,7 @@ class Nothing:
     def from_input(
         self, a: Float[Array, "b e"], carry: Carry, hot: Hot
     ) -> tuple[Carry, Started | None, Hot]:
-        """Return the carry, a transfer under way, and the target's hot set."""
+        """Return the carry, the transfer under way (or None), and the target's hot set."""
         return carry, None, hot
 
     def from_resident(
@@ -51,12 +51,12 @@ class Nothing:
         rows: DeviceRows | HostRows,
         hot: Hot,
     ) -> tuple[Started | None, Float[Array, "b k g d"]]:
-        """Return a transfer under way, and the query tied behind its start."""
+        """Return the transfer under way (or None), and the query ordered after its start."""
         return started, q
 
 
-class OwnQuery(Nothing):
-    """A layer that requests its own rows and waits for them."""
+class OwnQuery(NoRequest):
+    """Layer that requests its own rows and waits for them."""
 
     def from_input(
         self, a: Float[Array, "b e"], carry: Carry, hot: Hot
@@ -66,8 +66,8 @@ class OwnQuery(Nothing):
         return carry, None, hot
 
 
-class FromInput(Nothing):
-    """A layer that requests the next layer's rows by its own input."""
+class FromInput(NoRequest):
+    """Layer that requests the next layer's rows from its own input."""
 
     def from_input(
         self, a: Float[Array, "b e"], carry: Carry, hot: Hot
@@ -75,8 +75,8 @@ class FromInput(Nothing):
         return carry, self.decoder.start(self.inputs, a, hot), hot
 
 
-class FromResident(Nothing):
-    """A layer that requests the next layer's rows after attention to its resident rows."""
+class FromResident(NoRequest):
+    """Layer that requests the next layer's rows after attention to its resident rows."""
 
     def from_resident(
         self,
@@ -90,7 +90,7 @@ class FromResident(Nothing):
         with jax.named_scope("resident"):
             x = x + self.decoder.output(layer, attend(q, rows.near()))
         assert self.inputs.target is not None
-        # Under the norm of the layer whose input it stands in for.
+        # Normalise with the parameters of the layer whose input `x` approximates.
         a = self.decoder.blueprint.layer(self.inputs.target.params).attention_input(x)
         return self.decoder.tie(self.decoder.start(self.inputs, a, hot), q)
 
@@ -98,9 +98,9 @@ class FromResident(Nothing):
 KINDS = {"own": OwnQuery, "input": FromInput, "resident": FromResident}
 
 
-def lookahead(decoder: "Decoder", inputs: LayerInputs) -> Nothing:
+def lookahead(decoder: "Decoder", inputs: LayerInputs) -> NoRequest:
     """Return the timing of a layer's requests."""
     if inputs.target is None:
-        return Nothing(decoder, inputs)
+        return NoRequest(decoder, inputs)
     kind = decoder.policy.source if decoder.policy.lead else "own"
     return KINDS[kind](decoder, inputs)

@@ -1,4 +1,4 @@
-"""What the engine does with a host pool (`pool`): fill it from a prompt, and flush into it."""
+"""Host pool in the engine (`cache.pool`): fill it from a prompt, and flush rings into it."""
 
 from typing import Any
 
@@ -15,23 +15,23 @@ from infinigen_jax.ops.span import Span
 
 
 def start_pool(decoder: Decoder, lengths: Int[Array, " b"], slots: int) -> Int[Array, "b k t"]:
-    """Positions of the rows that the pool of a layer keeps of the prompts."""
+    """Return the positions of the prompt rows that a layer's pool keeps."""
     assert decoder.pool is not None
     heads, sinks = decoder.config.num_kv_heads, decoder.policy.sinks
     return of_prompt(decoder.pool, lengths, heads, slots, sinks)
 
 
 def start_kept(decoder: Decoder, positions: Int[Array, "b k t"]) -> Kept:
-    """What requests leave behind in a host layer that none was made for yet."""
+    """Return the initial `Kept` of a host layer."""
     assert decoder.pool is not None
     b, _, t = positions.shape
     return Kept(first_used(decoder.pool, positions), decoder.empty_hot_set(b, t))
 
 
 def flush(decoder: Decoder, policy: tuple[Params, ...], cache: Cache) -> Cache:
-    """As `Decoder.flush`, into a pool: the rows of the ring take slots that are free or given up.
+    """Flush all rings into a pool: their rows take slots that are free or evicted.
 
-    Harmless at any time: rows that the pool has had already are not written again.
+    The call is idempotent: rows that the pool already holds are not written again.
     """
     assert cache.host is not None and decoder.pool is not None
     start = jnp.maximum(cache.lengths - decoder.policy.window, 0)
@@ -65,9 +65,9 @@ def flush(decoder: Decoder, policy: tuple[Params, ...], cache: Cache) -> Cache:
 
 
 def _insertion(decoder: Decoder, cache: Cache, number: int, start: Int[Array, " b"]) -> Insertion:
-    """Where the ring's rows go in the pool of a layer.
+    """Choose the slots for the ring's rows in the pool of a layer.
 
-    A streamed layer uses all of its rows in every step, so that every order of eviction is fifo.
+    A streamed layer uses all its rows in every step, so every eviction order equals fifo.
     """
     assert decoder.pool is not None
     new = start[:, None] + jnp.arange(decoder.policy.window, dtype=jnp.int32)[None]
@@ -85,16 +85,16 @@ def _left(
     stored: Any,
     place: Insertion,
 ) -> Float[Array, "b k 1 d"]:
-    """The sum of the values that only the host has, without those of the rows that give way.
+    """Return the sum of the values that only the host has, without those of evicted rows.
 
-    They are read back as they are stored. Rows enter the sum, later on, as they were before they
-    were stored, so what storing them changes is added now.
+    Evicted rows are read back in their stored form. New rows later enter the sum in their original
+    form, so the rounding error of storing them is added here.
     """
     assert cache.host is not None
     stored_rows, scales = decoder.row_format, cache.scales[number]
     old = jnp.minimum(place.slots, cache.host.shape[3] - 1)
-    gone = gather_rows(cache.host, jnp.int32(number), old, decoder.mesh)
-    left = left - sums_of_values(stored_rows.decode(scales, gone), place.evicted)
+    evicted_rows = gather_rows(cache.host, jnp.int32(number), old, decoder.mesh)
+    left = left - sums_of_values(stored_rows.decode(scales, evicted_rows), place.evicted)
     if stored_rows.exact:
         return left
     new = place.slots < cache.host.shape[3]

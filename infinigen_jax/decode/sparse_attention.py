@@ -1,6 +1,6 @@
-"""Attention of a layer whose cache is on the host: to what is resident and what was fetched.
+"""Attention of a layer whose cache is on the host, over resident and fetched rows.
 
-Or, where nothing is selected, to all of it, streamed block by block.
+A layer that selects nothing attends to all rows, streamed block by block.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.cache import pool
-from infinigen_jax.cache.host_array import capacity_of, gather_jobs, gather_rows, read_block
+from infinigen_jax.cache.host_array import capacity_of, gather_items, gather_rows, read_block
 from infinigen_jax.cache.layers import HostLayer, Resident
 from infinigen_jax.decode.layout import Layout
 from infinigen_jax.decode.requested_attention import attend_requested
@@ -40,21 +40,21 @@ def attend_fetched(
     fetched: Fetched,
     host: Shaped[Array, "l a k t w"],
     local: Resident,
-    own: HostLayer,
+    host_layer: HostLayer,
     positions: Int[Array, " b"],
 ) -> tuple[Float[Array, "b k g d"], Attended | None]:
-    """Attention over what is resident and what was fetched.
+    """Attend to the resident and the fetched rows.
 
     Returns:
-        The output, and for a policy that observes what was attended to.
+        The output, and the attention weights for a policy that observes them.
     """
     resident = local.part(positions, layout.slots)
     if layout.in_chunks:
-        return attend_chunks(layout, q, resident, fetched, host, local, own, positions), None
+        return attend_chunks(layout, q, resident, fetched, host, local, host_layer, positions), None
     request = fetched.request
-    part = fetched_part(layout, fetched, host, own)
+    part = fetched_part(layout, fetched, host, host_layer)
     taken = part.taken(q.shape[-1])
-    tail = tail_term(layout, q, request, taken, local, own, positions)
+    tail = tail_term(layout, q, request, taken, local, host_layer, positions)
     o, (near, far) = attend_weighted(q, resident, part, tail=tail)
     if not layout.policy.observes:
         return o, None
@@ -69,34 +69,34 @@ def attend_chunks(
     fetched: Fetched,
     host: Shaped[Array, "l a k t w"],
     local: Resident,
-    own: HostLayer,
+    host_layer: HostLayer,
     positions: Int[Array, " b"],
 ) -> Float[Array, "b k g d"]:
-    """Attention over what is resident and what was fetched, as many rows as are meant."""
+    """Attend to the resident and the fetched rows, in proportion to the number of valid rows."""
 
     def read(head: Array, place: Array, slots: Array) -> Array:
         if fetched.rows is None:
-            rows = gather_jobs(host, own.number, head, slots, q.shape[0])
+            rows = gather_items(host, host_layer.number, head, slots, q.shape[0])
         else:
             rows = fetched.rows.reshape(-1, *fetched.rows.shape[2:])[head[:, None], place][None]
-        scales = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[head][None], own.scales)
+        scales = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[head][None], host_layer.scales)
         return layout.row_format.decode(scales, rows)
 
-    one_mean = own.tail is None and fetched.request.rest is not None
+    one_mean = host_layer.tail is None and fetched.request.rest is not None
     softmax, taken = attend_requested(q, fetched.request, read, sums=one_mean)
     softmax = join_softmax(extend_softmax(start_softmax(q), q, resident), softmax)
-    term = tail_term(layout, q, fetched.request, taken, local, own, positions)
+    term = tail_term(layout, q, fetched.request, taken, local, host_layer, positions)
     return finish_softmax(softmax, q, term)
 
 
 def fetched_part(
-    layout: Layout, fetched: Fetched, host: Shaped[Array, "l a k t w"], own: HostLayer
+    layout: Layout, fetched: Fetched, host: Shaped[Array, "l a k t w"], host_layer: HostLayer
 ) -> Part:
-    """All rows of a request, for attention."""
+    """Return all rows of a request as a part for attention."""
     rows = fetched.rows
     if rows is None:
-        rows = gather_rows(host, own.number, fetched.request.slots, layout.mesh)
-    return packed(layout.row_format.decode(own.scales, rows), fetched.request.valid)
+        rows = gather_rows(host, host_layer.number, fetched.request.slots, layout.mesh)
+    return packed(layout.row_format.decode(host_layer.scales, rows), fetched.request.valid)
 
 
 def tail_term(
@@ -105,24 +105,24 @@ def tail_term(
     request: Request,
     taken: Float[Array, "b k d"] | None,
     local: Resident,
-    own: HostLayer,
+    host_layer: HostLayer,
     positions: Int[Array, " b"],
 ) -> Tail | None:
-    """What only the host has and was not fetched, as one token, if the policy wants that.
+    """Return host-only rows that were not fetched as one token, if the policy has a tail.
 
     Args:
-        taken: sum of the values that were fetched; for a tail of one mean.
+        taken: sum of the fetched values; used by a tail of one mean.
     """
-    if own.tail is not None:
-        return tail_blocks(layout, q, request, local, own, positions)
+    if host_layer.tail is not None:
+        return tail_blocks(layout, q, request, local, host_layer, positions)
     if request.rest is None:
         return None
     assert local.left is not None and taken is not None
-    score = request.rest.score + mean_score(own.key_mean, q)
-    there = jnp.maximum(positions - layout.policy.window + 1 - layout.policy.sinks, 0)[:, None]
-    if (rows := held(layout, own.positions, positions)) is not None:
-        there = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)
-    missing = (there - request.count)[..., None]
+    score = request.rest.score + mean_score(host_layer.key_mean, q)
+    host_rows = jnp.maximum(positions - layout.policy.window + 1 - layout.policy.sinks, 0)[:, None]
+    if (rows := held(layout, host_layer.positions, positions)) is not None:
+        host_rows = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)
+    missing = (host_rows - request.count)[..., None]
     score = jnp.where((missing > 0)[..., None], score, -jnp.inf)
     return Tail(score, local.left - taken[:, :, None], missing)
 
@@ -132,17 +132,18 @@ def tail_blocks(
     q: Float[Array, "b k g d"],
     request: Request,
     local: Resident,
-    own: HostLayer,
+    host_layer: HostLayer,
     positions: Int[Array, " b"],
 ) -> Tail:
-    """What was not fetched as one token a block, by the scores that the layer's own query has.
+    """Return host-only rows that were not fetched as one token per block.
 
-    A block's value is the mean of all its tokens that only the host has, fetched or not; and what
-    the policy makes of the entries of those that are not fetched, see `tail_values`.
+    The scores come from the layer's own query. A block's value is the mean over all host-only
+    tokens of the block, fetched or not, plus the correction that the policy predicts from the index
+    entries of the tokens that were not fetched (`speculation.tail`).
     """
     assert local.left is not None
     with jax.named_scope("tail"):
-        weights, state = own.tail
+        weights, state = host_layer.tail
         rest = request.rest
         if rest is None:
             rest = layout.policy.own_rest(weights, state, q, request, positions)
@@ -157,15 +158,15 @@ def tail_blocks(
 def held(
     layout: Layout, rows: Int[Array, "b k t"] | None, positions: Int[Array, " b"]
 ) -> Int[Array, "b k t"] | None:
-    """Positions of a pool's rows that only the host has; None without a pool."""
+    """Return positions of a pool's rows that only the host has; None without a pool."""
     return None if rows is None else pool.held(rows, positions, layout.policy.window)
 
 
 def on_host_only(
-    layout: Layout, own: HostLayer, capacity: int, positions: Int[Array, " b"]
+    layout: Layout, host_layer: HostLayer, capacity: int, positions: Int[Array, " b"]
 ) -> Bool[Array, "b kv t"]:
-    """Slots whose rows only the host has, for each KV head or, kv = 1, for all."""
-    if (rows := held(layout, own.positions, positions)) is not None:
+    """Return slots whose rows only the host has, per KV head or, with kv = 1, for all heads."""
+    if (rows := held(layout, host_layer.positions, positions)) is not None:
         return rows >= 0
     return layout.slots.eligible(positions, capacity)[:, None]
 
@@ -175,14 +176,15 @@ def attend_streamed(
     q: Float[Array, "b k g d"],
     local: Resident,
     host: Shaped[Array, "l a k t w"],
-    own: HostLayer,
+    host_layer: HostLayer,
     positions: Int[Array, " b"],
 ) -> Float[Array, "b k g d"]:
-    """Attention over what is resident and all that is on the host, block by block."""
+    """Attend to the resident rows and all rows on the host, block by block."""
     capacity = capacity_of(host, q.shape[0])
     block = min(capacity, STREAM_BLOCK)
-    eligible = on_host_only(layout, own, capacity, positions)
-    # Only a pool may have slots behind its last whole block; they are read with that one's.
+    eligible = on_host_only(layout, host_layer, capacity, positions)
+    # With a pool the capacity need not be a multiple of the block. The last read then starts early
+    # and overlaps the previous block; the rows read again are masked.
     blocks = -(-capacity // block)
 
     def visit(i: Array, state: Any) -> Any:
@@ -191,11 +193,11 @@ def attend_streamed(
             start = jnp.minimum(start, capacity - block)
         valid = lax.dynamic_slice_in_dim(eligible, start, block, axis=2)
         if capacity % block:
-            again = jnp.arange(block, dtype=jnp.int32) < i * block - start
-            valid = valid & ~again[None, None]
-        rows = read_block(host, own.number, start, block, layout.mesh, q.shape[0])
-        # Slots that were never written may hold NaN, which a weight of 0 does not silence.
-        rows = jnp.where(valid[..., None], layout.row_format.decode(own.scales, rows), 0)
+            repeated = jnp.arange(block, dtype=jnp.int32) < i * block - start
+            valid = valid & ~repeated[None, None]
+        rows = read_block(host, host_layer.number, start, block, layout.mesh, q.shape[0])
+        # Unwritten slots may hold NaN, which a weight of 0 does not mask.
+        rows = jnp.where(valid[..., None], layout.row_format.decode(host_layer.scales, rows), 0)
         return extend_softmax(state, q, packed(rows, valid))
 
     state = extend_softmax(start_softmax(q), q, local.part(positions, layout.slots))
@@ -204,10 +206,14 @@ def attend_streamed(
 
 
 def count_streamed(
-    layout: Layout, counts: Counts, capacity: int, own: HostLayer, positions: Int[Array, " b"]
+    layout: Layout,
+    counts: Counts,
+    capacity: int,
+    host_layer: HostLayer,
+    positions: Int[Array, " b"],
 ) -> Counts:
-    """With all rows of one layer that are on the host only."""
-    there = on_host_only(layout, own, capacity, positions)
-    rows = jnp.sum(there, axis=(1, 2), dtype=jnp.int32)
-    rows = rows * (layout.config.num_kv_heads // there.shape[1])
+    """Add all host-only rows of one layer to the counts."""
+    host_rows = on_host_only(layout, host_layer, capacity, positions)
+    rows = jnp.sum(host_rows, axis=(1, 2), dtype=jnp.int32)
+    rows = rows * (layout.config.num_kv_heads // host_rows.shape[1])
     return Counts(counts.selected + rows, counts.moved + rows)

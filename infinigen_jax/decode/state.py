@@ -1,4 +1,4 @@
-"""What a decode step reads and replaces, layer by layer, and what layers hand to each other."""
+"""Inputs and outputs of one layer in a decode step, and the carry between layers."""
 
 from typing import Any, NamedTuple
 
@@ -13,21 +13,21 @@ from infinigen_jax.selection.select import Request
 
 
 class Weights(NamedTuple):
-    """Everything constant: the model's parameters and the policy's, one per host layer."""
+    """Constant arrays: parameters of the model, and the policy's arrays of each host layer."""
 
     params: Params
     policy: tuple[Params, ...]
 
 
 class Target(NamedTuple):
-    """A layer on the host that rows are selected for.
+    """Host layer that rows are selected for.
 
     Attributes:
-        params: of the layer.
-        weights: what the policy prepared for it.
-        state: the policy's state of it.
-        number: among the layers on the host.
-        positions: of the rows in its pool; None where slot = position.
+        params: parameters of the layer.
+        weights: the policy's arrays for the layer, from `Policy.prepare`.
+        state: the policy's state of the layer.
+        number: index among the host layers.
+        positions: token positions of the rows in its pool; None without a pool.
     """
 
     params: Params
@@ -38,15 +38,15 @@ class Target(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """What one layer of a step reads.
+    """Arrays that one layer of a step reads.
 
     Attributes:
-        params: of the layer, on the device.
-        upcoming: parameters of the next layer, if they are kept in host memory; else nothing.
-        host: the host cache; None if no layer uses it.
+        params: parameters of the layer, on the device.
+        upcoming: parameters of the next layer if they are in host memory; else empty.
+        host: host cache; None if no layer uses it.
         place: where and how the host keeps this layer's rows; None for a layer on the device.
-        target: the layer that this one requests rows for; None if it requests none.
-        positions: of the current tokens.
+        target: layer that this one requests rows for; None if it requests none.
+        positions: positions of the current tokens.
     """
 
     params: Params
@@ -58,12 +58,12 @@ class LayerInputs(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """What one layer of a step replaces.
+    """Arrays that one layer of a step replaces.
 
     Attributes:
-        local: the layer's rows on the device.
-        hot: the hot set of the target, if it has one; of a pool, what it keeps.
-        observed: the policy's state of this layer, if the policy observes; else None.
+        local: rows of the layer on the device.
+        hot: hot set of the target; with a pool, `Kept`; None if the target has neither.
+        observed: the policy's state of this layer; None if the policy does not observe.
     """
 
     local: Local
@@ -72,10 +72,11 @@ class LayerState(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Rows that were requested for a layer, as the host stores them.
+    """Rows requested for a layer, in the host's row format.
 
     Attributes:
-        rows: None where the transfer leaves them in the host cache, see `Transfer.in_place`.
+        request: slots and counts of the rows.
+        rows: the rows; None if the transfer leaves them in the host cache (`Transfer.in_place`).
     """
 
     request: Request
@@ -83,29 +84,32 @@ class Fetched(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Rows of a step so far, all layers and KV heads together.
+    """Rows selected and moved in a step so far, summed over layers and KV heads.
 
     Attributes:
-        selected: that attention wanted from the host cache.
-        moved: of these, those that had to come from the host; the hot set had the others.
+        selected: rows that attention requested from the host cache.
+        moved: rows of these that crossed from the host; the hot set held the others.
     """
 
     selected: Int[Array, " b"]
     moved: Int[Array, " b"]
 
     def add(self, request: Request, moved: Int[Array, "b k"]) -> "Counts":
+        """Return the counts after a request, of which `moved` rows crossed."""
         return Counts(
             self.selected + jnp.sum(request.count, axis=-1), self.moved + jnp.sum(moved, axis=-1)
         )
 
 
 class Started(NamedTuple):
-    """A transfer under way.
+    """Transfer under way.
 
     Attributes:
-        moved: rows that really cross, per sequence and KV head.
-        hot: the hot set with its directory as it will be, its rows as they were.
-        used: of a pool, as it will be.
+        request: the rows requested.
+        ticket: the transfer's handle, for `Transfer.wait`.
+        moved: rows that cross, per sequence and KV head; the hot set holds the others.
+        hot: hot set with the new directory and the old rows.
+        used: new `Kept.used` of a pool.
     """
 
     request: Request
@@ -116,11 +120,12 @@ class Started(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from layer to layer.
+    """State handed from layer to layer.
 
     Attributes:
-        x: the hidden state.
-        fetched: rows that were requested for the next layer.
+        x: hidden state.
+        fetched: rows requested for the next layer.
+        counts: rows selected and moved so far.
     """
 
     x: Float[Array, "b e"]

@@ -1,9 +1,11 @@
-"""A decode step as a loop over layers, and its compiled forms: the two schedules.
+"""Decode step as a loop over layers, compiled for the two schedules.
 
-`layerwise` runs the loop in Python, over programs of one layer: a program for each kind of layer,
-so that a start does not grow with the model. `fused` compiles the whole loop: one call for a token,
-compiled anew for each number of layers. Both run the same `step` and give equal results.
-The loop is unrolled, not scanned: a scan over stacked weights copies every weight once a token
+`layerwise` runs the loop in Python over programs of one layer. It compiles one program for each
+kind of layer, so compilation time does not grow with the number of layers. `fused` compiles the
+whole loop: one call per token, compiled again for each number of layers. Both run the same `step`
+and give equal results.
+
+The loop is unrolled, not scanned: a scan over stacked weights copies every weight once per token
 (docs/gpu.md).
 """
 
@@ -31,17 +33,17 @@ SCHEDULES = ("fused", "layerwise")
 
 
 class Watched(NamedTuple):
-    """A layer of a step, with all that it read and made, for who studies it.
+    """One layer of a step with its inputs and outputs, for a `Watch` function.
 
     Attributes:
-        layer: its number in the model.
-        params: of this layer.
-        before, after: the carry into it and out of it.
-        local: its rows on the device, the current token's included.
-        own: which of the host's layers it is; None for one that is on the device.
-        selection: what its rows are selected by; None for a layer of which none are selected.
-        host: the host cache.
-        positions: of the current tokens.
+        layer: number of the layer in the model.
+        params: parameters of the layer.
+        before, after: carry into the layer and out of it.
+        local: rows of the layer on the device, including the current token's.
+        own: place of the layer's rows on the host; None for a layer on the device.
+        selection: target that the layer's rows are selected for; None if none are selected.
+        host: host cache.
+        positions: positions of the current tokens.
     """
 
     layer: int
@@ -55,18 +57,18 @@ class Watched(NamedTuple):
     positions: Array
 
 
-# Given a layer, what to hand to the next one (ordinarily `after`), and a record [b, ...].
+# Map a layer to the carry for the next one (normally `after`) and a record [b, ...].
 Watch = Callable[[Decoder, Watched], tuple[Carry, Any]]
 
 
 class Pieces(NamedTuple):
-    """The functions that a step consists of: traced into one program, or a program each.
+    """Functions that make up a step: traced into one program, or compiled one by one.
 
     Attributes:
         embed: (params, tokens, positions) -> carry into the first layer.
-        bring: (params, x) -> the parameters of a layer that are in host memory, and x.
+        bring: (params, x) -> a layer's parameters copied from host memory, and x.
         first: `Decoder.request_first`.
-        layer: (inputs, state, carry) -> carry, state, and the next layer's parameters, if they
+        layer: (inputs, state, carry) -> carry, state, and the next layer's parameters if they
             are in host memory.
     """
 
@@ -89,11 +91,18 @@ def step(
     """Run all layers over the tokens at the next position.
 
     Args:
-        numbers: of the host's layers, on the device.
+        decoder: functions of a layer.
+        run: functions that make up the step.
+        numbers: indices of the host layers, as device scalars.
+        weights: constant arrays.
+        read: cache arrays that the step reads.
+        live: cache arrays that the step replaces.
+        tokens: token ids, one per sequence.
+        watch: function called after every layer, if any.
 
     Returns:
-        The last layer's output; what the step replaces, its lengths as they were; rows selected
-        and moved; and the records of `watch`, one a layer.
+        The last layer's output; the new cache arrays, with `lengths` unchanged; rows selected
+        and moved; and the records of `watch`, one per layer.
     """
     local, hot, states = list(live.local), list(live.hot), list(live.states)
     stored, records = weights.params["layers"], []
@@ -102,23 +111,24 @@ def step(
     carry = carry._replace(x=x)
 
     def inputs_of(layer: int, params: Params, target: int) -> LayerInputs:
-        own, every = decoder.host_number(layer), states or read.states
-        at = None if target < 0 else numbers[target]
+        host_index, all_states = decoder.host_number(layer), states or read.states
+        place_index = numbers[host_index] if host_index >= 0 else None
+        target_index = None if target < 0 else numbers[target]
         return LayerInputs(
             params,
             stored[layer + 1 : layer + 2] if decoder.weights_on_host else [],
             read.host,
-            decoder.place(weights, read, own, numbers[own] if own >= 0 else None),
-            decoder.target(weights, read, every, target, at),
+            decoder.place(weights, read, host_index, place_index),
+            decoder.target(weights, read, all_states, target, target_index),
             live.lengths,
         )
 
     if decoder.requests_first and not decoder.streams(0):
         carry, hot[0] = run.first(inputs_of(0, params, 0)._replace(upcoming=[]), hot[0], carry)
     for i in range(len(stored)):
-        own, target = decoder.host_number(i), decoder.fetches_for(i)
+        host_index, target = decoder.host_number(i), decoder.fetches_for(i)
         inputs, before = inputs_of(i, params, target), carry
-        observed = states[own] if own >= 0 and states else None
+        observed = states[host_index] if host_index >= 0 and states else None
         state = LayerState(local[i], hot[target] if inputs.target else None, observed)
         with jax.named_scope(f"layer{i}"):
             carry, state, brought = run.layer(inputs, state, carry)
@@ -126,12 +136,13 @@ def step(
         if inputs.target is not None:
             hot[target] = state.hot
         if observed is not None:
-            states[own] = state.observed
+            states[host_index] = state.observed
         if watch is not None:
-            at = numbers[own] if own >= 0 else None
-            chosen = decoder.target(weights, read, states or read.states, own, at)
-            seen = (params, before, carry, local[i], inputs.place, chosen, read.host, live.lengths)
-            carry, record = watch(decoder, Watched(i, *seen))
+            at = numbers[host_index] if host_index >= 0 else None
+            chosen = decoder.target(weights, read, states or read.states, host_index, at)
+            read_arrays = inputs.place, chosen, read.host, live.lengths
+            watched = Watched(i, params, before, carry, local[i], *read_arrays)
+            carry, record = watch(decoder, watched)
             records.append(record)
         if i + 1 < len(stored):
             params = stored[i + 1] if brought is None else merged(stored[i + 1], brought)
@@ -140,7 +151,7 @@ def step(
 
 
 def pieces_of(decoder: Decoder) -> Pieces:
-    """The pieces of a decoder's step as plain functions."""
+    """Return the pieces of a decoder's step as plain functions."""
 
     def bring(params: Params, x: Float[Array, "b e"]) -> tuple[Params, Float[Array, "b e"]]:
         if not decoder.weights_on_host:
@@ -151,27 +162,27 @@ def pieces_of(decoder: Decoder) -> Pieces:
     def layer(
         inputs: LayerInputs, state: LayerState, carry: Carry
     ) -> tuple[Carry, LayerState, Any]:
-        # The next layer's weights cross while this layer works, and are there when it is done.
-        coming, x = start_next(inputs.upcoming, carry.x)
+        # The next layer's weights cross while this layer computes.
+        upcoming, x = start_next(inputs.upcoming, carry.x)
         carry, state = decoder.decode_layer(inputs, state, carry._replace(x=x))
-        coming, x = await_copy(coming, carry.x)
-        return carry._replace(x=x), state, coming
+        upcoming, x = await_copy(upcoming, carry.x)
+        return carry._replace(x=x), state, upcoming
 
     return Pieces(decoder.embed, bring, decoder.request_first, layer)
 
 
 class Steps(NamedTuple):
-    """The compiled functions of a Decoder; the cache arrays that they replace are donated.
+    """Compiled functions of a Decoder; they donate the cache arrays that they replace.
 
     Attributes:
-        fused: a whole step that draws the next tokens.
-        checked: `fused` that also returns the first place that is not finite, see `checking`.
-        forced: a step over given tokens: it returns the log-probabilities of all next ones.
-        watched: `forced` that also returns what a Watch recorded of every layer.
-        pieces: the layerwise schedule's programs.
-        draw, predict: what comes after the last layer there.
-        flush: one host layer's ring to the host.
-        flush_pool: takes and replaces a whole cache with a pool.
+        fused: a whole step that samples the next tokens.
+        checked: `fused`, with the first stage that is not finite (see `decode.finite_check`).
+        forced: a step over given tokens that returns log-probabilities of all next tokens.
+        watched: `forced`, with the records of a `Watch`.
+        pieces: programs of the layerwise schedule.
+        draw, predict: last programs of a layerwise step, which sample or return log-probabilities.
+        flush: write one host layer's ring to the host.
+        flush_pool: write the rings of a cache with a pool to the host.
     """
 
     fused: Any
@@ -189,7 +200,7 @@ class Steps(NamedTuple):
 def steps(decoder: Decoder) -> Steps:
     """Return a decoder's compiled functions; engines with equal settings share them."""
     pieces = pieces_of(decoder)
-    # A jitted function is traced once for each kind of layer, not for each layer.
+    # Under `jax.jit`, layers of one kind share one trace.
     inner = pieces._replace(layer=jax.jit(pieces.layer))
 
     def layers(
@@ -271,8 +282,8 @@ def steps(decoder: Decoder) -> Steps:
         return pooled.flush(decoder, policy, cache)
 
     def program(function: Callable[..., Any], out: Any, **options: Any) -> Program:
-        given = {"out_shardings": out, "compiler_options": step_options(decoder)} | options
-        return Program(function, decoder, **given)
+        settings = {"out_shardings": out, "compiler_options": step_options(decoder)} | options
+        return Program(function, decoder, **settings)
 
     at: Any = Placement(decoder.mesh)
     counts, live = Counts(at.batch, at.batch), StepCache(at.rows, at.rows, at.rows, at.batch)
@@ -295,7 +306,7 @@ def steps(decoder: Decoder) -> Steps:
             embed=program(pieces.embed, Carry(at.batch, None, counts)),
             bring=bring,
             first=program(pieces.first, (carry, at.rows), donate_argnums=1),
-            # Rows that were fetched are not donated: nothing that comes out has their shape twice.
+            # Fetched rows are not donated: no output could reuse their buffer.
             layer=program(pieces.layer, (carry, state, at.whole), donate_argnums=1),
         ),
         draw=program(draw, (at.batch,) * 3, static_argnames="sampling"),
@@ -308,7 +319,7 @@ def steps(decoder: Decoder) -> Steps:
 def flush_cache(
     decoder: Decoder, weights: Weights, numbers: Sequence[Array], cache: Cache
 ) -> Cache:
-    """Bring the rows of all rings to the host: every row that is cached is there then."""
+    """Write the rows of all rings to the host, so that the host holds every cached row."""
     run = steps(decoder)
     if cache.host is None:
         return cache

@@ -1,17 +1,19 @@
-"""Measuring quality through the engine that generates.
+"""Evaluation of quality with the same engine that generates.
 
-    configurations  the product of the policies, budgets, ... that were asked for
-    session         what all sub-commands do: common options, one measurement a configuration
-    parts           what was finished before an interruption
+    configurations  combinations of the requested policies, budgets and formats
+    session         common options, and one measurement per configuration
+    parts           finished measurements of an interrupted run
     report, plots   tables, provenance, diagrams
-    naming          what tells the lines of a result apart
+    naming          labels that distinguish the lines of a result
 
-    perplexity      of a text: scoring, statistics
-    recall          attention against exact top-k: study
-    retrieval       finding things in long texts: haystacks, lost_in_the_middle, answers
-    windows, texts  which tokens of a text are measured
-    lm_eval         a model for the lm-evaluation-harness: likelihood, answers
+    perplexity      perplexity of a text: scoring, statistics
+    recall          attention compared with exact top-k: study
+    retrieval       retrieval from long texts: haystacks, lost_in_the_middle, answers
+    windows, texts  texts, and windows of their tokens
+    lm_eval         a model for lm-evaluation-harness: likelihood, answers
 
-A sub-command is a module with SUMMARY, add_options(parser) and run(arguments, say), and a line in
+A sub-command is a module with SUMMARY, add_options(parser) and run(arguments, say), listed in
 `infinigen_jax.evaluate`.
+
+Imports cli, engine, loading and lower rooms. Start reading at session.py.
 """

@@ -1,7 +1,7 @@
 """Greedy answers through the engine: prefill a context, decode the question, then generate.
 
-The question is decoded, token by token, for what prefill computes does not depend on the policy:
-the first token of an answer would otherwise be the full cache's.
+The question is decoded token by token, because prefill computes the same for every policy: the
+first token of an answer would be that of the full cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from infinigen_jax.evaluation.scoring import Traffic, batches, traffic
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
 
-READ_EVERY = 64  # steps; as many stay queued at most
+READ_EVERY = 64  # steps between reads; bounds the queue of the device
 
 
 def answer(
@@ -31,20 +31,20 @@ def answer(
     """Continue prompts greedily.
 
     Args:
-        prompts: token numbers, at least two each; lengths may differ.
-        decoded: so many last tokens of each prompt are decoded, the others prefilled; at least 1,
-            and less if a prompt is not longer.
-        new: tokens to generate, fewer where the model's positions end; what follows the end of a
-            text counts for nothing.
-        batch: prompts at once. The last batch is filled up with repetitions, so that one
-            compilation serves all; they do not count.
-        advance: called with a number of prompts when so many more have been answered.
+        prompts: token ids, at least two per prompt; lengths may differ.
+        decoded: number of last tokens of each prompt to decode, at least 1; the others are
+            prefilled. Reduced to leave every prompt one token to prefill.
+        new: tokens to generate, fewer at the end of the model's positions; tokens after the end of
+            a text are ignored.
+        batch: batch size. The last batch repeats prompts to fill up, so that one compilation
+            serves all.
+        advance: called with the number of prompts answered since the last call.
 
     Returns:
-        The new tokens, int32, -1 behind the end of a text; and what moved.
+        The new tokens, int32, with -1 after the end of a text; and the traffic.
 
     Raises:
-        InputError: if memory or the model's positions are too few.
+        InputError: memory or the model's positions are too few.
     """
     answers, total = [], Traffic()
     for rows, kept in batches(len(prompts), batch):
@@ -58,7 +58,7 @@ def answer(
 def _answer_batch(
     engine: "Engine", prompts: list[Sequence[int]], decoded: int, new: int, kept: int
 ) -> tuple[Int[np.ndarray, "k n"], Traffic]:
-    """Of the first `kept` prompts."""
+    """Answer the first `kept` prompts; the others fill the batch."""
     longest, shortest = (choose(map(len, prompts)) for choose in (max, min))
     decoded = min(decoded, shortest - 1)
     size, new = new, min(new, max(1, engine.model.config.max_positions - longest))
@@ -68,7 +68,7 @@ def _answer_batch(
         raise InputError(f"--batch {len(prompts)}: lower it ({error})") from None
     given = np.array([p[-decoded:] for p in prompts], np.int32)
     for i in range(decoded):
-        # What was drawn gives way to what is there; behind the last of it, the answer begins.
+        # Replace the drawn token by the given one; the answer begins after the last given token.
         run.drawn = jax.device_put(given[:, i], run.drawn.sharding)
         run.advance()
     drawn = [run.drawn]
@@ -78,15 +78,15 @@ def _answer_batch(
         if i % READ_EVERY == 0 and _ended(engine, drawn):
             break
     tokens = np.full((kept, size), -1, np.int32)
-    made = np.stack([np.asarray(step) for step in drawn], axis=1)[:kept]
-    for row, one in zip(tokens, made, strict=True):
-        ends = np.flatnonzero(np.isin(one, engine.model.config.eos_ids))
-        end = ends[0] if len(ends) else len(one)
-        row[:end] = one[:end]
+    generated = np.stack([np.asarray(step) for step in drawn], axis=1)[:kept]
+    for row, answer in zip(tokens, generated, strict=True):
+        ends = np.flatnonzero(np.isin(answer, engine.model.config.eos_ids))
+        end = ends[0] if len(ends) else len(answer)
+        row[:end] = answer[:end]
     return tokens, traffic(run, kept)
 
 
 def _ended(engine: "Engine", drawn: Sequence[Any]) -> bool:
-    """Whether every text has."""
+    """Return whether every text has ended."""
     tokens = np.stack([np.asarray(step) for step in drawn])
     return bool(np.isin(tokens, engine.model.config.eos_ids).any(axis=0).all())

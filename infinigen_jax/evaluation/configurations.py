@@ -1,4 +1,4 @@
-"""What is compared: every combination of the policies, budgets, formats that were asked for."""
+"""Configurations to compare: all combinations of the requested policies, budgets and formats."""
 
 import argparse
 import copy
@@ -34,12 +34,12 @@ LISTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """One line of the result.
+    """One line of a result.
 
     Attributes:
-        rows: format of the host's rows, see `rows.row_format`.
-        pool: limit of the host's cache, if it has one.
-        options: the command line's, those that may be lists as the single values of this line.
+        rows: format of the host's rows, see `cache.row_format.row_format`.
+        pool: limit of the host's cache, if any.
+        options: options of the command line, with list options reduced to this line's values.
     """
 
     policy: "Policy"
@@ -49,7 +49,7 @@ class Configuration:
 
     @property
     def label(self) -> str:
-        """A few words, for progress and errors."""
+        """Short label for progress and errors."""
         parts = [self.options.policy]
         for name in ("budget", "index_dtype"):
             value = getattr(self.policy, name, None)
@@ -61,41 +61,42 @@ class Configuration:
         return " ".join([*parts, self.rows])
 
     def engine(self, model: "Model") -> "Engine":
+        """Make an engine with this configuration."""
         return make_engine(model, self.policy, self.options)
 
 
 def configurations(arguments: argparse.Namespace, *, reference: bool) -> list[Configuration]:
-    """The product of the lists, each different combination once; the policy varies slowest.
+    """Return the distinct combinations of the list options; the policy varies slowest.
 
     Args:
-        arguments: with the options of `add_engine_options(parser, several=True)`.
-        reference: the full cache with exact rows comes first, asked for or not.
+        arguments: options of `add_engine_options(parser, several=True)`.
+        reference: prepend the full cache with exact rows.
 
     Raises:
-        InputError: for a policy or a value that does not exist.
+        InputError: a policy or a value does not exist.
     """
     values = [getattr(arguments, name) or [None] for name in LISTS]
     combinations: list[Any] = list(itertools.product(*values))
     if reference:
         full = {"policy": "full", "rows": "auto", "pool_tokens": "all"}
         combinations.insert(0, tuple(full.get(name) for name in LISTS))
-    found: dict[Configuration, None] = {}
+    distinct: dict[Configuration, None] = {}
     for combination in combinations:
         options = copy.copy(arguments)
         vars(options).update(zip(LISTS, combination, strict=True))
         policy, pool = make_policy(options), make_pool(options)
         if pool is not None and policy.name == "full":
-            options.pool_eviction = "fifo"  # every step uses every row, so that all orders are
+            options.pool_eviction = "fifo"  # equal for all orders: every step uses every row
             pool = make_pool(options)
-        found.setdefault(Configuration(policy, options.rows, pool, options))
-    return list(found)
+        distinct.setdefault(Configuration(policy, options.rows, pool, options))
+    return list(distinct)
 
 
 def check(chosen: list[Configuration], model: "Model") -> None:
-    """Refuse now what the last engine would refuse after the work of the others.
+    """Refuse at the start any configuration that its engine would refuse later.
 
     Raises:
-        InputError: for a row format that this model cannot have, or a limit that a policy cannot.
+        InputError: the model cannot have a row format, or the policy cannot have a limit.
     """
     from infinigen_jax.cache.row_format import row_format
     from infinigen_jax.engine.runtime import curves_for
@@ -108,7 +109,7 @@ def check(chosen: list[Configuration], model: "Model") -> None:
 
 
 def settings_of(engine: "Engine") -> dict[str, Any]:
-    """All settings of an engine that its scores depend on, ready for JSON."""
+    """Return all settings of an engine that its scores depend on, ready for JSON."""
     decoder = engine.decoder
     policy = dataclasses.asdict(decoder.policy)  # pyright: ignore[reportArgumentType]
     # JSON has no infinity.
@@ -119,6 +120,6 @@ def settings_of(engine: "Engine") -> dict[str, Any]:
         "dense_layers": decoder.dense_layers,
         "hot_set": decoder.hot_set,
         "transfer": decoder.transfer.name,
-        # Small rows depend on where a prompt is cut.
+        # Quantised rows depend on where a prompt is divided.
         "prefill_chunk": engine.prefill_chunk or "auto",
     }

@@ -1,12 +1,12 @@
-"""Retrieval problems of any length: generated, in the style of RULER (COLM 2024), and seeded.
+"""Generated retrieval problems of any length, seeded, in the style of RULER (COLM 2024).
 
-    needle       one sentence with a number in a text that has nothing to do with it, at a depth
-    kv           a JSON object; the value of a key at a depth (as in "Lost in the Middle")
+    needle       one sentence with a number at some depth of an unrelated text
+    kv           a JSON object; the question is the value of a key at some depth
     variables    X = 123, Y = X, Z = Y scattered over a text; all that have the value
-    aggregation  a list of words; those that occur most often
+    aggregation  a list of words; the most frequent ones
 
-What varies between items depends on the seed and the item's number alone, so that a longer item is
-the shorter one with more filler.
+Random choices depend only on the seed and the item's number, so a longer item is the shorter one
+with more filler.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from infinigen_jax.errors import InputError
 
 GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-HOPS = 4  # further variables that get the value
-COMMON_WORDS = 3  # that the aggregation asks for
+HOPS = 4  # variables after the first that get the value
+COMMON_WORDS = 3  # words that the aggregation asks for
 KV_INTRODUCTION = (
     "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
 )
@@ -27,16 +27,16 @@ KV_INTRODUCTION = (
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A problem.
+    """A retrieval problem.
 
     Attributes:
-        task: its name; "qa" is answered by any of the answers, the others by all of them.
-        context: to be read first.
-        question: behind it; what is generated next is the answer.
-        answers: strings that are looked for in what is generated.
-        depth: where in the context the answer is, 0 to 1; None if it is all over the text.
-        length: tokens that the item was made for, the answer's included.
-        problem: its name; items of a task with one name differ in length and depth alone.
+        task: name of the task. One correct answer suffices for "qa"; others need all answers.
+        context: first part of the prompt.
+        question: second part of the prompt; the generated answer follows.
+        answers: strings to search in the generated text.
+        depth: position of the answer in the context, 0 to 1; None if it is spread over the text.
+        length: tokens that the item was made for, including the answer.
+        problem: name; items of a task with the same name differ only in length and depth.
     """
 
     task: str
@@ -48,12 +48,12 @@ class Item:
     problem: str
 
 
-# Given the amount of filler (sentences, pairs, words): context, question, answers.
+# Maps an amount of filler (sentences, pairs, words) to context, question and answers.
 Build = Callable[[int], tuple[str, str, tuple[str, ...]]]
 
 
 def sentences(text: str) -> list[str]:
-    """A text's sentences, roughly."""
+    """Split a text into sentences, approximately."""
     words = " ".join(text.split())
     for mark in ".!?":
         words = words.replace(f"{mark} ", f"{mark}\n")
@@ -63,17 +63,17 @@ def sentences(text: str) -> list[str]:
 def generate(
     task: str, number: int, seed: int, depth: float | None, filler: Sequence[str]
 ) -> Build:
-    """One problem of a task in TASKS, for any amount of filler.
+    """Return the builder of one problem of a task in TASKS, for any amount of filler.
 
     Args:
-        number: of the item.
-        filler: sentences that the texts are made of, from some place on and around the end.
+        number: number of the item.
+        filler: sentences of the texts, taken cyclically from a random start.
     """
     return TASKS[task](f"{seed} {task} {number}", depth, filler)
 
 
 def fitted(build: Build, fits: Callable[[str], bool], least: int = 0) -> int | None:
-    """The largest amount of filler whose prompt fits; None if not even the least does."""
+    """Return the largest amount of filler whose prompt fits; None if not even `least` does."""
 
     def short_enough(amount: int) -> bool:
         context, question, _ = build(amount)
@@ -107,19 +107,19 @@ def _needle(seed: str, depth: float | None, filler: Sequence[str]) -> Build:
 
 def _key_value(seed: str, depth: float | None, filler: Sequence[str]) -> Build:
     rng = random.Random(seed)
-    wanted = [_hex(rng), _hex(rng)]
+    pair = [_hex(rng), _hex(rng)]
 
     def build(amount: int) -> tuple[str, str, tuple[str, ...]]:
         rng = random.Random(f"{seed} others")
         pairs = [[_hex(rng), _hex(rng)] for _ in range(amount)]
-        pairs.insert(round((depth or 0) * amount), wanted)
-        return key_value_prompt(pairs, wanted[0]) + ((wanted[1],),)
+        pairs.insert(round((depth or 0) * amount), pair)
+        return key_value_prompt(pairs, pair[0]) + ((pair[1],),)
 
     return build
 
 
 def key_value_prompt(pairs: Sequence[Sequence[str]], key: str) -> tuple[str, str]:
-    """Context and question, as in "Lost in the Middle"."""
+    """Return context and question in the format of "Lost in the Middle"."""
     lines = ",\n ".join(f'"{k}": "{v}"' for k, v in pairs)
     return f"{KV_INTRODUCTION}{{{lines}}}", f'\n\nKey: "{key}"\nCorresponding value:'
 
@@ -136,7 +136,7 @@ def _variables(seed: str, depth: float | None, filler: Sequence[str]) -> Build:
 
     def build(amount: int) -> tuple[str, str, tuple[str, ...]]:
         text = _text(filler, start, amount)
-        # From the last on, so that an insertion does not move the places of the others.
+        # From the last one backwards, so that an insertion does not move the others.
         for name, source, place in reversed(list(zip(names, sources, places, strict=False))):
             text.insert(round(place * amount), f"VAR {name} = {source}.")
         introduction = "Memorize and track the chain of variable assignment hidden in the text.\n"
@@ -186,13 +186,13 @@ def make_items(
     filler: Sequence[str],
     tokens: Callable[[str], int],
 ) -> list[Item]:
-    """All items of the tasks: `count` for each length and depth.
+    """Make `count` items for each task, length and depth.
 
     Args:
-        tokens: how many a prompt has.
+        tokens: counts the tokens of a prompt.
 
     Raises:
-        InputError: for a length that is too short for a task.
+        InputError: a length is too short for a task.
     """
     items = []
     for task in tasks:
@@ -222,13 +222,13 @@ def _fit(
 
 
 def normalised(text: str) -> str:
-    """As SQuAD compares answers: no case, punctuation, articles or double spaces."""
+    """Normalise a text like SQuAD: no case, punctuation, articles or double spaces."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def answer_tokens(answers: Sequence[str], tokens: Callable[[str], int]) -> int:
-    """Room for the answers in what is generated, with some for words around them."""
+    """Return the tokens to generate for the answers, with some for surrounding words."""
     return tokens(" " + ", ".join(answers)) + 8
 
 
@@ -237,7 +237,7 @@ def _text(filler: Sequence[str], start: int, amount: int) -> list[str]:
 
 
 def _word(rng: random.Random) -> str:
-    """A word that does not exist, of three syllables."""
+    """Return an invented word of three syllables."""
     return "".join(rng.choice("bdfgklmnprstv") + rng.choice("aeiou") for _ in range(3))
 
 

@@ -1,6 +1,7 @@
 """Log-likelihoods of continuations through the engine.
 
-The context is prefilled but for its last token; that and the continuation are decoded.
+All tokens of the context except the last are prefilled; the last one and the continuation are
+decoded.
 """
 
 import functools
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Continuation(NamedTuple):
-    """What is asked: how likely the tokens of `text` are behind those of `context`."""
+    """A text to score, given a context."""
 
     context: Sequence[int]
     text: Sequence[int]
@@ -31,20 +32,20 @@ def likelihoods(
     batch: int,
     advance: Callable[[int], object] = lambda continuations: None,
 ) -> tuple[Float[np.ndarray, "n 2"], Traffic]:
-    """Score continuations, of any lengths.
+    """Score continuations of any lengths.
 
     Args:
-        asked: contexts of one token at least, texts of one at least. A context that is too long
-            for the model's positions loses its first tokens.
-        batch: at once. A batch that is not full is filled up with repetitions.
-        advance: called with a number of continuations when so many more have been scored.
+        asked: contexts and texts of at least one token. A context too long for the model's
+            positions loses its first tokens.
+        batch: batch size. An incomplete batch repeats continuations to fill up.
+        advance: called with the number of continuations scored since the last call.
 
     Returns:
-        [n, 2] float64: the natural log-likelihood, and 1 if every token of the text is the
-        likeliest one at its place, else 0; and what moved.
+        [n, 2] float64, the natural log-likelihood, and 1 if every token of the text is the most
+        likely one, else 0; and the traffic.
 
     Raises:
-        InputError: for a text longer than the model's positions, or too little memory.
+        InputError: a text is longer than the model's positions, or memory is too small.
     """
     positions = engine.model.config.max_positions
     longest = max((len(one.text) for one in asked), default=0)
@@ -52,8 +53,8 @@ def likelihoods(
         raise InputError(
             f"a text to score has {longest} tokens, and the model {positions} positions; shorten it"
         )
-    # The first token behind a single one: nothing is cached to choose from, so that no step of the
-    # engine, which has prefilled one token at least, is needed.
+    # The first token after a context of one token: nothing is cached to select from, and the engine
+    # prefills at least one token before its first step.
     cut = [Continuation(one.context[len(one.text) - positions :], one.text) for one in asked]
     first = [i for i, one in enumerate(cut) if len(one.context) == 1]
     result, total = np.array([[0.0, 1.0]] * len(asked)).reshape(-1, 2), Traffic()
@@ -75,7 +76,7 @@ def likelihoods(
 
 
 def _behind_one(engine: "Engine", token: int, target: int) -> tuple[float, float]:
-    """Log-likelihood of a token behind a single one, and whether it is the likeliest."""
+    """Return a token's log-likelihood after a single one, and whether it is the most likely."""
     model = engine.model
     logits = _forward(model.config, model.dtype)(model.params, np.array([[token]], np.int32))
     logits = np.asarray(logits, np.float64)[0, -1]
@@ -95,9 +96,9 @@ def _forward(config: "ModelConfig", dtype: Any) -> Any:
 
 
 def _batches(cut: Sequence[Continuation], batch: int, positions: int) -> Iterator[list[int]]:
-    """Continuations of similar lengths that fit into the positions together.
+    """Yield batches of continuations of similar lengths that fit into the positions together.
 
-    Every sequence of a batch makes as many steps as the one with the longest text.
+    Every sequence of a batch takes as many steps as the longest text.
     """
     order = [i for i, one in enumerate(cut) if one.text]
     order.sort(key=lambda i: (len(cut[i].text), len(cut[i].context)))
@@ -115,7 +116,7 @@ def _batches(cut: Sequence[Continuation], batch: int, positions: int) -> Iterato
 def _score(
     engine: "Engine", asked: Sequence[Continuation], kept: int
 ) -> tuple[Float[np.ndarray, "k 2"], Traffic]:
-    """Of the first `kept`, contexts of two tokens at least."""
+    """Score the first `kept` continuations; contexts have at least two tokens."""
     steps = max(len(one.text) for one in asked)
     try:
         run = engine.start([one.context[:-1] for one in asked], steps)

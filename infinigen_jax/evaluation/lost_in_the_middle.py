@@ -1,10 +1,10 @@
-"""Reading the files of "Lost in the Middle" (TACL 2024): jsonl, plain or .gz.
+"""Reader of the data files of "Lost in the Middle" (TACL 2024): jsonl, plain or .gz.
 
     {"ordered_kv_records": [[KEY, VALUE], ...], "key": KEY, "value": VALUE}
     {"question": Q, "answers": [A, ...], "ctxs": [{"title": T, "text": X, "isgold": true}, ...]}
 
-An item that is too long loses records or documents, never the one that is asked for: from the end
-of those before it and behind it in proportion, so that its depth stays.
+An item that is too long loses records or documents, but never the one with the answer. They are
+removed before and after it in proportion, so its depth stays.
 """
 
 import gzip
@@ -24,19 +24,20 @@ QA_INTRODUCTION = (
 
 
 def read_lines(option: str, path: str, most: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a jsonl file, plain or .gz.
+    """Read the objects of a jsonl file, plain or .gz.
 
     Args:
-        most: with more than this, so many of them, evenly spread.
+        option: option to name in errors.
+        most: maximum number of objects; a longer file is sampled evenly.
 
     Raises:
-        InputError: naming the option and the file, if it is not such a file.
+        InputError: names the option and the file if it is not jsonl.
     """
     try:
         data = Path(path).read_bytes()
         if path.endswith(".gz"):
             data = gzip.decompress(data)
-        # Not by `splitlines`: strings may hold characters that it takes for ends of lines.
+        # Not `splitlines`, which also splits at characters that strings may contain.
         text = data.decode("utf-8-sig").split("\n")
         lines = [json.loads(line) for line in text if line.strip()]
         json.dumps(lines, ensure_ascii=False).encode()  # lone surrogates are escaped in JSON
@@ -60,16 +61,16 @@ def read_items(
     tokens: Callable[[str], int],
     say: Callable[[str], None] = lambda message: None,
 ) -> list[Item]:
-    """The items of a file, each shortened to a length.
+    """Read the items of a file and shorten each to a length.
 
     Args:
-        most: so many of them, evenly spread over the file.
-        length: in tokens, the answer's included.
-        tokens: how many a prompt has.
-        say: called with a line where items were shortened.
+        most: maximum number of items, evenly sampled from the file.
+        length: tokens, including the answer.
+        tokens: counts the tokens of a prompt.
+        say: called with a line if items were shortened.
 
     Raises:
-        InputError: for a file of another format, or a length that is too short.
+        InputError: the file has another format, or the length is too short.
     """
     items, cut = [], []
     for number, line in enumerate(read_lines("--data", path, most), 1):
@@ -101,7 +102,7 @@ Prompt = Callable[[Sequence[Any]], tuple[str, str]]
 
 
 def _parsed(line: dict[str, Any]) -> tuple[list[Any], int, Prompt, tuple[str, ...], str]:
-    """Its parts, which of them is asked for, how they make a prompt, answers, name."""
+    """Return the item's parts, the index of the relevant part, a prompt builder, answers, name."""
     if "ordered_kv_records" in line:
         records = [(str(key), str(value)) for key, value in line["ordered_kv_records"]]
         key, value = str(line["key"]), str(line["value"])
@@ -110,7 +111,7 @@ def _parsed(line: dict[str, Any]) -> tuple[list[Any], int, Prompt, tuple[str, ..
     question, documents = line["question"], line["ctxs"]
     if not isinstance(line["answers"], list):
         raise TypeError("no list of answers")
-    # Of nothing but an article nothing is left to compare, and every text would have it.
+    # An answer that consists of an article normalises to nothing, which every text contains.
     answers = tuple(answer for answer in line["answers"] if normalised(answer))
     if not answers:
         raise ValueError("no answers")
@@ -129,13 +130,13 @@ def _parsed(line: dict[str, Any]) -> tuple[list[Any], int, Prompt, tuple[str, ..
 def _shortened(
     parts: list[Any], gold: int, prompt: Prompt, fits: Callable[[str], bool]
 ) -> list[Any] | None:
-    """As many of the parts around the one asked for as fit."""
+    """Keep as many parts around the relevant one as fit."""
     others = len(parts) - 1
 
     def kept(count: int) -> list[Any]:
         before = round(count * gold / others) if others else 0
-        behind = count - before
-        return parts[:before] + [parts[gold]] + parts[gold + 1 : gold + 1 + behind]
+        after = count - before
+        return parts[:before] + [parts[gold]] + parts[gold + 1 : gold + 1 + after]
 
     low, high = -1, others
     while low < high:

@@ -1,7 +1,7 @@
-"""What a run has finished, kept beside its result file, so that the same command goes on there.
+"""Finished measurements, kept next to the result file, so that an interrupted command can resume.
 
-One file for each configuration, named by a hash of everything that its numbers depend on; with the
-result file written, the folder goes.
+Each configuration has one file, named by a hash of everything that its numbers depend on. The
+folder is removed when the result file is written.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from infinigen_jax.files.atomic import whole_file
 
 
 class Measurement(NamedTuple):
-    """What was measured of one configuration.
+    """Measurement of one configuration.
 
     Attributes:
-        arrays: raw numbers, which statistics are made of.
-        values: anything else, ready for JSON.
+        arrays: raw numbers, from which statistics are computed.
+        values: other results, ready for JSON.
     """
 
     arrays: dict[str, np.ndarray]
@@ -29,27 +29,27 @@ class Measurement(NamedTuple):
 
 
 class Parts:
-    """Finished measurements of a run that may not reach its end.
+    """Finished measurements of a run that may be interrupted.
 
     Args:
-        output: the result file; the parts lie in a folder of its name with ".parts" behind it.
-            Without a result file nothing is kept.
+        output: result file; parts lie in a folder of its name with the suffix ".parts". None keeps
+            nothing.
         key: everything that all configurations have in common, ready for JSON.
     """
 
     def __init__(self, output: Path | None, key: dict[str, Any]):
-        # Not beside a pipe or /dev/stdout.
+        # Keep nothing next to a pipe or /dev/stdout.
         keeps = output is not None and (output.is_file() or not output.exists())
         self.folder = output.with_name(f"{output.name}.parts") if output and keeps else None
         self.key = key
 
     def load(self, settings: dict[str, Any]) -> Measurement | None:
-        """What was measured with these settings; None if nothing was, or it cannot be read."""
+        """Return the measurement with these settings; None if missing or unreadable."""
         path = self._file(settings)
         if path is None or not path.is_file():
             return None
         try:
-            # Opened here: `np.load` leaves a damaged file open.
+            # Open the file here, because `np.load` leaves a damaged file open.
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
                 return Measurement(arrays, json.loads(str(arrays.pop("values"))))
@@ -57,10 +57,10 @@ class Parts:
             return None  # it is measured again
 
     def save(self, settings: dict[str, Any], measured: Measurement) -> None:
-        """Keep a measurement, whole or not at all.
+        """Write a measurement, whole or not at all.
 
         Raises:
-            InputError: if it cannot be written.
+            InputError: it cannot be written.
         """
         path = self._file(settings)
         if path is None:
@@ -74,7 +74,7 @@ class Parts:
             raise InputError(f"--json: {path.parent}: {error.strerror}; make room") from None
 
     def remove(self) -> None:
-        """Forget everything: the result is written."""
+        """Remove all parts once the result is written."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 

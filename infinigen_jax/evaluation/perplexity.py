@@ -1,12 +1,12 @@
-"""Perplexity of a text, for several policies and budgets, against the full cache.
+"""Perplexity of a text for several policies and budgets, compared with the full cache.
 
-The text is cut into windows; in each, the first tokens are context and the others are scored, by
-the decode steps that generate text. All configurations score the same tokens, so their difference
-to the full cache is paired, and its standard error much smaller than that of either.
+The text is cut into windows. In each, the first tokens are context and the others are scored by the
+decode steps that generate text. All configurations score the same tokens, so the difference from
+the full cache is paired, and its standard error is much smaller than that of either.
 
-That difference is of both signs, and of a policy that is wrong in either direction it may be near
-zero. So how far the predictions are from the full cache's is measured, too: their divergence, and
-how often the likeliest token is the same.
+The difference may have either sign and may be near zero even for a wrong policy. Two further
+measures compare the predictions themselves with the full cache's: their divergence, and how often
+the most likely token is the same.
 """
 
 import argparse
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
 
 SUMMARY = "perplexity of a text, whole and by position"
-# Of the full cache's likeliest tokens so many are told apart in the divergence from it. 1 KiB a
-# token; where perplexity is 25, they are nine tenths of what it expects.
+# Number of the full cache's most likely tokens that the divergence distinguishes: 1 KiB per token.
+# At perplexity 25 they hold nine tenths of the probability.
 LIKELIEST = 128
 
 
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Evaluate all configurations, print their table and write the files."""
+    """Evaluate all configurations, print the table and write the files."""
     session = Session.of(arguments, say)
     lines = measured_lines(session)
     session.finish(lines)
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def measured_lines(session: Session) -> list[dict[str, Any]]:
-    """The result's lines, of all configurations of a session."""
+    """Return the result's lines for all configurations of a session."""
     arguments = session.arguments
     text = read_text(arguments.text)
     model = session.load()
@@ -74,14 +74,14 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
 
 
 class Scoring:
-    """The measurement of one engine after the other, compared with the first one's.
+    """Measurement of one engine after another, each compared with the first.
 
     Args:
         windows: [w, n] int32.
         settings: context, chunk, batch; `likeliest` if there is something to compare with.
 
     Attributes:
-        reference: what was measured of the full cache, when it has been.
+        reference: arrays of the full cache, once measured.
     """
 
     def __init__(self, windows: np.ndarray, settings: dict[str, int]):
@@ -90,17 +90,17 @@ class Scoring:
         self.reference: dict[str, np.ndarray] | None = None
 
     def __call__(self, engine: "Engine", advance: Callable[[int], object]) -> Measurement:
-        """The arrays of one engine."""
+        """Return the arrays of one engine."""
         from infinigen_jax.evaluation.scoring import score_windows
 
-        context, batch, there = self.settings["context"], self.settings["batch"], self.reference
-        asked = self.settings.get("likeliest", 0) if there is None else there["likeliest"]
+        context, batch, reference = self.settings["context"], self.settings["batch"], self.reference
+        asked = self.settings.get("likeliest", 0) if reference is None else reference["likeliest"]
         scores, traffic = score_windows(engine, self.windows, context, batch, advance, asked)
         arrays = {"nats": scores.nats}
-        if there is not None:
-            pairs = zip(there["log_probs"], scores.log_probs, strict=True)
-            same = scores.best == there["likeliest"][..., 0]
-            # A window at a time, for its temporaries in float64.
+        if reference is not None:
+            pairs = zip(reference["log_probs"], scores.log_probs, strict=True)
+            same = scores.best == reference["likeliest"][..., 0]
+            # One window at a time, to bound the temporaries in float64.
             arrays["divergence"] = np.stack([divergence(p, q) for p, q in pairs])
             arrays["same"] = same.astype(np.float64)
         elif asked:
@@ -108,7 +108,7 @@ class Scoring:
         return Measurement(arrays, traffic_of(traffic))
 
     def numbers(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """What the result file says of one engine."""
+        """Return the entries of the result file for one engine."""
         compared = None
         if self.reference is not None:
             compared = Compared(self.reference["nats"], arrays["divergence"], arrays["same"])
@@ -118,7 +118,7 @@ class Scoring:
 
 
 def lines_of(measured: Iterable[Line], scoring: Scoring) -> list[dict[str, Any]]:
-    """The result's lines; each is asked for when those before it are known."""
+    """Return the result's lines; a line is measured after those before it are complete."""
     lines = []
     for line in measured:
         arrays = line.measured.arrays
@@ -129,12 +129,12 @@ def lines_of(measured: Iterable[Line], scoring: Scoring) -> list[dict[str, Any]]
 
 
 def markdown(lines: list[dict[str, Any]]) -> str:
-    """The table for stdout."""
+    """Format the table for stdout."""
     return result_table(lines, *quality(lines))
 
 
 def quality(lines: list[dict[str, Any]]) -> tuple[list[str], Callable[[dict[str, Any]], list[str]]]:
-    """Head of the table's columns of quality, and their cells of a line."""
+    """Return the headings of the quality columns, and a function that makes a line's cells."""
 
     def cells(line: dict[str, Any]) -> list[str]:
         value, change = line["perplexity"], line["perplexity_change_percent"]
@@ -153,7 +153,7 @@ def quality(lines: list[dict[str, Any]]) -> tuple[list[str], Callable[[dict[str,
 
 
 def panels(lines: list[dict[str, Any]]) -> list[Panel]:
-    """What --plot draws."""
+    """Return the panels of --plot."""
     chunks = {
         label: [(c["from"], c["nats_per_token"]) for c in line["chunks"]]
         for label, line in zip(labels(lines), lines, strict=True)

@@ -1,4 +1,4 @@
-"""Drawing results; needs matplotlib, which nothing else here does."""
+"""Diagrams of results; the only module that needs matplotlib."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from infinigen_jax.evaluation.naming import labels_over_budgets
 from infinigen_jax.files.output import checked_output
 
 SUFFIXES = (".png", ".svg", ".pdf")
-STYLES = ("-", "--", ":")  # of the first ten lines, the next ten, ...
+STYLES = ("-", "--", ":")  # for the first ten lines, the next ten, ...
 Point = tuple[float | int, float | int]
 
 
 def checked_plot(name: str | None) -> Path | None:
-    """Where a plot goes; refused before the work rather than after it.
+    """Return the path of a plot after checking, before the work, that it can be written.
 
     Raises:
-        InputError: for a file that cannot be written, another format, or without matplotlib.
+        InputError: the file cannot be written or has another format, or matplotlib is missing.
     """
     path = checked_output("--plot", name)
     if path is None:
@@ -31,9 +31,10 @@ def checked_plot(name: str | None) -> Path | None:
 
 
 class Panel:
-    """One diagram: a line for each policy, or for each configuration.
+    """One diagram, with a line for each policy or each configuration.
 
     Args:
+        x, y: labels of the axes.
         lines: name -> points (x, y).
     """
 
@@ -42,7 +43,7 @@ class Panel:
 
 
 def against_fraction(lines: list[dict[str, Any]], name: str, title: str) -> Panel:
-    """A value of each result line over the fraction fetched; lines join different budgets."""
+    """Plot a value over the fraction fetched; lines connect the budgets of a configuration."""
     points: dict[str, list[Point]] = {}
     for label, line in zip(labels_over_budgets(lines), lines, strict=True):
         if line[name] is not None:
@@ -52,10 +53,10 @@ def against_fraction(lines: list[dict[str, Any]], name: str, title: str) -> Pane
 
 
 def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
-    """Draw panels side by side, to a file that is written whole or not at all.
+    """Draw panels side by side into a file, written whole or not at all.
 
     Raises:
-        InputError: if the file cannot be written.
+        InputError: the file cannot be written.
     """
     import matplotlib
 
@@ -65,15 +66,15 @@ def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
     figure, axes = plt.subplots(
         1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False, layout="constrained"
     )
-    # A name has one colour in all panels, and one legend has them all.
+    # A name has the same colour in all panels, and one legend lists all names.
     names = list(dict.fromkeys(n for panel in panels for n in panel.lines if panel.lines[n]))
     handles = {}
     for axis, panel in zip(axes[0], panels, strict=True):
         for name, points in panel.lines.items():
             if not points:
                 continue
-            number = names.index(name)
-            style = {"color": f"C{number % 10}", "linestyle": STYLES[number // 10 % len(STYLES)]}
+            index = names.index(name)
+            style = {"color": f"C{index % 10}", "linestyle": STYLES[index // 10 % len(STYLES)]}
             style |= {"marker": "o", "markersize": 3}
             handles[name] = axis.plot(*zip(*points, strict=True), label=name, **style)[0]
         axis.set_xlabel(panel.x)

@@ -1,16 +1,16 @@
-"""How much of the true attention each policy finds, by layer, head and position.
+"""Share of the true attention that each policy covers, by layer, head and position.
 
-As `perplexity`, by the decode steps that generate, over windows of a text; beside each step the
-attention over the whole cache is computed from the step's own queries and rows:
+Like `perplexity` it runs decode steps over windows of a text. In each step it also computes
+attention over the whole cache from the step's queries and rows:
 
- - top-k recall: share of the rows that the true query weighs most which the policy selected, with
-   k the rows that the budget allows (a policy that selects fewer cannot reach 100 %);
- - mass: share of the softmax over the past tokens that was attended, fetched or resident; also of
+ - top-k recall: share of the k rows with the highest true scores that the policy selected, k being
+   the budget (a policy that selects fewer rows cannot reach 100 %);
+ - mass: share of the softmax over the past tokens that was attended, fetched or resident; also for
    the oracle, with the same resident rows and budget, and the ratio of the two;
- - error: relative L2 error of a layer's attention output, behind the output projection; also the
-   oracle's.
+ - error: relative L2 error of a layer's attention output, after the output projection; also for
+   the oracle.
 
-Means over the layers in which rows are selected; a policy that selects in none attends to all.
+Means are over layers that select rows; a policy that selects in none attends to all rows.
 """
 
 import argparse
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from infinigen_jax.evaluation.scoring import Traffic
 
 SUMMARY = "attention mass, top-k rows and attention output, against exact top-k"
-READ_EVERY = 16  # steps; a step's records are larger than its scores
+READ_EVERY = 16  # steps between reads; few, because a step's records are large
 STATES = {"own": "watch_own", "exact": "watch_exact"}
 MEANS = ("mass", "oracle_mass", "error", "oracle_error", "head_error")
 COUNTS = ("selected", "wanted", "found")
@@ -55,14 +55,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--states",
         choices=list(STATES),
         default="own",
-        help="hidden states that go from layer to layer: of the policy's own run (default), or "
-        "exact, the same for all policies",
+        help="hidden states passed to the next layer: own, those of the policy (default), or "
+        "exact, those of full attention, the same for all policies",
     )
     add_common_options(parser, batch=4, of="windows")
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Evaluate all configurations, print their table and write the files."""
+    """Evaluate all configurations, print the table and write the files."""
     text = read_text(arguments.text)
     session = Session.of(arguments, say)
     if any(configuration.pool is not None for configuration in session.chosen):
@@ -79,14 +79,14 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     ]
     session.finish(lines)
     if session.plot is not None:
-        draw(session.plot, panels(lines), f"Attention found, {session.record['model']['name']}")
+        draw(session.plot, panels(lines), f"Attention covered, {session.record['model']['name']}")
     print(markdown(lines), flush=True)
 
 
 def measuring(
     windows: np.ndarray, settings: dict[str, Any]
 ) -> Callable[["Engine", Callable[[int], object]], Measurement]:
-    """The measurement of one engine."""
+    """Return the function that measures one engine."""
 
     def measure(engine: "Engine", advance: Callable[[int], object]) -> Measurement:
         arrays, traffic = study_windows(engine, windows, settings, advance)
@@ -101,17 +101,17 @@ def study_windows(
     settings: dict[str, Any],
     advance: Callable[[int], object] = lambda tokens: None,
 ) -> tuple[dict[str, np.ndarray], "Traffic"]:
-    """Watch the steps over all tokens of some windows behind their context.
+    """Study the steps over all tokens after the context of some windows.
 
     Args:
         windows: [w, n] int32.
         settings: context, chunk, batch and states.
-        advance: called with a number of tokens when so many more have been decoded.
+        advance: called with the number of tokens decoded since the last call.
 
     Returns:
-        Means of each window and chunk [w, l, heads, chunks], float64, heads 1 for errors of a
-        whole layer: those of MEANS, and the sums of COUNTS; `layers` [l], the layers in which the
-        policy selects; and what moved.
+        Means of MEANS and sums of COUNTS for each window and chunk, [w, l, heads, chunks] float64,
+        with heads 1 for errors of a whole layer; `layers` [l], the layers in which the policy
+        selects rows; and the traffic.
     """
     from infinigen_jax.evaluation.scoring import Traffic, batches
 
@@ -131,14 +131,14 @@ def _study_batch(
     kept: int,
     advance: Callable[[int], object],
 ) -> tuple[dict[str, np.ndarray], np.ndarray, "Traffic"]:
-    """Of the first `kept` windows."""
+    """Study the first `kept` windows; the others fill the batch."""
     from infinigen_jax.evaluation import study
     from infinigen_jax.evaluation.scoring import start_run, traffic
 
     watch = getattr(study, STATES[settings["states"]])
     context, chunk = settings["context"], settings["chunk"]
     positions = range(context - 1, windows.shape[1] - 1)
-    number = -(-len(positions) // chunk)
+    chunk_count = -(-len(positions) // chunk)
     run = start_run(engine, windows, context)
     sums: dict[str, np.ndarray] = {}
     waiting: list[tuple[int, tuple[Any, ...]]] = []
@@ -149,7 +149,7 @@ def _study_batch(
         for step, records in waiting:
             layers = np.array([i for i, seen in enumerate(records) if seen is not None], np.int32)
             for name, value in _numbers([records[i] for i in layers], len(windows)).items():
-                shape = (*value.shape, number)
+                shape = (*value.shape, chunk_count)
                 sums.setdefault(name, np.zeros(shape))[..., step // chunk] += value
         advance(kept * len(waiting))
         waiting.clear()
@@ -166,7 +166,7 @@ def _study_batch(
 
 
 def _numbers(seen: list[Any], batch: int) -> dict[str, np.ndarray]:
-    """One step as [b, layers, heads], float64."""
+    """Return one step's numbers as [b, layers, heads], float64."""
     names = {
         "mass": "mass",
         "oracle_mass": "best_mass",
@@ -185,7 +185,7 @@ def _numbers(seen: list[Any], batch: int) -> dict[str, np.ndarray]:
 
 
 def summary(arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str, Any]:
-    """Means over everything, and by layer, head, position chunk, and layer and chunk."""
+    """Return means over everything, by layer, by head, by chunk, and by layer and chunk."""
     context, chunk = settings["context"], settings["chunk"]
     total = settings["window"] - context
     starts = range(0, total, chunk)
@@ -193,12 +193,12 @@ def summary(arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str
     whole = _part(arrays, tokens)
     layers = []
     for i, layer in enumerate(arrays["layers"].tolist()):
-        own = {name: arrays[name][:, i : i + 1] for name in (*MEANS, *COUNTS)}
-        by_chunk = [_part(_chunk(own, j), tokens[j : j + 1]) for j in range(len(tokens))]
+        layer_arrays = {name: arrays[name][:, i : i + 1] for name in (*MEANS, *COUNTS)}
+        by_chunk = [_part(_chunk(layer_arrays, j), tokens[j : j + 1]) for j in range(len(tokens))]
         layers.append(
             {"layer": layer}
-            | _part(own, tokens)
-            | {"heads": _heads(own, tokens), "chunks": by_chunk}
+            | _part(layer_arrays, tokens)
+            | {"heads": _heads(layer_arrays, tokens), "chunks": by_chunk}
         )
     chunks = [
         {"from": context + start, "to": context + start + int(size)}
@@ -208,13 +208,13 @@ def summary(arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str
     return whole | {"layers": layers, "chunks": chunks}
 
 
-def _chunk(arrays: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
-    return {name: arrays[name][..., number : number + 1] for name in (*MEANS, *COUNTS)}
+def _chunk(arrays: dict[str, np.ndarray], chunk: int) -> dict[str, np.ndarray]:
+    return {name: arrays[name][..., chunk : chunk + 1] for name in (*MEANS, *COUNTS)}
 
 
 def _part(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> dict[str, Any]:
-    """Means over windows, layers, heads and chunks; a ratio is one of means."""
-    if not arrays["mass"].shape[1]:  # nothing is selected: everything is attended
+    """Return means over windows, layers, heads and chunks; ratios are ratios of means."""
+    if not arrays["mass"].shape[1]:  # no layer selects rows: everything is attended
         return {name: 1.0 for name in ("top_k_recall", "mass", "oracle_mass", "of_oracle")} | {
             "mass_standard_error": None,
             "error": 0.0,
@@ -227,9 +227,9 @@ def _part(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> dict[str, Any]:
 
     mass, deviation = mean_and_error(per_window("mass"))
     best = float(per_window("oracle_mass").mean())
-    found, wanted = (float(arrays[name].sum()) for name in ("found", "wanted"))
+    selected, budgeted = (float(arrays[name].sum()) for name in ("found", "wanted"))
     return {
-        "top_k_recall": found / wanted if wanted else 1.0,
+        "top_k_recall": selected / budgeted if budgeted else 1.0,
         "mass": mass,
         "mass_standard_error": deviation,
         "oracle_mass": best,
@@ -240,26 +240,26 @@ def _part(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> dict[str, Any]:
 
 
 def _heads(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> list[dict[str, Any]]:
-    """By KV head of one layer; masses of its query heads apart."""
+    """Return means by KV head of one layer, with separate masses of its query heads."""
     weights = tokens / tokens.sum()
-    found, wanted = (arrays[name].sum(axis=(0, 1, 3)) for name in ("found", "wanted"))
+    selected, budgeted = (arrays[name].sum(axis=(0, 1, 3)) for name in ("found", "wanted"))
     mass, best, error = (
         (arrays[name] @ weights).mean(axis=(0, 1)) for name in ("mass", "oracle_mass", "head_error")
     )
-    groups = len(mass) // len(found)
+    groups = len(mass) // len(selected)
     return [
         {
-            "top_k_recall": float(found[k] / wanted[k]) if wanted[k] else 1.0,
+            "top_k_recall": float(selected[k] / budgeted[k]) if budgeted[k] else 1.0,
             "mass": mass[k * groups : (k + 1) * groups].tolist(),
             "oracle_mass": best[k * groups : (k + 1) * groups].tolist(),
             "error_alone": float(error[k]),
         }
-        for k in range(len(found))
+        for k in range(len(selected))
     ]
 
 
 def markdown(lines: list[dict[str, Any]]) -> str:
-    """The table for stdout."""
+    """Format the table for stdout."""
     head = ["top-k recall", "mass", "oracle's", "of oracle", "error", "oracle's", "lost most in"]
 
     def cells(line: dict[str, Any]) -> list[str]:
@@ -277,7 +277,7 @@ def markdown(lines: list[dict[str, Any]]) -> str:
 
 
 def lost_most(line: dict[str, Any]) -> str:
-    """The layer with the lowest share of the oracle's mass."""
+    """Return the layer with the lowest share of the oracle's mass."""
     if not line["layers"]:
         return ""
     worst = min(line["layers"], key=lambda layer: layer["of_oracle"])
@@ -285,7 +285,7 @@ def lost_most(line: dict[str, Any]) -> str:
 
 
 def panels(lines: list[dict[str, Any]]) -> list[Panel]:
-    """What --plot draws."""
+    """Return the panels of --plot."""
     selecting = [line for line in lines if line["layers"]]
     named = list(zip(labels(selecting), selecting, strict=True))
     layers = {

@@ -1,4 +1,4 @@
-"""What a result says about where it comes from, and how it is shown."""
+"""Provenance of a result, and formatting of tables."""
 
 import datetime
 import hashlib
@@ -15,10 +15,10 @@ PACKAGES = ("infinigen-jax", "jax", "jaxlib", "flax", "numpy", "transformers")
 
 
 def provenance(model: "Model", folder: str | Path) -> dict[str, Any]:
-    """Model, versions, device and date, ready for JSON; names of files only, never folders.
+    """Return model, versions, device and date, ready for JSON; file names without folders.
 
     Args:
-        folder: that the model was loaded from; a source folder has its conversion elsewhere.
+        folder: folder that the model was loaded from; its conversion may lie elsewhere.
     """
     import jax
 
@@ -46,7 +46,7 @@ def provenance(model: "Model", folder: str | Path) -> dict[str, Any]:
 
 
 def described_file(path: str) -> dict[str, str]:
-    """A data file: its name without the folder, and its hash."""
+    """Return the name of a data file without its folder, and its hash."""
     return {"file": Path(path).name, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
 
 
@@ -54,14 +54,14 @@ def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None  # run from a checkout that is not installed
+        return None  # a checkout that is not installed
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """A Markdown table, aligned for a terminal too.
+    """Format a Markdown table that is also aligned in a terminal.
 
     Args:
-        text_columns: so many leading columns are aligned to the left, the others to the right.
+        text_columns: number of leading columns to align left; the others are aligned right.
     """
     columns = list(zip(head, *rows, strict=True))
     widths = [max(3, *map(len, column)) for column in columns]
@@ -81,11 +81,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int 
 
 
 def with_error(value: float | None, error: float | None, digits: int = 4) -> str:
-    """A number with its standard error; empty if there is none."""
+    """Format a number with its standard error; empty if there is none."""
     if value is None:
         return ""
     return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
 def percent(fraction: float, digits: int = 2) -> str:
+    """Format a fraction as a percentage."""
     return f"{100 * fraction:.{digits}f} %"

@@ -1,10 +1,10 @@
-"""Finding things in a long text: accuracy of greedy answers, for several policies and budgets.
+"""Retrieval from a long text: accuracy of greedy answers for several policies and budgets.
 
 Problems are generated (needle, kv, variables, aggregation) at any length and depth, or read from
 files of "Lost in the Middle" (--data). The context is prefilled; question and answer are decoded.
-An answer scores the share of the strings looked for that it contains (for "qa": whether it has
-one of them). `same` is the share of answers that equal the full cache's token for token, which
-tells policies apart even where a model is too weak for the problems.
+The score of an answer is the share of the expected strings that it contains (for "qa" whether it
+contains any). `same` is the share of answers that equal the full cache's token for token, which
+distinguishes policies even if the model is too weak for the problems.
 """
 
 import argparse
@@ -70,35 +70,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=whole_number(16),
         metavar="N",
-        help="tokens of an item, the answer's included (default: the model's positions)",
+        help="tokens of an item, including the answer (default: the model's positions)",
     )
     add(
         "--depth",
         nargs="+",
         type=number(0, 1),
         metavar="D",
-        help="where needle and kv have the answer, 0 to 1 (default 0 0.25 0.5 0.75 1)",
+        help="depth of the answer in needle and kv, 0 to 1 (default 0 0.25 0.5 0.75 1)",
     )
     add(
         "--items",
         type=whole_number(1),
         default=10,
         metavar="M",
-        help="items for each task, length and depth, or of a file (default 10)",
+        help="items per task, length and depth, or per file (default 10)",
     )
-    add("--haystack", metavar="F", help="a text to hide things in (default: on grass and sky)")
-    add("--seed", type=whole_number(0), default=0, help="of the generated items (default 0)")
+    add("--haystack", metavar="F", help="text around the answers (default: about grass and sky)")
+    add("--seed", type=whole_number(0), default=0, help="seed of the generated items (default 0)")
     add(
         "--max-new-tokens",
         type=whole_number(1),
         metavar="N",
-        help="tokens of an answer (default: what the longest answer of a task takes, and 8)",
+        help="tokens of an answer (default: length of a task's longest answer plus 8)",
     )
     add_common_options(parser, batch=8, of="items")
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Evaluate all configurations, print their table and write the files."""
+    """Evaluate all configurations, print the table and write the files."""
     chosen = arguments.task or ([] if arguments.data else list(TASKS))
     for task in chosen:
         if task not in TASKS:
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     session = Session.of(arguments, say)
     model = session.load()
     if arguments.depth and not set(chosen) & set(WITH_DEPTH):
-        say(f"--depth: only {' and '.join(WITH_DEPTH)} have one; files have their own")
+        say(f"--depth: only {' and '.join(WITH_DEPTH)} use it; files have fixed depths")
     items = collect(arguments, chosen, depths, filler, model, say)
     session.record |= {
         "settings": {
@@ -144,7 +144,7 @@ def collect(
     model: "Model",
     say: Callable[[str], None],
 ) -> list[Item]:
-    """Generated items and those of the files."""
+    """Return the generated items and those of the files."""
     positions = model.config.max_positions
     lengths = arguments.length or [positions]
     for length in lengths:
@@ -164,7 +164,7 @@ def collect(
 def measuring(
     items: list[Item], batch: int, new: int | None
 ) -> Callable[["Engine", Callable[[int], object]], Measurement]:
-    """The measurement of one engine: the tokens [items, n] that it generates, -1 behind the end."""
+    """Return the function that measures one engine: tokens [items, n], -1 after the end."""
 
     def measure(engine: "Engine", advance: Callable[[int], object]) -> Measurement:
         from infinigen_jax.evaluation.answers import answer
@@ -187,13 +187,13 @@ def measuring(
 
 
 def groups(items: list[Item]) -> list[list[Item]]:
-    """Neighbours of equal task and length, which have the same shapes."""
+    """Group neighbours of equal task and length, which have the same shapes."""
     keyed = itertools.groupby(items, lambda item: (item.task, item.length))
     return [list(group) for _, group in keyed]
 
 
 def prepare(group: list[Item], model: "Model") -> tuple[list[list[int]], int, int]:
-    """Prompts, how many of their last tokens are the question, and the room for an answer."""
+    """Return prompts, the number of question tokens at their end, and the room for an answer."""
 
     def tokens(text: str) -> int:
         return len(prefixed(model.tokenizer, text))
@@ -217,7 +217,7 @@ def prepare(group: list[Item], model: "Model") -> tuple[list[list[int]], int, in
 
 
 def with_scores(measured: list[Line], items: list[Item], model: "Model") -> list[dict[str, Any]]:
-    """The result's lines; means of items, by task, length and depth."""
+    """Return the result's lines, with mean scores by task, length and depth."""
     reference: np.ndarray | None = None
     problems, lines = _problems(items), []
     for line in measured:
@@ -249,7 +249,7 @@ def with_scores(measured: list[Line], items: list[Item], model: "Model") -> list
 
 
 def _problems(items: list[Item]) -> np.ndarray:
-    """Which problem an item is, at whatever length and depth: [items]."""
+    """Return each item's problem number, equal for all lengths and depths: [items]."""
     known: dict[tuple[str, str], int] = {}
     return np.array([known.setdefault((i.task, i.problem), len(known)) for i in items])
 
@@ -257,9 +257,9 @@ def _problems(items: list[Item]) -> np.ndarray:
 def _means(
     scores: np.ndarray, same: np.ndarray | None, problems: np.ndarray, chosen: np.ndarray
 ) -> dict[str, Any]:
-    """Of the chosen items. The error is over problems: one at several depths is no several ones."""
-    found = np.unique(problems[chosen])
-    means = np.array([scores[chosen & (problems == problem)].mean() for problem in found])
+    """Return means of the chosen items; one problem at several depths counts once in the error."""
+    distinct = np.unique(problems[chosen])
+    means = np.array([scores[chosen & (problems == problem)].mean() for problem in distinct])
     return {
         "items": int(chosen.sum()),
         "accuracy": float(scores[chosen].mean()),
@@ -269,15 +269,15 @@ def _means(
 
 
 def score(item: Item, text: str) -> float:
-    """Share of the answers that a text contains; for "qa" 1 if it contains any of them."""
+    """Return the share of the answers that a text contains; for "qa" 1 if it contains any."""
     if item.task == "qa":
         return float(any(normalised(a) in normalised(text) for a in item.answers))
-    found = [answer.lower() in text.lower() for answer in item.answers]
-    return sum(found) / len(found)
+    contained = [answer.lower() in text.lower() for answer in item.answers]
+    return sum(contained) / len(contained)
 
 
 def markdown(lines: list[dict[str, Any]]) -> str:
-    """The table for stdout."""
+    """Format the table for stdout."""
     tasks = [part["task"] for part in lines[0]["tasks"]]
 
     def cells(line: dict[str, Any]) -> list[str]:
@@ -292,7 +292,7 @@ def markdown(lines: list[dict[str, Any]]) -> str:
 
 
 def panels(lines: list[dict[str, Any]]) -> list[Panel]:
-    """What --plot draws."""
+    """Return the panels of --plot."""
     depths: dict[str, list[Any]] = {}
     for label, line in zip(labels(lines), lines, strict=True):
         cells = [cell for cell in line["cells"] if cell["depth"] is not None]

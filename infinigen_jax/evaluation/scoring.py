@@ -1,12 +1,12 @@
-"""Windows through the engine: prefill a context, then decode given tokens and score the next.
+"""Scoring of windows with the engine: prefill a context, decode given tokens, score the next ones.
 
     window      0 ........ c-2   c-1   c  ........  n-2   n-1
     prefilled   x x x x x x x
     decoded                       x    x  x x x x x  x
     scored                             x  x x x x x  x     x
 
-Every score is that of a decode step: the last token of the context is decoded too, for what
-prefill computes does not depend on the policy.
+Every score comes from a decode step. The last token of the context is decoded too, because prefill
+computes the same for every policy.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
     from infinigen_jax.engine.generation import Run
 
-READ_EVERY = 64  # steps; as many stay queued, so that the device never waits for Python
+READ_EVERY = 64  # steps between reads, so that the device never waits for Python
 
 
 class Scores(NamedTuple):
-    """What was predicted of some windows behind their context.
+    """Predictions for the tokens of some windows after their context.
 
     Attributes:
-        nats: of each token, its negative natural log-probability.
-        best: the likeliest token in its place.
-        tokens, log_probs: n tokens in its place, and their natural log-probabilities.
+        nats: negative natural log-probability of each token.
+        best: most likely token at each position.
+        tokens, log_probs: n tokens at each position and their natural log-probabilities.
     """
 
     nats: Float[np.ndarray, "w t"]
@@ -45,15 +45,15 @@ class Scores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What moved; sums over the scored tokens of some windows, sizes of one batch.
+    """Traffic: sums over the scored tokens of some windows; sizes are of one batch.
 
     Attributes:
-        tokens: scored.
-        selected, fetched: of each token, rows over rows cached, see `run.Stats`.
-        attended: likewise in the layers that are selected for alone, selected or resident on the
-            device, the token itself apart; 1 if there are none.
+        tokens: number of scored tokens.
+        selected, fetched: rows over cached rows for each token, see `engine.stats`.
+        attended: rows selected or resident over past tokens, in layers that select rows; 1 without
+            such layers.
         selected_rows, fetched_rows: numbers of rows.
-        moved_bytes: from host to device, padding included.
+        moved_bytes: bytes from host to device, including padding.
     """
 
     tokens: int = 0
@@ -84,35 +84,35 @@ def score_windows(
     advance: Callable[[int], object] = lambda tokens: None,
     asked: int | Int[np.ndarray, "w t m"] = 0,
 ) -> tuple[Scores, Traffic]:
-    """Score all tokens of some windows behind their context.
+    """Score all tokens after the context of some windows.
 
     Args:
         context: c, tokens of a window that are not scored; at least 2.
-        batch: windows at once. The last batch is filled up with repetitions, so that one
-            compilation serves all; they do not count.
-        advance: called with a number of tokens when so many more have been scored.
-        asked: which tokens' log-probabilities are wanted, beside those of the text: so many of the
-            likeliest in each place, or these m; t = n - c.
+        batch: batch size. The last batch repeats windows to fill up, so that one compilation
+            serves all.
+        advance: called with the number of tokens scored since the last call.
+        asked: further tokens whose log-probabilities to return: a number of most likely ones at
+            each position, or these m; t = n - c.
 
     Returns:
-        The scores [w, n - c], nats in float64; and what moved.
+        The scores [w, n - c], nats in float64; and the traffic.
 
     Raises:
-        InputError: if memory is too small, or the model does not give finite numbers.
+        InputError: memory is too small, or the model's numbers are not finite.
     """
     parts, total = [], Traffic()
     for rows, kept in batches(len(windows), batch):
-        wanted = asked if isinstance(asked, int) else asked[rows]
-        scores, traffic = _score_batch(engine, windows[rows], context, kept, advance, wanted)
+        further = asked if isinstance(asked, int) else asked[rows]
+        scores, traffic = _score_batch(engine, windows[rows], context, kept, advance, further)
         parts.append(scores)
         total += traffic
-    made = Scores(*(np.concatenate(part) for part in zip(*parts, strict=True)))
-    if not np.isfinite(made.nats).all():
+    all_scores = Scores(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+    if not np.isfinite(nats := all_scores.nats).all():
         raise InputError(
-            f"{np.count_nonzero(~np.isfinite(made.nats))} of {made.nats.size} scores are not "
-            f"finite in {engine.model.dtype.name}; try --dtype float32, or check the model"
+            f"{np.count_nonzero(~np.isfinite(nats))} of {nats.size} scores are not finite in "
+            f"{engine.model.dtype.name}; try --dtype float32, or check the model"
         )
-    return made, total
+    return all_scores, total
 
 
 def _score_batch(
@@ -123,53 +123,53 @@ def _score_batch(
     advance: Callable[[int], object],
     asked: int | Int[np.ndarray, "b t m"],
 ) -> tuple[Scores, Traffic]:
-    """Of the first `kept` windows."""
+    """Score the first `kept` windows; the others fill the batch."""
     run = start_run(engine, windows, context)
     read, waiting = [], []
     for step, position in enumerate(range(context - 1, windows.shape[1] - 1)):
         log_probs, targets = run.predict(windows[:, position]), windows[:, position + 1]
-        # What is wanted is taken on the device: all of them are many, and steps are queued.
+        # Select the tokens on the device: log-probabilities are large, and steps are queued.
         tokens = _likeliest(log_probs, asked) if isinstance(asked, int) else asked[:, step]
-        own, found = _chosen(log_probs, targets, tokens)
-        waiting.append((own, run.drawn, tokens, found))
+        target_log_probs, other_log_probs = _chosen(log_probs, targets, tokens)
+        waiting.append((target_log_probs, run.drawn, tokens, other_log_probs))
         if len(waiting) == 2 * READ_EVERY:
             read += jax.device_get(waiting[:READ_EVERY])
             del waiting[:READ_EVERY]
             advance(kept * READ_EVERY)
     read += jax.device_get(waiting)
     advance(kept * len(waiting))
-    own, *others = (np.stack(part, axis=1)[:kept] for part in zip(*read, strict=True))
-    return Scores(-own.astype(np.float64), *others), traffic(run, kept)
+    target_log_probs, *others = (np.stack(part, axis=1)[:kept] for part in zip(*read, strict=True))
+    return Scores(-target_log_probs.astype(np.float64), *others), traffic(run, kept)
 
 
-@functools.partial(jax.jit, static_argnames="number")
-def _likeliest(log_probs: Float[Array, "b v"], number: int) -> Int[Array, "b n"]:
-    """The likeliest tokens, all of them if there are fewer."""
-    return jax.lax.top_k(log_probs, min(number, log_probs.shape[1]))[1]
+@functools.partial(jax.jit, static_argnames="count")
+def _likeliest(log_probs: Float[Array, "b v"], count: int) -> Int[Array, "b n"]:
+    """Return the most likely tokens, all of them if fewer than `number` exist."""
+    return jax.lax.top_k(log_probs, min(count, log_probs.shape[1]))[1]
 
 
 @jax.jit
 def _chosen(
     log_probs: Float[Array, "b v"], targets: Int[Array, " b"], tokens: Int[Array, "b n"]
 ) -> tuple[Float[Array, " b"], Float[Array, "b n"]]:
-    """Log-probabilities of the targets, and of other tokens."""
+    """Return the log-probabilities of the targets and of the other tokens."""
     both = jnp.concatenate([targets[:, None], tokens], axis=1)
-    found = jnp.take_along_axis(log_probs, both, axis=1)
-    return found[:, 0], found[:, 1:]
+    log_probs_of_both = jnp.take_along_axis(log_probs, both, axis=1)
+    return log_probs_of_both[:, 0], log_probs_of_both[:, 1:]
 
 
-def batches(number: int, size: int) -> Iterator[tuple[Int[np.ndarray, " b"], int]]:
-    """Indices in batches of equal size, the last filled up with repetitions; how many count."""
-    size = min(size, number)
-    for start in range(0, number, size):
-        yield np.minimum(np.arange(start, start + size), number - 1), min(size, number - start)
+def batches(count: int, size: int) -> Iterator[tuple[Int[np.ndarray, " b"], int]]:
+    """Yield indices in batches of equal size, the last filled by repetition, and how many count."""
+    size = min(size, count)
+    for start in range(0, count, size):
+        yield np.minimum(np.arange(start, start + size), count - 1), min(size, count - start)
 
 
 def start_run(engine: "Engine", windows: Int[np.ndarray, "b n"], context: int) -> "Run":
-    """Prefill all of the context but its last token.
+    """Prefill the context except its last token.
 
     Raises:
-        InputError: naming --batch and --window, if memory is too small.
+        InputError: memory is too small; names --batch and --window.
     """
     batch, size = windows.shape
     try:
@@ -179,7 +179,7 @@ def start_run(engine: "Engine", windows: Int[np.ndarray, "b n"], context: int) -
 
 
 def traffic(run: "Run", kept: int) -> Traffic:
-    """What moved in all steps of a run so far, for its first `kept` sequences."""
+    """Return the traffic of all steps so far, of the first `kept` sequences."""
     decoder, plan = run.decoder, run.plan
     selected, fetched = (
         np.stack([np.asarray(getattr(counts, name)) for counts in run.counts])[:, :kept].astype(
@@ -191,7 +191,7 @@ def traffic(run: "Run", kept: int) -> Traffic:
     heads = decoder.config.num_kv_heads
     past = run.prompt_lengths[:kept] + np.arange(steps)[:, None]
     cached = np.minimum(past, run.slots) * heads * decoder.host_layers
-    cached = np.maximum(cached, 1)  # without layers on the host nothing is cached or selected
+    cached = np.maximum(cached, 1)  # 0 without layers on the host
     padded = decoder.padded_rows(run.slots)
     moved = int(fetched.sum()) if padded is None else padded * steps * kept * heads
     stored = decoder.row_format
@@ -212,9 +212,9 @@ def traffic(run: "Run", kept: int) -> Traffic:
 def _attended(
     run: "Run", selected: Int[np.ndarray, "s b"], past: Int[np.ndarray, "s b"]
 ) -> Float[np.ndarray, "s b"]:
-    """See `Traffic`; of rows selected in all layers, with so many past tokens at each step."""
+    """Compute `Traffic.attended` from the rows selected and the past tokens of each step."""
     decoder = run.decoder
-    choosing = sum(not decoder.streams(number) for number in range(decoder.host_layers))
+    choosing = sum(not decoder.streams(layer) for layer in range(decoder.host_layers))
     if not choosing:
         return np.ones(past.shape)
     resident = np.minimum(past, decoder.slots.size - 1)

@@ -1,4 +1,4 @@
-"""What all sub-commands do: their common options, and one measurement for each configuration."""
+"""Session of a sub-command: common options, and one measurement for each configuration."""
 
 import argparse
 import dataclasses
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from infinigen_jax.evaluation.scoring import Traffic
     from infinigen_jax.loading.load import Model
 
-# Measures a configuration; is given the engine and a function to call with work done.
+# Measures a configuration, given its engine and a function to call with the work done.
 Measure = Callable[["Engine", Callable[[int], object]], Measurement]
-NOT_COMPARED = ("date",)  # of the provenance: the numbers do not depend on it
+NOT_COMPARED = ("date",)  # provenance that the numbers do not depend on
 
 
 def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> None:
-    """The options of every sub-command: model, configurations, results.
+    """Add the options of every sub-command: model, configurations, results.
 
     Args:
         batch: default of --batch.
-        of: what a batch is made of.
+        of: name of a batch's elements.
     """
     add = parser.add_argument
     add("--model", metavar="DIR", help=f"converted or Hugging Face folder, {OR_EMBEDDED}")
@@ -53,17 +53,16 @@ def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> 
         type=whole_number(1),
         default=batch,
         metavar="B",
-        help=f"{of} at once (default {batch}); only infinigen-paper's result depends on it",
+        help=f"{of} per batch (default {batch}); affects the result of infinigen-paper only",
     )
     add_engine_options(parser, several=True)
-    add("--no-reference", action="store_true", help="without the full cache as the first line")
+    add("--no-reference", action="store_true", help="leave out the full cache, the first line")
     add(
         "--json",
         metavar="F",
-        help="write everything that was measured to a file; the same command goes on where it was "
-        "interrupted",
+        help="file for all measurements; the same command resumes after an interruption",
     )
-    add("--plot", metavar="F", help="draw the result: .png, .svg or .pdf; needs matplotlib")
+    add("--plot", metavar="F", help="diagram of the result: .png, .svg or .pdf; needs matplotlib")
     add("--quiet", action="store_true", help="no progress on stderr")
 
 
@@ -72,9 +71,9 @@ class Session:
     """One run of a sub-command.
 
     Attributes:
-        chosen: configurations; the full cache is the first, unless it is not wanted.
-        folder: that the model was loaded from.
-        record: what the result file says, in the making.
+        chosen: configurations; the full cache is first, unless --no-reference is given.
+        folder: folder that the model was loaded from.
+        record: contents of the result file so far.
     """
 
     arguments: argparse.Namespace
@@ -88,7 +87,7 @@ class Session:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, say: Callable[[str], None]) -> "Session":
-        """Check the common options, before anything is loaded."""
+        """Check the common options before loading anything."""
         chosen = configurations(arguments, reference=not arguments.no_reference)
         for line in unused_options(arguments):
             say(line)
@@ -102,7 +101,7 @@ class Session:
         )
 
     def load(self) -> "Model":
-        """The model, and whether it can have all configurations."""
+        """Load the model and check that it supports all configurations."""
         from infinigen_jax.files.user_cache import keep_programs
         from infinigen_jax.loading.load import load, model_folder
         from infinigen_jax.machine.backend import widen_pinned_pool
@@ -118,17 +117,18 @@ class Session:
         return model
 
     def measure(self, model: "Model", measure: Measure, total: int, unit: str) -> "Iterator[Line]":
-        """One measurement for each configuration; what was finished before is not repeated.
+        """Yield one measurement per configuration, without repeating finished ones.
 
-        A configuration is measured when its line is asked for.
+        A configuration is measured when its line is requested.
 
         Args:
             total: work of one configuration, for the progress.
+            unit: name of a unit of work.
         """
-        made = provenance(model, self.folder or "")
-        self.record |= made
+        origin = provenance(model, self.folder or "")
+        self.record |= origin
         self.parts = Parts(
-            self.output, self.record | {name: None for name in NOT_COMPARED if name in made}
+            self.output, self.record | {name: None for name in NOT_COMPARED if name in origin}
         )
         return measurements(
             model, self.chosen, measure, total, unit, self.arguments, self.say, self.parts
@@ -164,30 +164,31 @@ def measurements(
     say: Callable[[str], None] = lambda message: None,
     parts: Parts | None = None,
 ) -> Iterator[Line]:
-    """One measurement for each configuration, in turn; one engine lives at a time.
+    """Measure one configuration after another; one engine exists at a time.
 
-    Nothing for what comes to the same as a configuration before, on this model and device.
+    Configurations that have the same effect as an earlier one, on this model and device, are
+    skipped.
     """
     parts = parts or Parts(None, {})
     known: set[Any] = set()
     told: set[str] = set()
-    for number, configuration in enumerate(chosen, 1):
+    for index, configuration in enumerate(chosen, 1):
         started = time.perf_counter()
         engine = configuration.engine(model)
         settings = settings_of(engine)
         described = {
             "policy": configuration.policy.name,
-            "reference": number == 1 and not arguments.no_reference,
+            "reference": index == 1 and not arguments.no_reference,
             "settings": settings,
         }
-        title = f"{number}/{len(chosen)} {configuration.label}"
+        title = f"{index}/{len(chosen)} {configuration.label}"
         key = {"policy": configuration.policy.name} | settings
         for line in options_without_effect(configuration.options, engine):
             if line not in told:
                 say(f"{title}: {line}")
                 told.add(line)
         if (same := tuple(sorted(key.items()))) in known:
-            say(f"{title}: the same as a line before")
+            say(f"{title}: equal to an earlier line")
             del engine
             gc.collect()
             continue
@@ -205,11 +206,11 @@ def measurements(
             parts.save(key, measured)
         yield Line(described, measured)
         del engine
-        gc.collect()  # the device's arrays go before the next engine's come
+        gc.collect()  # free the device's arrays before the next engine
 
 
 def traffic_of(traffic: "Traffic") -> dict[str, Any]:
-    """What moved, per token."""
+    """Return the traffic per token."""
     tokens, rows = max(traffic.tokens, 1), traffic.selected_rows
     return {
         "selected_fraction": traffic.selected / tokens,
@@ -230,27 +231,27 @@ TRAFFIC = ["hot hits", "moved/token", "host cache", "index size", "seconds"]
 def result_table(
     lines: list[dict[str, Any]], head: list[str], cells: Callable[[dict[str, Any]], list[str]]
 ) -> str:
-    """The table for stdout: names, share of rows, quality, traffic.
+    """Format the table for stdout: names, share of rows, quality, traffic.
 
     Args:
-        head, cells: of the columns of quality.
+        head, cells: headings and cells of the quality columns.
     """
     names, of_line = name_columns(lines)
     rows = [
         [
-            *own,
+            *naming_cells,
             percent(line["selected_fraction"]),
             percent(line["fetched_fraction"]),
             *cells(line),
             *_traffic_cells(line),
         ]
-        for own, line in zip(of_line, lines, strict=True)
+        for naming_cells, line in zip(of_line, lines, strict=True)
     ]
     return table([*names, *SHARES, *head, *TRAFFIC], rows, text_columns=len(names))
 
 
 def _traffic_cells(line: dict[str, Any]) -> list[str]:
-    """The cells of TRAFFIC."""
+    """Return the cells of the columns TRAFFIC."""
     from infinigen_jax.machine.memory_limits import format_bytes
 
     return [

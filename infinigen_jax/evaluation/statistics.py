@@ -10,12 +10,12 @@ Nats = Float[np.ndarray, "w t"]
 
 
 class Compared(NamedTuple):
-    """Predictions beside those of the full cache for the same tokens.
+    """Predictions compared with those of the full cache for the same tokens.
 
     Attributes:
-        nats: the full cache's.
+        nats: scores of the full cache.
         divergence: see `divergence`.
-        same: whether the likeliest token is the same, 0 or 1.
+        same: 1 where the most likely token is the same, else 0.
     """
 
     nats: Nats
@@ -24,11 +24,13 @@ class Compared(NamedTuple):
 
 
 def statistics(nats: Nats, compared: Compared | None, context: int, chunk: int) -> dict[str, Any]:
-    """Perplexity, whole and by position, and how far it is from a reference.
+    """Return perplexity, whole and by position, and its difference from a reference.
 
     Args:
-        nats: [w, t] of each scored token; their positions in the window count from `context`.
-        compared: the same tokens beside the full cache's.
+        nats: [w, t] scores of the tokens at positions `context` and later of each window.
+        compared: comparison of the same tokens with the full cache.
+        context: position of the first scored token.
+        chunk: positions per chunk, for results by position.
     """
 
     def part(start: int, end: int) -> dict[str, Any]:
@@ -38,13 +40,13 @@ def statistics(nats: Nats, compared: Compared | None, context: int, chunk: int) 
     total = nats.shape[1]
     ends = [(start, min(start + chunk, total)) for start in range(0, total, chunk)]
     chunks = [{"from": context + a, "to": context + b} | part(a, b) for a, b in ends]
-    # So that any two lines of a result can be compared window by window.
+    # Makes any two lines of a result comparable window by window.
     windows = [round(float(mean), 7) for mean in nats.mean(axis=1)]
     return part(0, total) | {"chunks": chunks, "window_nats": windows}
 
 
 def _mean(nats: Nats, compared: Compared | None) -> dict[str, Any]:
-    """Means over all tokens; errors over windows, for the tokens of one are not independent."""
+    """Return means over all tokens, with errors over windows, whose tokens are dependent."""
     mean = float(nats.mean())
     result = {
         "tokens": nats.size,
@@ -76,38 +78,38 @@ def _mean(nats: Nats, compared: Compared | None) -> dict[str, Any]:
 def divergence(
     reference: Float[np.ndarray, "*w t n"], other: Float[np.ndarray, "*w t n"]
 ) -> Float[np.ndarray, "*w t"]:
-    """Kullback-Leibler divergence from a reference's distribution to another one, in nats.
+    """Return the Kullback-Leibler divergence from a reference to another distribution, in nats.
 
-    Over n tokens and, as if it were one token, all the rest: at most what it is over all tokens
-    apart, and nearly that if the n are what the reference holds likely.
+    The sum is over n tokens and one token that stands for all others. It is at most the divergence
+    over all tokens, and close to it if the reference considers the n tokens likely.
 
     Args:
         reference, other: natural log-probabilities of the same n tokens.
 
     Returns:
-        float64, not negative: 0 where the two are equal.
+        float64, at least 0, and 0 where the two are equal.
     """
     p, q = (np.exp(x.astype(np.float64)) for x in (reference, other))
     apart = reference.astype(np.float64) - other
-    # p log(p / q) + (q - p), not negative; the latter is nothing over all tokens together.
+    # p log(p / q) + (q - p) is not negative; the second term sums to zero over all tokens.
     known = np.sum(p * apart + (q - p), axis=-1)
-    # Never nothing: what sums of float32 leave over is no more than their rounding.
+    # Bound the remaining probability by the rounding of float32 sums.
     p, q = (np.maximum(1 - x.sum(axis=-1), 1e-6) for x in (p, q))
     return np.maximum(known + p * np.log(p / q) + (q - p), 0)
 
 
 def standard_error(nats: Nats) -> float | None:
-    """Of the mean, from the windows' own means; None for a single window."""
+    """Return the error of the mean from the windows' means; None for a single window."""
     return mean_and_error(nats.mean(axis=1))[1]
 
 
 def mean_and_error(samples: Float[np.ndarray, " w"]) -> tuple[float, float | None]:
-    """Mean of independent samples, and its standard error; None for a single one."""
+    """Return the mean of independent samples and its standard error, None for a single one."""
     if len(samples) < 2:
         return float(samples.mean()), None
     return float(samples.mean()), float(samples.std(ddof=1) / math.sqrt(len(samples)))
 
 
 def perplexity(nats: float) -> float | None:
-    """exp; None, as JSON has no infinity, where it overflows."""
+    """Return exp(nats); None if it overflows, because JSON has no infinity."""
     return math.exp(nats) if nats < 700 else None

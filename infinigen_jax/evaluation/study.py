@@ -1,16 +1,16 @@
-"""What a layer of a decode step attended to, beside what there was to attend to.
+"""Study of a layer's attention in a decode step, compared with full attention and an oracle.
 
-A function for `Run.watch`: it is traced into the engine's own step, behind each layer, reads the
-whole cache of that layer from the host, and computes attention over everything, over what the
-policy had, and over what the oracle would have had with as many rows. Of the past tokens only: the
-current one is always attended.
+The functions are callbacks of `Run.watch`, traced into the engine's step after each layer. They
+read the layer's whole cache from the host and compute attention over all rows, over the rows the
+policy attended, and over the oracle's. The rows are those of past tokens; the current token is
+always attended.
 
     attended     resident (sinks, window) + fetched by the policy
-    oracle's     resident                 + the rows that the true query weighs most
+    oracle's     resident                 + as many rows of the highest true scores
     everything   resident                 + all rows that only the host has
 
-"Everything" is the cache as the host stores it: with quantised rows, what quantisation itself loses
-is not in these numbers (it is in the perplexity).
+"Everything" is the cache as stored on the host, so these numbers exclude the error of quantised
+rows (perplexity includes it).
 """
 
 from typing import Any, NamedTuple
@@ -35,17 +35,17 @@ from infinigen_jax.selection.select import Request, budget_rows, group_rank
 
 
 class Seen(NamedTuple):
-    """One layer of one step.
+    """Numbers of one layer in one step.
 
     Attributes:
-        mass, best_mass: share of each query head's softmax over the past tokens that is attended,
-            and that the oracle would attend at the same budget.
-        selected, wanted: rows that the policy selected, and that the budget allows.
-        found: of the oracle's rows, how many the policy selected.
-        error, best_error: relative L2 error of the layer's attention output, behind the output
+        mass, best_mass: share of each query head's softmax over the past tokens that the policy
+            attended, and that the oracle would attend at the same budget.
+        selected, wanted: rows that the policy selected, and rows that the budget allows.
+        found: number of the oracle's rows that the policy selected.
+        error, best_error: relative L2 error of the layer's attention output, after the output
             projection, of the policy and of the oracle.
-        head_error: of the policy, if only the heads that share one KV head had its rows, and the
-            others everything.
+        head_error: the policy's error if only the heads that share one KV head had its rows, and
+            the others all rows.
     """
 
     mass: Float[Array, "b k g"]
@@ -59,22 +59,22 @@ class Seen(NamedTuple):
 
 
 def watch_own(decoder: Decoder, layer: Watched) -> tuple[Carry, Seen | None]:
-    """Compare, and go on with what the policy made of the layer."""
+    """Compare, and continue with the policy's output of the layer."""
     return _watch(decoder, layer, exact=False)
 
 
 def watch_exact(decoder: Decoder, layer: Watched) -> tuple[Carry, Seen | None]:
-    """Compare, and go on as if the layer had attended to everything.
+    """Compare, and continue as if the layer had attended to all rows.
 
-    Each policy is then asked about the same queries over the same keys; one that speculates behind
-    the attention, by what it attended to itself.
+    Each policy so gets the same queries and keys. One that speculates from the state after
+    attention uses its own attention.
     """
     return _watch(decoder, layer, exact=True)
 
 
 def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen | None]:
     if watched.own is None or watched.selection is None:
-        return watched.after, None  # attended whole
+        return watched.after, None  # no selection
     assert watched.host is not None
     config, slots, positions = decoder.config, decoder.slots, watched.positions
     layer = decoder.blueprint.layer(watched.params)
@@ -84,7 +84,7 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
     capacity = watched.host.shape[3]
     eligible = slots.eligible(positions, capacity)
     rows = read_block(watched.host, watched.own.number, jnp.int32(0), capacity, decoder.mesh)
-    # Slots that were never written may hold NaN, which a weight of 0 does not silence.
+    # Slots that were never written may hold NaN, and 0 * NaN is NaN.
     rows = decoder.row_format.decode(watched.own.scales, rows)
     rows = jnp.where(eligible[:, None, :, None], rows, 0)
 
@@ -97,7 +97,7 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
     request = _request(decoder, watched, layer, a)
     fetched = _marked(request, capacity) & eligible[:, None]
     wanted = _wanted(_policy(decoder, watched), request, positions, eligible)
-    # As the policy `oracle` ranks: the group's softmax over what can be fetched, summed.
+    # Rank like the policy `oracle`: the group's softmax over the eligible rows, summed.
     best = top_mask(group_rank(far_scores), wanted) & eligible[:, None]
     everything, had, could = _attended(near, resident.values, far, rows, fetched, best)
     if decoder.policy.has_tail:
@@ -136,10 +136,10 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
 
 
 def _request(decoder: Decoder, watched: Watched, layer: Layer, a: Float[Array, "b e"]) -> Request:
-    """The rows that the layer had."""
+    """Return the request whose rows the layer attended to."""
     if watched.before.fetched is not None:
         return watched.before.fetched.request
-    # The layer selected for itself; a pure function, computed once more.
+    # The layer selected for itself; the function is pure, and XLA computes it once.
     chosen = watched.selection
     assert chosen is not None
     assert watched.host is not None
@@ -154,7 +154,7 @@ def _with_tail(
     q: Float[Array, "b k g d"],
     resident: Part,
 ) -> Float[Array, "b k g d"]:
-    """What the engine's step attended to: the rows it had, and a term for those it had not."""
+    """Return the step's attention: fetched rows, and the tail term for the others."""
     own, local = watched.own, watched.local
     assert watched.host is not None and own is not None and isinstance(local, Resident)
     fetched = watched.before.fetched or Fetched(request, None)
@@ -165,14 +165,14 @@ def _with_tail(
 
 
 def _policy(decoder: Decoder, watched: Watched) -> Policy:
-    """With the layer's own budget."""
+    """Return the policy with the layer's budget."""
     return decoder.budget_policy(decoder.host_number(watched.layer))
 
 
 def _wanted(
     policy: Policy, request: Request, positions: Int[Array, " b"], eligible: Bool[Array, "b t"]
 ) -> Int[Array, "b k"]:
-    """Rows that the budget allows, of those there are; of a policy without one, its own number."""
+    """Return the rows that the budget allows; without a budget, the rows requested."""
     budget: Any = getattr(policy, "budget", None)
     if budget is None:
         return request.count
@@ -183,7 +183,7 @@ def _wanted(
 def _scores(
     q: Float[Array, "b k g d"], rows: Float[Array, "b k n w"], valid: Bool[Array, "b kv n"]
 ) -> Float[Array, "b k g n"]:
-    """Attention logits; rows begin with the key."""
+    """Return the attention logits; rows begin with the key."""
     keys = rows[..., : q.shape[-1]]
     scores = jnp.einsum("bkgd,bknd->bkgn", q, keys, preferred_element_type=jnp.float32)
     return jnp.where(valid[:, :, None], scores, -jnp.inf)
@@ -196,9 +196,9 @@ def _attended(
     rows: Float[Array, "b k t w"],
     *masks: Bool[Array, "b k t"],
 ) -> list[Float[Array, "b k g d"]]:
-    """Attention outputs with all rows, and with those of each mask; rows end with the value.
+    """Return attention outputs over all rows, and over those of each mask; rows end with the value.
 
-    Together, so that the rows are read once; the weights of a part are scaled to a sum of 1.
+    One pass reads the rows once. The weights of each part are scaled to a sum of 1.
     """
     b, k, g, _ = near.shape
     parts = jnp.stack([far, *(jnp.where(mask[:, :, None], far, 0.0) for mask in masks)], axis=2)
@@ -206,19 +206,19 @@ def _attended(
     parts = parts.reshape(b, k, -1, parts.shape[-1])
 
     def values(weights: Float[Array, "b k h n"], rows: Float[Array, "b k n w"]) -> Array:
-        made = jnp.einsum(
+        outputs = jnp.einsum(
             "bkhn,bknw->bkhw", weights.astype(rows.dtype), rows, preferred_element_type=jnp.float32
         )
-        return made[..., made.shape[-1] // 2 :]
+        return outputs[..., outputs.shape[-1] // 2 :]
 
     sums = values(parts, rows).reshape(b, k, len(masks) + 1, g, -1)
     sums = sums + values(near, near_rows)[:, :, None]
-    made = (sums / jnp.maximum(total, 1e-30)[..., None]).astype(rows.dtype)
-    return [made[:, :, i] for i in range(len(masks) + 1)]
+    outputs = (sums / jnp.maximum(total, 1e-30)[..., None]).astype(rows.dtype)
+    return [outputs[:, :, i] for i in range(len(masks) + 1)]
 
 
 def _marked(request: Request, capacity: int) -> Bool[Array, "b k t"]:
-    """The slots that are meant."""
+    """Return a mask of the requested slots."""
     slots = jnp.where(request.valid, request.slots, capacity)
     nothing = jnp.zeros((*slots.shape[:2], capacity), jnp.bool)
     return put(nothing, slots, jnp.ones(slots.shape, jnp.bool))
@@ -229,7 +229,7 @@ def _entries(mask: Bool[Array, "*b t"]) -> Int[Array, "*b"]:
 
 
 def _relative(y: Float[Array, "*b e"], true: Float[Array, "*#b e"]) -> Float[Array, "*b"]:
-    """Relative L2 distance, float32; of equal vectors 0."""
+    """Return the relative L2 distance, float32; 0 for equal vectors."""
     y, true = (lax.convert_element_type(z, jnp.float32) for z in (y, true))
     distance = jnp.linalg.norm(y - true, axis=-1)
     size = jnp.broadcast_to(jnp.linalg.norm(true, axis=-1), distance.shape)

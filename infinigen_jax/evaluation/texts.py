@@ -1,4 +1,4 @@
-"""A text as windows of tokens: equal in size, without overlap, each beginning as a prompt does."""
+"""Texts as windows of tokens: of equal size, without overlap, each beginning like a prompt."""
 
 import dataclasses
 import hashlib
@@ -22,9 +22,9 @@ class Text:
     """A text file.
 
     Attributes:
-        name: of the file, without its folder.
-        content: without a byte order mark, lines ended by "\\n".
-        sha256: of the file's bytes.
+        name: file name without the folder.
+        content: text without a byte order mark, with lines ended by "\\n".
+        sha256: hash of the file's bytes.
     """
 
     name: str
@@ -37,37 +37,39 @@ class TokenizedText:
     """Tokens of a text.
 
     Attributes:
-        prefix: special tokens that the tokenizer puts in front of every prompt, often one or none.
-        tokens: of the text itself, [t] int32.
+        prefix: special tokens that the tokenizer adds before a prompt, usually one or none.
+        tokens: tokens of the text itself, [t] int32.
     """
 
     prefix: tuple[int, ...]
     tokens: Int[np.ndarray, " t"]
 
     def windows(self, size: int) -> int:
-        """How many windows of `size` tokens, the prefix included, the text has."""
+        """Return the number of windows of `size` tokens, including the prefix."""
         return len(self.tokens) // (size - len(self.prefix))
 
     def cut(self, size: int, most: int | None = None) -> Int[np.ndarray, "w n"]:
-        """Windows of `size` tokens in the order of the text, int32, each behind the prefix.
+        """Return windows of `size` tokens in the order of the text, int32, each with the prefix.
 
         Args:
-            most: with more windows than this in the text, so many of them, evenly spread over it.
+            most: maximum number of windows; a longer text is sampled evenly.
 
         Raises:
-            InputError: if the text is too short for one.
+            InputError: the text is too short for one window.
         """
-        here = self.windows(size)
-        if not here:
+        available = self.windows(size)
+        if not available:
             total = len(self.tokens) + len(self.prefix)
             remedy = f"lower --window to at most {total}, or give a longer --text"
             raise InputError(
                 f"--window {size}: the text has only {total} tokens; "
                 + (remedy if total >= SMALLEST_WINDOW else "give a longer --text")
             )
-        own = size - len(self.prefix)
-        count = here if most is None else min(most, here)
-        chosen = self.tokens[: here * own].reshape(here, own)[np.arange(count) * here // count]
+        length = size - len(self.prefix)
+        count = available if most is None else min(most, available)
+        chosen = self.tokens[: available * length].reshape(available, length)[
+            np.arange(count) * available // count
+        ]
         prefix = np.broadcast_to(np.array(self.prefix, np.int32), (count, len(self.prefix)))
         return np.concatenate([prefix, chosen], axis=1)
 
@@ -76,14 +78,14 @@ def read_text(path: str, option: str = "--text") -> Text:
     """Read a UTF-8 file.
 
     Args:
-        option: that it was given with.
+        option: option to name in errors.
 
     Raises:
-        InputError: naming the file, if it cannot be read, is empty or is not UTF-8.
+        InputError: names the file if it cannot be read, is empty or is not UTF-8.
     """
     try:
         data = Path(path).read_bytes()
-        # Some files have been through two conversions: "\r\r\n".
+        # Files converted twice may have "\r\r\n".
         content = re.sub("\r+\n|\r", "\n", data.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise InputError(f"{option} {path}: not UTF-8 text; convert it first") from None
@@ -100,13 +102,13 @@ def tokenize(text: Text, tokenizer: Any, vocabulary: int) -> TokenizedText:
     """Tokenise a text.
 
     Raises:
-        InputError: if there is a token that the model does not have.
+        InputError: the model lacks a token.
     """
 
     def encode(content: str, special: bool) -> list[int]:
         return tokenizer.encode(content, add_special_tokens=special)
 
-    # Of special tokens at both ends, those in front are what stays when nothing is behind them.
+    # Among special tokens at both ends, the prefix is what an empty text has.
     plain, wrapped = encode("a", False), encode("a", True)
     prefix = wrapped[: wrapped.index(plain[0])] if plain and plain[0] in wrapped else []
     tokens = encode(text.content, False)
@@ -119,18 +121,21 @@ def tokenize(text: Text, tokenizer: Any, vocabulary: int) -> TokenizedText:
 
 
 def prefixed(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a prompt, special ones in front included; nothing behind it."""
+    """Return the tokens of a prompt, with special tokens before it and none after it."""
     wrapped = tokenizer.encode(text)
     plain = tokenizer.encode(text, add_special_tokens=False)
-    # A tokenizer may end a text with a special token, which a prompt must not have.
+    # A tokenizer may add a special token at the end, which a prompt must not have.
     extra = len(wrapped) - len(plain)
     in_front = next((i for i in range(extra + 1) if wrapped[i : i + len(plain)] == plain), 0)
     return wrapped[: in_front + len(plain)] if plain else wrapped
 
 
 def beginning(tokenizer: Any, config: "ModelConfig") -> int:
-    """The token that a text without a context is behind: the tokenizer's or the model's first one,
-    else the one that ends the text before."""
+    """Return the token before a text without a context.
+
+    It is the beginning-of-sequence token of the tokenizer or the model, else the token that ends
+    the preceding text.
+    """
     marks = (tokenizer.bos_token_id, config.bos_id, tokenizer.eos_token_id, *config.eos_ids)
     return next((mark for mark in marks if mark is not None), 0)
 
@@ -138,26 +143,26 @@ def beginning(tokenizer: Any, config: "ModelConfig") -> int:
 def split_behind(
     tokenizer: Any, context: str, text: str, first: int
 ) -> tuple[list[int], list[int]]:
-    """Tokens of a context as of a prompt, and those that the text adds; one at least of each.
+    """Split a context and a text into the tokens of a prompt and those to score, at least one each.
 
-    Where a token spans both, it belongs to the text. Spaces at the context's end go to the text,
-    as tokenizers join them to the word behind.
+    A token that spans both belongs to the text. Spaces at the end of the context move to the text,
+    because tokenizers join them to the next word.
 
     Args:
-        first: the context where there is none, see `beginning`.
+        first: token to use as the context if that is empty, see `beginning`.
 
     Raises:
-        InputError: for an empty text.
+        InputError: the text is empty.
     """
     stripped = context.rstrip(" ")
     whole = prefixed(tokenizer, context + text)
-    own = prefixed(tokenizer, stripped)
+    context_tokens = prefixed(tokenizer, stripped)
     common = 0
-    for a, b in zip(own, whole, strict=False):
+    for a, b in zip(context_tokens, whole, strict=False):
         if a != b:
             break
         common += 1
     common = min(common, len(whole) - 1)
     if not text or common < 0:
-        raise InputError(f"nothing to score behind {context[-40:]!r}; give a text")
+        raise InputError(f"nothing to score after {context[-40:]!r}; give a text")
     return whole[:common] or [first], whole[common:]

@@ -1,4 +1,4 @@
-"""Options of the sub-commands that work on windows of a text: which tokens are measured."""
+"""Options of the sub-commands that measure windows of a text."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ def add_window_options(parser: argparse.ArgumentParser, *, required: bool = True
         "--windows",
         type=whole_number(1),
         metavar="M",
-        help="most windows, spread evenly over the text (default: all)",
+        help="maximum number of windows, spread evenly over the text (default: all)",
     )
     add(
         "--chunk",
@@ -47,7 +47,7 @@ def add_window_options(parser: argparse.ArgumentParser, *, required: bool = True
 
 
 def window_sizes(arguments: argparse.Namespace, positions: int) -> tuple[int, int]:
-    """Tokens of a window, and those of its context."""
+    """Return the tokens of a window, and those of its context."""
     size = min(positions, LARGEST_WINDOW) if arguments.window is None else arguments.window
     if size > positions:
         raise InputError(f"--window {size}: the model has {positions} positions; lower it")
@@ -63,7 +63,7 @@ def window_sizes(arguments: argparse.Namespace, positions: int) -> tuple[int, in
 def cut_windows(
     arguments: argparse.Namespace, text: Text, model: "Model"
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """The windows [w, n] int32, and what the result file says about them and the text."""
+    """Return the windows [w, n] int32, and the result file's entries about them and the text."""
     size, context = window_sizes(arguments, model.config.max_positions)
     tokens = tokenize(text, model.tokenizer, model.config.vocab_size)
     windows = tokens.cut(size, arguments.windows)

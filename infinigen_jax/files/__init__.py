@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, checked reading, and the folders of the user's cache.
+"""Atomic files and folders, checked reading, and the folders of the user's cache.
 
 Imports errors. Start reading at atomic.py.
 """

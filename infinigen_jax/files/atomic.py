@@ -1,8 +1,8 @@
-"""Files and folders that appear whole or not at all, whenever the process is killed.
+"""Atomic files and folders: they appear whole or not at all, even if the process is killed.
 
-A writer holds the lock of its destination, `.NAME.lock`, so that writers of one destination take
-turns. It writes into a hidden sibling, `.NAME.partial-XXXX`, flushes it to disk and renames it to
-the destination. A sibling left by a killed writer is removed by the next one, which has the lock.
+A writer locks its destination with `.NAME.lock`, so writers of one destination take turns. It
+writes a hidden sibling, `.NAME.partial-XXXX`, flushes it to disk and renames it to the destination.
+The next writer removes a sibling that a killed writer left.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ _WORKING_DIRECTORY, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
 def locked(lock: Path, wait: bool = True) -> Iterator[None]:
     """Hold a lock file and remove it afterwards.
 
-    The file is removed while it is locked: a process that waits for it notices that the file it
-    opened has lost its name, and opens the new one (filelock does so since 3.24.3). After a kill
-    the file stays until the next writer; its mode lets another user be that one.
+    The file is removed while it is locked. A waiting process notices that the file it opened has
+    lost its name, and opens the new one (filelock since 3.24.3). After a kill the file stays until
+    the next writer; its mode lets another user be that writer.
 
     Raises:
-        OSError: if the lock file cannot be made, or without `wait` if another process has it.
+        OSError: the lock file cannot be created, or another process holds it and `wait` is False.
     """
     os.stat(lock.parent)  # filelock would create it
     with FileLock(lock, mode=0o666, blocking=wait):
@@ -51,10 +51,10 @@ def locked(lock: Path, wait: bool = True) -> Iterator[None]:
 def whole_file(destination: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that becomes `destination` if the block ends without an exception.
 
-    An earlier file of that name stays, unchanged, until then. The folder must exist.
+    An earlier file stays unchanged until then. The folder must exist.
 
     Raises:
-        OSError: when it cannot be written; nothing is left of it.
+        OSError: the file cannot be written; nothing of it is left.
     """
     with _writing(destination):
         handle, name = tempfile.mkstemp(prefix=_prefix(destination), dir=destination.parent)
@@ -76,14 +76,14 @@ def whole_file(destination: Path) -> Iterator[BinaryIO]:
 def staged(destination: Path, check: Callable[[], object] | None = None) -> Iterator[Path]:
     """Create a temporary folder that becomes `destination` if the block ends without an exception.
 
-    An earlier folder of that name stays until the new one takes its place. Parents are created.
-    Ctrl-C and SIGTERM inside the block remove the temporary folder, like any failure.
+    An earlier folder stays until the new one replaces it. Parents are created. Ctrl-C and SIGTERM
+    inside the block remove the temporary folder, like any failure.
 
     Args:
-        check: called once no other process writes the destination; may refuse it.
+        check: called while the destination is locked; may raise to refuse it.
 
     Raises:
-        InputError: when the destination cannot be written or the disk is full.
+        InputError: the destination cannot be written or the disk is full.
     """
     created = [parent for parent in destination.parents if not parent.exists()]
     finished = False
@@ -112,7 +112,7 @@ def staged(destination: Path, check: Callable[[], object] | None = None) -> Iter
 
 @contextlib.contextmanager
 def _writing(destination: Path) -> Iterator[None]:
-    """Lock a destination and remove what killed writers left."""
+    """Lock a destination and remove leftovers of killed writers."""
     with locked(destination.with_name(f".{destination.name}.lock")):
         _restore(destination)
         remove_partial(destination)
@@ -120,7 +120,7 @@ def _writing(destination: Path) -> Iterator[None]:
 
 
 def remove_partial(destination: Path) -> None:
-    """Remove what killed writers left; the caller keeps others from writing the destination."""
+    """Remove leftovers of killed writers; the caller must hold the destination's lock."""
     for leftover in destination.parent.glob(glob.escape(_prefix(destination)) + "*"):
         if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -129,7 +129,7 @@ def remove_partial(destination: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file, inside a staged folder, and flush it to disk."""
+    """Write a small file inside a staged folder and flush it to disk."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -137,7 +137,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def copy_file(source: BinaryIO, destination: Path) -> None:
-    """Copy an open file and flush it to disk; who may not read the source may not read the copy."""
+    """Copy an open file, with its permissions, and flush the copy to disk."""
     mode = os.fstat(source.fileno()).st_mode & 0o666
     with open(destination, "wb", opener=lambda path, flags: os.open(path, flags, mode)) as written:
         shutil.copyfileobj(source, written)
@@ -146,7 +146,7 @@ def copy_file(source: BinaryIO, destination: Path) -> None:
 
 
 def _publish(folder: Path, destination: Path) -> None:
-    """Rename into place; what was there before is removed only afterwards."""
+    """Rename a folder into place; remove an earlier one only afterwards."""
     os.chmod(folder, 0o777 & ~_umask())  # mkdtemp made it private
     _sync_folder(folder)
     if not destination.exists():
@@ -159,21 +159,21 @@ def _publish(folder: Path, destination: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step; False where the system or the file system cannot."""
+    """Swap two names in one step; return False where the system or file system cannot."""
     swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if swap is None:
         return False
-    here, names = _WORKING_DIRECTORY, (os.fsencode(first), os.fsencode(second))
-    if swap(here, names[0], here, names[1], _EXCHANGE) == 0:
+    directory, names = _WORKING_DIRECTORY, (os.fsencode(first), os.fsencode(second))
+    if swap(directory, names[0], directory, names[1], _EXCHANGE) == 0:
         return True
-    number = ctypes.get_errno()
-    if number in _NO_EXCHANGE:
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
         return False
-    raise OSError(number, os.strerror(number), str(second))
+    raise OSError(code, os.strerror(code), str(second))
 
 
 def _replace(folder: Path, destination: Path) -> None:
-    """In two steps; a kill between them leaves the old folder aside, for `_restore`."""
+    """Replace in two steps; after a kill between them `_restore` puts the old folder back."""
     aside = _aside(destination)
     os.rename(destination, aside)
     try:
@@ -185,7 +185,7 @@ def _replace(folder: Path, destination: Path) -> None:
 
 
 def _restore(destination: Path) -> None:
-    """Put back a folder that a process killed in `_replace` had set aside."""
+    """Put back a folder that a killed process had set aside in `_replace`."""
     aside = _aside(destination)
     if not aside.exists():
         return
@@ -212,14 +212,14 @@ def _explained(error: OSError, destination: Path) -> InputError:
 
 @contextlib.contextmanager
 def _terminate_as_exception() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that clean-up runs; leave a handler of the program alone."""
+    """Turn SIGTERM into SystemExit so that clean-up runs, unless the program handles it already."""
     default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not default or threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+    def stop(signal_number: int, frame: object) -> None:
+        raise SystemExit(128 + signal_number)
 
     signal.signal(signal.SIGTERM, stop)
     try:

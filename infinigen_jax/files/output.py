@@ -1,4 +1,4 @@
-"""Result files of the command lines: refused before the work, then written whole or not at all."""
+"""Result files of the command lines: checked before the work, then written whole or not at all."""
 
 import json
 import os
@@ -10,17 +10,17 @@ from infinigen_jax.files.atomic import whole_file
 
 
 def checked_output(option: str, name: str | None) -> Path | None:
-    """Where a result goes; refused before the work rather than after it.
+    """Return the path of a result file after checking, before the work, that it can be written.
 
     Raises:
-        InputError: naming `option`, if no file can be written there.
+        InputError: names `option` if no file can be written at this path.
     """
     if name is None:
         return None
     path = Path(name)
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"{option} {path}: cannot be written; give a file in a folder of yours")
+        raise InputError(f"{option} {path}: cannot be written; give a file in a writable folder")
     return path
 
 
@@ -28,11 +28,11 @@ def write_json(option: str, path: Path, record: dict[str, Any]) -> None:
     """Write a record whole or not at all.
 
     Raises:
-        InputError: naming `option`, if writing fails.
+        InputError: names `option` if writing fails.
     """
     text = json.dumps(record, indent=2) + "\n"
     try:
-        if path.exists() and not path.is_file():  # /dev/stdout, a pipe: never to be replaced
+        if path.exists() and not path.is_file():  # never replace /dev/stdout or a pipe
             path.write_text(text, encoding="utf-8")
             return
         with whole_file(path) as file:

@@ -1,4 +1,4 @@
-"""Files of a model folder, which may come from anywhere: regular ones only, of a bounded size."""
+"""Reading of untrusted files: regular files only, of a bounded size."""
 
 import io
 import json
@@ -9,29 +9,29 @@ from typing import Any
 
 from infinigen_jax.errors import InputError
 
-# The largest index known, of DeepSeek-V3's 91,991 tensors, has 9 MB. Parsed JSON takes up to twenty
+# The largest known index, of DeepSeek-V3's 91,991 tensors, has 9 MB. Parsed JSON takes up to twenty
 # times its size.
 LARGEST_JSON = 32 << 20
 
 
 def expanded(path: str | Path) -> Path:
-    """Expand a leading ~; without a home folder it stays (pathlib would raise)."""
+    """Expand a leading ~; leave it if the user has no home folder, where pathlib would raise."""
     return Path(os.path.expanduser(path))
 
 
 def open_regular(path: Path, most: int | None = None) -> io.BufferedReader:
-    """Open a file for reading; links are followed, as Hugging Face's cache consists of links.
+    """Open a file for reading; follow links, because Hugging Face's cache consists of links.
 
     Args:
-        most: largest size in bytes.
+        most: largest size, in bytes.
 
     Raises:
-        InputError: naming the file, if it is missing, unreadable, too large, or a pipe, device,
-            socket or folder, whose opening or reading might never end.
+        InputError: names the file if it is missing, unreadable, too large, or a pipe, device,
+            socket or folder, which could block forever.
     """
     try:
-        # The kind is known before opening, which a device might take for a command; it may change
-        # until then, so that O_NONBLOCK and the second look remain necessary.
+        # Check the type before opening, which some devices take for a command. The type may change
+        # in between, so O_NONBLOCK and the second check remain necessary.
         _check_kind(path, os.stat(path), most)
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except FileNotFoundError:
@@ -47,10 +47,10 @@ def open_regular(path: Path, most: int | None = None) -> io.BufferedReader:
 
 
 def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
-    """Parse a JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
-        InputError: when the file is missing, unreadable or not a JSON object.
+        InputError: the file is missing, unreadable or not a JSON object.
     """
     if not os.path.lexists(path):
         raise InputError(f"{path}: missing; {remedy}")

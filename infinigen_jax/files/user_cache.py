@@ -1,4 +1,4 @@
-"""The user's cache: conversions, CUDA kernels, and programs that JAX has compiled."""
+"""Folders of the user's cache: conversions, CUDA kernels, and compiled programs."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ import jax
 import platformdirs
 
 LIMIT = 1 << 30  # bytes of compiled programs
-WORTH_KEEPING = 0.2  # seconds of compilation
+WORTH_KEEPING = 0.2  # seconds of compilation that justify an entry
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -20,10 +20,10 @@ def cache_root() -> Path:
     """Return the user's cache folder of this package, which may not exist.
 
     Raises:
-        OSError: for a user without a home folder, as containers and services have, if
-            XDG_CACHE_HOME is no absolute path.
+        OSError: the user has no home folder, as in containers and services, and XDG_CACHE_HOME is
+            not an absolute path.
     """
-    with contextlib.suppress(RuntimeError):  # of newer versions, without a home
+    with contextlib.suppress(RuntimeError):  # newer platformdirs raise it without a home
         root = platformdirs.user_cache_path("infinigen_jax", appauthor=False)
         if root.is_absolute():
             return root
@@ -31,10 +31,10 @@ def cache_root() -> Path:
 
 
 def program_folder() -> Path | None:
-    """Return the folder of compiled programs, made if need be; None where none may be kept.
+    """Return the folder of compiled programs, created if necessary; None if none can be used.
 
-    The variables of JAX's own cache count: JAX_COMPILATION_CACHE_DIR names another folder, and
-    JAX_ENABLE_COMPILATION_CACHE=0 means none.
+    The variables of JAX's cache apply: JAX_COMPILATION_CACHE_DIR names another folder, and
+    JAX_ENABLE_COMPILATION_CACHE=0 turns the cache off.
     """
     if os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "1").lower() in ("0", "false"):
         return None
@@ -48,17 +48,18 @@ def program_folder() -> Path | None:
 
 
 def prune_programs() -> None:
-    """Remove the programs used least recently, beyond LIMIT bytes; a user's own folder is left."""
+    """Remove the least recently used programs beyond LIMIT bytes; spare a folder of the user."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         with contextlib.suppress(OSError):
             prune(cache_root() / "programs", LIMIT)
 
 
 def keep_programs() -> None:
-    """Let JAX keep what it compiles in the user's cache as well.
+    """Configure JAX to keep compiled programs in the user's cache.
 
-    For command lines that compile more than `programs.Program` keeps, before anything is compiled:
-    a library leaves its user's JAX as it is. So does this where the user has set JAX's variables.
+    Command lines call it before anything is compiled, to keep more than `programs.Program` does.
+    A library must not change JAX's configuration. It has no effect if the user has set JAX's
+    variables.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or (folder := program_folder()) is None:
         return
@@ -69,7 +70,7 @@ def keep_programs() -> None:
 
 @functools.cache
 def processor() -> str:
-    """A name for machines that run the same instructions: home folders may be shared."""
+    """Return a name for machines with the same instructions, because home folders may be shared."""
     text = platform.machine()
     with contextlib.suppress(OSError):
         lines = CPU_INFO.read_text().splitlines()
@@ -78,11 +79,11 @@ def processor() -> str:
 
 
 def prune(folder: Path, limit: int) -> None:
-    """Remove the files that were used least recently, until the others take `limit` bytes."""
+    """Remove the least recently used files until the others take `limit` bytes."""
     kept = 0
     files = []
     for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # another process may do the same
+        with contextlib.suppress(OSError):  # another process may remove the file
             stat = file.stat()
             if not file.is_file():
                 continue

@@ -1,4 +1,4 @@
-"""Load a converted model; convert a Hugging Face folder into the user's cache first.
+"""Loading of models; a Hugging Face folder is first converted into the user's cache.
 
-Imports convert, checkpoint. Start reading at load.py.
+Imports convert, transfer, text, checkpoint, machine, files. Start reading at load.py.
 """

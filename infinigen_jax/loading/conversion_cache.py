@@ -1,13 +1,12 @@
-"""Conversions in the user's cache, made for folders that were never converted.
+"""Cache of conversions in the user's cache folder.
 
-    KEY/          a conversion; KEY is a hash of the contents of the files that it was made from
+    KEY/          a conversion; KEY is a hash of the contents of its source files
     KEY.lock      held by the process that makes, opens or removes KEY
-    hashes.json   contents of large files that were hashed before
+    hashes.json   hashes of large files, by device, inode, size and times
 
-A key by content survives what changes no result: a touched or added README, a copy or a moved
-folder. Hashing takes a second for each gigabyte, so that the hash of a large file is remembered
-with its device, inode, size and times, as git does; a sample of the file would be faster still, but
-two checkpoints of a training run may agree in it.
+A content key survives a touched or added README, a copy, and a moved folder. Hashing takes a second
+per gigabyte, so hashes of large files are remembered, as git does. A hash of a sample would be
+faster, but two checkpoints of one training run may agree in the sample.
 """
 
 import contextlib
@@ -28,24 +27,24 @@ from infinigen_jax.files.atomic import locked, remove_partial, whole_file
 from infinigen_jax.files.regular import read_json
 from infinigen_jax.files.user_cache import cache_root
 
-# Counts up when conversions measure more: an earlier version's conversion in the cache is made
-# again. A folder that the user converted stays as it is.
+# Increases when conversions measure more, which invalidates cached conversions. Folders that the
+# user converted stay valid.
 REVISION = 3
-LIMIT = 64 << 30  # bytes of conversions, without those in use
+LIMIT = 64 << 30  # bytes of conversions, excluding those in use
 HASHES = "hashes.json"
-LARGE = 16 << 20  # bytes from which on a hash is remembered
+LARGE = 16 << 20  # bytes of the smallest file whose hash is remembered
 MOST_HASHES = 1000
-SETTLED = 2.0  # seconds after which a change of a file surely changes its times
+SETTLED = 2.0  # seconds after which a change surely alters a file's times
 
-_used: dict[Path, int] = {}  # open folders, by path, whose shared locks say that they are in use
+_used: dict[Path, int] = {}  # descriptors of folders in use, which hold shared locks
 
 
 @contextlib.contextmanager
 def cache_lock(destination: Path) -> Iterator[None]:
-    """Let one process convert a source while others that need the conversion wait for it.
+    """Hold the lock of a conversion; other processes that need it wait.
 
     Raises:
-        InputError: if the cache cannot be written.
+        InputError: the cache cannot be written.
     """
     with contextlib.ExitStack() as stack:
         with _writable(destination.parent):
@@ -55,10 +54,10 @@ def cache_lock(destination: Path) -> Iterator[None]:
 
 
 def cache_folder(folder: Path) -> Path:
-    """Return the place of the conversion of a source folder, named by the source's contents.
+    """Return the path of a source folder's conversion, named by the source's contents.
 
     Raises:
-        InputError: if a file of the model is missing, or no cache folder is known.
+        InputError: a file of the model is missing, or the user has no cache folder.
     """
     with _writable():
         root = cache_root()
@@ -72,23 +71,24 @@ def cache_folder(folder: Path) -> Path:
 
 
 def mark_used(folder: Path) -> None:
-    """Protect a conversion from `prune` until the process ends: its tokenizer is read later.
+    """Protect a conversion from `prune` until the process ends; its tokenizer is read later.
 
-    Call it with the conversion's lock held.
+    The caller holds the conversion's lock.
     """
     handle = os.open(folder, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_SH)
     if (earlier := _used.pop(folder, None)) is not None:
-        os.close(earlier)  # of a folder that was replaced
+        os.close(earlier)  # the folder was replaced
     _used[folder] = handle
     with contextlib.suppress(OSError):
         os.utime(folder)
 
 
 def prune(root: Path, limit: int = LIMIT) -> None:
-    """Remove the conversions that were used least recently until the rest take `limit` bytes.
+    """Remove the least recently used conversions until the rest take `limit` bytes.
 
-    Those in use stay. So does what killed conversions left, except for what none continues.
+    Conversions in use stay. Partial conversions of killed processes are removed unless another
+    process continues them.
     """
     total = 0
     for folder in sorted(_conversions(root), key=_last_use, reverse=True):
@@ -98,7 +98,7 @@ def prune(root: Path, limit: int = LIMIT) -> None:
 
 
 class _Hashes:
-    """SHA-256 of files, large ones remembered in an index."""
+    """SHA-256 of files, with an index of those of large files."""
 
     def __init__(self, index: Path):
         self.index, self.changed = index, False
@@ -108,10 +108,11 @@ class _Hashes:
             self.known = {}
 
     def of(self, file: Path) -> str:
+        """Return the SHA-256 of a file, remembered if it is large and unchanged."""
         status = file.stat()
         if status.st_size < LARGE:
             return file_sha256(file)
-        # The change time too: tools that copy set the other one back.
+        # Includes the change time, because tools that copy files restore the modification time.
         numbers = (status.st_dev, status.st_ino, status.st_size)
         name = " ".join(map(str, (*numbers, status.st_mtime_ns, status.st_ctime_ns)))
         if not isinstance(digest := self.known.get(name), str):
@@ -121,7 +122,7 @@ class _Hashes:
         return digest
 
     def save(self) -> None:
-        """Keep the newest; without a writable cache the next process hashes again."""
+        """Write the newest hashes; without a writable cache the next process hashes again."""
         if self.changed:
             newest = dict(list(self.known.items())[-MOST_HASHES:])
             with contextlib.suppress(OSError):
@@ -131,7 +132,7 @@ class _Hashes:
 
 
 def _conversions(root: Path) -> list[Path]:
-    """The conversions in the cache, and places where killed processes left only a part of one."""
+    """List the conversions in the cache, including partial ones of killed processes."""
     names = {path.name.removeprefix(".").partition(".")[0] for path in root.glob("*")}
     return [root / name for name in names if len(name) == 32 and not name.strip("0123456789abcdef")]
 
@@ -149,7 +150,7 @@ def _size(file: Path) -> int:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a conversion unless some process makes, opens or uses it."""
+    """Remove a conversion unless a process makes, opens or uses it."""
     with contextlib.suppress(OSError), locked(folder.with_suffix(".lock"), wait=False):
         remove_partial(folder)
         handle = os.open(folder, os.O_RDONLY)

@@ -1,6 +1,6 @@
-"""Loading a model: reading a converted folder onto the device, all of it checked.
+"""Loading of a model: read a converted folder onto the device and check all of it.
 
-A Hugging Face folder that was never converted is converted into the user's cache first.
+A Hugging Face folder that is not converted yet is first converted into the user's cache.
 """
 
 import dataclasses
@@ -56,22 +56,24 @@ class Model:
 
     Attributes:
         params: {"embedding": {...}, "layers": [{...}, ...]}, arrays on the device in `dtype`.
-        bases: one per layer, to be applied to rotated queries and keys; None where the leading
-            columns of the keys already are the partial keys (absorbed) or nothing was skewed.
+        bases: one per layer, applied to rotated queries and keys; None where the leading columns of
+            the keys already are the partial keys (absorbed) or nothing was skewed.
         skew: "svd", "balanced" or "none".
         key_mean: [L, k, d] float32, mean calibration key of each KV head in the coordinates of
             the cached keys; None with skew "none".
-        svd_bases: with skew "balanced", the paper's bases beside the balanced ones.
-        ahead: one per layer: what the corrected layer-ahead query needs; None where it is unknown.
-        speculate_from: what of the layer before that query is of, one of `speculation.SOURCES`.
-        sparse_loss: [L, 2] float32, relative error behind each layer's attention with few rows,
-            chosen by its own query and by that of a layer before, see `convert.loss`; the latter
-            by the layer's input, where it is guessed behind attention to what is resident.
-        row_loss: [L, 2, m] float32, with each of `row_shares` [m] of the rows, by the query itself.
+        path: the converted folder; None for a model made by `from_params`.
+        svd_bases: the paper's bases, in addition to the balanced ones of skew "balanced".
+        ahead: corrected query projection of each layer; None without one.
+        speculate_from: hidden state that this projection takes, one of
+            `speculation.query.SOURCES`.
+        sparse_loss: [L, 2] float32, relative error after each layer's attention with few rows,
+            selected by its true query and by a query from its input, see `convert.loss`.
+        row_loss: [L, 2, m] float32, relative error with each of `row_shares` of the rows, selected
+            by the true query and by the speculated one.
+        row_shares: [m] float32, shares of the rows.
         tail_moments: covariances of keys, and of keys (rows) with values (columns), within blocks
             of the calibration text, each [L, k, d, d] float32, in the coordinates of the cached
-            keys, see `tail_values`.
-        path: the converted folder; None for a model made by `from_params`.
+            keys, see `speculation.tail`.
     """
 
     config: ModelConfig
@@ -91,13 +93,13 @@ class Model:
     row_shares: np.ndarray | None = None
 
     def dense_layers(self, ahead: bool) -> int:
-        """How many leading layers to keep on the device, as few of their rows are not enough.
+        """Return how many leading layers to keep on the device because few rows do not suffice.
 
-        Up to the last of the first DENSE_AMONG layers that loses more than DENSE_LOSS. Where the
-        conversion did not measure it, DENSE_UNKNOWN, as in the paper.
+        The last of the first DENSE_AMONG layers that loses more than DENSE_LOSS is the last dense
+        layer. The result is DENSE_UNKNOWN, as in the paper, if the loss was not measured.
 
         Args:
-            ahead: whether rows are chosen by a query of a layer before.
+            ahead: whether rows are selected by a query speculated one layer earlier.
         """
         if self.sparse_loss is None or not np.isfinite(self.sparse_loss).all():
             return DENSE_UNKNOWN
@@ -105,23 +107,27 @@ class Model:
         return int(np.max(np.flatnonzero(loss > DENSE_LOSS), initial=-1)) + 1
 
     def measured(self, lead: int, source: str) -> bool:
-        """Whether the conversion measured losses with rows chosen so: by a layer's own query
-        (`lead` 0), or by what it corrected a query for."""
+        """Whether the conversion measured the losses of this selection of rows.
+
+        Args:
+            lead: layers between a request and its use; 0 selects by a layer's true query.
+            source: hidden state that the query is computed from.
+        """
         return lead == 0 or source == self.speculate_from
 
     @property
     def has_curves(self) -> bool:
-        """Whether the conversion measured what `curves` says."""
+        """Whether the conversion measured the losses that `curves` returns."""
         return self.row_loss is not None and bool(np.isfinite(self.row_loss).all())
 
     def curves(self, ahead: bool) -> Curves:
-        """What each layer loses by its share of the rows.
+        """Return each layer's error as a function of its share of the rows.
 
         Args:
-            ahead: as for `dense_layers`.
+            ahead: see `dense_layers`.
 
         Raises:
-            InputError: if the conversion did not measure it.
+            InputError: the conversion did not measure the errors.
         """
         if not self.has_curves:
             raise InputError(
@@ -130,15 +136,15 @@ class Model:
             )
         assert self.row_loss is not None and self.row_shares is not None
         errors = tuple(tuple(map(float, layer)) for layer in self.row_loss[:, int(ahead)])
-        # As they were meant: float32 has no 0.1.
+        # Round to the decimal fractions, which float32 cannot represent.
         return Curves(tuple(round(float(share), 6) for share in self.row_shares), errors)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, loaded when first asked for; None for a model made by `from_params`.
+        """The tokenizer, loaded on first access; None for a model made by `from_params`.
 
         Raises:
-            InputError: naming the folder when its tokenizer is missing or damaged.
+            InputError: names the folder if its tokenizer is missing or damaged.
         """
         if self.given_tokenizer is not None or self.path is None:
             return self.given_tokenizer
@@ -155,7 +161,11 @@ class Model:
         skew: str = "none",
         tokenizer: Any = None,
     ) -> "Model":
-        """A model from parameters in memory, for tests and benchmarks with random weights."""
+        """Make a model from parameters in memory, for tests and benchmarks with random weights.
+
+        Raises:
+            ValueError: the number of bases is not the number of layers.
+        """
         chosen = tuple(bases) if bases is not None else (None,) * config.num_layers
         if len(chosen) != config.num_layers:
             raise ValueError(f"{len(chosen)} bases for {config.num_layers} layers")
@@ -174,38 +184,44 @@ def load(
     """Load a model folder, converted or straight from Hugging Face.
 
     Args:
-        path: the folder, or the name of an embedded model; None for the first of these.
-        dtype: "float32", "bfloat16" or "float16", of weights and activations; by default float32
+        path: the folder, or the name of an embedded model; None for the first of EMBEDDED.
+        dtype: "float32", "bfloat16" or "float16" for weights and activations; by default float32
             on the CPU and bfloat16 elsewhere.
-        verify: compare the SHA-256 of every file with the one recorded at conversion.
-        notify: called with a line of text when the folder has to be converted first.
-        weights: "device", or "host" to keep those of the layers in host memory, see `weights`.
+        verify: compare the SHA-256 of every file with the one in the manifest.
+        notify: called with a line of text if the folder has to be converted first.
+        weights: "device", or "host" to keep the layers' weights in host memory, see
+            `transfer.host_weights`.
 
     Raises:
-        InputError: naming the file or setting that is at fault, and the remedy.
+        InputError: names the file or setting at fault and the remedy.
     """
     folder = checked_folder(model_folder(path))
     start_backend()
     chosen = checked_dtype(dtype)
     check_weights(weights)
-    # A folder with one of the two files was converted, and is damaged if the other is missing.
+    # A folder with one of the two files was converted; it is damaged if the other is missing.
     if not any((folder / name).exists() for name in (MANIFEST_FILE, SKEW_FILE)):
         return _load_through_cache(folder, chosen, verify, notify, weights)
     return _load_converted(folder, chosen, verify, weights)
 
 
 def embedded(name: str = EMBEDDED[0]) -> Path:
-    """Folder of a small model inside the package, one of EMBEDDED, converted."""
+    """Return the converted folder of an embedded model, one of EMBEDDED.
+
+    Raises:
+        InputError: no embedded model has this name.
+    """
     if name not in EMBEDDED:
-        raise InputError(f"no embedded model {name!r}; there are {', '.join(EMBEDDED)}")
+        raise InputError(f"no embedded model {name!r}; use one of {', '.join(EMBEDDED)}")
     return EMBEDDED_FOLDER / name
 
 
 def model_folder(model: str | Path | None) -> Path:
-    """What is meant by a model: a folder, or where there is none, an embedded model of that name.
+    """Resolve a model argument to a folder; embedded models are known by name.
 
     Args:
-        model: None for the first of EMBEDDED.
+        model: a folder, or the name of an embedded model if no such folder exists; None for the
+            first of EMBEDDED.
     """
     if model is None:
         return embedded()
@@ -221,47 +237,51 @@ def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) 
     skewing = read_skew(folder, manifest, config)
     plan = blueprint(config, dtype)
     _check_room(folder, plan, weights)
-    # Not through an index, which may lie beside the weights: only this file is in the manifest.
+    # An index in the folder is ignored, because the manifest covers only this file.
     sources = match(open_file(folder / WEIGHTS_FILE), plan, folder)
     slots = expected(plan)
 
     def join(parts: list[np.ndarray], transform: str) -> Array:
-        # One tensor at a time, transposed and cast on the device: the host holds no second copy.
-        # Never alias the mapped file, which someone may overwrite while the model is in use.
+        # One tensor at a time, transposed and cast on the device, so the host holds no second copy.
+        # Never alias the mapped file, which may be overwritten while the model is in use.
         return _joined([jax.device_put(p, may_alias=False) for p in parts], transform, dtype)
 
     params = {
         "embedding": read_tree(slots.embedding, sources, join),
         "layers": [placed(read_tree(layer, sources, join), weights) for layer in slots.layers],
     }
-    # Copies may be under way; the file may change from here on.
+    # Copies may be in progress; the file may change after this line.
     jax.block_until_ready(params)
     return Model(config, params, dtype, skew=manifest.skew, path=folder, **skewing)
 
 
 def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
-    """Refuse a model whose weights do not fit, before any is read."""
-    device, together = jax.devices()[0], plan.config.num_layers
+    """Refuse a model whose weights do not fit, before reading any.
+
+    Raises:
+        MemoryShortageError: device, host or pinned memory is too small.
+    """
+    device, layers_on_device = jax.devices()[0], plan.config.num_layers
     layer = tree_bytes(plan.layer_shapes)
     if weights == "host" and device.platform != "cpu":
-        there = layer * together
-        if there > (room := available_host_bytes()):
+        host_bytes = layer * layers_on_device
+        if host_bytes > (available := available_host_bytes()):
             raise MemoryShortageError(
-                f"{folder}: the weights need {format_bytes(there)} of host memory, and "
-                f"{format_bytes(room)} are available; use a smaller model or --dtype bfloat16"
+                f"{folder}: the weights need {format_bytes(host_bytes)} of host memory, and "
+                f"{format_bytes(available)} are available; use a smaller model or --dtype bfloat16"
             )
         pool = pinned_pool_limit_bytes(device)
-        if pool is not None and there > pool:
+        if pool is not None and host_bytes > pool:
             raise MemoryShortageError(
-                f"{folder}: the weights need {format_bytes(there)} of pinned memory, and JAX may "
-                f"take {format_bytes(pool)}: {widen_pool_to(there)}"
+                f"{folder}: the weights need {format_bytes(host_bytes)} of pinned memory, and "
+                f"JAX may take {format_bytes(pool)}: {widen_pool_to(host_bytes)}"
             )
-        together = min(2, together)  # at a time on the device
-    needed = tree_bytes(plan.embedding_shapes) + layer * together
-    room = available_device_bytes(device)
-    if room is not None and needed > room:
+        layers_on_device = min(2, layers_on_device)  # layers on the device at a time
+    needed = tree_bytes(plan.embedding_shapes) + layer * layers_on_device
+    available = available_device_bytes(device)
+    if available is not None and needed > available:
         raise MemoryShortageError(
-            f"{folder}: the weights need {format_bytes(needed)}, and {format_bytes(room)} are "
+            f"{folder}: the weights need {format_bytes(needed)}, and {format_bytes(available)} are "
             "available; use --weights host, a smaller model or --dtype bfloat16"
         )
 
@@ -272,15 +292,20 @@ def _joined(parts: list[Array], transform: str, dtype: jnp.dtype) -> Array:
 
 
 def checked_dtype(dtype: Any) -> jnp.dtype:
+    """Return a supported dtype; by default float32 on the CPU and bfloat16 elsewhere.
+
+    Raises:
+        InputError: the dtype is not supported.
+    """
     if dtype is None:
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    try:  # of text only the names: NumPy would read anything else as an expression
-        chosen = None if isinstance(dtype, str) and dtype not in DTYPES else jnp.dtype(dtype)
+    try:  # only dtype names: NumPy would parse other text as an expression
+        checked = None if isinstance(dtype, str) and dtype not in DTYPES else jnp.dtype(dtype)
     except TypeError:
-        chosen = None
-    if chosen is None or chosen.name not in DTYPES:
+        checked = None
+    if checked is None or checked.name not in DTYPES:
         raise InputError(f"--dtype {dtype}: not supported; use one of {', '.join(DTYPES)}")
-    return chosen
+    return checked
 
 
 def _load_through_cache(
@@ -298,10 +323,10 @@ def _load_through_cache(
         if destination.exists():
             try:
                 return _used(_load_converted(destination, dtype, verify, weights))
-            except MemoryShortageError:  # another conversion would not be smaller
+            except MemoryShortageError:  # converting again would not help
                 raise
             except InputError as error:
-                notify(f"the cached conversion is unusable and is made again ({error})")
+                notify(f"the cached conversion is unusable; converting again ({error})")
         else:
             notify(f"{folder} is not converted yet: converting it into {destination}")
         convert(folder, destination, force=True)
@@ -311,7 +336,7 @@ def _load_through_cache(
 
 
 def _used(model: Model) -> Model:
-    """Keep the conversion of a model in the cache while the process lives."""
+    """Protect the conversion of a model in the cache while the process lives."""
     if model.path is not None:
         mark_used(model.path)
     return model

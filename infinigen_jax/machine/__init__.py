@@ -1,4 +1,4 @@
-"""The machine: the JAX backend, and how much memory device and host have.
+"""Machine: the JAX backend, and the memory of host and device.
 
 Imports errors. Start reading at memory_limits.py.
 """

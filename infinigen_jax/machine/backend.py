@@ -1,4 +1,4 @@
-"""Starting JAX's backend: what has to be set before, and what to say when it does not start."""
+"""Start of JAX's backend: environment variables set before, and the error if it fails."""
 
 import os
 
@@ -7,28 +7,28 @@ import jax
 from infinigen_jax.errors import InputError
 from infinigen_jax.machine.memory_limits import PINNED_POOL_VARIABLE, available_host_bytes
 
-POOL_SHARE = 0.9  # of the host's free memory, for arrays in pinned memory
+POOL_SHARE = 0.9  # of the free host memory, for pinned arrays
 
 
 def widen_pinned_pool() -> None:
-    """Let JAX use most of the host's memory as pinned memory; to be called before it starts.
+    """Let JAX pin most of the host's memory; call it before the backend starts.
 
-    XLA takes pinned host memory from a pool that grows up to a limit, 64 GiB unless an environment
-    variable, which the user may have set, says otherwise. What is not needed is not taken.
+    XLA takes pinned host memory from a pool that grows up to a limit: 64 GiB, or the value of an
+    environment variable, which takes precedence if the user has set it.
     """
     pool = max(1, int(POOL_SHARE * available_host_bytes()) >> 30)
     os.environ.setdefault(PINNED_POOL_VARIABLE, str(pool))
 
 
 def start_backend() -> None:
-    """Start JAX's backend, if that has not happened.
+    """Start JAX's backend if it has not started.
 
     Raises:
-        InputError: naming JAX_PLATFORMS, if there is no such backend here.
+        InputError: names JAX_PLATFORMS if this machine has no such backend.
     """
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter for a plugin that is missing
+    except (RuntimeError, AssertionError) as error:  # AssertionError if a plugin is missing
         reason = " ".join(str(error).split()).partition(" (set JAX_PLATFORMS")[0]
         raise InputError(
             f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: JAX finds no such device"

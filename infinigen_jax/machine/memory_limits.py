@@ -1,4 +1,4 @@
-"""How much memory there is: of the host, of a device, and of JAX's pool of pinned host memory."""
+"""Limits of memory: of the host, of a device, and of JAX's pool of pinned host memory."""
 
 import os
 import resource
@@ -16,7 +16,7 @@ PINNED_POOL_DEFAULT_GB = 64
 
 @runtime_checkable
 class Device(Protocol):
-    """The part of a jax.Device that is needed here."""
+    """Part of jax.Device that this module needs."""
 
     @property
     def platform(self) -> str: ...
@@ -25,14 +25,14 @@ class Device(Protocol):
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Host memory that can be allocated without swapping, in bytes.
+    """Return the host memory that can be allocated without swapping, in bytes.
 
-    On Linux the kernel's own estimate (MemAvailable), or what the control groups of this process
-    leave if that is less, as in a container, or the limit of its address space. Elsewhere the size
-    of the physical memory.
+    On Linux this is the least of the kernel's estimate (MemAvailable), the room that the control
+    groups of this process leave, as in a container, and the room in its address space. On other
+    systems it is the size of the physical memory.
 
     Args:
-        root: where /proc and /sys are found.
+        root: folder that contains proc and sys.
     """
     available = _meminfo_available(root / "proc/meminfo")
     if available is None:
@@ -41,9 +41,9 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def available_device_bytes(device: Device) -> int | None:
-    """Memory of a device that JAX can still allocate, in bytes; None if the backend does not tell.
+    """Return the device memory that JAX can still allocate, in bytes; None if unknown.
 
-    For a CPU device it is the host's memory.
+    For a CPU device this is the host's memory.
     """
     if device.platform == "cpu":
         return available_host_bytes()
@@ -54,16 +54,16 @@ def available_device_bytes(device: Device) -> int | None:
 
 
 def pinned_pool_limit_bytes(device: Device | None = None) -> int | None:
-    """Limit of the pool from which JAX takes pinned host memory, in bytes; None: there is no pool.
+    """Return the limit of JAX's pool of pinned host memory, in bytes; None if there is no pool.
 
-    XLA reads the environment variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB when it starts; without it
-    the pool of a GPU ends at 64 GiB, however much memory the host has.
+    XLA reads the environment variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB when it starts. Without the
+    variable, the pool of a GPU ends at 64 GiB, however much memory the host has.
 
     Args:
-        device: whose pool; the default is JAX's first device.
+        device: device of the pool; JAX's first device by default.
 
     Raises:
-        InputError: if the variable is not a positive whole number.
+        InputError: the variable is not a positive whole number.
     """
     platform = (device or jax.devices()[0]).platform
     if platform == "cpu":
@@ -79,30 +79,30 @@ def pinned_pool_limit_bytes(device: Device | None = None) -> int | None:
 
 
 def widen_pool_to(count: int) -> str:
-    """What to do for a pool with room for so many bytes."""
+    """Return the remedy for a pool that is smaller than `count` bytes."""
     return f"set {PINNED_POOL_VARIABLE}={-(-count // 2**30) + 2}"
 
 
 def pinned_bytes_in_use(device: Device) -> int:
-    """Bytes of this process's arrays in a device's pinned host memory, weights among them."""
+    """Return the bytes of this process's arrays in a device's pinned host memory."""
     pinned = (x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host")
     shards = (shard for x in pinned for shard in x.addressable_shards)
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
 
 def tree_bytes(tree: Any) -> int:
-    """Of the arrays of a tree, or of those that its shapes are of."""
+    """Return the bytes of a tree's arrays, or of the arrays that its shapes describe."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def format_bytes(count: int) -> str:
-    """A byte count for people: `1536` is "1.5 KiB"."""
+    """Format a byte count: `1536` becomes "1.5 KiB"."""
     if abs(count) < 1024:
         return f"{count} B"
     value = float(count)
     for unit in ("KiB", "MiB", "GiB", "TiB"):
         value /= 1024
-        if abs(value) < 1023.95:  # above, it would be rounded to 1024.0
+        if abs(value) < 1023.95:  # larger values would round to 1024.0
             return f"{value:.1f} {unit}"
     return f"{value / 1024:.1f} PiB"
 
@@ -120,7 +120,7 @@ def _meminfo_available(meminfo: Path) -> int | None:
 
 
 def _address_space_room(root: Path) -> Iterator[int]:
-    """Bytes left below the limit that `ulimit -v` sets, if there is one."""
+    """Yield the bytes left below the limit of `ulimit -v`, if it is set."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         try:
@@ -131,18 +131,18 @@ def _address_space_room(root: Path) -> Iterator[int]:
 
 
 def _control_group_rooms(root: Path) -> Iterator[int]:
-    """Bytes left below the limit of each control group that this process is in.
+    """Yield the bytes left below the limit of each control group of this process.
 
-    Limits hold for a group and all groups inside it, hence the walk up to the mount. It also finds
-    the limit in a container, where the path may be the host's and only the mount itself exists.
+    A limit holds for a group and all groups inside it, so this walks up to the mount. The walk also
+    works in a container, where the path may be the host's and only the mount itself exists.
     """
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for membership in memberships:
-        number, controllers, path = membership.split(":", 2)
-        if number == "0" and not controllers:  # version 2
+        hierarchy, controllers, path = membership.split(":", 2)
+        if hierarchy == "0" and not controllers:  # version 2
             mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
             reclaimable = "inactive_file"
         elif "memory" in controllers.split(","):  # version 1
@@ -161,7 +161,7 @@ def _control_group_rooms(root: Path) -> Iterator[int]:
 
 
 def _read_number(file: Path) -> int | None:
-    """The number in a file; None without the file, and for the word "max"."""
+    """Return the number in a file; None if the file is missing or says "max"."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -169,7 +169,7 @@ def _read_number(file: Path) -> int | None:
 
 
 def _read_statistic(file: Path, name: str) -> int:
-    """A line `name number` of a file; 0 where it is missing."""
+    """Return the value of a line `name value` of a file; 0 if it is missing."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

@@ -1,4 +1,7 @@
-"""Model families. A family is one file here, chosen by `model_type` in config.json."""
+"""Model families: one file each, chosen by `model_type` in config.json.
+
+Imports errors. Start reading at base.py.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +11,7 @@ from infinigen_jax.models.base import Blueprint, ModelConfig, Params, blueprint,
 from infinigen_jax.models.family import family
 
 FAMILIES = ("llama", "ministral", "mistral", "opt", "qwen2", "qwen3")
-# Why some others are not among them, by a part of their name.
+# Reasons to name for unsupported model types that contain these words.
 REASONS = {
     "mixtral": "a mixture of experts",
     "moe": "a mixture of experts",

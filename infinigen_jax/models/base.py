@@ -1,8 +1,8 @@
-"""What every model family has in common: its configuration, and the interface of its modules.
+"""Interface of the model families: their configuration and their modules.
 
-A family is one file with two Flax NNX modules, `Layer` and `Embedding`, which are *definitions*:
-at run time their parameters are plain nested dicts (see `Blueprint`), because dispatching a jitted
-function costs 20 us with a dict and about 900 us with `nnx.jit` on a module.
+A family is one file with two Flax NNX modules, `Layer` and `Embedding`. They are *definitions*: at
+run time their parameters are plain nested dicts (see `Blueprint`), because dispatching a jitted
+function takes 20 us with a dict and about 900 us with `nnx.jit` on a module.
 
 Letters in shapes, here and in every einsum of the package: b batch, s sequence, h query heads,
 k KV heads, g query heads per KV head, d head size, r partial columns, n selected rows, t capacity,
@@ -31,11 +31,12 @@ class ModelConfig:
     """Architecture of a decoder, read from a Hugging Face `config.json`.
 
     Attributes:
-        family: the file of this package that defines the modules.
-        max_positions: longest sequence, in tokens, that the model has positions for.
+        family: name of the file of this package that defines the modules.
+        max_positions: longest supported sequence, in tokens.
         rope: rotary embedding, or None for learned positions.
-        attention_bias, mlp_bias: whether the projections carry biases.
-        sliding_window: tokens, itself included, that a token of `sliding_layers` attends to.
+        attention_bias, mlp_bias: whether the projections have biases.
+        sliding_window: number of tokens, itself included, that a token attends to in
+            `sliding_layers`.
         eos_ids: tokens that end a generation; may be empty.
     """
 
@@ -62,41 +63,41 @@ class ModelConfig:
 
     @property
     def group_size(self) -> int:
-        """Query heads per KV head (1 for multi-head attention)."""
+        """Number of query heads per KV head (1 for multi-head attention)."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def query_width(self) -> int:
-        """Columns of the projection to queries."""
+        """Number of columns of the query projection."""
         return self.num_heads * self.head_dim
 
     def grouped(self, query: Float[Array, "*b h d"]) -> Float[Array, "*b k g d"]:
-        """Query heads by the KV head that they share."""
+        """Group query heads by the KV head that they share."""
         return query.reshape(*query.shape[:-2], self.num_kv_heads, self.group_size, self.head_dim)
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens a layer attends to at most; None for all."""
+        """Return the sliding window of a layer, in tokens; None if it attends to all."""
         return self.sliding_window if layer in self.sliding_layers else None
 
     @property
     def scale(self) -> float:
-        """Factor on the attention scores; `Layer.query` has it applied."""
+        """Factor on the attention scores, which `Layer.query` applies."""
         return self.head_dim**-0.5
 
 
 @runtime_checkable
 class Layer(Protocol):
-    """One decoder layer, in the pieces between which the KV cache is read and speculation starts.
+    """One decoder layer, split where the KV cache is read and where speculation starts.
 
     x = x + attention_output(attention(query(a), key_value(a)))    a = attention_input(x)
     x = x + mlp(x)
 
-    `lengths` are the tokens that a sequence has in this call of the model, up to `positions` by
-    default; some rotary embeddings depend on it (`rope.rotate`).
+    `lengths` are the tokens of each sequence in this call of the model, by default up to and
+    including `positions`. Some rotary embeddings depend on them (`rope.rotate`).
     """
 
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        """The pre-attention norm: what layer l's speculation for layer l+1 starts from."""
+        """Return the hidden state after the pre-attention norm."""
         ...
 
     def query(
@@ -105,7 +106,7 @@ class Layer(Protocol):
         positions: Int[Array, "*b"],
         lengths: Int[Array, "*b"] | None = None,
     ) -> Float[Array, "*b h d"]:
-        """Queries as they enter the dot product: `finish_query` of the query projection."""
+        """Return queries as they enter the dot product: `finish_query` of the projection."""
         ...
 
     def finish_query(
@@ -114,7 +115,7 @@ class Layer(Protocol):
         positions: Int[Array, "*b"],
         lengths: Int[Array, "*b"] | None = None,
     ) -> Float[Array, "*b h d"]:
-        """Queries of what a projection to w = h*d made, bias included: norm, rotation, scale."""
+        """Apply norm, rotation and scale to projected queries, w = h*d, bias included."""
         ...
 
     def key_value(
@@ -123,36 +124,36 @@ class Layer(Protocol):
         positions: Int[Array, "*b"],
         lengths: Int[Array, "*b"] | None = None,
     ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
-        """Keys (after norm and rotation) and values."""
+        """Return keys, after norm and rotation, and values."""
         ...
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
-        """The output projection."""
+        """Apply the output projection."""
         ...
 
     def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        """What the MLP adds to the residual, its norm included."""
+        """Return the MLP's addition to the residual stream; its norm is included."""
         ...
 
 
 @runtime_checkable
 class Embedding(Protocol):
-    """Both ends of the model: tokens to hidden states, hidden states to logits."""
+    """Embedding of tokens to hidden states, and of hidden states to logits."""
 
     def embed(
         self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]
     ) -> Float[Array, "*b e"]: ...
 
     def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
-        """The final norm and the output projection; float32."""
+        """Apply the final norm and the output projection; return float32 logits."""
         ...
 
 
 class Blueprint(NamedTuple):
-    """A family's modules with the parameters taken out.
+    """A family's modules without their parameters.
 
-    `layer(params)` and `embedding(params)` put plain dicts of arrays back into a module. Inside
-    jit this costs nothing at run time, and one compilation serves every layer.
+    `layer(params)` and `embedding(params)` insert plain dicts of arrays into a module. Inside jit
+    this costs nothing at run time, and one compilation serves every layer.
     """
 
     config: ModelConfig
@@ -162,7 +163,7 @@ class Blueprint(NamedTuple):
     embedding_shapes: Params
 
     def layer(self, params: Params) -> Layer:
-        """The module, of parameters in either form of `joined`."""
+        """Return the module of a layer; parameters may have either form of `models.joined`."""
         module: Any = nnx.merge(self.layer_graph, split(params, self.config.query_width))
         if "qkv" in params:
             module.q = part_of(params["qkv"], 0, self.config.query_width)
@@ -170,16 +171,17 @@ class Blueprint(NamedTuple):
         return module
 
     def embedding(self, params: Params) -> Embedding:
+        """Return the module of the embedding."""
         return nnx.merge(self.embedding_graph, params)
 
 
 @functools.cache
 def blueprint(config: ModelConfig, dtype: Any) -> Blueprint:
-    """Build a family's modules abstractly: shapes and dtypes, no memory.
+    """Build a family's modules abstractly: shapes and dtypes, no arrays.
 
     Args:
         config: the architecture.
-        dtype: dtype of parameters and activations (norms, softmax and logits compute in float32).
+        dtype: dtype of parameters and activations; norms, softmax and logits compute in float32.
     """
     module = family(config.family)
     dtype = jnp.dtype(dtype)
@@ -192,7 +194,7 @@ def blueprint(config: ModelConfig, dtype: Any) -> Blueprint:
 
 
 def linear(inputs: int, outputs: int, bias: bool, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
-    """A dense projection whose kernel is `[inputs, outputs]`, parameters in `dtype`."""
+    """Return a dense projection with kernel `[inputs, outputs]` and parameters in `dtype`."""
     return nnx.Linear(
         inputs,
         outputs,
@@ -205,7 +207,7 @@ def linear(inputs: int, outputs: int, bias: bool, dtype: Any, rngs: nnx.Rngs) ->
 
 
 def random_params(config: ModelConfig, dtype: Any, seed: int = 0) -> Params:
-    """Random parameters of a family, for tests and benchmarks: normal, 1/sqrt(fan in).
+    """Return random parameters for tests and benchmarks: normal, deviation 1/sqrt(fan in).
 
     Returns:
         `{"embedding": {...}, "layers": [{...}, ...]}` with the shapes of `blueprint`.

@@ -1,4 +1,4 @@
-"""The module of a model family by its name."""
+"""Import of a model family's module by its name."""
 
 import importlib
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""A whole causal pass in plain JAX: the reference for parity, and the calibration's attention."""
+"""Causal pass over whole sequences in plain JAX: reference for parity, and calibration."""
 
 import functools
 
@@ -12,10 +12,10 @@ from infinigen_jax.models.base import Blueprint, Params
 def forward(
     blueprint: Blueprint, params: Params, tokens: Int[Array, "b s"]
 ) -> Float[Array, "b s v"]:
-    """Logits of every position, without a cache. Positions count from 0; no padding.
+    """Return the logits of every position, without a cache. Positions start at 0; no padding.
 
     Returns:
-        float32 logits.
+        Logits, float32.
     """
     embedding = blueprint.embedding(params["embedding"])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -40,13 +40,13 @@ def causal_attention(
     window: int | None = None,
     sinks: int = 0,
 ) -> Float[Array, "s h d"]:
-    """Causal attention of one sequence, `block` queries at a time, so scores stay small.
+    """Compute causal attention of one sequence in blocks of queries, which keeps scores small.
 
     Args:
         queries: scaled queries; query head h reads KV head h // (h / k).
         block: queries per step; the temporary is [h, block, s] float32.
-        window: how many tokens, itself included, a token attends to; None for all before it.
-        sinks: first tokens that it attends to besides.
+        window: number of tokens, itself included, that a token attends to; None for all.
+        sinks: number of first tokens that every token also attends to.
     """
     length, heads, size = queries.shape
     kv_heads = keys.shape[1]

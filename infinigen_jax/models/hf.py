@@ -1,4 +1,4 @@
-"""Reading Hugging Face's `config.json`: what all families share, and what all of them refuse."""
+"""Reader of Hugging Face's `config.json`: settings and refusals that all families share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +7,8 @@ from infinigen_jax.errors import UnsupportedModelError
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of `layer_types`
 
-MOST_LAYERS = 10_000  # of each of which something is listed
-LARGEST = (1 << 31) - 1  # of all other sizes, which index arrays
+MOST_LAYERS = 10_000  # bounds the lists with an entry per layer
+LARGEST = (1 << 31) - 1  # bounds all other sizes, which index arrays
 
 
 def refuse_unless(condition: Any, setting: str) -> None:
@@ -18,32 +18,32 @@ def refuse_unless(condition: Any, setting: str) -> None:
 
 
 def refuse_foreign_features(hf: Mapping[str, Any]) -> None:
-    """Refuse features that no family here implements, whatever the family says of itself."""
+    """Refuse features that no family implements, whatever `model_type` says."""
     refuse_unless(not hf.get("quantization_config"), "quantised weights (quantization_config)")
     for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
         refuse_unless(not hf.get(name), f"mixture of experts ({name}={hf.get(name)})")
 
 
 def refuse_sliding_windows(hf: Mapping[str, Any]) -> None:
-    """For families that have none."""
+    """Refuse sliding windows, for families without them."""
     window = hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
     refuse_unless(not window, f"sliding-window attention (sliding_window={window})")
 
 
 def sliding_windows(hf: Mapping[str, Any], window: int | None, first: int = 0) -> dict[str, Any]:
-    """`sliding_window` and `sliding_layers` of ModelConfig.
+    """Return `sliding_window` and `sliding_layers` of ModelConfig.
 
     Args:
-        window: what the family reads from `sliding_window`; None where there is none.
-        first: layer from which on layers have the window, where `layer_types` does not say which.
+        window: the family's reading of `sliding_window`; None without one.
+        first: first layer with the window, if `layer_types` is missing.
     """
-    number = _positive(hf, "num_hidden_layers", most=MOST_LAYERS)
+    count = _positive(hf, "num_hidden_layers", most=MOST_LAYERS)
     kinds = hf.get("layer_types")
     if kinds is None:
-        kinds = [SLIDING if window and i >= first else FULL for i in range(number)]
+        kinds = [SLIDING if window and i >= first else FULL for i in range(count)]
     strange = [kind for kind in kinds if kind not in (SLIDING, FULL)]
     refuse_unless(not strange, f"layer type {strange[0] if strange else None!r}")
-    refuse_unless(len(kinds) == number, f"{len(kinds)} layer_types for {number} layers")
+    refuse_unless(len(kinds) == count, f"{len(kinds)} layer_types for {count} layers")
     layers = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
     if not layers:
         return {}
@@ -53,11 +53,11 @@ def sliding_windows(hf: Mapping[str, Any], window: int | None, first: int = 0) -
 
 
 def common_settings(hf: Mapping[str, Any], *, layers: str, mlp: str) -> dict[str, Any]:
-    """The sizes and special tokens, as keyword arguments of ModelConfig.
+    """Return sizes and special tokens as keyword arguments of ModelConfig.
 
     Args:
         hf: the parsed config.json.
-        layers, mlp: this family's names for the number of layers and the MLP width.
+        layers, mlp: the family's setting names for the number of layers and the MLP width.
     """
     refuse_foreign_features(hf)
     heads = _positive(hf, "num_attention_heads")
@@ -83,7 +83,7 @@ def common_settings(hf: Mapping[str, Any], *, layers: str, mlp: str) -> dict[str
 
 
 def end_tokens(hf: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
-    """The tokens of `eos_token_id` of config.json or generation_config.json, one or a list."""
+    """Return the tokens of `eos_token_id` in config.json or generation_config.json."""
     name = "eos_token_id"
     listed = hf.get(name)
     if not isinstance(listed, list):
@@ -95,10 +95,10 @@ def end_tokens(hf: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
 def _token(
     hf: Mapping[str, Any], name: str, vocabulary: int, none: int | None = None
 ) -> int | None:
-    """A token number of the vocabulary.
+    """Read a token id and check that it is in the vocabulary.
 
     Args:
-        none: number that stands for no token in configurations of older models.
+        none: id that means "no token" in configurations of older models.
     """
     value = hf.get(name)
     if value is None or (value == none and type(value) is int):

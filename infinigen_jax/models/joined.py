@@ -1,8 +1,8 @@
-"""The projections to queries, keys and values as one matrix: {"qkv"} in place of {"q", "kv"}.
+"""Joined projections: queries, keys and values as one matrix, {"qkv"} in place of {"q", "kv"}.
 
-On a CPU three short products take longer than one, as each wakes the other threads for it. Where
-attention reads rows in the host's memory, an engine's layers are joined; their modules take either
-form (`base.Blueprint.layer`).
+On a CPU three short products take longer than one, because each wakes the other threads. An engine
+joins its layers where attention reads rows in the host's memory. Modules accept either form
+(`base.Blueprint.layer`).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Params = dict[str, Any]
 
 
 def join(layer: Params) -> Params:
-    """A layer's parameters with one matrix for the three."""
+    """Return a layer's parameters with the three projections joined."""
     if "qkv" in layer:
         return layer
     rest = {name: part for name, part in layer.items() if name not in ("q", "kv")}
@@ -27,10 +27,10 @@ def join(layer: Params) -> Params:
 
 
 def split(layer: Params, queries: int) -> Params:
-    """The inverse of `join`.
+    """Invert `join`.
 
     Args:
-        queries: columns of the queries' projection.
+        queries: number of columns of the query projection.
     """
     if "qkv" not in layer:
         return layer
@@ -40,9 +40,9 @@ def split(layer: Params, queries: int) -> Params:
 
 
 def part_of(joined: Params, begin: int, end: int | None) -> Callable[[Array], Array]:
-    """A projection that is some columns of the joined one.
+    """Return a function that computes some columns of the joined projection.
 
-    The product is that of all columns, so that those of a layer are one, computed once.
+    It multiplies by all columns. XLA merges the equal products of a layer into one.
     """
 
     def project(a: Float[Array, "*b e"]) -> Float[Array, "*b w"]:

@@ -1,6 +1,6 @@
 """LLaMA 1, 2 and 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Its relatives are made of the same modules and say in their own files what differs.
+Related families reuse these modules; their files describe only the differences.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ ACTIVATIONS = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "llama"; refuse by name what is not implemented."""
+    """Translate a `config.json` of model_type "llama"; refuse unsupported settings by name."""
     refuse_sliding_windows(hf)
     return relative_from_hf(
         hf,
@@ -39,7 +39,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def relative_from_hf(hf: Mapping[str, Any], family: str, **own: Any) -> ModelConfig:
-    """The configuration of a model made of these modules.
+    """Return the configuration of a family that reuses these modules.
 
     Args:
         own: settings of ModelConfig that the family reads in its own way.
@@ -51,7 +51,7 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **own: Any) -> ModelCon
     settings: dict[str, Any] = {"attention_bias": False, "mlp_bias": False} | common | own
     settings["max_positions"] = stretched_positions(rope, common["max_positions"])
     if settings.get("sliding_window", 0) >= settings["max_positions"]:
-        # No window at all: such layers are cached on the host like any other.
+        # Treat it as no window: such layers are cached on the host like any other.
         settings |= {"sliding_window": None, "sliding_layers": ()}
     return ModelConfig(
         family=family,
@@ -114,10 +114,11 @@ class Layer(nnx.Module):
         return rotate(self.normed_key(key), positions, c.rope, lengths), value
 
     def normed_query(self, q: Float[Array, "*b h d"]) -> Float[Array, "*b h d"]:
-        """What stands between a projection and the rotation: nothing, here."""
+        """Return the query before rotation; families with a query norm override it."""
         return q
 
     def normed_key(self, key: Float[Array, "*b k d"]) -> Float[Array, "*b k d"]:
+        """Return the key before rotation; families with a key norm override it."""
         return key
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:

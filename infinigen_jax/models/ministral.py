@@ -1,4 +1,4 @@
-"""Ministral: Mistral, with a sliding window in the layers that its configuration names."""
+"""Ministral: Mistral with a sliding window in some layers, which the configuration lists."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +11,6 @@ __all__ = ["Embedding", "Layer", "config_from_hf"]
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "ministral"; refuse what is not implemented."""
+    """Translate a `config.json` of model_type "ministral"; refuse unsupported settings."""
     hf = {"num_key_value_heads": 8, **hf}
     return relative_from_hf(hf, "ministral", **sliding_windows(hf, hf.get("sliding_window", 4096)))

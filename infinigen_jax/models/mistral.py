@@ -1,4 +1,4 @@
-"""Mistral (also Zephyr, OpenHermes and others of its kind): LLaMA, in version 0.1 with a window."""
+"""Mistral and its derivatives, such as Zephyr and OpenHermes: LLaMA, with a window in v0.1."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["Embedding", "Layer", "config_from_hf"]
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "mistral"; refuse what is not implemented."""
+    """Translate a `config.json` of model_type "mistral"; refuse unsupported settings."""
     window = hf.get("sliding_window", 4096)
     mixed = window and FULL in (hf.get("layer_types") or ())
     refuse_unless(not mixed, "layer_types in a mistral model (model_type ministral has them)")

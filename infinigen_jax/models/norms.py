@@ -1,6 +1,6 @@
-"""The two norms, in float32 whatever the dtype of the activations.
+"""RMSNorm and LayerNorm, computed in float32 for every dtype of the activations.
 
-Flax's own have two drawbacks here: their default variance E[x^2] - mean^2 cancels on OPT's
+Flax's norms have two drawbacks here: their default variance E[x^2] - mean^2 cancels on OPT's
 outliers, and in half precision they rely on implicit promotion, which the tests forbid.
 """
 

@@ -1,7 +1,7 @@
 """OPT, the pre-norm sizes: LayerNorm, learned positions, multi-head attention with biases, ReLU.
 
-opt-350m alone of the published sizes normalises after each block and projects its embeddings; it
-is refused by name.
+Of the published sizes only opt-350m normalises after each block and projects its embeddings; it is
+refused by name.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ POSITION_OFFSET = 2  # rows 0 and 1 of OPT's position table are not positions
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "opt"; refuse by name what is not implemented."""
+    """Translate a `config.json` of model_type "opt"; refuse unsupported settings by name."""
     settings = common_settings(hf, layers="num_hidden_layers", mlp="ffn_dim")
     refuse_sliding_windows(hf)
     refuse_unless(hf.get("do_layer_norm_before", True), "do_layer_norm_before=false (opt-350m)")

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5, dense: LLaMA with biases on queries, keys and values, maybe sliding windows."""
+"""Qwen 2 and 2.5, dense: LLaMA with biases on queries, keys, values; optional sliding windows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +14,12 @@ __all__ = ["Embedding", "Layer", "config_from_hf", "qwen_windows"]
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "qwen2"; refuse what is not implemented."""
+    """Translate a `config.json` of model_type "qwen2"; refuse unsupported settings."""
     return llama.relative_from_hf(hf, "qwen2", attention_bias=True, **qwen_windows(hf))
 
 
 def qwen_windows(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """`sliding_window` and `sliding_layers` of ModelConfig, as Qwen's configurations say it."""
+    """Return `sliding_window` and `sliding_layers` of ModelConfig from Qwen's settings."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
     return sliding_windows(hf, window, first=int(hf.get("max_window_layers", 28)))
 

@@ -1,4 +1,4 @@
-"""Qwen 3, dense: LLaMA with a norm on every head's query and key, before the rotation."""
+"""Qwen 3, dense: LLaMA with a norm on each head's query and key, before the rotation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,14 +16,14 @@ __all__ = ["Embedding", "Layer", "config_from_hf"]
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "qwen3"; refuse what is not implemented."""
+    """Translate a `config.json` of model_type "qwen3"; refuse unsupported settings."""
     bias = bool(hf.get("attention_bias", False))
     hf = {"head_dim": 128, **hf}
     return llama.relative_from_hf(hf, "qwen3", attention_bias=bias, **qwen_windows(hf))
 
 
 class Layer(llama.Layer):
-    """See `models.base.Layer`. The norms are over a head, one scale for all heads."""
+    """See `models.base.Layer`. The norms apply to each head, with one scale for all heads."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)

@@ -1,16 +1,16 @@
 """Rotary position embedding (Su et al., 2021) in the half-split layout of Hugging Face's models.
 
-Models are stretched beyond the context they were trained with by other frequencies:
+Other frequencies extend models beyond the context of their training:
 
     linear    every frequency divided by `factor` (Chen et al., 2023)
-    dynamic   a base that grows with the sequence, once it is longer than the model's own context
-              ("NTK-aware", r/LocalLLaMA, 2023)
+    dynamic   a base that grows with the sequence beyond the model's original context ("NTK-aware",
+              r/LocalLLaMA, 2023)
     llama3    low frequencies divided by `factor`, high ones kept (LLaMA 3.1)
-    yarn      likewise with a ramp over the pairs, and scores sharpened (Peng et al., 2023)
+    yarn      likewise with a ramp over the pairs, and sharper scores (Peng et al., 2023)
 
-`dynamic` is as in transformers: a call of the model takes the base for the length that the
-sequence has by then. A prompt's keys so have the base of the prompt's length, and each further
-token's that of its own position; keys in the cache keep what they had.
+`dynamic` follows transformers: each call of the model uses the base for the sequence length at that
+call. All keys of a prompt use the prompt's length, and each later token uses its position. Cached
+keys stay unchanged.
 """
 
 import dataclasses
@@ -25,19 +25,19 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Frequencies of the rotation.
+    """Frequencies of the rotary embedding.
 
     Attributes:
         theta: base of the geometric series of wavelengths.
         kind: one of KINDS.
-        factor: how far the context is stretched; at least 1.
-        original_positions: context of the model before it was stretched ("dynamic", "llama3",
+        factor: ratio of the extended context to the original one; at least 1.
+        original_positions: context of the model before its extension ("dynamic", "llama3",
             "yarn").
         low_frequency_factor, high_frequency_factor: turns within the original context between
-            which "llama3" changes over.
-        slow_turns, fast_turns: the same of "yarn" (its beta_slow and beta_fast).
+            which "llama3" interpolates.
+        slow_turns, fast_turns: the same for "yarn" (its beta_slow and beta_fast).
         truncate: whether the ramp of "yarn" starts and ends at whole pairs.
-        attention_factor: on rotated queries and keys alike ("yarn").
+        attention_factor: factor on rotated queries and on rotated keys ("yarn").
     """
 
     theta: float = 10000.0
@@ -52,9 +52,9 @@ class Rope:
     attention_factor: float = 1.0
 
     def frequencies(self, dim: int) -> np.ndarray:
-        """Angle per position of each of the `dim / 2` rotated pairs, float32.
+        """Return the angle per position of each of the `dim / 2` rotated pairs, float32.
 
-        Of kind "dynamic" those within the original context.
+        For kind "dynamic" these are the frequencies within the original context.
         """
         inverse = self.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
         if self.kind == "linear":
@@ -75,14 +75,14 @@ class Rope:
         dim = 2 * len(inverse)
 
         def pair_with(turns: float) -> float:
-            """The (fractional) pair that makes so many turns within the original context."""
+            """Return the (fractional) pair that makes `turns` within the original context."""
             wavelength = self.original_positions / (turns * 2 * math.pi)
             return dim * math.log(wavelength) / (2 * math.log(self.theta))
 
         first, last = pair_with(self.fast_turns), pair_with(self.slow_turns)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
-        # The bounds of transformers, and of the authors: the last one is meant for pairs, yet dim.
+        # Clip like transformers and the authors: to dim - 1, although pairs end at dim / 2 - 1.
         first, last = max(first, 0), min(last, dim - 1)
         width = last - first if last != first else 0.001
         stretched = np.clip((np.arange(len(inverse)) - first) / width, 0.0, 1.0)
@@ -91,17 +91,17 @@ class Rope:
     def angles(
         self, positions: Int[Array, "*b"], lengths: Int[Array, "*b"], dim: int
     ) -> Float[Array, "*b p"]:
-        """Of each of the p = `dim / 2` pairs, float32.
+        """Return the angles of each of the p = `dim / 2` pairs, float32.
 
         Args:
-            lengths: of the sequence in this call of the model, see `rotate`.
+            lengths: length of each sequence in this call of the model, see `rotate`.
         """
         angles = positions[..., None].astype(jnp.float32) * _as_last(
             self.frequencies(dim), positions.ndim
         )
         if self.kind != "dynamic" or dim == 2:
             return angles
-        # theta * s^(d / (d-2)) as the base, in terms of the frequencies.
+        # Equivalent to the base theta * s^(d / (d-2)), written as a factor on the angles.
         beyond = jnp.maximum(lengths - self.original_positions, 0).astype(jnp.float32)
         growth = jnp.log1p(beyond * (self.factor / self.original_positions))
         exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim - 2)
@@ -114,11 +114,11 @@ def rotate(
     rope: Rope,
     lengths: Int[Array, "*b"] | None = None,
 ) -> Float[Array, "*b heads d"]:
-    """Rotate each pair (i, i + d/2) of every head by position times frequency; float32 inside.
+    """Rotate each pair (i, i + d/2) of every head by position times frequency, in float32.
 
     Args:
-        lengths: tokens that the sequence has in this call of the model, for the kind "dynamic";
-            those up to the token itself by default, as in a decode step.
+        lengths: tokens of each sequence in this call of the model, for kind "dynamic"; by default
+            up to and including `positions`, as in a decode step.
     """
     lengths = positions + 1 if lengths is None else lengths
     angles = rope.angles(positions, lengths, x.shape[-1])[..., None, :]
@@ -131,5 +131,5 @@ def rotate(
 
 
 def _as_last(values: np.ndarray, leading: int) -> Float[Array, "*one p"]:
-    """For multiplication with arrays of so many leading axes."""
+    """Add leading axes so that the values broadcast along the last axis."""
     return jnp.asarray(values).reshape((1,) * leading + (-1,))

@@ -1,4 +1,4 @@
-"""Reading the rotary embedding from Hugging Face's `config.json`."""
+"""Reader of the rotary embedding in Hugging Face's `config.json`."""
 
 import math
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int) -> Rope:
         positions: max_position_embeddings.
 
     Raises:
-        UnsupportedModelError: naming the kind or the setting that is not implemented.
+        UnsupportedModelError: names the kind or setting that is not implemented.
     """
     settings = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
     nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
-    refuse_unless(not nested, f"rope_parameters of its own for {', '.join(nested)}")
+    refuse_unless(not nested, f"separate rope_parameters for {', '.join(nested)}")
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in KINDS:
         raise UnsupportedModelError(
@@ -38,18 +38,18 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int) -> Rope:
     _positive(original, "original_max_position_embeddings")
     read = {"linear": _stretched, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
     try:
-        found = read[kind](settings, original, positions) if kind != "default" else {}
+        scaling = read[kind](settings, original, positions) if kind != "default" else {}
     except KeyError as missing:
         raise UnsupportedModelError(
             f"config.json: rope type {kind!r} without its setting {missing}"
         ) from None
-    return Rope(theta=theta, kind=kind, **found)
+    return Rope(theta=theta, kind=kind, **scaling)
 
 
 def stretched_positions(rope: Rope, positions: int) -> int:
-    """The longest sequence that a model is made for, of its max_position_embeddings.
+    """Return the longest supported sequence, given max_position_embeddings.
 
-    With some kinds that is usually the context before it was stretched.
+    For some kinds max_position_embeddings is the context before its extension.
     """
     if rope.kind in ("linear", "dynamic"):
         return round(positions * rope.factor)
@@ -82,13 +82,13 @@ def _llama3(settings: Mapping[str, Any], original: int, positions: int) -> dict[
 def _yarn(settings: Mapping[str, Any], original: int, positions: int) -> dict[str, Any]:
     if settings["factor"] is None:
         settings = {**settings, "factor": positions / original}
-    found = _stretched(settings, original, positions)
+    scaling = _stretched(settings, original, positions)
     fast = _positive(settings.get("beta_fast") or 32.0, "beta_fast")
     slow = _positive(settings.get("beta_slow") or 1.0, "beta_slow")
     attention = settings.get("attention_factor")
     if attention is None:
-        attention = _yarn_attention(settings, found["factor"])
-    return found | {
+        attention = _yarn_attention(settings, scaling["factor"])
+    return scaling | {
         "original_positions": original,
         "fast_turns": fast,
         "slow_turns": slow,
@@ -98,7 +98,7 @@ def _yarn(settings: Mapping[str, Any], original: int, positions: int) -> dict[st
 
 
 def _yarn_attention(settings: Mapping[str, Any], factor: float) -> float:
-    """0.1 ln(factor) + 1 as in the paper (its equation 22), or DeepSeek's ratio of two such."""
+    """Return 0.1 ln(factor) + 1 (equation 22 of the YaRN paper) or DeepSeek's ratio of two such."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""Array operations that know nothing of caches or models: attention, top-k, compaction.
+"""Array operations independent of caches and models: attention, top-k, compaction.
 
 Imports errors. Start reading at attention.py.
 """

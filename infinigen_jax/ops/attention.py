@@ -1,6 +1,6 @@
-"""Attention of one token over cached rows. Softmax in float32.
+"""Attention of one token over cached rows, with the softmax in float32.
 
-Queries come grouped, [b, k, g, d]: the g query heads that read KV head k, already scaled.
+Queries are grouped, [b, k, g, d]: g query heads read KV head k. They are already scaled.
 """
 
 from typing import NamedTuple
@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-MASKED = -1e30  # finite, so that a block without a valid row makes no NaN
+MASKED = -1e30  # finite, so that a block without valid rows gives no NaN
 
 
 class Part(NamedTuple):
-    """Cached tokens in one place. `valid` tells which of them count, of each KV head or of all.
+    """Cached tokens in one place, with a mask `valid` per KV head or for all heads.
 
-    Keys and values are apart [b, k, n, d], or both are the same packed rows [b, k, n, 2d], key and
-    value side by side: used whole, with a query that is zero where the value lies, they need not
-    be taken apart, which would copy them.
+    Keys and values are separate arrays [b, k, n, d], or both are the same packed rows [b, k, n, 2d]
+    with key and value concatenated. Packed rows are used whole, with a query that is zero in the
+    value's columns: slicing them would copy them.
     """
 
     keys: Float[Array, "b k n w"]
@@ -25,24 +25,24 @@ class Part(NamedTuple):
     valid: Bool[Array, "b kv n"]
 
     def taken(self, d: int) -> Float[Array, "b k d"]:
-        """Sum of the values, the last d columns, in float32."""
+        """Return the sum of the valid values (the last d columns), in float32."""
         values = self.values[..., -d:].astype(jnp.float32)
         return jnp.sum(jnp.where(self.valid[..., None], values, 0.0), axis=2)
 
 
 def packed(rows: Float[Array, "b k n w"], valid: Bool[Array, "b kv n"]) -> Part:
-    """A Part of packed rows."""
+    """Return a Part of packed rows."""
     return Part(rows, rows, valid)
 
 
 class Tail(NamedTuple):
-    """All that is attended to besides, as m tokens, each in the place of many.
+    """Tokens that are attended approximately: m tokens, each representing many.
 
     Attributes:
-        score: natural logarithm of the summed exponentials of its tokens' scores, float32; -inf
-            if there are none.
-        values: the sum of the values of `count` of its tokens, float32; finite in any case.
-        shift: what is to be added to the values of all m tokens, float32; None for nothing.
+        score: log-sum-exp of the represented tokens' scores, float32; -inf for an empty set.
+        values: sum of the values of `count` of these tokens, float32; always finite.
+        count: number of tokens in `values`.
+        shift: correction added to the mean value of all m tokens together, float32; None for none.
     """
 
     score: Float[Array, "b k g m"]
@@ -52,14 +52,14 @@ class Tail(NamedTuple):
 
 
 def attend(q: Float[Array, "b k g d"], *parts: Part) -> Float[Array, "b k g d"]:
-    """Attention of one token over the union of several parts, as if they were one cache."""
+    """Return the attention of one token over the union of several parts."""
     return attend_weighted(q, *parts)[0]
 
 
 def attend_weighted(
     q: Float[Array, "b k g d"], *parts: Part, tail: Tail | None = None
 ) -> tuple[Float[Array, "b k g d"], list[Float[Array, "b k g n"]]]:
-    """As `attend`, and the weights of each part; a tail has what is missing to a sum of 1."""
+    """Return `attend` and the weights of each part; a tail has the remaining weight."""
     scores = jnp.concatenate([_scores(q, part) for part in parts], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)
     output = jnp.zeros(q.shape, jnp.float32)
@@ -70,17 +70,17 @@ def attend_weighted(
         output += _weighted_sum(of_parts[-1], part.values, q.shape[-1])
         start = stop
     if tail is not None:
-        output, kept = _with_tail(output, jax.nn.logsumexp(scores, axis=-1), tail)
-        of_parts = [weights * kept for weights in of_parts]
+        output, kept_weight = _with_tail(output, jax.nn.logsumexp(scores, axis=-1), tail)
+        of_parts = [weights * kept_weight for weights in of_parts]
     return output.astype(q.dtype), of_parts
 
 
 def _with_tail(
     output: Float[Array, "b k g d"], log_total: Float[Array, "b k g"], tail: Tail
 ) -> tuple[Float[Array, "b k g d"], Float[Array, "b k g 1"]]:
-    """The output with the tail in it, and what the weights of the other tokens sum to.
+    """Return the output including the tail, and the total weight of the other tokens.
 
-    A factor of exactly 1, and a term of exactly 0, where there is no tail.
+    Without a tail the factor is exactly 1 and the added term exactly 0.
     """
     log_tail = jax.nn.logsumexp(tail.score, axis=-1)
     total = jnp.logaddexp(log_total, log_tail)
@@ -94,7 +94,7 @@ def _with_tail(
 
 
 class Softmax(NamedTuple):
-    """A softmax-weighted sum in progress (the online form): peak, sum of weights, sum of rows."""
+    """Online softmax in progress: peak score, sum of weights, weighted sum of values."""
 
     peak: Float[Array, "b k g"]
     total: Float[Array, "b k g"]
@@ -102,7 +102,7 @@ class Softmax(NamedTuple):
 
 
 def start_softmax(q: Float[Array, "b k g d"]) -> Softmax:
-    """Nothing attended yet."""
+    """Return the state before any row is attended."""
     shape = q.shape[:-1]
     zeros = jnp.zeros(q.shape, jnp.float32)
     return Softmax(jnp.full(shape, MASKED, jnp.float32), zeros[..., 0], zeros)
@@ -120,7 +120,7 @@ def extend_softmax(state: Softmax, q: Float[Array, "b k g d"], part: Part) -> So
 
 
 def join_softmax(one: Softmax, other: Softmax) -> Softmax:
-    """Of the rows of both, none of which is in both."""
+    """Combine the states of two disjoint sets of rows."""
     peak = jnp.maximum(one.peak, other.peak)
     kept = [jnp.exp(part.peak - peak) for part in (one, other)]
     total = one.total * kept[0] + other.total * kept[1]
@@ -131,7 +131,7 @@ def join_softmax(one: Softmax, other: Softmax) -> Softmax:
 def finish_softmax(
     state: Softmax, q: Float[Array, "b k g d"], tail: Tail | None = None
 ) -> Float[Array, "b k g d"]:
-    """The attention output over everything attended so far."""
+    """Return the attention output over everything attended so far."""
     output = state.weighted / state.total[..., None]
     if tail is not None:
         output, _ = _with_tail(output, state.peak + jnp.log(state.total), tail)
@@ -148,12 +148,12 @@ def _scores(q: Float[Array, "b k g d"], part: Part) -> Float[Array, "b k g n"]:
 def _weighted_sum(
     weights: Float[Array, "b k g n"], values: Float[Array, "b k n w"], d: int
 ) -> Float[Array, "b k g d"]:
-    """Sum of the values, the last d columns; weights take the values' dtype for the product."""
+    """Return the weighted sum of the values (the last d columns), multiplied in their dtype."""
     weights = weights.astype(values.dtype)
     b, k, g, n = weights.shape
     if n >= 4096 and n % 8 == 0:
-        # A long single dot product runs at half the memory bandwidth on the CPU; eight side by
-        # side run at all of it.
+        # On the CPU one long dot product reaches half the memory bandwidth; eight concurrent ones
+        # reach all of it.
         weights = weights.reshape(b, k, g, 8, n // 8)
         values = values.reshape(b, k, 8, n // 8, values.shape[-1])
         sums = jnp.einsum("bkgcn,bkcnd->bkcgd", weights, values, preferred_element_type=jnp.float32)

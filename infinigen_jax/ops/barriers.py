@@ -1,5 +1,8 @@
-"""When XLA for the CPU computes what: barriers are gone before it fuses and before it decides on
-copies, so that it takes conditions and numbers that it cannot know."""
+"""Ordering and fusion control for XLA:CPU, which removes `optimization_barrier`.
+
+XLA:CPU drops barriers before it fuses and before it inserts copies. The functions here use
+conditions and values that the compiler cannot simplify.
+"""
 
 import functools
 from collections.abc import Callable
@@ -10,28 +13,27 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def apart(compute: Callable[[], Made]) -> Made:
-    """The arrays that `compute` returns, computed once and written out, under a condition that
-    always holds.
+def compute_once(compute: Callable[[], Result]) -> Result:
+    """Return the arrays of `compute`, computed once and stored.
 
-    Fused with its uses it would be computed for each of their elements. A barrier does not help:
-    XLA removes those before it fuses for a CPU. For programs of a CPU only; a GPU would ask the
-    host for the condition.
+    They are computed under a condition that always holds. Without it XLA would fuse `compute` into
+    its consumers and repeat it for each of their elements. Use it in CPU programs only: a GPU would
+    wait for the host to read the condition.
     """
     shapes = jax.eval_shape(compute)
-    always = lax.optimization_barrier(jnp.bool_(True))  # which XLA must not know
+    always = lax.optimization_barrier(jnp.bool_(True))  # opaque to XLA at this stage
     zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return lax.cond(always, compute, zeros)
 
 
-def behind(x: Shaped[Array, "*b w"], made: Float[Array, "*b d"]) -> Shaped[Array, "*b w"]:
-    """x, when `made` has been computed; w is a multiple of d.
+def after(x: Shaped[Array, "*b w"], earlier: Float[Array, "*b d"]) -> Shaped[Array, "*b w"]:
+    """Return x, computed after `earlier`; w is a multiple of d.
 
-    What is then written in the place of something that `made` was read from needs no copy of it.
+    A later write into the array that `earlier` was read from then needs no copy of that array.
     """
-    never = jnp.isnan(made) & jnp.isinf(made)
-    parts = x.reshape(*made.shape[:-1], -1, made.shape[-1])
+    never = jnp.isnan(earlier) & jnp.isinf(earlier)
+    parts = x.reshape(*earlier.shape[:-1], -1, earlier.shape[-1])
     return jnp.where(never[..., None, :], jnp.zeros((), x.dtype), parts).reshape(x.shape)

@@ -1,4 +1,4 @@
-"""From marks to the places of what is marked, with static shapes and without a sort."""
+"""Compaction: positions of the marked entries of a mask, with static shapes and without sorting."""
 
 import functools
 import operator
@@ -7,26 +7,26 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
-from infinigen_jax.ops.barriers import apart
-from infinigen_jax.ops.work_items import CHUNK, CHUNK_BITS, JOBS, Jobs, cut, most_jobs
+from infinigen_jax.ops.barriers import compute_once
+from infinigen_jax.ops.work_items import CHUNK, CHUNK_BITS, ITEMS, WorkItems, cut_items, most_items
 
 BITS = 5
-WORD = 1 << BITS  # marks of the words that a selection mask is packed into
-GROUPS = 32  # of words that a position is compared with at once
+WORD = 1 << BITS  # marks in a word of a packed mask
+GROUPS = 32  # number of word groups that a position is compared with
 
 
 def compact(mask: Bool[Array, "b k t"], size: int) -> Int[Array, "b k n"]:
-    """Positions of the marked entries, ascending, in the first places of n = `size`.
+    """Return positions of the marked entries, ascending, in the first places of n = `size`.
 
-    Marks are packed into 32-bit words; a mark's word is found by the words' running counts, and the
-    mark by halving inside the word. What is behind the marked ones is any position. On the CPU only
-    places that a mark is found for are filled, some at a time, of whichever rows.
+    Marks are packed into 32-bit words. A mark's word is located by the running counts of the words,
+    its place in the word by bisection. Places after the last mark hold arbitrary positions. On the
+    CPU only the used places are computed, in work items from all rows.
     """
     return jnp.minimum(compact_words(pack_marks(mask), size), mask.shape[-1] - 1)
 
 
 def compact_words(words: UInt32[Array, "b k v"], size: int) -> Int[Array, "b k n"]:
-    """`compact`, of packed marks: behind the marked ones is any position of the words."""
+    """Return `compact` of packed marks; places after the last mark hold arbitrary positions."""
     b, k, v = words.shape
     slots = lax.platform_dependent(
         words.reshape(b * k, v),
@@ -37,40 +37,40 @@ def compact_words(words: UInt32[Array, "b k v"], size: int) -> Int[Array, "b k n
 
 
 def pack_marks(mask: Bool[Array, "*b t"]) -> UInt32[Array, "*b v"]:
-    """Marks as words of WORD bits, the first mark lowest."""
+    """Pack marks into words of WORD bits, the first mark lowest."""
     *rows, t = mask.shape
     words = -(-t // WORD)
     if t % WORD:
         mask = jnp.pad(mask, [(0, 0)] * len(rows) + [(0, words * WORD - t)])
-    # Four marks, bytes of 0 or 1, become four bits at once: the product brings byte i to bit
-    # 28 + i, and whatever else is in it stays below, without a carry, or falls off.
+    # Four marks, bytes of 0 or 1, become four bits with one product. It moves byte i to bit 28 + i.
+    # All other terms stay below without a carry, or overflow.
     quads = mask.astype(jnp.uint8).reshape(*rows, words * (WORD // 4), 4)
     bits = (lax.bitcast_convert_type(quads, jnp.uint32) * jnp.uint32(0x10204080)) >> jnp.uint32(28)
     places = jnp.arange(0, WORD, 4, dtype=jnp.uint32).reshape(*[1] * (len(rows) + 1), WORD // 4)
     packed = jnp.sum(bits.reshape(*rows, words, WORD // 4) << places, axis=-1, dtype=jnp.uint32)
-    group = _group(words)  # `_first_above` searches whole ones
+    group = _group(words)  # `_first_above` needs whole groups
     return jnp.pad(packed, [(0, 0)] * len(rows) + [(0, -words % group)])
 
 
 def unpack_marks(words: UInt32[Array, "*b v"], t: int) -> Bool[Array, "*b t"]:
-    """The first t marks of packed words."""
+    """Return the first t marks of packed words."""
     places = jnp.arange(WORD, dtype=jnp.uint32).reshape(*[1] * words.ndim, WORD)
     marks = (words[..., None] >> places) & jnp.uint32(1)
     return marks.reshape(*words.shape[:-1], -1)[..., :t].astype(jnp.bool)
 
 
 def marked(words: UInt32[Array, "*b v"]) -> Int[Array, "*b"]:
-    """How many marks there are."""
+    """Return the number of marks."""
     return jnp.sum(lax.population_count(words).astype(jnp.int32), axis=-1)
 
 
 def running_counts(words: UInt32[Array, "*b v"]) -> Int[Array, "*b v"]:
-    """How many marks there are to the end of each word."""
+    """Return the number of marks up to the end of each word."""
     counts = lax.population_count(words)
     if words.shape[-1] % 4:
         return jnp.cumsum(counts.astype(jnp.int32), axis=-1)
-    # XLA adds up as many numbers for each as it is told to have running sums of. Those of four
-    # words are the bytes of one product, which leaves a quarter of them.
+    # XLA's cumulative sum takes O(n) additions per element. Four counts are therefore summed inside
+    # one product, which leaves a quarter of the elements.
     quads = counts.reshape(*words.shape[:-1], -1, 4)
     places = 8 * jnp.arange(4, dtype=jnp.uint32).reshape(*[1] * words.ndim, 4)
     inside = jnp.sum(quads << places, axis=-1, dtype=jnp.uint32) * jnp.uint32(0x01010101)
@@ -81,11 +81,11 @@ def running_counts(words: UInt32[Array, "*b v"]) -> Int[Array, "*b v"]:
 
 
 def compact_by_row(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"]:
-    """Positions of the first n = `size` marks of each row, any behind them.
+    """Return positions of the first n = `size` marks of each row, arbitrary ones after them.
 
-    Each is found by itself: by comparing with the running counts of a few groups of words, and by a
-    binary search inside the group. The barrier keeps that out of what uses the positions: a gather
-    of rows would do it again for every element of a row.
+    Each mark is located independently, by comparison with the running counts of a few word groups
+    and bisection inside the group. The barrier keeps the search out of its consumers: a gather of
+    rows would repeat it for every element of a row.
     """
     rows, v = words.shape
     ends = running_counts(words)
@@ -97,72 +97,75 @@ def compact_by_row(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"]:
 
 
 def compact_together(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"]:
-    """Positions of the first n = `size` marks of each row, 0 behind them.
+    """Return positions of the first n = `size` marks of each row, 0 after them.
 
-    Rows have very different numbers of marks: those that are wanted are found in jobs, see `jobs`,
-    and then handed out. The loop keeps the search out of what uses the positions, see
-    `compact_by_row`: barriers are gone before XLA fuses for a CPU.
+    Rows have very different numbers of marks. Positions are computed in work items
+    (`ops.work_items`) and then distributed to the rows. The loop keeps the search out of its
+    consumers, as the barrier does in `compact_by_row`; XLA:CPU would drop a barrier before fusion.
     """
     rows = words.shape[0]
-    at_once = min(JOBS, rows * most_jobs(size))
+    at_once = min(ITEMS, rows * most_items(size))
     counts = running_counts(words)
-    wanted = jnp.minimum(counts[:, -1], size)
-    jobs = cut(wanted)
-    room = rows * most_jobs(size) + at_once
-    starts = mark_starts(words, counts, wanted, jobs, room)
+    requested = jnp.minimum(counts[:, -1], size)
+    items = cut_items(requested)
+    room = rows * most_items(size) + at_once
+    starts = mark_starts(words, counts, requested, items, room)
 
     def fill(i: Array, positions: Array) -> Array:
         first = i * at_once
-        row, _ = jobs.places(i, at_once)
-        found = marks_at(words, lax.dynamic_slice_in_dim(starts, first, at_once), row)
-        return lax.dynamic_update_slice_in_dim(positions, found, first, axis=0)
+        row, _ = items.places(i, at_once)
+        marks = marks_at(words, lax.dynamic_slice_in_dim(starts, first, at_once), row)
+        return lax.dynamic_update_slice_in_dim(positions, marks, first, axis=0)
 
     positions = jnp.zeros((room, CHUNK), jnp.int32)
-    positions = lax.fori_loop(jnp.int32(0), jobs.loops(at_once), fill, positions)
+    positions = lax.fori_loop(jnp.int32(0), items.loops(at_once), fill, positions)
     place = jnp.arange(size, dtype=jnp.int32)[None]
-    there = place < wanted[:, None]
-    place = jnp.where(there, jobs.begin[:, None] * CHUNK + place, 0)
-    return jnp.where(there, positions.reshape(-1)[place], 0)
+    valid = place < requested[:, None]
+    place = jnp.where(valid, items.begin[:, None] * CHUNK + place, 0)
+    return jnp.where(valid, positions.reshape(-1)[place], 0)
 
 
 def mark_starts(
     words: UInt32[Array, "r v"],
     counts: Int[Array, "r v"],
-    wanted: Int[Array, " r"],
-    jobs: Jobs,
+    requested: Int[Array, " r"],
+    items: WorkItems,
     room: int,
 ) -> Int[Array, "j c"]:
-    """At which places of the jobs the marks of another word begin, for `marks_at`.
+    """Return the places of the work items at which the marks of another word begin, for `marks_at`.
 
-    Where a word has a place's mark and not the one's before, or where a job begins: 1 + the word,
-    how many of its marks are before the place, and the place in the job; 0 elsewhere. So the one
-    that counts for a place is the largest up to it. A few thousand numbers written wherever they
-    belong, which XLA's scatter is quick at, in place of a search for each place. In int32, which is
-    enough for rows of less than 2^25 tokens.
+    An entry is nonzero where a word holds the mark of this place but not of the previous one, or
+    where a work item begins. It encodes 1 + the word, the number of its marks before the place, and
+    the place in the item. The entry that applies to a place is therefore the largest up to it.
+    XLA's scatter writes these few thousand numbers quickly, which replaces a search per place.
+    int32 suffices for rows of less than 2^25 tokens.
 
     Args:
-        counts: the words' `running_counts`.
-        wanted: so many marks of each row, the first ones; it must have as many.
-        jobs: of the wanted ones.
-        room: j, above the number of all jobs: the last place of the last one takes what is dropped.
+        words: packed marks.
+        counts: `running_counts` of the words.
+        requested: number of leading marks requested per row; each row must have as many.
+        items: work items of the requested marks.
+        room: j, above the total number of items: the last place of the last item receives discarded
+            writes.
     """
     word = lax.broadcasted_iota(jnp.int32, words.shape, 1)
-    begin = jobs.begin[:, None] * CHUNK
-    unused = room * CHUNK - 1  # where numbers go that are not to be written, without a branch
+    begin = items.begin[:, None] * CHUNK
+    unused = room * CHUNK - 1  # target of discarded writes, which avoids a branch
 
     def entries() -> tuple[tuple[Array, Array], ...]:
         before = counts - lax.population_count(words).astype(jnp.int32)
-        job = (before | (CHUNK - 1)) + 1  # no word has marks in three: WORD <= CHUNK
+        item = (before | (CHUNK - 1)) + 1  # a word spans at most two items: WORD <= CHUNK
 
         def entry(place: Array, marks_before: Array | int) -> tuple[Array, Array]:
-            there = (counts > place) & (place < wanted[:, None])
+            needed = (counts > place) & (place < requested[:, None])
             entry = 1 + ((word * WORD + marks_before) * CHUNK + (place & (CHUNK - 1)))
-            return jnp.where(there, begin + place, unused), entry
+            return jnp.where(needed, begin + place, unused), entry
 
-        return entry(before, 0), entry(job, job - before)
+        return entry(before, 0), entry(item, item - before)
 
     starts = jnp.zeros((room * CHUNK,), jnp.int32)
-    for place, entry in apart(entries):  # or each would be computed again, without vectors
+    # Without `compute_once` XLA would compute each entry again, without vectors.
+    for place, entry in compute_once(entries):
         put_at = starts.at[place.reshape(-1)]
         starts = put_at.set(entry.reshape(-1), mode="promise_in_bounds")
     return starts.reshape(room, CHUNK)
@@ -171,11 +174,12 @@ def mark_starts(
 def marks_at(
     words: UInt32[Array, "r v"], starts: Int[Array, "p c"], row: Int[Array, " p"]
 ) -> Int[Array, "p c"]:
-    """Positions of the marks at all places of some jobs; any where no mark is wanted.
+    """Return positions of the marks at all places of some work items; arbitrary beyond the request.
 
     Args:
-        starts: of these jobs, see `mark_starts`.
-        row: that each job is of.
+        words: packed marks.
+        starts: rows of `mark_starts` for these items.
+        row: row of each item.
     """
 
     def latest() -> Array:
@@ -185,21 +189,21 @@ def marks_at(
             latest, reach = jnp.maximum(latest, before), 2 * reach
         return latest
 
-    entry = jnp.maximum(apart(latest) - 1, 0)
+    entry = jnp.maximum(compute_once(latest) - 1, 0)
     word = entry >> (BITS + CHUNK_BITS)
     place = jnp.arange(CHUNK, dtype=jnp.int32)[None]
     nth = place - (entry & (CHUNK - 1)) + (entry >> CHUNK_BITS & (WORD - 1))
-    bits = apart(lambda: words.at[row[:, None], word].get(mode="promise_in_bounds"))
+    bits = compute_once(lambda: words.at[row[:, None], word].get(mode="promise_in_bounds"))
     return _in_word(bits, nth) + word * WORD
 
 
 def _in_word(bits: UInt32[Array, "*b"], nth: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """Place of the nth mark of a word, by halving; any if it has no such mark."""
+    """Return the place of the nth mark of a word by bisection; arbitrary if it has no such mark."""
     position = jnp.zeros_like(nth)
     half = WORD // 2
     while half:
         lower = lax.population_count(bits & jnp.uint32((1 << half) - 1)).astype(jnp.int32)
-        # Not by selecting, which takes twice as long on the CPU.
+        # Arithmetic instead of `where`, which takes twice as long on the CPU.
         upper = (nth >= lower).astype(jnp.int32)
         nth = nth - lower * upper
         bits = bits >> (upper * half).astype(jnp.uint32)
@@ -209,22 +213,22 @@ def _in_word(bits: UInt32[Array, "*b"], nth: Int[Array, "*b"]) -> Int[Array, "*b
 
 
 def _first_above(ends: Int[Array, "r v"], index: Int[Array, "r n"]) -> Int[Array, "r n"]:
-    """For each index, how many of its row's ascending `ends` are not above it."""
+    """Return for each index the number of its row's ascending `ends` that are at most the index."""
     length = ends.shape[1]
     group = _group(length)
     tops = ends[:, group - 1 :: group]
-    # One after the other, each for all places side by side.
+    # Sequential over groups, vectorised over places.
     below = (tops[:, i, None] <= index for i in range(tops.shape[1]))
-    found = functools.reduce(operator.add, (x.astype(jnp.int32) for x in below)) * group
+    result = functools.reduce(operator.add, (x.astype(jnp.int32) for x in below)) * group
     row = jnp.arange(ends.shape[0], dtype=jnp.int32)[:, None]
     half = group // 2
     while half:
-        last = jnp.minimum(found + (half - 1), length - 1)
-        found = jnp.where(ends[row, last] <= index, found + half, found)
+        last = jnp.minimum(result + (half - 1), length - 1)
+        result = jnp.where(ends[row, last] <= index, result + half, result)
         half //= 2
-    return jnp.minimum(found, length)
+    return jnp.minimum(result, length)
 
 
 def _group(words: int) -> int:
-    """Words of a group: a power of two, so that there are at most GROUPS; packed rows are whole."""
+    """Return the words of a group: a power of two that gives at most GROUPS groups."""
     return 1 << max(0, (-(-words // GROUPS) - 1).bit_length())

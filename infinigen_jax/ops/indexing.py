@@ -1,4 +1,4 @@
-"""Reading and writing places of arrays that have one row per sequence and KV head."""
+"""Lookup and update of array entries with one index row per sequence and KV head."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,14 +6,14 @@ from jaxtyping import Array, Int
 
 
 def look_up(table: Array, index: Int[Array, "b k n"]) -> Array:
-    """table[i, j, index[i, j, m]]; every index must be within the table."""
+    """Return table[i, j, index[i, j, m]]; every index must be within the table."""
     return jnp.take_along_axis(table, index, axis=2, mode="promise_in_bounds")
 
 
 def put(table: Array, index: Int[Array, "b k n"], values: Array | bool) -> Array:
-    """table[i, j, index[i, j, m]] = values[i, j, m], in place where donated.
+    """Set table[i, j, index[i, j, m]] = values[i, j, m], in place if donated.
 
-    An index beyond the table is left out; the others are distinct.
+    Indices beyond the table are ignored; the others are distinct.
     """
     batch = lax.broadcasted_iota(jnp.int32, index.shape, 0)
     head = lax.broadcasted_iota(jnp.int32, index.shape, 1)

@@ -1,8 +1,8 @@
-"""Reductions over the tokens of long arrays, as a CPU is quick at them.
+"""Reductions over the tokens of long arrays, vectorised for the CPU.
 
-XLA's own go along the last axis one element after the other, as sums of floats depend on the order.
-Here an array is cut into some pieces, and what is left, after all of them have been taken together
-side by side, is short.
+XLA reduces the last axis one element after the other, because sums of floats depend on the order.
+Here an array is cut into pieces that are combined elementwise, and only the short result is reduced
+by XLA.
 """
 
 import functools
@@ -13,19 +13,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-LANES = 64  # pieces are of a multiple of so many tokens
-# Pieces of what is in the processor's nearest cache: a sum has less to write the more there are.
+LANES = 64  # pieces are a multiple of this many tokens
+# Pieces for data in the L1 cache: the more pieces, the less a sum writes.
 AT_ONCE = 64
-# Of what is not: more streams than the processor reads ahead for are slower.
+# Pieces for other data: more streams than the hardware prefetcher follows are slower.
 STREAMS = 8
 
 
 def summed(term: Callable[..., Array], *arrays: Shaped[Array, "..."]) -> Array:
-    """Sum over tokens of a term of each.
+    """Return the sum of a term over all tokens.
 
     Args:
-        term: given a piece of each array, or, where there are no pieces, all of it.
-        arrays: the last axis is of tokens, a multiple of LANES.
+        term: function of one piece of each array, or of the whole arrays if they are not cut.
+        arrays: arrays with tokens on the last axis, a multiple of LANES.
     """
 
     def in_pieces(*arrays: Array) -> Array:
@@ -39,7 +39,7 @@ def summed(term: Callable[..., Array], *arrays: Shaped[Array, "..."]) -> Array:
 
 @jax.jit  # traced once for all layers of a step
 def best(x: Float[Array, "*b t"]) -> Float[Array, "*b"]:
-    """The largest over all tokens."""
+    """Return the maximum over all tokens."""
     return lax.platform_dependent(x, cpu=_best, default=lambda x: jnp.max(x, axis=-1))
 
 
@@ -59,7 +59,7 @@ def _folded(
     size = arrays[0].shape[-1] // number
 
     def piece(x: Array, i: int) -> Array:
-        """Cut out of the array as it is, so that XLA reads it where it is."""
+        """Return a static slice of the array, which XLA reads without a copy."""
         return lax.slice_in_dim(x, i * size, (i + 1) * size, axis=x.ndim - 1)
 
     terms = (term(*(piece(x, i) for x in arrays)) for i in range(number))
@@ -67,6 +67,6 @@ def _folded(
 
 
 def _pieces(tokens: int, at_most: int) -> int:
-    """The largest number of pieces of whole LANES."""
+    """Return the largest number of pieces, at most `at_most`, of whole LANES."""
     groups = tokens // LANES
     return max(n for n in range(1, at_most + 1) if groups % n == 0)

@@ -1,9 +1,9 @@
-"""Where the tokens of a chunk go: a run of positions of each sequence, padded to one length.
+"""Spans: positions of a chunk's tokens in each sequence, padded to one length.
 
-             c = 6                  a sequence's own positions
+             c = 6                  the sequence's positions
 start 4, count 6    a b c d e f     4 5 6 7 8 9
-start 0, count 2    g h . . . .     0 1, and padding that is written nowhere
-start 7, count 0    . . . . . .     nothing at all
+start 0, count 2    g h . . . .     0 1; padding is not written
+start 7, count 0    . . . . . .     none
 """
 
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 
 class Span(NamedTuple):
-    """See the module's docstring.
+    """Start and token count of a chunk in each sequence; see the module's docstring.
 
     Attributes:
-        start: tokens that a sequence has before the chunk.
-        count: of the chunk's tokens, that are not padding.
+        start: tokens of the sequence before the chunk.
+        count: tokens of the chunk, excluding padding.
     """
 
     start: Int[Array, " b"]
@@ -26,36 +26,36 @@ class Span(NamedTuple):
 
     @classmethod
     def first(cls, counts: Int[Array, " b"]) -> "Span":
-        """Of sequences that have nothing yet."""
+        """Return the span of first chunks, for empty sequences."""
         return cls(jnp.zeros_like(counts), counts)
 
     @classmethod
     def whole(cls, batch: int, size: int) -> "Span":
-        """`first`, without padding."""
+        """Return the span of first chunks without padding."""
         return cls.first(jnp.full(batch, size, jnp.int32))
 
     @property
     def end(self) -> Int[Array, " b"]:
-        """Tokens of a sequence, the chunk included."""
+        """Tokens of a sequence, including the chunk."""
         return self.start + self.count
 
     def positions(self, size: int) -> Int[Array, "b c"]:
-        """Of the chunk's tokens, padding included."""
+        """Return the positions of the chunk's tokens, including padding."""
         return self.start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
 
     def holds(self, size: int) -> Bool[Array, "b c"]:
-        """Which of the chunk's tokens are not padding."""
+        """Return the mask of the chunk's tokens that are not padding."""
         return jnp.arange(size, dtype=jnp.int32)[None] < self.count[:, None]
 
 
 def place_span(
     size: int, capacity: int, span: Span
 ) -> tuple[Int[Array, " b"], Int[Array, "b c"], Bool[Array, "b c"]]:
-    """How to write a chunk of `size` into `capacity` slots, at most as many.
+    """Return how to write a chunk of `size` tokens into `capacity` >= `size` slots.
 
     Returns:
-        The slot from which `size` slots are replaced, within bounds; which token of the chunk each
-        of them would get; and whether it gets it, or keeps what it has.
+        The slot from which `size` slots are replaced, within bounds; the chunk's token for each of
+        these slots; and the mask of slots that receive their token (others keep their contents).
     """
     at = jnp.clip(span.start, 0, capacity - size)
     token = at[:, None] + jnp.arange(size, dtype=jnp.int32)[None] - span.start[:, None]
@@ -66,7 +66,7 @@ def place_span(
 def put_span(
     table: Shaped[Array, "b k *t"], new: Shaped[Array, "b k *c"], span: Span, axis: int
 ) -> Shaped[Array, "b k *t"]:
-    """Write a chunk's tokens, which lie along an axis; in place where the table is donated."""
+    """Write a chunk's tokens along an axis; in place if the table is donated."""
     size, capacity = new.shape[axis], table.shape[axis]
     at, token, inside = place_span(size, capacity, span)
 
@@ -80,5 +80,5 @@ def put_span(
         rows = jnp.where(inside[sequence].reshape(along), rows, old)
         return lax.dynamic_update_slice(table, rows.astype(table.dtype), where)
 
-    # A loop, or XLA may copy the table between one sequence and the next.
+    # Unrolled, XLA may copy the table between two sequences.
     return lax.fori_loop(jnp.int32(0), jnp.int32(table.shape[0]), write, table)

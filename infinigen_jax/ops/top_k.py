@@ -1,7 +1,7 @@
-"""The largest entries of a row, by searching for the threshold that separates them.
+"""Top-k of a row by searching the threshold that separates the largest entries.
 
-A pass counts what is above a guess; sorting the context, or `lax.top_k`, costs many times as much
-on a CPU (`benchmarks.selection`).
+A pass counts the entries above a guess. Sorting the context, or `lax.top_k`, takes many times as
+long on a CPU (`benchmarks.selection`).
 """
 
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from infinigen_jax.ops.compaction import compact_words, marked, pack_marks
 from infinigen_jax.ops.reductions import best
 
-FEW = 32  # entries among which the search for a threshold ends by comparing them
-_NOTHING = 0x7FC00000  # the bits of a NaN: a threshold that nothing reaches
+FEW = 32  # number of open entries at which the search compares them directly
+_NOTHING = 0x7FC00000  # the bits of a NaN, a threshold that no entry reaches
 _SMALLEST = 0x00800000  # the key of the smallest normal number
 _LOWEST = -(2**31)  # below the keys of all numbers
 
 
 class Bounds(NamedTuple):
-    """Ranks of which none is below `low` or above `high`; nothing may be between them."""
+    """Bounds on ranks: none is below `low` or above `high`."""
 
     low: Float[Array, "b k"]
     high: Float[Array, "b k"]
@@ -29,44 +29,44 @@ class Bounds(NamedTuple):
 def top_mask(
     rank: Float[Array, "b k t"],
     count: Int[Array, "b k"],
-    there: Bool[Array, "b k t"] | None = None,
+    candidates: Bool[Array, "b k t"] | None = None,
 ) -> Bool[Array, "b k t"]:
     """Mark the `count` largest entries of each row, equal ones in order of position. No NaN.
 
-    Searches the threshold by counting; each pass reads the row once. Thresholds are handled as
-    order-preserving integers, so the search ends exactly; it stops early once a threshold separates
-    `count` entries, and does not begin where `count` is all that there are. Guesses are
-    interpolated, but for every third one if six did not do. Once FEW entries are left to tell
-    apart, they are taken out and compared with each other: 6 or 7 passes for normally distributed
-    scores, where halving alone takes 19.
+    The search counts entries above a threshold; each pass reads the row once. Thresholds are
+    order-preserving integers, so the search ends exactly. It stops early once a threshold separates
+    `count` entries, and does not start if every candidate is taken. Guesses are interpolated; after
+    six passes every third one bisects. Once FEW entries remain open, they are extracted and
+    compared with each other. Normally distributed scores take 6 or 7 passes, bisection alone 19.
 
     Args:
-        there: which ranks count, all of them above -inf; None for all that are.
+        candidates: mask of the candidates, all above -inf; None for all ranks above -inf.
     """
-    return top_marks(rank, count, rank > -jnp.inf if there is None else there)[0]
+    return top_marks(rank, count, rank > -jnp.inf if candidates is None else candidates)[0]
 
 
 def top_marks(
     rank: Float[Array, "b k t"],
     count: Int[Array, "b k"],
-    there: Bool[Array, "b k t"],
+    candidates: Bool[Array, "b k t"],
     between: Bounds | None = None,
 ) -> tuple[Bool[Array, "b k t"], UInt32[Array, "b k v"]]:
-    """`top_mask`, also in words.
+    """Return `top_mask`, and the mask packed into words.
 
     Args:
-        between: what the ranks that count are between, if it is known: it saves two passes.
+        candidates: mask of the candidates, all above -inf.
+        between: bounds on the candidates' ranks, if known; they save two passes.
     """
-    words = pack_marks(there)
+    words = pack_marks(candidates)
     above = marked(words)
 
     def search(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        there = state[0]
-        mask = _searched(jnp.where(there, rank, -jnp.inf), count, there, above, between)
+        candidates = state[0]
+        mask = _searched(jnp.where(candidates, rank, -jnp.inf), count, candidates, above, between)
         return mask, pack_marks(mask), jnp.bool_(False)
 
-    # One pass, or none: a condition would copy the marks where it has nothing to do.
-    state = there, words, jnp.any(above != count)
+    # A loop of at most one pass: a condition would copy the marks even without a search.
+    state = candidates, words, jnp.any(above != count)
     return lax.while_loop(lambda state: state[2], search, state)[:2]
 
 
@@ -77,21 +77,21 @@ def _searched(
     above: Int[Array, "b k"],
     between: Bounds | None = None,
 ) -> Bool[Array, "b k t"]:
-    """The search of `top_mask`, where `above` entries are `finite`."""
+    """Search as described in `top_mask`, with `above` entries in `finite`."""
     if between is None:
         between = Bounds(-best(jnp.where(finite, -rank, -jnp.inf)), best(rank))
     # Invariant: at least `count` entries are >= low, fewer than `count` are >= high.
     lowest, highest = _key(between.low), _key(between.high)
     enough, none = (above >= count) & (above > 0), count == 0
     low = jnp.where(enough, lowest, _key(jnp.float32(-jnp.inf)))
-    found = jnp.where(enough, above, rank.shape[-1])
-    low, found = jnp.where(none, _NOTHING, low), jnp.where(none, 0, found)
-    # Above 0 is the least number that a processor tells from it.
+    at_low = jnp.where(enough, above, rank.shape[-1])
+    low, at_low = jnp.where(none, _NOTHING, low), jnp.where(none, 0, at_low)
+    # The upper bound 0 needs the smallest number that compares greater (subnormals do not).
     high = jnp.where(highest == 0, _SMALLEST, highest + 1)
-    state = _Search(low, high, found, jnp.zeros_like(count), jnp.int32(0))
+    state = _Search(low, high, at_low, jnp.zeros_like(count), jnp.int32(0))
 
     def searching(state: _Search) -> Bool[Array, ""]:
-        return jnp.any(state.open(count) & (state.found - state.over > FEW))
+        return jnp.any(state.open(count) & (state.at_low - state.at_high > FEW))
 
     def step(state: _Search) -> _Search:
         guess = _interpolated(state, _aim(state, count), rank.shape[-1])
@@ -104,8 +104,8 @@ def _searched(
         return _Search(
             jnp.where(up, middle, state.low),
             jnp.where(down, middle, state.high),
-            jnp.where(up, at_least, state.found),
-            jnp.where(down, at_least, state.over),
+            jnp.where(up, at_least, state.at_low),
+            jnp.where(down, at_least, state.at_high),
             state.passes + 1,
         )
 
@@ -115,45 +115,47 @@ def _searched(
     threshold = _value(state.low)[..., None]
     mask = rank >= threshold
     return lax.cond(
-        jnp.any(state.found > count),
-        lambda: _drop_ties(mask, rank == threshold, state.found - count),
+        jnp.any(state.at_low > count),
+        lambda: _drop_ties(mask, rank == threshold, state.at_low - count),
         lambda: mask,
     )
 
 
 class _Search(NamedTuple):
-    """An interval of thresholds, as keys: `found` entries are >= low, `over` are >= high."""
+    """Interval of thresholds, as keys: `at_low` entries are >= low, `at_high` are >= high."""
 
     low: Int[Array, "b k"]
     high: Int[Array, "b k"]
-    found: Int[Array, "b k"]
-    over: Int[Array, "b k"]
+    at_low: Int[Array, "b k"]
+    at_high: Int[Array, "b k"]
     passes: Int[Array, ""]
 
     def open(self, count: Int[Array, "b k"]) -> Bool[Array, "b k"]:
-        """Where the threshold is not known yet."""
-        return (self.found != count) & (self.low < self.high - 1)
+        """Return where the threshold is not known yet."""
+        return (self.at_low != count) & (self.low < self.high - 1)
 
 
 def _finished(state: _Search, rank: Float[Array, "b k t"], count: Int[Array, "b k"]) -> _Search:
-    """The end of a search, where an interval that is open has at most FEW entries."""
+    """Finish a search whose open intervals have at most FEW entries."""
     t = rank.shape[-1]
     few = min(FEW, t)
     low, high = (_value(x)[..., None] for x in (state.low, state.high))
-    # As they were counted: above the largest number is NaN, and numbers may be too small to differ.
+    # Use the comparisons of the search: the key after the largest number is a NaN, and subnormals
+    # compare equal.
     words = pack_marks((rank >= low) & ~(rank >= high))
     slots = compact_words(words, few)
-    there = lax.broadcasted_iota(jnp.int32, slots.shape, 2) < (state.found - state.over)[..., None]
+    number = (state.at_low - state.at_high)[..., None]
+    open_entries = lax.broadcasted_iota(jnp.int32, slots.shape, 2) < number
     values = jnp.take_along_axis(rank, jnp.minimum(slots, t - 1), axis=2)
-    values = jnp.where(there, _key(values), _LOWEST)
-    # How many entries of the row are at least as large as each of them.
+    values = jnp.where(open_entries, _key(values), _LOWEST)
+    # Number of entries of the row that are at least as large as each of them.
     at_least = values[..., None, :] >= values[..., None]
-    reached = state.over[..., None] + jnp.sum(at_least, axis=-1, dtype=jnp.int32)
+    reached = state.at_high[..., None] + jnp.sum(at_least, axis=-1, dtype=jnp.int32)
     low = jnp.max(jnp.where(reached >= count[..., None], values, _LOWEST), axis=-1)
-    found = jnp.min(jnp.where(values == low[..., None], reached, t), axis=-1)
+    at_low = jnp.min(jnp.where(values == low[..., None], reached, t), axis=-1)
     open_ = state.open(count)
     return state._replace(
-        low=jnp.where(open_, low, state.low), found=jnp.where(open_, found, state.found)
+        low=jnp.where(open_, low, state.low), at_low=jnp.where(open_, at_low, state.at_low)
     )
 
 
@@ -162,21 +164,24 @@ def _halfway(state: _Search) -> Int[Array, "b k"]:
 
 
 def _aim(state: _Search, count: Int[Array, "b k"]) -> Int[Array, "b k"]:
-    """How many entries the next threshold is to have above it: `count`, or where one end of the
-    interval is near already, some to the other side, to bring the other end near."""
-    below, above = state.found - count <= FEW // 2, count - state.over <= FEW // 2
+    """Return the number of entries that the next threshold should separate.
+
+    Normally `count`. If one end of the interval is already near, the aim lies beyond `count` on the
+    other side, to move the other end near.
+    """
+    below, above = state.at_low - count <= FEW // 2, count - state.at_high <= FEW // 2
     return jnp.where(below == above, count, jnp.where(below, count - FEW // 4, count + FEW // 4))
 
 
 def _interpolated(state: _Search, count: Int[Array, "b k"], length: int) -> Int[Array, "b k"]:
-    """Where the count would be met if the scores' upper tail were a normal distribution's."""
+    """Return the threshold for the count if the upper tail of the scores were normal."""
 
     def deviations(entries: Int[Array, "b k"]) -> Float[Array, "b k"]:
         share = jnp.maximum(entries.astype(jnp.float32), 0.5) / (2.0 * length)
         return jnp.sqrt(-jnp.log(jnp.minimum(share, 1.0)))
 
-    start = deviations(state.found)
-    span = jnp.maximum(deviations(state.over) - start, 1e-6)
+    start = deviations(state.at_low)
+    span = jnp.maximum(deviations(state.at_high) - start, 1e-6)
     low, high = _value(state.low), _value(state.high)
     guess = low + (high - low) * ((deviations(count) - start) / span)
     return jnp.where(jnp.isfinite(guess), _key(guess), _halfway(state))
@@ -192,13 +197,13 @@ def _drop_ties(
 
 
 def _key(x: Float[Array, "*b"]) -> Int[Array, "*b"]:
-    """Order-preserving map from float32 to int32."""
+    """Map float32 to int32, preserving the order."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # -0.0 is equal to 0.0, and numbers too small to differ from it are. (XLA takes away "+ 0.0".)
+    # -0.0 and subnormals compare equal to 0.0. (XLA removes "+ 0.0".)
     return jnp.where(x == 0, 0, jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits))
 
 
 def _value(key: Int[Array, "*b"]) -> Float[Array, "*b"]:
-    """Inverse of `_key`."""
+    """Return the inverse of `_key`."""
     bits = jnp.where(key < 0, key ^ jnp.int32(0x7FFFFFFF), key)
     return lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,8 +1,8 @@
-"""Rows that want very different numbers of things, cut into jobs of equal size.
+"""Work items: equal pieces of rows that need very different numbers of places.
 
-Static shapes have room for the most that any row may want. What is wanted is less: it is cut into
-jobs of CHUNK places of one row, and a loop does some of them at a time, of whichever rows. (A loop
-whose length is not known is a round trip to the host on a GPU: this is for a CPU.)
+Static shapes are as large as the most that any row may need. The places needed are cut into items
+of CHUNK places of one row, and a loop processes some items at a time, from all rows. (On a GPU a
+loop of unknown length costs a round trip to the host, so this is for the CPU.)
 """
 
 from typing import NamedTuple
@@ -11,50 +11,50 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 CHUNK_BITS = 6
-CHUNK = 1 << CHUNK_BITS  # places of a job
-JOBS = 32  # at a time
+CHUNK = 1 << CHUNK_BITS  # places of a work item
+ITEMS = 32  # work items of a loop iteration
 
 
-class Jobs(NamedTuple):
-    """Jobs of r rows, row by row.
+class WorkItems(NamedTuple):
+    """Work items of r rows, row by row.
 
     Attributes:
-        number: how many each row has.
-        ends: how many there are to the end of each row.
+        counts: number of items of each row.
+        ends: number of items up to the end of each row.
     """
 
-    number: Int[Array, " r"]
+    counts: Int[Array, " r"]
     ends: Int[Array, " r"]
 
     @property
     def begin(self) -> Int[Array, " r"]:
-        """The first job of each row, or where it would be."""
-        return self.ends - self.number
+        """Index of the first item of each row, or the index it would have."""
+        return self.ends - self.counts
 
     def loops(self, at_once: int) -> Int[Array, ""]:
-        """After how many loops all are done."""
+        """Return the number of iterations that process all items."""
         return (self.ends[-1] + (at_once - 1)) // at_once
 
     def places(
         self, loop: Int[Array, ""], at_once: int
     ) -> tuple[Int[Array, " p"], Int[Array, "p c"]]:
-        """The p = `at_once` jobs of a loop: the row of each, and the places in it.
+        """Return the p = `at_once` items of an iteration: their rows, and their places in the row.
 
-        Those behind the last job are of the last row, at places that it does not want.
+        Items after the last one belong to the last row, with places beyond its request.
         """
-        job = loop * at_once + jnp.arange(at_once, dtype=jnp.int32)
-        row = jnp.sum(self.ends[None] <= job[:, None], axis=-1, dtype=jnp.int32)
+        item = loop * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        row = jnp.sum(self.ends[None] <= item[:, None], axis=-1, dtype=jnp.int32)
         row = jnp.minimum(row, self.ends.shape[0] - 1)
-        first = (job - self.begin[row]) * CHUNK
+        first = (item - self.begin[row]) * CHUNK
         return row, first[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)[None]
 
 
-def cut(wanted: Int[Array, " r"]) -> Jobs:
-    """Jobs for so many places of each row."""
-    number = (wanted + (CHUNK - 1)) // CHUNK
-    return Jobs(number, jnp.cumsum(number))
+def cut_items(requested: Int[Array, " r"]) -> WorkItems:
+    """Cut the requested number of places of each row into work items."""
+    counts = (requested + (CHUNK - 1)) // CHUNK
+    return WorkItems(counts, jnp.cumsum(counts))
 
 
-def most_jobs(places: int) -> int:
-    """Of a row that wants at most so many places."""
+def most_items(places: int) -> int:
+    """Return the largest number of items of a row with at most `places` places."""
     return -(-places // CHUNK)

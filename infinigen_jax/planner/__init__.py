@@ -1,4 +1,4 @@
-"""Forecasts for `plan`: memory, traffic, and the settings that it recommends.
+"""Planner of the `plan` command: forecasts of memory and traffic, and recommended settings.
 
-Imports cli, engine. Start reading at forecast.py.
+Imports cli, engine, loading and lower rooms. Start reading at forecast.py.
 """

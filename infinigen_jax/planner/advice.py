@@ -1,4 +1,4 @@
-"""The settings that a plan recommends, and what it says of those that were asked for."""
+"""Advice of `plan`: recommended settings, and a verdict on the requested ones."""
 
 import dataclasses
 import itertools
@@ -8,25 +8,26 @@ from infinigen_jax.cache.row_format import row_format
 from infinigen_jax.machine.memory_limits import format_bytes
 from infinigen_jax.planner.forecast import Forecast, Planner, Settings
 
-BUDGETS = (0.1, 0.05, 0.03, 0.02)  # tried, from the first, until copying no longer takes longest
-# Share of a step's time that a smaller budget has to save. Fewer rows cost quality, and a plan, a
-# floor with a supposed hit rate, is not exact enough to promise less than a tenth for it.
+BUDGETS = (0.1, 0.05, 0.03, 0.02)  # tried in order until copying is no longer the slowest part
+# Share of a step's time that a smaller budget has to save. Fewer rows cost quality, and a forecast,
+# a lower bound with an assumed hit rate, is not accurate enough to promise less than a tenth.
 WORTH = 0.1
 SMALLER_ROWS = ("int8", "int4")
-SMALLER_CHUNKS = (1024, 512, 256)  # tried in turn where a prompt takes too much while it is read
+SMALLER_CHUNKS = (1024, 512, 256)  # tried in order where reading a prompt needs too much memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What a plan comes to.
+    """Result of a plan.
 
     Attributes:
-        asked: with the options as they were given.
-        full: with the whole cache on the device.
-        best: the fastest that fits, with exact rows if any such does; None if nothing fits. Without
-            bandwidths that which is nearest to what was asked for.
-        most_context, most_batch: if nothing fits, what would, the other as it was asked for.
-        last_resort: if nothing fits, what would with fewer dense layers, as many as can be.
+        asked: forecast with the requested options.
+        full: forecast with the whole cache on the device.
+        best: the fastest forecast that fits, with exact rows if possible; None if none fits.
+            Without bandwidths, the forecast closest to the requested options.
+        most_context, most_batch: if nothing fits, the largest context and the largest batch that
+            would fit with the other as requested.
+        last_resort: if nothing fits, a forecast with the largest number of dense layers that fits.
     """
 
     asked: Forecast
@@ -38,7 +39,7 @@ class Advice:
 
 
 def advise(planner: Planner, batch: int, context: int) -> Advice:
-    """Forecast what was asked for, and look for better settings."""
+    """Forecast the requested settings and search for better ones."""
     layers = planner.config.num_layers
     asked = planner.asked
     full = dataclasses.replace(asked, dense_layers=layers, hot_set=0.0, rows="auto")
@@ -54,12 +55,12 @@ def advise(planner: Planner, batch: int, context: int) -> Advice:
         advice,
         most_context=largest(lambda n: fits(planner, ends, batch, n), context),
         most_batch=largest(lambda n: fits(planner, ends, n, context), batch),
-        last_resort=with_fewer_dense(planner, batch, context),
+        last_resort=best_with_fewer_dense(planner, batch, context),
     )
 
 
 def fits(planner: Planner, dense: Iterable[int], batch: int, context: int) -> bool:
-    """Whether there are settings that fit, with one of these numbers of dense layers."""
+    """Return whether any settings fit with one of these numbers of dense layers."""
     *_, smallest = row_choices(planner)
     *_, chunk = chunk_choices(planner)
     asked = planner.asked
@@ -72,34 +73,35 @@ def fits(planner: Planner, dense: Iterable[int], batch: int, context: int) -> bo
 def best_settings(
     planner: Planner, batch: int, context: int, dense: Iterable[int] | None = None
 ) -> Forecast | None:
-    """The fastest forecast that fits, by the remedy that costs least; each only if it has to be.
+    """Return the fastest forecast that fits with the least costly remedy; None if none fits.
 
-    Chunks cost time before the first token, rows precision, and weights on the host the time of
-    bringing them in every step.
+    Shorter chunks delay the first token, smaller rows lose precision, and weights on the host cost
+    time in every step.
 
     Args:
-        dense: numbers of dense layers to choose among; by default `dense_choices`.
+        dense: candidate numbers of dense layers; by default `dense_choices`.
     """
     dense = sorted(dense_choices(planner) if dense is None else dense)
     for weights in weight_choices(planner):
-        there = dataclasses.replace(planner.asked, weights=weights)
+        placed = dataclasses.replace(planner.asked, weights=weights)
         room = planner.machine.device_memory
-        if room is not None and planner.forecast(there, batch, context).weights > room:
+        if room is not None and planner.forecast(placed, batch, context).weights > room:
             continue
         for rows, chunk in itertools.product(row_choices(planner), chunk_choices(planner)):
-            smaller = dataclasses.replace(there, rows=rows, prefill_chunk=chunk)
-            found = fastest(planner, smaller, dense, batch, context)
-            if found is not None:
-                return narrowed(planner, found, batch, context)
+            smaller = dataclasses.replace(placed, rows=rows, prefill_chunk=chunk)
+            fitting = fastest_placement(planner, smaller, dense, batch, context)
+            if fitting is not None:
+                return with_smaller_budget(planner, fitting, batch, context)
     return None
 
 
-def fastest(
+def fastest_placement(
     planner: Planner, remedied: Settings, dense: Iterable[int], batch: int, context: int
 ) -> Forecast | None:
-    """Of the places for the cache at which it fits; without bandwidths the first of them."""
+    """Return the fastest cache placement that fits; without bandwidths the first that fits."""
     forecasts = (
-        planner.forecast(settings, batch, context) for settings in choices(planner, remedied, dense)
+        planner.forecast(settings, batch, context)
+        for settings in placements(planner, remedied, dense)
     )
     fitting = (forecast for forecast in forecasts if forecast.fits)
     if not planner.machine.timed:
@@ -107,24 +109,24 @@ def fastest(
     return min(fitting, key=lambda f: (round(f.seconds or 0.0, 9), f.device), default=None)
 
 
-def with_fewer_dense(planner: Planner, batch: int, context: int) -> Forecast | None:
-    """The best forecast with fewer dense layers than asked for, but as many as fit."""
-    for number in reversed(range(planner.asked.dense_layers)):
-        if fits(planner, [number], batch, context):
-            return best_settings(planner, batch, context, [number])
+def best_with_fewer_dense(planner: Planner, batch: int, context: int) -> Forecast | None:
+    """Return the best forecast with the most dense layers that fit, fewer than requested."""
+    for dense_layers in reversed(range(planner.asked.dense_layers)):
+        if fits(planner, [dense_layers], batch, context):
+            return best_settings(planner, batch, context, [dense_layers])
     return None
 
 
 def weight_choices(planner: Planner) -> Iterator[str]:
-    """Where the weights are, the asked place first; the host if none was asked for."""
+    """Yield places for the weights: the requested place, then the host if none was requested."""
     yield planner.asked.weights
-    # Where there is one memory, it is none the larger by it.
+    # With one memory for device and host, moving the weights saves nothing.
     if planner.arguments.weights is None and planner.machine.separate:
         yield "host"
 
 
 def row_choices(planner: Planner) -> Iterator[str]:
-    """Formats of rows, the asked one first; the others if none was asked for."""
+    """Yield row formats: the requested one, then smaller ones if none was requested."""
     yield planner.asked.rows
     if planner.asked.rows == "auto":
         for name in SMALLER_ROWS:
@@ -133,7 +135,7 @@ def row_choices(planner: Planner) -> Iterator[str]:
 
 
 def chunk_choices(planner: Planner) -> Iterator[int | None]:
-    """Lengths of chunks, the asked one first; shorter ones if none was asked for."""
+    """Yield chunk lengths: the requested one, then shorter ones if none was requested."""
     yield planner.asked.prefill_chunk
     if planner.asked.prefill_chunk is None:
         yield from SMALLER_CHUNKS
@@ -148,29 +150,29 @@ def _has_groups(planner: Planner, name: str) -> bool:
 
 
 def dense_choices(planner: Planner) -> set[int]:
-    """Numbers of dense layers; if none was asked for, those of a run by default and more.
+    """Return candidate numbers of dense layers: the requested one, or the default and larger ones.
 
-    Never fewer: a conversion found that the first layers lose too much without all their rows.
+    Never fewer than the default, which the conversion's losses determine.
     """
-    number, layers = planner.asked.dense_layers, planner.config.num_layers
+    asked, layers = planner.asked.dense_layers, planner.config.num_layers
     if planner.arguments.dense_layers is not None:
-        return {number}
+        return {asked}
     more = (layers // 4, layers // 2, 3 * layers // 4, layers)
-    return {number, *(n for n in more if n > number)}
+    return {asked, *(n for n in more if n > asked)}
 
 
-def choices(planner: Planner, remedied: Settings, dense: Iterable[int]) -> Iterator[Settings]:
-    """Where the cache may be kept, what is nearest to the asked first; what was given stays."""
+def placements(planner: Planner, remedied: Settings, dense: Iterable[int]) -> Iterator[Settings]:
+    """Yield cache placements, the one closest to the request first; given options stay."""
     asked, given = planner.asked.hot_set, planner.arguments.hot_set
     hot = {asked} if given is not None else {asked, 0.0}
-    for number in dense:
+    for dense_layers in dense:
         for size in sorted(hot, reverse=True):
-            if number < planner.config.num_layers or size == min(hot):
-                yield dataclasses.replace(remedied, dense_layers=number, hot_set=size)
+            if dense_layers < planner.config.num_layers or size == min(hot):
+                yield dataclasses.replace(remedied, dense_layers=dense_layers, hot_set=size)
 
 
-def narrowed(planner: Planner, best: Forecast, batch: int, context: int) -> Forecast:
-    """With a smaller budget where the bus is what a step waits for, and it is worth that."""
+def with_smaller_budget(planner: Planner, best: Forecast, batch: int, context: int) -> Forecast:
+    """Return a forecast with a smaller budget if the bus limits a step and this saves WORTH."""
     machine, asked = planner.machine, best.settings.budget
     reads, copies = machine.memory_bandwidth, machine.copy_bandwidth
     if reads is None or copies is None or not machine.separate:
@@ -183,14 +185,14 @@ def narrowed(planner: Planner, best: Forecast, batch: int, context: int) -> Fore
             break
         settings = dataclasses.replace(best.settings, budget=budget)
         tried = planner.forecast(settings, batch, context)
-        floors = (made.traffic.floor_ms(reads, copies) for made in (tried, best))
+        floors = (forecast.traffic.floor_ms(reads, copies) for forecast in (tried, best))
         if next(floors) <= (1 - WORTH) * next(floors):
             best = tried
     return best
 
 
 def largest(passes: Callable[[int], bool], most: int) -> int:
-    """The largest number below `most` that passes, to about a sixteenth; 0 if none does."""
+    """Return the largest number below `most` that passes, within a sixteenth; 0 if none does."""
     low, high = 0, most
     while high - low > max(1, low // 16):
         middle = (low + high) // 2
@@ -199,8 +201,8 @@ def largest(passes: Callable[[int], bool], most: int) -> int:
 
 
 def verdict(advice: Advice) -> list[str]:
-    """The advice in sentences, one a line."""
-    lines = [about_full(advice)]
+    """Return the advice as sentences, one per line."""
+    lines = [describe_full_cache(advice)]
     best, asked, last = advice.best, advice.asked, advice.last_resort
     if best is None:
         lines.append(
@@ -209,26 +211,26 @@ def verdict(advice: Advice) -> list[str]:
         )
         if last is not None:
             lines.append(
-                f"a last resort, fewer dense layers fit but may lose quality: {said(last)}"
+                f"a last resort, fewer dense layers fit but may lose quality: {describe(last)}"
             )
     elif best.settings == asked.settings:
-        found = "fits" if best.seconds is None else "recommended"
-        lines.append(f"{found}: as it is, {options_of(best.settings)}")
+        label = "fits" if best.seconds is None else "recommended"
+        lines.append(f"{label}: as it is, {command_options(best.settings)}")
     else:
-        found = "would fit" if best.seconds is None else "recommended"
-        lines.append(f"{found}: {said(best)}")
+        label = "would fit" if best.seconds is None else "recommended"
+        lines.append(f"{label}: {describe(best)}")
     return lines
 
 
-def said(forecast: Forecast) -> str:
-    """Settings and what they come to."""
+def describe(forecast: Forecast) -> str:
+    """Format settings with their step time and device memory."""
     time = "" if forecast.seconds is None else f"{1e3 * forecast.seconds:.2f} ms a step, "
     peak = f"{format_bytes(forecast.device)} on the device"
-    return f"{options_of(forecast.settings)}: {time}{peak}"
+    return f"{command_options(forecast.settings)}: {time}{peak}"
 
 
-def options_of(settings: Settings) -> str:
-    """As a command line takes them."""
+def command_options(settings: Settings) -> str:
+    """Format settings as options of a command line."""
     options = f"--dense-layers {settings.dense_layers} --hot-set {settings.hot_set:g}"
     options += f" --rows {settings.rows}"
     if settings.budget is not None:
@@ -240,8 +242,8 @@ def options_of(settings: Settings) -> str:
     return options
 
 
-def about_full(advice: Advice) -> str:
-    """Whether the device could hold the whole cache, and whether that would be faster."""
+def describe_full_cache(advice: Advice) -> str:
+    """Say whether the device can hold the whole cache, and whether that is faster."""
     full, asked = advice.full, advice.asked
     if not full.fits:
         return f"the full cache on the device does not fit: {format_bytes(full.device)} are needed"

@@ -1,4 +1,4 @@
-"""How fast memory is read, and rows come from the host: measured in about a second."""
+"""Measurement of memory and transfer bandwidths in about a second."""
 
 import time
 from collections.abc import Callable
@@ -15,10 +15,11 @@ ROW = 128  # elements of a gathered row, float32
 
 
 def memory_read_bandwidth(size: int | None = None) -> float:
-    """Bytes per second at which the device reads its memory, all cores together.
+    """Return the bytes per second at which the device reads its memory, with all cores.
 
-    The best of several ways to sum `size` bytes, since a floor calls for the highest rate; by
-    default 0.5 GB on the CPU and 2 GB on a GPU, which would read less in no time.
+    This is the best of several ways to sum `size` bytes, because a lower bound on time needs the
+    highest rate. The default size is 0.5 GB on the CPU and 2 GB on a GPU, which would read less too
+    quickly to measure.
     """
     size = size or (1 << 29 if jax.default_backend() == "cpu" else 1 << 31)
     side = 4096
@@ -30,7 +31,7 @@ def memory_read_bandwidth(size: int | None = None) -> float:
 
 
 def host_to_device_bandwidth(size: int = 1 << 28) -> float | None:
-    """Bytes per second of a copy from pinned host memory; None where there is no such bus."""
+    """Return the bytes per second of a copy from pinned host memory; None on the CPU."""
     if jax.default_backend() == "cpu":
         return None
     device = jax.devices()[0]
@@ -41,11 +42,11 @@ def host_to_device_bandwidth(size: int = 1 << 28) -> float | None:
 
 
 def gather_bandwidth(size: int = 1 << 27) -> float:
-    """Bytes per second of rows gathered from a host cache of `size` bytes, one row in twenty."""
+    """Return the bytes per second of gathering one row in twenty from `size` bytes on the host."""
     heads, tokens = 8, size // 4 // ROW // 8
     mesh = default_mesh()
     cache = allocate_host((1, 1, heads, tokens, ROW), jnp.float32, mesh)
-    # Memory that was never written is not there to be read.
+    # Pages that were never written are not backed by memory.
     whole = Span.whole(1, tokens)
     write = jax.jit(lambda c, x: write_span(c, jnp.int32(0), x, whole, mesh), donate_argnums=0)
     cache = write(cache, jnp.ones((1, heads, tokens, ROW), jnp.float32))
@@ -56,7 +57,7 @@ def gather_bandwidth(size: int = 1 << 27) -> float:
 
 
 def best_seconds(way: Callable[[], Any], repeats: int = 5) -> float:
-    """Least seconds of a call; on a GPU several in a row, which hide their dispatch."""
+    """Return the least seconds of a call; on a GPU of several calls, which hides the dispatch."""
     calls = 1 if jax.default_backend() == "cpu" else 8
     jax.block_until_ready(way())
     times = []

@@ -1,4 +1,4 @@
-"""What a generation would take, in memory and in time, reckoned from a model's shapes alone."""
+"""Forecast of a generation's memory and time from the shapes of a model."""
 
 import argparse
 import dataclasses
@@ -37,14 +37,14 @@ from infinigen_jax.transfer.xla import XlaTransfer
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a generation would run on.
+    """The machine that a forecast assumes.
 
     Attributes:
-        device_memory: bytes; None where the device's memory is the host's.
+        device_memory: bytes; None if device and host share one memory.
         host_memory: bytes.
-        memory_bandwidth: of the device, bytes per second; None if it is not known.
-        copy_bandwidth: of rows from the host to where attention reads them, bytes per second; None
-            if it is not known.
+        memory_bandwidth: bytes per second that the device reads from its memory; None if unknown.
+        copy_bandwidth: bytes per second at which rows reach attention from the host; None if
+            unknown.
     """
 
     device_memory: int | None
@@ -54,18 +54,18 @@ class Machine:
 
     @property
     def separate(self) -> bool:
-        """Whether device and host have memories of their own, and work at the same time."""
+        """Whether device and host have separate memories and work concurrently."""
         return self.device_memory is not None
 
     @property
     def timed(self) -> bool:
-        """Whether the time of a step can be reckoned."""
+        """Whether a forecast includes the time of a step."""
         return self.memory_bandwidth is not None and self.copy_bandwidth is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a plan may choose; as the options of `generate`."""
+    """Settings that a plan may choose, named like the options of `generate`."""
 
     dense_layers: int
     hot_set: float
@@ -77,19 +77,19 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """A generation with given settings.
+    """Forecast of a generation with given settings; sizes are bytes.
 
     Attributes:
-        weights: of the model on the device, where they stay.
-        weights_on_host: of the model in host memory.
-        bases: what conversion found and loading keeps.
-        speculation: the policy's, made of both.
-        chunk: tokens of a prompt that are read at a time.
-        prefill, decode: temporaries, weights on their way from host memory among them; the
-            plan's workspace is the larger.
-        plan: the cache's arrays.
+        weights: weights of the model on the device.
+        weights_on_host: weights of the model in host memory.
+        bases: results of the conversion that a loaded model keeps.
+        speculation: the policy's weights, made from weights and bases.
+        chunk: prompt tokens per chunk.
+        prefill, decode: temporaries, including weights in transit from the host; the larger one is
+            the plan's workspace.
+        plan: sizes of the cache's arrays.
         traffic: bytes of a decode step.
-        seconds: of a decode step, at least; None if the machine's bandwidths are not known.
+        seconds: lower bound on the time of a decode step; None without bandwidths.
     """
 
     settings: Settings
@@ -112,11 +112,12 @@ class Forecast:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory, the device's not among them."""
+        """Bytes of host memory, excluding the device's."""
         return self.plan.host_cache + self.weights_on_host
 
     @property
     def fits(self) -> bool:
+        """Whether the machine has enough device and host memory."""
         room = self.machine.device_memory
         if room is None:
             return self.device + self.host <= self.machine.host_memory
@@ -124,14 +125,14 @@ class Forecast:
 
 
 class Conversion(NamedTuple):
-    """What a forecast needs to know of a model's conversion.
+    """Properties of a model's conversion that a forecast needs.
 
     Attributes:
-        corrected: whether it has a corrected layer-ahead query.
-        losses: the fields of `Model` on what few rows lose.
-        speculate_from: of the corrected query.
-        predicts: whether it has what the values of a tail are predicted by.
-        neurons: that its corrected query sees.
+        corrected: whether it has a corrected query.
+        losses: fields of `Model` with losses of sparse attention.
+        speculate_from: hidden state that the corrected query is computed from.
+        predicts: whether it has the moments that predict a tail's values.
+        neurons: number of neurons that the corrected query sees.
     """
 
     skew: str
@@ -147,11 +148,13 @@ class Planner:
 
     Args:
         config: the architecture.
-        conversion: of the model.
-        policy, arguments: as for an engine, see `options`.
+        dtype: dtype of weights and activations.
+        conversion: properties of the model's conversion.
+        policy, arguments: policy and options of the engine, see `cli.options`.
+        machine: the machine to plan for.
 
     Raises:
-        InputError: for options that an engine would refuse.
+        InputError: an engine would refuse the options.
     """
 
     def __init__(
@@ -167,7 +170,7 @@ class Planner:
         self._shapes = model_shapes(config, jnp.dtype(dtype), conversion)
         make = functools.partial(self._engine, jnp.dtype(dtype), conversion, policy)
         asked, _ = make({})
-        # With all layers on the host there are the policy's weights for all of them.
+        # With all layers on the host, the policy has weights for every layer.
         self._decoder, self._weights = make({"dense_layers": 0})
         reuses = machine.separate and policy.reuses and arguments.hot_set is None
         budget = getattr(policy, "budget", None)
@@ -183,8 +186,8 @@ class Planner:
     def _engine(
         self, dtype: jnp.dtype, conversion: Conversion, policy: Policy, settings: dict[str, Any]
     ) -> tuple[Decoder, Weights]:
-        """The decoder of an engine, and the shapes of its weights."""
-        made: list[Decoder] = []
+        """Return an engine's decoder and the shapes of its weights, without allocating arrays."""
+        decoders: list[Decoder] = []
 
         def build(parts: dict[str, Any]) -> Weights:
             heads = self.config.num_kv_heads, self.config.head_dim
@@ -204,24 +207,24 @@ class Planner:
                 **parts,
             )
             chosen = policy
-            if self.machine.separate:  # an engine that is made here has nothing to move
+            if self.machine.separate:  # this process's backend may have one memory
                 chosen = policy.fitted(model, in_place=False, pooled=False)
             engine = make_engine(model, chosen, self.arguments, **settings)
-            made.append(engine.decoder)
-            # In the form that they have wherever rows, or weights, are moved.
+            decoders.append(engine.decoder)
+            # Use the form that weights have where rows or weights are transferred.
             params = engine.weights.params
             layers = [split(layer, self.config.query_width) for layer in params["layers"]]
             return engine.weights._replace(params=params | {"layers": layers})
 
         weights = jax.eval_shape(build, self._shapes)
-        decoder = made[0]
+        decoder = decoders[0]
         if self.machine.separate:
             transfer = XlaTransfer() if self.arguments.transfer == "xla" else CudaTransfer()
             decoder = dataclasses.replace(decoder, transfer=transfer)
         return decoder, weights
 
     def forecast(self, settings: Settings, batch: int, context: int) -> Forecast:
-        """Of `batch` sequences that grow to `context` tokens."""
+        """Forecast `batch` sequences that grow to `context` tokens."""
         decoder = dataclasses.replace(
             self._decoder,
             dense_layers=settings.dense_layers,
@@ -242,7 +245,7 @@ class Planner:
         plan = plan_memory(decoder, batch, chunk, capacity, slots)
         traffic = planned_traffic(decoder, weights, plan, batch, context, capacity, slots)
         kept = {name: part for name, part in self._shapes.items() if name != "params"}
-        if kept["ahead"] is not None:  # the projections stay in their file
+        if kept["ahead"] is not None:  # projections stay in their file
             kept["ahead"] = [ahead.basis for ahead in kept["ahead"]]
         brought = brought_bytes(decoder, weights)
         traffic = dataclasses.replace(traffic, brought=brought)
@@ -267,15 +270,15 @@ class Planner:
             return None
         if self.machine.separate:
             return traffic.floor_ms(reads, copies) / 1e3
-        # One memory: rows are read where they are, one by one unless a layer is read whole.
-        streams = all(decoder.streams(number) for number in range(decoder.host_layers))
+        # With one memory, attention reads rows in place, one by one unless it reads whole layers.
+        streams = all(decoder.streams(layer) for layer in range(decoder.host_layers))
         rate = reads if streams else copies
         others = traffic.memory - traffic.attended
         return others / reads + traffic.attended / rate
 
 
 def model_shapes(config: ModelConfig, dtype: jnp.dtype, conversion: Conversion) -> Any:
-    """The arrays of a loaded Model that are on the device, by field, as shapes."""
+    """Return the shapes of a loaded Model's arrays on the device, keyed by field."""
     plan, count = blueprint(config, dtype), config.num_layers
     shape = jax.ShapeDtypeStruct
     square: Any = shape((config.num_kv_heads, config.head_dim, config.head_dim), jnp.float32)
@@ -295,7 +298,7 @@ def model_shapes(config: ModelConfig, dtype: jnp.dtype, conversion: Conversion) 
 
 
 def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
-    """How a folder is converted, or would be by default."""
+    """Return the properties of a folder's conversion, or those of a default conversion."""
     if not (folder / MANIFEST_FILE).exists():
         return Conversion(
             DEFAULT_SKEW,
@@ -316,7 +319,7 @@ def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
 
 
 def brought_bytes(decoder: Decoder, weights: Weights) -> int:
-    """Of the weights that are kept in host memory."""
+    """Return the bytes of the weights that are kept in host memory."""
     if not decoder.weights_on_host:
         return 0
     return tree_bytes([in_host_memory(layer) for layer in weights.params["layers"]])

@@ -1,4 +1,4 @@
-"""Bytes that a decode step has to move, and the time that this takes at best."""
+"""Bytes that a decode step moves, and the lower bound on its time."""
 
 import dataclasses
 
@@ -7,20 +7,20 @@ from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.memory_plan import MemoryPlan
 from infinigen_jax.machine.memory_limits import tree_bytes
 
-HIT_RATE = 0.6  # of a hot set of twice a request, supposed for a step that was not measured yet
+HIT_RATE = 0.6  # assumed for a hot set of twice a request
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that one decode step (a token of every sequence) needs; padding is left out.
+    """Bytes that one decode step (one token of every sequence) moves, without padding.
 
     Attributes:
-        weights: of all layers and the output projection.
-        device_cache: cached rows of dense layers; all of them in a system without a host cache.
-        index: the policy's state.
+        weights: weights of all layers and of the output projection.
+        device_cache: cached rows of dense layers; all rows if nothing is cached on the host.
+        index: state of the policy.
         attended: rows of the other layers that attention reads.
-        link: of those, what has to come from the host, as it is stored there.
-        brought: of the weights, what has to come from there.
+        link: bytes of these rows that come from the host, in their stored format.
+        brought: bytes of the weights that come from the host.
     """
 
     weights: int
@@ -32,19 +32,20 @@ class Traffic:
 
     @property
     def memory(self) -> int:
-        """Bytes that are read from the device's memory."""
+        """Bytes read from the device's memory."""
         return self.weights + self.device_cache + self.index + self.attended
 
     @property
     def bus(self) -> int:
-        """Bytes that come from the host."""
+        """Bytes copied from the host."""
         return self.link + self.brought
 
     def floor_ms(self, memory: float, link: float | None) -> float:
-        """Least milliseconds of a step at these bandwidths, bytes per second.
+        """Return the least milliseconds of a step at these bandwidths, in bytes per second.
 
         Args:
-            link: from host to device, which works while memory is read; None without one.
+            memory: of the device's memory.
+            link: from host to device, concurrent with reads of memory; None without one.
         """
         return 1e3 * max(self.memory / memory, self.bus / link if link else 0.0)
 
@@ -58,17 +59,17 @@ def planned_traffic(
     capacity: int,
     slots: int,
 ) -> Traffic:
-    """Of a step that was not run: every request is taken to be as large as the budget.
+    """Predict the traffic of a step in which every request is as large as the budget.
 
     Args:
         weights: arrays or their shapes.
         context: tokens of a sequence; layers with a sliding window are read whole.
-        capacity, slots: that `plan` was made for.
+        capacity, slots: sizes that `plan` was made for.
     """
     config = decoder.config
     embedding = weights.params["embedding"]
     head = embedding["tokens" if config.tie_embeddings else "head"]
-    streamed = sum(decoder.streams(number) for number in range(decoder.host_layers))
+    streamed = sum(decoder.streams(layer) for layer in range(decoder.host_layers))
     on_host = min(context, slots)
     requested = sum(decoder.request_sizes(on_host))
     stored = decoder.row_format.width * decoder.row_format.storage.itemsize

@@ -1,16 +1,16 @@
-"""What a policy is: the choice of the cached rows that a layer attends to.
+"""Policy protocol: the choice of the cached rows that a layer attends to.
 
 A policy is a frozen dataclass (static under jit) with pure functions over device state. The engine
 keeps that state, one per layer on the host, and calls, in this order:
 
-    fitted(model, ...)           once: the policy, with what its settings leave to the engine
-    prepare(model, layer)        once: arrays needed to select for a layer, beside its own weights
+    fitted(model, ...)           once: return the policy with its automatic settings resolved
+    prepare(model, layer)        once per layer: arrays for selection, in addition to its weights
     init(config, batch, ...)     before prefill: empty state
-    append(...)                  keys: of each chunk of a prompt, and later of the recent window,
+    append(...)                  add the keys of each prompt chunk, and later of the recent window
                                  when it is flushed
-    observe_queries(...)         behind that for a chunk, if it `observes`: its queries
-    select(...)                  each step: which rows the layer is to get
-    observe(...)                 each step behind the attention, if it `observes`
+    observe_queries(...)         after `append` of a chunk, if it `observes`: the chunk's queries
+    select(...)                  in each step: choose the rows that a layer requests
+    observe(...)                 in each step after attention, if it `observes`
 """
 
 import dataclasses
@@ -41,14 +41,13 @@ if TYPE_CHECKING:
 
 
 class Attended(NamedTuple):
-    """What a layer attended to in a step, once it is known.
+    """Rows that a layer attended to in a step, with their attention weights.
 
     Attributes:
-        query: of the current tokens, scaled and rotated.
-        slots: of the host that were attended to, as requested; of those beyond the request's count
-            the weight is 0.
-        weights: the attention weights of these slots, summed over each KV head's query heads.
-        resident: positions of the rows that stay on the device, -1 where there is none.
+        query: queries of the current tokens, scaled and rotated.
+        slots: requested host slots; those beyond the request's count have weight 0.
+        weights: attention weights of these slots, summed over each KV head's query heads.
+        resident: positions of the rows that stay on the device; -1 for an empty slot.
         resident_weights: their attention weights, summed likewise.
     """
 
@@ -61,20 +60,20 @@ class Attended(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """What a policy sees when it selects rows for one layer in one step.
+    """Inputs of a policy's selection for one layer in one step.
 
     Attributes:
-        config: the model's.
-        layer: the module of the layer that rows are selected for.
-        weights: what `Policy.prepare` made for it.
-        state: the policy's state of it.
-        a: the attention input of the layer `lead` before it; see `Policy.source`.
-        positions: of the current tokens.
-        size: static number of rows in a request; the same for all layers.
-        share: numerator and denominator of the layer's own budget; None where every layer has the
-            policy's.
-        held: with a pool, the position of the row in each slot, -1 where there is none to fetch.
-            Without one slot = position, and what only the host has may be fetched.
+        config: architecture of the model.
+        layer: module of the layer that rows are selected for.
+        weights: arrays that `Policy.prepare` returned for the layer.
+        state: the policy's state of the layer.
+        a: attention input of the layer `lead` earlier; see `Policy.source`.
+        positions: positions of the current tokens.
+        size: static number of rows in a request, equal for all layers.
+        share: numerator and denominator of the layer's budget; None if all layers use the
+            policy's budget.
+        held: with a pool, position of the row in each slot, -1 if the slot has no row to fetch.
+            None without a pool: slot = position, and every host-only row may be fetched.
     """
 
     config: ModelConfig
@@ -89,33 +88,33 @@ class Lookup:
 
     @property
     def query(self) -> Float[Array, "b k g d"]:
-        """The query of `a`, scaled and rotated: the layer's true one where `lead` is 0."""
+        """Query computed from `a`, scaled and rotated; the layer's true query if `lead` is 0."""
         return self.config.grouped(self.layer.query(self.a, self.positions))
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """See the module's docstring.
+    """Interface of a policy; see the module's docstring.
 
     Attributes:
-        name: as on the command line.
-        sinks: first tokens that stay on the device.
-        dense_layers: leading layers that stay on the device in full, unless the engine is told;
-            None: those that lose too much otherwise, see `Model.dense_layers`.
-        lead: 1 if `select` sees the attention input of the layer before, so that the transfer
-            overlaps with that layer; 0 if it sees the layer's own, and the layer waits for its
-            rows.
-        source: what `select` sees of a layer before, one of `speculation.SOURCES`: its attention
-            "input"; or the hidden state after attention to its "resident" rows alone, under the
-            norm of the layer that is selected for.
-        observes: `observe` is called and returns the next state. It is not for policies that
-            need the layer's own input.
-        reuses: whether rows that were fetched are kept on the device, unless the engine is told.
-        paged: what is selected depends on when rows were flushed, as where pages are filled row by
-            row; a sequence then joins a batch only at a flush.
-        window: most recent tokens that stay on the device, the current one included; at least 1.
-        pools: whether the host's cache may have a limit (`pool`): what the policy keeps of a token
-            is by slot, and says nothing of positions.
+        name: name on the command line.
+        sinks: number of first tokens that stay on the device.
+        dense_layers: leading layers that stay on the device in full, unless set on the engine;
+            None uses the model's measured `Model.dense_layers`.
+        lead: 1 if `select` sees the attention input of the previous layer, so that the transfer
+            overlaps with that layer; 0 if it sees the layer's own input and waits for its rows.
+        source: hidden state that `select` sees with `lead` 1, one of `speculation.query.SOURCES`:
+            the previous layer's attention "input"; or the hidden state after attention to its
+            "resident" rows alone, normalised with the selected layer's parameters.
+        observes: whether the engine calls `observe` and stores the state that it returns. Not
+            supported for policies that need the layer's own input.
+        reuses: default of the engine's hot set: whether fetched rows stay on the device.
+        paged: whether the selection depends on when rows were flushed, as with pages filled row
+            by row. A sequence then joins a batch only at a flush.
+        window: number of most recent tokens that stay on the device, including the current one;
+            at least 1.
+        pools: whether the host cache may be limited (`cache.pool`). The policy's state must then
+            be indexed by slot and independent of positions.
     """
 
     name: ClassVar[str]
@@ -133,14 +132,14 @@ class Policy(Protocol):
 
     @property
     def has_tail(self) -> bool:
-        """Whether requests say how much is left out (`Request.rest`), to be attended as a mean."""
+        """Whether requests carry `Request.rest`, the weight of the rows left out, for the tail."""
         ...
 
     @property
     def tail_block(self) -> int:
-        """Tokens of a block, if what is left out is attended as a mean for each block of positions.
+        """Number of positions in a block of the tail, which has one mean per block.
 
-        By `own_rest` then, unless `Request.rest` says it already. 0 if it is one mean or nothing.
+        Blocks are scored by `own_rest` unless `Request.rest` is set. 0 for one mean or no tail.
         """
         ...
 
@@ -150,32 +149,39 @@ class Policy(Protocol):
     def window(self) -> int: ...
 
     def streams(self, layer: int) -> bool:
-        """Whether this layer, if it is on the host, is attended whole, block by block.
+        """Whether this layer, if on the host, attends to all its rows, block by block.
 
-        Nothing is selected for such a layer, and it has no state. Layers count from the model's
-        first.
+        A streamed layer selects nothing and has no state. `layer` is its number in the model.
         """
         ...
 
     def request_size(self, capacity: int) -> int:
-        """Static number of rows fetched per (sequence, KV head, layer) at this capacity."""
-        ...
-
-    def fitted(self, model: "Model", in_place: bool, pooled: bool) -> "Policy":
-        """The policy for an engine, with every setting decided that depends on it.
-
-        Fitted again, to whatever, such a setting stays.
+        """Return the static number of rows in a request per sequence, KV head and layer.
 
         Args:
-            in_place: rows are attended to where the host has them, or copied there anyway: a
-                prefetch would have nothing to hide.
-            pooled: the host's cache has a limit; its slots are in no order.
+            capacity: tokens that the cache has room for.
         """
         ...
 
-    def prepare(self, model: "Model", layer: int) -> Params: ...
+    def fitted(self, model: "Model", in_place: bool, pooled: bool) -> "Policy":
+        """Return the policy with all settings resolved that depend on the model and the engine.
 
-    def init(self, config: ModelConfig, batch: int, capacity: int) -> Any: ...
+        The result is stable: fitting it again, even to another engine, keeps these settings.
+
+        Args:
+            in_place: attention reads rows in host memory, or copies them without overlap, so that
+                a prefetch has nothing to hide.
+            pooled: the host cache is limited; its slots are in no order.
+        """
+        ...
+
+    def prepare(self, model: "Model", layer: int) -> Params:
+        """Return the constant arrays for selection in a layer of the model; empty for none."""
+        ...
+
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Any:
+        """Return the state of a host layer without tokens, for `capacity` slots."""
+        ...
 
     def observe_queries(
         self,
@@ -184,19 +190,21 @@ class Policy(Protocol):
         received: Float[Array, "b k t"],
         span: Span,
     ) -> Any:
-        """Take in a chunk's queries, scaled and rotated; called only if the policy `observes`.
+        """Update the state with a chunk's queries; called only if the policy `observes`.
 
         Args:
-            received: the attention weight of each slot, summed over these queries.
+            queries: queries of the chunk, scaled and rotated.
+            received: attention weight of each slot, summed over these queries.
+            span: positions of the chunk's tokens.
         """
         ...
 
-    def observe(self, state: Any, seen: Attended) -> Any:
-        """Take in what was attended to; called only if the policy `observes`."""
+    def observe(self, state: Any, attended: Attended) -> Any:
+        """Update the state with the attended rows; called only if the policy `observes`."""
         ...
 
     def select(self, lookup: Lookup) -> Request:
-        """Rows for a layer in the current step."""
+        """Return the rows that a layer requests in the current step."""
         ...
 
     def own_rest(
@@ -207,15 +215,16 @@ class Policy(Protocol):
         request: Request,
         positions: Int[Array, " b"],
     ) -> Rest:
-        """`log_rest` of each block of a `tail_block`, nearly, by the layer's own query."""
+        """Return an approximate `log_rest` of each `tail_block`, from the layer's own query."""
         ...
 
     def tail_values(
         self, weights: Params, rows: Float[Array, "b k n w"]
     ) -> Float[Array, "b k n d"]:
-        """Of rows, key and value side by side, what the tail's sums are of: the values.
+        """Return the values of rows (K and V concatenated) that the tail sums.
 
-        Or the values less what is predicted of them from the index, which `Rest.entry` brings back.
+        A policy may subtract the part of a value that it predicts from the index; `Rest.entry` then
+        restores it.
         """
         ...
 
@@ -227,17 +236,20 @@ class Policy(Protocol):
         span: Span,
         slots: Int[Array, "b k n"] | None = None,
     ) -> Any:
-        """Take in the keys of some tokens; what their padding holds must not matter.
+        """Add the keys of some tokens to the state; the result must not depend on padding.
 
         Args:
-            slots: with a pool, where their rows are, in place of those that were there; t for a
-                token that is left out.
+            weights: arrays from `prepare`.
+            keys: keys of the tokens, rotated.
+            span: positions of the tokens.
+            slots: with a pool, slot of each row, replacing the entry of the slot's earlier row; t
+                for a token that is left out.
         """
         ...
 
 
 class Defaults:
-    """What most policies have in common; see `Policy`."""
+    """Implementation of `Policy` shared by most policies."""
 
     dense_layers: ClassVar[int | None] = 2
     reuses: ClassVar[bool] = True
@@ -294,24 +306,24 @@ class Defaults:
     ) -> Any:
         return state
 
-    def observe(self, state: Any, seen: Attended) -> Any:
+    def observe(self, state: Any, attended: Attended) -> Any:
         return state
 
 
 def check_resident(sinks: int, window: int) -> None:
-    """Refuse numbers of resident tokens that there cannot be."""
+    """Raise InputError unless sinks >= 0 and window >= 1."""
     check_range("--policy: sinks", sinks, 0)
     check_range("--policy: window", window, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budgeted(Defaults):
-    """A policy that fetches a fixed share of the rows.
+    """Policy that fetches a fixed share of the rows.
 
     Attributes:
-        budget: rows fetched, as a share of the tokens cached, in (0, 1].
-        sinks: first tokens kept on the device.
-        window: recent tokens kept on the device, the current one included.
+        budget: rows fetched, as a share of the cached tokens, in (0, 1].
+        sinks: number of first tokens kept on the device.
+        window: number of recent tokens kept on the device, including the current one.
     """
 
     budget: float = 0.1
@@ -329,7 +341,7 @@ class Budgeted(Defaults):
     def eligible(
         self, positions: Int[Array, " b"], capacity: int, held: Int[Array, "b k t"] | None = None
     ) -> Bool[Array, "b kv t"]:
-        """Slots of tokens that are on the host only, for each KV head or, kv = 1, for all."""
+        """Return slots of host-only tokens, per KV head or, with kv = 1, for all heads."""
         if held is not None:
             return held >= 0
         return Slots(self.sinks, self.window).eligible(positions, capacity)[:, None]
@@ -337,7 +349,7 @@ class Budgeted(Defaults):
     def cached(
         self, positions: Int[Array, " b"], capacity: int, held: Int[Array, "b k t"] | None = None
     ) -> Int[Array, " b"]:
-        """Tokens that a budget is a share of: those cached, with a pool at most its size."""
+        """Return the tokens that the budget applies to: cached tokens, at most a pool's size."""
         return positions if held is None else jnp.minimum(positions, capacity)
 
     def most_rows(
@@ -347,10 +359,10 @@ class Budgeted(Defaults):
         held: Int[Array, "b k t"] | None = None,
         share: Int[Array, " 2"] | None = None,
     ) -> Int[Array, " b"]:
-        """Rows that the budget allows each sequence, per KV head.
+        """Return the rows that the budget allows each sequence, per KV head.
 
         Args:
-            share: a layer's own budget, see `Lookup`.
+            share: budget of one layer, see `Lookup`.
         """
         tokens = self.cached(positions, capacity, held)
         return budget_rows(self.budget, tokens) if share is None else share_rows(share, tokens)
@@ -363,13 +375,15 @@ class Budgeted(Defaults):
         mode: str = "head",
         masked: bool = False,
     ) -> Request:
-        """Select rows within the budget, of those that are on the host only.
+        """Select rows within the budget among the host-only rows.
 
         Args:
-            masked: the scores of all others are -inf already.
+            scores: speculated attention logits.
+            alpha, mode: see `selection.select`.
+            masked: whether the scores of all ineligible rows are already -inf.
         """
-        given = lookup.positions, lookup.size, lookup.held, lookup.share
-        return self.best(scores, *given, alpha=alpha, mode=mode, masked=masked)
+        common = lookup.positions, lookup.size, lookup.held, lookup.share
+        return self.best(scores, *common, alpha=alpha, mode=mode, masked=masked)
 
     def best(
         self,
@@ -383,10 +397,10 @@ class Budgeted(Defaults):
         mode: str = "head",
         masked: bool = False,
     ) -> Request:
-        """`choose` without a lookup; see `selection.select`."""
+        """Select rows as `choose` does, without a lookup; see `selection.select`."""
         capacity = scores.shape[3]
         most = self.most_rows(positions, capacity, held, share)
-        by_position = held is None  # as the kernel takes it
+        by_position = held is None  # required by the kernel
         if cuda.in_use() and by_position and mode == "head" and scores.shape[2] <= calls.MAX_GROUP:
             slots, count = calls.select_rows(
                 scores, positions, most, size, alpha, self.sinks, self.window
@@ -396,11 +410,11 @@ class Budgeted(Defaults):
         return select(scores, eligible, alpha, most, size, mode)
 
 
-LEAST_BUDGET = 1e-9  # its inverse is a number of 32 bits
+LEAST_BUDGET = 1e-9  # its inverse fits 32 bits
 
 
 def check_budget(budget: float) -> None:
-    """Refuse a budget that is not in (0, 1], or too small to be told from nothing."""
+    """Raise InputError unless the budget is in [LEAST_BUDGET, 1]."""
     if not 0 < budget <= 1:
         raise InputError(f"--budget {budget}: it must be above 0 and at most 1")
     if budget < LEAST_BUDGET:

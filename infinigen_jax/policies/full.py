@@ -1,4 +1,4 @@
-"""The full cache: every row crosses to the device for every token, as FlexGen does. Exact."""
+"""Full cache: every row crosses to the device for every token, as in FlexGen. Exact."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -13,10 +13,12 @@ from infinigen_jax.selection.select import Request
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Full(Defaults):
-    """Attend to everything. Host layers stream through the device block by block.
+    """Policy that attends to every row; host layers stream through the device block by block.
 
-    With a larger window, that many recent tokens are not streamed, and new rows go to the host in
-    blocks of its size.
+    Attributes:
+        sinks: number of first tokens kept on the device.
+        window: number of recent tokens that are not streamed. New rows are flushed to the host in
+            blocks of this size.
     """
 
     name: ClassVar[str] = "full"

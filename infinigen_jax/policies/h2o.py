@@ -1,9 +1,9 @@
-"""H2O (NeurIPS 2023): keep the tokens that received most attention so far; the others are gone.
+"""H2O (NeurIPS 2023): keep the tokens with the most accumulated attention and discard the others.
 
-Per KV head, `received` sums the attention weights that a cached token got from all queries. When a
-token leaves the recent window and the budget is full, the one with the least is evicted, for good:
-its row is never read again. Attention weights are those of the engine's own steps, over what was
-kept.
+The state sums the attention weights that each cached token received from all queries, per KV head.
+When a token leaves the recent window and the budget is full, the token with the smallest sum is
+evicted for good: its row is never read again. The weights are those of the engine's steps, computed
+over the tokens kept.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ EVICTED = -jnp.inf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2O(Budgeted):
-    """See the module's docstring."""
+    """Policy that keeps the heavy hitters; see the module's docstring."""
 
     name: ClassVar[str] = "h2o"
     observes: ClassVar[bool] = True
@@ -43,16 +43,16 @@ class H2O(Budgeted):
     def select(self, lookup: Lookup) -> Request:
         return self.choose(lookup.state[:, :, None], lookup)
 
-    def observe(self, state: Float[Array, "b k t"], seen: Attended) -> Float[Array, "b k t"]:
+    def observe(self, state: Float[Array, "b k t"], attended: Attended) -> Float[Array, "b k t"]:
         b, k, capacity = state.shape
         sequence = jnp.arange(b, dtype=jnp.int32)[:, None, None]
         head = jnp.arange(k, dtype=jnp.int32)[None, :, None]
         # Padding is slot 0 with weight 0.
-        state = state.at[sequence, head, seen.slots].add(seen.weights, mode="drop")
-        resident = jnp.where(seen.resident >= 0, seen.resident, capacity)[:, None]
-        state = state.at[sequence, head, resident].add(seen.resident_weights, mode="drop")
-        positions = jnp.max(seen.resident, axis=-1)
-        # What this step could have fetched and the budget has no room for is gone.
+        state = state.at[sequence, head, attended.slots].add(attended.weights, mode="drop")
+        resident = jnp.where(attended.resident >= 0, attended.resident, capacity)[:, None]
+        state = state.at[sequence, head, resident].add(attended.resident_weights, mode="drop")
+        positions = jnp.max(attended.resident, axis=-1)
+        # Rows that were eligible in this step and exceed the budget are evicted for good.
         request = self.best(state[:, :, None], positions, self.request_size(capacity))
         eligible = self.eligible(positions, capacity)
         slots = jnp.where(request.valid, request.slots, capacity)

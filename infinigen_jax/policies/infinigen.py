@@ -1,11 +1,11 @@
-"""InfiniGen: fetch what a later layer is speculated to attend to (OSDI 2024, section 4).
+"""InfiniGen: prefetch the rows that a later layer is predicted to need (OSDI 2024, section 4).
 
-The paper's form of each part is a setting (`infinigen_paper` has them all); the defaults are what
-measures best, see docs/policies-infinigen.md.
+The index keeps a slice of every cached key on the device: the leading columns in the skewed basis.
+The input of layer l, multiplied with the query projection and the index of layer l+1, gives
+speculated scores. Tokens within alpha of the best score are fetched, up to a budget.
 
-The index is a slice of every cached key, kept on the device: the leading columns in the skewed
-basis. Layer l's input, and query projection and index of the next layer, give the speculated
-scores; tokens above the best score minus alpha are fetched, up to a budget.
+Each part of the paper is available as a setting (`infinigen_paper` sets them all). The defaults are
+the settings that measure best, see docs/policies-infinigen.md.
 """
 
 import dataclasses
@@ -46,54 +46,52 @@ from infinigen_jax.speculation.tail import fit_slope, without_predicted
 if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
 
-TAIL_TOKENS = [2**i for i in range(8)]  # they divide every capacity
+TAIL_TOKENS = [2**i for i in range(8)]  # divisors of every capacity
 COUNTS = ("head", "mean")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InfiniGen(Budgeted):
-    """Settings of the speculation.
+    """InfiniGen policy and its settings.
 
     Attributes:
-        alpha: allowed distance below the best speculated logit (the paper: 4 for OPT, 5 for
-            LLaMA); `inf` leaves the choice to the budget alone.
-        partial_ratio: share of a key's columns in the index (the paper: 0.3); in whole words of
-            codes, 8 columns in int4.
-        budget: most rows fetched, as a share of the tokens cached, in (0, 1] (the paper: 0.2).
-        sinks: first tokens kept on the device.
-        window: recent tokens kept on the device, the current one included.
-        index_dtype: of the index: "float32", "bfloat16", "int4" or "auto" (bfloat16, but
-            float32 on the CPU). In int4, the default, three quarters of the columns take hardly
-            more memory than a fifth of them in bfloat16.
-        count: how many rows, within the budget: "head", for each KV head those that pass alpha; or
-            "mean", one number for all heads and sequences of the batch, the mean of those that
-            pass alpha, as in the paper's code.
-        streamed_layers: leading layers of the model that are not speculated for: those of them
-            that are on the host are streamed whole, as the paper does with layers 0 and 1.
-        basis: of the index: "svd", the paper's; "balanced"; or "auto", the one that the model was
-            converted with.
-        query: that rows are selected by: "plain", from an earlier layer's input as it is, as in
-            the paper; "corrected" on calibration text; "own", the layer's true one, for which the
-            layer waits; or "auto": its own where rows are attended to in the host's memory itself,
-            so that a prefetch has nothing to hide (`Engine`), else corrected where the model has
-            what it takes.
-        speculate_from: what of the layer before a query ahead is guessed from: "input", the
-            attention's, as in the paper; "resident", the hidden state after attention to sinks and
-            recent tokens alone, a better guess that waits for no transfer; "auto": as the model was
-            converted for, else "input". Without meaning for an own query.
-        layer_budgets: "equal", as in the paper; "calibrated": the budget is the mean of all layers,
-            shared out among them by what each loses on the calibration text, see `budgets`; or
-            "auto": calibrated where the model's conversion measured it.
-        tail: attend to what is not fetched as well.
-        tail_tokens: so many neighbours as to one token, the mean of their values, with the weight
-            that they have by the scores of the layer's own query with the index; a power of two
-            up to 128. 0: all as to one token, by the speculated scores; so it is in a pool, where
-            neighbouring slots have nothing in common.
-        tail_columns: leading columns of the index that a value is predicted from, beside the mean
-            of its neighbours (`tail_values`); at most 16, and all that the index has; 0: the mean
-            alone.
-            As it is with a model whose conversion did not measure what it takes, and with
-            `tail_tokens` 0 or 1.
+        alpha: largest distance below the best speculated logit (the paper: 4 for OPT, 5 for
+            LLaMA); `inf` limits the rows by the budget alone.
+        partial_ratio: share of a key's columns in the index (the paper: 0.3), rounded to whole
+            words of codes: 8 columns in int4.
+        budget: most rows fetched, as a share of the cached tokens, in (0, 1] (the paper: 0.2).
+        sinks: number of first tokens kept on the device.
+        window: number of recent tokens kept on the device, including the current one.
+        index_dtype: dtype of the index: "float32", "bfloat16", "int4" or "auto" (bfloat16, but
+            float32 on the CPU). With int4, the default, three quarters of the columns take
+            little more memory than a fifth of them in bfloat16.
+        count: rule for the number of rows within the budget. "head": tokens that pass alpha, for
+            each KV head. "mean": the mean over all heads and sequences of the batch, as in the
+            paper's code.
+        streamed_layers: leading layers of the model without speculation. Those on the host are
+            streamed whole, like layers 0 and 1 in the paper.
+        basis: basis of the index: "svd" (the paper's), "balanced", or "auto" (the one that the
+            model was converted with).
+        query: query that rows are selected by. "plain": from the previous layer's unchanged
+            input, as in the paper. "corrected": with a correction fitted on calibration text.
+            "own": the layer's true query, for which the layer waits. "auto": own if attention
+            reads rows in host memory, so that a prefetch has nothing to hide; else corrected if
+            the model stores a correction, else plain.
+        speculate_from: hidden state that predicts the next layer's query. "input": the attention
+            input, as in the paper. "resident": the state after attention to sinks and recent
+            tokens alone, a better guess that waits for no transfer. "auto": the source that the
+            model was converted for, else "input". Ignored for an own query.
+        layer_budgets: "equal", as in the paper. "calibrated": the budget is the mean over layers,
+            distributed by the loss of each layer on calibration text, see
+            `speculation.layer_budgets`. "auto": calibrated if the conversion measured the losses.
+        tail: whether attention also covers rows that are not fetched, approximately.
+        tail_tokens: neighbouring tokens that the tail combines into one, with their mean value
+            and the weight given by the layer's own query and the index; a power of two up to
+            128. 0: all tokens become one, weighted by the speculated scores; always 0 with a
+            pool, whose neighbouring slots are unrelated.
+        tail_columns: leading columns of the index that predict how a value differs from the mean
+            of its neighbours (`speculation.tail`); at most 16. 0: use the mean alone. Always 0
+            if the conversion did not measure the moments, and with `tail_tokens` 0 or 1.
     """
 
     name: ClassVar[str] = "infinigen"
@@ -174,17 +172,17 @@ class InfiniGen(Budgeted):
             lead, source = 1, choose_source(model, query, self.speculate_from)
         layer_budgets = self.layer_budgets
         if layer_budgets == "auto":
-            known = model.has_curves and model.measured(lead, source)
-            layer_budgets = "calibrated" if known else "equal"
+            has_curves = model.has_curves and model.measured(lead, source)
+            layer_budgets = "calibrated" if has_curves else "equal"
         tail_tokens = 0 if pooled or not self.tail else self.tail_tokens
         tail_columns = 0
-        # A token for itself has its own value.
+        # A block of one token has its exact value; no prediction is needed.
         if tail_tokens > 1 and model.tail_moments is not None:
             index = self.index_format(model.config.head_dim)
             tail_columns = min(self.tail_columns, index.columns)
         return dataclasses.replace(
             self,
-            # What has no effect is the same whatever was asked for: equal settings, equal results.
+            # Settings without effect are normalised, so that equal behaviour means equal settings.
             query=query,
             speculate_from=source,
             layer_budgets=layer_budgets,
@@ -222,11 +220,11 @@ class InfiniGen(Budgeted):
         true = None if self.lead else lookup.query
         with jax.named_scope("speculate"):
             if true is None:
-                given = lookup.layer, weights, lookup.a, lookup.positions, index.columns
-                query = speculate_query(config, *given)
+                inputs = lookup.layer, weights, lookup.a, lookup.positions, index.columns
+                query = speculate_query(config, *inputs)
             else:
                 query = own_query(weights, true, index.columns)
-            # A kernel that selects on a GPU masks by itself.
+            # The GPU kernel for selection applies the mask itself.
             masked = not cuda.in_use()
             eligible = None
             if masked:
@@ -245,10 +243,10 @@ class InfiniGen(Budgeted):
         query: Float[Array, "b k g d"] | None,
         masked: bool,
     ) -> Rest | None:
-        """Score what is not requested, for the tail; None if it is scored later.
+        """Score the rows that are not requested, for the tail; None if they are scored later.
 
         Args:
-            query: the true one, if the scores are by it.
+            query: the true query, if the scores were computed with it.
         """
         weights, state, held = lookup.weights, lookup.state, lookup.held
         positions, capacity = lookup.positions, scores.shape[3]
@@ -274,9 +272,9 @@ class InfiniGen(Budgeted):
         positions: Int[Array, " b"],
     ) -> Rest:
         index = self.index_format(query.shape[-1])
-        own = own_query(weights, query, index.columns)
+        partial_query = own_query(weights, query, index.columns)
         slots = Slots(self.sinks, self.window, self.tail_block)
-        rest = index.log_rest(own, state, request, positions, slots, _predicting(weights))
+        rest = index.log_rest(partial_query, state, request, positions, slots, _predicting(weights))
         return rest._replace(score=rest.score + mean_score(weights.get("mean"), query))
 
     def tail_values(
@@ -303,5 +301,5 @@ class InfiniGen(Budgeted):
 
 
 def _predicting(weights: Params) -> int:
-    """How many columns of the index the tail's values are predicted by."""
+    """Return the number of index columns that predict the tail's values; 0 for none."""
     return weights["slope"].shape[1] if "slope" in weights else 0

@@ -1,8 +1,8 @@
 """InfiniGen with the settings of the paper (OSDI 2024, sections 4 and 5) and of its released code.
 
-Layers 0 and 1 are streamed whole from the host, no token stays on the device for being recent or
-first, a row is moved again each time it is wanted, and all heads and sequences fetch the same
-number of rows. These are settings of `InfiniGen`; only their defaults differ here.
+Layers 0 and 1 are streamed whole from the host. No sinks or recent tokens stay on the device, a row
+is moved again in every step that requests it, and all heads and sequences fetch the same number of
+rows. Only the defaults differ from `InfiniGen`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InfiniGenPaper(InfiniGen):
-    """See the module's docstring. The paper's alpha is 4 for OPT and 5 for LLaMA."""
+    """InfiniGen with the paper's defaults. The paper's alpha is 4 for OPT and 5 for LLaMA."""
 
     name: ClassVar[str] = "infinigen-paper"
     dense_layers: ClassVar[int | None] = 0
@@ -37,7 +37,7 @@ class InfiniGenPaper(InfiniGen):
     tail: bool = False
 
     def prepare(self, model: "Model", layer: int) -> Params:
-        # A balanced conversion has the paper's basis beside its own.
+        # A balanced conversion also stores the paper's basis.
         paper = self.basis == "auto" and model.svd_bases is not None
         chosen = dataclasses.replace(self, basis="svd") if paper else self
         return InfiniGen.prepare(chosen, model, layer)

@@ -1,6 +1,6 @@
 """Selection by the exact scores of a step's own query, for study.
 
-It keeps every key of the host's layers on the device, half of the cache, and saves no memory.
+The policy keeps every key of the host layers on the device, half of the cache, and saves no memory.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from infinigen_jax.speculation.query import partial_keys
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Oracle(Budgeted):
-    """The rows that this step's query weighs most: exact top-k, the group's softmax summed.
+    """Policy that selects the exact top rows by the softmax summed over each group of query heads.
 
-    It needs the layer's own query, so the layer waits for its rows.
+    The layer waits for its rows, since the selection needs its own query.
     """
 
     name: ClassVar[str] = "oracle"
@@ -58,5 +58,5 @@ class Oracle(Budgeted):
 
 
 def _keys(head_dim: int) -> IndexFormat:
-    """Keys whole and exact."""
+    """Return the index format that stores whole keys exactly."""
     return IndexFormat("float32", head_dim)

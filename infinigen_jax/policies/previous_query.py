@@ -1,6 +1,6 @@
-"""Selection by the exact scores of the query of the token before (the idea of FreeKV, ICLR 2026).
+"""Selection by the exact scores of the previous token's query (the idea of FreeKV, ICLR 2026).
 
-Like the oracle it keeps every key on the device, and is for study.
+For study: like the oracle it keeps every key on the device.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from infinigen_jax.selection.select import Request
 
 
 class Remembered(NamedTuple):
-    """The keys, and the layer's query at the token before."""
+    """Keys of a layer, and its query at the previous token."""
 
     keys: Float[Array, "b k d t"]
     query: Float[Array, "b k g d"]
@@ -25,9 +25,9 @@ class Remembered(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreviousQuery(Oracle):
-    """As the oracle, with the true query of the token before.
+    """Oracle that scores with the true query of the previous token.
 
-    Nothing waits: what the next token reads is known as soon as this one has been attended.
+    No layer waits for its rows: the next token's selection is known after attention to this one.
     """
 
     name: ClassVar[str] = "previous-query"
@@ -56,8 +56,8 @@ class PreviousQuery(Oracle):
     def select(self, lookup: Lookup) -> Request:
         return self._best_of(lookup.state.query, lookup.state.keys, lookup)
 
-    def observe(self, state: Remembered, seen: Attended) -> Remembered:
-        return state._replace(query=seen.query.astype(jnp.float32))
+    def observe(self, state: Remembered, attended: Attended) -> Remembered:
+        return state._replace(query=attended.query.astype(jnp.float32))
 
     def append(
         self,

@@ -1,9 +1,9 @@
-"""Quest (ICML 2024): pages of tokens, chosen by a bound on the scores inside.
+"""Quest (ICML 2024): fetch whole pages of tokens, ranked by an upper bound on their scores.
 
-The device keeps the least and the largest number of each key column in a page. For a query q,
-sum_i max(q_i min_i, q_i max_i) is at least the score of every key of the page. The bound takes the
-step's own query, so the layer waits for its rows. Whole pages are fetched; among query heads of a
-group, pages are ranked by the sum of the softmax of their bounds.
+The device keeps the minimum and maximum of each key column in a page. For a query q,
+sum_i max(q_i min_i, q_i max_i) is at least the score of every key of the page. The bound uses the
+step's own query, so the layer waits for its rows. Within a group of query heads, pages are ranked
+by the summed softmax of their bounds.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from infinigen_jax.selection.select import Request, group_rank
 
 
 class Bounds(NamedTuple):
-    """Of the keys of each page; +inf and -inf where a page is empty."""
+    """Minimum and maximum of each page's keys; +inf and -inf where a page is empty."""
 
     least: Float[Array, "b k p d"]
     most: Float[Array, "b k p d"]
@@ -28,7 +28,7 @@ class Bounds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quest(Budgeted):
-    """See the module's docstring.
+    """Policy that fetches pages; see the module's docstring.
 
     Attributes:
         page: tokens in a page; capacities are multiples of 128.
@@ -73,7 +73,7 @@ class Quest(Budgeted):
         b, k, n, _ = keys.shape
         keys = keys.astype(jnp.float32)
         page = span.positions(n) // self.page
-        page = jnp.where(span.holds(n), page, state.least.shape[2])  # which is none
+        page = jnp.where(span.holds(n), page, state.least.shape[2])  # out of range: dropped
         at = (
             jnp.arange(b, dtype=jnp.int32)[:, None, None],
             jnp.arange(k, dtype=jnp.int32)[None, :, None],

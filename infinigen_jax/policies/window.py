@@ -1,8 +1,8 @@
 """Attention to sinks and recent tokens only (StreamingLLM, ICLR 2024), at a budget.
 
-The window grows with the text: beside the sinks and the recent tokens that stay on the device, the
-most recent of the others are fetched, up to the budget, so that it moves as many rows as the
-policies that select. Positions are the true ones, not those inside the window.
+The window grows with the text: in addition to the resident sinks and recent tokens, the most recent
+of the remaining tokens are fetched up to the budget. The policy thus moves as many rows as those
+that select. Positions are the true ones, not those inside the window.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from infinigen_jax.selection.select import Request
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Window(Budgeted):
-    """See the module's docstring."""
+    """Policy that fetches the most recent rows; see the module's docstring."""
 
     name: ClassVar[str] = "window"
     pools: ClassVar[bool] = True
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Any:
-        # Nothing, in the shape of what it is nothing of: the capacity fixes a request's size.
+        # An empty array whose shape carries the capacity, which fixes a request's size.
         return jnp.zeros((batch, config.num_kv_heads, capacity, 0), jnp.int8)
 
     def select(self, lookup: Lookup) -> Request:

@@ -1,4 +1,4 @@
-"""Reading prompts chunk by chunk, earlier rows streamed from the host.
+"""Prefill: prompts are read in chunks, and earlier rows are streamed from the host.
 
-Imports decode and what it may import. Start reading at prefill.py.
+Imports decode and the rooms below it. Start reading at prefill.py.
 """

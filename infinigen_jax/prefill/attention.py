@@ -1,13 +1,13 @@
-"""Attention of many tokens at once: a chunk of a prompt over itself and over the rows before it.
+"""Attention of a chunk of a prompt over itself and over the rows before it.
 
-The softmax is kept online, so nothing is ever larger than one tile of scores: some queries, all
-query heads of their KV head, over one block of keys.
+The softmax is computed online, so the largest array is one tile of scores: some queries and all
+query heads of a KV head, over one block of keys.
 
-    CPU      one KV head of one sequence at a time, so that a tile stays in the processor's cache:
-             time goes where scores go through memory
-    NVIDIA   in half precision, cuDNN's kernel: scores stay on chip (`fused_attention`)
-    others   all heads at a time; the next block of earlier rows is read under the attention of
-             the one before
+    CPU      one KV head of one sequence at a time, so that a tile stays in the processor's cache
+             (the memory traffic of scores dominates)
+    NVIDIA   in half precision, cuDNN's kernel: scores stay on chip (`prefill.cudnn_attention`)
+    others   all heads together; the next block of earlier rows is read during attention to the
+             current one
 """
 
 import functools
@@ -23,10 +23,10 @@ from infinigen_jax.ops.attention import MASKED, Softmax
 from infinigen_jax.prefill import cudnn_attention as fused_attention
 from infinigen_jax.prefill.earlier_rows import BLOCK, NOWHERE, Attended, Block, Earlier
 
-OWN_BLOCK = 256  # of the chunk's own: small, as half of those on the diagonal are masked
-CPU_TILE = 256  # rows of a tile: queries times query heads of a KV head...
-CPU_WIDE_TILE = 1024  # ... and of one over a block of earlier rows
-DEVICE_TILE_BYTES = 1 << 26  # of all tiles that are worked on at a time
+OWN_BLOCK = 256  # for the chunk's own keys; small, as blocks on the diagonal are half masked
+CPU_TILE = 256  # rows of a tile: queries times query heads of a KV head
+CPU_WIDE_TILE = 1024  # the same, for blocks of earlier rows
+DEVICE_TILE_BYTES = 1 << 26  # for all tiles processed together
 
 
 def causal_attention(
@@ -35,12 +35,13 @@ def causal_attention(
     values: Float[Array, "b s k d"],
     window: int | None = None,
 ) -> Float[Array, "b s h d"]:
-    """Causal attention over prompts padded on the right; query heads are grouped by KV head.
+    """Return causal attention over prompts padded on the right; query heads share KV heads.
 
-    A padded position only ever reaches outputs of padded positions.
+    Padded positions affect only outputs at padded positions.
 
     Args:
-        window: how many tokens, itself included, a token attends to; None for all before it.
+        window: number of tokens, including itself, that a token attends to; None for all earlier
+            ones.
     """
     return attend_chunk(q, keys, values, window=window).output
 
@@ -52,11 +53,13 @@ def attend_chunk(
     earlier: Earlier | None = None,
     window: int | None = None,
 ) -> Attended:
-    """Causal attention of a chunk, over itself and over what came before it.
+    """Return causal attention of a chunk, over itself and over the rows before it.
 
     Args:
         q: scaled queries; query head h reads KV head h // (h / k).
-        window: as in `causal_attention`.
+        keys, values: keys and values of the chunk.
+        earlier: rows before the chunk; None for none.
+        window: see `causal_attention`.
     """
     cpu, default = (functools.partial(_attend, earlier, window, all) for all in (False, True))
     if fused_attention.usable(q, keys.shape[2], earlier, window):
@@ -76,8 +79,8 @@ def _attend(
     k = keys.shape[2]
     tile = _tile(b, c, h, k, together)
     tiles = _tiles(q, k, tile)
-    own = (_columns(x) for x in (keys, values))
-    state = _each(functools.partial(_attend_own, h // k, window), together)((tiles, *own))
+    chunk_columns = (_columns(x) for x in (keys, values))
+    state = _each(functools.partial(_attend_own, h // k, window), together)((tiles, *chunk_columns))
     if earlier is not None:
         first = _tile_positions(earlier.start, k, tile, h // k, tiles.shape[1])
         state = _attend_earlier(earlier, window, (tiles, first), state, together)
@@ -87,7 +90,7 @@ def _attend(
 
 
 def _untiled(x: Float[Array, "n tiles m d"], shape: tuple[int, ...]) -> Float[Array, "b c h d"]:
-    """Inverse of `_tiles`."""
+    """Return the inverse of `_tiles`."""
     b, c, h, d = shape
     k = x.shape[0] // b
     x = x.reshape(b, k, x.shape[1], h // k, -1, d).transpose(0, 2, 4, 1, 3, 5)
@@ -95,7 +98,7 @@ def _untiled(x: Float[Array, "n tiles m d"], shape: tuple[int, ...]) -> Float[Ar
 
 
 def _tile(b: int, c: int, h: int, k: int, together: bool) -> int:
-    """Queries in a tile."""
+    """Return the number of queries in a tile."""
     if not together:
         return min(c, max(1, CPU_TILE * k // h))
     most = max(64, DEVICE_TILE_BYTES // (4 * b * h * BLOCK))
@@ -103,7 +106,7 @@ def _tile(b: int, c: int, h: int, k: int, together: bool) -> int:
 
 
 def _tiles(q: Float[Array, "b c h d"], kv_heads: int, tile: int) -> Float[Array, "n tiles m d"]:
-    """Queries by KV head of each sequence, and tile; m is query head times query."""
+    """Arrange queries by KV head of each sequence, and tile; m is query heads times queries."""
     b, c, h, d = q.shape
     count = -(-c // tile)
     q = jnp.pad(q, ((0, 0), (0, count * tile - c), (0, 0), (0, 0)))
@@ -112,7 +115,7 @@ def _tiles(q: Float[Array, "b c h d"], kv_heads: int, tile: int) -> Float[Array,
 
 
 def _columns(x: Float[Array, "b c k d"]) -> Float[Array, "n s d"]:
-    """A chunk's keys or values, padded to whole blocks."""
+    """Return a chunk's keys or values, padded to whole blocks."""
     b, c, k, d = x.shape
     size = min(OWN_BLOCK, c)
     x = jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, -c % size), (0, 0)))
@@ -120,21 +123,21 @@ def _columns(x: Float[Array, "b c k d"]) -> Float[Array, "n s d"]:
 
 
 def _each(function: Callable[[Any], Any], together: bool) -> Callable[[Any], Any]:
-    """A function of one KV head, for all of them: side by side, or one after the other."""
+    """Map a function of one KV head over all heads, vectorised or sequentially."""
     return jax.vmap(function) if together else functools.partial(lax.map, function)
 
 
 def _tile_positions(
     start: Int[Array, " b"], kv_heads: int, tile: int, group: int, tiles: int
 ) -> Int[Array, "n tiles m"]:
-    """The positions of the queries in `_tiles`."""
+    """Return the positions of the queries in `_tiles`."""
     place = jnp.arange(tiles * tile, dtype=jnp.int32).reshape(tiles, 1, tile)
     place = jnp.broadcast_to(place, (tiles, group, tile)).reshape(tiles, -1)
     return jnp.repeat(start, kv_heads)[:, None, None] + place[None]
 
 
 def _attend_own(group: int, window: int | None, head: tuple[Array, Array, Array]) -> Softmax:
-    """A head's tiles over the chunk's own keys, as far as they are visible to it."""
+    """Attend with a head's tiles to the chunk's own keys that are visible to them."""
     tiles, keys, values = head
     count, m, d = tiles.shape
     tile = m // group
@@ -154,11 +157,11 @@ def _attend_own(group: int, window: int | None, head: tuple[Array, Array, Array]
                 visible &= distance < window
             return _update(state, q, block[0], block[1], visible)
 
-        seen = jnp.minimum((first + tile + size - 1) // size, keys.shape[0] // size)
+        visible_blocks = jnp.minimum((first + tile + size - 1) // size, keys.shape[0] // size)
         begin = jnp.int32(0)
         if window is not None:
             begin = jnp.maximum(first - window + 1, 0) // size
-        return lax.fori_loop(begin, seen, visit, _nothing(q))
+        return lax.fori_loop(begin, visible_blocks, visit, _empty_softmax(q))
 
     return lax.map(attend, (jnp.arange(count, dtype=jnp.int32), tiles))
 
@@ -170,7 +173,7 @@ def _attend_earlier(
     state: Softmax,
     together: bool,
 ) -> Softmax:
-    """Go on with the blocks before the chunk. Queries come with their positions."""
+    """Attend to the blocks before the chunk as well; `queries` come with their positions."""
     narrow = queries[0].shape[1]
     wide = 1 if together else _widening(narrow, queries[0].shape[2])
     (tiles, rows), state = jax.tree.map(lambda x: _regrouped(x, narrow // wide), (queries, state))
@@ -184,7 +187,7 @@ def _attend_earlier(
 
     def visit_ahead(number: Array, carry: tuple[Softmax, Block]) -> tuple[Softmax, Block]:
         state, block = carry
-        following = earlier.block(number + 1)  # on its way while this one is attended to
+        following = earlier.block(number + 1)  # read during attention to this block
         return update(state, block), following
 
     first = jnp.int32(0)
@@ -197,19 +200,19 @@ def _attend_earlier(
 
 
 def _widening(tiles: int, rows: int) -> int:
-    """How many tiles make a wide one: a divisor of their number."""
+    """Return the number of tiles in a wide tile, a divisor of their count."""
     return max(
         w for w in range(1, tiles + 1) if tiles % w == 0 and (w == 1 or w * rows <= CPU_WIDE_TILE)
     )
 
 
 def _regrouped(x: Array, tiles: int) -> Array:
-    """[n, tiles, rows, ...] in another number of tiles."""
+    """Regroup [n, tiles, rows, ...] into another number of tiles."""
     return x.reshape(x.shape[0], tiles, -1, *x.shape[3:])
 
 
 def _heads(block: Block) -> tuple[Array, Array, Array]:
-    """Keys and values [n, s, d] and positions [n, s]."""
+    """Return keys and values [n, s, d] and positions [n, s]."""
     b, k, s, d = block.keys.shape
     positions = jnp.broadcast_to(block.positions[:, None], (b, k, s)).reshape(b * k, s)
     return block.keys.reshape(b * k, s, d), block.values.reshape(b * k, s, d), positions
@@ -218,7 +221,7 @@ def _heads(block: Block) -> tuple[Array, Array, Array]:
 def _attend_block(
     window: int | None, head: tuple[Softmax, Array, Array, Array, Array, Array]
 ) -> Softmax:
-    """A head's tiles over one block."""
+    """Attend with a head's tiles to one block."""
     state, tiles, rows, keys, values, columns = head
 
     def attend(inputs: tuple[Softmax, Array, Array]) -> Softmax:
@@ -231,7 +234,7 @@ def _attend_block(
     return lax.map(attend, (state, tiles, rows))
 
 
-def _nothing(q: Float[Array, "m d"]) -> Softmax:
+def _empty_softmax(q: Float[Array, "m d"]) -> Softmax:
     zeros = jnp.zeros(q.shape, jnp.float32)
     return Softmax(jnp.full(q.shape[:-1], MASKED, jnp.float32), zeros[..., 0], zeros)
 
@@ -243,8 +246,11 @@ def _update(
     values: Float[Array, "s d"],
     visible: Array,
 ) -> Softmax:
-    """Attend to further keys. A tile that has seen none yet forgets what it makes of masked ones,
-    once it sees one: their weight becomes exactly 0."""
+    """Attend to further keys.
+
+    Masked keys get weight only in a tile that has seen no visible key yet. The first visible key
+    scales that weight to exactly 0.
+    """
     scores = jnp.einsum("md,sd->ms", q, keys, preferred_element_type=jnp.float32)
     scores = jnp.where(visible, scores, MASKED)
     peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))

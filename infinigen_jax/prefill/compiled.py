@@ -1,4 +1,4 @@
-"""The compiled functions of reading prompts, see `prefill`."""
+"""Compiled functions of prefill, see `prefill.prefill`."""
 
 import functools
 from typing import Any, NamedTuple
@@ -21,10 +21,20 @@ from infinigen_jax.transfer.host_weights import await_copy, start_next
 
 
 class PrefillSteps(NamedTuple):
-    """The compiled functions of reading; the cache arrays that they replace are donated.
+    """Compiled functions of prefill; they donate the cache arrays that they replace.
 
-    The layers' last result is what was brought of the next layer's weights, if they were given as
-    `stored`, see `weights`.
+    The last result of a layer's function is the next layer's weights on the device, if they were
+    passed in host memory as `stored` (see `transfer.host_weights`); else None.
+
+    Attributes:
+        empty: make an empty cache without host rows.
+        embed: embed a chunk's tokens.
+        device_layer, keep_on_device: compute a layer on the device, and store its rows.
+        host_layer, observed_layer, keep: compute a layer on the host (for a policy that observes:
+            with its queries and received attention), and store its rows.
+        last: take the output of each sequence's last token.
+        pool, kept: initial state of a pool.
+        draw: sample the first tokens.
     """
 
     empty: Any
@@ -42,7 +52,7 @@ class PrefillSteps(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def prefill_steps(decoder: Decoder) -> PrefillSteps:
-    """Jit a decoder's functions for chunks."""
+    """Return a decoder's compiled functions for chunks."""
     config, policy, stored = decoder.config, decoder.policy, decoder.row_format
 
     def empty(*, batch: int, capacity: int, slots: int) -> Cache:
@@ -70,7 +80,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         )
 
     def embed(params: Params, tokens: Int[Array, "b c"], span: Span) -> Float[Array, "b c e"]:
-        # Padding may lie beyond the last position, for which a table would give NaN.
+        # Padding may lie beyond the last position, where an embedding table would give NaN.
         positions = jnp.minimum(span.positions(tokens.shape[1]), config.max_positions - 1)
         return decoder.blueprint.embedding(params).embed(tokens, positions)
 
@@ -84,12 +94,12 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         *,
         window: int | None,
     ) -> tuple[Array, Array, Any]:
-        coming, x = start_next(stored, x)
+        upcoming, x = start_next(stored, x)
         earlier = device_rows(local, span, decoder.dtype)
         layer = decoder.blueprint.layer(params)
-        done = chunk_layer(layer, x, span, lengths, earlier, window)
-        coming, x = await_copy(coming, done.x)
-        return x, done.rows, coming
+        result = chunk_layer(layer, x, span, lengths, earlier, window)
+        upcoming, x = await_copy(upcoming, result.x)
+        return x, result.rows, upcoming
 
     def keep_on_device(
         local: DenseLayer | Sliding, rows: Float[Array, "b k c w"], span: Span
@@ -108,20 +118,20 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         *,
         observed: bool,
     ) -> tuple[Array, Array, Any, Any]:
-        coming, x = start_next(stored, x)
+        upcoming, x = start_next(stored, x)
         earlier = host_rows(decoder, host, number, scales, span)
-        done = chunk_layer(decoder.blueprint.layer(params), x, span, lengths, earlier)
-        coming, x = await_copy(coming, done.x)
+        result = chunk_layer(decoder.blueprint.layer(params), x, span, lengths, earlier)
+        upcoming, x = await_copy(upcoming, result.x)
         if not observed:
-            return x, done.rows, None, coming
-        log_sum = done.attended.log_sum
-        received = attention_received(done.queries, done.keys, log_sum, span, earlier)
-        return x, done.rows, (done.queries, received), coming
+            return x, result.rows, None, upcoming
+        log_sum = result.attended.log_sum
+        received = attention_received(result.queries, result.keys, log_sum, span, earlier)
+        return x, result.rows, (result.queries, received), upcoming
 
     def last(
         x: Float[Array, "b c e"], span: Span, before: Float[Array, "b e"]
     ) -> tuple[Float[Array, "b e"], Int[Array, " b"]]:
-        """The output for each sequence's last token so far, and the new lengths."""
+        """Return the output of each sequence's last token so far, and the new lengths."""
         place = jnp.maximum(span.count - 1, 0)[:, None, None]
         rows = jnp.take_along_axis(x, place, axis=1)[:, 0]
         return jnp.where(span.count[:, None] > 0, rows, before), span.end
@@ -143,10 +153,10 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         return Program(function, decoder, out_shardings=out, **options)
 
     def on_host(observed: bool) -> Program:
-        seen = (at.batch, at.rows) if observed else None
+        observations = (at.batch, at.rows) if observed else None
         return program(
             functools.partial(host_layer, observed=observed),
-            (at.batch, at.rows, seen, at.whole),
+            (at.batch, at.rows, observations, at.whole),
             donate_argnums=1,
             compiler_options=options,
         )

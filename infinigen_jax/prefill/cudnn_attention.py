@@ -1,15 +1,15 @@
 """Attention of a prompt's chunk by cuDNN's fused kernel: NVIDIA GPUs, half precision.
 
-Scores stay on chip, where the other form writes a tile of them to memory and reads it again. Over
-the keys of one place the kernel gives the weighted mean of the values and the logarithm of the
-summed exponentials; by these, places are joined into one softmax (`attention.join_softmax`).
+Scores stay on chip, while `prefill.attention` writes a tile of them to memory and reads it again.
+For one group of keys the kernel returns the weighted mean of the values and the log-sum-exp of the
+scores. `join_softmax` combines the groups into one softmax.
 
     the chunk's own keys    causal, within the sliding window if there is one
-    whole blocks before it  of which every sequence sees every row: neither mask nor copy
-    the other blocks        the last of a batch of different lengths, rings: a mask
+    whole blocks before it  every row is visible to every sequence: no mask and no copy
+    the other blocks        masked: the last blocks of a batch of different lengths, and rings
 
-So a sequence's last bits depend on whether the others of its batch are as long: which of its blocks
-go without a mask is the shortest one's matter.
+The shortest sequence of a batch determines which blocks need no mask. A sequence's last bits
+therefore depend on the lengths of the others.
 """
 
 import functools
@@ -30,8 +30,8 @@ from infinigen_jax.prefill.earlier_rows import NOWHERE, Attended, Block, Earlier
 logger = logging.getLogger(__name__)
 
 CHECKED_WINDOW = 40
-# Of the check. Outputs of about 0.1 to 1 are rounded to half precision for each place, which makes
-# errors below 0.01. Logarithms of sums are not: rounded to bfloat16 they would be 0.015 off.
+# Tolerances of the check. Outputs of about 0.1 to 1 are rounded to half precision once per group,
+# with errors below 0.01. Log-sums are not rounded: bfloat16 would give errors of 0.015.
 TOLERANCE, LOG_TOLERANCE = 0.03, 0.005
 
 
@@ -41,7 +41,7 @@ def usable(
     earlier: Earlier | None = None,
     window: int | None = None,
 ) -> bool:
-    """Whether attention of such queries, traced now, is to use the kernel."""
+    """Whether attention of these queries, traced now, should use the kernel."""
     if jax.default_backend() != "gpu" or q.dtype.itemsize != 2 or q.shape[-1] % 8:
         return False
     mesh = jax.typeof(q).sharding.mesh
@@ -55,24 +55,26 @@ def usable(
 
 @functools.cache
 def unavailable(dtype: str, head_dim: int, windowed: bool = False) -> str | None:
-    """Why the kernel cannot be used for such heads in this process, in a line; None where it can.
+    """Return one line on why this process cannot use the kernel for such heads; None if it can.
 
-    The first call runs it on a small prompt, beside plain attention.
+    The first call runs the kernel on a small prompt and compares it with plain attention.
 
     Args:
-        windowed: whether there is a sliding window.
+        dtype: name of the queries' dtype.
+        head_dim: columns of a head.
+        windowed: whether a sliding window is used.
     """
     if os.environ.get(SWITCH) == OFF:
         return f"{SWITCH} is {OFF}"
     try:
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             error = _error(jnp.dtype(dtype), head_dim, CHECKED_WINDOW if windowed else None)
-    except Exception as raised:  # of many kinds, by what is missing
+    except Exception as raised:  # the type depends on the missing component
         reason = " ".join(str(raised).split())[:200] or type(raised).__name__
     else:
-        if error < 1:  # so not where it is NaN
+        if error < 1:  # False for NaN
             return None
-        reason = f"differs from plain attention by {error:.2g} times what it may"
+        reason = f"differs from plain attention by {error:.2g} times its tolerance"
     _warn(f"{dtype}, heads of {head_dim}", reason)
     return reason
 
@@ -81,22 +83,26 @@ def unavailable(dtype: str, head_dim: int, windowed: bool = False) -> str | None
 def refusal(
     dtype: str, shape: tuple[int, ...], kv_heads: int, block: int | None, window: int | None
 ) -> str | None:
-    """Why cuDNN does not take calls of these sizes, in a line; None if it does.
+    """Return one line on why cuDNN rejects calls of these sizes; None if it accepts them.
 
-    What it takes differs by version and GPU; a program that holds a call which it does not is
-    refused as a whole.
+    Supported sizes differ by version and GPU. A program with an unsupported call fails as a whole.
 
     Args:
-        shape: of the queries [b, c, h, d].
-        block: earlier rows at a time.
+        dtype: name of the queries' dtype.
+        shape: shape of the queries [b, c, h, d].
+        kv_heads: number of KV heads.
+        block: earlier rows per block; None without earlier rows.
+        window: sliding window, if any.
     """
     b, c, h, d = shape
 
     def some(*shape: int, of: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, of)
 
-    q, own = some(b, h, c, d), some(b, kv_heads, c, d)
-    calls: list[tuple[Any, ...]] = [(functools.partial(_kernel, causal=True, window=window), own)]
+    q, chunk_keys = some(b, h, c, d), some(b, kv_heads, c, d)
+    calls: list[tuple[Any, ...]] = [
+        (functools.partial(_kernel, causal=True, window=window), chunk_keys)
+    ]
     if block is not None:
         calls.append((_kernel, some(b, kv_heads, block, d), some(b, 1, c, block, of=bool)))
         if window is None:
@@ -104,7 +110,7 @@ def refusal(
     try:
         for kernel, rows, *mask in calls:
             jax.jit(kernel).lower(q, rows, rows, *mask).compile()
-    except Exception as raised:  # of many kinds
+    except Exception as raised:  # any type
         reason = " ".join(str(raised).split())[:200] or type(raised).__name__
         _warn(f"{dtype} queries {list(shape)}", reason)
         return reason
@@ -122,7 +128,7 @@ def attend(
     keys: Float[Array, "b c k d"],
     values: Float[Array, "b c k d"],
 ) -> Attended:
-    """`prompt_attention.attend_chunk`."""
+    """Return the result of `prefill.attention.attend_chunk`."""
     q, keys, values = (x.swapaxes(1, 2) for x in (q, keys, values))
     state = _kernel(q, keys, values, causal=True, window=window)
     if earlier is not None:
@@ -135,20 +141,20 @@ def attend(
 def _attend_earlier(
     earlier: Earlier, window: int | None, q: Float[Array, "b h c d"], state: Softmax
 ) -> Softmax:
-    """Go on with the blocks before the chunk; each is read under the attention of the last."""
+    """Attend to the blocks before the chunk as well; each is read during attention to the last."""
 
     def visit(number: Array, carry: tuple[Softmax, Rows], whole: bool) -> tuple[Softmax, Rows]:
         state, rows = carry
-        following = earlier.rows(number + 1)
+        next_rows = earlier.rows(number + 1)
         if whole:
             part = _kernel(q, rows.keys, rows.values)
         else:
             part = _attend_block(earlier.placed(number, rows), earlier, window, q)
-        return join_softmax(state, part), following
+        return join_softmax(state, part), next_rows
 
     first = jnp.int32(0)
     carry = (state, earlier.rows(first))
-    # With a sliding window there is something to mask in any block.
+    # With a sliding window every block may need a mask.
     whole = first if window is not None else earlier.whole_blocks
     carry = lax.fori_loop(first, whole, functools.partial(visit, whole=True), carry)
     carry = lax.fori_loop(whole, earlier.blocks, functools.partial(visit, whole=False), carry)
@@ -159,7 +165,7 @@ def _attend_block(
     block: Block, earlier: Earlier, window: int | None, q: Float[Array, "b h c d"]
 ) -> Softmax:
     visible = (block.positions < NOWHERE)[:, None, None]
-    # The mask is added to the scores, which must be none of a slot that was never written.
+    # The mask is added to the scores, so keys in unwritten slots must not be NaN.
     keys = jnp.where(visible.swapaxes(2, 3), block.keys, 0)
     if window is not None:
         row = earlier.start[:, None] + jnp.arange(q.shape[2], dtype=jnp.int32)[None]
@@ -177,9 +183,9 @@ def _kernel(
     causal: bool = False,
     window: int | None = None,
 ) -> Softmax:
-    """Attention over keys of one place. With a mask that hides all, a peak that weighs nothing."""
-    # `jax.nn.dot_product_attention` rounds the logarithms to the output's dtype, eight bits of
-    # which would make errors of some percent where parts are joined.
+    """Return attention over one group of keys; if all are masked, the peak has no weight."""
+    # `jax.nn.dot_product_attention` rounds the log-sums to the output's dtype. Its eight bits would
+    # cause errors of a few percent when groups are combined.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     outcome: Any = cudnn.dot_product_attention(
@@ -196,8 +202,10 @@ def _kernel(
 
 
 def _error(dtype: Any, head_dim: int, window: int | None) -> float:
-    """The largest difference from plain attention over a prompt, in multiples of what it may be:
-    of its last chunk, behind blocks that are whole, partly filled and empty."""
+    """Return the largest difference from plain attention, in multiples of its tolerance.
+
+    The test case is the last chunk of a prompt, after whole, partly filled and empty blocks.
+    """
     b, c, h, k, size, capacity = 3, 48, 4, 2, 64, 224
     random = np.random.default_rng(0)
     start = np.array([150, 70, 200], np.int32)
@@ -205,7 +213,7 @@ def _error(dtype: Any, head_dim: int, window: int | None) -> float:
     def draw(tokens: int, heads: int, scale: float = 1.0) -> Any:
         return jnp.asarray(random.normal(0, scale, (b, heads, tokens, head_dim)), dtype)
 
-    q, own = draw(c, h, head_dim**-0.5), (draw(c, k), draw(c, k))
+    q, chunk_rows = draw(c, h, head_dim**-0.5), (draw(c, k), draw(c, k))
     written = (np.arange(capacity) < start[:, None])[:, None, :, None]
     before = tuple(jnp.where(written, draw(capacity, k), jnp.nan) for _ in range(2))
 
@@ -215,18 +223,22 @@ def _error(dtype: Any, head_dim: int, window: int | None) -> float:
 
     earlier = Earlier(read, size, capacity, jnp.asarray(start))
     run = jax.jit(functools.partial(attend, earlier, window))
-    got = run(*(x.swapaxes(1, 2) for x in (q, *own)))
+    result = run(*(x.swapaxes(1, 2) for x in (q, *chunk_rows)))
     seen_rows = [np.where(written, x, 0) for x in before]
-    rows = [np.concatenate(x, axis=2, dtype=np.float64) for x in zip(seen_rows, own, strict=True)]
+    rows = [
+        np.concatenate(x, axis=2, dtype=np.float64) for x in zip(seen_rows, chunk_rows, strict=True)
+    ]
     keys, values = (np.repeat(x, h // k, axis=1) for x in rows)
     row = start[:, None] + np.arange(c)
     column = np.where(written[:, 0, :, 0], np.arange(capacity), NOWHERE)
     distance = row[:, :, None] - np.concatenate([column, row], axis=1)[:, None]
-    seen = ((distance >= 0) & (distance < (window or NOWHERE)))[:, None]
-    scores = np.where(seen, np.einsum("bhcd,bhnd->bhcn", np.asarray(q, np.float64), keys), -np.inf)
+    visible = ((distance >= 0) & (distance < (window or NOWHERE)))[:, None]
+    scores = np.where(
+        visible, np.einsum("bhcd,bhnd->bhcn", np.asarray(q, np.float64), keys), -np.inf
+    )
     log_sum = np.log(np.sum(np.exp(scores), axis=-1))
     output = np.einsum("bhcn,bhnd->bchd", np.exp(scores - log_sum[..., None]), values)
     log_sum = log_sum.swapaxes(1, 2)
-    pairs = ((got.output, output, TOLERANCE), (got.log_sum, log_sum, LOG_TOLERANCE))
+    pairs = ((result.output, output, TOLERANCE), (result.log_sum, log_sum, LOG_TOLERANCE))
     errors = [np.max(np.abs(np.asarray(x, np.float64) - y)) / most for x, y, most in pairs]
     return float(np.max(errors))

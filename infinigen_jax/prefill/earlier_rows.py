@@ -1,4 +1,4 @@
-"""The rows before a chunk of a prompt, read in blocks, and what attention to them gives."""
+"""Rows before a chunk of a prompt, read in blocks, and the result of attention to them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,20 +7,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-BLOCK = 1024  # earlier rows in a block
-NOWHERE = 2**30  # a position that no token comes to
+BLOCK = 1024  # tokens in a block of earlier rows
+NOWHERE = 2**30  # position of invalid rows, larger than that of any token
 
 
 class Earlier(NamedTuple):
-    """The rows before a chunk, read in blocks.
+    """Rows before a chunk, read in blocks.
 
     Attributes:
-        read: gives keys and values [b, k, n, d] of the n rows from some slot on.
-        size: of a block.
-        capacity: slots that there are, at least `size`.
-        start: positions that count, those before it.
-        positions: of the slots, -1 for one without a row; slot and position are the same where
-            this is None.
+        read: function (slot, n) -> keys and values [b, k, n, d] of n rows from that slot on.
+        size: tokens in a block.
+        capacity: number of slots, at least `size`.
+        start: number of valid positions: those before the chunk.
+        positions: positions of the slots, -1 for a slot without a row; None if slot = position.
     """
 
     read: Callable[[Int[Array, ""], int], tuple[Array, Array]]
@@ -31,31 +30,33 @@ class Earlier(NamedTuple):
 
     @property
     def blocks(self) -> Int[Array, ""]:
+        """Number of blocks with valid rows."""
         return (jnp.minimum(jnp.max(self.start), self.capacity) + self.size - 1) // self.size
 
     @property
     def whole_blocks(self) -> Int[Array, ""]:
-        """How many blocks, the first ones, are full of rows that count in every sequence."""
+        """Number of leading blocks in which every row of every sequence is valid."""
         if self.positions is not None:
             return jnp.int32(0)
         return jnp.minimum(jnp.min(self.start), self.capacity) // self.size
 
     def rows(self, number: Int[Array, ""]) -> "Rows":
-        """A block as it is stored."""
+        """Read a block as it is stored."""
         return Rows(*self.read(self._at(number), self.size))
 
     def block(self, number: Int[Array, ""]) -> "Block":
+        """Read a block, with the positions of its rows."""
         return self.placed(number, self.rows(number))
 
     def placed(self, number: Int[Array, ""], rows: "Rows") -> "Block":
-        """A block's rows with their places; the last one reaches back to fit in."""
+        """Return a block's rows with their positions; the last block starts early to fit."""
         at = self._at(number)
         slot = at + jnp.arange(self.size, dtype=jnp.int32)[None]
         position = slot
         if self.positions is not None:
             position = lax.dynamic_slice_in_dim(self.positions, at, self.size, axis=1)
         valid = (slot >= number * self.size) & (position >= 0) & (position < self.start[:, None])
-        # Slots that were never written may hold NaN, which a weight of 0 does not silence.
+        # Unwritten slots may hold NaN, which a weight of 0 does not mask.
         values = jnp.where(valid[:, None, :, None], rows.values, 0)
         return Block(rows.keys, values, jnp.where(valid, position, NOWHERE), at)
 
@@ -71,7 +72,7 @@ class Rows(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows before a chunk, in the slots from `at` on; the position is NOWHERE of what is none."""
+    """Rows before a chunk in the slots from `at` on; invalid rows have position NOWHERE."""
 
     keys: Float[Array, "b k n d"]
     values: Float[Array, "b k n d"]
@@ -80,10 +81,10 @@ class Block(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What a chunk's queries attended to.
+    """Attention of a chunk's queries.
 
     Attributes:
-        output: of the attention.
+        output: output of the attention.
         log_sum: natural logarithm of each query's summed exponentials, float32.
     """
 

@@ -1,4 +1,4 @@
-"""One layer over a chunk of a prompt: what it reads, and what is kept of it."""
+"""One layer over a chunk of a prompt: the rows it reads and the rows it stores."""
 
 from typing import Any, NamedTuple
 
@@ -19,12 +19,13 @@ from infinigen_jax.prefill.earlier_rows import BLOCK, Attended, Earlier
 
 
 class Done(NamedTuple):
-    """A layer over a chunk.
+    """Result of a layer over a chunk.
 
     Attributes:
-        x: its output.
-        rows: keys and values side by side.
-        queries, keys: scaled and rotated.
+        x: output of the layer.
+        rows: keys and values, concatenated.
+        queries, keys: queries and keys, scaled and rotated.
+        attended: output and log-sum-exp of the attention.
     """
 
     x: Float[Array, "b c e"]
@@ -42,12 +43,15 @@ def chunk_layer(
     earlier: Earlier | None = None,
     window: int | None = None,
 ) -> Done:
-    """One layer over a chunk.
+    """Compute one layer over a chunk.
 
     Args:
-        lengths: of the sequences when all that is being read is; the span's end by default.
-        earlier: the rows before it; None if there are none.
-        window: how many tokens a token attends to, if not all before it.
+        layer: module of the layer.
+        x: hidden states of the chunk.
+        span: positions of the chunk's tokens.
+        lengths: lengths of the sequences after all chunks; by default the span's end.
+        earlier: rows before the chunk; None for none.
+        window: number of tokens that a token attends to; None for all earlier ones.
     """
     positions = span.positions(x.shape[1])
     whole = jnp.broadcast_to((span.end if lengths is None else lengths)[:, None], positions.shape)
@@ -63,7 +67,7 @@ def chunk_layer(
 
 
 def device_rows(local: DenseLayer | Sliding, span: Span, dtype: Any) -> Earlier:
-    """The rows before a chunk of a layer whose cache is on the device."""
+    """Return the rows before a chunk of a layer whose cache is on the device."""
     capacity = local.keys.shape[2]
 
     def read(at: Array, size: int) -> tuple[Array, Array]:
@@ -80,7 +84,7 @@ def device_rows(local: DenseLayer | Sliding, span: Span, dtype: Any) -> Earlier:
 def host_rows(
     decoder: Decoder, host: Shaped[Array, "l a k t w"], number: Array, scales: Any, span: Span
 ) -> Earlier:
-    """A host layer's rows before a chunk."""
+    """Return a host layer's rows before a chunk."""
     batch = span.start.shape[0]
     capacity = capacity_of(host, batch)
 
@@ -102,28 +106,30 @@ def keep_rows(
     scales: Any,
     host: Shaped[Array, "l a k t w2"],
     number: Int[Array, ""],
-    seen: Any = None,
+    observations: Any = None,
     pool: Int[Array, "b k t"] | None = None,
     *,
     streams: bool,
 ) -> tuple[Resident, Any, Any, Shaped[Array, "l a k t w2"]]:
-    """What a layer on the host keeps of a chunk's rows.
+    """Store a chunk's rows of a layer on the host.
 
     Args:
-        rows: keys and values side by side, in the model's dtype.
-        number: of the layer, among those on the host.
-        seen: queries, and attention that slots received, for a policy that observes.
-        pool: positions of the rows that its slots are to hold, in place of slot = position; of a
-            whole prompt.
-        streams: nothing is selected for it.
+        decoder: layout of the cache.
+        policy_weights: the policy's arrays for the layer.
+        rows: keys and values, concatenated, in the model's dtype.
+        span: positions of the rows.
+        number: index among the host layers.
+        observations: queries, and attention received by the slots, for a policy that observes.
+        pool: with a pool, positions of the rows that its slots store; the chunk is then a whole
+            prompt. None for slot = position.
+        streams: whether the layer is streamed, without selection.
 
     Returns:
-        The replacements of `local`, `state`, `scales` and `host`: rows on the device, policy's
-        state, scales of the stored rows, host cache.
+        The new `local` (device rows), `state` (policy), `scales` (of the stored rows) and `host`.
     """
     stored = decoder.row_format
     local = local.extend(rows, span, decoder.slots, decoder.summed(policy_weights))
-    chunk = span  # of positions; with a pool the rows that are kept are at other places
+    chunk = span  # positions; with a pool the stored rows are elsewhere
     fitted, first = stored.fit(rows, span.count), (span.start == 0) & (span.count > 0)
     first = first[:, None, None]
     scales = jax.tree.map(lambda new, old: jnp.where(first, new, old), fitted, scales)
@@ -131,14 +137,14 @@ def keep_rows(
         pool = pool[:, :, : rows.shape[2]]
         rows = jnp.take_along_axis(rows, jnp.maximum(pool, 0)[..., None], axis=2)
         if local.left is not None:
-            there = held(pool, span.end - 1, decoder.policy.window) >= 0
-            local = local._replace(left=sums_of_values(rows, there))
+            counted = held(pool, span.end - 1, decoder.policy.window) >= 0
+            local = local._replace(left=sums_of_values(rows, counted))
         span = Span.whole(rows.shape[0], rows.shape[2])
     if not streams:
         keys = rows[..., : decoder.config.head_dim]
         state = decoder.policy.append(policy_weights, state, keys, span)
-    if seen is not None:
-        queries, received = seen
+    if observations is not None:
+        queries, received = observations
         state = decoder.policy.observe_queries(state, queries, received, chunk)
     host = write_span(host, number, stored.encode(scales, rows), span, decoder.mesh)
     return local, state, scales, host

@@ -1,24 +1,22 @@
-"""Reading prompts, and adding tokens to a cache that has some: chunk by chunk, layer by layer.
+"""Prefill: read prompts, or add tokens to an existing cache, chunk by chunk and layer by layer.
 
     for each chunk          the same compiled functions for all of them
-        for each layer      attention over the chunk itself, and over every row before it, which
-                            comes from the host block by block; then its rows are kept
-    draw                    from the last token of each sequence
+        for each layer      attention over the chunk itself and over all earlier rows, which
+                            come from the host block by block; then its rows are stored
+    draw                    sample from the last token of each sequence
 
-The device holds one chunk's activations and a few blocks of rows, however long the prompt is (a
-dense layer's cache and a policy's state besides, which are there to stay). A prompt of at most one
-chunk is read in one piece.
+The device holds one chunk's activations and a few blocks of rows for any prompt length, in addition
+to device caches and policy state. A prompt of at most one chunk is read in one piece.
 
-`prefill` starts a cache; `extend` adds tokens to one that decoding may have gone on with, such as a
-chat's next turn, or different ends of a prompt that they share. Sequences may have different
-numbers of tokens, before and now, also none: what one gets does not depend on the others (see
-`span`). A host pool is filled in one piece and cannot be extended: rows that it does not keep are
-not there to be attended to.
+`prefill` creates a cache. `extend` adds tokens to a cache, also after decoding: a chat's next turn,
+or different continuations of a shared prompt. Sequences may differ in length and may add no tokens;
+the result of one does not depend on the others (see `ops.span`). A host pool is filled in one piece
+and cannot be extended, because rows that it dropped are no longer available.
 
-With exact rows the result is that of one piece but for rounding. With rows in int8 or int4
-a chunk attends to those before it as they are stored; how they are scaled is decided on the first
-chunk of a sequence: chunks are as long as they may be then, whatever the longest sequence. Every
-policy attends to everything while it reads.
+With exact rows the result equals that of one piece except for rounding. With int8 or int4 rows a
+chunk attends to earlier rows in their stored form, scaled by the sequence's first chunk. Their
+chunk length is therefore fixed, independent of the longest sequence. Every policy attends to all
+rows during prefill.
 """
 
 from collections.abc import Callable
@@ -38,12 +36,12 @@ from infinigen_jax.prefill.compiled import prefill_steps
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.transfer.host_weights import bring, merged
 
-CHUNK = 1024  # tokens of a sequence in a chunk, at most, on the CPU
+CHUNK = 1024  # most tokens of a sequence in a chunk on the CPU
 CHUNK_UNIT = 64
-LONG_CHUNK = 4096  # and elsewhere: rows come over the bus, and more queries share them
+LONG_CHUNK = 4096  # most tokens elsewhere: rows cross the bus, and more queries share them
 
-Notify = Callable[[int, int], None]  # tokens of the longest sequence read, and in all
-# Given a stage, its output [b, c, e], and each sequence's first position and number of tokens.
+Notify = Callable[[int, int], None]  # (tokens read of the longest sequence, its length)
+# Arguments: stage, its output [b, c, e], each sequence's first position and number of tokens.
 Look = Callable[[int, Array, Array, Array], None]
 
 
@@ -60,19 +58,23 @@ def prefill(
     notify: Notify | None = None,
     look: Look | None = None,
 ) -> tuple[Cache, Int[Array, " b"]]:
-    """Process the prompts and draw the first token of each.
+    """Process the prompts and sample the first token of each.
 
     Args:
-        prompts: token numbers, padded on the right.
-        lengths: of the prompts, at least 1.
+        decoder: functions of a step.
+        weights: arrays of model and policy.
+        prompts: token ids, padded on the right.
+        lengths: tokens of each prompt, at least 1.
         capacity: tokens per sequence that the cache has room for; at least s.
-        slots: of the host's cache, for a decoder with a pool; else as many as `capacity`.
+        sampling: sampling settings.
+        seed: seed of the run.
+        slots: slots of the host cache, for a decoder with a pool; else `capacity`.
         chunk: most tokens of a sequence in a chunk; by default `longest_chunk`.
-        notify: called when a chunk is done, if there are several.
-        look: called with every stage's output for every chunk, see `checking.Places`.
+        notify: called after each chunk, if there are several.
+        look: called with every stage's output for every chunk, see `decode.finite_check.Places`.
 
     Returns:
-        The cache, and the drawn tokens (which are not in the cache yet).
+        The cache, and the sampled tokens, which are not in the cache yet.
     """
     batch = prompts.shape[0]
     cache = empty_cache(decoder, batch, capacity, slots)
@@ -97,51 +99,52 @@ def extend(
     notify: Notify | None = None,
     look: Look | None = None,
 ) -> tuple[Cache, Int[Array, " b"]]:
-    """Add tokens to the sequences of a cache, and draw the token behind each.
+    """Add tokens to the sequences of a cache, and sample the next token of each.
 
     Args:
-        cache: from `prefill`, `extend` or decode steps; its arrays are donated. It must have room:
-            a sequence's length and count together are at most its capacity.
-        tokens: padded on the right.
-        counts: how many of them each sequence gets. One with none stays as it is, and the token
-            drawn for it means nothing.
-        step: of the random numbers that tokens are drawn with: how many each sequence has drawn.
+        decoder, weights, sampling, seed: as in `prefill`.
+        cache: from `prefill`, `extend` or decode steps; its arrays are donated. Each sequence's
+            length plus count must be at most its capacity.
+        tokens: token ids, padded on the right.
+        counts: tokens that each sequence gets. A sequence with none is unchanged, and its sampled
+            token is meaningless.
+        step: number of tokens sampled so far per sequence, for the random stream.
         chunk, notify, look: as in `prefill`.
 
     Returns:
-        The cache, and the drawn tokens (which are not in the cache yet). Everything is on the host:
-        the next flush is due `window` steps from here.
+        The cache, and the sampled tokens, which are not in the cache yet. All rows are on the host:
+        the next flush is due in `window` steps.
 
     Raises:
         InputError: for a decoder with a pool.
     """
     if decoder.pool is not None:
         raise InputError("a cache with a limit cannot be extended; leave out --pool-tokens")
-    if cache.host is not None:  # rows of the last steps may be in the rings alone
+    if cache.host is not None:  # the rings may hold rows of the last steps
         numbers = [_number(decoder, i) for i in range(decoder.host_layers)]
         cache = flush_cache(decoder, weights, numbers, cache)
     return _read(decoder, weights, cache, tokens, counts, sampling, seed, step, chunk, notify, look)
 
 
 def longest_chunk(decoder: Decoder, batch: int) -> int:
-    """Most tokens of each sequence in a chunk, unless the user says."""
+    """Return the default of the most tokens of each sequence in a chunk."""
     if decoder.transfer.in_place:
         return CHUNK
     return max(CHUNK, LONG_CHUNK // max(1, batch // 2))
 
 
 def chunk_length(tokens: int, most: int) -> int:
-    """The length of chunks: as equal as possible, a multiple of CHUNK_UNIT."""
+    """Return the length of chunks: as equal as possible, a multiple of CHUNK_UNIT."""
     chunks = -(-tokens // most)
     unit = CHUNK_UNIT if tokens <= 512 else 2 * CHUNK_UNIT
     return min(-(-tokens // (chunks * unit)) * unit, max(most, CHUNK_UNIT))
 
 
 def chunk_for(decoder: Decoder, batch: int, tokens: int, most: int | None) -> int:
-    """The length of chunks of `batch` sequences, the longest of so many tokens.
+    """Return the length of chunks of `batch` sequences, whose longest has `tokens` tokens.
 
-    Where a sequence is cut changes nothing but how small rows are scaled and attended to. Those are
-    cut at the same places whatever the longest prompt beside them.
+    The cuts affect only the scales of quantised rows and attention to them. Such rows are cut at
+    the same places for any batch.
     """
     if decoder.pool is not None:
         most = tokens + 2 * CHUNK_UNIT
@@ -152,10 +155,10 @@ def chunk_for(decoder: Decoder, batch: int, tokens: int, most: int | None) -> in
 
 
 def empty_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = None) -> Cache:
-    """A cache without tokens, with room for `capacity` of each sequence.
+    """Return a cache without tokens, with room for `capacity` tokens of each sequence.
 
     Args:
-        slots: of the host's cache, if it has a limit.
+        slots: slots of the host cache, if it is limited.
     """
     host, slots = None, capacity if slots is None else slots
     if decoder.host_layers:
@@ -167,7 +170,7 @@ def empty_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None =
 
 
 def _with_pool(decoder: Decoder, cache: Cache, lengths: np.ndarray) -> Cache:
-    """An empty cache, once it is decided which rows of these prompts its pools are to keep."""
+    """Return an empty cache whose pools are prepared for these prompts."""
     assert cache.host is not None
     run, at = prefill_steps(decoder), Placement(decoder.mesh)
     placed = jax.device_put(lengths.astype(np.int32), at.batch)
@@ -198,8 +201,8 @@ def _read(
     longest = int(counts.max())
     size = min(chunk_for(decoder, len(tokens), longest, chunk), _room(decoder, cache))
     tokens = np.pad(tokens[:, :longest], ((0, 0), (0, -longest % size)))
-    nothing = np.zeros((len(tokens), decoder.config.hidden_size), decoder.dtype)
-    last = jax.device_put(nothing, at.batch)
+    zeros = np.zeros((len(tokens), decoder.config.hidden_size), decoder.dtype)
+    last = jax.device_put(zeros, at.batch)
     lengths = jax.device_put(np.asarray(cache.lengths) + counts, at.batch)
     for begin in range(0, longest, size):
         count = np.clip(counts - begin, 0, size).astype(np.int32)
@@ -207,8 +210,8 @@ def _read(
         piece = jax.device_put(tokens[:, begin : begin + size], at.batch)
         x = run.embed(weights.params["embedding"], piece, span)
         x, cache = _layers(decoder, weights, cache, x, span, lengths, look)
-        last, done = run.last(x, span, last)
-        cache = cache._replace(lengths=done)
+        last, new_lengths = run.last(x, span, last)
+        cache = cache._replace(lengths=new_lengths)
         if notify is not None and longest > size:
             last.block_until_ready()
             notify(min(begin + size, longest), longest)
@@ -216,12 +219,12 @@ def _read(
 
 
 def _number(decoder: Decoder, number: int) -> Int[Array, ""]:
-    """The number of a host layer, on the device."""
+    """Return the index of a host layer, as a device scalar."""
     return jax.device_put(np.int32(number), Placement(decoder.mesh).whole)
 
 
 def _room(decoder: Decoder, cache: Cache) -> int:
-    """Slots of the caches that are not rings or pools, which have room for any number of tokens."""
+    """Return the slots of the smallest cache that is neither ring nor pool."""
     room = [x.keys.shape[2] for x in cache.local if isinstance(x, DenseLayer)]
     if cache.host is not None and decoder.pool is None:
         room.append(cache.host.shape[3])
@@ -237,26 +240,26 @@ def _layers(
     lengths: Int[Array, " b"],
     look: Look | None,
 ) -> tuple[Array, Cache]:
-    """All layers over a chunk.
+    """Compute all layers over a chunk.
 
-    Reading earlier rows and writing the chunk's are two programs: in one, XLA would copy the whole
-    cache between them.
+    Reading earlier rows and writing the chunk's rows are two programs: in one program XLA would
+    copy the whole cache between them.
     """
     run, policy = prefill_steps(decoder), decoder.policy
     local, states, scales = list(cache.local), list(cache.states), list(cache.scales)
     host, look = cache.host, look or (lambda stage, x, start, count: None)
     look(0, x, *span)
-    layers, coming = weights.params["layers"], None
+    layers, upcoming = weights.params["layers"], None
     for i, params in enumerate(layers):
         stored = tuple(layers[i + 1 : i + 2]) if decoder.weights_on_host else ()
-        if coming is not None:
-            params = merged(params, coming)
+        if upcoming is not None:
+            params = merged(params, upcoming)
         elif decoder.weights_on_host:
             params, x = bring(decoder.mesh, params, x)
         number = decoder.host_number(i)
         if number < 0:
             window = decoder.config.window_of(i)
-            x, rows, coming = run.device_layer(
+            x, rows, upcoming = run.device_layer(
                 params, x, local[i], span, lengths, stored, window=window
             )
             local[i] = run.keep_on_device(local[i], rows, span)
@@ -265,7 +268,9 @@ def _layers(
         streams, place = decoder.streams(number), _number(decoder, number)
         observed = policy.observes and not streams
         layer = run.observed_layer if observed else run.host_layer
-        x, rows, seen, coming = layer(params, x, scales[number], host, place, span, lengths, stored)
+        x, rows, observations, upcoming = layer(
+            params, x, scales[number], host, place, span, lengths, stored
+        )
         local[i], states[number], scales[number], host = run.keep(
             weights.policy[number],
             rows,
@@ -275,7 +280,7 @@ def _layers(
             scales[number],
             host,
             place,
-            seen,
+            observations,
             cache.pool_of(number),
             streams=streams,
         )

@@ -1,4 +1,4 @@
-"""The attention that cached tokens receive from a chunk's queries, for policies that go by it."""
+"""Attention that cached tokens receive from a chunk's queries, for policies that observe it."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.earlier_rows import Earlier
 
-QUERIES = 256  # at a time
+QUERIES = 256  # queries per tile
 
 
 def attention_received(
@@ -17,37 +17,40 @@ def attention_received(
     span: Span,
     earlier: Earlier,
 ) -> Float[Array, "b k t"]:
-    """Attention weight of each slot, summed over a chunk's queries and a KV head's query heads.
+    """Return the attention weight of each slot, summed over queries and query heads of a KV head.
 
-    For slots that are positions. A second pass over all keys, now that the sum of each softmax is
-    known.
+    Requires slot = position. This is a second pass over all keys, with the known softmax sums.
 
     Args:
+        q: queries of the chunk, scaled and rotated.
+        keys: keys of the chunk, rotated.
         log_sum: from `attend_chunk`.
+        span: positions of the chunk's tokens.
+        earlier: rows before the chunk.
     """
     position = span.positions(q.shape[1])
-    # Of padding, a weight of exactly 0.
+    # An infinite log-sum gives padding a weight of exactly 0.
     log_sum = jnp.where(span.holds(q.shape[1])[..., None], log_sum, jnp.inf)
     queries = (q, log_sum, position)
 
     def visit(number: Array, total: Array) -> Array:
         block = earlier.block(number)
         weights = _received(queries, block.keys, block.positions)
-        there = lax.dynamic_slice_in_dim(total, block.at, earlier.size, axis=2)
-        return lax.dynamic_update_slice_in_dim(total, there + weights, block.at, axis=2)
+        previous = lax.dynamic_slice_in_dim(total, block.at, earlier.size, axis=2)
+        return lax.dynamic_update_slice_in_dim(total, previous + weights, block.at, axis=2)
 
     b, k = q.shape[0], keys.shape[2]
     total = jnp.zeros((b, k, earlier.capacity), jnp.float32)
     total = lax.fori_loop(jnp.int32(0), earlier.blocks, visit, total)
-    own = _received(queries, keys.swapaxes(1, 2), position)
+    own_weights = _received(queries, keys.swapaxes(1, 2), position)
     at = (jnp.arange(b)[:, None, None], jnp.arange(k)[None, :, None], position[:, None])
-    return total.at[at].add(own, mode="drop")
+    return total.at[at].add(own_weights, mode="drop")
 
 
 def _received(
     queries: tuple[Array, Array, Array], keys: Float[Array, "b k n d"], slots: Int[Array, "b n"]
 ) -> Float[Array, "b k n"]:
-    """From queries with their log sums and positions, by keys in given slots."""
+    """Return the weights that keys in given slots receive from (queries, log-sums, positions)."""
     b, k, n, _ = keys.shape
     c = queries[0].shape[1]
     size = min(QUERIES, c)
@@ -62,8 +65,8 @@ def _received(
         q = q.reshape(b, size, k, -1, q.shape[-1])
         log_sum = log_sum.reshape(b, size, k, -1).transpose(0, 2, 3, 1)[..., None]
         scores = jnp.einsum("bqkgd,bknd->bkgqn", q, keys, preferred_element_type=jnp.float32)
-        seen = (slots[:, None] <= position[:, :, None])[:, None, None]
-        weights = jnp.where(seen, jnp.exp(scores - log_sum), 0.0)
+        visible = (slots[:, None] <= position[:, :, None])[:, None, None]
+        weights = jnp.where(visible, jnp.exp(scores - log_sum), 0.0)
         return total + jnp.sum(weights, axis=(2, 3)), None
 
     padding = (0.0, jnp.inf, 0.0)

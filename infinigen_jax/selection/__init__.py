@@ -1,4 +1,4 @@
-"""From scores to the cache slots that are fetched (InfiniGen, section 4.3).
+"""Selection: from speculated scores to the cache slots that are fetched (section 4.3 of the paper).
 
 Imports ops. Start reading at select.py.
 """

@@ -1,4 +1,4 @@
-"""The weight of what is not fetched, by its scores: what the tail needs."""
+"""Attention weight of the rows that are not fetched, from their scores, for the tail."""
 
 from collections.abc import Callable
 
@@ -19,15 +19,17 @@ def log_rest(
     blocks: int = 1,
     entries: Callable[[Float[Array, "b k g t"]], Float[Array, "b k g c"]] | None = None,
 ) -> Rest:
-    """What is not requested, by its scores.
+    """Return the log-sum-exp of the scores of eligible rows that are not requested.
 
-    On a CPU nothing is also what is so light next to the head's best score, requested or not, that
-    a float32 cannot hold it, e^-87 of that.
+    On the CPU, terms below e^-87 of the head's best score underflow to 0 in float32.
 
     Args:
+        scores: attention logits, float32.
         eligible: tokens that may be requested; None if the scores of all others are -inf.
-        blocks: of consecutive slots, each summed for itself; their number m divides t.
-        entries: sums of the index's leading columns with given weights, for `Rest.entry`.
+        request: rows that are excluded.
+        blocks: number m of equal blocks of consecutive slots, each summed separately; m divides
+            t.
+        entries: maps weights to sums of the index's leading columns, for `Rest.entry`.
     """
     b, k, g, t = scores.shape
     chosen = request.chosen
@@ -41,18 +43,18 @@ def log_rest(
     rest = jnp.where(left[:, :, None], scores, -jnp.inf).reshape(b, k, g, blocks, t // blocks)
 
     def of_head(scores: Array, rest: Array) -> Array:
-        """The best score of all, which the selection has found already."""
+        """Return the best score of the head, already computed by the selection."""
         if eligible is not None:
             scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
         return jnp.broadcast_to(best(scores)[..., None], (b, k, g, blocks))
 
     def of_block(scores: Array, rest: Array) -> Array:
-        """With this one, one launch on a GPU does without the scores in memory."""
+        """Return the best score of each block; a GPU then needs one launch and stores no scores."""
         return jnp.max(rest, axis=-1)
 
     peak = lax.platform_dependent(scores, rest, cpu=of_head, default=of_block)
     shares = jnp.exp(rest - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None])
-    # As a dot product, as `jax.nn.logsumexp` does not: several times faster on the CPU.
+    # A dot product is several times faster on the CPU than the sum in `jax.nn.logsumexp`.
     ones = jnp.ones(t // blocks, jnp.float32)
     total = jnp.einsum("bkgms,s->bkgm", shares, ones, precision="highest")
     score = jnp.log(total) + peak
@@ -60,13 +62,13 @@ def log_rest(
         return Rest(score)
 
     def level(shares: Array, total: Array, peak: Array) -> tuple[Array, Array]:
-        """All blocks relative to the same peak."""
+        """Scale all blocks to a common peak."""
         highest = jnp.max(peak, axis=-1, keepdims=True)
         below = jnp.exp(peak - jnp.where(highest == -jnp.inf, 0.0, highest))
         return shares * below[..., None], total * below
 
     def as_they_are(shares: Array, total: Array, peak: Array) -> tuple[Array, Array]:
-        """So they are with `of_head`."""
+        """Return the inputs: with `of_head` the peak is already common."""
         return shares, total
 
     weights, total = lax.platform_dependent(shares, total, peak, cpu=as_they_are, default=level)

@@ -1,5 +1,4 @@
-"""Calibration mathematics: the skewed basis of each KV head (InfiniGen, section 4.2) and the
-corrections of a query guessed a layer ahead.
+"""Calibration mathematics: skewed bases (section 4.2 of the paper) and query corrections.
 
 Imports models, errors. Start reading at basis.py.
 """

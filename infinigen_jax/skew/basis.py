@@ -1,13 +1,13 @@
 """Skewing (section 4.2 of the InfiniGen paper): a basis in which few columns hold the scores.
 
 For an orthogonal A, (q A) . (k A) = q . k. With A = V of the SVD Q = U S V^T of the calibration
-queries, Q A has orthogonal columns of descending energy s^2, so the leading r columns are the
-best choice of r for the queries and "partial" is a prefix slice. V is found as the eigenvectors
-of Q^T Q, which is accumulated over the text: memory does not grow with its length.
+queries, Q A has orthogonal columns of descending energy s^2. The leading r columns are therefore
+the best choice of r for the queries, and the partial query is a prefix slice. V is computed as the
+eigenvectors of Q^T Q, which is accumulated over the text, so memory does not grow with its length.
 
-One basis per KV head, from the stacked queries of its group: the keys are shared by the group,
-so a basis per query head would break the identity. Everything here is a pure function of arrays,
-in NumPy float64: it runs once per model, offline.
+Each KV head has one basis, from the stacked queries of its group. The group shares the keys, so a
+basis per query head would break the identity. All functions here are pure functions of arrays, in
+NumPy float64; they run once per model, offline.
 """
 
 from typing import NamedTuple
@@ -18,21 +18,21 @@ from jaxtyping import Float
 
 from infinigen_jax.errors import InputError
 
-Matrix = np.ndarray | jax.Array  # what the functions take; they return np.ndarray
+Matrix = np.ndarray | jax.Array  # argument type; results are np.ndarray
 
-QUERY_RIDGE = 1e-4  # of the mean eigenvalue, before the inverse roots of the balanced basis
+QUERY_RIDGE = 1e-4  # relative to the mean eigenvalue, for the inverse roots
 KEY_RIDGE = 1e-5
 
 
 class Moments(NamedTuple):
-    """Sums over calibration tokens, per KV head, of the vectors that enter the dot product.
+    """Sums over calibration tokens of queries and keys, per KV head.
 
     Attributes:
-        tokens: number of real tokens summed over.
+        tokens: number of tokens, without padding.
         group: query heads per KV head.
         query_gram: [k, d, d], sum over tokens and the group's heads of q^T q.
         key_gram: [k, d, d], sum of k^T k.
-        key_sum: [k, d].
+        key_sum: [k, d], sum of k.
     """
 
     tokens: int
@@ -43,12 +43,12 @@ class Moments(NamedTuple):
 
     @property
     def key_mean(self) -> np.ndarray:
-        """[k, d]"""
+        """Mean key [k, d]."""
         return self.key_sum / self.tokens
 
     @property
     def key_covariance(self) -> np.ndarray:
-        """[k, d, d]"""
+        """Covariance of the keys [k, d, d]."""
         mean = self.key_mean
         return self.key_gram / self.tokens - mean[:, :, None] * mean[:, None, :]
 
@@ -65,11 +65,11 @@ class Moments(NamedTuple):
 
 
 def moments(queries: Float[Matrix, "t h d"], keys: Float[Matrix, "t k d"]) -> Moments:
-    """Moments of a piece of text; add the pieces.
+    """Return the moments of a piece of text; add those of several pieces.
 
     Args:
-        queries, keys: of every token, exactly as they enter the dot product: after bias, rotation
-            and scale. Leave padding out.
+        queries, keys: vectors of every token as they enter the dot product: after bias, rotation
+            and scale. Exclude padding.
     """
     q, k = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
@@ -85,10 +85,10 @@ def moments(queries: Float[Matrix, "t h d"], keys: Float[Matrix, "t k d"]) -> Mo
 def svd_basis(
     statistics: Moments,
 ) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d"]]:
-    """The paper's basis (section 4.2): right singular vectors of the stacked queries.
+    """Return the paper's basis (section 4.2): right singular vectors of the stacked queries.
 
     Returns:
-        A [k, d, d], orthogonal even where the queries span fewer than d dimensions, columns by
+        A [k, d, d], orthogonal even if the queries span fewer than d dimensions, columns by
         descending energy; and the energies s^2 [k, d].
 
     Raises:
@@ -103,15 +103,15 @@ def svd_basis(
 def balanced_basis(
     statistics: Moments,
 ) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d d"], Float[np.ndarray, "k d"]]:
-    """Factors that weigh queries and keys alike: the best rank-r scores for every r.
+    """Return factors that weigh queries and keys alike: the best rank-r scores for every r.
 
     With S = E[q^T q] and Sigma = Cov(k), both with a small ridge, U D V^T = S^(1/2) Sigma^(1/2):
 
         B = S^(-1/2) U D^(1/2)      C = Sigma^(-1/2) V D^(1/2)      B C^T = I
 
     (q B) . ((k - mean) C) over the first r columns is the rank-r score of least expected squared
-    error, by Eckart-Young, for queries and keys drawn independently. The dropped constant
-    q . mean is the same for all keys of a query. Not in the paper.
+    error, by Eckart-Young, for queries and keys drawn independently. The omitted constant
+    q . mean is equal for all keys of a query. Not in the paper.
 
     Returns:
         B and C, each [k, d, d], and D [k, d], descending: the variance of column i of both.
@@ -129,7 +129,7 @@ def balanced_basis(
 
 
 class GuessMoments(NamedTuple):
-    """Sums over calibration tokens of a guessed query h beside the true one q, per KV head.
+    """Sums over calibration tokens of a predicted query h and the true query q, per KV head.
 
     Attributes:
         gram: [k, d, d], sum over tokens and the group's heads of h^T h.
@@ -143,7 +143,12 @@ class GuessMoments(NamedTuple):
 def guess_moments(
     guesses: Float[Matrix, "t h d"], queries: Float[Matrix, "t h d"], kv_heads: int
 ) -> GuessMoments:
-    """Moments of a piece of text: both queries as `moments` takes them."""
+    """Return the moments of a piece of text.
+
+    Args:
+        guesses, queries: predicted and true queries, as in `moments`.
+        kv_heads: number k of KV heads.
+    """
     shape = (queries.shape[0], kv_heads, -1, queries.shape[2])
     h, q = (np.asarray(x, np.float64).reshape(shape) for x in (guesses, queries))
     return GuessMoments(
@@ -155,19 +160,19 @@ def guess_moments(
 def reduced_rank_basis(
     statistics: Moments, guess: GuessMoments
 ) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d d"], Float[np.ndarray, "k d"]]:
-    """As `balanced_basis`, for a query h that is only a guess of the true one q.
+    """Return the factors of `balanced_basis` for a query h that predicts the true query q.
 
     With S = E[h^T h], R = E[h^T q] and Sigma = Cov(k), U D V^T = S^(-1/2) R Sigma^(1/2):
 
         B = S^(-1/2) U D^(1/2)      C = Sigma^(-1/2) V D^(1/2)      B C^T = S^-1 R
 
     Over the first r columns, (h B) . ((k - mean) C) is the rank-r score of least expected squared
-    distance to the true one, for queries independent of keys. A guess that is worth little in some
-    direction counts for little there.
+    distance to the true score, for queries independent of keys. Directions in which the prediction
+    is poor receive little weight. Not in the paper.
 
     Returns:
         B and C, each [k, d, d], and D [k, d], descending. The residual of r columns is
-        tr(E[q^T q] Sigma) less the sum of the first r squares of D.
+        tr(E[q^T q] Sigma) minus the sum of the first r squares of D.
 
     Raises:
         InputError: with fewer tokens than the head size.
@@ -186,12 +191,15 @@ def absorb(
 ) -> Float[np.ndarray, "*e width"]:
     """Fold a basis into a projection: W' = W A and b' = b A (section 4.2), head by head.
 
-    For models with nothing between projection and dot product (no rotary embedding).
+    For models without rotary embedding, where the dot product follows the projection directly.
 
     Args:
         weight: kernel [inputs, heads * d] or bias [heads * d], for queries or keys; heads is a
-            multiple of k, consecutive heads sharing a KV head.
-        basis: orthogonal, per KV head.
+            multiple of k, and consecutive heads share a KV head.
+        basis: orthogonal basis of each KV head.
+
+    Returns:
+        The folded weight, float64.
     """
     w, a = np.asarray(weight, np.float64), np.asarray(basis, np.float64)
     kv_heads, size, _ = a.shape
@@ -200,10 +208,10 @@ def absorb(
 
 
 def _roots(matrix: np.ndarray, ridge: float) -> tuple[np.ndarray, np.ndarray]:
-    """Square root and inverse square root of a batch of covariances plus a ridge."""
+    """Return square root and inverse square root of a batch of covariances plus a ridge."""
     values, vectors = np.linalg.eigh(matrix)
     mean = values.mean(axis=-1, keepdims=True)
-    # A head whose vectors are all zero has no scale of its own; any positive one serves.
+    # A head with only zero vectors has no scale; any positive value works.
     floor = ridge * np.where(mean > 0, mean, 1.0)
     root = np.sqrt(np.maximum(values, 0.0) + floor)
     transposed = vectors.swapaxes(1, 2)

@@ -1,15 +1,14 @@
-"""A few neurons of the MLP that a look-ahead skips: what a corrected query knows of it. Not in the
-paper.
+"""MLP neurons in a corrected query: part of the MLP that a prediction skips. Not in the paper.
 
-What stands in for the next layer's attention input lacks, whatever it is, the layer's MLP. A linear
-map of it can make up for what is linear in that alone. So a corrected query is a linear function of
-the stand-in and of some of that MLP's own neurons, evaluated on the stand-in,
+The approximation of the next layer's attention input lacks the layer's MLP. A linear map of it can
+only restore the linear part. A corrected query is therefore a linear function of the approximation
+a and of some neurons of that MLP, evaluated on a,
 
     q^ = a W^ + h(a) N + b^        h(a) = act(a G + g) * (a U + u)    or act(a U + u)
 
-those whose activations vary most, weighed by what they would add to the query. The MLP sees the
-hidden state under its own norm, the stand-in is under an attention's; both are an affine map of the
-same normalised state, so that the one follows from the other, folded into G and U.
+The neurons are those whose activations vary most, weighted by their effect on the query. The MLP
+reads the hidden state under its own norm, the approximation is under an attention norm. Both are
+affine maps of the same normalised state, so the conversion between them is folded into G and U.
 """
 
 import functools
@@ -23,12 +22,12 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.models.base import ModelConfig, Params, blueprint
 from infinigen_jax.models.llama import ACTIVATIONS
 
-UNIT = 8  # their number is a multiple of this
-INNER = ("inner_kernel", "inner_bias")  # of a projection
+UNIT = 8  # the number of neurons is a multiple of this
+INNER = ("inner_kernel", "inner_bias")  # entries of a projection
 
 
 def number_of(config: ModelConfig, share: float) -> int:
-    """How many neurons a share of an MLP's width is; 0 for none."""
+    """Return the number of neurons for a share of an MLP's width; 0 for none."""
     if share <= 0:
         return 0
     width = config.intermediate_size
@@ -36,8 +35,10 @@ def number_of(config: ModelConfig, share: float) -> int:
 
 
 def projection_shapes(config: ModelConfig, layer: int, number: int) -> dict[str, tuple[int, ...]]:
-    """Of a layer's projection ahead, with so many neurons; the first layer's has none, as its rows
-    are chosen by its own input."""
+    """Return the shapes of a layer's corrected projection with `number` neurons.
+
+    The first layer has no neurons, since its rows are selected by its own input.
+    """
     width = config.query_width
     shapes: dict[str, tuple[int, ...]] = {"kernel": (config.hidden_size, width), "bias": (width,)}
     if number and layer:
@@ -48,17 +49,17 @@ def projection_shapes(config: ModelConfig, layer: int, number: int) -> dict[str,
 
 
 def gated(config: ModelConfig) -> bool:
-    """Whether the MLP of a family is gate and up, side by side."""
+    """Whether the MLP of a family has gate and up projections, concatenated."""
     return "gate_up" in blueprint(config, jnp.float32).layer_shapes
 
 
 def projected(
     config: ModelConfig, projection: Params, a: Float[Array, "*b e"]
 ) -> Float[Array, "*b c"]:
-    """A projection of what stands in for an attention input, with its neurons if it has any.
+    """Return the projection of an approximate attention input, with its neurons if any.
 
     Args:
-        projection: as in `projection_shapes`, c columns in place of all.
+        projection: arrays as in `projection_shapes`, with c columns.
     """
     q = a @ projection["kernel"]
     if "bias" in projection:
@@ -71,7 +72,7 @@ def projected(
 def activations(
     config: ModelConfig, projection: Params, a: Float[Array, "*b e"]
 ) -> Float[Array, "*b r"]:
-    """h(a) of the module's docstring."""
+    """Return h(a), see the module's docstring."""
     inner = a @ projection["inner_kernel"]
     inner = inner + jnp.broadcast_to(projection["inner_bias"], inner.shape)
     act = ACTIVATIONS[config.activation]
@@ -82,10 +83,10 @@ def activations(
 
 
 class Mlp:
-    """A layer's MLP on what stands in for a later layer's attention input.
+    """MLP of a layer, evaluated on the approximation of a later layer's attention input.
 
     Args:
-        params: of the layer, float32.
+        params: parameters of the layer, float32.
     """
 
     def __init__(self, params: Params):
@@ -95,48 +96,50 @@ class Mlp:
         self.attention_norm = params["attention_norm"]
 
     def under(self, norm: Params) -> Params:
-        """Its first product, of all neurons, for a state under another norm than its own.
+        """Return the first product of all neurons, for a state under another norm.
 
         Args:
-            norm: the parameters of that norm. A channel that it takes away is not there for the
-                neurons either.
+            norm: parameters of that norm. Channels that it scales to zero are lost and set to zero.
         """
-        scale, own = (np.asarray(n["scale"], np.float64) for n in (norm, self.norm))
-        there = np.abs(scale) > 1e-6 * np.abs(scale).max(initial=0)
-        ratio = np.where(there, own / np.where(there, scale, 1), 0.0)
+        scale, own_scale = (np.asarray(n["scale"], np.float64) for n in (norm, self.norm))
+        nonzero = np.abs(scale) > 1e-6 * np.abs(scale).max(initial=0)
+        ratio = np.where(nonzero, own_scale / np.where(nonzero, scale, 1), 0.0)
         kernel = np.asarray(self.inner["kernel"], np.float64)
         shift = np.zeros_like(scale)
         if "bias" in self.norm:
             shift = np.asarray(self.norm["bias"], np.float64)
             shift = shift - np.asarray(norm["bias"], np.float64) * ratio
         bias = shift @ kernel + np.asarray(self.inner.get("bias", 0.0), np.float64)
-        made = {"inner_kernel": ratio[:, None] * kernel, "inner_bias": bias}
-        return {name: jnp.asarray(part, jnp.float32) for name, part in made.items()}
+        folded = {"inner_kernel": ratio[:, None] * kernel, "inner_bias": bias}
+        return {name: jnp.asarray(part, jnp.float32) for name, part in folded.items()}
 
     def chosen(
         self,
         config: ModelConfig,
         whole: Params,
         stand_in: Float[Array, "w s e"],
-        there: Float[Array, "w s"],
+        valid: Float[Array, "w s"],
         query: Float[Any, "e c"],
         number: int,
     ) -> Params:
-        """The neurons that matter most to a query, of all in `whole`.
+        """Return the neurons with the largest effect on a query, out of all in `whole`.
 
         Args:
-            whole: of `under`.
-            there: 1 for tokens that count, 0 for padding.
-            query: the later layer's projection to queries, its norm's scale included.
+            config: architecture of the model.
+            whole: result of `under`.
+            stand_in: approximate attention inputs of the calibration windows.
+            valid: 1 for valid tokens, 0 for padding.
+            query: the later layer's query projection, including its norm's scale.
+            number: number of neurons.
         """
-        spread = np.asarray(_variances(config, whole, stand_in, there), np.float64)
+        spread = np.asarray(_variances(config, whole, stand_in, valid), np.float64)
         effect = np.square(np.asarray(self.down, np.float64) @ np.asarray(query, np.float64))
         best = np.sort(np.argsort(-spread * effect.sum(axis=1), kind="stable")[:number])
         return {name: picked(config, part, best) for name, part in whole.items()}
 
 
 def picked(config: ModelConfig, inner: Float[Array, "*e f"], neurons: Int[Any, " r"]) -> Array:
-    """Some neurons of a first product, gates and ups if it has both."""
+    """Return the columns of some neurons of a first product, gates and ups if it has both."""
     width = inner.shape[-1] // (2 if gated(config) else 1)
     columns = np.concatenate([neurons, width + neurons]) if gated(config) else neurons
     return inner[..., columns]
@@ -147,15 +150,15 @@ def _variances(
     config: ModelConfig,
     projection: Params,
     a: Float[Array, "w s e"],
-    there: Float[Array, "w s"],
+    valid: Float[Array, "w s"],
 ) -> Float[Array, " f"]:
-    """Of all neurons' activations; a window at a time, which are many."""
+    """Return the variances of all neurons' activations, computed one window at a time."""
 
     def window(pair: tuple[Array, Array]) -> tuple[Array, Array]:
         h = activations(config, projection, pair[0])
         return pair[1] @ h, pair[1] @ jnp.square(h)
 
     with jax.default_matmul_precision("highest"):
-        sums, squares = jax.lax.map(window, (a, there))
-    count = jnp.sum(there)
+        sums, squares = jax.lax.map(window, (a, valid))
+    count = jnp.sum(valid)
     return jnp.sum(squares, axis=0) / count - jnp.square(jnp.sum(sums, axis=0) / count)

@@ -1,15 +1,15 @@
-"""Calibration at positions that the calibration text does not reach. Not in the paper.
+"""Calibration for positions beyond the calibration text. Not in the paper.
 
-Queries and keys turn with their position, and a basis from the first positions alone loses its
-worth behind them. Their moments, though, turn along: had a text stood D tokens further on, the
-hidden states would be the same (rotary attention knows distances only), every q would be R_D q, and
-E[q^T q] would be R_D E[q^T q] R_D^T. The mean over D from 0 to N - 1 has a closed form. With a
-rotated pair as one complex number z_i = x_i + i y_i that turns by w_i per position,
+Rotary embedding turns queries and keys with their position, and a basis fitted to the first
+positions alone degrades beyond them. The moments, however, turn along. If the text were D tokens
+further on, hidden states would be equal (rotary attention depends on distances only), every q would
+be R_D q, and E[q^T q] would be R_D E[q^T q] R_D^T. The mean over D from 0 to N - 1 has a closed
+form. With a rotated pair as one complex number z_i = x_i + i y_i that turns by w_i per position,
 
     E[z_i conj(z_j')]  is multiplied by  mean of exp(i D (w_i - w_j))
     E[z_i z_j']        is multiplied by  mean of exp(i D (w_i + w_j))      over D
 
-which is a geometric sum. NumPy float64, once per model.
+which is a geometric sum. Computed in NumPy float64, once per model.
 """
 
 import numpy as np
@@ -21,16 +21,16 @@ from infinigen_jax.skew.tail_moments import BlockMoments
 
 
 def offsets(rope: Rope | None, max_positions: int, length: int) -> int:
-    """N: how many places there are for a text of this length, of 1 or more."""
+    """Return N, the number of positions where a text of this length can start; at least 1."""
     if rope is None:
         return 1
-    # The frequencies of "dynamic" are others for longer sequences.
+    # "dynamic" changes its frequencies for longer sequences.
     reach = rope.original_positions if rope.kind == "dynamic" else max_positions
     return max(1, reach - length + 1)
 
 
 def spread_moments(moments: Moments, rope: Rope, number: int) -> Moments:
-    """As if the text had stood at each of the places 0 .. number - 1 in equal parts."""
+    """Return the mean of the moments over text positions 0 .. number - 1."""
     turns = _turns(rope, moments.key_sum.shape[-1])
     return moments._replace(
         query_gram=spread_products(moments.query_gram, turns, number),
@@ -40,7 +40,7 @@ def spread_moments(moments: Moments, rope: Rope, number: int) -> Moments:
 
 
 def spread_blocks(moments: BlockMoments, rope: Rope, number: int) -> BlockMoments:
-    """Likewise for moments within blocks. Values do not turn."""
+    """Return the mean of within-block moments over text positions; values do not turn."""
     turns = _turns(rope, moments.key_covariance.shape[-1])
     turned = spread_sums(moments.cross_covariance.swapaxes(1, 2), turns, number)
     return BlockMoments(
@@ -49,7 +49,7 @@ def spread_blocks(moments: BlockMoments, rope: Rope, number: int) -> BlockMoment
 
 
 def spread_guess(guess: GuessMoments, rope: Rope, number: int) -> GuessMoments:
-    """Likewise for a guessed query beside the true one."""
+    """Return the mean of a predicted query's moments over text positions."""
     turns = _turns(rope, guess.gram.shape[-1])
     return GuessMoments(*(spread_products(product, turns, number) for product in guess))
 
@@ -57,33 +57,35 @@ def spread_guess(guess: GuessMoments, rope: Rope, number: int) -> GuessMoments:
 def spread_products(
     products: Float[np.ndarray, "*k d d"], turns: Float[np.ndarray, " p"], number: int
 ) -> Float[np.ndarray, "*k d d"]:
-    """Mean over D of R_D M R_D^T, for M = E[a^T b] of two kinds of rotated vectors.
+    """Return the mean over D of R_D M R_D^T, for M = E[a^T b] of two kinds of rotated vectors.
 
     Args:
-        turns: w, angle per position of each of the p = d / 2 pairs.
+        products: M.
+        turns: angle w per position of each of the p = d / 2 pairs.
+        number: number N of positions.
     """
     p = len(turns)
     xx, xy = products[..., :p, :p], products[..., :p, p:]
     yx, yy = products[..., p:, :p], products[..., p:, p:]
-    apart = (xx + yy + 1j * (yx - xy)) * _mean_turn(turns[:, None] - turns, number)
-    along = (xx - yy + 1j * (yx + xy)) * _mean_turn(turns[:, None] + turns, number)
-    upper = np.concatenate([(apart + along).real, (along - apart).imag], axis=-1)
-    lower = np.concatenate([(along + apart).imag, (apart - along).real], axis=-1)
+    difference = (xx + yy + 1j * (yx - xy)) * _mean_turn(turns[:, None] - turns, number)
+    total = (xx - yy + 1j * (yx + xy)) * _mean_turn(turns[:, None] + turns, number)
+    upper = np.concatenate([(difference + total).real, (total - difference).imag], axis=-1)
+    lower = np.concatenate([(total + difference).imag, (difference - total).real], axis=-1)
     return np.concatenate([upper, lower], axis=-2) / 2
 
 
 def spread_sums(
     sums: Float[np.ndarray, "*k d"], turns: Float[np.ndarray, " p"], number: int
 ) -> Float[np.ndarray, "*k d"]:
-    """Mean over D of R_D s."""
+    """Return the mean over D of R_D s."""
     x, y = np.split(sums, 2, axis=-1)
     turned = (x + 1j * y) * _mean_turn(turns, number)
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
 def _mean_turn(angle: Float[np.ndarray, "*k"], number: int) -> np.ndarray:
-    """Mean of exp(i D angle) over D from 0 to number - 1."""
-    # Of a sum of N unit vectors: sin(N a / 2) / sin(a / 2), in the direction of the middle one.
+    """Return the mean of exp(i D angle) over D from 0 to number - 1."""
+    # The sum of N unit vectors has length sin(N a / 2) / sin(a / 2) and the middle one's direction.
     half = np.remainder(angle + np.pi, 2 * np.pi) / 2 - np.pi / 2
     small = np.abs(half) < 1e-12
     ratio = np.sin(number * half) / np.where(small, 1.0, number * np.sin(half))

@@ -1,15 +1,14 @@
-"""Correcting the layer-ahead query: a second W_Q, fitted to calibration text. Not in the paper.
+"""Correction of the predicted query: a second W_Q, fitted to calibration text. Not in the paper.
 
-Layer l's attention input x stands in for the own input y of layer l+1, or of layer l+2. A
-least-squares map y ~ x W + w brings it nearer, and folds into the query projection, so that it
-costs no operation at run time:
+Layer l's attention input x approximates the input y of layer l+1. A least-squares map
+y ~ x W + w improves the approximation. It folds into the query projection, so that it adds no
+operation at run time:
 
     W^ = W W_Q        b^ = w W_Q + b
 
-The map is shrunk towards the identity, not towards zero: directions that the text says nothing
-about keep the plain input. How strongly is decided on the end of the text, which is held out; the
-result is therefore no worse there than the plain input with a constant. Everything is NumPy
-float64, once per model.
+The map is shrunk towards the identity, not towards zero: in directions without data the input is
+used unchanged. The strength is chosen on the end of the text, which is held out, so the result is
+no worse there than the plain input with a constant. Computed in NumPy float64, once per model.
 """
 
 from typing import NamedTuple
@@ -20,18 +19,18 @@ from jaxtyping import Float
 
 Matrix = np.ndarray | jax.Array
 
-RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, np.inf)  # of the mean eigenvalue of Cov(x)
-HELD_OUT = 4  # one token of so many
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, np.inf)  # relative to the mean eigenvalue of Cov(x)
+HELD_OUT = 4  # one token in HELD_OUT is held out
 
 
 class Projection(NamedTuple):
-    """A query projection for another input than the layer's own.
+    """Query projection for an input other than the layer's own.
 
     Attributes:
         kernel: [e, c].
         bias: [c].
-        ridge: the one of RIDGES that was chosen; `inf` for the layer's own kernel.
-        outer: [r, c], of the neurons' activations; None without any.
+        ridge: selected one of RIDGES; `inf` keeps the layer's own kernel.
+        outer: [r, c], weights of the neurons' activations; None without neurons.
     """
 
     kernel: np.ndarray
@@ -47,22 +46,21 @@ def corrected_projection(
     bias: Float[Matrix, " c"] | None = None,
     neurons: Float[Matrix, "n r"] | None = None,
 ) -> Projection:
-    """The projection that brings `inputs` nearest to what the layer makes of its `targets`.
+    """Fit the projection of `inputs` that best approximates the layer's projection of `targets`.
 
     Args:
-        inputs: what there is at run time: an earlier layer's normalised input, of n calibration
-            tokens.
-        targets: the input that the projection was trained for: the layer's own.
+        inputs: inputs at run time: an earlier layer's normalised input, for n calibration tokens.
+        targets: the layer's own inputs, which the projection was trained for.
         kernel, bias: the layer's W_Q and its bias.
-        neurons: activations that there are besides, see `neurons`.
+        neurons: activations of additional neurons, see `skew.neurons`.
     """
     x, y, w = (np.asarray(m, np.float64) for m in (inputs, targets, kernel))
     missing = (y - x) @ w
     unit, width = 1.0, x.shape[1]
     if neurons is not None:
         h = np.asarray(neurons, np.float64)
-        # On one scale with the inputs, so that a ridge is as much to both; those that vary most
-        # are held back least.
+        # Scaled to the inputs' variance, so that a ridge affects both equally; neurons that vary
+        # most are shrunk least.
         spread = np.mean(np.var(x, axis=0)), np.mean(np.var(h, axis=0))
         unit = np.sqrt(spread[0] / spread[1]) if min(spread) > 0 else 0.0
         x = np.concatenate([x, h * unit], axis=1)
@@ -70,8 +68,8 @@ def corrected_projection(
     ridge = np.inf
     if train < len(x):
         fit = _Regression(x[:train], missing[:train])
-        seen = fit.features(x[train:])
-        errors = [np.square(missing[train:] - fit.predict(seen, r)).sum() for r in RIDGES]
+        held_out = fit.features(x[train:])
+        errors = [np.square(missing[train:] - fit.predict(held_out, r)).sum() for r in RIDGES]
         ridge = RIDGES[int(np.argmin(errors))]
     slope, intercept = _Regression(x, missing).affine(ridge)
     offset = np.zeros(w.shape[1]) if bias is None else np.asarray(bias, np.float64)
@@ -80,9 +78,10 @@ def corrected_projection(
 
 
 class _Regression:
-    """Ridge regression y ~ x, of whichever of the two Gram matrices is the smaller.
+    """Ridge regression y ~ x, using the smaller of the two Gram matrices.
 
-    One linear system for each ridge: also for all of RIDGES a fraction of an eigendecomposition.
+    Each ridge solves one linear system; all of RIDGES together cost a fraction of an
+    eigendecomposition.
     """
 
     def __init__(self, x: Float[np.ndarray, "n e"], y: Float[np.ndarray, "n c"]):
@@ -94,16 +93,16 @@ class _Regression:
         self._right = y if self._by_token else self._x.T @ y
 
     def features(self, x: Float[np.ndarray, "m e"]) -> Float[np.ndarray, "m f"]:
-        """What a prediction is a linear function of."""
+        """Return the features that a prediction is linear in."""
         centred = x - self._mean
         return centred @ self._x.T if self._by_token else centred
 
     def predict(self, features: Float[np.ndarray, "m f"], ridge: float) -> np.ndarray:
-        """y [m, c]; its mean with a ridge of `inf`."""
+        """Return the prediction of y [m, c]; the mean of y for a ridge of `inf`."""
         return self._y_mean + features @ self._coefficients(ridge)
 
     def affine(self, ridge: float) -> tuple[np.ndarray, np.ndarray]:
-        """Slope [e, c] and intercept [c]."""
+        """Return slope [e, c] and intercept [c]."""
         coefficients = self._coefficients(ridge)
         slope = self._x.T @ coefficients if self._by_token else coefficients
         return slope, self._y_mean - self._mean @ slope

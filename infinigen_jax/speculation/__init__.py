@@ -1,4 +1,4 @@
-"""Guess what a layer will attend to: the partial query, the index of keys, and the tail.
+"""Speculation: predict the rows that a layer will attend to (partial query, key index, tail).
 
 Imports cache, skew, selection, models, cuda. Start reading at query.py.
 """

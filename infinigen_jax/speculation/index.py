@@ -1,14 +1,14 @@
-"""The index: what the device keeps of every cached key, and the speculated scores from it.
+"""Index: a partial, quantised copy of every cached key on the device, and scores computed from it.
 
-One array [b, k, e, t] whose last axis is the token, so that a step reads it in order. With float
-entries, e = r columns. With int4 each token has its own step and lowest value
-(`quantize.affine_codes`, over the r columns), and the array is of 32-bit words:
+One array [b, k, e, t] with the token on the last axis, so that a step reads it sequentially. With
+float entries, e = r columns. With int4, each token has its own step and lowest value
+(`quantize.affine_codes`, over the r columns), and the array consists of 32-bit words:
 
     words 0 .. e-2    codes, 8 of 4 bits to a word, the first column lowest
     word  e-1         the step (upper half) and the lowest value (lower half), as bfloat16
 
-Scores of codes are less by what their rounding would add to a weight (`rounding_bias`): the many
-tokens of a tail would weigh too much.
+Rounding errors of the codes would increase the expected attention weights, and the many tokens of a
+tail would weigh too much. Scores are therefore reduced by `rounding_bias`.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 from infinigen_jax import cuda
 from infinigen_jax.cache.layers import Slots
 from infinigen_jax.cuda import scoring
-from infinigen_jax.ops.barriers import apart
+from infinigen_jax.ops.barriers import compute_once
 from infinigen_jax.ops.quantize import affine_codes
 from infinigen_jax.ops.reductions import summed
 from infinigen_jax.ops.span import Span, put_span
@@ -32,19 +32,19 @@ from infinigen_jax.selection.select import Request, Rest
 from infinigen_jax.speculation.query import partial_columns
 
 INDEX_DTYPES = ("auto", "float32", "bfloat16", "int4")
-BITS = 4  # of a code
-CODES = 32 // BITS  # of a word
-WORDS_AT_ONCE = 8  # of a token's codes: so many products are added before the sums are stored
+BITS = 4  # bits of a code
+CODES = 32 // BITS  # codes in a word
+WORDS_AT_ONCE = 8  # words of a token's codes whose products are added before the sums are stored
 
 
 @dataclasses.dataclass(frozen=True)
 class IndexFormat:
-    """How the index is kept.
+    """Storage format of the index.
 
     Attributes:
         name: one of INDEX_DTYPES; "auto" is bfloat16, but float32 on the CPU, where XLA would
             convert the whole index to float32 for every token.
-        columns: r, of a key that the index holds.
+        columns: number r of key columns in the index.
     """
 
     name: str
@@ -52,8 +52,7 @@ class IndexFormat:
 
     @classmethod
     def of_share(cls, name: str, head_dim: int, ratio: float) -> "IndexFormat":
-        """With a share of a key's columns, and those besides that the last word of codes has room
-        for: they take no memory."""
+        """Return the format with a share of a key's columns, rounded up to whole words of codes."""
         columns = partial_columns(head_dim, ratio)
         if name == "int4":
             columns = min(-(-columns // CODES) * CODES, head_dim)
@@ -61,11 +60,12 @@ class IndexFormat:
 
     @property
     def quantised(self) -> bool:
+        """Whether entries are integer codes."""
         return self.name == "int4"
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the array."""
+        """Dtype of the array."""
         if self.quantised:
             return jnp.dtype(jnp.uint32)
         if self.name == "auto":
@@ -79,19 +79,20 @@ class IndexFormat:
 
     @property
     def entries(self) -> int:
-        """e, elements of a token."""
+        """Array elements e of a token."""
         return self.code_words + 1 if self.quantised else self.columns
 
     @property
     def by_kernel(self) -> bool:
-        """Whether programs that are traced now score by a kernel."""
+        """Whether programs traced now compute scores by a CUDA kernel."""
         return self.quantised and self.columns <= scoring.MAX_COLUMNS and cuda.in_use()
 
     def empty(self, batch: int, kv_heads: int, capacity: int) -> Shaped[Array, "b k e t"]:
+        """Return an index without entries, for `capacity` tokens."""
         return jnp.zeros((batch, kv_heads, self.entries, capacity), self.dtype)
 
     def encode(self, keys: Float[Array, "b k r n"]) -> Shaped[Array, "b k e n"]:
-        """Entries of keys, given as float32."""
+        """Return the index entries of keys, given as float32."""
         if not self.quantised:
             return keys.astype(self.dtype)
         b, k, _, n = keys.shape
@@ -110,10 +111,12 @@ class IndexFormat:
         index: Shaped[Array, "b k e t"],
         eligible: Bool[Array, "b kv t"] | None = None,
     ) -> Float[Array, "b k g t"]:
-        """Speculated attention logits of every slot; float32 accumulation.
+        """Return the speculated attention logits of every slot, accumulated in float32.
 
         Args:
-            eligible: -inf for all other slots, whatever is there.
+            query: partial query.
+            index: index entries.
+            eligible: mask; the logits of all other slots are -inf.
         """
         if not self.quantised:
             query = query.astype(index.dtype)
@@ -125,7 +128,7 @@ class IndexFormat:
             return _masked(scores, eligible)
         return self._scores_of_codes(query, index, eligible)
 
-    # Traced once for all layers of a step, which is half the time of tracing one.
+    # One trace serves all layers; it takes half the time of tracing a layer.
     @functools.partial(jax.jit, static_argnums=0)
     def _scores_of_codes(
         self,
@@ -133,7 +136,7 @@ class IndexFormat:
         index: UInt32[Array, "b k e t"],
         eligible: Bool[Array, "b kv t"] | None,
     ) -> Float[Array, "b k g t"]:
-        """As `scores`, by XLA."""
+        """Compute `scores` for codes with XLA."""
 
         def masked(scores: Array) -> Array:
             return _masked(scores, eligible)
@@ -143,7 +146,7 @@ class IndexFormat:
         by_word = by_word.reshape(*query.shape[:3], self.code_words, CODES)
 
         def begin() -> tuple[Array, Array]:
-            """The tokens' steps, and what is added to their codes' share of a score."""
+            """Return the tokens' steps, and the part of the scores that is independent of codes."""
             step, low = _step(index[:, :, -1]), _low(index[:, :, -1])
             low, square = low[:, :, None], jnp.square(step)[:, :, None]
             start = low * jnp.sum(query, axis=-1, keepdims=True)
@@ -164,10 +167,10 @@ class IndexFormat:
         slots: Slots,
         columns: int = 0,
     ) -> Rest:
-        """`counting.log_rest` of the scores, by block of `slots`, of what only the host has.
+        """Return `selection.rest.log_rest` of the scores of host-only rows, by block of `slots`.
 
         Args:
-            columns: of `Rest.entry`; 0 for none.
+            columns: columns of `Rest.entry`; 0 for none.
         """
         capacity = index.shape[3]
         blocks = slots.blocks(capacity)
@@ -191,7 +194,7 @@ class IndexFormat:
     def sums(
         self, weights: Float[Array, "b k g t"], index: Shaped[Array, "b k e t"], columns: int
     ) -> Float[Array, "b k g c"]:
-        """Weighted sums over all slots of their entries' c leading columns; float32."""
+        """Return weighted sums over all slots of the c leading columns; float32."""
         if not self.quantised:
             leading = index[:, :, :columns].astype(jnp.float32)
             return jnp.einsum("bkgt,bkct->bkgc", weights, leading, precision="highest")
@@ -206,10 +209,10 @@ class IndexFormat:
         words: UInt32[Array, "b k v t"],
         parameters: UInt32[Array, "b k 1 t"],
     ) -> Float[Array, "b k g c"]:
-        """Weighted sums of the codes in words, times their tokens' steps.
+        """Return weighted sums of the codes in words, times their tokens' steps.
 
-        A dot product would have the codes written out in float32 first. The steps are multiplied
-        with for each code anew, which is less than to write the products and to read them.
+        A dot product would first write the codes in float32. Multiplying by the steps for each code
+        is cheaper than writing the products and reading them again.
         """
         b, k, g, _ = weights.shape
         shifts = jnp.arange(0, 32, BITS, dtype=jnp.uint32)[None, None, None, None, :, None]
@@ -230,16 +233,16 @@ class IndexFormat:
     def _products(
         self, query: Float[Array, "*w c"], words: UInt32[Array, "*v t"]
     ) -> Float[Array, "*x t"]:
-        """Sum of query * code over the columns c of each word; leading axes are broadcast."""
+        """Return the sum of query * code over the columns c of each word, with broadcasting."""
         terms = []
         for column in range(CODES):
             shift = BITS * column
             if column < CODES - 1:
-                # Converted where they are, a power of two too large, exactly; so is the query's
-                # share of it. A shift less for each code.
+                # Masked without a shift, the code is exact but 2^shift too large. The query is
+                # divided by that factor instead, which saves a shift per code.
                 code = words & jnp.uint32((2**BITS - 1) << shift)
             else:
-                code, shift = words >> shift, 0  # the sign's bit is in it
+                code, shift = words >> shift, 0  # these bits include the sign bit
             # By way of int32, which every vector unit can convert.
             term = query[..., column, None] * jnp.float32(2.0**-shift)
             terms.append(term * code.astype(jnp.int32).astype(jnp.float32))
@@ -252,10 +255,9 @@ class IndexFormat:
         begin: Callable[[], tuple[Array, Array]],
         masked: Callable[[Array], Array],
     ) -> Float[Array, "b k g t"]:
-        """For the CPU: in one pass over [t], or one for each few words of every token.
+        """Return scores on the CPU, in one pass over [t] or one pass per few words of every token.
 
-        A dot product would have the codes written out in float32 first, several times the index in
-        size.
+        A dot product would first write the codes in float32, several times the size of the index.
         """
         at_once = max(n for n in range(1, WORDS_AT_ONCE + 1) if self.code_words % n == 0)
 
@@ -269,7 +271,7 @@ class IndexFormat:
             return scores + step * sums
 
         if at_once == self.code_words:
-            return apart(lambda: masked(add(0, *begin())))
+            return compute_once(lambda: masked(add(0, *begin())))
         step, start = begin()
         rounds = jnp.int32(self.code_words // at_once)
         return masked(lax.fori_loop(jnp.int32(0), rounds, lambda i, x: add(i, step, x), start))
@@ -280,19 +282,22 @@ class IndexFormat:
         index: UInt32[Array, "b k e t"],
         begin: Callable[[], tuple[Array, Array]],
     ) -> Float[Array, "b k g t"]:
-        """For a GPU without our kernels: one launch; a barrier keeps the scores' uses apart."""
+        """Return scores on a GPU without our kernels, in one launch.
+
+        The barrier keeps consumers of the scores out of the fusion.
+        """
         step, start = begin()
         sums = jnp.sum(self._products(query, index[:, :, None, :-1]), axis=3)
         return lax.optimization_barrier(sums) * step + start
 
 
 def _step(parameters: UInt32[Array, "*b t"]) -> Float[Array, "*b t"]:
-    """What a token's codes are multiplied by."""
+    """Return the step that a token's codes are multiplied by."""
     return lax.bitcast_convert_type(parameters >> 16 << 16, jnp.float32)
 
 
 def _low(parameters: UInt32[Array, "*b t"]) -> Float[Array, "*b t"]:
-    """What a token's codes count from."""
+    """Return the lowest value, which is added to a token's scaled codes."""
     return lax.bitcast_convert_type(parameters << 16, jnp.float32)
 
 
@@ -303,10 +308,11 @@ def _masked(
 
 
 def rounding_bias(query: Float[Array, "*b r"]) -> Float[Array, "*b 1"]:
-    """What the codes' rounding adds to scores, on average, for a step of 1; it goes as the square.
+    """Return the mean increase of scores by the codes' rounding, for a step of 1.
 
-    Errors of a code are spread evenly over a step, with a variance of step^2 / 12, and a weight is
-    the exponential of a score: its mean is that of the true score, times e^(variance / 2).
+    It is proportional to the squared step. Errors of a code are uniform over a step, with variance
+    step^2 / 12. A weight is the exponential of a score, so its mean is that of the true score times
+    e^(variance / 2).
     """
     return jnp.sum(jnp.square(query), axis=-1, keepdims=True) / 24
 
@@ -317,10 +323,10 @@ def write_entries(
     span: Span,
     slots: Int[Array, "b k n"] | None = None,
 ) -> Shaped[Array, "b k e t"]:
-    """Entries of a chunk's tokens; in place where donated.
+    """Write the entries of a chunk's tokens; in place if donated.
 
     Args:
-        slots: where else they go, of each KV head; t for an entry that is not written.
+        slots: target slots per KV head instead of `span`; t for an entry that is not written.
     """
     if slots is None:
         return put_span(index, new, span, axis=3)

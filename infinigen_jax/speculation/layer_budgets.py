@@ -1,8 +1,8 @@
-"""A budget of the model shared out among its layers. Not in the paper.
+"""Distribution of a model's budget over its layers. Not in the paper.
 
-Layers differ in what they lose with few rows, and a conversion measures it at some budgets
-(`convert.loss`). The layers get those shares of the given mean that lose least in sum: squared
-relative errors are summed, as if each layer's were independent of the others'.
+Layers lose different amounts with few rows. A conversion measures the loss of each layer at some
+budgets (`convert.loss`). The layers then receive shares, with the given mean, that minimise the sum
+of squared relative errors, as if errors of different layers were independent.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 LAYER_BUDGETS = ("auto", "equal", "calibrated")
-STEP = 1000  # shares are multiples of 1 / STEP, see `selection.budget_fraction`
+STEP = 1000  # shares are multiples of 1 / STEP, see `selection.select.budget_fraction`
 
 
 class Curves(NamedTuple):
-    """What each layer of a model loses by its share of the rows.
+    """Loss of each layer as a function of its share of the rows.
 
     Attributes:
-        shares: ascending, in (0, 1).
-        errors: of each layer, the relative error at each of the shares.
+        shares: measured shares, ascending, in (0, 1).
+        errors: relative error of each layer at each of the shares.
     """
 
     shares: tuple[float, ...]
@@ -27,28 +27,28 @@ class Curves(NamedTuple):
 
 
 def share_out(curves: Curves, layers: Sequence[int], mean: float) -> tuple[float, ...]:
-    """Shares of the rows for these layers, whose mean is at most `mean` and nearly that.
+    """Return shares of the rows for these layers, with a mean of at most `mean` and close to it.
 
-    Greedy along the lower convex hull of each layer's squared error, which ends at (1, 0): all rows
-    lose nothing. No layer gets less than the smallest share that was measured; a mean that is not
-    above that is everybody's. All but one get shares that were measured: few sizes to compile for.
+    Greedy along the lower convex hull of each layer's squared error, which ends at (1, 0): fetching
+    all rows loses nothing. Every layer receives at least the smallest measured share; a smaller
+    mean is used for all layers. All but one layer receive measured shares.
     """
     least = curves.shares[0]
     if mean <= least:
         return (mean,) * len(layers)
     shares = {layer: least for layer in layers}
     left = (mean - least) * len(layers)
-    # Steepest first; of equal ones the first layer's. A hull's own are in order.
+    # Steepest first; ties by layer. The pieces of a hull are already in order.
     pieces = [piece for layer in layers for piece in _pieces(curves, layer)]
     for _, layer, length in sorted(pieces, key=lambda piece: piece[:2]):
-        given = min(length, left)
-        shares[layer] += given
-        left -= given
+        gain = min(length, left)
+        shares[layer] += gain
+        left -= gain
     return tuple(_rounded(shares[layer]) for layer in layers)
 
 
 def _pieces(curves: Curves, layer: int) -> list[tuple[float, int, float]]:
-    """The hull of one layer: (slope, layer, length) of each piece, from left to right."""
+    """Return the hull of one layer: (slope, layer, length) of each piece, from left to right."""
     squares = np.square([*curves.errors[layer], 0.0])
     hull: list[tuple[float, float]] = []
     for point in zip([*curves.shares, 1.0], squares.tolist(), strict=True):
@@ -64,5 +64,5 @@ def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
 
 
 def _rounded(share: float) -> float:
-    """Down to a multiple of 1 / STEP."""
+    """Round a share down to a multiple of 1 / STEP."""
     return min(1.0, int(share * STEP + 1e-6) / STEP)

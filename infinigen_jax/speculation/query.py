@@ -1,16 +1,19 @@
-"""Guessing, in layer l, what layer l+1 will attend to (InfiniGen, section 4.2).
+"""Prediction, in layer l, of the tokens that layer l+1 will attend to (section 4.2 of the paper).
 
-    a         layer l's normalised input, the stand-in for layer l+1's
-    q^        layer l+1's query of it, in layer l+1's skewed basis, the first r columns
+    a         layer l's normalised input, an approximation of layer l+1's
+    q^        layer l+1's query computed from a, in its skewed basis, the first r columns
     k^        the index: layer l+1's cached keys in the same basis, the first r columns
-    q^ . k^   the speculated attention logits (`index.IndexFormat.scores`)
+    q^ . k^   the speculated attention logits (`speculation.index.IndexFormat.scores`)
 
-Not in the paper: a better stand-in is the hidden state after layer l's attention to the resident
-rows alone, sinks and recent tokens, under layer l+1's norm: it waits for no rows, so that those of
-layer l+1 have the time of the layer but for its projections. The basis orders its columns by
-energy, so "the columns that matter" are always the leading ones. Besides the paper's there is a
-balanced basis, and a query corrected on calibration text (`skew`, `correction`), which may see some
-neurons of layer l's MLP as well (`neurons`); a converted model has what its conversion gave it.
+The basis orders its columns by energy, so the most important columns are always the leading ones.
+
+Three options are not in the paper; a conversion prepares the second and the third.
+- A better approximation is the hidden state after layer l's attention to its resident rows alone,
+  normalised with layer l+1's parameters. It waits for no rows, so the transfer for layer l+1 still
+  overlaps with all of layer l except the projections.
+- A balanced basis (`skew.basis`).
+- A query corrected on calibration text (`skew.query_correction`), which may use some neurons of
+  layer l's MLP (`skew.neurons`).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,23 +32,23 @@ if TYPE_CHECKING:
 
 BASES = ("auto", "svd", "balanced")
 QUERIES = ("auto", "plain", "corrected", "own")
-# What a query ahead is guessed from: the attention's input, or the hidden state after attention to
-# the resident rows alone.
+# Hidden state that predicts the next layer's query: its predecessor's attention input, or the state
+# after attention to the resident rows alone.
 SOURCES = ("input", "resident")
 
 
 def partial_columns(head_dim: int, ratio: float) -> int:
-    """r = floor(d * ratio), at least 1 (exact at ratios such as 0.3, where d * ratio rounds)."""
+    """Return r = floor(d * ratio), at least 1; exact for ratios such as 0.3 despite rounding."""
     return max(1, int(head_dim * ratio + 1e-9))
 
 
 def choose_basis(model: "Model", basis: str) -> str:
-    """The basis to use, "svd" or "balanced": "auto" is the balanced one, where the model has it.
+    """Return the basis to use, "svd" or "balanced"; "auto" uses the one of the conversion.
 
-    "none" for a model that was converted without one.
+    Returns "none" for a model that was converted without a basis.
 
     Raises:
-        InputError: naming the conversion that the basis asked for takes.
+        InputError: names the conversion that the requested basis needs.
     """
     if basis == "auto":
         return model.skew
@@ -58,10 +61,10 @@ def choose_basis(model: "Model", basis: str) -> str:
 
 
 def choose_query(model: "Model", query: str) -> str:
-    """Which of QUERIES to use: "auto" is the corrected one, where the model has it.
+    """Return the query to use; "auto" is the corrected one if the model stores a correction.
 
     Raises:
-        InputError: naming the conversion that the corrected query takes.
+        InputError: names the conversion that the corrected query needs.
     """
     if query == "auto":
         return "plain" if model.ahead is None else "corrected"
@@ -74,10 +77,10 @@ def choose_query(model: "Model", query: str) -> str:
 
 
 def choose_source(model: "Model", query: str, source: str) -> str:
-    """Which of SOURCES a query ahead is guessed from: "auto" is what the model was converted for.
+    """Return the source of the prediction; "auto" is the source that the model was converted for.
 
     Raises:
-        InputError: naming the conversion that a corrected query takes.
+        InputError: names the conversion that a corrected query needs.
     """
     if query != "corrected":
         return model.speculate_from if source == "auto" else source
@@ -99,25 +102,27 @@ def speculation_weights(
     query: str = "plain",
     true: bool = False,
 ) -> Params:
-    """What is needed, beside the model's own weights, to speculate a layer.
+    """Return the arrays for speculating a layer, in addition to the model's weights.
 
-    Without rotary positions nothing stands between the projection and the dot product, so the
-    basis folds into a query projection of r columns: {"kernel" [e, h*r], "bias" [h*r]}, and
-    {"key" [k, d, r]} if the cached keys are not in the basis already. With rotary positions the
-    basis comes after the rotation: {"query" [k, d, r], "key" [k, d, r]}; nothing at all where the
-    keys' own leading columns are used. The corrected query's projection then takes the place of
-    the layer's own: {"ahead": {"kernel" [e, h*d], "bias" [h*d]}}, and in either form what it has of
-    `neurons`.
+    Without rotary positions the basis folds into a query projection of r columns: {"kernel"
+    [e, h*r], "bias" [h*r]}, and {"key" [k, d, r]} unless the cached keys already are in the basis.
+    With rotary positions the basis follows the rotation: {"query" [k, d, r], "key" [k, d, r]};
+    empty if the keys' own leading columns are used. A corrected query's projection replaces the
+    layer's: {"ahead": {"kernel" [e, h*d], "bias" [h*d]}}, in either form with its arrays of
+    `skew.neurons`.
 
     Args:
-        centred: also give the mean calibration key, where it is known: "centre" [k, r] in the
-            index's coordinates, "mean" [k, d] in those of the cached keys.
+        model: converted model.
+        layer: number of the layer in the model.
+        columns: columns r of the index.
+        centred: whether to add the mean calibration key, if known: "centre" [k, r] in the index's
+            coordinates, "mean" [k, d] in those of the cached keys.
         basis: one of BASES.
-        query: one of QUERIES. The layer's own needs nothing but the index's weights.
-        true: also give what takes the layer's own query to the index's coordinates, if there is a
-            change of basis: "own" [k, r, d], the leading rows of its inverse. Where the index has
-            all columns, scores are then the true ones; else those of what the columns that it has
-            tell of a key, as the columns of a balanced basis are uncorrelated with each other.
+        query: one of QUERIES. "own" needs only the arrays of the index.
+        true: whether to add the map from the layer's own query to the index's coordinates, if the
+            basis changes: "own" [k, r, d], the leading rows of the inverse basis. If the index has
+            all columns, scores are then exact. Otherwise they are the part of the scores that the
+            columns explain; the columns of a balanced basis are mutually uncorrelated.
 
     Raises:
         InputError: for a basis or a query that the model was not converted for.
@@ -159,17 +164,17 @@ def speculation_weights(
 
 
 def _inverse(basis: Float[Array, "k d r"]) -> Float[Array, "k r d"]:
-    """The inverse of each head's basis, with a row of zeros for a column that is next to nothing.
+    """Return the inverse of each head's basis, with zero rows for negligible columns.
 
-    In a balanced basis such a column is one of a direction that queries, or keys, never took in
-    the calibration text: an index in few bits has but rounding there, which the inverse would
-    make large. A head that asks for nothing has no other columns.
+    In a balanced basis a column is negligible if queries or keys never used its direction in the
+    calibration text. Its codes in a low-precision index are only rounding, which the inverse would
+    amplify. For a head whose queries are all zero, every column is negligible.
     """
     length = jnp.linalg.norm(basis, axis=1, keepdims=True)
-    there = length > 1e-4 * jnp.max(length, axis=2, keepdims=True)
-    # Of unit columns, so that what is short does not count as singular, and only nothing does.
+    significant = length > 1e-4 * jnp.max(length, axis=2, keepdims=True)
+    # Columns are normalised, so that short columns are not treated as singular.
     inverse = jnp.linalg.pinv(basis / jnp.where(length > 0, length, 1.0), rtol=1e-6)
-    return jnp.where(there, inverse.mT / jnp.where(there, length, 1.0), 0.0).mT
+    return jnp.where(significant, inverse.mT / jnp.where(significant, length, 1.0), 0.0).mT
 
 
 def projected_query(
@@ -180,12 +185,12 @@ def projected_query(
     positions: Int[Array, "*b"],
     lengths: Int[Array, "*b"] | None = None,
 ) -> Float[Array, "*b h d"]:
-    """As `Layer.query`, with another projection of another input, see `neurons.projected`."""
+    """Return `Layer.query` with another projection of another input, see `neurons.projected`."""
     return layer.finish_query(projected(config, projection, a), positions, lengths)
 
 
 def _partial_projection(config: ModelConfig, q: Params, basis: Any, columns: int) -> Params:
-    """The query projection, scale included, restricted to r columns of the basis."""
+    """Return the query projection, scale included, restricted to r columns of the basis."""
 
     def restrict(x: Array) -> Array:
         heads = x.reshape(*x.shape[:-1], config.num_kv_heads, config.group_size, config.head_dim)
@@ -207,13 +212,15 @@ def speculate_query(
     positions: Int[Array, " b"],
     columns: int,
 ) -> Float[Array, "b k g r"]:
-    """The partial query of a layer.
+    """Return the partial query of a layer (section 4.2 of the paper).
 
     Args:
-        layer: its module.
+        config: architecture of the model.
+        layer: module of the layer.
         weights: its `speculation_weights`.
-        a: what stands in for its attention input.
-        positions: of the current tokens.
+        a: approximation of its attention input.
+        positions: positions of the current tokens.
+        columns: columns r of the index.
     """
     if "kernel" in weights:
         q = projected(config, weights, a)
@@ -231,10 +238,11 @@ def speculate_query(
 def own_query(
     weights: Params, query: Float[Array, "b k g d"], columns: int
 ) -> Float[Array, "b k g r"]:
-    """A layer's own query, scaled and rotated, in the index's coordinates; float32.
+    """Return a layer's own query, scaled and rotated, in the index's coordinates; float32.
 
-    Its product with an entry is the attention logit, or what the index's columns tell of it if it
-    has not all of them; less that of the mean key if there is a "centre" among the weights.
+    Its product with an index entry is the attention logit, or the part explained by the index's
+    columns if it has fewer than d. With a "centre" in the weights, the logit of the mean key is
+    missing (see `mean_score`).
     """
     query = query.astype(jnp.float32)
     if "own" in weights:
@@ -245,7 +253,7 @@ def own_query(
 def mean_score(
     mean: Float[Array, "k d"] | None, query: Float[Array, "b k g d"]
 ) -> Float[Array, "b k g 1"]:
-    """The mean key's logit by a true query, which centred scores lack; 0 if there is none."""
+    """Return the mean key's logit for a true query, which centred scores lack; 0 without a mean."""
     if mean is None:
         return jnp.zeros((*query.shape[:3], 1), jnp.float32)
     mean = mean.astype(jnp.float32)
@@ -255,10 +263,10 @@ def mean_score(
 def partial_keys(
     weights: Params, keys: Float[Array, "b k n d"], columns: int
 ) -> Float[Array, "b k r n"]:
-    """What the index keeps of cached keys, in float32.
+    """Return the index columns of cached keys, float32.
 
-    With a "centre" among the weights, less that: a constant in all keys adds the same to all
-    scores of a query, which changes neither their order nor their distances.
+    A "centre" in the weights is subtracted. A constant in all keys adds the same to all scores of a
+    query, which changes neither their order nor their differences.
     """
     keys = keys.astype(jnp.float32)
     if "key" in weights:

@@ -1,15 +1,16 @@
 """Values of the tail, predicted from the index. Not in the paper.
 
-What is not fetched is attended to in means of neighbouring tokens (`InfiniGen.tail_tokens`). A mean
-does not know that within a block, too, the tokens that weigh more have other values than those that
-weigh less. Keys and values of a token are made of the same hidden state, so that a part of a value
-can be told from its key: with z the leading columns of a token's entry in the index, and v0, z0 the
-means of its block,
+Rows that are not fetched are attended as means of neighbouring tokens (`InfiniGen.tail_tokens`).
+Within a block, however, tokens with larger weights have other values than those with smaller
+weights. Keys and values of a token derive from the same hidden state, so part of a value can be
+predicted from its key. With z the leading columns of a token's index entry, and v0, z0 the means of
+its block,
 
     v = v0 + (z - z0) S + rest          S = (Cov(z) + ridge)^-1 Cov(z, v)
 
-both covariances within blocks, on calibration text. A block keeps the mean of v - z S instead of
-that of v, and the weighted mean of z, a few numbers for a head, brings back what that lacks:
+where both covariances are taken within blocks on calibration text. A block keeps the mean of
+v - z S instead of the mean of v. The weighted mean of z, a few numbers per head, restores the
+difference:
 
     sum of w v = sum over blocks of (sum of w) (mean of v - z S) + (sum of w z) S + (sum of w rest)
 """
@@ -24,8 +25,8 @@ from jaxtyping import Array, Float
 
 from infinigen_jax.models.base import Params
 
-RIDGE = 1e-3  # of the columns' mean variance
-FEW = 4  # tokens, of a step: their products are parts of what uses them
+RIDGE = 1e-3  # relative to the columns' mean variance
+FEW = 4  # at most this many tokens (a decode step): products are fused into their consumers
 
 
 @jax.jit
@@ -34,12 +35,12 @@ def fit_slope(
     cross_covariance: Float[Any, "k d d"],
     columns: Float[Any, "k d c"],
 ) -> Float[Array, "k c d"]:
-    """S for the leading columns of an index; float32, which the ridge makes enough.
+    """Fit S for the leading columns of an index; float32, sufficient with the ridge.
 
     Args:
-        key_covariance: of keys, within blocks.
-        cross_covariance: of keys (rows) with values (columns), likewise.
-        columns: the keys' change of basis, as far as it is used.
+        key_covariance: covariance of keys within blocks.
+        cross_covariance: covariance of keys (rows) with values (columns) within blocks.
+        columns: leading columns of the keys' change of basis.
     """
     change = jnp.asarray(columns, jnp.float32)
     with jax.default_matmul_precision("highest"):
@@ -47,7 +48,7 @@ def fit_slope(
         unit = jnp.eye(gram.shape[-1], dtype=gram.dtype)[None]
         cross = change.mT @ jnp.asarray(cross_covariance, jnp.float32)
         ridge = RIDGE * jnp.trace(gram, axis1=1, axis2=2) / gram.shape[-1]
-        # A head whose keys are all equal has nothing to tell its values by.
+        # A head with constant keys predicts nothing; the ridge only keeps the system regular.
         ridge = jnp.where(ridge > 0, ridge, 1)[:, None, None]
         return jnp.linalg.solve(gram + ridge * unit, cross)
 
@@ -55,11 +56,11 @@ def fit_slope(
 def without_predicted(
     weights: Params, keys: Float[Array, "b k n d"], values: Float[Array, "b k n d"]
 ) -> Float[Array, "b k n d"]:
-    """v - z S of tokens, float32, for the sums that blocks keep.
+    """Return v - z S of tokens, float32, for the sums that blocks keep.
 
     Args:
-        weights: "slope" [k, c, d]; "leading" [k, d, c], the keys' change of basis as far as it is
-            used, if there is one; "centre" as in `speculation.speculation_weights`.
+        weights: "slope" [k, c, d]; "leading" [k, d, c], the leading columns of the keys' change of
+            basis, if any; "centre" as in `query.speculation_weights`.
     """
     slope = weights["slope"]
     keys, values, count = keys.astype(jnp.float32), values.astype(jnp.float32), slope.shape[1]
@@ -79,10 +80,10 @@ def without_predicted(
 
 
 def predicted(weights: Params, entry: Float[Array, "b k g c"]) -> Float[Array, "b k g d"]:
-    """z S, of weighted means of entries.
+    """Return z S for weighted means of entries.
 
-    Written out, so that it is part of what uses it and no product of its own with two transposed
-    copies around it: there are few columns.
+    Written as a sum of few terms, which fuses into its consumer. A matrix product would add two
+    transposed copies.
     """
     slope = weights["slope"][None, :, None]
     terms = (entry[..., c, None] * slope[..., c, :] for c in range(slope.shape[3]))

@@ -1,4 +1,4 @@
-"""Text from tokens as they come, without decoding everything again for each token."""
+"""Streaming detokenisation: text from tokens, without decoding all of them for each new token."""
 
 import functools
 from typing import TYPE_CHECKING, Any
@@ -8,14 +8,16 @@ from infinigen_jax.errors import InputError
 if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
 
-REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are not, or not yet, a character
+REPLACEMENT = "\ufffd"  # decoded from bytes that are not, or not yet, a character
 
 
 def checked_text(where: str, text: str) -> str:
-    """Text of UTF-8; what was not, in an argument or on stdin, comes as lone surrogates.
+    """Return a text after checking that it is UTF-8.
+
+    Arguments and stdin that are not UTF-8 arrive with lone surrogates.
 
     Raises:
-        InputError: beginning with `where`.
+        InputError: the text has lone surrogates; the message begins with `where`.
     """
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise InputError(f"{where}: not UTF-8 text; convert it first")
@@ -25,17 +27,17 @@ def checked_text(where: str, text: str) -> str:
 class TextStream:
     """Turns a sequence of token ids into text, piece by piece.
 
-    The pieces, put together, are exactly `tokenizer.decode(all_ids, skip_special_tokens=True)`.
-    The cost is linear in the number of tokens.
+    The concatenated pieces equal `tokenizer.decode(all_ids, skip_special_tokens=True)`. The cost is
+    linear in the number of tokens.
 
-    What a token means can depend on its neighbours, in three ways:
+    The text of a token can depend on its neighbours in three ways:
 
-        before it   a decoder may strip the space in front of the very first word: tokens are
-                    always decoded behind one of those before them, the context;
-        behind it   a token may end within a character; it decodes to U+FFFD then, so text that
-                    ends in U+FFFD is held back until the next token shows what it is;
-        behind it   tokens like <0xE2>, one byte each, are decoded as a run: a single wrong byte
-                    makes U+FFFD of the whole run. They wait for the first token that is none.
+        before it   a decoder may strip the space before the first word, so tokens are always
+                    decoded after an earlier token, the context;
+        after it    a token may end within a character and then decodes to U+FFFD, so text that ends
+                    in U+FFFD is held back until the next token arrives;
+        after it    tokens such as <0xE2>, one byte each, are decoded as a run, and one wrong byte
+                    turns the whole run into U+FFFD, so they wait for the first other token.
     """
 
     def __init__(self, tokenizer: Any):
@@ -44,11 +46,11 @@ class TextStream:
         self._restart()
 
     def push(self, token_ids: list[int]) -> str:
-        """Take the next tokens; return the text that is certain by now and was not yet returned."""
+        """Append tokens; return the text that became final and was not returned before."""
         before = self._ready
         for token in token_ids:
             if self._name(token) is None:
-                continue  # models may have more numbers than their tokenizer has tokens
+                continue  # a model's vocabulary may be larger than the tokenizer's
             self._pending.append(token)
             if self._is_anchor(token):
                 self._ready = len(self._pending)
@@ -61,25 +63,25 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """The rest of the text, whatever it is. The next `push` begins a new text."""
+        """Return the rest of the text, final or not. The next `push` begins a new text."""
         piece = self._decode(self._context, self._pending)[self._shown :]
         self._restart()
         return piece
 
     def _restart(self) -> None:
-        self._context: list[int] = []  # the token before the pending ones; its text is returned
+        self._context: list[int] = []  # token before the pending ones; its text was returned
         self._pending: list[int] = []
-        self._ready = 0  # this many of the pending tokens can be decoded
-        self._shown = 0  # this many characters of their text are returned
+        self._ready = 0  # number of pending tokens that can be decoded
+        self._shown = 0  # number of characters of their text already returned
 
     def _settle(self, text: str) -> None:
-        """Make settled tokens the context; `text` is that of the ready tokens."""
+        """Move settled tokens to the context; `text` is the text of the ready tokens."""
         if not text.endswith(REPLACEMENT):
             self._cut(self._ready, len(text))
             return
-        # Text that goes on as U+FFFD never ends in a whole character, but only the last of them
-        # is open. A character has at most four bytes, so one of the last four cuts is clean. With
-        # a cut inside a character, the two parts have one U+FFFD too many.
+        # Text that continues with U+FFFD never ends in a whole character, but only the last
+        # character is open. A character has at most four bytes, so one of the last four cuts is
+        # clean. A cut inside a character gives one U+FFFD too many.
         ready = self._pending[: self._ready]
         for cut in range(len(ready) - 1, max(0, len(ready) - 5), -1):
             if not self._is_anchor(ready[cut - 1]):
@@ -97,7 +99,7 @@ class TextStream:
         self._shown -= characters
 
     def _decode(self, context: list[int], tokens: list[int]) -> str:
-        """The text of `tokens` behind `context`."""
+        """Return the text of `tokens` after `context`."""
         return self._raw(context + tokens)[len(self._raw(context)) :]
 
     def _raw(self, tokens: list[int]) -> str:
@@ -107,9 +109,9 @@ class TextStream:
         return self._tokenizer.convert_ids_to_tokens(token)
 
     def _is_anchor(self, token: int) -> bool:
-        """Whether the token has text, and is not one byte of a run.
+        """Return whether the token has text and is not one byte of a run.
 
-        Twice the token, because a lone space in front may be stripped.
+        It decodes the token twice in a row, because a space at the start may be stripped.
         """
         known = self._anchor_memo.get(token)
         if known is None:
@@ -121,10 +123,10 @@ class TextStream:
 
 
 class Texts:
-    """Text of several sequences, as their tokens come.
+    """Streaming text of several sequences.
 
     Attributes:
-        whole: of each, what is certain by now.
+        whole: final text of each sequence so far.
     """
 
     def __init__(self, model: "Model", sequences: int):
@@ -133,7 +135,7 @@ class Texts:
         self._streams: dict[int, TextStream] = {}
 
     def push(self, tokens: list[int | None]) -> list[str]:
-        """Text that one step's tokens complete, per sequence; None for one that has ended."""
+        """Append one step's tokens, None for an ended sequence; return each sequence's new text."""
         pieces = [""] * len(tokens)
         for i, token in enumerate(tokens):
             if token is not None and self._tokenizer is not None:
@@ -141,12 +143,12 @@ class Texts:
                 self._streams[i] = stream
                 pieces[i] = stream.push([token])
             elif i in self._streams:
-                # What was held back is text before anything is printed behind it.
+                # Text that was held back comes before the text of later tokens.
                 pieces[i] = self._streams.pop(i).finish()
         return self._add(pieces)
 
     def finish(self) -> list[str]:
-        """Text that was held back because a character was incomplete, per sequence."""
+        """Return the text that was held back because of an incomplete character, per sequence."""
         pieces = [""] * len(self.whole)
         while self._streams:
             i, stream = self._streams.popitem()
@@ -158,8 +160,8 @@ class Texts:
         try:
             return self._model.tokenizer
         except InputError:
-            # Missing or damaged; a prompt of text would have been refused with this error, for
-            # one of token numbers it is not needed.
+            # Missing or damaged. A prompt of text would have been refused with this error; a
+            # prompt of token ids does not need a tokenizer.
             return None
 
     def _add(self, pieces: list[str]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Program that renders one chat template; started by `templates`, imports nothing of the package.
+"""Program that renders one chat template; `templates` starts it. Imports nothing of the package.
 
-A template of a model folder is a program of somebody else's. Jinja's sandbox keeps it from the
-interpreter, not from looping or from filling the memory, and a single operation may take for ever:
-limits of the operating system on a process of its own hold for all of them.
+A template of a model folder is untrusted code. Jinja's sandbox isolates it from the interpreter but
+not from endless loops or excessive memory, and a single operation may run forever. Limits of the
+operating system on a separate process stop all of them.
 """
 
 import datetime
@@ -13,14 +13,15 @@ import signal
 import sys
 from typing import Any
 
-FAILURE = 3  # exit status when not even an error can be reported
+FAILURE = 3  # exit status if no error can be reported
 
 
 def limit(seconds: float, memory: int) -> None:
-    """Let the system end this process after some seconds of processor time.
+    """Limit the processor time and memory of this process.
 
     Args:
-        memory: bytes of address space; more is a MemoryError.
+        seconds: processor time, after which the system ends the process.
+        memory: bytes of address space, beyond which allocation raises MemoryError.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -29,13 +30,13 @@ def limit(seconds: float, memory: int) -> None:
 
 
 def environment() -> Any:
-    """A Jinja environment with the functions that chat templates of transformers use."""
+    """Return a Jinja environment with the functions that transformers' chat templates use."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks an answer for training; here it changes nothing."""
+        """Block `{% generation %}`, which marks an answer for training and changes nothing here."""
 
         tags = {"generation"}
 
@@ -61,22 +62,22 @@ def environment() -> Any:
             sort_keys=sort_keys,
         )
 
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    made.filters["tojson"] = tojson
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return made
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals["raise_exception"] = raise_exception
+    sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return sandbox
 
 
 def render(task: dict[str, Any]) -> dict[str, str]:
-    """Return the text of a template, or the reason why it has none."""
+    """Return the text of a template, or the reason for its failure."""
     try:
         text = environment().from_string(task["template"]).render(task["variables"])
     except MemoryError:
         return {"error": "it takes too much memory"}
-    except Exception as error:  # whatever a template may raise
+    except Exception as error:  # a template may raise anything
         return {"error": (str(error) or type(error).__name__)[:1000]}
     if len(text) > task["characters"]:
         return {"error": f"it makes more than {task['characters']} characters"}
@@ -84,7 +85,7 @@ def render(task: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Read a task from stdin, write the result to stdout, both as JSON."""
+    """Read a task from stdin and write the result to stdout, both as JSON."""
     task = json.loads(sys.stdin.buffer.read())
     limit(task["seconds"], task["memory"])
     sys.stdout.write(json.dumps(render(task)))

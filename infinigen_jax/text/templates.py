@@ -11,10 +11,10 @@ from typing import Any
 from infinigen_jax.errors import InputError
 from infinigen_jax.text import template_worker
 
-SECONDS = 1.0  # of processor time; templates in use take milliseconds
+SECONDS = 1.0  # processor time; real templates take milliseconds
 MEMORY = 512 << 20  # bytes of address space
 CHARACTERS = 10_000_000
-BACKSTOP = 60  # seconds of a clock on the wall, for a process that is given no processor
+BACKSTOP = 60  # seconds wall time, for a process that gets no processor time
 START = (
     "import runpy, sys; sys.path[:] = sys.argv[2:]; runpy.run_path(sys.argv[1], None, '__main__')"
 )
@@ -29,19 +29,19 @@ def render_chat(
     """Render a chat template as `transformers` does, with a prompt for the next answer.
 
     Args:
-        messages: of role and content.
+        messages: role and content of each message.
         special_tokens: variables of the template, such as `bos_token`.
-        seconds: processor time that the template may take.
+        seconds: limit of the template's processor time.
 
     Raises:
-        InputError: for a template that fails or exceeds a limit, or without jinja2.
+        InputError: the template fails or exceeds a limit, or jinja2 is not installed.
     """
     if importlib.util.find_spec("jinja2") is None:
         raise InputError("--chat: chat templates need jinja2; pip install jinja2")
-    own = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    inputs = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     task = {
         "template": template,
-        "variables": special_tokens | own,
+        "variables": special_tokens | inputs,
         "seconds": seconds,
         "memory": MEMORY,
         "characters": CHARACTERS,
@@ -56,14 +56,14 @@ def render_chat(
 
 
 def _run(task: dict[str, Any]) -> dict[str, str]:
-    """Have the worker do a task.
+    """Run a task in a worker process and return its result.
 
-    A fresh process, as a fork of this one would have locks that its threads held. It imports from
-    where this one does, and what the environment says to Python is ignored.
+    A fresh process, because a fork would inherit locks held by this process's threads. It uses this
+    process's import path and ignores Python's environment variables.
     """
     command = [sys.executable, "-I", "-S", "-c", START]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [*command, str(Path(template_worker.__file__)), *filter(None, sys.path)],
             input=json.dumps(task).encode(),
             capture_output=True,
@@ -72,9 +72,9 @@ def _run(task: dict[str, Any]) -> dict[str, str]:
         )
     except subprocess.TimeoutExpired:
         return {"error": f"it runs for more than {BACKSTOP} s"}
-    if done.returncode == -signal.SIGPROF:
+    if completed.returncode == -signal.SIGPROF:
         return {"error": f"it runs for more than {task['seconds']:g} s"}
     try:
-        return json.loads(done.stdout)
+        return json.loads(completed.stdout)
     except ValueError:
-        return {"error": "it ends its process, as too much memory or too deep a recursion do"}
+        return {"error": "its process ended, perhaps by too much memory or too deep a recursion"}

@@ -1,7 +1,7 @@
-"""Tokenizers of model folders, read without running or asking about code of the folder.
+"""Tokenizers of model folders, loaded without running code of the folder.
 
-`tokenizer.json` is read by the `tokenizers` library alone. Folders without that file (vocab.json
-and merges.txt, or tokenizer.model) go through transformers, which takes seconds to import.
+The `tokenizers` library reads `tokenizer.json`. Folders without that file (vocab.json and
+merges.txt, or tokenizer.model) need transformers, which takes seconds to import.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.checkpoint.hf_folder import read_json
 from infinigen_jax.errors import InputError
+from infinigen_jax.files.regular import read_json
 from infinigen_jax.text.detokenize import checked_text
 
 if TYPE_CHECKING:
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SETTINGS_FILE = "tokenizer_config.json"
 AGAIN = "copy the model's files again"
-SAMPLE = "A sample, 123 \u00e9\u4e2d\U0001f600.\n"  # what a damaged tokenizer is tried with
+SAMPLE = "A sample, 123 \u00e9\u4e2d\U0001f600.\n"  # text that reveals a damaged tokenizer
 NAMED = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class Tokenizer:
-    """The tokenizer of a model folder; gives the tokens and texts that transformers gives.
+    """Tokenizer of a model folder, equivalent to the one of transformers.
 
     Args:
-        backend: the compiled tokenizer.
-        special_tokens: texts by name, `bos_token` and so on, as chat templates use them.
-        chat_template: the folder's, if it has one.
+        backend: tokenizer of the `tokenizers` library.
+        special_tokens: texts by name, such as `bos_token`, for chat templates.
+        chat_template: the folder's chat template, if any.
         where: beginning of error messages.
     """
 
@@ -51,31 +51,31 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The token that begins a text; None if the folder names none."""
+        """Token that begins a text; None if the folder names none."""
         return self._id("bos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text; None if the folder names none."""
+        """Token that ends a text; None if the folder names none."""
         return self._id("eos_token")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token numbers of a text.
+        """Return the token ids of a text.
 
         Raises:
-            InputError: if the tokenizer is damaged, or the text has lone surrogates.
+            InputError: the tokenizer is damaged, or the text has lone surrogates.
         """
         checked_text("the text to tokenise", text)
         with _refused(self._where), _silent_panics():
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of token numbers, without any clean-up of spaces."""
+        """Return the text of token ids, without clean-up of spaces."""
         with _refused(self._where):
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, token: int) -> str | None:
-        """Return a token's name in the vocabulary; None outside of the vocabulary."""
+        """Return a token's name in the vocabulary; None for ids outside of it."""
         return self.backend.id_to_token(token)
 
     def _id(self, name: str) -> int | None:
@@ -84,14 +84,14 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a model folder; nothing is downloaded, no code of the folder runs.
+    """Load the tokenizer of a model folder, without downloads and without code of the folder.
 
     Raises:
-        InputError: when the folder has no tokenizer or a damaged one.
+        InputError: the folder has no tokenizer or a damaged one.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         names = ", ".join(TOKENIZER_FILES)
-        raise InputError(f"{folder}: has no tokenizer ({names}); copy the model's files there")
+        raise InputError(f"{folder}: has no tokenizer ({names}); copy the model's files into it")
     if not (folder / "tokenizer.json").is_file():
         return _from_transformers(folder)
     settings = _settings(folder)
@@ -100,7 +100,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         template = _chat_template(folder, settings)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InputError(
-            f"{folder / SETTINGS_FILE}: a setting has a wrong kind ({error}); {AGAIN}"
+            f"{folder / SETTINGS_FILE}: a setting has the wrong type ({error}); {AGAIN}"
         ) from None
     with _refused(str(folder)), _silent_panics():
         from tokenizers import Tokenizer as Backend
@@ -108,8 +108,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         data = (folder / "tokenizer.json").read_bytes()
         _check_prefix(data)
         backend = Backend.from_buffer(data)
-        # As in transformers, a text is neither cut nor padded; what begins and ends it is up to
-        # this file's post-processor, not to the settings `add_bos_token` and `add_eos_token`.
+        # Like transformers, neither truncate nor pad. The post-processor in this file decides about
+        # tokens at the beginning and end, not `add_bos_token` and `add_eos_token`.
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = settings.get("split_special_tokens") is True
@@ -119,10 +119,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _check_prefix(data: bytes) -> None:
-    """Check that merges fit the prefix of subwords, where `tokenizer.json` has one.
+    """Check that all merges have the subword prefix, if `tokenizer.json` has one.
 
-    The compiled library cuts the prefix off without a look; inside a character that can end the
-    process. Other files, which are large, are not parsed a second time.
+    The compiled library cuts the prefix off unchecked, and a cut inside a character can end the
+    process. Files without a prefix are large and are not parsed a second time.
     """
     if not re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', data):
         return
@@ -134,7 +134,7 @@ def _check_prefix(data: bytes) -> None:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """`tokenizer_config.json`, with the special tokens of older folders' second file."""
+    """Read `tokenizer_config.json`, and the special tokens in the second file of older folders."""
     settings = {}
     for name in (SETTINGS_FILE, "special_tokens_map.json"):
         if "added_tokens_decoder" not in settings and (folder / name).exists():
@@ -145,7 +145,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 def _special_tokens(
     settings: Mapping[str, Any],
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Special tokens that have a name, and others, as fields of AddedToken."""
+    """Return named special tokens and other special tokens, as fields of AddedToken."""
     named = {
         name: value
         for name, value in settings.items()
@@ -161,7 +161,7 @@ def _special_tokens(
 
 
 def _token(value: Any) -> dict[str, Any]:
-    """Fields of AddedToken, from a text or from such fields."""
+    """Return the fields of AddedToken from a text or from such fields."""
     if isinstance(value, str):
         return {"content": value}
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
@@ -172,12 +172,12 @@ def _token(value: Any) -> dict[str, Any]:
 def _add_tokens(
     backend: "tokenizers.Tokenizer", settings: Mapping[str, Any], special: list[dict[str, Any]]
 ) -> None:
-    """Add what the settings name and `tokenizer.json` lacks."""
+    """Add the tokens that the settings name and `tokenizer.json` lacks."""
     from tokenizers import AddedToken
 
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     listed = settings.get("added_tokens_decoder") or {}
-    tokens = [AddedToken(**_token(listed[number])) for number in sorted(listed, key=int)]
+    tokens = [AddedToken(**_token(listed[token_id])) for token_id in sorted(listed, key=int)]
     backend.add_tokens([token for token in tokens if repr(token) not in known])
     present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     named = [present.get(fields["content"]) or AddedToken(**fields) for fields in special]
@@ -187,7 +187,7 @@ def _add_tokens(
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The folder's chat template, the default one of several."""
+    """Read the folder's chat template, the default one of several."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
@@ -203,48 +203,48 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _from_transformers(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder without `tokenizer.json`."""
+    """Load a folder without `tokenizer.json` through transformers."""
     if "auto_map" in _settings(folder):
         raise InputError(
             f"{folder / SETTINGS_FILE}: auto_map names code of the folder, which is not run; "
             "add a tokenizer.json"
         )
-    # The library otherwise remarks on stderr that it has no torch to run models with.
+    # Otherwise the library warns on stderr that torch is not installed.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     with _refused(str(folder)), _silent_panics():
-        # Without an explicit refusal transformers asks on stdin whether to run a folder's code.
-        made: Any = AutoTokenizer.from_pretrained(
+        # Without an explicit refusal transformers asks on stdin whether to run code of the folder.
+        loaded: Any = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-        backend = getattr(made, "backend_tokenizer", None)
+        backend = getattr(loaded, "backend_tokenizer", None)
         if backend is None:
             raise ValueError("only tokenizers with a tokenizer.json are supported")
-        template = made.get_chat_template() if made.chat_template else None
-        special = {name: str(token) for name, token in made.special_tokens_map.items()}
+        template = loaded.get_chat_template() if loaded.chat_template else None
+        special = {name: str(token) for name, token in loaded.special_tokens_map.items()}
         return _tried(Tokenizer(backend, special, template, str(folder)))
 
 
 def _tried(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer, after a try of what it does."""
+    """Return the tokenizer after trying to encode and decode."""
     for special in (True, False):
         ids = tokenizer.encode(SAMPLE, special)
         tokenizer.decode(ids, skip_special_tokens=special)
-    number = min(tokenizer.backend.get_vocab_size(), 1 << 16)
-    tokenizer.decode(list(range(number)))
+    count = min(tokenizer.backend.get_vocab_size(), 1 << 16)
+    tokenizer.decode(list(range(count)))
     return tokenizer
 
 
 @contextlib.contextmanager
 def _refused(where: str) -> Iterator[None]:
-    """Report every error of a tokenizer's library as bad input."""
+    """Report every error of a tokenizer library as bad input."""
     try:
         yield
     except (InputError, MemoryError):
         raise
     except BaseException as error:
-        # A panic of the compiled library is no Exception.
+        # A panic of the compiled library is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise InputError(f"{where}: the tokenizer cannot be used ({error}); {AGAIN}") from None
@@ -252,10 +252,10 @@ def _refused(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent_panics() -> Iterator[None]:
-    """Keep what the compiled library prints about a panic from stderr.
+    """Suppress panic messages of the compiled library on stderr.
 
-    In the main thread alone: the file descriptor belongs to all threads, and two of them that
-    exchange it could leave it closed to everyone.
+    Only in the main thread: the file descriptor belongs to all threads, and two threads that
+    exchange it could leave it closed for all.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,7 @@
-"""Moving requested rows from host to device. A transfer is one file here."""
+"""Transfer: move requested rows from host to device, overlapped with computation.
+
+Imports cache, selection, cuda, ops. Start reading at base.py. Each transfer is one file.
+"""
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.transfer.base import Transfer
@@ -9,10 +12,10 @@ TRANSFERS = ("auto", "xla", "cuda")
 
 
 def make_transfer(name: str) -> Transfer:
-    """The transfer called `name` on the command line: one of TRANSFERS.
+    """Return the transfer with this command-line name, one of TRANSFERS.
 
-    "auto" is `cuda` on NVIDIA GPUs. Where that one cannot run, a warning says why and `xla` does
-    its work: the results are the same.
+    "auto" is `cuda` on NVIDIA GPUs. If `cuda` cannot run, a warning states the reason and `xla` is
+    used; the results are equal.
 
     Raises:
         InputError: for another name.
@@ -20,7 +23,7 @@ def make_transfer(name: str) -> Transfer:
     if name == "xla":
         return xla_transfer()
     if name in TRANSFERS:
-        return best_transfer(wanted=name == "cuda")
+        return best_transfer(requested=name == "cuda")
     raise InputError(f"--transfer {name}: not available; use auto, xla or cuda")
 
 

@@ -1,11 +1,11 @@
-"""What a transfer is: it moves requested rows from host to device beside a layer's work.
+"""Transfer protocol: move requested rows from host to device during a layer's work.
 
-    ticket = transfer.start(host, layer, request, hot_rows, plan, mesh)    behind the speculation
+    ticket = transfer.start(host, layer, request, hot_rows, plan, mesh)    after the speculation
     ticket, q = transfer.behind(ticket, q)
     ...                                                                    attention and MLP
     x, rows, hot_rows = transfer.wait(ticket, x)                           for the next layer
 
-`start` and `wait` are traced into the step; nothing here talks to Python between two layers.
+`start` and `wait` are traced into the step; Python does not run between two layers.
 """
 
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -19,12 +19,14 @@ from infinigen_jax.selection.select import Request
 
 @runtime_checkable
 class Transfer(Protocol):
-    """See the module's docstring.
+    """Interface of a transfer; see the module's docstring.
 
     Attributes:
-        masks: rows beyond a request's count, and rows that the hot set has, are not moved. (If
-            not, the whole static request moves, unless there is a hot set.)
-        in_place: without a hot set `wait` returns no rows: attention reads them in the host cache.
+        name: name on the command line.
+        masks: whether only valid rows that the hot set lacks are moved. If not, the whole static
+            request moves, unless a hot set exists.
+        in_place: whether `wait` returns no rows without a hot set; attention then reads them in the
+            host cache.
     """
 
     name: ClassVar[str]
@@ -43,17 +45,24 @@ class Transfer(Protocol):
         plan: Plan | None,
         mesh: Mesh,
     ) -> Any:
-        """Begin to move the rows of a request, one layer's.
+        """Start to move the rows of one layer's request.
 
         Args:
-            host: the host cache, in its storage dtype; bytes are moved as they are.
-            hot_rows: the rows of the layer's hot set, replaced by what `wait` returns; None
-                without one, and then there is no plan.
+            host: host cache, in its storage dtype; bytes are moved unchanged.
+            layer: index among the host layers.
+            request: the rows to move.
+            hot_rows: rows of the layer's hot set, replaced by the result of `wait`; None without
+                one.
+            plan: entries and missing rows of the hot set; None without one.
+            mesh: mesh of the host cache.
+
+        Returns:
+            A ticket for `behind` and `wait`.
         """
         ...
 
     def behind(self, ticket: Any, q: Array) -> tuple[Any, Array]:
-        """Tie the work to run beside the transfer, which begins with q, behind the start."""
+        """Order the start before the overlapping work, which begins with q."""
         ...
 
     def wait(
@@ -61,8 +70,11 @@ class Transfer(Protocol):
     ) -> tuple[
         Float[Array, "b e"], Shaped[Array, "b k n w"] | None, Shaped[Array, "b k h w"] | None
     ]:
-        """The rows, in the order of the request; what lies beyond its count is finite.
+        """Return the rows in the order of the request; rows beyond its count are finite.
 
-        Whatever uses the returned x comes behind the end of the transfer.
+        Work that uses the returned x runs after the end of the transfer.
+
+        Returns:
+            x, the rows (None if `in_place` without a hot set), and the new rows of the hot set.
         """
         ...

@@ -1,10 +1,10 @@
-"""Transfer by a kernel of our own, which reads rows in pinned memory over PCIe beside XLA's work.
+"""Transfer by a CUDA kernel that reads rows in pinned memory over PCIe, concurrently with XLA.
 
-    XLA's stream   speculation, start | attention, MLP ...     | wait | next layer ...
-    own stream                        | gather ............... |
+    XLA's stream     speculation, start | attention, MLP ...     | wait | next layer ...
+    kernel's stream                     | gather ............... |
 
-Only rows that are meant cross, each once, straight from the host cache to where attention reads
-it; with a hot set, only those that it does not have.
+Only valid rows cross, each once, directly from the host cache to where attention reads them. With a
+hot set, only the rows that it lacks cross.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """A gather and the mesh it runs on."""
+    """Gather under way, and the mesh it runs on."""
 
     gather: Gather
     mesh: Mesh
@@ -39,11 +39,11 @@ jax.tree_util.register_dataclass(Ticket, data_fields=["gather"], meta_fields=["m
 
 @dataclasses.dataclass(frozen=True)
 class CudaTransfer:
-    """See the module's docstring; needs `cuda.unavailable() is None` to run.
+    """Transfer by a CUDA kernel; requires `cuda.unavailable() is None`. See the module's docstring.
 
     Attributes:
-        blocks: of the kernel, at most: few, so that most multiprocessors are left to XLA's work.
-        threads: of a block; each has four 16-byte loads in flight.
+        blocks: most blocks of the kernel; few, to leave most multiprocessors to XLA's work.
+        threads: threads per block; each has four 16-byte loads in flight.
     """
 
     name: ClassVar[str] = "cuda"
@@ -73,9 +73,10 @@ class CudaTransfer:
         return Ticket(_sharded(local, mesh, _specs(len(arrays)), out)(*arrays), mesh)
 
     def behind(self, ticket: Ticket, q: Array) -> tuple[Ticket, Array]:
-        """Ties the start in front of the work that it is to run beside.
+        """Order the start before the work that it should overlap with.
 
-        XLA orders launches by data alone: without this, the start could come right before the wait.
+        XLA orders launches by data dependencies alone. Without this one the start could be launched
+        directly before the wait.
         """
         gather = ticket.gather
         (rows, hot), q = lax.optimization_barrier(((gather.rows, gather.hot), q))
@@ -84,8 +85,8 @@ class CudaTransfer:
     def wait(
         self, ticket: Ticket, x: Float[Array, "b e"]
     ) -> tuple[Float[Array, "b e"], Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
-        # One barrier puts the wait behind the layer's work, the other the next layer behind the
-        # wait: its own start would otherwise come first, and this wait would include it.
+        # The first barrier orders the wait after the layer's work. The second orders the next layer
+        # after the wait: its start could otherwise come first, and this wait would include it.
         gather = ticket.gather
         x, (rows, hot) = lax.optimization_barrier((x, (gather.rows, gather.hot)))
         gather = gather._replace(rows=rows, hot=hot)
@@ -96,18 +97,19 @@ class CudaTransfer:
 
 
 def cuda_transfer_or_reason() -> CudaTransfer | str:
-    """The transfer, or in a line why it cannot be used in this process."""
+    """Return the transfer, or one line that states why this process cannot use it."""
     reason = cuda.unavailable()
     return CudaTransfer() if reason is None else reason
 
 
-def best_transfer(wanted: bool) -> CudaTransfer | XlaTransfer:
-    """The `cuda` transfer where it runs, else `xla`, with one warning that says why.
+def best_transfer(requested: bool) -> CudaTransfer | XlaTransfer:
+    """Return the `cuda` transfer if it runs, else `xla` with one warning that states the reason.
 
     Args:
-        wanted: `cuda` was asked for by name; else a machine without a GPU needs no warning.
+        requested: whether `cuda` was requested by name; if not, a machine without a GPU gets no
+            warning.
     """
-    if not wanted and jax.default_backend() != "gpu":
+    if not requested and jax.default_backend() != "gpu":
         return xla_transfer()
     transfer = cuda_transfer_or_reason()
     if isinstance(transfer, str):
@@ -117,12 +119,12 @@ def best_transfer(wanted: bool) -> CudaTransfer | XlaTransfer:
 
 
 def _specs(arrays: int) -> tuple[PartitionSpec, ...]:
-    """Of the host cache, the layer's number, and arrays [b, k, ...]."""
+    """Return the specs of the host cache, the layer's index, and arrays [b, k, ...]."""
     return (CACHE_SPEC, PartitionSpec(), *[ROWS_SPEC] * (arrays - 2))
 
 
 def _gather_specs(hot: bool) -> Any:
-    """Of a Gather, with or without a hot set."""
+    """Return the specs of a Gather, with or without a hot set."""
     arrays: Any = (ROWS_SPEC, ROWS_SPEC if hot else None, _specs(6 if hot else 4))
     return Gather(*arrays)
 

@@ -1,11 +1,11 @@
 """Weights in host memory, for models larger than the device: streamed one layer ahead.
 
-    layer l      on the device: its weights, and those of layer l+1 on their way
-    always       embeddings, what a policy prepared, and of each layer its vectors, and what its
-                 queries are made by: rows are requested for layer l+1 within layer l
+    layer l      on the device: its weights, and those of layer l+1 while they arrive
+    always       embeddings, the policy's arrays, and each layer's vectors and query projection:
+                 rows are requested for layer l+1 within layer l
 
-In the fused step the copy of layer l+1's weights is tied to layer l at both ends, so that two
-layers' worth is on the device and no more: otherwise XLA would start all copies at once.
+In the fused step the copy of layer l+1's weights is tied to layer l at both ends, so that the
+device holds the weights of two layers. Otherwise XLA would start the copies of all layers together.
 """
 
 import functools
@@ -26,15 +26,15 @@ STAYS = ("attention_norm", "q", "q_norm")
 
 
 def check_weights(weights: str) -> None:
-    """Refuse another place than device or host memory."""
+    """Raise InputError unless `weights` is "device" or "host"."""
     if weights not in WEIGHTS:
         raise InputError(f"--weights {weights}: use {' or '.join(WEIGHTS)}")
 
 
 def in_host_memory(layer: Any) -> Any:
-    """Of a layer's parameters, or shapes of them, those to be in host memory; None for the others.
+    """Return the parameters (or shapes) of a layer that belong in host memory; None for the others.
 
-    A copy of a vector, norm or bias, would take as long to start as it saves.
+    Vectors (norms, biases) stay on the device: starting their copy would take longer than it saves.
     """
 
     def choose(path: Any, leaf: Any) -> Any:
@@ -44,7 +44,7 @@ def in_host_memory(layer: Any) -> Any:
 
 
 def placement(layers: Any, weights: str, mesh: Mesh) -> Any:
-    """Where each array of the layers' parameters lives: a tree of shardings."""
+    """Return the sharding of each array of the layers' parameters."""
     device = Placement(mesh).whole
     host = NamedSharding(mesh, device.spec, memory_kind=HOST)
 
@@ -55,39 +55,39 @@ def placement(layers: Any, weights: str, mesh: Mesh) -> Any:
 
 
 def placed(layer: Params, weights: str) -> Params:
-    """One layer's parameters where they are to live, on the default mesh."""
+    """Return one layer's parameters in their place, on the default mesh."""
     if weights == "device":
         return layer
-    (there,) = placement([layer], weights, default_mesh())
-    return jax.device_put(layer, there)
+    (shardings,) = placement([layer], weights, default_mesh())
+    return jax.device_put(layer, shardings)
 
 
 def start_copy(params: Params, x: Array) -> tuple[Any, Array]:
-    """What a layer has in host memory, on its way to the device from where x is computed on."""
+    """Start to copy a layer's host parameters to the device, after the computation of x."""
     x, moved = lax.optimization_barrier((x, in_host_memory(params)))
     return jax.tree.map(to_device, moved), x
 
 
 def start_next(stored: Sequence[Params], x: Array) -> tuple[Any, Array]:
-    """The same of the first of these layers; None of none."""
+    """Start the copy of the first of these layers; return None for no layers."""
     return start_copy(stored[0], x) if stored else (None, x)
 
 
-def await_copy(coming: Any, x: Array) -> tuple[Any, Array]:
-    """What was started, there when x is."""
-    return (None, x) if coming is None else lax.optimization_barrier((coming, x))
+def await_copy(copied: Any, x: Array) -> tuple[Any, Array]:
+    """Return copied parameters and x, both available after the copy and the computation of x."""
+    return (None, x) if copied is None else lax.optimization_barrier((copied, x))
 
 
 def merged(params: Params, brought: Any) -> Params:
-    """A layer's parameters, all on the device.
+    """Return a layer's parameters, all on the device.
 
-    Those that stay there are not passed through compiled functions, which would copy them.
+    Parameters that stay on the device bypass compiled functions, which would copy them.
     """
     return jax.tree.map(lambda stays, moved: stays if moved is None else moved, params, brought)
 
 
 def bring(mesh: Mesh, params: Params, x: Array) -> tuple[Params, Array]:
-    """A layer's parameters, copied at once behind what x is computed by; x is donated."""
+    """Copy a layer's parameters to the device, after the computation of x; x is donated."""
     brought, x = _bring(mesh)(in_host_memory(params), x)
     return merged(params, brought), x
 

@@ -1,4 +1,4 @@
-"""Transfer by XLA alone: a gather in host memory, then an asynchronous copy. Runs everywhere."""
+"""Transfer by XLA alone: a gather in host memory, then an asynchronous copy. For all backends."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -15,20 +15,20 @@ from infinigen_jax.ops.compaction import compact
 from infinigen_jax.ops.indexing import look_up, put
 from infinigen_jax.selection.select import Request
 
-CHUNK = 64  # missing rows, per KV head, that are moved at once into a hot set
+CHUNK = 64  # missing rows per KV head moved into a hot set in one iteration
 
 
 @dataclasses.dataclass(frozen=True)
 class XlaTransfer:
-    """The reference transfer.
+    """Reference transfer.
 
-    Without a hot set every row of the request moves, its padding included. With one, missing rows
-    move in chunks, as many as there are. On a GPU that loop asks the device how many: there a hot
-    set belongs to the `cuda` transfer.
+    Without a hot set every row of the request moves, including padding. With a hot set only missing
+    rows move, in chunks. On a GPU that loop reads its length back to the host, so a GPU with a hot
+    set should use the `cuda` transfer.
 
     Attributes:
-        in_place: without a hot set nothing moves, attention reads the rows that are meant where
-            they are. For a CPU, whose own memory the host's is.
+        in_place: whether no rows move without a hot set, and attention reads valid rows in the host
+            cache. For the CPU, where host and device share memory.
     """
 
     name: ClassVar[str] = "xla"
@@ -60,7 +60,7 @@ class XlaTransfer:
         return rows, hot_rows
 
     def behind(self, ticket: Any, q: Array) -> tuple[Any, Array]:
-        return ticket, q  # XLA starts its own copies as early as it can
+        return ticket, q  # XLA starts copies as early as possible
 
     def wait(
         self,
@@ -69,13 +69,13 @@ class XlaTransfer:
     ) -> tuple[
         Float[Array, "b e"], Shaped[Array, "b k n w"] | None, Shaped[Array, "b k h w"] | None
     ]:
-        # Ties the end of the copy to the end of the layer: without it, XLA awaits the copy early.
+        # Without this barrier XLA would await the copy early, not at the end of the layer.
         x, (rows, hot_rows) = lax.optimization_barrier((x, ticket))
         return x, rows, hot_rows
 
 
 def xla_transfer() -> XlaTransfer:
-    """As it is best for this process's devices."""
+    """Return the transfer with the best settings for this process's devices."""
     return XlaTransfer(in_place=jax.default_backend() == "cpu")
 
 
@@ -87,12 +87,12 @@ def move_missing(
     plan: Plan,
     mesh: Mesh,
 ) -> Shaped[Array, "b k h w"]:
-    """Fill the entries of the missing rows from the host, in place where donated."""
+    """Fill the entries of the missing rows from the host, in place if donated."""
     h, n = hot_rows.shape[2], slots.shape[2]
     chunk = min(CHUNK, n)
     size = -(-n // chunk) * chunk
     counts = jnp.sum(plan.miss, axis=-1, dtype=jnp.int32)
-    place = compact(_padded(plan.miss, size), size)  # which of the request's rows, in order
+    place = compact(_padded(plan.miss, size), size)  # missing rows, as indices into the request
     place = jnp.minimum(place, n - 1)
     missing = lax.broadcasted_iota(jnp.int32, place.shape, 2) < counts[..., None]
     slots = jnp.where(missing, look_up(slots, place), 0)
@@ -102,7 +102,7 @@ def move_missing(
         def cut(x: Array) -> Array:
             return lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=2)
 
-        # What a scatter does to the shape of its updates must not come before they are moved.
+        # The barrier keeps the scatter's reshape of its updates after the gather.
         rows = lax.optimization_barrier(gather_rows(host, layer, cut(slots), mesh))
         return put(hot_rows, cut(entries), rows)
 

@@ -216,11 +216,11 @@ def test_wrong_sources(tmp_path):
     (folder / "config.json").write_text("[]")
     refused(folder, "not a JSON object")
     (folder / "config.json").write_text(json.dumps(LLAMA | {"rms_norm_eps": "tiny"}))
-    refused(folder, "wrong kind")
+    refused(folder, "wrong type")
     (folder / "config.json").write_text(json.dumps(LLAMA))
     refused(folder, "no weights")
     (folder / "model.gguf").write_text("x")
-    refused(folder, "model.gguf is of another kind")
+    refused(folder, "model.gguf has another format")
 
 
 def test_all_mismatches_are_in_one_error(tiny, tmp_path):

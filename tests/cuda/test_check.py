@@ -105,7 +105,7 @@ def test_the_check_is_found_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(ROOT))])
     assert first_use.run_check(0) == (
         "the CUDA kernels cannot be checked: JAX sees no NVIDIA GPU; "
-        "INFINIGEN_JAX_KERNELS=unchecked does without a check"
+        "INFINIGEN_JAX_KERNELS=unchecked skips the check"
     )
 
 
@@ -192,11 +192,11 @@ def test_one_gpu_of_each_kind_is_checked(machine: Machine, monkeypatch: pytest.M
     [
         (
             "print('gather_rows: as the reference\\nerror: wrong: plan\\nmore'); sys.exit(1)",
-            "wrong: plan; INFINIGEN_JAX_KERNELS=0 leaves them out",
+            "wrong: plan; INFINIGEN_JAX_KERNELS=0 turns the kernels off",
         ),
         (
             "sys.stderr.write('error: no memory\\n'); sys.exit(2)",
-            "no memory; INFINIGEN_JAX_KERNELS=unchecked does without a check",
+            "no memory; INFINIGEN_JAX_KERNELS=unchecked skips the check",
         ),
         ("import nothing_of_this_name", f"{first_use.WHAT} ended with status 1: ModuleNotFoundE"),
         ("os._exit(3)", f"{first_use.WHAT} ended with status 3; INFINIGEN"),

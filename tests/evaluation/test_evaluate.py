@@ -278,7 +278,7 @@ def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_
     for option in ("--speculate-from resident",
                    "--prefill-chunk 8", f"--policy {policies[1]}: tail_tokens"):  # fmt: skip
         assert any(line.startswith(f"{option}: ") for line in other), option
-    assert sum("the same as a line before" in line for line in said) == len(chosen) - len(lines)
+    assert sum("equal to an earlier line" in line for line in said) == len(chosen) - len(lines)
 
 
 def test_all_orders_of_a_streamed_pool_are_one():

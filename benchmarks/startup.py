@@ -1,0 +1,132 @@
+"""Time from the start of a process to the end of a run of four tokens, cold and warm.
+
+    python -m benchmarks.startup --layers 30 60 --json benchmarks/results/startup-cpu.json
+
+A random model in LLaMA's shape (d 576, 9 query and 3 KV heads of 64) is written and converted
+once. Each run is a process of its own: `cold` begins with an empty cache of programs, `warm` with
+the cache that a run before it left. Processor seconds hardly depend on what else the machine does;
+wall seconds do.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from benchmarks.machine import describe
+from infinigen_jax.convert.__main__ import main as convert
+
+SHAPE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 8192,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_model(folder: Path, layers: int) -> None:
+    """Write a random checkpoint in Hugging Face's layout; weights are normal, 1/sqrt(fan in)."""
+    random = np.random.default_rng(0)
+    width, inner, heads, kv = 576, 1536, 9 * 64, 3 * 64
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return (random.standard_normal((rows, columns)) * columns**-0.5).astype(np.float32)
+
+    tensors = {
+        "model.embed_tokens.weight": matrix(SHAPE["vocab_size"], width),
+        "model.norm.weight": np.ones(width, np.float32),
+    }
+    for i in range(layers):
+        name = f"model.layers.{i}"
+        tensors |= {
+            f"{name}.input_layernorm.weight": np.ones(width, np.float32),
+            f"{name}.post_attention_layernorm.weight": np.ones(width, np.float32),
+            f"{name}.self_attn.q_proj.weight": matrix(heads, width),
+            f"{name}.self_attn.k_proj.weight": matrix(kv, width),
+            f"{name}.self_attn.v_proj.weight": matrix(kv, width),
+            f"{name}.self_attn.o_proj.weight": matrix(width, heads),
+            f"{name}.mlp.gate_proj.weight": matrix(inner, width),
+            f"{name}.mlp.up_proj.weight": matrix(inner, width),
+            f"{name}.mlp.down_proj.weight": matrix(width, inner),
+        }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": layers}))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    embedded = Path(__file__).parents[1] / "infinigen_jax" / "embedded" / "books-llama"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((embedded / name).read_bytes())
+
+
+def timed_run(model: Path, programs: Path, arguments: list[str]) -> dict[str, float]:
+    """Wall and processor seconds of one `generate` process."""
+    command = [sys.executable, "-m", "infinigen_jax.generate", "--model", str(model)]
+    command += ["--prompt", "Once upon a time", "--max-new-tokens", "4", "--ignore-eos", "--quiet"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(programs)}
+    start = time.perf_counter()
+    process = subprocess.Popen([*command, *arguments], env=environment, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    wall = time.perf_counter() - start
+    if status:
+        raise SystemExit(f"generate ended with status {status}")
+    return {"wall_seconds": wall, "processor_seconds": usage.ru_utime + usage.ru_stime}
+
+
+def measure(folder: Path, layers: int, repeats: int, arguments: list[str]) -> dict:
+    """Cold and warm runs of a model; medians."""
+    source, model = folder / f"source-{layers}", folder / f"model-{layers}"
+    write_model(source, layers)
+    if convert([str(source), str(model)]):
+        raise SystemExit("the conversion failed")
+    record: dict = {"layers": layers}
+    runs: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
+    for i in range(repeats):
+        programs = folder / f"programs-{layers}-{i}"
+        for kind in runs:
+            runs[kind].append(timed_run(model, programs, arguments))
+            print(f"{layers} layers, {kind}: {runs[kind][-1]}", file=sys.stderr, flush=True)
+    for kind, results in runs.items():
+        for name in results[0]:
+            record[f"{kind}_{name}"] = median(result[name] for result in results)
+    return record
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--layers", type=int, nargs="+", default=[30, 60])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", metavar="F")
+    parser.add_argument("arguments", nargs="*", help="further arguments of generate, after --")
+    chosen = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        results = [
+            measure(Path(folder), layers, chosen.repeats, chosen.arguments)
+            for layers in chosen.layers
+        ]
+    record = {"machine": describe(), "results": results}
+    print(json.dumps(results, indent=1))
+    if chosen.json:
+        Path(chosen.json).write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
