@@ -15,7 +15,7 @@ FUZZ_LIMIT ?= 15m
 # Paths whose language is checked.
 ROOMS := cache decode ops policies prefill selection skew speculation transfer
 LANGUAGE := $(ROOMS:%=infinigen_jax/%)
-FUZZERS := $(wildcard tests/test_*fuzz*.py)
+FUZZERS := $(wildcard tests/*/test_*fuzz*.py)
 ARGS ?= --prompt "Once upon a time" --max-new-tokens 200 --temperature 0.7 --top-p 0.9 --seed 1
 
 .PHONY: help generate test fuzz lint format bench compile-gpu docs clean
@@ -27,7 +27,7 @@ generate: $(VENV)/.base
 	@$(RUN) infinigen_jax.generate $(ARGS)
 
 test: $(VENV)/.test
-	@$(RUN) pytest -q -n 2 --dist worksteal
+	@$(RUN) pytest -q -n 2 --dist loadfile --durations 20
 
 # All cases, those that `make test` leaves out as slow included; their numbers are printed.
 fuzz: $(VENV)/.test

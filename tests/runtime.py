@@ -22,6 +22,8 @@ HF: dict[str, dict[str, Any]] = {
     "opt": {"model_type": "opt", "ffn_dim": 24},
 }
 RELATIVES: dict[str, dict[str, Any]] = {
+    # For what does not depend on how layers hand over: little to compile.
+    "one": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 1},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12},
     "windows": {
@@ -128,6 +130,17 @@ SPARSE = InfiniGen(
     tail=False,
 )
 ALL = dataclasses.replace(SPARSE, budget=1.0, partial_ratio=0.25, alpha=float("inf"))
+# With a tail over an exact index of every column.
+TAILED = InfiniGen(
+    budget=0.1,
+    window=4,
+    sinks=2,
+    partial_ratio=1.0,
+    index_dtype="float32",
+    alpha=float("inf"),
+    query="plain",
+    tail=True,
+)
 
 RAGGED = [
     [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 5, 21)
@@ -139,11 +152,17 @@ NEW = 14  # several windows
 def engine(
     name: str,
     policy: Policy = SPARSE,
-    dense_layers: int | None = 1,
+    dense_layers: int | None = -1,
     schedule: str = "fused",
     **settings,
 ) -> Engine:
-    """The same engine every time, so that its compilations are shared."""
+    """The same engine every time, so that its compilations are shared.
+
+    Args:
+        dense_layers: by default one, and none of a model of one layer.
+    """
+    if dense_layers == -1:
+        dense_layers = min(1, random_model(name).config.num_layers - 1)
     return Engine(
         random_model(name),
         policy=policy,
@@ -167,3 +186,11 @@ def finished(engine: Engine, prompts=RAGGED, new: int = NEW) -> Run:
     for _ in run.tokens(ignore_eos=True):
         pass
     return run
+
+
+def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
+    """Natural log-probabilities of given tokens, decoded with all layers on the host."""
+    tokens = np.random.default_rng(2).integers(3, 96, (2, context + 20)).astype(np.int32)
+    run = Engine(model, policy=policy, dense_layers=0).start(tokens[:, :context].tolist(), 20)
+    steps = range(context, context + 19)
+    return np.stack([np.asarray(run.score(tokens[:, i], tokens[:, i + 1])) for i in steps])

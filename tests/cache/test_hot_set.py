@@ -1,0 +1,179 @@
+"""The hot set against a plain one in Python, and generation with it against generation without."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime import ALL, RAGGED, SPARSE, counts_of, engine, finished
+
+from infinigen_jax.cache.host_array import allocate_host, default_mesh, write_span
+from infinigen_jax.cache.hot_set import HotSet, Plan, place_dtype, plan
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.ops.span import Span
+from infinigen_jax.selection.select import Request
+from infinigen_jax.transfer import XlaTransfer
+
+planned = jax.jit(plan)
+
+
+class Reference:
+    """One KV head's hot set as a dictionary from slot to the position that last wanted it."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.used: dict[int, int] = {}
+
+    def request(self, slots: list[int], position: int) -> list[int]:
+        """Which of the slots are missing; they are here afterwards."""
+        missing = [slot for slot in slots if slot not in self.used]
+        for slot in slots:
+            if slot in self.used:
+                self.used[slot] = position
+        for slot in missing:
+            if len(self.used) == self.size:
+                given_up = [slot for slot, used in self.used.items() if used != position]
+                del self.used[min(given_up, key=lambda s: self.used[s])]
+            self.used[slot] = position
+        return missing
+
+
+def consistent(hot: HotSet) -> None:
+    """`place` and `slots` are each other's inverse."""
+    place, slots = np.asarray(hot.place, np.int64), np.asarray(hot.slots)
+    for head in np.ndindex(slots.shape[:2]):
+        filled = {int(s): e for e, s in enumerate(slots[head]) if s >= 0}
+        assert {s: int(e) for s, e in enumerate(place[head]) if e >= 0} == filled
+
+
+@given(st.data())
+@settings(max_examples=25)
+def test_requests_find_what_was_fetched_before(data):
+    """Any requests: hits are what is in the directory, and no row that is wanted gives way."""
+    b, k = 2, 2
+    t, n, h = data.draw(st.sampled_from([(40, 7, 9), (33, 1, 1), (20, 20, 20), (12, 3, 12)]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
+    hot = HotSet.empty(b, k, h, 4, t, jnp.float32)
+    for position in range(5):
+        slots = np.stack([rng.permutation(t)[:n] for _ in range(b * k)]).reshape(b, k, n)
+        counts = rng.integers(0, n + 1, (b, k))
+        request = Request(jnp.asarray(slots, jnp.int32), jnp.asarray(counts, jnp.int32))
+        before = np.asarray(hot.place)
+        hot, made = planned(hot, request, jnp.full((b,), position, jnp.int32))
+        consistent(hot)
+        entry, miss = np.asarray(made.entry), np.asarray(made.miss)
+        after = np.asarray(hot.place)
+        for head in np.ndindex(b, k):
+            count = counts[head]
+            wanted = slots[head][:count]
+            np.testing.assert_array_equal(miss[head][:count], before[head][wanted] < 0)
+            assert not miss[head][count:].any()
+            np.testing.assert_array_equal(after[head][wanted], entry[head][:count])
+            assert len(set(entry[head][:count])) == count
+            hits = ~miss[head][:count]
+            np.testing.assert_array_equal(before[head][wanted][hits], entry[head][:count][hits])
+            kept = (np.asarray(hot.slots)[head] >= 0).sum()
+            assert kept == min(h, (before[head] >= 0).sum() + miss[head].sum())
+
+
+def test_eviction_follows_the_reference():
+    """One new slot a step, so that no two entries have the same standing."""
+    t, n, h = 30, 3, 5
+    rng = np.random.default_rng(0)
+    hot = HotSet.empty(1, 1, h, 4, t, jnp.float32)
+    reference = Reference(h)
+    misses = 0
+    for position in range(60):
+        slots = rng.choice(t // 2, 1)
+        request = Request(
+            jnp.asarray(np.resize(slots, (1, 1, n)), jnp.int32), jnp.ones((1, 1), jnp.int32)
+        )
+        hot, made = planned(hot, request, jnp.array([position], jnp.int32))
+        missing = reference.request(slots.tolist(), position)
+        assert np.asarray(made.miss)[0, 0].sum() == len(missing)
+        assert set(np.asarray(hot.slots)[0, 0].tolist()) - {-1} == set(reference.used)
+        misses += len(missing)
+    assert 10 < misses < 60  # both cases occur
+
+
+def test_a_request_larger_than_the_hot_set_is_refused():
+    request = Request(jnp.zeros((1, 1, 3), jnp.int32), jnp.zeros((1, 1), jnp.int32))
+    hot = HotSet.empty(1, 1, 2, 4, 8, jnp.float32)
+    with pytest.raises(ValueError, match="hot set of 2"):
+        plan(hot, request, jnp.zeros(1, jnp.int32))
+
+
+def test_entries_are_as_narrow_as_their_numbers():
+    assert place_dtype(2**15) == jnp.int16 and place_dtype(2**15 + 1) == jnp.int32
+
+
+@pytest.mark.parametrize("n", [5, 130])
+def test_rows_through_a_hot_set_are_the_rows(n):
+    """The xla transfer, over several chunks, with ragged counts."""
+    b, k, t, w = 2, 2, 300, 8
+    rng = np.random.default_rng(1)
+    mesh = default_mesh()
+    values = jnp.asarray(rng.normal(size=(b, k, t, w)), jnp.float32)
+    whole = Span.whole(b, t)
+    write = jax.jit(lambda host, rows: write_span(host, jnp.int32(1), rows, whole, mesh))
+    host = write(allocate_host((2, b, k, t, w), jnp.float32, mesh), values)
+    transfer = XlaTransfer()
+
+    @jax.jit
+    def move(host: jax.Array, request: Request, rows: jax.Array, made: Plan) -> tuple:
+        ticket = transfer.start(host, jnp.int32(1), request, rows, made, mesh)
+        return transfer.wait(ticket, jnp.zeros((b, 1)))[1:]
+
+    hot = HotSet.empty(b, k, 2 * n, w, t, jnp.float32)
+    for position in range(3):
+        slots = np.stack([rng.permutation(t)[:n] for _ in range(b * k)]).reshape(b, k, n)
+        slots = jnp.asarray(np.sort(slots, axis=-1), jnp.int32)
+        counts = jnp.asarray(rng.integers(0, n + 1, (b, k)), jnp.int32)
+        request = Request(slots, counts)
+        hot, made = planned(hot, request, jnp.full((b,), position, jnp.int32))
+        rows, hot_rows = move(host, request, hot.rows, made)
+        assert np.isfinite(np.asarray(rows)).all()
+        hot = hot._replace(rows=hot_rows)
+        valid = np.asarray(request.valid)
+        expected = np.take_along_axis(np.asarray(values), np.asarray(slots)[..., None], axis=2)
+        np.testing.assert_array_equal(np.asarray(rows)[valid], expected[valid])
+
+
+def test_tokens_are_those_without_a_hot_set():
+    """Bit for bit: the same rows in the same order."""
+    new = 40
+    plain = finished(engine("one"), RAGGED, new)
+    chosen = engine("one", hot_set=2.0)
+    run = finished(chosen, RAGGED, new)
+    assert run.new_tokens == plain.new_tokens
+    np.testing.assert_array_equal(counts_of(run), counts_of(plain))
+    for mine, other in zip(run.cache.local, plain.cache.local, strict=True):
+        for x, y in zip(mine, other, strict=True):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    hot_sets = [hot for hot in run.cache.hot if isinstance(hot, HotSet)]
+    assert len(hot_sets) == len(run.cache.hot)
+    for hot in hot_sets:
+        consistent(hot)
+    stats, before = run.stats(), plain.stats()
+    assert stats.selected_fraction == before.selected_fraction == before.fetched_fraction
+    assert 0 < stats.hot_set_hit_rate < 1 and before.hot_set_hit_rate == 0
+    assert 0 < stats.fetched_fraction < stats.selected_fraction
+    assert stats.host_to_device_bytes_per_token < before.host_to_device_bytes_per_token
+    assert stats.hot_set_bytes == sum(x.nbytes for hot in hot_sets for x in hot)
+
+
+def test_a_hot_set_of_everything_misses_each_row_once():
+    run = finished(engine("one", ALL, hot_set=1.0), RAGGED, 30)
+    assert run.new_tokens == finished(engine("one", ALL), RAGGED, 30).new_tokens
+    moved = np.stack([np.asarray(counts.moved) for counts in run.counts])
+    eligible = np.maximum(run.prompt_lengths + 29 - ALL.window - ALL.sinks, 0)
+    np.testing.assert_array_equal(moved.sum(axis=0), eligible * 2)
+
+
+def test_settings_out_of_range():
+    model = engine("one").model
+    for wrong in (0.5, -1.0, float("nan")):
+        with pytest.raises(InputError, match="--hot-set"):
+            Engine(model, policy=SPARSE, hot_set=wrong)

@@ -1,0 +1,169 @@
+"""Random options of all four commands: each ends with success, or status 2 and one line.
+
+FUZZ_CASES=400 FUZZ_SECONDS=120 FUZZ_SEED=0 pytest -m slow tests/cli/test_option_fuzz.py
+"""
+
+import argparse
+import io
+import json
+import os
+import random
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_tiny
+
+from infinigen_jax import evaluate, generate, plan
+from infinigen_jax.convert import __main__ as convert
+from infinigen_jax.loading import load as checkpoint
+
+CASES = int(os.environ.get("FUZZ_CASES", 400))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", 120))
+SEED = int(os.environ.get("FUZZ_SEED", 0))
+
+HOSTILE = [
+    *("", " ", "0", "-0", "-1", "1", "2", "1.5", "1e-300", "1e308", "1e400%", "80%", "-5%", "nan"),
+    *("inf", "-inf", "9" * 23, "9" * 5000, "3000000000", "0x10", "1_0", "x", "x" * 100_000),
+    *("\udcff", "\x1b[31m", "a\nb", "\u2028", "auto", "all", "true", "%", ":", "=", "١٢"),
+    *("/dev/null", "é" * 9),
+    *("absent/file", ".", "model", "text", "data.jsonl", "quest:page=0", "quest:=", "quest:page"),
+    *("quest:page=3000000000", "window:window=" + "9" * 23, "h2o:sinks=-1", "infinigen:mass=nan"),
+    *("infinigen:tail=maybe", "infinigen:streamed_layers=99999999999", "full:budget=1,,", "{}"),
+]  # fmt: skip
+SENSIBLE = {
+    "policy": ["full", "infinigen", "infinigen-paper", "window", "h2o", "quest:page=8"],
+    "budget": ["0.5", "1"],
+    "partial_ratio": ["0.5"],
+    "index_dtype": ["int8", "float32"],
+    "basis": ["none", "auto"],
+    "query": ["plain", "own"],
+    "rows": ["int8", "auto"],
+    "pool_tokens": ["50%", "60", "all"],
+    "pool_eviction": ["lru", "fifo", "counter"],
+    "transfer": ["xla", "auto"],
+    "weights": ["host", "device"],
+    "schedule": ["layerwise", "fused"],
+    "dtype": ["float32", "bfloat16"],
+    "count": ["head", "mean"],
+    "layer_budgets": ["equal"],
+    "speculate_from": ["input", "resident"],
+    "task": ["needle", "kv"],
+    "temperature": ["0.7"],
+    "top_p": ["0.9"],
+    "hot_set": ["2"],
+    "prompt": ["The king"],
+}
+BANDWIDTHS = ("--device-bandwidth", "9", "--copy-bandwidth", "9")
+BASE: dict[str, list[str]] = {
+    "generate": ["--model", "model", "--max-new-tokens", "2"],
+    "convert": ["source", "out", "--calibration", "text"],
+    "plan": ["--model", "model", "--context", "64", *BANDWIDTHS],
+    "perplexity": ["--model", "model", "--text", "text", "--window", "24", "--windows", "1"],
+    "recall": ["--model", "model", "--text", "text", "--window", "24", "--windows", "1"],
+    "retrieval": ["--model", "model", "--length", "120", "--items", "1", "--task", "needle"],
+    "tasks": ["--model", "model", "--data", "data.jsonl", "--items", "1"],
+}  # fmt: skip
+MAINS: dict[str, Callable[..., int]] = {
+    "generate": generate.main,
+    "convert": convert.main,
+    "plan": plan.main,
+} | dict.fromkeys(evaluate.COMMANDS, evaluate.main)
+
+
+def options_of(name: str) -> list[argparse.Action]:
+    """A command's options, from its parser, so that new ones are included."""
+    module: Any = {"generate": generate, "convert": convert, "plan": plan}.get(name, evaluate)
+    parser = module.build_parser()
+    if module is evaluate:
+        (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        parser = commands.choices[name]
+    return [a for a in parser._actions if a.option_strings and a.dest != "help"]
+
+
+def drawn(rng: random.Random, name: str, options: list[argparse.Action]) -> list[str]:
+    """Arguments of one case: the base of the command, and one to four options."""
+    arguments = [*([name] if name in evaluate.COMMANDS else []), *BASE[name]]
+    for action in rng.sample(options, rng.randint(1, min(4, len(options)))):
+        option = rng.choice(action.option_strings)
+        if action.nargs == 0:
+            arguments.append(option)
+            continue
+        sensible = [str(choice) for choice in action.choices or SENSIBLE.get(action.dest, [])]
+        for _ in range(rng.randint(1, 2) if action.nargs == "+" else 1):
+            hostile = not sensible or rng.random() < 0.5
+            value = rng.choice(HOSTILE if hostile else sensible)
+            arguments.append(f"{option}={value}")
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, its conversion, a text and a task."""
+    root = tmp_path_factory.mktemp("options")
+    made = make_tiny(root / "source", "llama", num_hidden_layers=2, vocab_size=1024)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(checkpoint.embedded() / name, made.folder / name)
+    (root / "text").write_text("The king said that the ship lay at anchor in the bay. " * 40)
+    assert (
+        convert.main([str(made.folder), str(root / "model"), "--calibration", str(root / "text")])
+        == 0
+    )
+    item = {"sentence": "The _ said", "option1": "king", "option2": "bay", "answer": "1"}
+    (root / "data.jsonl").write_text(json.dumps(item) + "\n")
+    return root
+
+
+def complaint(
+    main: Callable[..., int], arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str]:
+    """The status that a command ends with, and what is wrong with that; empty if nothing is."""
+    assert isinstance(sys.stderr, io.TextIOWrapper)
+    sys.stderr.reconfigure(errors="backslashreplace")  # as outside of tests
+    try:
+        status = main(arguments)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return -1, "".join(traceback.format_exception(error)[-4:])
+    err = capsys.readouterr().err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    if "Traceback" in err or status not in (0, 2) or len(errors) != (status == 2):
+        return status, f"status {status}: {err[-2000:]}"
+    if status == 2 and not err.rstrip("\n").splitlines()[-1].startswith("error: "):
+        return status, f"the error is not the last line: {err[-2000:]}"
+    return status, ""
+
+
+@pytest.mark.slow
+def test_random_options(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    rng = random.Random(SEED)
+    inputs = {path: path.read_bytes() for path in (place / "text", place / "data.jsonl")}
+    options = {name: options_of(name) for name in MAINS}
+    names = ["generate", "convert", "plan", *evaluate.COMMANDS]
+    wrong: list[str] = []
+    began, cases, successes = time.monotonic(), 0, 0
+    while cases < CASES and time.monotonic() - began < SECONDS:
+        name = names[cases % len(names)]
+        arguments = drawn(rng, name, options[name])
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Who is the king?\n"))
+        status, problem = complaint(MAINS[name], arguments, capsys)
+        successes += status == 0
+        if problem:
+            shown = " ".join(ascii(a[:80]) for a in arguments)
+            wrong.append(f"{name} {shown}\n{problem}")
+        capsys.readouterr()
+        shutil.rmtree("out", ignore_errors=True)
+        for path, content in inputs.items():  # a result may have been written there
+            path.write_bytes(content)
+        cases += 1
+    with capsys.disabled():
+        ends = f"{successes} with success, {cases - successes} refused, {len(wrong)} wrong"
+        print(f"\n{cases} cases of random options (seed {SEED}): {ends}")
+    assert not wrong, "\n\n".join(wrong)

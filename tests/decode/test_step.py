@@ -1,0 +1,126 @@
+"""What a step moves, allocates and compiles to."""
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from runtime import NEW, RAGGED, SPARSE, engine, finished
+
+from infinigen_jax.cache.hot_set import HotSet
+from infinigen_jax.cache.layers import DenseLayer
+from infinigen_jax.decode.steps import step, steps
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
+from infinigen_jax.policies import Full, Policy
+
+HOT = "hot"  # SPARSE with a hot set and packed rows
+
+
+def made(policy: Policy | str, dense_layers: int = 2, schedule: str = "fused") -> Engine:
+    if isinstance(policy, str):
+        return engine("gqa", SPARSE, dense_layers, schedule, hot_set=1.5, rows="int8")
+    return engine("gqa", policy, dense_layers, schedule)
+
+
+@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+def test_bytes_and_fractions(schedule):
+    full = finished(engine("gqa", Full(), 1, schedule)).stats()
+    assert full.fetched_fraction == 1.0
+    run = finished(engine("gqa", SPARSE, 1, schedule))
+    stats = run.stats()
+    assert 0 < stats.fetched_fraction <= SPARSE.budget
+    layers, heads, d, capacity = 2, 2, 8, run.capacity
+    assert capacity == 128
+    row = 2 * d * 4
+    assert stats.host_cache_bytes == layers * 3 * heads * capacity * row
+    assert run.cache.host is not None and run.cache.host.nbytes == stats.host_cache_bytes
+    moved = sum(int(counts.moved.sum()) for counts in run.counts)
+    assert 0 < moved <= (NEW - 1) * 3 * layers * heads * 25  # 25 = 0.2 * 128
+    per_token = moved * row / (3 * (NEW - 1))
+    assert stats.host_to_device_bytes_per_token == pytest.approx(per_token, abs=0)
+    assert full.host_to_device_bytes_per_token == layers * heads * capacity * row
+    assert stats.device_index_bytes == sum(x.nbytes for x in jax.tree.leaves(run.cache.states))
+    assert stats.device_index_bytes == layers * 3 * heads * capacity * 4 * 4  # half the columns
+    assert (stats.prompt_tokens, stats.new_tokens) == (sum(map(len, RAGGED)), 3 * NEW)
+    assert (stats.policy, stats.schedule, stats.transfer) == ("infinigen", schedule, "xla")
+
+
+def test_the_plan_is_what_is_allocated():
+    run = finished(engine("gqa", SPARSE, 1))
+    local = run.cache.local
+    dense = sum(x.nbytes for x in jax.tree.leaves([p for p in local if isinstance(p, DenseLayer)]))
+    ring = [p for p in local if not isinstance(p, DenseLayer)]
+    assert run.plan.dense_cache == dense
+    assert run.plan.resident == sum(x.nbytes for x in jax.tree.leaves(ring))
+
+
+# What a step must not do.
+
+
+@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
+def test_a_step_neither_reads_nor_sends_anything(schedule, monkeypatch):
+    run = made(HOT, 2, schedule).start(RAGGED, NEW)
+    run.advance()
+
+    def refuse(*arguments, **keywords):
+        raise AssertionError("a step reads an array's value")
+
+    # On the CPU the guard does not see reads, which are views there.
+    array = type(run.drawn)
+    for name in ("__array__", "__int__", "__float__", "__bool__", "__index__", "item", "tolist"):
+        monkeypatch.setattr(array, name, refuse)
+    monkeypatch.setattr(array, "block_until_ready", refuse)
+    with jax.transfer_guard("disallow"):
+        for _ in range(2 * SPARSE.window):
+            run.advance()
+
+
+def copies(hlo: str) -> list[int]:
+    """Elements of each array that a compiled program copies."""
+    shapes = re.findall(r"= \w+\[([\d,]*)\][^ ]* copy(?:-start)?\(", hlo)
+    return [int(np.prod([int(n) for n in shape.split(",") if n] or [1])) for shape in shapes]
+
+
+def compiled_fused(run: Run) -> str:
+    parts = run.cache.parts(run.decoder.policy.observes)
+    seed, sampling = run.dispatcher.seed, run.dispatcher.sampling
+    lowered = steps(run.decoder).fused.lower(
+        run.runtime.weights, *parts, run.drawn, seed, run._draws, sampling=sampling
+    )
+    return lowered.compile().as_text()
+
+
+@pytest.mark.parametrize("policy", [SPARSE, HOT, Full()], ids=["infinigen", "hot", "full"])
+def test_the_fused_step_copies_neither_cache_nor_weights(policy):
+    run = made(policy).start(RAGGED, NEW)
+    assert run.cache.host is not None
+    largest = max(x.size for x in jax.tree.leaves(run.runtime.model.params["layers"][0]))
+    if policy == HOT:  # these weights are smaller than one request
+        assert isinstance(run.cache.hot[0], HotSet)
+        largest = run.cache.hot[0].rows.size
+    hlo = compiled_fused(run)
+    assert max(copies(hlo), default=0) < min(run.cache.host[0].size, largest)
+    assert "callback" not in hlo
+
+
+def test_the_layerwise_step_and_the_flush_copy_no_cache():
+    run = engine("gqa", SPARSE, 1, "layerwise").start(RAGGED, NEW)
+    compiled, numbers = steps(run.decoder), run.dispatcher.numbers
+    cache, weights = run.cache, run.runtime.weights
+    assert cache.host is not None
+    programs: list[str] = []
+
+    def layer(*arguments: Any) -> Any:
+        programs.append(compiled.pieces.layer.lower(*arguments).compile().as_text())
+        return compiled.pieces.layer(*arguments)
+
+    flush = (weights.policy[0], numbers[0], cache.host, cache.states[0], cache.local[1])
+    lengths = cache.scales[0], cache.lengths
+    programs.append(compiled.flush.lower(*flush, *lengths, streams=False).compile().as_text())
+    pieces = compiled.pieces._replace(layer=layer)
+    step(run.decoder, pieces, numbers, weights, *cache.parts(False), run.drawn)
+    assert len(programs) == 1 + run.decoder.config.num_layers
+    for hlo in programs:
+        assert max(copies(hlo), default=0) < cache.host[0].size

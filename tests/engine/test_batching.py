@@ -1,0 +1,287 @@
+"""Continuous batches: more prompts than rows give what each prompt gives alone."""
+
+import copy
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime import ALL, NEW, SPARSE, engine, random_model, tokens_of
+
+from infinigen_jax import generate
+from infinigen_jax.cache.pool import Pool
+from infinigen_jax.engine import memory_plan as planning
+from infinigen_jax.engine.batching import IDLE, Owners, admission
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
+from infinigen_jax.engine.memory_plan import FILLED, MemoryPlan, Shortage
+from infinigen_jax.errors import InputError
+from infinigen_jax.machine.memory_limits import Device
+from infinigen_jax.policies import Full, InfiniGenPaper
+from infinigen_jax.policies.h2o import H2O
+from infinigen_jax.policies.previous_query import PreviousQuery
+from infinigen_jax.policies.quest import Quest
+from infinigen_jax.programs.compilations import compilations
+from infinigen_jax.sampling import Sampling
+
+pytestmark = pytest.mark.usefixtures("shallow")
+
+PROMPTS = [
+    [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 5, 21, 9, 50, 3, 12)
+]
+HOT = {"hot_set": 1.5, "rows": "int8"}
+
+
+def alone(engine: Engine, **settings) -> list[list[int]]:
+    return [tokens_of(engine, [prompt], **settings)[0] for prompt in PROMPTS]
+
+
+def ending(name: str = "one", share: int = 8) -> Engine:
+    """With so many of the 96 tokens ending a text that sequences end at different times."""
+    model = random_model(name)
+    eos = tuple(range(0, 96, 96 // share))
+    return Engine(
+        dataclasses.replace(model, config=dataclasses.replace(model.config, eos_ids=eos)),
+        policy=SPARSE,
+        dense_layers=0,
+    )
+
+
+@pytest.mark.parametrize(
+    "settings, schedule",
+    [
+        pytest.param({}, "fused", id="plain-fused"),
+        pytest.param(HOT, "layerwise", id="hot-layerwise", marks=pytest.mark.slow),
+    ],
+)
+def test_more_prompts_than_rows(schedule, settings):
+    made = engine("one", SPARSE, 0, schedule, **settings)
+    expected = alone(made)
+    for batch in (1, 3):
+        run = made.start(PROMPTS, NEW, batch=batch)
+        assert run.cache.lengths.shape == (batch,)
+        assert [sum(t is not None for t in step) for step in run.tokens()][0] == batch
+        assert run.new_tokens == expected
+    if schedule == "layerwise":
+        return
+    # Rows are counted as if all had been together from the beginning.
+    whole = made.generate(PROMPTS, max_new_tokens=NEW).stats
+    stats = run.stats()
+    assert stats.selected_fraction == pytest.approx(whole.selected_fraction, rel=1e-6)
+    assert stats.host_cache_bytes == whole.host_cache_bytes * 3 // 7
+    assert (stats.new_tokens, stats.prompt_tokens) == (whole.new_tokens, whole.prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(ALL, marks=pytest.mark.slow), Full()]
+    + [pytest.param(InfiniGenPaper(alpha=2.0, count="head"), marks=pytest.mark.slow)]
+    + [H2O(budget=0.2, window=4, sinks=2)]
+    + [
+        pytest.param(kind(budget=0.2, window=4, sinks=2), marks=pytest.mark.slow)
+        for kind in (Quest, PreviousQuery)
+    ],
+    ids=lambda policy: policy.name,
+)
+def test_every_kind_of_state_is_replaced(policy):
+    made = engine("one", policy)
+    assert tokens_of(made, PROMPTS, batch=2) == alone(made)
+
+
+def test_sequences_that_end_at_different_times():
+    made = ending()
+    expected = alone(made, new=60)
+    assert len({len(tokens) for tokens in expected}) > 3
+    assert tokens_of(made, PROMPTS, 60, batch=2) == expected
+    steps = list(made.stream(PROMPTS, max_new_tokens=60, batch=2))
+    assert max(sum(token is not None for token in step.tokens) for step in steps) == 2
+    columns = [[s.tokens[i] for s in steps if s.tokens[i] is not None] for i in range(7)]
+    assert columns == expected
+
+
+def test_a_prompt_that_ends_with_its_first_token():
+    made = engine("one")
+    assert tokens_of(made, PROMPTS, 1, batch=3) == [tokens[:1] for tokens in alone(made)]
+    first = tokens_of(made, PROMPTS[:1], 1)[0][0]
+    model = random_model("one")
+    config = dataclasses.replace(model.config, eos_ids=(first,))
+    stopping = Engine(dataclasses.replace(model, config=config), policy=SPARSE, dense_layers=0)
+    assert tokens_of(stopping, PROMPTS, batch=1) == alone(stopping)
+
+
+@pytest.mark.parametrize("schedule", ["fused", pytest.param("layerwise", marks=pytest.mark.slow)])
+def test_sampling_does_not_depend_on_the_batch(schedule):
+    made = engine("one", SPARSE, 0, schedule)
+    sampling = Sampling(temperature=1.0, top_k=40, seed=5)
+    expected = alone(made, sampling=sampling)
+    assert tokens_of(made, PROMPTS, sampling=sampling, batch=2) == expected != alone(made)
+
+
+def test_idle_rows_rest():
+    """They fetch nothing and never come to the end of the cache, however long others go on."""
+    model = random_model("one")
+    long = [9] * 68
+    soon, late = (tokens_of(engine("one"), [prompt], 60)[0] for prompt in (PROMPTS[1], long))
+    end = next(i for i in range(3, 60) if soon[i] not in late[:40])  # the others' end
+    config = dataclasses.replace(model.config, eos_ids=(soon[end],))
+    made = Engine(dataclasses.replace(model, config=config), policy=SPARSE, dense_layers=0)
+    prompts = [PROMPTS[1], PROMPTS[1], long]
+    run = made.start(prompts, 60, batch=2)
+    assert run.capacity == 128
+    resting = 0
+    for _ in run.tokens():
+        for row in np.flatnonzero(run.owners.idle & ~run.owners.idle.all()):
+            resting += 1
+            assert run.owners.cached[row] == np.asarray(run.cache.lengths)[row]
+            assert run.owners.cached[row] <= max(SPARSE.window, len(PROMPTS[1]) + end + 1) + 1
+    assert run.new_tokens == [tokens_of(made, [prompt], 60)[0] for prompt in prompts]
+    assert len(run.new_tokens[2]) > 30 < resting
+    selected = np.stack([np.asarray(counts.selected) for counts in run.counts])
+    assert selected[-20:].any(axis=0).sum() == 1  # one row's
+
+
+@pytest.mark.parametrize(
+    "policy, settings",
+    [(Quest(budget=0.2, window=4, sinks=2), {}), (SPARSE, {"pool": Pool(tokens=40)})],
+    ids=["pages", "pool"],
+)
+def test_rows_that_end_between_flushes(policy, settings):
+    """The second row ends at the full capacity of 128, one step before prompts are admitted."""
+    made = engine("one", policy, **settings)
+    prompts = [[int(i) for i in np.random.default_rng(n).integers(3, 96, 29)] for n in (1, 2, 3)]
+    expected = [tokens_of(made, [prompt], 99)[0] for prompt in prompts]
+    end = next(i for i in range(2, 60) if expected[0][i] not in expected[1] + expected[2])
+    stopping = copy.copy(made)
+    config = dataclasses.replace(made.model.config, eos_ids=(expected[0][end],))
+    ending = dataclasses.replace(made.model, config=config)
+    stopping.runtime = dataclasses.replace(made.runtime, model=ending)
+    run = stopping.start(prompts, 99, batch=2)
+    for _ in run.tokens():
+        assert np.array_equal(run.owners.cached, run.cache.lengths)
+        assert run.owners.cached.max() <= run.capacity == 128
+    assert run.new_tokens == [expected[0][: end + 1], *expected[1:]]
+
+
+def test_nothing_is_compiled_or_moved_behind_the_first_admission():
+    made = engine("one", **HOT)
+    tokens_of(made, PROMPTS, batch=3)
+    before = compilations()
+    run = made.start([prompt[1:] for prompt in PROMPTS], NEW, batch=3)
+    assert run.cache.host is not None
+    address = run.cache.host.unsafe_buffer_pointer()
+    for _ in run.tokens(ignore_eos=True):
+        assert run.cache.host.unsafe_buffer_pointer() == address
+        assert run.cache.host.sharding.memory_kind == "pinned_host"
+    assert compilations() == before
+    assert run.stats().compilations_after_warmup == 0
+    lowered = _insertion(run)
+    shapes = re.findall(r"= \w+\[([\d,]*)\][^ ]* copy(?:-start)?\(", lowered)
+    sizes = [int(np.prod([int(n) for n in shape.split(",") if n] or [1])) for shape in shapes]
+    assert max(sizes, default=0) < run.cache.host[0, 0].size
+
+
+def _insertion(run: Run) -> str:
+    one, first = run._reader.read([0])
+    at = jax.device_put(np.int32(0))
+    insert = admission(run.decoder).insert
+    return insert.lower(run.cache, run.drawn, run._draws, one, first, at).compile().as_text()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_owners_against_a_list(data):
+    lengths = np.array(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6)), np.int32)
+    rows = data.draw(st.integers(1, len(lengths)))
+    owners = Owners(lengths, rows)
+    steps = dict.fromkeys(range(len(lengths)), 0)  # of each prompt
+    history = []
+    for _ in range(data.draw(st.integers(0, 20))):
+        history.append(
+            [None if o == IDLE else (o, int(lengths[o]) + steps[o]) for o in owners.owner.tolist()]
+        )
+        for owner in owners.owner.tolist():
+            steps[owner] = steps.get(owner, 0) + 1
+        owners.step()
+        row = data.draw(st.integers(0, rows - 1))
+        if data.draw(st.booleans()):
+            owners.leave(row)
+            if owners.waiting:
+                owners.give(row, owners.waiting.popleft())
+    counted = np.array(data.draw(st.lists(st.integers(0, 9), min_size=6, max_size=6)))
+    kept, cached = owners.history(counted[: len(lengths)])
+    for step, cells in enumerate(history):
+        for row, cell in enumerate(cells):
+            inside = cell is not None and cell[1] - lengths[cell[0]] < counted[cell[0]]
+            assert kept[step, row] == inside
+            assert not inside or cell is None or cached[step, row] == cell[1]
+    assert len(kept) == len(history)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"pool": Pool(tokens=18)}, id="pool", marks=pytest.mark.slow),
+    ],
+)
+def test_as_many_at_once_as_fit(settings, monkeypatch, caplog):
+    made = engine("one", **settings)
+    expected = tokens_of(made, PROMPTS)
+    three, one = (
+        max(plan.total for plan in made.start(PROMPTS, 1 + NEW, batch=n).phases) for n in (3, 1)
+    )
+
+    def free(number: float) -> None:
+        monkeypatch.setattr(planning, "available_host_bytes", lambda: int(number))
+
+    free(three / FILLED + 1)
+    caplog.clear()
+    run = made.start(PROMPTS, NEW, fit=True)
+    assert len(caplog.messages) == 1 and run.owners.rows == 3
+    assert "3 of 7 prompts at once, as many as fit, and the others as these" in caplog.text
+    assert [*run.tokens()] and run.new_tokens == expected == tokens_of(made, PROMPTS)
+    with pytest.raises(InputError, match="--batch") as refused:  # all rows, or those asked for
+        made.start(PROMPTS, NEW)
+    assert "the number of prompts" not in str(refused.value)
+    with pytest.raises(InputError, match="--max-new-tokens, --batch|--max-new-tokens or --batch"):
+        made.generate(PROMPTS, max_new_tokens=NEW, batch=6)
+    caplog.clear()
+    free(one - 1)
+    with pytest.raises(InputError, match="the number of prompts to 1"):
+        made.generate(PROMPTS, max_new_tokens=1 + NEW)
+    assert caplog.messages == []
+    with pytest.raises(InputError, match="lower the prompt length") as refused:
+        free(1000)
+        made.generate(PROMPTS[:1], max_new_tokens=NEW)
+    assert "--batch" not in str(refused.value) and "number of prompts" not in str(refused.value)
+
+
+@pytest.mark.slow
+def test_the_command_says_how_many_fit(command, monkeypatch, tmp_path, caplog):
+    prompts = [x for text in ("The king", "It was", "At sea") for x in ("--prompt", text)]
+    shared = (*prompts, "--max-new-tokens", "5", "--ignore-eos")
+    stats = ("--batch", "1", "--stats-json", tmp_path / "stats")
+    status, expected, _ = command(generate.main, *shared, *stats)
+    room = 2 * json.loads((tmp_path / "stats").read_text())["host_cache_bytes"]
+
+    def shortage(plan: MemoryPlan, device: Device, share: float = 1.0) -> Shortage | None:
+        return Shortage("much of host memory", "host") if plan.host_cache > room else None
+
+    monkeypatch.setattr(planning, "shortage", shortage)
+    assert command(generate.main, *shared)[:2] == (0, expected)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("1 of 3 prompts at once")
+    assert caplog.messages[0].endswith("all at once need much of host memory")
+    assert command(generate.main, *shared, "--quiet") == (0, expected, "")
+    assert len(caplog.messages) == 1
+    status, out, err = command(generate.main, *shared, "--batch", "2")
+    assert (status, out) == (2, "") and "--max-new-tokens, --batch" in err or "or --batch" in err
+
+
+def test_batches_out_of_range():
+    with pytest.raises(InputError, match="--batch -1"):
+        engine("gqa").generate(PROMPTS, batch=-1)

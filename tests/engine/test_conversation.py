@@ -1,0 +1,307 @@
+"""Conversations: turns on a kept cache, saved, resumed, and refused."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runtime import ALL, SPARSE, engine, random_model, tokens_of
+from tiny import only
+
+from infinigen_jax.cache.pool import Pool
+from infinigen_jax.convert import convert
+from infinigen_jax.engine import conversation as conversation_module
+from infinigen_jax.engine import generation as run
+from infinigen_jax.engine import memory_plan as planning
+from infinigen_jax.engine.conversation import Conversation
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import embedded, load
+from infinigen_jax.policies import H2O, Full, InfiniGen, Policy, PreviousQuery, Quest
+from infinigen_jax.programs.compilations import compilations
+from infinigen_jax.sampling import Sampling
+
+CONTEXT = 200
+TURNS = [[int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 1, 12, 23)]
+LENGTHS = (9, 1, 14, 6)  # of the answers; a flush is due every 4 tokens, or every one
+SETTINGS: dict[str, tuple[Policy, dict[str, Any]]] = {
+    "infinigen": (InfiniGen(budget=0.2, window=4, sinks=2, alpha=4.0), {}),
+    "hot-int8": (SPARSE, {"rows": "int8", "hot_set": 1.5}),
+    "paper-layerwise": (SPARSE, {"schedule": "layerwise"}),
+    "full-int4": (Full(window=4), {"rows": "int4"}),
+    "h2o": (H2O(budget=0.2, window=4, sinks=2), {}),
+    "quest": (Quest(budget=0.3, window=4, sinks=2), {}),
+    "previous-query": (PreviousQuery(budget=0.2, window=4, sinks=2), {}),
+}
+OFTEN = ("infinigen", "hot-int8", "h2o")  # and the others where slow tests are run
+
+
+def say(conversation: Conversation, turn: list[int], new: int, stop: int = 1000) -> list[int]:
+    """The answer, broken off after `stop` tokens."""
+    answer = []
+    with contextlib.closing(conversation.turn(turn, new, ignore_eos=True)) as steps:
+        for step in steps:
+            answer += step.tokens
+            if len(answer) == stop:
+                break
+    return answer
+
+
+def host_of(conversation: Conversation) -> Any:
+    assert conversation.run is not None
+    return conversation.run.cache.host
+
+
+def engine_of(policy: Policy, **settings: Any) -> Callable[[], Engine]:
+    return lambda: engine("one", policy, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "schedule"),
+    [
+        ("one", Full(), "fused"),
+        pytest.param("gqa", Full(window=5), "layerwise", marks=pytest.mark.slow),
+        ("one", ALL, "layerwise"),
+        pytest.param("opt", ALL, "fused", marks=pytest.mark.slow),
+        ("windows", Full(window=5), "fused"),
+    ],
+)
+def test_a_turn_gives_what_a_prefill_of_all_that_was_said_gives(name, policy, schedule):
+    made = engine(name, policy, schedule=schedule)
+    conversation = made.conversation(context=CONTEXT)
+    said: list[int] = []
+    for turn, new in zip(TURNS, LENGTHS, strict=True):
+        said += turn
+        expected = tokens_of(made, [said], new, ignore_eos=True)[0]
+        assert say(conversation, turn, new) == expected
+        said += expected
+        assert conversation.tokens == said
+        assert conversation.run is not None
+        read = conversation.run.tokens_read  # the last answer's last token among them
+        assert len(turn) <= read <= len(turn) + 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in SETTINGS],
+)
+def test_a_saved_conversation_goes_on_as_it_would_have(name, tmp_path):
+    policy, settings = SETTINGS[name]
+    made = engine("one", policy, **settings)
+    here = made.conversation(Sampling(temperature=1.0, seed=3), CONTEXT)
+    say(here, TURNS[0], LENGTHS[0])
+    say(here, TURNS[1], LENGTHS[1])
+    here.messages.append({"role": "user", "content": "ü"})
+    here.save(tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    other = Engine(random_model("one"), policy=policy, dense_layers=0, **settings)
+    there = other.resume(tmp_path / "saved")
+    assert (there.tokens, there.messages, there.cached) == (here.tokens, here.messages, here.cached)
+    for turn, new in zip(TURNS[2:], LENGTHS[2:], strict=True):
+        assert say(there, turn, new) == say(here, turn, new)
+    there.save(tmp_path / "again")
+    here.save(tmp_path / "saved")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "saved").read_bytes()
+
+
+def test_an_answer_that_is_broken_off_is_what_was_yielded():
+    made = engine("one", Full(window=5))
+    conversation = made.conversation(context=CONTEXT)
+    said: list[int] = []
+    for turn, stop in zip(TURNS, (1, 2, 7, 3), strict=True):
+        said += turn
+        expected = tokens_of(made, [said], 10, ignore_eos=True)[0][:stop]
+        assert say(conversation, turn, 10, stop) == expected
+        said += expected
+        assert conversation.tokens == said
+
+
+def test_turns_against_transformers(tiny, tmp_path):
+    made = tiny("llama", num_key_value_heads=2)
+    convert(made.folder, tmp_path / "converted", skew="none")
+    model = load(tmp_path / "converted", "float32")
+    conversation = Engine(model, policy=Full(), dense_layers=1).conversation()
+    assert conversation.context == 64  # the model's positions
+    answers = []
+    for turn in TURNS[2], TURNS[1], TURNS[2]:
+        begin = len(conversation.tokens) + len(turn)
+        answer = say(conversation, turn, 6)
+        answers += [(begin + i - 1, token) for i, token in enumerate(answer)]
+    best = made.logits(np.array([conversation.tokens]))[0].argmax(axis=-1)
+    assert [(place, int(best[place])) for place, _ in answers] == answers
+
+
+def test_sampling_goes_on_from_turn_to_turn():
+    made, sampling = engine("one", Full(window=5), 0), Sampling(temperature=1.0, seed=2)
+    conversation = made.conversation(sampling, CONTEXT)
+    first = say(conversation, TURNS[2], 8)
+    assert first == tokens_of(made, [TURNS[2]], 8, sampling=sampling, ignore_eos=True)[0]
+    # The same question again, with other random numbers.
+    other = made.conversation(sampling, CONTEXT)
+    say(other, TURNS[3], 3)
+    assert say(conversation, TURNS[3], 8) != say(other, TURNS[3], 8)
+
+
+def test_a_token_that_ends_a_text_ends_a_turn():
+    free = engine("one", Full(window=5), 0)
+    answer = tokens_of(free, [TURNS[0]], 8, ignore_eos=True)[0]
+    config = dataclasses.replace(free.model.config, eos_ids=(answer[4],))
+    made = Engine(dataclasses.replace(free.model, config=config), policy=Full(window=5))
+    conversation = made.conversation(context=CONTEXT)
+    spoken = [step.tokens[0] for step in conversation.turn(TURNS[0], 20)]
+    assert spoken == answer[: answer.index(answer[4]) + 1]
+    said = [*conversation.tokens, *TURNS[1]]
+    assert say(conversation, TURNS[1], 6) == tokens_of(made, [said], 6, ignore_eos=True)[0]
+
+
+def test_a_context_that_is_full(tmp_path):
+    conversation = engine("one").conversation(context=60)
+    assert conversation.capacity == 128
+    answer = say(conversation, TURNS[0], 50)
+    assert len(answer) == 60 - len(TURNS[0]) and len(conversation.tokens) == 60
+    conversation.save(tmp_path / "full")
+    for one in conversation, engine("one").resume(tmp_path / "full"):
+        with pytest.raises(InputError, match="--context 60: the conversation has 60 tokens"):
+            say(one, [5], 1)
+        assert len(one.tokens) == 60
+
+
+def test_a_cache_that_is_full():
+    """Chunks and flushes at its very end."""
+    made = engine("one", ALL, 0)
+    conversation, said = made.conversation(context=128), TURNS[0] * 2
+    say(conversation, said, 5)
+    said = [*conversation.tokens, *TURNS[3]]
+    expected = tokens_of(made, [said], 128 - len(said), ignore_eos=True)[0]
+    assert say(conversation, TURNS[3], 128) == expected
+    assert len(conversation.tokens) == 128
+
+
+def test_no_program_is_compiled_for_a_later_turn():
+    made = engine("one")
+    conversation = made.conversation(context=CONTEXT)
+    say(conversation, TURNS[0], 9)
+    say(conversation, TURNS[0], 9)
+    before, address = compilations(), host_of(conversation).unsafe_buffer_pointer()
+    say(conversation, TURNS[2], 7)
+    assert compilations() == before
+    assert host_of(conversation).unsafe_buffer_pointer() == address
+    assert host_of(conversation).sharding.memory_kind == "pinned_host"
+
+
+# What is refused.
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "talk"
+    conversation = engine("one").conversation(context=CONTEXT)
+    say(conversation, TURNS[0], 5)
+    conversation.save(path)
+    return path
+
+
+OTHERS = {
+    "budget 0.2, not 0.3": engine_of(dataclasses.replace(SPARSE, budget=0.3)),
+    "policy infinigen, not full": engine_of(Full()),
+    "window 4, not 5": engine_of(dataclasses.replace(SPARSE, window=5)),
+    "rows auto, not int8": engine_of(SPARSE, rows="int8"),
+    "dense layers 0, not 1": engine_of(SPARSE, dense_layers=1),
+    "another model": lambda: engine("mha"),
+    "--pool-tokens": engine_of(SPARSE, pool=Pool(tokens=50)),
+}
+
+
+@pytest.mark.parametrize("why", OTHERS)
+def test_other_settings_are_refused_by_name(why, saved):
+    with pytest.raises(InputError) as refused:
+        OTHERS[why]().resume(saved)
+    assert why in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_files_of_before_a_setting_existed(tmp_path, monkeypatch):
+    """They did what is its default; another value is another setting."""
+    conversation = engine("one").conversation(context=CONTEXT)
+    say(conversation, TURNS[0], 5)
+    settings_of = conversation_module.settings_of
+
+    def former(decoder: Any) -> dict[str, str]:
+        return {k: v for k, v in settings_of(decoder).items() if k != "speculate_from"}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversation_module, "settings_of", former)
+        conversation.save(tmp_path / "old")
+    expected = say(conversation, TURNS[2], 8)
+    assert say(engine("one").resume(tmp_path / "old"), TURNS[2], 8) == expected
+    behind = engine_of(dataclasses.replace(SPARSE, speculate_from="resident"))
+    with pytest.raises(InputError, match="speculate_from input, not resident"):
+        behind().resume(tmp_path / "old")
+
+
+def test_settings_that_change_no_result_may_differ(saved):
+    made = engine("one", schedule="layerwise", hot_set=2.0)
+    here, there = engine("one").resume(saved), made.resume(saved)
+    assert say(there, TURNS[2], 8) == say(here, TURNS[2], 8)
+
+
+def test_what_does_not_fit_is_not_resumed(saved, monkeypatch):
+    """By the same reckoning as a first turn, before anything is allocated."""
+
+    def allocate(*arguments: Any) -> None:
+        raise AssertionError("allocated")
+
+    made = engine("one")
+    monkeypatch.setattr(conversation_module, "restore", allocate)
+    monkeypatch.setattr(planning, "available_host_bytes", lambda: 1 << 16)
+    with pytest.raises(InputError) as refused:
+        made.resume(saved)
+    with pytest.raises(InputError) as first:
+        say(made.conversation(context=CONTEXT), TURNS[0], 3)
+    for message in (str(refused.value), str(first.value)):
+        assert "64.0 KiB are available: lower --context" in message and "\n" not in message
+
+
+def test_what_cannot_be_begun_saved_or_resumed(tmp_path, saved):
+    made = engine("one")
+    for context in (1, 257):
+        with pytest.raises(InputError, match=f"--context {context}: give 2 to 256"):
+            made.conversation(context=context)
+    conversation = made.conversation(context=CONTEXT)
+    with pytest.raises(InputError, match="nothing|no conversation yet"):
+        conversation.save(tmp_path / "none")
+    with pytest.raises(InputError, match="--max-new-tokens 0"):
+        say(conversation, TURNS[0], 0)
+    steps = conversation.turn(TURNS[0], 5)
+    next(steps)
+    with pytest.raises(InputError, match="in the middle of a turn"):
+        say(conversation, TURNS[0], 5)
+    steps.close()
+    with pytest.raises(InputError, match="No such file|nothing was written"):
+        conversation.save(tmp_path / "missing" / "talk")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe: it is not a file"):
+        conversation.save(tmp_path / "pipe")
+    with pytest.raises(InputError, match="no such file"):
+        made.resume(tmp_path / "none")
+    (tmp_path / "other").write_bytes((embedded() / "model.safetensors").read_bytes())
+    with pytest.raises(InputError, match="not a saved conversation"):
+        made.resume(tmp_path / "other")
+    assert only(tmp_path) == ["other", "pipe"]
+
+
+def test_a_first_turn_that_memory_has_no_room_for_can_be_tried_again(monkeypatch):
+    conversation = engine("one").conversation(context=CONTEXT)
+
+    def refuse(*arguments: Any) -> None:
+        raise InputError("too little memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "check_memory", refuse)
+        with pytest.raises(InputError, match="too little memory"):
+            say(conversation, TURNS[1], 2)
+    assert conversation.tokens == [] and conversation.run is None
+    assert len(say(conversation, TURNS[1], 2)) == 2

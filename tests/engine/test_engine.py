@@ -1,0 +1,254 @@
+"""The engine: its settings, how generations end, and agreement with transformers."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from runtime import (
+    ALL,
+    NEW,
+    RAGGED,
+    SPARSE,
+    counts_of,
+    engine,
+    finished,
+    first_layers,
+    tokens_of,
+    without_eos,
+)
+from tiny import ROOT, make_tiny
+
+from infinigen_jax.convert import convert
+from infinigen_jax.engine import memory_plan as planning
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import embedded, load
+from infinigen_jax.policies import Full, InfiniGenPaper, Policy
+from infinigen_jax.sampling import Sampling
+
+LAYER = first_layers("gqa")
+
+# Everything fetched is the full cache; the full cache is transformers.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mha", "mqa", "opt"])  # "gqa" is in test_matrix.py
+def test_everything_fetched_equals_the_full_cache(name):
+    assert tokens_of(engine(name, ALL)) == tokens_of(engine(name, Full()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-opt"])
+def test_embedded_models_everything_fetched_equals_the_full_cache(name):
+    model = load(embedded(name))
+    prompts = ["The king said to the", "It was a dark and stormy night, and the old man had to go"]
+    got = [
+        Engine(model, policy=policy).generate(prompts, max_new_tokens=24)
+        for policy in (ALL, Full())
+    ]
+    assert got[0].tokens == got[1].tokens and got[0].texts == got[1].texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stories260k"])
+def test_real_checkpoints_everything_fetched_equals_the_full_cache(name, tmp_path):
+    source = ROOT.parent / "shared" / "checkpoints" / name
+    if not source.is_dir():
+        pytest.skip("the folder of shared checkpoints is not here")
+    model = load(convert(source, tmp_path / "out"))
+    prompts = ["Once upon a time, there was a little girl named Lily."]
+    got = [tokens_of(Engine(model, policy=p), prompts, 24) for p in (ALL, Full())]
+    assert got[0] == got[1]
+
+
+@pytest.mark.parametrize(
+    "family, settings",
+    [("llama", {"num_key_value_heads": 2}), pytest.param("opt", {}, marks=pytest.mark.slow)],
+)
+def test_full_cache_equals_greedy_generation_of_transformers(family, settings, tmp_path):
+    import torch
+
+    reference = make_tiny(tmp_path / "source", family, num_hidden_layers=3, **settings)
+    model = load(convert(reference.folder, tmp_path / "out", skew="none"))
+    model = dataclasses.replace(model, path=None)  # there is no tokenizer in it
+    prompts = [prompt[:30] for prompt in RAGGED]
+    got = {
+        "full": tokens_of(Engine(model, policy=Full()), prompts, ignore_eos=True),
+        "everything": tokens_of(Engine(model, policy=ALL), prompts, ignore_eos=True),
+    }
+    for i, prompt in enumerate(prompts):
+        sequence = torch.tensor([prompt])
+        for _ in range(NEW):
+            with torch.no_grad():
+                logits = reference.model(sequence).logits[:, -1]
+            sequence = torch.cat([sequence, logits.argmax(-1, keepdim=True)], dim=1)
+        expected = sequence[0, len(prompt) :].tolist()
+        for name, tokens in got.items():
+            assert tokens[i] == expected, name
+
+
+# Settings, each on a model of one layer, whose rows are on the host.
+
+
+def small(policy: Policy = SPARSE, *, schedule: str = "fused", **settings: Any) -> Engine:
+    return Engine(LAYER, policy=policy, dense_layers=0, schedule=schedule, **settings)
+
+
+def test_all_layers_may_be_dense():
+    run = finished(Engine(LAYER, policy=SPARSE, dense_layers=99))
+    assert run.decoder.dense_layers == 1
+    assert run.cache.host is None and run.stats().fetched_fraction == 0
+    assert run.new_tokens == finished(small(Full())).new_tokens
+
+
+def test_the_mean_count_couples_a_batch_only_in_its_counts():
+    run = finished(small(dataclasses.replace(SPARSE, count="mean", alpha=1.0)))
+    tokens = run.prompt_lengths + np.arange(NEW - 1)[:, None]
+    assert (counts_of(run) <= 2 * 0.2 * tokens).all() and counts_of(run).any()
+
+
+def test_alpha_zero_fetches_nothing():
+    run = finished(small(dataclasses.replace(SPARSE, alpha=0.0)))
+    assert counts_of(run).sum() == 0 and run.stats().fetched_fraction == 0
+
+
+def test_larger_alpha_and_budget_fetch_more():
+    prompts = RAGGED[:1]
+    fractions = [
+        finished(small(dataclasses.replace(SPARSE, **s)), prompts, 2).stats()
+        for s in ({"alpha": 0.3}, {"alpha": 9.0, "budget": 0.5})
+    ]
+    values = [stats.fetched_fraction for stats in fractions]
+    assert 0 < values[0] < values[1] <= 0.5
+
+
+def test_windows_longer_than_the_cache():
+    """Everything stays on the device; nothing is eligible, nothing overflows."""
+    wide = dataclasses.replace(SPARSE, window=300)
+    run = finished(small(wide))
+    assert counts_of(run).sum() == 0
+    assert run.new_tokens == finished(small(Full())).new_tokens
+
+
+def test_caches_of_several_stream_blocks(monkeypatch):
+    from infinigen_jax.decode import sparse_attention as host_attention
+
+    full = finished(small(Full()))
+    monkeypatch.setattr(host_attention, "STREAM_BLOCK", 32)
+    blocks = small(Full(window=3))  # another policy: compiled anew
+    assert finished(blocks).new_tokens == full.new_tokens
+
+
+def test_the_papers_settings_stream_the_first_two_layers():
+    run = finished(engine("gqa", InfiniGenPaper(alpha=1.0), None))
+    assert run.decoder.dense_layers == 0 and run.cache.states[:2] == ((), ())
+    tokens = run.prompt_lengths + np.arange(NEW - 1)[:, None]
+    selected = counts_of(run) - 2 * 2 * tokens  # beside those that are streamed
+    assert (selected >= 0).all() and (selected <= 2 * 0.2 * tokens).all() and selected.any()
+
+
+@pytest.mark.parametrize("policy", [SPARSE, Full()], ids=["infinigen", "full"])
+def test_packed_rows_change_little_and_take_less(policy):
+    exact = finished(small(policy))
+    packed = finished(small(policy, rows="int8"))
+    assert packed.stats().host_cache_bytes <= exact.stats().host_cache_bytes / 2
+    pairs = zip(packed.new_tokens, exact.new_tokens, strict=True)
+    assert all(mine[:2] == other[:2] for mine, other in pairs)
+
+
+# Ends.
+
+
+def test_end_of_text_ends_its_row_and_no_other():
+    free = finished(small()).new_tokens
+    eos = free[1][4]  # what the second prompt's fifth token will be
+    ends = dataclasses.replace(LAYER, config=dataclasses.replace(LAYER.config, eos_ids=(eos,)))
+    stopping = Engine(ends, policy=SPARSE, dense_layers=0)
+    got = stopping.generate(RAGGED, max_new_tokens=NEW)
+    for tokens, all_tokens in zip(got.tokens, free, strict=True):
+        length = all_tokens.index(eos) + 1 if eos in all_tokens else NEW
+        assert tokens == all_tokens[:length]
+    assert len(got.tokens[1]) <= 5
+    assert got.stats.new_tokens == sum(map(len, got.tokens))
+    assert tokens_of(stopping, ignore_eos=True) == free
+    steps = list(stopping.stream(RAGGED, max_new_tokens=NEW))
+    column = [step.tokens[1] for step in steps]
+    assert column[: len(got.tokens[1])] == got.tokens[1]
+    assert set(column[len(got.tokens[1]) :]) <= {None}
+    single = list(stopping.stream([RAGGED[1]], max_new_tokens=NEW))
+    assert len(single) == len(got.tokens[1])
+
+
+def test_a_single_new_token():
+    got = small().generate(RAGGED, max_new_tokens=1, ignore_eos=True)
+    assert got.tokens == [tokens[:1] for tokens in finished(small()).new_tokens]
+    assert got.stats.fetched_fraction == 0 and got.stats.new_tokens == 3
+
+
+def test_single_tokens_are_prompts():
+    assert tokens_of(small(ALL), [[7]]) == tokens_of(small(Full()), [[7]])
+
+
+def test_sampling_repeats_with_its_seed():
+    drawn = [
+        tokens_of(small(), sampling=Sampling(temperature=1.0, top_k=20, seed=seed))
+        for seed in (3, 3, 4)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    layerwise = small(schedule="layerwise")
+    assert tokens_of(layerwise, sampling=Sampling(temperature=1.0, top_k=20, seed=3)) == drawn[0]
+
+
+# What is refused.
+
+
+def test_settings_and_prompts_out_of_range():
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"dense_layers": -1}, "--dense-layers"),
+        ({"schedule": "eager"}, "--schedule"),
+        ({"transfer": "pigeon"}, "--transfer"),
+    ]
+    for settings, named in wrong:
+        with pytest.raises(InputError, match=named):
+            Engine(LAYER, **settings)
+    made = small()
+    for prompts, new, named in (
+        ([], 4, "--prompt"),
+        ([[]], 4, "--prompt"),
+        ([[96]], 4, "--prompt"),
+        ([[-1]], 4, "--prompt"),
+        ([""], 4, "--prompt"),
+        (["text"], 4, "tokenizer"),
+        ([[5]], 0, "--max-new-tokens"),
+        ([[5] * 250], 7, "250 tokens leaves room for 6"),
+    ):
+        with pytest.raises(InputError, match=named):
+            made.generate(prompts, max_new_tokens=new)
+    assert len(tokens_of(made, [[5] * 250], 6, ignore_eos=True)[0]) == 6
+
+
+def test_more_memory_than_there_is(monkeypatch):
+    made = small()
+    monkeypatch.setattr(planning, "available_host_bytes", lambda: 20_000)
+    with pytest.raises(InputError, match=r"needs .* KiB of host memory .* 19.5 KiB are available"):
+        made.start(RAGGED, NEW)
+
+
+def test_models_without_end_tokens_go_on():
+    made = Engine(without_eos(LAYER), policy=SPARSE)
+    assert len(tokens_of(made, RAGGED[:1], 5)[0]) == 5
+
+
+@pytest.mark.usefixtures("shallow")
+def test_text_of_a_stream_is_that_of_its_tokens():
+    """Also where a token ends within a character, in a row that ends before the others."""
+    model = load(embedded())
+    made = Engine(model, policy=SPARSE)
+    prompts = ["The", "When the old man saw"]
+    steps = list(made.stream(prompts, Sampling(temperature=2.0, seed=1), 20, ignore_eos=True))
+    texts = ["".join(step.texts[i] for step in steps) for i in range(2)]
+    got = made.generate(prompts, Sampling(temperature=2.0, seed=1), 20, ignore_eos=True)
+    assert texts == got.texts
+    for text, tokens in zip(got.texts, got.tokens, strict=True):
+        assert text == model.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,0 +1,194 @@
+"""Configurations of the engine, chosen to cover pairs of settings: each runs once.
+
+Every case belongs to a family: settings that decide which tokens come out. All other settings must
+not change them, nor how many rows are selected: the schedule, a hot set, where the weights are, how
+rows are transferred, the pieces in which a prompt is read, and the neighbours in the batch. The
+reference of a family decodes each prompt alone.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from runtime import ALL, NEW, RAGGED, SPARSE, counts_of, finished, random_model
+
+from infinigen_jax.cache.pool import Pool
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
+from infinigen_jax.policies import Full, InfiniGenPaper, Oracle, Policy
+from infinigen_jax.programs.compilations import compilations
+from infinigen_jax.transfer.host_weights import STAYS
+from infinigen_jax.transfer.xla import XlaTransfer
+
+RESIDENT = dataclasses.replace(SPARSE, speculate_from="resident")
+TAIL = dataclasses.replace(SPARSE, query="own", tail=True, index_dtype="int4", partial_ratio=1.0)
+
+
+class Family(NamedTuple):
+    """Settings that decide about the tokens; `settings` are the engine's."""
+
+    policy: Policy
+    dense_layers: int = 1
+    model: str = "gqa"
+    dtype: str = "float32"
+    settings: dict[str, Any] = {}
+
+
+FAMILIES = {
+    "full": Family(Full(), dense_layers=3),  # everything on the device
+    "sparse": Family(SPARSE),
+    "resident": Family(RESIDENT, dtype="bfloat16", dense_layers=0),
+    "small-rows": Family(TAIL, settings={"rows": "int8"}),
+    "opt": Family(SPARSE, model="opt", dense_layers=0),
+    "pool": Family(
+        dataclasses.replace(SPARSE, tail=True, tail_tokens=0), settings={"pool": Pool(tokens=18)}
+    ),
+}
+
+
+class Case(NamedTuple):
+    """What differs from the family's reference.
+
+    Attributes:
+        policy, dense_layers: for the family "full": another that fetches everything.
+        crosses: rows are copied to the device, as where its memory is not the host's.
+        batch: prompts at once; the others wait. None for all.
+    """
+
+    family: str
+    schedule: str
+    settings: dict[str, Any] = {}
+    policy: Policy | None = None
+    dense_layers: int | None = None
+    crosses: bool = False
+    batch: int | None = None
+
+
+HOST: dict[str, Any] = {"weights": "host"}
+CHUNKS: dict[str, Any] = {"prefill_chunk": 16}
+HOT: dict[str, Any] = {"hot_set": 2.0}
+CASES = {
+    "everything": Case("full", "fused", CHUNKS, policy=ALL, dense_layers=1),
+    "everything-moved": Case(
+        *("full", "layerwise", HOT | HOST),
+        policy=dataclasses.replace(ALL, speculate_from="resident"),
+        dense_layers=0,
+        crosses=True,
+        batch=2,
+    ),
+    "everything-own-query": Case(
+        *("full", "fused", {"check": True}),
+        policy=dataclasses.replace(ALL, query="own"),
+        dense_layers=0,
+        batch=2,
+    ),
+    "everything-pool": Case(
+        *("full", "fused", {"pool": Pool(share=1.0), "hot_set": 1.0} | HOST),
+        policy=ALL,
+        dense_layers=2,
+        crosses=True,
+    ),
+    "streamed": Case(
+        *("full", "layerwise", CHUNKS), policy=Full(window=5, sinks=2), dense_layers=0, batch=2
+    ),
+    "streamed-moved": Case("full", "fused", policy=Full(), dense_layers=1, crosses=True),
+    "paper": Case(
+        "full",
+        "layerwise",
+        policy=InfiniGenPaper(alpha=float("inf"), budget=1.0, count="head"),
+        dense_layers=0,
+    ),
+    "oracle": Case("full", "layerwise", HOT, policy=Oracle(budget=1.0, window=4), dense_layers=0),
+    "sparse": Case("sparse", "fused", HOT | HOST),
+    "sparse-moved": Case("sparse", "layerwise", HOT | HOST, crosses=True),
+    "resident": Case("resident", "layerwise", HOT, batch=2),
+    "small-rows": Case("small-rows", "layerwise", HOT | HOST),
+    "opt": Case("opt", "layerwise", HOT | HOST | CHUNKS),
+    "pool": Case("pool", "layerwise", HOT, batch=2),
+}
+
+
+def engine_of(family: Family, schedule: str = "fused", **settings: Any) -> Engine:
+    model = random_model(family.model, family.dtype)
+    settings = {"policy": family.policy, "dense_layers": family.dense_layers} | settings
+    return Engine(model, schedule=schedule, **family.settings, **settings)
+
+
+def places(engine: Engine) -> dict[tuple[str, bool], set[str | None]]:
+    """Memory kinds of the layers' parameters, by part and whether they are matrices."""
+    found: dict[tuple[str, bool], set[str | None]] = {}
+    for layer in engine.weights.params["layers"]:
+        for part, parameters in layer.items():
+            for x in jax.tree.leaves(parameters):
+                found.setdefault((part, x.ndim == 2), set()).add(x.sharding.memory_kind)
+    return found
+
+
+@functools.cache
+def reference(name: str) -> tuple[list[list[int]], np.ndarray]:
+    """Tokens of each prompt, decoded alone, and rows selected in each step for each."""
+    engine = engine_of(FAMILIES[name])
+    runs = [finished(engine, [prompt]) for prompt in RAGGED]
+    counts = np.concatenate([counts_of(run) for run in runs], axis=1)
+    return [run.new_tokens[0] for run in runs], counts
+
+
+def decoded(engine: Engine, batch: int | None) -> Run:
+    """A run to its end; nothing of the cache leaves its memory, and the host's stays in place."""
+    run = engine.start(RAGGED, NEW, batch=batch)
+    assert run.cache.host is not None
+    address = run.cache.host.unsafe_buffer_pointer()
+    for _ in run.tokens(ignore_eos=True):
+        assert run.cache.host.unsafe_buffer_pointer() == address
+        assert run.cache.host.sharding.memory_kind == "pinned_host"
+        rest = run.cache._replace(host=None)
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(rest)} == {"device"}
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_the_family_decides_about_tokens(name, monkeypatch):
+    case = CASES[name]
+    tokens, counts = reference(case.family)
+    if case.crosses:
+        monkeypatch.setattr(
+            "infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer()
+        )
+    changes = {"policy": case.policy, "dense_layers": case.dense_layers}
+    given = {key: value for key, value in changes.items() if value is not None}
+    engine = engine_of(FAMILIES[case.family], case.schedule, **case.settings, **given)
+    assert engine.decoder.transfer.in_place == (not case.crosses)
+    run = decoded(engine, case.batch)
+    on_host = "weights" in case.settings
+    for (part, matrix), kinds in places(engine).items():
+        moved = on_host and matrix and part not in STAYS
+        assert kinds == {"pinned_host" if moved else "device"}, part
+    assert run.new_tokens == tokens
+    stats = run.stats()
+    assert stats.compilations_after_warmup == 0
+    if case.policy is not None:
+        cached = run.prompt_lengths + np.arange(1, NEW)[:, None]
+        eligible = np.maximum(cached - case.policy.window - case.policy.sinks, 0)
+        counts = eligible * run.decoder.host_layers * run.decoder.config.num_kv_heads
+    if case.batch is None:
+        np.testing.assert_array_equal(counts_of(run), counts)
+    if "hot_set" in case.settings:
+        assert 0 < stats.hot_set_hit_rate < 1
+        assert 0 < stats.fetched_fraction < stats.selected_fraction
+    # Other prompts of the same padded lengths find every program compiled.
+    before, (longest, *others) = compilations(), RAGGED
+    prompts = [longest[::-1], *(prompt[:-1] for prompt in others)]
+    engine.generate(prompts, None, NEW, batch=case.batch)
+    assert compilations() == before
+
+
+def test_the_selection_shows_in_the_tokens():
+    """Rows are selected, others are not, and each family decodes something else."""
+    tokens = [reference(name)[0] for name in FAMILIES]
+    assert all(tokens.count(each) == 1 for each in tokens)
+    for name in FAMILIES:
+        counts = reference(name)[1]
+        assert name == "full" or (counts.max(axis=0) > 0).all(), name

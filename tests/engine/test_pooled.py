@@ -1,0 +1,346 @@
+"""Generation with a limited host cache: against none, against masks, and what it takes."""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import (
+    ALL,
+    NEW,
+    RAGGED,
+    SPARSE,
+    counts_of,
+    engine,
+    finished,
+    first_layers,
+    random_model,
+)
+
+from infinigen_jax import evaluate, generate
+from infinigen_jax.cache.layers import DenseLayer, Resident
+from infinigen_jax.cache.pool import Kept, Pool
+from infinigen_jax.decode.sparse_attention import held
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
+from infinigen_jax.errors import InputError
+from infinigen_jax.models import blueprint
+from infinigen_jax.policies import POLICIES, Full, Oracle, PreviousQuery, Window
+from infinigen_jax.policies.base import Lookup
+from infinigen_jax.programs.compilations import compilations
+
+pytestmark = pytest.mark.usefixtures("shallow")
+
+TAIL = dataclasses.replace(SPARSE, tail=True, tail_tokens=0)  # as with every pool
+SMALL = Pool(tokens=18, sinks=3)
+TOKENS = np.random.default_rng(8).integers(3, 96, (2, 70)).astype(np.int32)
+PROMPTS = [TOKENS[0, :33].tolist(), TOKENS[1, :9].tolist()]  # one longer than the pool
+
+
+def scored(engine: Engine, steps: int, each: Any = lambda run: None) -> tuple[Run, np.ndarray]:
+    """Decode given tokens behind PROMPTS; their log-probabilities [b, steps]."""
+    run = engine.start(PROMPTS, 40)
+    scores = []
+    for step in range(steps):
+        at = [len(p) + step for p in PROMPTS]
+        tokens = np.array([TOKENS[i, n] for i, n in enumerate(at)])
+        targets = np.array([TOKENS[i, n + 1] for i, n in enumerate(at)])
+        scores.append(np.asarray(run.score(tokens, targets)))
+        each(run)
+    return run, np.stack(scores, axis=1)
+
+
+def live(run: Run) -> list[list[list[np.ndarray]]]:
+    """Positions that each host layer, sequence and KV head can attend to in the last step.
+
+    What is in the pool, and what is on the device.
+    """
+    resident = np.asarray(run.decoder.slots.positions(run.cache.lengths - 1))
+    found = []
+    for positions in map(np.asarray, run.cache.pool):
+        both = [[np.union1d(head, resident[i]) for head in row] for i, row in enumerate(positions)]
+        found.append([[head[head >= 0] for head in row] for row in both])
+    return found
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(SPARSE, id="infinigen", marks=pytest.mark.slow),
+        pytest.param(TAIL, id="tail"),
+        pytest.param(Full(), id="full", marks=pytest.mark.slow),
+        pytest.param(
+            PreviousQuery(budget=0.2, window=4, sinks=2),
+            id="previous-query",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_pool_of_the_whole_context_changes_nothing(policy):
+    new = 30
+    free = finished(engine("one", policy), RAGGED, new)
+    run = finished(engine("one", policy, pool=Pool(share=1.0)), RAGGED, new)
+    assert run.slots == len(RAGGED[0]) + new < free.slots
+    assert run.new_tokens == free.new_tokens
+    np.testing.assert_array_equal(counts_of(run), counts_of(free))
+    assert run.stats().fetched_fraction == pytest.approx(free.stats().fetched_fraction)
+
+
+class Masked:
+    """The model on one sequence, token by token in NumPy; each KV head attends to given tokens."""
+
+    def __init__(self, name: str):
+        model = random_model(name)
+        plan = blueprint(model.config, model.dtype)
+        self.config = model.config
+        self.layers = [plan.layer(params) for params in model.params["layers"]]
+        self.ends = plan.embedding(model.params["embedding"])
+        self.rows: list[list[Any]] = [[] for _ in self.layers]  # keys, values by position
+
+    def step(self, token: int, position: int, allowed: dict[int, list[np.ndarray]]) -> np.ndarray:
+        """Log-probabilities of the next token; all of the past in layers that are not `allowed`."""
+        at = jnp.array([position], jnp.int32)
+        x = self.ends.embed(jnp.array([token], jnp.int32), at)
+        group = self.config.group_size
+        for i, layer in enumerate(self.layers):
+            a = layer.attention_input(x)
+            query = np.asarray(layer.query(a, at))[0]
+            self.rows[i].append([np.asarray(part)[0] for part in layer.key_value(a, at)])
+            keys, values = (np.stack([row[part] for row in self.rows[i]]) for part in (0, 1))
+            outputs = []
+            for head in range(self.config.num_heads):
+                kv = head // group
+                seen = allowed[i][kv] if i in allowed else np.arange(position + 1)
+                scores = keys[seen, kv] @ query[head]
+                weights = np.exp(scores - scores.max())
+                outputs.append(weights @ values[seen, kv] / weights.sum())
+            x = x + layer.attention_output(jnp.asarray(np.stack(outputs))[None])
+            x = x + layer.mlp(x)
+        return np.asarray(jax.nn.log_softmax(self.ends.logits(x)[0]))
+
+
+@pytest.mark.parametrize(
+    "policy, eviction",
+    [
+        pytest.param(Full(), "fifo", marks=pytest.mark.slow),
+        (Full(window=4), "fifo"),
+        (ALL, "lru"),
+        pytest.param(Oracle(budget=1.0, window=4), "fifo", marks=pytest.mark.slow),
+    ],
+    ids=["full", "full-window", "infinigen", "oracle"],
+)
+def test_rows_that_gave_way_are_masked_in_full_attention(policy, eviction):
+    """Everything that is live is fetched, so that attention is over exactly that."""
+    dense, steps = 1, 22
+    made = engine("gqa", policy, dense, pool=Pool(tokens=14, eviction=eviction, sinks=2))
+    seen = []
+    _, scores = scored(made, steps, lambda run: seen.append(live(run)))
+    for i, prompt in enumerate(PROMPTS):
+        model = Masked("gqa")
+        for position, token in enumerate(prompt):
+            model.step(token, position, {})  # prompts attend to all of themselves
+        for step in range(steps):
+            position = len(prompt) + step
+            allowed = {dense + layer: heads[i] for layer, heads in enumerate(seen[step])}
+            sizes = [len(head) for heads in allowed.values() for head in heads]
+            assert max(sizes) <= 14 + policy.window + policy.sinks
+            assert position < 24 or max(sizes) < position + 1  # something is gone
+            got = model.step(int(TOKENS[i, position]), position, allowed)
+            assert got[TOKENS[i, position + 1]] == pytest.approx(scores[i, step], abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    "policy, rows",
+    [
+        pytest.param(TAIL, "auto", marks=pytest.mark.slow),
+        (TAIL, "int8"),
+        pytest.param(PreviousQuery(budget=0.2, window=4, sinks=2), "auto", marks=pytest.mark.slow),
+    ],
+    ids=["infinigen", "int8", "previous-query"],
+)
+def test_slots_hold_what_the_directory_says(policy, rows):
+    """Rows, index and sums of a layer that no attention comes before, against a free cache."""
+    free, run = (
+        scored(
+            Engine(first_layers("gqa"), policy=policy, dense_layers=0, rows=rows, pool=pool), 30
+        )[0]
+        for pool in (None, SMALL)
+    )
+    d = run.decoder.config.head_dim
+    free.settle()
+    run.settle()
+    assert run.cache.host is not None and free.cache.host is not None
+    whole, mine = (
+        np.asarray(jax.device_put(r.cache.host, jax.memory.Space.Device))[0] for r in (free, run)
+    )
+    positions = np.asarray(run.cache.pool[0])
+    indexes = [r.cache.states[0] for r in (free, run)]
+    indexes = [np.asarray(getattr(index, "keys", index)) for index in indexes]
+    current = np.asarray(run.cache.lengths) - 1
+    for i, j in np.ndindex(positions.shape[:2]):
+        slots = np.flatnonzero(positions[i, j] >= 0)
+        there = positions[i, j, slots]
+        assert len(slots) == len(set(there.tolist())) == min(18, current[i] - 1)
+        np.testing.assert_array_equal(mine[i, j, slots], whole[i, j, there])
+        np.testing.assert_allclose(
+            indexes[1][i, j][:, slots], indexes[0][i, j][:, there], rtol=1e-5, atol=1e-5
+        )
+        if policy.has_tail:
+            local = run.cache.local[0]
+            assert isinstance(local, Resident) and local.left is not None
+            stored = run.decoder.row_format.decode(
+                run.cache.scales[0], jnp.asarray(mine)
+            )  # as if all slots held rows
+            values = np.asarray(stored)[i, j, slots[there <= current[i] - policy.window], d:]
+            # Rows of the ring count as they were before they were stored, until they are.
+            atol = 1e-4 if rows == "auto" else 0.2
+            np.testing.assert_allclose(
+                local.left[i, j, 0], values.sum(axis=0), rtol=1e-4, atol=atol
+            )
+
+
+def test_the_limit_is_what_is_allocated():
+    """Not the context: host array, index, hot set and directories have the pool's slots."""
+    pool = Pool(tokens=18)
+    for policy, settings in ((TAIL, {"hot_set": 1.0}), (Full(), {})):
+        free = engine("one", policy, **settings).start(RAGGED, NEW)
+        run = engine("one", policy, pool=pool, **settings).start(RAGGED, NEW)
+        assert run.cache.host is not None and free.cache.host is not None
+        assert run.cache.host.shape[3] == 18 and free.cache.host.shape[3] == 128
+        assert run.cache.host.sharding.memory_kind == "pinned_host"
+        stats, plan = run.stats(), run.plan
+        assert stats.host_cache_bytes == run.cache.host.nbytes
+        assert stats.pool_tokens == 18 and free.stats().pool_tokens == 0
+        states = jax.tree.leaves(run.cache.states)
+        assert stats.device_index_bytes == sum(x.nbytes for x in states)
+        assert all(x.shape[3] == 18 for x in states)
+        kept = [x for x in run.cache.hot if isinstance(x, Kept)]
+        assert plan.hot == sum(x.nbytes for x in jax.tree.leaves([x.hot for x in kept]))
+        directories = [run.cache.pool, [x.used for x in kept]]
+        assert stats.pool_bytes == sum(x.nbytes for x in jax.tree.leaves(directories))
+        assert stats.host_cache_bytes * 128 == free.stats().host_cache_bytes * 18
+    assert free.plan.pool == 0 and free.cache.pool == ()
+
+
+def test_the_flush_is_in_place():
+    run = engine("one", TAIL, pool=SMALL).start(RAGGED, NEW)
+    assert run.cache.host is not None
+    run.settle()
+    before = [x.unsafe_buffer_pointer() for x in (run.cache.host, *run.cache.states)]
+    for _ in range(2 * TAIL.window):
+        run.advance()
+    assert [x.unsafe_buffer_pointer() for x in (run.cache.host, *run.cache.states)] == before
+
+
+def test_prompts_of_other_lengths_are_admitted_without_compiling():
+    made = engine("one", TAIL, pool=SMALL)
+    first, second = ([list(range(3, 3 + n)) for n in sizes] for sizes in ((9, 31, 20), (40, 7, 26)))
+    compiled = []
+    for prompts in (first, second):
+        before = compilations()
+        run = made.start(prompts, NEW, batch=1)
+        for _ in run.tokens(ignore_eos=True):
+            pass
+        compiled.append(compilations() - before)
+        assert run.stats().compilations_after_warmup == 0
+    assert compiled[1] == 0
+
+
+def test_the_step_without_a_limit_is_the_same_program():
+    """A pool adds nothing to a step that has none: no argument, no operation."""
+    run = engine("gqa", SPARSE).start(RAGGED, NEW)
+    assert run.cache.pool == () and not jax.tree.leaves((run.cache.hot, run.cache.pool))
+    read, _ = run.cache.parts(observes=False)
+    at = run.dispatcher.numbers[0]
+    ahead = run.decoder.target(run.runtime.weights, read, read.states, 0, at)
+    assert ahead is not None and ahead.positions is None
+    assert not any(isinstance(local, DenseLayer) for local in run.cache.local[2:])
+
+
+# What is refused, and the command lines.
+
+
+def test_policies_that_cannot_have_a_limit():
+    model = random_model("gqa")
+    for name, kind in POLICIES.items():
+        policy: Any = kind()
+        if kind.pools:
+            assert Engine(model, policy=policy, pool=SMALL).decoder.pool == SMALL
+        else:
+            with pytest.raises(
+                InputError, match=f"policy {name} cannot have a limit; use .*full or"
+            ):
+                Engine(model, policy=policy, pool=SMALL)
+    assert not POLICIES["h2o"].pools and not POLICIES["quest"].pools
+    others = ("full", "infinigen", "infinigen-paper", "oracle", "previous-query", "window")
+    assert all(POLICIES[name].pools for name in others)
+    with pytest.raises(InputError, match="--pool-tokens 5: .* use at least 6"):
+        engine("gqa", SPARSE, pool=Pool(tokens=5)).start(RAGGED, NEW)
+
+
+def test_a_window_of_the_most_recent_rows_in_the_pool():
+    policy = Window(budget=0.3, window=4, sinks=2)
+    fifo = Pool(tokens=20, eviction="fifo", sinks=0)
+    seen: list[np.ndarray] = []
+    run = engine("one", policy, pool=fifo).start(RAGGED, NEW)
+    for _ in range(NEW - 1):
+        run.advance()
+    there = np.asarray(held(run.decoder, run.cache.pool[0], run.cache.lengths))
+    layer: Any = Masked("one").layers[0]
+    nothing = jnp.zeros((3, 4))
+    given = run.decoder.config, layer, {}, run.cache.states[0], nothing, run.cache.lengths
+    size = policy.request_size(run.slots)
+    request = policy.select(Lookup(*given, size=size, held=jnp.asarray(there)))
+    for i, j in np.ndindex(3, 2):
+        count = int(request.count[i, j])
+        slots = np.asarray(request.slots)[i, j, :count]
+        seen.append(there[i, j, slots])
+        newest = int(run.cache.lengths[i]) - policy.window
+        assert sorted(seen[-1].tolist()) == list(range(newest - count + 1, newest + 1))
+        assert count == 6 * min(int(run.cache.lengths[i]), 20) // 20
+
+
+ENGINE = ("--prompt", "The old man and the sea " * 9, "--ignore-eos", "--quiet")
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        (["--pool-tokens", "many"], "--pool-tokens many: give a number"),
+        (["--pool-tokens", "120%"], "--pool-tokens 120%: it must be"),
+        (["--pool-tokens", "10"], "--pool-tokens 10: .* use at least 32"),
+        (["--pool-tokens", "90%", "--pool-eviction", "first"], "--pool-eviction first: use fifo"),
+        (["--pool-eviction", "lru"], "--pool-eviction: .* --pool-tokens"),
+        (["--pool-tokens", "50", "--policy", "quest"], "policy quest cannot have a limit"),
+    ],
+)
+def test_bad_options(command, options, named):
+    status, out, err = command(generate.main, *ENGINE, *options)
+    assert status == 2 and not out and err.count("\n") == 1
+    assert re.search(named, err)
+
+
+def test_limits_in_an_evaluation(command, tmp_path):
+    """A table with and without; the reference has no limit."""
+    text, file = tmp_path / "text", tmp_path / "out.json"
+    text.write_text("The old man went down to the sea, and nobody asked him. " * 40)
+    windows = ("--window", "64", "--context", "48", "--windows", "1", "--quiet", "--json", file)
+    pools = ("--pool-tokens", "all", "50%", "--pool-eviction", "counter", "fifo")
+    status, out, err = command(
+        evaluate.main, "perplexity", "--text", text, *windows, *pools, "--policy", "full"
+    )
+    assert status == 0, err
+    lines = json.loads(file.read_text())["configurations"]
+    settings = [line["settings"] for line in lines]
+    # A streamed layer uses every row in every step: all orders are one, and measured once.
+    assert [s["pool"] for s in settings] == ["all", "50% fifo"]
+    assert [line["reference"] for line in lines] == [True, False]
+    assert lines[1]["host_cache_bytes"] * 128 == lines[0]["host_cache_bytes"] * 31
+    assert lines[1]["nats_per_token"] != lines[0]["nats_per_token"]
+    assert "| 50% fifo |" in out
+    status, out, err = command(evaluate.main, "recall", "--text", text, *windows[:-2], *pools)
+    assert status == 2 and err.startswith("error: --pool-tokens: recall")

@@ -1,0 +1,78 @@
+"""The work of a start: what is traced of many layers, and what a second process saves."""
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+
+from runtime import COMMON, RAGGED, SPARSE
+from tiny import ROOT
+
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.steps import steps
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.loading.load import Model
+from infinigen_jax.models import config_from_hf, random_params
+from infinigen_jax.prefill import compiled
+
+
+def deep(layers: int) -> Model:
+    sizes = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": layers}
+    config = config_from_hf(COMMON | sizes)
+    return Model.from_params(config, random_params(config, "float32"), "float32")
+
+
+def test_a_kind_of_layer_is_traced_once_however_many_there_are(monkeypatch):
+    traces: list[str] = []
+
+    def counted(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*arguments, **keywords):
+            traces.append(function.__name__)
+            return function(*arguments, **keywords)
+
+        return call
+
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")  # nothing is loaded instead
+    monkeypatch.setattr(Decoder, "decode_layer", counted(Decoder.decode_layer))
+    monkeypatch.setattr(compiled, "chunk_layer", counted(compiled.chunk_layer))
+    traced = []
+    for layers in (4, 8):
+        traces.clear()
+        engine = Engine(deep(layers), policy=SPARSE, dense_layers=1, schedule="layerwise")
+        run = engine.start(RAGGED, 3)
+        run.advance()
+        layerwise = traces.copy()
+        traces.clear()
+        parts, dispatcher = run.cache.parts(run.decoder.policy.observes), run.dispatcher
+        given = engine.weights, *parts, run.drawn, dispatcher.seed, run._draws
+        steps(run.decoder).fused.trace(*given, sampling=dispatcher.sampling)
+        traced.append((layerwise, traces.copy()))
+    assert traced[0] == traced[1]
+    # On the device, on the host, and on the host without a layer after it.
+    layerwise, fused = traced[0]
+    assert fused == ["decode_layer"] * 3 == layerwise[-3:]
+
+
+PROGRAM = """
+from test_start import RAGGED, SPARSE, Decoder, Engine, deep
+
+decode_layer, traces = Decoder.decode_layer, []
+Decoder.decode_layer = lambda *given: traces.append(0) or decode_layer(*given)
+print(Engine(deep(1), policy=SPARSE, dense_layers=0).generate(RAGGED, max_new_tokens=3).tokens)
+print(len(traces))
+"""
+
+
+def test_a_second_process_traces_no_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    folders = ROOT, ROOT / "tests", ROOT / "tests/engine"
+    monkeypatch.setenv("PYTHONPATH", ":".join(map(str, folders)))
+    printed = []
+    for _ in range(2):
+        command = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        printed.append(done.stdout.splitlines())
+    (tokens, first), (again, second) = printed
+    assert again == tokens and int(first) > 0 and int(second) == 0

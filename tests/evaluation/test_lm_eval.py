@@ -1,0 +1,157 @@
+"""Likelihoods computed by the engine, and the adapter for the lm-evaluation-harness."""
+
+import dataclasses
+import functools
+import importlib.util
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from runtime import SPARSE, engine, random_model
+
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.likelihood import Continuation, likelihoods
+from infinigen_jax.evaluation.texts import beginning, prefixed, split_behind
+from infinigen_jax.loading.load import embedded, load
+from infinigen_jax.models import blueprint
+from infinigen_jax.models.forward import forward
+from infinigen_jax.policies import Full
+
+pytestmark = pytest.mark.usefixtures("shallow")
+
+# Likelihoods.
+
+RNG = np.random.default_rng(6)
+
+
+def tokens(number: int) -> list[int]:
+    return RNG.integers(3, 96, number).tolist()
+
+
+@functools.cache
+def compiled(model: Any) -> Any:
+    return jax.jit(functools.partial(forward, blueprint(model.config, model.dtype)))
+
+
+def plain(model: Any, context: Any, text: Any) -> np.ndarray:
+    """Logits of the plain forward pass, for each token of the text and one more."""
+    row = np.zeros((1, 256), np.int32)  # one shape, one compilation; what is behind has no effect
+    row[0, : len(context) + len(text)] = [*context, *text]
+    logits = np.asarray(compiled(model)(model.params, row))[0].astype(np.float64)
+    return logits[len(context) - 1 : len(context) + len(text)]
+
+
+def expected(model: Any, one: Continuation) -> tuple[float, bool]:
+    """By the plain forward pass."""
+    logits = plain(model, one.context, one.text)[:-1]
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    log = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    text = np.array(one.text)
+    return log[np.arange(len(text)), text].sum(), bool((logits.argmax(axis=-1) == text).all())
+
+
+def test_likelihoods_are_those_of_the_plain_forward_pass():
+    model = random_model("one")
+    asked = [Continuation(tokens(n), tokens(m)) for n, m in ((9, 3), (30, 5), (1, 4), (1, 1))]
+    # One that is greedy, after a single token and after several.
+    asked += [Continuation(one.context, [_best(model, one.context)]) for one in asked[:3]]
+    done: list[int] = []
+    scores, traffic = likelihoods(engine("one", Full()), asked, 3, done.append)
+    for (score, greedy), one in zip(scores, asked, strict=True):
+        value, best = expected(model, one)
+        assert score == pytest.approx(value, abs=1e-3) and bool(greedy) == best
+    assert scores[4:, 1].tolist() == [1, 1, 1]
+    assert sum(done) == len(asked) and traffic.tokens > 0
+    assert likelihoods(engine("one", Full()), [], 3)[0].shape == (0, 2)
+    sparse, _ = likelihoods(engine("one", SPARSE), asked, 3)
+    assert not np.allclose(sparse[1], scores[1])
+
+
+def _best(model: Any, context: Any) -> int:
+    return int(plain(model, context, [])[-1].argmax())
+
+
+def test_contexts_that_are_too_long_lose_their_beginning():
+    model = random_model("one")
+    context, text = tokens(280), tokens(6)
+    scores, _ = likelihoods(engine("one", Full()), [Continuation(context, text)], 1)
+    value, _ = expected(model, Continuation(context[-250:], text))
+    assert scores[0, 0] == pytest.approx(value, abs=1e-3)
+    with pytest.raises(InputError, match="has 256 tokens, and the model 256 positions"):
+        likelihoods(engine("one", Full()), [Continuation([3], tokens(256))], 1)
+
+
+def test_contexts_and_texts_are_told_apart():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(embedded()))
+    for context, text in (("The cat sat on", " the mat."), ("The cat ", "sat"), ("A", "b")):
+        head, tail = split_behind(tokenizer, context, text, 7)
+        assert head + tail == prefixed(tokenizer, context + text)
+        assert head and tail and tokenizer.decode(tail).endswith(text.strip())
+        assert head[0] == tokenizer.encode("a")[0]  # the mark in front
+    assert prefixed(tokenizer, "") == tokenizer.encode("")
+    assert split_behind(tokenizer, "", "A word.", 7) == (
+        tokenizer.encode(""),
+        tokenizer.encode("A word.", add_special_tokens=False),
+    )
+    for context in ("", "A cat"):
+        with pytest.raises(InputError, match="nothing to score"):
+            split_behind(tokenizer, context, "", 7)
+
+
+def test_without_a_mark_in_front_a_text_is_behind_the_one_that_ends_texts():
+    """As with Qwen: all of its tokens are scored."""
+    from transformers import AutoTokenizer
+
+    whole = AutoTokenizer.from_pretrained(str(embedded()))
+
+    class Bare:
+        bos_token_id, eos_token_id = None, 2
+
+        @staticmethod
+        def encode(text: str, **_: Any) -> list[int]:
+            return whole.encode(text, add_special_tokens=False)
+
+    config = dataclasses.replace(random_model("one").config, bos_id=None)
+    first = beginning(Bare, config)
+    assert first == 2
+    for context, text in (("", "yes"), ("  ", "yes, it is"), ("", " ")):
+        head, tail = split_behind(Bare, context, text, first)
+        assert head == [2] and tail == Bare.encode(context + text)
+    assert split_behind(Bare, "A", " b", first)[0] == Bare.encode("A")
+
+
+class Request(NamedTuple):
+    args: tuple[Any, ...]
+
+
+@pytest.mark.filterwarnings("ignore")  # the harness's own, and its packages'
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
+def test_the_harness():
+    from infinigen_jax.evaluation.lm_eval import InfiniGenLM
+
+    model = load(embedded())
+    tokenizer = model.tokenizer
+    lm: Any = InfiniGenLM(Engine(model, policy=Full()), batch_size=2)
+    pairs = [("The old man", " went home."), ("", "A word.")]
+    found = lm.loglikelihood([Request(pair) for pair in pairs], disable_tqdm=True)
+    head, tail = split_behind(tokenizer, *pairs[0], first=0)
+    assert found[0][0] == pytest.approx(expected(model, Continuation(head, tail))[0], abs=1e-3)
+    (total,) = lm.loglikelihood_rolling([Request(("A word.",))], disable_tqdm=True)
+    assert found[1][0] == pytest.approx(total, abs=1e-3)
+    asked = [Request(("Once upon a", {"until": ["a"], "max_gen_toks": 8})), Request(("It", {}))]
+    lm.positions = 64
+    first, second = lm.generate_until(asked, disable_tqdm=True)
+    texts = Engine(model, policy=Full()).generate(["Once upon a", "It"], max_new_tokens=32).texts
+    short = Engine(model, policy=Full()).generate(["Once upon a"], max_new_tokens=8).texts[0]
+    assert first == short.split("a")[0] and second == texts[1]
+    (behind_nothing,) = lm.generate_until([Request(("", {"max_gen_toks": 4}))], disable_tqdm=True)
+    assert behind_nothing
+    with pytest.raises(InputError, match="do_sample"):
+        lm.generate_until([Request(("It", {"do_sample": True}))], disable_tqdm=True)
+    made: Any = InfiniGenLM(policy="quest", page=8, budget=0.2, device="cpu", batch_size="auto")
+    policy = made.engine.decoder.policy
+    assert (policy.budget, policy.page, made.batch) == (0.2, 8, 8)

@@ -1,0 +1,246 @@
+"""The parts of an evaluation: scores of windows, statistics of them, and texts."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import ALL, SPARSE, engine, random_model
+from tiny import logits_of
+
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.stats import fraction, rows_per_step
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.report import table
+from infinigen_jax.evaluation.scoring import score_windows
+from infinigen_jax.evaluation.statistics import Compared, divergence, statistics
+from infinigen_jax.evaluation.texts import TokenizedText, read_text, tokenize
+from infinigen_jax.loading.load import Model, embedded
+from infinigen_jax.policies import Full, InfiniGenPaper
+
+CONTEXT = 12
+WINDOWS = np.random.default_rng(3).integers(3, 96, (5, 40)).astype(np.int32)
+
+
+def reference_nats(model: Model, windows: np.ndarray, context: int) -> np.ndarray:
+    """Of the plain forward pass, in float64."""
+    logits = logits_of(model, windows).astype(np.float64)[:, context - 1 : -1]
+    logits -= logits.max(axis=-1, keepdims=True)
+    chosen = np.take_along_axis(logits, windows[:, context:, None], axis=-1)[..., 0]
+    return np.log(np.exp(logits).sum(axis=-1)) - chosen
+
+
+# Scores.
+
+
+@pytest.mark.parametrize("name", ["gqa", "opt"])
+def test_the_full_cache_scores_as_the_plain_forward_pass(name):
+    (nats, *_), traffic = score_windows(engine(name, Full()), WINDOWS, CONTEXT, batch=2)
+    expected = reference_nats(random_model(name), WINDOWS, CONTEXT)
+    assert nats.shape == expected.shape == (5, 28) and nats.dtype == np.float64
+    assert nats.mean() == pytest.approx(expected.mean(), rel=1e-5)
+    # A token's is a difference of logits of the order of 100 in float32.
+    np.testing.assert_allclose(nats, expected, atol=2e-4)
+    assert traffic.tokens == 5 * 28 and traffic.selected == traffic.fetched == traffic.tokens
+
+
+@pytest.mark.parametrize("policy", [Full(), SPARSE], ids=lambda policy: policy.name)
+def test_tokens_that_are_asked_for(policy):
+    """All of them in another order, the likeliest few, and the text's own."""
+    chosen, tokens = engine("one", policy), np.arange(96, dtype=np.int32)[::-1]
+    asked = np.broadcast_to(tokens, (5, 28, 96))
+    every, _ = score_windows(chosen, WINDOWS, CONTEXT, batch=2, asked=asked)
+    assert (every.tokens == asked).all() and every.log_probs.shape == asked.shape
+    np.testing.assert_allclose(np.exp(every.log_probs).sum(axis=-1), 1, rtol=1e-5)
+    text = 95 - WINDOWS[:, CONTEXT:]
+    own = np.take_along_axis(every.log_probs, text[..., None], axis=-1)[..., 0]
+    np.testing.assert_array_equal(own, -every.nats)
+    more, _ = score_windows(chosen, WINDOWS, CONTEXT, batch=2, asked=128)
+    assert more.tokens.shape == asked.shape, "no more than there are"
+    best, _ = score_windows(chosen, WINDOWS, CONTEXT, batch=2, asked=3)
+    order = np.argsort(-every.log_probs, axis=-1, kind="stable")[..., :3]
+    np.testing.assert_array_equal(best.tokens, 95 - order)
+    np.testing.assert_array_equal(best.log_probs, -np.sort(-every.log_probs, axis=-1)[..., :3])
+    assert (best.best == best.tokens[..., 0]).all() and (every.best == best.best).all()
+
+
+def test_scores_and_traffic_do_not_depend_on_the_batch():
+    (first, here), (second, there) = (
+        score_windows(engine("one", SPARSE), WINDOWS, CONTEXT, batch) for batch in (2, 9)
+    )
+    np.testing.assert_allclose(first.nats, second.nats, rtol=1e-5, atol=1e-5)
+    assert here.selected_rows == there.selected_rows and here.tokens == there.tokens == 5 * 28
+    assert here.fetched_rows == there.fetched_rows and here.moved_bytes == there.moved_bytes
+    assert here.selected == pytest.approx(there.selected)
+    assert there.host_cache_bytes == here.host_cache_bytes * 5 // 2
+
+
+def test_without_a_limit_infinigen_is_the_full_cache():
+    full, _ = score_windows(engine("one", Full()), WINDOWS, CONTEXT, batch=2)
+    everything, _ = score_windows(engine("one", ALL), WINDOWS, CONTEXT, batch=2)
+    np.testing.assert_allclose(everything.nats, full.nats, rtol=1e-5, atol=1e-4)
+    sparse, traffic = score_windows(engine("one", SPARSE), WINDOWS, CONTEXT, batch=2)
+    assert np.abs(sparse.nats - full.nats).max() > 1e-2
+    assert 0 < traffic.selected / traffic.tokens <= SPARSE.budget
+
+
+def test_traffic_is_what_a_run_says_of_itself():
+    chosen = engine("one", SPARSE)
+    _, traffic = score_windows(chosen, WINDOWS[:2], CONTEXT, batch=2)
+    run = chosen.start(WINDOWS[:2, : CONTEXT - 1].tolist(), 28)
+    for i in range(CONTEXT - 1, 39):
+        run.score(WINDOWS[:2, i], WINDOWS[:2, i + 1])
+    shares = (traffic.selected / traffic.tokens, traffic.fetched / traffic.tokens)
+    kept, cached = run.owners.history(np.full(2, run.capacity))  # every step
+    rows = rows_per_step(run.counts, kept)
+    assert shares == pytest.approx(tuple(fraction(run.decoder, of, kept, cached) for of in rows))
+    # And what stays on the device: sinks and window of SPARSE, the current token apart.
+    resident = np.mean([(2 + 4 - 1) / n for n in range(CONTEXT - 1, 39)])
+    assert traffic.attended == pytest.approx(traffic.selected + resident * traffic.tokens)
+    assert traffic.host_cache_bytes == run.plan.host_cache
+    assert traffic.device_index_bytes == run.plan.index > 0
+    # On a CPU what is meant moves, in exact rows in float32.
+    moved = sum(int(counts.moved.sum()) for counts in run.counts)
+    assert traffic.moved_bytes == moved * 2 * chosen.decoder.config.head_dim * 4
+
+
+def test_what_is_attended_is_of_layers_that_select():
+    paper = InfiniGenPaper(budget=0.2, alpha=math.inf, streamed_layers=2)
+    _, traffic = score_windows(engine("gqa", paper), WINDOWS[:2], CONTEXT, batch=2)
+    expected = np.mean([int(0.2 * n) / n for n in range(CONTEXT - 1, 39)])
+    assert traffic.attended / traffic.tokens == pytest.approx(expected)
+    assert traffic.selected / traffic.tokens == pytest.approx((1 + expected) / 2)
+
+
+def with_embedding(value: float) -> Engine:
+    """SPARSE, with every number of the embedding and the final norm replaced."""
+    model = random_model("one")
+    filled = jax.tree.map(lambda x: jnp.full_like(x, value), model.params["embedding"])
+    changed = dataclasses.replace(model, params=model.params | {"embedding": filled})
+    return Engine(changed, policy=SPARSE)
+
+
+def test_uniform_predictions():
+    (nats, *_), _ = score_windows(with_embedding(0), WINDOWS, CONTEXT, batch=2)
+    np.testing.assert_allclose(nats, math.log(96), rtol=1e-6)
+    assert statistics(nats, None, CONTEXT, 16)["perplexity"] == pytest.approx(96)
+
+
+def test_a_model_that_gives_no_numbers():
+    with pytest.raises(InputError, match="not finite"):
+        score_windows(with_embedding(math.nan), WINDOWS, CONTEXT, batch=2)
+
+
+# Statistics.
+
+
+def test_chunks_combine_to_the_whole():
+    rng = np.random.default_rng(0)
+    full = rng.exponential(3, (7, 50))
+    nats = full + rng.normal(0.01, 0.1, full.shape)
+    compared = Compared(
+        full, rng.exponential(0.1, full.shape), rng.integers(0, 2, full.shape) * 1.0
+    )
+    result = statistics(nats, compared, context=20, chunk=16)
+    chunks = result["chunks"]
+    assert [(c["from"], c["to"]) for c in chunks] == [(20, 36), (36, 52), (52, 68), (68, 70)]
+    assert sum(c["tokens"] for c in chunks) == result["tokens"] == 350
+    for name in ("nats_per_token", "difference_nats", "divergence_nats", "same_best_fraction"):
+        total = sum(c[name] * c["tokens"] for c in chunks)
+        assert total / 350 == pytest.approx(result[name])
+    assert chunks[1]["perplexity"] == pytest.approx(np.exp(nats[:, 16:32].mean()))
+
+
+def test_differences_are_paired():
+    full = np.random.default_rng(0).exponential(3, (6, 40))
+    shift = np.linspace(0.01, 0.03, 6)[:, None]
+    compared = Compared(full, np.zeros_like(full), np.ones_like(full))
+    result = statistics(full + shift, compared, context=2, chunk=256)
+    assert result["divergence_nats"] == 0 and result["same_best_fraction"] == 1
+    assert result["difference_nats"] == pytest.approx(0.02)
+    expected = np.std(shift, ddof=1) / np.sqrt(6)
+    assert result["difference_standard_error"] == pytest.approx(expected)
+    assert result["standard_error"] > 10 * expected
+    assert result["perplexity_change_percent"] == pytest.approx(100 * math.expm1(0.02))
+    alone = statistics(full[:1], None, context=2, chunk=256)
+    assert alone["standard_error"] is None and alone["difference_nats"] is None
+    assert statistics(full + 1000, compared, 2, 256)["perplexity"] is None  # overflow, not infinity
+
+
+def test_tables():
+    lines = table(["a", "number"], [["x", "1"], ["longer", "-20.5"]]).splitlines()
+    assert lines == [
+        "| a      | number |",
+        "| ------ | -----: |",
+        "| x      |      1 |",
+        "| longer |  -20.5 |",
+    ]
+
+
+# Texts.
+
+
+def test_windows_are_counted_and_spread():
+    tokens = TokenizedText((1,), np.arange(100, dtype=np.int32))
+    assert tokens.windows(11) == 10 and tokens.windows(12) == 9
+    windows = tokens.cut(11)
+    assert windows.shape == (10, 11) and windows.dtype == np.int32
+    assert (windows[:, 0] == 1).all() and (windows[:, 1:].ravel() == np.arange(100)).all()
+    assert tokens.cut(11, 4)[:, 1].tolist() == [0, 20, 50, 70]
+    assert tokens.cut(11, 99).shape == (10, 11)
+    assert TokenizedText((), np.arange(100, dtype=np.int32)).cut(10).shape == (10, 10)
+    with pytest.raises(InputError, match="only 101 tokens; lower --window to at most 101"):
+        tokens.cut(102)
+    with pytest.raises(InputError, match="give a longer --text$"):
+        TokenizedText((1,), np.zeros(1, np.int32)).cut(3)
+
+
+def test_text_with_a_mark_and_odd_characters(tmp_path):
+    file = tmp_path / "text.txt"
+    content = "Caf\u00e9 \U0001f30a \x00\u200b \ufffd\n\ttabs\n"
+    file.write_bytes(b"\xef\xbb\xbf" + content.replace("\n", "\r\n").encode())
+    text = read_text(str(file))
+    assert text.content == content and text.name == "text.txt" and len(text.sha256) == 64
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(embedded()))
+    tokens = tokenize(text, tokenizer, 1024)
+    assert tokenizer.decode(tokens.tokens.tolist()) == content
+    # As a prompt of the generate command.
+    assert [*tokens.prefix, *tokens.tokens.tolist()] == tokenizer.encode(content)
+    with pytest.raises(InputError, match="tokenizer is not this model's"):
+        tokenize(text, tokenizer, 5)
+
+
+def distributions(spread: float, tokens: int = 50) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities [3, 4, tokens] of one, the likeliest first, and of another one near it."""
+    rng = np.random.default_rng(1)
+    logits = rng.normal(0, 3, (3, 4, tokens))
+    both = np.stack([logits, logits + rng.normal(0, spread, logits.shape)])
+    both -= np.log(np.exp(both).sum(axis=-1, keepdims=True))
+    order = np.argsort(-both[0], axis=-1)
+    p, q = (np.take_along_axis(x, order, axis=-1).astype(np.float32) for x in both)
+    return p, q
+
+
+@pytest.mark.parametrize("spread", [1e-3, 0.1, 3.0])
+def test_divergence(spread):
+    p, q = distributions(spread)
+    exact = np.sum(np.exp(p.astype(np.float64)) * (p.astype(np.float64) - q), axis=-1)
+    np.testing.assert_allclose(divergence(p, q), exact, rtol=1e-3, atol=1e-6)
+    assert (divergence(p, p) == 0).all()
+    # Of fewer tokens it is less, and of none nothing.
+    parts = [divergence(p[..., :n], q[..., :n]) for n in (50, 20, 5, 0)]
+    for more, fewer in zip(parts, parts[1:], strict=False):
+        assert (fewer <= more + 1e-6).all() and (fewer >= 0).all()
+    assert (parts[-1] == 0).all()
+    assert parts[1].mean() > 0.5 * parts[0].mean()
+
+
+def test_divergence_where_a_likely_token_became_impossible():
+    p = np.log(np.array([[0.5, 0.25]], np.float32))
+    q = np.array([[math.log(0.75), -1e4]], np.float32)
+    assert divergence(p, q) == pytest.approx(0.25 * 1e4, rel=1e-3)
+    assert divergence(q, p) == pytest.approx(0.75 * math.log(1.5), rel=1e-3)

@@ -1,0 +1,71 @@
+"""One product for queries, keys and values, in place of two."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import SPARSE, engine, random_model
+
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.models import blueprint
+from infinigen_jax.models.joined import join, split
+from infinigen_jax.transfer import XlaTransfer
+
+
+@pytest.mark.parametrize("name", ["gqa", "opt", "qwen2", "qwen3"])
+def test_a_layer_of_either_form_is_the_same(name: str):
+    model = random_model(name)
+    config, params = model.config, model.params["layers"][1]
+    joined = join(params)
+    width = config.query_width
+    assert "q" not in joined and joined["qkv"]["kernel"].shape[1] == width + (
+        2 * config.num_kv_heads * config.head_dim
+    )
+    assert join(joined) is joined and split(params, width) is params
+    jax.tree.map(np.testing.assert_array_equal, split(joined, width), params)
+    plan = blueprint(config, model.dtype)
+    a = jnp.asarray(np.random.default_rng(0).normal(size=(3, config.hidden_size)), jnp.float32)
+    positions = jnp.arange(3, dtype=jnp.int32)
+    one, other = (plan.layer(form) for form in (params, joined))
+    for mine, expected in zip(
+        (other.query(a, positions), *other.key_value(a, positions)),
+        (one.query(a, positions), *one.key_value(a, positions)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_has_one_product_for_the_three():
+    model = random_model("gqa")
+    plan, params = blueprint(model.config, model.dtype), join(model.params["layers"][0])
+    a, positions = jnp.ones((1, model.config.hidden_size)), jnp.zeros(1, jnp.int32)
+
+    def project(params, a):
+        layer = plan.layer(params)
+        return layer.query(a, positions), layer.key_value(a, positions)
+
+    compiled = jax.jit(project).lower(params, a).compile().as_text()
+    assert compiled is not None and compiled.count(" dot(") == 1
+
+
+def test_only_where_rows_are_read_in_place(monkeypatch):
+    here = engine("gqa")
+    assert all("qkv" in layer for layer in here.weights.params["layers"])
+    there = Engine(here.model, policy=SPARSE, dense_layers=1, weights="host")
+    assert all("qkv" not in layer for layer in there.weights.params["layers"])
+    monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer())
+    moved = Engine(here.model, policy=SPARSE, dense_layers=1)
+    assert all("qkv" not in layer for layer in moved.weights.params["layers"])
+
+
+def test_no_second_copy_is_kept():
+    model = random_model.__wrapped__("gqa")
+    kernel = weakref.ref(model.params["layers"][0]["q"]["kernel"])
+    made = Engine(model, policy=SPARSE)
+    assert made.model.params["layers"][0] is made.weights.params["layers"][0]
+    del model
+    gc.collect()
+    assert kernel() is None

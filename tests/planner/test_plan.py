@@ -1,0 +1,390 @@
+"""Plans: the bytes of what is then allocated, the advice, and the command line."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import only
+
+from infinigen_jax import plan
+from infinigen_jax.cache.layers import DenseLayer, Resident
+from infinigen_jax.checkpoint.hf_folder import read_config
+from infinigen_jax.cli.options import make_engine, make_policy
+from infinigen_jax.loading import load as checkpoint
+from infinigen_jax.machine.memory_limits import available_host_bytes, format_bytes, tree_bytes
+from infinigen_jax.planner import advice
+from infinigen_jax.planner.forecast import Forecast, Machine, Planner, conversion_of
+from infinigen_jax.sampling import Sampling
+
+GIB = 1 << 30
+HERE = Machine(None, 64 * GIB, 1e10, 2e9)
+GPU = ("--device-memory", "80", "--device-bandwidth", "2000", "--copy-bandwidth", "50")
+BIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+OPT_30B = {
+    "model_type": "opt",
+    "hidden_size": 7168,
+    "ffn_dim": 28672,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 56,
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "do_layer_norm_before": True,
+}
+SMALL_GPU = Machine(24 * GIB, 256 * GIB, 2e12, 5e10)  # smaller than the weights of OPT-30B
+
+
+def parsed(*options: str, context: int = 256):
+    return plan.build_parser().parse_args(["--context", str(context), *options])
+
+
+def planner(folder: Path, machine: Machine, *options: str) -> Planner:
+    arguments = parsed(*options)
+    dtype = jnp.dtype("bfloat16" if machine.separate else "float32")
+    _, config = read_config(folder)
+    return Planner(
+        config, dtype, conversion_of(folder, config), make_policy(arguments), arguments, machine
+    )
+
+
+def seconds(forecast: Forecast | None) -> float:
+    assert forecast is not None and forecast.seconds is not None
+    return forecast.seconds
+
+
+@functools.cache
+def big(tmp: Path) -> Path:
+    tmp.mkdir(exist_ok=True)
+    (tmp / "config.json").write_text(json.dumps(BIG))
+    return tmp
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with nothing but a config.json."""
+    return big(tmp_path_factory.mktemp("big"))
+
+
+@pytest.fixture(scope="module")
+def opt(tmp_path_factory) -> Path:
+    """Another, of OPT-30B."""
+    folder = tmp_path_factory.mktemp("opt")
+    (folder / "config.json").write_text(json.dumps(OPT_30B))
+    return folder
+
+
+BYTES = [
+    (),
+    ("--dense-layers=0", "--hot-set=2", "--rows=int8"),
+    ("--policy=infinigen-paper", "--index-dtype=float32"),
+    ("--policy=full", "--dense-layers=9"),
+    ("--policy=quest",),
+    ("--pool-tokens=128",),
+]
+
+
+@pytest.mark.usefixtures("shallow")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(
+            name, options, marks=pytest.mark.slow if model and options not in BYTES[:2] else ()
+        )
+        for model, name in enumerate(checkpoint.EMBEDDED)
+        for options in BYTES
+    ],
+)
+def test_the_bytes_are_those_that_are_allocated(name, options):
+    model = checkpoint.load(checkpoint.embedded(name), "float32")
+    arguments = parsed(*options)
+    engine = make_engine(model, make_policy(arguments), arguments)
+    run = engine.start([[3] * 200, [5] * 70], 56, Sampling())
+    planned = planner(checkpoint.embedded(name), HERE, *options)
+    forecast = planned.forecast(planned.asked, 2, 256)
+    assert forecast.weights == tree_bytes(model.params)
+    assert forecast.speculation == tree_bytes(engine.weights.policy)
+    kept = [model.bases, model.svd_bases, [a.basis for a in model.ahead or ()]]
+    assert forecast.bases == tree_bytes(kept)
+    cache, expected = run.cache, forecast.plan
+    assert expected.host_cache == tree_bytes(cache.host)
+    assert expected.index == tree_bytes(cache.states)
+    assert expected.hot + expected.pool == tree_bytes((cache.hot, cache.pool))
+    dense = [local for local in cache.local if isinstance(local, DenseLayer)]
+    assert expected.dense_cache == tree_bytes(dense)
+    assert expected.resident == tree_bytes([x for x in cache.local if isinstance(x, Resident)])
+    assert expected == run.plan
+
+
+def test_the_whole_cache_goes_to_a_device_that_has_room(folder):
+    machine = Machine(80 * GIB, 256 * GIB, 2e12, 5e10)
+    found = advice.advise(planner(folder, machine), 1, 8192)
+    assert found.full.fits and seconds(found.full) < seconds(found.asked)
+    assert found.best is not None and found.best.settings.dense_layers == 32
+    assert "fits and is faster" in advice.verdict(found)[0]
+    given = advice.advise(planner(folder, machine, "--dense-layers=3"), 1, 8192)
+    assert given.best is not None and given.best.settings.dense_layers == 3
+
+
+def test_a_slow_bus_makes_for_a_smaller_budget(folder):
+    chosen = ("--dense-layers=2",)
+    slow = advice.best_settings(
+        planner(folder, Machine(80 * GIB, 99 * GIB, 2e12, 1e9), *chosen), 1, 16384
+    )
+    fast = advice.best_settings(
+        planner(folder, Machine(80 * GIB, 99 * GIB, 2e12, 1e12), *chosen), 1, 16384
+    )
+    assert slow is not None and fast is not None
+    assert slow.settings.budget == 0.02 and fast.settings.budget == 0.1
+    assert seconds(slow) > seconds(fast)
+    same = planner(folder, Machine(80 * GIB, 99 * GIB, 2e12, 1e9), *chosen, "--budget=0.08")
+    kept = advice.best_settings(same, 1, 16384)
+    assert kept is not None and kept.settings.budget == 0.08
+
+
+@pytest.mark.parametrize("late, budget", [(1.05, 0.1), (1.5, 0.05)])
+def test_a_smaller_budget_has_to_be_worth_it(folder, late, budget):
+    """Of a bus that takes a little longer than reading memory does, and of one much longer."""
+    made = planner(folder, SMALL_GPU, "--dense-layers=2", "--hot-set=0")
+    asked = made.forecast(made.asked, 1, 16384)
+    rate = 2e12 * asked.traffic.link / asked.traffic.memory / late
+    made.machine = dataclasses.replace(SMALL_GPU, copy_bandwidth=rate)
+    best = advice.best_settings(made, 1, 16384)
+    assert best is not None and best.settings.budget == budget
+
+
+@pytest.mark.parametrize("machine", [HERE, Machine(80 * GIB, 64 * GIB, 2e12, 5e10)])
+def test_layers_that_have_to_be_dense_stay_so(machine):
+    """A conversion has found two of tiny-opt; with none a step would be faster."""
+    made = planner(checkpoint.embedded("tiny-opt"), machine)
+    assert made.asked.dense_layers == 2
+    best = advice.best_settings(made, 1, 1024)
+    assert best is not None and best.settings.dense_layers >= 2
+    none = dataclasses.replace(best.settings, dense_layers=0)
+    if machine is HERE:
+        assert seconds(made.forecast(none, 1, 1024)) < seconds(best)
+
+
+@pytest.mark.parametrize("options, asked", [((), 2), (("--dense-layers=3",), 3)])
+def test_fewer_dense_layers_are_a_last_resort(folder, options, asked):
+    made = planner(folder, SMALL_GPU, "--weights=device", "--hot-set=0", *options)
+    least = dataclasses.replace(made.asked, rows="int4", prefill_chunk=256)
+    needed = [
+        made.forecast(dataclasses.replace(least, dense_layers=n), 4, 65536).device
+        for n in range(asked + 1)
+    ]
+    assert needed == sorted(needed)
+    made.machine = dataclasses.replace(SMALL_GPU, device_memory=needed[-1] - 1)
+    found = advice.advise(made, 4, 65536)
+    assert found.best is None and found.last_resort is not None and found.last_resort.fits
+    assert found.last_resort.settings.dense_layers == asked - 1
+    *_, nothing, last = advice.verdict(found)
+    assert nothing.startswith("nothing fits: at most ") and last.startswith("a last resort")
+    assert "may lose quality" in last and f"--dense-layers {asked - 1}" in last
+    made.machine = dataclasses.replace(SMALL_GPU, device_memory=needed[-1])
+    found = advice.advise(made, 4, 65536)
+    assert found.best is not None and found.best.settings.dense_layers == asked
+    assert found.last_resort is None and "last resort" not in "".join(advice.verdict(found))
+
+
+def test_weights_go_to_the_host_only_where_they_have_to(opt):
+    made = planner(opt, SMALL_GPU)
+    found = advice.advise(made, 8, 2048)
+    best = found.best
+    assert best is not None and best.settings.weights == "host" and best.fits
+    # Of its step nearly all is the time of the weights, which no budget makes less.
+    assert best.settings.budget == 0.1 and best.settings.dense_layers >= 2
+    assert "--weights host" in advice.verdict(found)[-1]
+    given = advice.best_settings(planner(opt, SMALL_GPU, "--weights=host"), 8, 2048)
+    assert given is not None and given.settings == best.settings
+    made.machine = dataclasses.replace(SMALL_GPU, device_memory=96 * GIB)
+    roomy = advice.advise(made, 8, 2048)
+    assert roomy.best is not None and roomy.best.settings.weights == "device"
+    assert "--weights" not in "".join(advice.verdict(roomy))
+    # What fits at most is counted with them there, unless they are to stay.
+    made.machine = dataclasses.replace(SMALL_GPU, device_memory=17 * GIB)
+    assert advice.fits(made, [2], 1, 2048) and not advice.fits(made, [2], 16, 2048)
+    made.arguments.weights = "device"
+    assert not advice.fits(made, [2], 1, 2048)
+    assert advice.best_settings(made, 8, 2048) is None
+
+
+def test_weights_in_host_memory(folder):
+    """Of a model that the device has no room for."""
+    machine = Machine(12 * GIB, 256 * GIB, 2e12, 5e10)
+    here, there = (planner(folder, machine, f"--weights={place}") for place in ("device", "host"))
+    here, there = (made.forecast(made.asked, 1, 4096) for made in (here, there))
+    assert there.fits and not here.fits
+    assert here.weights == there.weights + there.weights_on_host
+    arriving = 2 * there.weights_on_host // 32
+    assert there.prefill - here.prefill == there.decode - here.decode == arriving
+    assert there.host == there.plan.host_cache + there.weights_on_host
+    assert seconds(there) > there.weights_on_host / 5e10
+    assert there.traffic.link == here.traffic.link
+    assert there.traffic.brought == there.weights_on_host and not here.traffic.brought
+    assert not any("weights from" in line for line in plan.table(here))
+    lines = dict(line.strip().split("  ", 1) for line in plan.table(there) if " from the " in line)
+    assert lines.keys() == {"rows from the host", "weights from the host"}
+    for name, count in zip(lines, (there.traffic.link, there.weights_on_host), strict=True):
+        assert format_bytes(count) in lines[name] and "at 50.0 GB/s" in lines[name]
+
+
+def test_a_prompt_that_takes_too_much_is_read_in_shorter_chunks(folder):
+    """Before rows lose precision; and the workspace of its layers shrinks by it."""
+    options = ("--dense-layers=0", "--hot-set=2")
+    roomy = planner(folder, Machine(80 * GIB, 256 * GIB, 2e12, 5e10), *options)
+    whole = roomy.forecast(roomy.asked, 4, 65536)
+    assert whole.prefill > whole.decode and whole.settings.prefill_chunk is None
+    roomy.machine = Machine(whole.device - whole.prefill // 3, 256 * GIB, 2e12, 5e10)
+    found = advice.advise(roomy, 4, 65536)
+    best = found.best
+    assert not found.asked.fits and best is not None and best.settings.rows == "auto"
+    assert best.settings.prefill_chunk in advice.SMALLER_CHUNKS and best.chunk < whole.chunk
+    assert f"--prefill-chunk {best.settings.prefill_chunk}" in advice.verdict(found)[-1]
+    given = planner(folder, roomy.machine, *options, "--prefill-chunk=2048")
+    assert list(advice.chunk_choices(given)) == [2048]
+
+
+def test_a_small_host_takes_small_rows(folder):
+    machine = Machine(80 * GIB, 9 * GIB, 2e12, 5e10)
+    best = advice.best_settings(planner(folder, machine, "--dense-layers=2"), 8, 16384)
+    assert best is not None and best.settings.rows == "int8"
+    assert best.plan.host_cache <= 9 * GIB
+
+
+@settings(max_examples=10)
+@given(device=st.integers(1, 200), host=st.integers(1, 200), batch=st.integers(1, 8))
+def test_what_is_recommended_fits(folder, device, host, batch):
+    machine = Machine(device * GIB, host * GIB, 2e12, 5e10)
+    made = _planner(folder, machine)
+    found = advice.advise(made, batch, 4096)
+    if found.best is None:
+        assert not found.asked.fits
+        assert found.most_batch is not None and found.most_batch < batch
+        assert found.most_context is not None and found.most_context < 4096
+        return
+    assert found.best.fits
+    assert found.best.settings.dense_layers >= found.asked.settings.dense_layers
+    assert not found.asked.fits or seconds(found.best) <= seconds(found.asked)
+    assert not found.asked.fits or found.best.settings.weights == "device"
+    # More memory never makes it slower.
+    more = Machine(2 * device * GIB, 2 * host * GIB, 2e12, 5e10)
+    better = advice.best_settings(_planner(folder, more), batch, 4096)
+    assert better is not None
+    same = [(s.rows, s.budget) for s in (better.settings, found.best.settings)]
+    if same[0] == same[1]:
+        assert seconds(better) <= seconds(found.best)
+
+
+_made: dict[Path, Planner] = {}
+
+
+def _planner(folder: Path, machine: Machine) -> Planner:
+    """Shapes are traced once for all examples."""
+    if folder not in _made:
+        _made[folder] = planner(folder, machine)
+    made = _made[folder]
+    made.machine = machine
+    return made
+
+
+def test_command_line(folder, tmp_path, command):
+    out = tmp_path / "plan.json"
+    arguments = ("--model", folder, "--context", "65536", *GPU, "--host-memory", "256")
+    status, text, errors = command(plan.main, *arguments, "--json", out)
+    assert status == 0 and errors == "" and "recommended: " in text
+    record = json.loads(out.read_text())
+    assert record["asked"]["fits"] and record["context"] == 65536
+    rows = 30 * 8 * 65536 * 128 * 2 * 2
+    assert record["asked"]["plan"]["host_cache"] == rows
+    assert record["asked"]["machine"]["copy_bandwidth"] == 50e9
+    small = ("--model", folder, "--context", "65536", *GPU[2:], "--device-memory", "2")
+    status, text, _ = command(plan.main, *small)
+    assert status == 0 and "too much" in text and "nothing fits" in text
+
+
+@pytest.mark.parametrize("option", [None, "--device-bandwidth", "--copy-bandwidth"])
+def test_bytes_need_no_bandwidths(folder, tmp_path, command, option):
+    """Of a device that is not here; times do, and with one of them there are none either."""
+    known = [] if option is None else [option, "100"]
+    out = tmp_path / "plan.json"
+    options = ("--model", folder, "--context", "65536", "--host-memory", "256", "--json", out)
+    status, text, errors = command(plan.main, *options, "--device-memory", "80", *known)
+    assert status == 0 and errors == ""
+    assert " ms" not in text and "recommended" not in text and "faster" not in text
+    (line,) = [line for line in text.splitlines() if line.startswith("times are left out")]
+    for other in ("--device-bandwidth", "--copy-bandwidth"):
+        assert (other in line) == (other != option)
+    assert "at the peak" in text and "fits: as it is, --dense-layers 2" in text
+    assert "full cache on the device fits: --dense-layers 32" in text
+    record = json.loads(out.read_text())
+    asked = record["asked"]
+    assert asked["fits"] and asked["device"] > 0 and record["recommended"] == asked
+    assert all(record[name]["seconds"] is None for name in ("asked", "full_on_device"))
+    rates: dict[str, float | None] = {"memory_bandwidth": 1e11, "copy_bandwidth": 1e11}
+    missing = {"--device-bandwidth": "copy_bandwidth", "--copy-bandwidth": "memory_bandwidth"}
+    for name in rates if option is None else [missing[option]]:
+        rates[name] = None
+    assert rates.items() <= asked["machine"].items()
+
+
+def test_what_fits_without_bandwidths(folder, command):
+    """What is nearest to what was asked for; else how much would."""
+    options = ("--model", folder, "--context", "65536", "--host-memory", "256")
+    status, text, _ = command(plan.main, *options, "--device-memory", "19.5")
+    assert status == 0 and "too much" in text
+    assert "would fit: --dense-layers 2 --hot-set 0 --rows auto --budget 0.1: " in text
+    status, text, _ = command(plan.main, *options, "--batch", "9", "--device-memory", "14")
+    assert status == 0 and "nothing fits: at most " in text and " ms" not in text
+
+
+def test_here_and_now(command, monkeypatch):
+    """The embedded model on this machine, with its bandwidths measured."""
+    from infinigen_jax.planner import bandwidths
+
+    reads = functools.partial(bandwidths.memory_read_bandwidth, 1 << 24)
+    monkeypatch.setattr(bandwidths, "memory_read_bandwidth", reads)
+    gathers = functools.partial(bandwidths.gather_bandwidth, 1 << 22)
+    monkeypatch.setattr(bandwidths, "gather_bandwidth", gathers)
+    status, text, errors = command(plan.main, "--context", "512")
+    assert status == 0 and errors == ""
+    assert "fits" in text and " ms" in text and "GB/s" in text
+    machine = plan.this_machine(parsed())
+    assert not machine.separate or jax.default_backend() != "cpu"
+    assert abs(machine.host_memory - available_host_bytes()) < GIB
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--context", "0"), "--context 0"),
+        (("--context", "9999"), "--context 9999: the model has 1024 positions"),
+        (("--context", "64", "--batch", "0"), "--batch 0"),
+        (("--context", "64", "--device-memory", "-1"), "--device-memory -1"),
+        (("--context", "64", "--weights", "disk", *GPU), "--weights disk"),
+        (("--context", "64", "--host-memory", "nan"), "--host-memory nan"),
+        (("--context", "64", "--rows", "int3", *GPU), "--rows int3"),
+        (("--context", "64", "--dense-layers", "-1", *GPU), "--dense-layers -1"),
+        (("--context", "64", "--model", "/nowhere"), "/nowhere: no such folder"),
+        (("--context", "64", "--json", "/nowhere/x"), "--json"),
+        (("--context", "64", "--dtype", "int8", *GPU), "--dtype int8"),
+    ],
+)
+def test_bad_options(options, message, command, tmp_path):
+    status, text, errors = command(plan.main, *options)
+    assert status == 2 and text == "" and errors.count("\n") == 1
+    assert errors.startswith("error: ") and message in errors
+    assert only(tmp_path) == []

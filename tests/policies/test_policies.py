@@ -1,0 +1,290 @@
+"""The policies that InfiniGen is compared with, against plain NumPy and against the full cache."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import NEW, RAGGED, counts_of, engine, finished, random_model
+
+from infinigen_jax.cache.layers import Slots
+from infinigen_jax.errors import InputError
+from infinigen_jax.ops.span import Span
+from infinigen_jax.policies import (
+    H2O,
+    POLICIES,
+    Full,
+    Oracle,
+    Policy,
+    PreviousQuery,
+    Quest,
+    Window,
+)
+from infinigen_jax.policies.base import Attended, Lookup
+
+KINDS = [Window, H2O, Quest, PreviousQuery, Oracle]
+B, K, G, D, T = 2, 2, 2, 8, 128
+SINKS, RECENT = 2, 4
+POSITIONS = np.array([60, 37])
+CONFIG = random_model("gqa").config
+
+
+def drawn(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+class FixedQuery:
+    """A layer whose query is given; its attention input is not used."""
+
+    def __init__(self, query: np.ndarray):
+        self.given = jnp.asarray(query.reshape(B, K * G, D))
+
+    def query(self, a, positions):
+        return self.given
+
+    def attention_input(self, x):
+        raise AssertionError("not asked for")
+
+    key_value = finish_query = attention_output = mlp = attention_input
+
+
+def settings(**more):
+    return {"budget": 0.2, "sinks": SINKS, "window": RECENT} | more
+
+
+def lookup(policy, layer: Any, state, at) -> Lookup:
+    """What a policy without weights of its own sees."""
+    size = policy.request_size(T)
+    return Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, size)
+
+
+def chosen(policy, state, query=None) -> list[list[set[int]]]:
+    """Slots that a policy selects, by sequence and KV head."""
+    layer: Any = FixedQuery(drawn(B, K, G, D) if query is None else query)
+    at = jnp.asarray(POSITIONS, jnp.int32)
+    request = policy.select(lookup(policy, layer, state, at))
+    slots, count = np.asarray(request.slots), np.asarray(request.count)
+    return [[set(slots[i, j, : count[i, j]].tolist()) for j in range(K)] for i in range(B)]
+
+
+def filled(policy, keys: np.ndarray):
+    """The policy's state when it has seen these keys [b, k, n, d]."""
+    span = Span.whole(B, keys.shape[2])
+    return policy.append({}, policy.init(CONFIG, B, T), jnp.asarray(keys), span)
+
+
+def eligible(i: int) -> np.ndarray:
+    return np.arange(SINKS, POSITIONS[i] - RECENT + 1)
+
+
+def budget(i: int) -> int:
+    return int(0.2 * POSITIONS[i])
+
+
+def best(rank: np.ndarray, i: int) -> set[int]:
+    """The budget's eligible slots of largest rank."""
+    order = sorted(eligible(i), key=lambda slot: (-rank[slot], slot))
+    return set(order[: budget(i)])
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def test_window_takes_the_most_recent():
+    policy = Window(**settings())
+    got = chosen(policy, policy.init(CONFIG, B, T))
+    for i in range(B):
+        newest = POSITIONS[i] - RECENT
+        assert got[i] == [set(range(newest - budget(i) + 1, newest + 1))] * K
+
+
+def test_oracle_takes_the_largest_weights_of_the_group():
+    keys, query = drawn(B, K, T, D, seed=1), drawn(B, K, G, D, seed=2)
+    policy = Oracle(**settings())
+    state = filled(policy, keys)
+    got = chosen(policy, state, query)
+    scores = np.einsum("bkgd,bktd->bkgt", query, keys)
+    for i, j in np.ndindex(B, K):
+        weights = np.zeros(T)
+        weights[eligible(i)] = softmax(scores[i, j][:, eligible(i)]).sum(axis=0)
+        assert got[i][j] == best(weights, i)
+
+
+def test_the_previous_query_selects_for_the_next_token():
+    keys, query = drawn(B, K, T, D, seed=1), drawn(B, K, G, D, seed=2)
+    policy, oracle = PreviousQuery(**settings()), Oracle(**settings())
+    state = filled(policy, keys)
+    exact = filled(oracle, keys)
+    nothing = jnp.zeros((B, K, 1))
+    seen = Attended(
+        jnp.asarray(query),
+        nothing.astype(jnp.int32),
+        nothing,
+        jnp.zeros((B, 1), jnp.int32),
+        nothing,
+    )
+    state = policy.observe(state, seen)
+    assert chosen(policy, state, drawn(B, K, G, D, seed=9)) == chosen(oracle, exact, query)
+    prompt = drawn(B, 50, K * G, D, seed=3)
+    lengths = np.array([50, 20])
+    state = policy.observe_queries(
+        state,
+        jnp.asarray(prompt),
+        jnp.zeros((B, K, T)),
+        Span.first(jnp.asarray(lengths, jnp.int32)),
+    )
+    last = np.stack([prompt[i, n - 1] for i, n in enumerate(lengths)]).reshape(B, K, G, D)
+    assert chosen(policy, state) == chosen(oracle, exact, last)
+
+
+def test_quest_takes_whole_pages_by_their_bounds():
+    keys, query = drawn(B, K, T, D, seed=1), drawn(B, K, G, D, seed=2)
+    page = 4
+    policy = Quest(**settings(page=page))
+    state = filled(policy, keys[:, :, :40])
+    for start in range(40, T, 8):  # and the rest as flushes bring it
+        span = Span(jnp.full((B,), start, jnp.int32), jnp.full((B,), 8, jnp.int32))
+        state = policy.append({}, state, jnp.asarray(keys[:, :, start : start + 8]), span)
+    pages = keys.reshape(B, K, T // page, page, D)
+    least, most = pages.min(axis=3), pages.max(axis=3)
+    products = [np.einsum("bkgd,bkpd->bkgpd", query, x) for x in (least, most)]
+    bound = np.maximum(*products).sum(axis=-1)
+    exact = np.einsum("bkgd,bktd->bkgt", query, keys).reshape(B, K, G, T // page, page)
+    assert (bound[..., None] >= exact - 1e-5).all()
+    got = chosen(policy, state, query)
+    for i, j in np.ndindex(B, K):
+        rank = np.repeat(softmax(bound[i, j]).sum(axis=0), page)
+        assert got[i][j] == best(rank, i)
+
+
+def test_h2o_evicts_for_good():
+    """Steps against a list of what each head still has."""
+    policy = H2O(**settings())
+    rng = np.random.default_rng(0)
+    received = rng.random((B, K, T)).astype(np.float32)
+    state, gone = jnp.asarray(received), [[set() for _ in range(K)] for _ in range(B)]
+    global POSITIONS
+    before = POSITIONS
+    try:
+        for _ in range(6):
+            got = chosen(policy, state)
+            for i, j in np.ndindex(B, K):
+                alive = np.where(np.isin(np.arange(T), list(gone[i][j])), -1.0, received[i, j])
+                left = [slot for slot in eligible(i) if slot not in gone[i][j]]
+                order = sorted(left, key=lambda slot: (-alive[slot], slot))
+                assert got[i][j] == set(order[: budget(i)])
+            at = jnp.asarray(POSITIONS, jnp.int32)
+            layer: Any = FixedQuery(drawn(B, K, G, D))
+            request = policy.select(lookup(policy, layer, state, at))
+            weights = rng.random(request.slots.shape).astype(np.float32)
+            weights = np.where(np.asarray(request.valid), weights, 0)
+            resident = np.asarray(Slots(SINKS, RECENT).positions(at))
+            recent = rng.random((B, K, resident.shape[1])).astype(np.float32)
+            for i, j in np.ndindex(B, K):
+                np.add.at(received[i, j], np.asarray(request.slots)[i, j], weights[i, j])
+                np.add.at(received[i, j], resident[i], recent[i, j])
+            seen = Attended(
+                jnp.zeros((B, K, G, D)),
+                request.slots,
+                jnp.asarray(weights),
+                jnp.asarray(resident),
+                jnp.asarray(recent),
+            )
+            state = policy.observe(state, seen)
+            for i, j in np.ndindex(B, K):
+                left = [slot for slot in eligible(i) if slot not in gone[i][j]]
+                order = sorted(left, key=lambda slot: (-received[i, j][slot], slot))
+                gone[i][j] |= set(order[budget(i) :])
+            POSITIONS = POSITIONS + 1
+    finally:
+        POSITIONS = before
+    assert all(len(slots) > 5 for row in gone for slots in row)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=() if k in (H2O, Quest) else pytest.mark.slow) for k in KINDS],
+    ids=lambda kind: kind.name,
+)
+def test_everything_fetched_is_the_full_cache(kind):
+    run = finished(engine("one", kind(budget=1.0, window=4, sinks=2)))
+    assert run.new_tokens == finished(engine("one", Full())).new_tokens
+
+
+# One that keeps a state of its own, and one that selects by the layer's own input.
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(H2O, id="h2o"), pytest.param(Quest, id="quest", marks=pytest.mark.slow)],
+)
+def test_schedules_batches_and_hot_sets_change_nothing(kind):
+    policy = kind(budget=0.15, window=4, sinks=2)
+    run = finished(engine("one", policy, 0))
+    assert run.stats().compilations_after_warmup == 0
+    layerwise = finished(engine("one", policy, 0, "layerwise"))
+    hot = finished(engine("one", policy, 0, hot_set=2.0))
+    assert run.new_tokens == layerwise.new_tokens == hot.new_tokens
+    np.testing.assert_array_equal(counts_of(run), counts_of(layerwise))
+    assert 0 < hot.stats().hot_set_hit_rate < 1
+    alone = finished(engine("one", policy, 0), RAGGED[2:])
+    assert alone.new_tokens == run.new_tokens[2:]
+    tokens = run.prompt_lengths + np.arange(NEW - 1)[:, None]
+    heads = run.decoder.host_layers * CONFIG.num_kv_heads
+    assert (counts_of(run) <= heads * (0.15 * tokens)).all()
+
+
+OFTEN = ("full", "h2o", "infinigen")  # and the others where slow tests are run
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in POLICIES]
+)
+def test_int4_rows_are_as_exact_ones_of_the_same_numbers(name):
+    """Greedy generation; before each step, the other host cache gets what this one's rows mean.
+
+    What is selected must be the same, and what is attended to but for the order of sums. (How far
+    int4 rows may be from what was stored is in test_rows.)
+    """
+    kind: Any = POLICIES[name]
+    fields = {field.name for field in dataclasses.fields(kind)}
+    policy = kind(**{n: x for n, x in settings().items() if n in fields})
+    mine, other = (engine("one", policy, 0, rows=r).start(RAGGED, NEW) for r in ("int4", "auto"))
+    cache, twin, tokens = mine.cache, other.cache, np.asarray(mine.drawn)
+    for step in range(RECENT + 2):  # rows of the prompt alone at first, then flushed ones
+        cache, twin = mine.dispatcher.flush(cache), other.dispatcher.flush(twin)
+        assert cache.host is not None and twin.host is not None
+        stored = jax.device_put(cache.host, jax.memory.Space.Device)
+        pairs = zip(cache.scales, stored, strict=True)
+        rows = jnp.stack([mine.decoder.row_format.decode(*pair) for pair in pairs])
+        assert step or np.abs(np.asarray(twin.host) - np.asarray(rows))[:, 0, :, :37].max() > 0.1
+        twin = twin._replace(host=jax.device_put(rows, twin.host.sharding))
+        got, expected = (
+            run.dispatcher.force(x, tokens) for run, x in ((mine, cache), (other, twin))
+        )
+        np.testing.assert_allclose(got.log_probs, expected.log_probs, atol=1e-4)
+        np.testing.assert_array_equal(got.counts.selected, expected.counts.selected)
+        np.testing.assert_array_equal(got.drawn, expected.drawn)
+        cache, twin, tokens = got.cache, expected.cache, np.asarray(got.drawn)
+
+
+def test_all_follow_the_protocol():
+    for name, kind in POLICIES.items():
+        policy = kind()
+        assert isinstance(policy, Policy) and policy.name == name
+        assert not (policy.observes and not policy.lead)
+        if kind is not Full:
+            made: Any = kind
+            with pytest.raises(InputError, match="--budget"):
+                made(budget=0.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "wrong"),
+    [(Quest, {"page": 0}), (Full, {"window": 0}), (Full, {"sinks": -1}), (H2O, {"window": 0})],
+)
+def test_settings_that_cannot_be_are_refused(policy, wrong):
+    with pytest.raises(InputError, match=f"--policy: .*{next(iter(wrong))}="):
+        policy(**wrong)

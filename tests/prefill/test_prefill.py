@@ -1,0 +1,288 @@
+"""Prompts in chunks, and caches that get more tokens: as if all had been read at once."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import ALL, NEW, RAGGED, SPARSE, engine, random_model, tokens_of
+
+from infinigen_jax.cache.layers import Cache, Resident
+from infinigen_jax.decode.steps import flush_cache, steps
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.policies import H2O, Full, InfiniGenPaper, Oracle, Policy, PreviousQuery, Quest
+from infinigen_jax.prefill import layer as prompt_layer
+from infinigen_jax.prefill.prefill import chunk_length, extend, prefill
+from infinigen_jax.programs.compilations import compilations
+from infinigen_jax.sampling import Sampling
+
+LONG = [[int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (150, 40, 97)]
+POLICIES: dict[str, Policy] = {
+    "infinigen": dataclasses.replace(SPARSE, tail=True, index_dtype="int4", partial_ratio=1.0),
+    "paper": InfiniGenPaper(),
+    "full": Full(window=5),
+    "h2o": H2O(window=4, sinks=2, budget=0.2),
+    "quest": Quest(window=4, sinks=2, budget=0.3),
+    "previous-query": PreviousQuery(window=4, sinks=2, budget=0.2),
+    "oracle": Oracle(window=4, sinks=2, budget=0.2),
+}
+CAPACITY = 256
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks before a chunk. Compiled programs are kept by decoder, so for the module."""
+    monkeypatch.setattr(prompt_layer, "BLOCK", 48)
+
+
+def read(chosen: Engine, prompts: list[list[int]], chunk: int | None = None) -> tuple[Cache, Any]:
+    """A cache with these prompts."""
+    tokens, lengths = padded(prompts)
+    seed = jnp.uint32(0)
+    return prefill(
+        chosen.decoder,
+        chosen.weights,
+        tokens,
+        lengths,
+        CAPACITY,
+        Sampling(),
+        seed,
+        chunk=chunk,
+    )
+
+
+def add(chosen: Engine, cache: Cache, pieces: list[list[int]], chunk: int | None = None):
+    tokens, counts = padded(pieces)
+    step = jnp.zeros(len(pieces), jnp.int32)
+    return extend(
+        chosen.decoder,
+        chosen.weights,
+        cache,
+        tokens,
+        counts,
+        Sampling(),
+        jnp.uint32(0),
+        step,
+        chunk,
+    )
+
+
+def padded(prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.zeros((len(prompts), max(1, *map(len, prompts))), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens, np.array([len(p) for p in prompts], np.int32)
+
+
+def contents(chosen: Engine, cache: Cache) -> dict[str, list[np.ndarray]]:
+    """Everything in a cache that is ever read, sequence by sequence."""
+    lengths = np.asarray(cache.lengths)
+    found: dict[str, list[np.ndarray]] = {"lengths": [lengths]}
+    host = (
+        None
+        if cache.host is None
+        else np.array(jax.device_put(cache.host, jax.memory.Space.Device))
+    )
+    held = np.asarray(chosen.decoder.slots.positions(cache.lengths - 1)) >= 0
+    for i, n in enumerate(lengths):
+        rows = [] if host is None else [host[:, i, :, :n]]
+        for local in cache.local:
+            if not isinstance(local, Resident):
+                rows += [np.asarray(x[i, :, :n]) for x in local]
+            else:
+                rows.append(np.asarray(local.rows[i][:, held[i]]))
+                rows += [] if local.left is None else [np.asarray(local.left[i])]
+        found[f"rows {i}"] = rows
+    return found
+
+
+def assert_alike(chosen: Engine, got: Cache, expected: Cache, tolerance: float = 2e-4) -> None:
+    """Sums of some hundred products of size 10, through three layers, in another order."""
+    for name, arrays in contents(chosen, expected).items():
+        for x, y in zip(contents(chosen, got)[name], arrays, strict=True):
+            np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "dense_layers", [1, *[pytest.param(n, marks=pytest.mark.slow) for n in (0, 3)]]
+)
+def test_chunks_fill_the_cache_as_one_piece_does(dense_layers):
+    chosen = engine("gqa", SPARSE, dense_layers)
+    whole, first = read(chosen, LONG)
+    for chunk in (64, 100):
+        cache, drawn = read(chosen, LONG, chunk)
+        assert drawn.tolist() == first.tolist()
+        assert_alike(chosen, cache, whole)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("infinigen", "h2o") else pytest.mark.slow)
+        for name in POLICIES
+    ],
+)
+def test_policies_go_on_alike_behind_chunks(name):
+    chosen = engine("one", POLICIES[name], 0)
+    chunked = engine("one", POLICIES[name], 0, prefill_chunk=64)
+    assert tokens_of(chunked, LONG) == tokens_of(chosen, LONG)
+
+
+def test_opt_in_chunks():
+    """Its table of positions ends before the padding does."""
+    chunked = engine("opt", prefill_chunk=64)
+    prompts = [[5] * 200, LONG[0]]
+    assert tokens_of(chunked, prompts, 56) == tokens_of(engine("opt"), prompts, 56)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(ALL, id="all", marks=pytest.mark.slow),
+        pytest.param(Full(), id="full", marks=pytest.mark.slow),
+        pytest.param(POLICIES["infinigen"], id="tail"),
+    ],
+)
+def test_more_tokens_behind_decoding_are_as_if_read_at_once(policy):
+    """Turns of different lengths, one of them without tokens, behind steps between two flushes."""
+    chosen = engine("one", policy)
+    turns = [LONG[0][:70], [], LONG[1][:3]]
+    run = chosen.start(RAGGED, NEW)
+    for _ in range(6):
+        run.advance()
+    drawn = run.drawn
+    before = [np.asarray(run.cache.lengths)]
+    whole = [p[:] for p in RAGGED]
+    # What the steps wrote, read back from a run that is asked for its tokens.
+    made = tokens_of(chosen, RAGGED, NEW)
+    for prompt, tokens in zip(whole, made, strict=True):
+        prompt += tokens[:6]
+    assert [len(p) for p in whole] == before[0].tolist()
+    cache, after = add(chosen, run.cache, turns, 64)
+    expected, first = read(chosen, [p + t for p, t in zip(whole, turns, strict=True)])
+    if policy in (ALL, Full()):  # exact: the steps in between were, too
+        assert_alike(chosen, cache, expected)
+        assert after.tolist()[::2] == first.tolist()[::2]
+    assert cache.lengths.tolist() == expected.lengths.tolist()
+    assert drawn is run.drawn
+    decoded = decode(chosen, cache, after, 8)
+    assert decoded.shape == (8, 3)
+    if policy in (ALL, Full()):
+        np.testing.assert_array_equal(decoded[:, ::2], decode(chosen, expected, first, 8)[:, ::2])
+
+
+def decode(chosen: Engine, cache: Cache, drawn: Any, number: int) -> np.ndarray:
+    """Tokens of a few steps, with flushes in between."""
+    run, step, tokens = steps(chosen.decoder), jnp.ones(cache.lengths.shape, jnp.int32), []
+    for i in range(number):
+        if i and i % chosen.decoder.policy.window == 0:
+            numbers = [jnp.int32(i) for i in range(chosen.decoder.host_layers)]
+            cache = flush_cache(chosen.decoder, chosen.weights, numbers, cache)
+        tokens.append(np.asarray(drawn))
+        new, drawn, step, _ = run.fused(
+            chosen.weights,
+            *cache.parts(chosen.decoder.policy.observes),
+            drawn,
+            jnp.uint32(0),
+            step,
+            sampling=Sampling(),
+        )
+        cache = cache.stepped(new)
+    return np.stack(tokens)
+
+
+def test_a_sequence_gets_what_it_would_get_alone():
+    chosen = engine("one", SPARSE)
+    cache, _ = read(chosen, LONG, 64)
+    cache, drawn = add(chosen, cache, [LONG[1], LONG[2], []], 64)
+    for i, turn in ((0, LONG[1]), (1, LONG[2])):
+        alone, _ = read(chosen, [LONG[i]], 64)
+        alone, first = add(chosen, alone, [turn], 64)
+        assert drawn[i] == first[0]
+    untouched, _ = read(chosen, LONG, 64)
+    for x, y in zip(
+        contents(chosen, cache)["rows 2"], contents(chosen, untouched)["rows 2"], strict=True
+    ):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_cache_is_filled_to_its_last_slot():
+    """The last chunk with its padding would not fit."""
+    chosen = engine("one", SPARSE)
+    text = [int(i) for i in np.random.default_rng(4).integers(3, 96, CAPACITY)]
+    whole, first = read(chosen, [text])
+    cache, _ = read(chosen, [text[:170]], 64)
+    cache, drawn = add(chosen, cache, [text[170:]], 64)
+    assert drawn.tolist() == first.tolist()
+    assert_alike(chosen, cache, whole)
+
+
+@pytest.mark.parametrize("rows", ["int8", "int4"])
+def test_small_rows_are_scaled_by_the_first_chunk(rows):
+    chosen = engine("one", SPARSE, rows=rows)
+    first, _ = read(chosen, [p[:64] for p in LONG])
+    cache, _ = read(chosen, LONG, 64)
+    whole, _ = read(chosen, LONG)
+    for i in range(3):
+        for of_chunks, of_first in zip(cache.scales, first.scales, strict=True):
+            if len(LONG[i]) >= 64:
+                np.testing.assert_array_equal(of_chunks.spread[i], of_first.spread[i])
+    # Each layer's rows are read as stored by the chunks behind: near, not equal.
+    bound = {"int8": 0.05, "int4": 0.5}[rows]
+    for x, y in zip(cache.local, whole.local, strict=True):
+        if isinstance(x, Resident) and isinstance(y, Resident):
+            error = np.abs(np.asarray(x.rows - y.rows)).mean() / np.abs(np.asarray(y.rows)).mean()
+            assert error < bound
+
+
+def test_one_compilation_serves_all_chunks():
+    chosen = Engine(
+        random_model("one"), policy=dataclasses.replace(SPARSE, window=6), dense_layers=0
+    )
+    read(chosen, [LONG[0][:128]], 64)
+    before = compilations()
+    cache, _ = read(chosen, [LONG[0] + LONG[1]], 64)
+    jax.block_until_ready(cache)
+    assert compilations() == before
+
+
+def test_chunk_lengths():
+    assert [chunk_length(n, 1024) for n in (1, 64, 65, 500, 600)] == [64, 64, 128, 512, 640]
+    assert [chunk_length(n, 1024) for n in (1024, 1025, 1100, 65536)] == [1024, 640, 640, 1024]
+    for tokens in range(1, 9000, 37):
+        length = chunk_length(tokens, 1024)
+        assert length <= 1024
+        assert -(-tokens // length) * length - tokens < length
+
+
+def test_progress_is_told_chunk_by_chunk():
+    told: list[tuple[int, int]] = []
+    chunked = Engine(random_model("one"), policy=SPARSE, dense_layers=0, prefill_chunk=64)
+    chunked.start(LONG, 2, notify=lambda *done: told.append(done))
+    assert told == [(64, 150), (128, 150), (150, 150)]
+    told.clear()
+    chunked.start([LONG[1]], 2, notify=lambda *done: told.append(done))
+    assert told == []
+
+
+def test_chunks_of_no_token_are_refused(command):
+    from infinigen_jax import generate
+
+    for given in ("0", "many"):
+        status, out, error = command(
+            generate.main, "--prompt", "A", "--prefill-chunk", given, "--quiet"
+        )
+        assert (status, out) == (2, "") and error.count("\n") == 1
+        assert f"--prefill-chunk {given}" in error
+
+
+def test_generate_shows_how_far_a_long_prompt_is_read(command):
+    from infinigen_jax import generate
+
+    arguments = ("--prompt", "one two three four " * 20, "--max-new-tokens", 1)
+    whole = command(generate.main, *arguments, "--quiet")
+    chunked = command(generate.main, *arguments, "--prefill-chunk", 64)
+    assert chunked[:2] == whole[:2] and whole[2] == ""
+    assert "prompt: 100%" in chunked[2] and "first token after" in chunked[2]

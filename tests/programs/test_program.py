@@ -1,0 +1,117 @@
+"""Compiled programs on disk: when one is loaded, and when it is compiled again."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from tiny import ROOT
+
+from infinigen_jax.programs.program import SUFFIX, Program
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder in which programs are kept; JAX's own cache, which may save one, is off."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("JAX_ENABLE_COMPILATION_CACHE", raising=False)
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it remembers whether it is on
+    yield tmp_path
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+def kept(folder: Path) -> set[Path]:
+    return set(folder.glob("*" + SUFFIX))
+
+
+class Traced:
+    """A function that counts how often it is traced."""
+
+    traces = 0
+
+    def program(self, settings: Any = ()) -> Program:
+        def function(x: jax.Array, *, factor: int = 2) -> jax.Array:
+            self.traces += 1
+            return factor * x
+
+        return Program(function, settings, static_argnames="factor")
+
+    def call(self, program: Program, number: int = 4, **static: int) -> None:
+        x = np.arange(number, dtype=np.int32)
+        got = program(jnp.asarray(x), **static)
+        np.testing.assert_array_equal(got, static.get("factor", 2) * x)
+
+
+def test_the_same_program_is_traced_once(folder):
+    traced = Traced()
+    first = traced.program()
+    for _ in range(2):
+        traced.call(first)
+    traced.call(traced.program())
+    assert traced.traces == 1 and len(kept(folder)) == 1
+
+
+def test_other_settings_shapes_and_static_arguments_are_other_files(folder):
+    traced = Traced()
+    base = traced.program("base")
+    calls: list[Callable[[], None]] = [
+        lambda: traced.call(base),
+        lambda: traced.call(traced.program("other")),
+        lambda: traced.call(base, number=5),
+        lambda: traced.call(base, factor=3),
+    ]
+    for number, call in enumerate(calls, 1):
+        call()
+        assert traced.traces == len(kept(folder)) == number
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b""])
+def test_a_damaged_file_is_compiled_and_written_again(folder, damage):
+    traced = Traced()
+    traced.call(traced.program())
+    (file,) = kept(folder)
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    traced.call(traced.program())
+    assert traced.traces == 2 and kept(folder) == {file}
+    assert len(file.read_bytes()) > len(whole) // 2
+    traced.call(traced.program())
+    assert traced.traces == 2
+
+
+def test_without_a_folder_programs_run(folder, monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
+    traced = Traced()
+    traced.call(traced.program())
+    assert traced.traces == 1 and not kept(folder)
+
+
+LAPACK = """
+import jax, jax.numpy as jnp, numpy as np
+from infinigen_jax.programs.program import Program
+
+def inverse(x):
+    print("traced")
+    return jnp.linalg.inv(x)
+
+matrix = np.array([[2, 1], [1, 3]], np.float32)
+np.testing.assert_allclose(Program(inverse, ())(matrix) @ matrix, np.eye(2), atol=1e-5)
+"""
+
+
+def test_a_program_with_lapack_is_loaded_by_a_fresh_process(folder):
+    printed = []
+    for _ in range(2):
+        command = [sys.executable, "-c", LAPACK]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        printed.append(done.stdout)
+    assert printed == ["traced\n", ""]

@@ -1,0 +1,201 @@
+"""The index in its dtypes: scores, which tokens they find, and an engine that uses them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import random_model
+
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.models import blueprint
+from infinigen_jax.ops.span import Span
+from infinigen_jax.policies import InfiniGen
+from infinigen_jax.policies.base import Lookup
+from infinigen_jax.speculation.index import BITS, INDEX_DTYPES, IndexFormat
+from infinigen_jax.speculation.query import partial_keys, speculation_weights
+
+encode = jax.jit(IndexFormat.encode, static_argnums=0)
+scores_of = jax.jit(IndexFormat.scores, static_argnums=0)
+
+
+def random_keys(b=2, k=2, r=32, t=100, seed=0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(b, k, r, t)), jnp.float32)
+
+
+def random_query(b=2, k=2, g=3, r=32, seed=1) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(b, k, g, r)), jnp.float32)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 8, 13, 32])
+@pytest.mark.parametrize("name", INDEX_DTYPES)
+def test_scores_are_those_of_keys_off_by_half_a_step(name, columns):
+    form = IndexFormat(name, columns)
+    keys, query = random_keys(r=columns), random_query(r=columns)
+    entries = encode(form, keys)
+    assert entries.shape == (2, 2, form.entries, 100) and entries.dtype == form.dtype
+    assert form.empty(2, 2, 100).shape == entries.shape
+    scores = scores_of(form, query, entries)
+    assert scores.shape == (2, 2, 3, 100) and scores.dtype == jnp.float32
+    exact = np.einsum("bkgr,bkrt->bkgt", query, keys)
+    off = np.abs(np.asarray(keys)).max(axis=2) * 2.0**-7
+    if form.quantised:
+        span = np.ptp(np.asarray(keys), axis=2) + off
+        off = 0.5 * span / (2**BITS - 1) * (1 + 2.0**-7)
+    weight = np.abs(np.asarray(query)).sum(axis=-1)
+    assert (np.abs(scores - exact) <= weight[..., None] * off[:, :, None] + 1e-4).all()
+
+
+def test_words_of_a_token():
+    assert [IndexFormat("int4", r).entries for r in (1, 16, 38, 128)] == [2, 3, 6, 17]
+    # All columns in int4 against a quarter of them in bfloat16: 68 bytes and 64.
+    assert 4 * IndexFormat("int4", 128).entries == 68
+    assert 2 * IndexFormat("bfloat16", 32).entries == 64
+
+
+def test_a_share_of_the_columns_fills_its_words():
+    def columns(name: str, ratio: float, heads: tuple[int, ...] = (8, 32, 80, 128)) -> list[int]:
+        return [IndexFormat.of_share(name, d, ratio).columns for d in heads]
+
+    assert columns("int4", 0.75) == [8, 24, 64, 96]
+    assert columns("float32", 0.3) == [2, 9, 24, 38], "the paper's"
+    assert columns("int4", 0.01) == [8, 8, 8, 8] and columns("int4", 1.0, (12,)) == [12]
+    for d, ratio in ((32, 0.3), (80, 0.75)):
+        asked = IndexFormat("int4", int(d * ratio))
+        assert asked.entries == IndexFormat.of_share("int4", d, ratio).entries
+
+
+def test_both_ways_of_scoring_agree():
+    """The passes of the CPU and the reduction of the GPU."""
+    form = IndexFormat("int4", 24)
+    entries, query = encode(form, random_keys(r=24)), random_query(r=24)
+    by_word = query.reshape(2, 2, 3, form.code_words, -1)
+    step, start = (jnp.asarray(random_keys(r=heads)) for heads in (1, 3))
+
+    def begin():
+        return step, start
+
+    one = jax.jit(lambda q, x: form._in_passes(q, x, begin, lambda x: x))(by_word, entries)
+    other = jax.jit(lambda q, x: form._reduced(q, x, begin))(by_word, entries)
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["float32", "int4"])
+@pytest.mark.parametrize("r", [24, 96])  # scored in one pass, and in a loop
+def test_other_slots_have_no_score(name, r):
+    form = IndexFormat(name, r)
+    keys, query = np.array(random_keys(r=r)), random_query(r=r)
+    keys[..., 3] = np.nan  # as of memory that was never written
+    entries = encode(form, jnp.asarray(keys))
+    eligible = jnp.arange(entries.shape[3]) % 3 > 0
+    masked = jax.jit(form.scores)(query, entries, jnp.broadcast_to(eligible, (2, 1, len(eligible))))
+    scores = jax.jit(form.scores)(query, entries)
+    np.testing.assert_allclose(masked, np.where(eligible, scores, -np.inf), rtol=1e-5, atol=1e-5)
+
+
+def test_the_best_tokens_are_found():
+    """Overlap of the best 5 % with the exact ones', with 3 keys in each head planted far out."""
+    rng = np.random.default_rng(0)
+    keys, query = np.array(random_keys(2, 2, 64, 1000)), random_query(2, 2, 1, 64)
+    planted = rng.choice(1000, 3, replace=False)
+    keys[..., planted] += np.asarray(query)[:, :, 0, :, None]
+    form = IndexFormat("int4", 64)
+    scores = scores_of(form, query, encode(form, jnp.asarray(keys)))
+    exact = np.einsum("bkgr,bkrt->bkgt", query, keys)
+    best, found = (np.argsort(-np.asarray(x), axis=-1)[..., :50] for x in (exact, scores))
+    pairs = list(zip(best.reshape(-1, 50), found.reshape(-1, 50), strict=True))
+    assert all(set(planted) <= set(f) for _, f in pairs)
+    assert np.mean([len(set(b) & set(f)) for b, f in pairs]) / 50 >= 0.85
+
+
+def test_appending_writes_the_entries_that_a_prompt_would():
+    """In place, at each sequence's own position."""
+    model = random_model("gqa")
+    policy = InfiniGen(index_dtype="int4", partial_ratio=1.0)
+    weights = policy.prepare(model, 2)
+    keys = jnp.asarray(np.random.default_rng(2).normal(size=(2, 2, 24, 8)), jnp.float32)
+    read = jax.jit(
+        lambda keys: policy.append(
+            weights, policy.init(model.config, 2, 40), keys, Span.whole(2, keys.shape[2])
+        )
+    )
+    whole, starts = read(keys), jnp.asarray([10, 6], jnp.int32)
+    new = jnp.stack([keys[0, :, 10:20], keys[1, :, 6:16]])
+    span = Span(starts, jnp.full(2, 10, jnp.int32))
+    state = jax.jit(policy.append)(weights, read(keys[:, :, :10]), new, span)
+    for sequence, stop in ((0, 20), (1, 16)):
+        np.testing.assert_array_equal(state[sequence, ..., :stop], whole[sequence, ..., :stop])
+
+
+def test_selections_hardly_change():
+    """Rows that layer 2 fetches, with each index in place of the float32 one."""
+    model = random_model("gqa")
+    config, rng = model.config, np.random.default_rng(4)
+    layer = blueprint(config, model.dtype).layer(model.params["layers"][2])
+    inputs = jnp.asarray(rng.normal(size=(2, 200, config.hidden_size)), jnp.float32)
+    positions = jnp.broadcast_to(jnp.arange(200, dtype=jnp.int32)[None], (2, 200))
+
+    @functools.partial(jax.jit, static_argnames="name")
+    def select(name: str, inputs, positions):
+        keys = layer.key_value(inputs, positions)[0].swapaxes(1, 2)
+        policy = InfiniGen(alpha=np.inf, budget=0.25, window=8, partial_ratio=1.0, index_dtype=name)
+        weights = policy.prepare(model, 2)
+        state = policy.append(
+            weights, policy.init(config, 2, 200), keys, Span.whole(2, keys.shape[2])
+        )
+        size = policy.request_size(200)
+        given = config, layer, weights, state, inputs[:, -1], positions[:, -1], size
+        return policy.select(Lookup(*given))
+
+    chosen = {}
+    for name in ("float32", "int4"):
+        request = select(name, inputs, positions)
+        assert (request.count == 49).all()  # a quarter of the 199 tokens before the current one
+        chosen[name] = np.asarray(request.slots)[..., :49].reshape(-1, 49)
+
+    pairs = zip(chosen["float32"], chosen["int4"], strict=True)
+    assert np.mean([len(set(a) & set(b)) / 49 for a, b in pairs]) >= 0.85
+
+
+def test_a_mean_key_is_left_out_of_an_integer_index():
+    """It adds the same to all scores of a query, and would take the range that keys differ in."""
+    model = random_model("gqa")
+    mean = np.asarray(np.random.default_rng(5).normal(size=(4, 2, 8)) * 20, np.float32)
+    model = dataclasses.replace(model, key_mean=mean)
+    keys = random_keys(1, 2, 8).swapaxes(2, 3) + mean[2][None, :, None]
+    query = random_query(1, 2, 2, 8)
+    errors = {}
+    for name in ("float32", "int4"):
+        form = IndexFormat(name, 8)
+        weights = speculation_weights(model, 2, 8, centred=form.quantised)
+        assert ("centre" in weights) == form.quantised
+        scores = scores_of(form, query, encode(form, partial_keys(weights, keys, 8)))
+        errors[name] = scores - scores.mean(axis=-1, keepdims=True)
+    assert np.abs(errors["int4"] - errors["float32"]).max() < 3
+    assert np.abs(errors["float32"]).max() > 5
+
+
+@pytest.fixture(scope="module")
+def generated():
+    """The same prompts with each index; the whole budget is always taken."""
+    model = random_model("one")
+    prompts = [list(range(3, 90)), list(range(20, 70))]
+
+    def run(name: str):
+        policy = InfiniGen(alpha=np.inf, budget=0.5, window=8, partial_ratio=1.0, index_dtype=name)
+        engine = Engine(model, policy=policy, dense_layers=0)
+        return engine.generate(prompts, max_new_tokens=12, ignore_eos=True)
+
+    return {name: run(name) for name in ("float32", "int4")}
+
+
+def test_an_engine_with_an_integer_index(generated):
+    exact, other = generated["float32"], generated["int4"]
+    assert other.stats.device_index_bytes > 0 < other.stats.fetched_fraction
+    assert other.stats.device_index_bytes == exact.stats.device_index_bytes * 2 / 8
+    assert other.stats.compilations_after_warmup == 0
+    assert other.stats.fetched_fraction == exact.stats.fetched_fraction
+    # Selections differ by a few rows of nearly equal weight.
+    assert [x[:4] for x in exact.tokens] == [x[:4] for x in other.tokens]

@@ -1,0 +1,154 @@
+"""A budget shared out among layers: the best shares, and an engine that fetches by them."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime import random_model
+
+from infinigen_jax.cache.hot_set import HotSet
+from infinigen_jax.cache.pool import Pool
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Quest
+from infinigen_jax.speculation.layer_budgets import STEP, Curves, share_out
+
+SHARES = (0.05, 0.1, 0.2, 0.4)
+PROMPTS = [list(range(3, 90)), list(range(5, 45))]
+STEEP = InfiniGen(window=4, sinks=1, alpha=float("inf"), budget=0.25, layer_budgets="calibrated")
+
+
+def loss_of(curves: Curves, layer: int, share: float) -> float:
+    """Squared error of a layer, linear between what was measured."""
+    squares = np.square([*curves.errors[layer], 0.0])
+    return float(np.interp(share, [*curves.shares, 1.0], squares))
+
+
+@pytest.mark.parametrize("mean", [0.06, 0.1, 0.17, 0.3])
+def test_no_shares_on_a_grid_lose_less(mean):
+    # Convex, so that linear interpolation is what the hull is.
+    curves = Curves(SHARES, ((0.9, 0.7, 0.4, 0.1), (0.3, 0.2, 0.1, 0.0), (0.5, 0.1, 0.05, 0.04)))
+    found = share_out(curves, range(3), mean)
+    assert np.mean(found) <= mean + 1e-9 and np.mean(found) > mean - 1 / STEP
+    best = sum(loss_of(curves, layer, share) for layer, share in enumerate(found))
+    grid = np.arange(0.05, 1.0001, 0.005)
+    for pair in itertools.product(grid, grid):
+        last = 3 * mean - sum(pair)
+        if 0.05 <= last <= 1:
+            other = sum(loss_of(curves, i, share) for i, share in enumerate([*pair, last]))
+            assert best <= other + 3e-3 * curves.errors[0][0]
+
+
+errors = st.lists(st.floats(0, 1), min_size=len(SHARES), max_size=len(SHARES))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(errors, min_size=1, max_size=6), st.floats(0.001, 1))
+def test_shares_have_the_mean_whatever_was_measured(rows, mean):
+    curves = Curves(SHARES, tuple(map(tuple, rows)))
+    found = share_out(curves, range(len(rows)), mean)
+    assert all(0 < share <= 1 for share in found)
+    assert np.mean(found) <= mean + 1e-6
+    assert np.mean(found) >= mean - 1 / STEP
+    assert mean <= SHARES[0] or min(found) >= SHARES[0] - 1 / STEP
+    if mean == 1:
+        assert set(found) == {1.0}
+
+
+def test_layers_that_lose_the_same_get_the_same():
+    curves = Curves(SHARES, ((0.4, 0.3, 0.2, 0.1),) * 4)
+    spread = share_out(curves, range(4), 1.0)
+    assert spread == (1.0,) * 4
+    assert share_out(curves, [1, 3], 0.02) == (0.02, 0.02)
+
+
+def model_with(errors: list[float]):
+    """Random weights; each layer's error falls from this to nothing along SHARES."""
+    model = random_model("gqa")
+    assert len(errors) <= model.config.num_layers
+    errors = [*errors, *[0.0] * (model.config.num_layers - len(errors))]
+    falling = np.linspace(1, 0.1, len(SHARES))
+    loss = np.asarray(errors)[:, None, None] * falling[None, None]
+    loss = np.broadcast_to(loss, (len(errors), 2, len(SHARES))).astype(np.float32)
+    shares = np.asarray(SHARES, np.float32)
+    return dataclasses.replace(model, row_loss=loss, row_shares=shares)
+
+
+@pytest.mark.parametrize(
+    "schedule, hot_set", [("fused", 1.0), pytest.param("layerwise", 0.0, marks=pytest.mark.slow)]
+)
+def test_an_engine_fetches_the_shares(schedule, hot_set):
+    model = model_with([0.0, 0.5, 0.1])
+    engine = Engine(model, policy=STEEP, dense_layers=0, schedule=schedule, hot_set=hot_set)
+    decoder = engine.decoder
+    budgets = list(decoder.budgets.values())
+    assert budgets[1] > budgets[2] > budgets[0] and np.mean(budgets) <= STEEP.budget
+    run = engine.start(PROMPTS, 8)
+    for _ in run.tokens(ignore_eos=True):
+        pass
+    stats = run.stats()
+    assert 0 < stats.selected_fraction <= STEEP.budget
+    assert stats.compilations_after_warmup == 0
+    assert decoder.request_sizes(100) == [int(100 * budget + 1e-6) for budget in budgets]
+    assert decoder.request_size(100) == max(decoder.request_sizes(100))
+    if hot_set:
+        sizes = [kept.rows.shape[2] for kept in run.cache.hot if isinstance(kept, HotSet)]
+        assert sizes == [decoder.hot_entries(run.slots)] * len(budgets)
+
+
+def generated(model, policy, **settings):
+    return Engine(model, policy=policy, **settings).generate(PROMPTS, max_new_tokens=8).tokens
+
+
+@pytest.mark.slow
+def test_all_rows_are_all_rows():
+    model = model_with([0.0, 0.5, 0.1])
+    whole = dataclasses.replace(STEEP, budget=1.0, query="plain")
+    assert generated(model, whole) == generated(model, Full())
+
+
+@pytest.mark.slow
+def test_schedules_agree():
+    model = model_with([0.0, 0.5, 0.1])
+    fused = generated(model, STEEP, dense_layers=0)
+    assert fused == generated(model, STEEP, dense_layers=0, schedule="layerwise")
+
+
+@pytest.mark.slow
+def test_a_roomy_pool_changes_nothing():
+    model = model_with([0.0, 0.5, 0.1])
+    roomy = generated(model, STEEP, dense_layers=0, pool=Pool(share=1.0))
+    one_mean = dataclasses.replace(STEEP, tail_tokens=0)
+    assert roomy == generated(model, one_mean, dense_layers=0)
+
+
+def test_streamed_layers_have_no_share():
+    paper = InfiniGenPaper(layer_budgets="calibrated", budget=0.2)
+    decoder = Engine(model_with([0.9, 0.9, 0.5]), policy=paper).decoder
+    streamed = [decoder.streams(i) for i in range(decoder.host_layers)]
+    assert streamed[:2] == [True, True] and decoder.selecting[0] == 2
+    shares = [decoder.budgets[i] for i in decoder.selecting]
+    assert np.mean(shares) <= 0.2 and np.mean(shares) > 0.2 - 1 / STEP
+
+
+def test_a_conversion_that_did_not_measure_is_refused():
+    with pytest.raises(InputError, match="convert it again"):
+        Engine(random_model("gqa"), policy=STEEP)
+    assert Engine(random_model("gqa")).decoder.curves is None
+    short = dataclasses.replace(model_with([0.5]), row_loss=np.full((1, 2, 4), np.nan, np.float32))
+    assert Engine(short).decoder.curves is None
+
+
+def test_the_default_and_the_papers_form():
+    model = model_with([0.0, 0.5, 0.1])
+    assert Engine(model).decoder.curves == model.curves(ahead=False)
+    assert Engine(model, policy=InfiniGenPaper()).decoder.curves is None
+    assert Engine(model, policy=Quest()).decoder.curves is None
+    looking = Engine(model, policy=InfiniGen(query="plain")).decoder
+    assert looking.curves == model.curves(ahead=True)
+    assert looking.policy.layer_budgets == "calibrated"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(InputError, match="auto or equal or calibrated"):
+        InfiniGen(layer_budgets="uniform")

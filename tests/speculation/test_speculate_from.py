@@ -1,0 +1,240 @@
+"""Rows requested by the state after attention of the layer before to its resident rows."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import SPARSE, counts_of, finished, random_model
+from safetensors.numpy import load_file
+from tiny import TEXT
+
+from infinigen_jax import generate
+from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding, Slots
+from infinigen_jax.cli.options import add_engine_options, make_policy
+from infinigen_jax.convert import convert
+from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.configurations import configurations
+from infinigen_jax.loading.load import DENSE_UNKNOWN, Model, load
+from infinigen_jax.models.forward import causal_attention
+from infinigen_jax.ops.attention import attend
+from infinigen_jax.policies import InfiniGen, InfiniGenPaper
+from infinigen_jax.speculation.query import SOURCES, choose_source
+
+
+def without_attention(name: str) -> Model:
+    """Layers that add nothing: the state behind any attention is what the next one gets."""
+    model = random_model(name)
+    layers = [
+        layer | {part: jax.tree.map(jnp.zeros_like, layer[part]) for part in ("o", "down")}
+        for layer in model.params["layers"]
+    ]
+    return dataclasses.replace(model, params=model.params | {"layers": layers})
+
+
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_behind_what_is_resident_it_is_under_the_next_layers_norm(dense_layers: int):
+    model = without_attention("gqa")
+    rng = np.random.default_rng(0)
+    layers = [
+        layer
+        | {"attention_norm": {"scale": jnp.asarray(rng.normal(size=model.config.hidden_size), "f")}}
+        for layer in model.params["layers"]
+    ]
+    model = dataclasses.replace(model, params=model.params | {"layers": layers})
+    exact = dataclasses.replace(SPARSE, partial_ratio=1.0, index_dtype="float32")
+    resident = dataclasses.replace(exact, speculate_from="resident")
+    own = dataclasses.replace(exact, query="own")
+    runs = [
+        finished(Engine(model, policy=policy, dense_layers=dense_layers))
+        for policy in (own, resident, exact)
+    ]
+    assert np.sum(counts_of(runs[0])) > 0
+    np.testing.assert_array_equal(counts_of(runs[1]), counts_of(runs[0]))
+    assert runs[1].new_tokens == runs[0].new_tokens
+    assert not np.array_equal(counts_of(runs[2]), counts_of(runs[0]))
+
+
+def test_what_is_resident_is_the_same_of_every_kind_of_cache():
+    """Sinks and recent tokens of a layer on the host, of one on the device, and of a window: as the
+    calibration attends to them."""
+    rng = np.random.default_rng(0)
+    s, heads, kv, d = 40, 4, 2, 8
+    q, k, v = (jnp.asarray(rng.normal(size=(s, n, d)), jnp.float32) for n in (heads, kv, kv))
+    slots = Slots(3, 8)
+    dense = DenseLayer.empty((1, kv, 64, d), jnp.float32)
+    sliding = Sliding.empty((1, kv, 16, d), jnp.float32)
+    host = Resident.empty(1, kv, 2 * d, slots, jnp.float32)
+    expected = {
+        "all": causal_attention(q, k, v, window=slots.window, sinks=slots.sinks),
+        "sliding": causal_attention(q, k, v, window=slots.window),
+    }
+    for place in range(s):
+        at = jnp.array([place], jnp.int32)
+        key, value = k[place][None], v[place][None]
+        dense = dense.write(key, value, at)
+        sliding = sliding.write(key, value, at)
+        host = host.write(jnp.concatenate([key, value], axis=-1), at, slots)
+        query = q[place].reshape(1, kv, heads // kv, d)
+        for kind, local in (("all", dense), ("all", host), ("sliding", sliding)):
+            found = attend(query, local.near(at, slots, jnp.float32)).reshape(heads, d)
+            np.testing.assert_allclose(found, expected[kind][place], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["all", "sinks"])
+def test_attention_to_sinks_and_recent_tokens(name: str):
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=(12, 1, 4)) for _ in range(3))
+    sinks = 2 if name == "sinks" else 0
+    queries, keys, values = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    found = causal_attention(queries, keys, values, block=4, window=3, sinks=sinks)
+    for i in range(12):
+        seen = [j for j in range(i + 1) if i - j < 3 or j < sinks]
+        weight = np.exp(k[seen, 0] @ q[i, 0])
+        expected = weight @ v[seen, 0] / weight.sum()
+        np.testing.assert_allclose(found[i, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_calibration_sees_what_decoding_does():
+    """Where layers add nothing, what stands in for the next layer's input is that input."""
+    model = without_attention("gqa")
+    ids = np.random.default_rng(0).integers(3, 96, (1, 256)).astype(np.int32)
+    text = CalibrationTokens(ids, np.ones_like(ids, bool), "")
+    given = (model.config, text, model.params["embedding"], "resident")
+    calibrator = Calibrator(*given)
+    for params in model.params["layers"]:
+        calibrator.layer(params)
+        projection, _ = calibrator.ahead(params)
+        assert np.allclose(projection["kernel"], params["q"]["kernel"], atol=1e-4)
+
+
+def test_behind_what_is_resident_dense_layers_are_told_by_the_input(tiny: Any, tmp_path: Path):
+    """What the input cannot tell depends on what attention finds, of which a part may miss it."""
+    model = random_model("gqa")
+    ids = np.random.default_rng(0).integers(3, 96, (1, 400)).astype(np.int32)
+    text = CalibrationTokens(ids, np.ones_like(ids, bool), "")
+    found: dict[str, list[np.ndarray]] = {}
+    for source, neurons in (("resident", 16), ("input", 0)):
+        calibrator = Calibrator(model.config, text, model.params["embedding"], source, neurons)
+        for params in model.params["layers"]:
+            calibrator.layer(params)
+            calibrator.ahead(params)
+            found.setdefault(source, []).append(calibrator.loss(params))
+    for resident, before in zip(*found.values(), strict=True):
+        assert len(resident) == 3 and len(before) == 2
+        np.testing.assert_array_equal(resident[0], before[0])
+        np.testing.assert_allclose(resident[2], before[1], rtol=1e-4)
+    folder = convert(tiny("llama").folder, tmp_path / "x", calibration=ids[0].tolist())
+    kept = load_file(folder / "infinigen.safetensors")
+    assert kept["sparse_loss"].shape == (len(kept["row_loss"]), 2)
+    np.testing.assert_array_equal(kept["sparse_loss"][:, 0], kept["row_loss"][:, 0, 2])
+    assert not np.array_equal(kept["sparse_loss"][1:, 1], kept["row_loss"][1:, 1, 2])
+
+
+def test_the_corrected_query_is_of_what_the_conversion_was_for(tiny: Any, tmp_path: Any):
+    source = tiny("llama").folder
+    for name in SOURCES:
+        convert(source, tmp_path / name, calibration=TEXT, speculate_from=name)
+    models = {name: load(tmp_path / name) for name in SOURCES}
+    assert {name: model.speculate_from for name, model in models.items()} == {
+        "input": "input",
+        "resident": "resident",
+    }
+    assert models["input"].ahead is not None and models["resident"].ahead is not None
+    for i, (one, other) in enumerate(
+        zip(models["input"].ahead, models["resident"].ahead, strict=True)
+    ):
+        kernels = one.projection["kernel"], other.projection["kernel"]
+        assert np.array_equal(*kernels) == (i == 0)  # layer 0 has its own input in any case
+    corrected = InfiniGen(query="corrected")
+    for name, model in models.items():
+        policy = Engine(model, policy=corrected).decoder.policy
+        assert policy.source == name
+        other = "input" if name == "resident" else "resident"
+        wanted = dataclasses.replace(corrected, speculate_from=other)
+        with pytest.raises(InputError, match=f"--speculate-from {other}: .* is for {name}"):
+            Engine(model, policy=wanted)
+        plain = InfiniGen(query="plain", speculate_from=other)
+        assert Engine(model, policy=plain).decoder.policy.source == other
+        assert choose_source(model, "plain", "auto") == name
+        assert Engine(model, policy=InfiniGenPaper()).decoder.policy.source == "input"
+    # Programs are shared between settings that mean the same.
+    own = [InfiniGen(query="own", speculate_from=s) for s in SOURCES]
+    assert len({Engine(models["input"], policy=policy).decoder for policy in own}) == 1
+
+
+def test_what_was_measured_of_one_query_is_not_for_another():
+    """How many layers stay dense, and what budgets they get, is known of what was converted for."""
+    model = random_model("gqa")
+    layers = model.config.num_layers
+    loss = np.full((layers, 2, 3), [[0.02], [0.02]], np.float32)
+    loss[0, 1] = 0.2  # the first layer cannot be guessed
+    measured = dataclasses.replace(
+        model,
+        sparse_loss=loss[:, :, 1],
+        row_loss=loss * np.array([3, 2, 1], np.float32),
+        row_shares=np.array([0.01, 0.05, 0.2], np.float32),
+        speculate_from="resident",
+    )
+
+    def chosen(**settings: Any) -> tuple[int, Any]:
+        decoder = Engine(measured, policy=InfiniGen(**settings)).decoder
+        return decoder.dense_layers, decoder.policy.layer_budgets  # pyright: ignore
+
+    assert chosen(query="plain") == (1, "calibrated")
+    assert chosen(query="plain", speculate_from="input") == (DENSE_UNKNOWN, "equal")
+    assert chosen(query="own", speculate_from="input") == (0, "calibrated")
+
+
+def test_folders_that_do_not_say_are_for_the_input(tiny: Any, tmp_path: Any):
+    folder = convert(tiny("llama").folder, tmp_path / "y", skew="none")
+    manifest = folder / "infinigen.json"
+    value = json.loads(manifest.read_text())
+    del value["speculate_from"]
+    manifest.write_text(json.dumps(value))
+    assert load(folder).speculate_from == "input"
+    manifest.write_text(json.dumps(value | {"speculate_from": "attention"}))
+    with pytest.raises(InputError, match=r"json: speculate_from is 'attention'.*; convert the mo"):
+        load(folder)
+
+
+def test_a_query_of_two_layers_before_is_refused(tiny: Any, tmp_path: Any):
+    """Earlier releases could fit it; their other conversions say 1, or nothing."""
+    folder = convert(tiny("llama").folder, tmp_path / "y", skew="none")
+    manifest = folder / "infinigen.json"
+    value = json.loads(manifest.read_text())
+    assert "layers_ahead" not in value
+    manifest.write_text(json.dumps(value | {"layers_ahead": 1}))
+    assert load(folder).skew == "none"
+    manifest.write_text(json.dumps(value | {"layers_ahead": 2}))
+    with pytest.raises(InputError, match=r"json: layers_ahead is 2.*; convert the model again"):
+        load(folder)
+
+
+def test_the_option(command: Any, tmp_path: Any):
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    policy: Any = make_policy(
+        parser.parse_args(["--speculate-from", "resident", "--query", "plain"])
+    )
+    assert policy.source == "resident"
+    several = argparse.ArgumentParser()
+    add_engine_options(several, several=True)
+    made = configurations(
+        several.parse_args(["--query", "plain", "--speculate-from", *SOURCES]),
+        reference=False,
+    )
+    assert [c.policy.source for c in made] == list(SOURCES)
+    status, out, err = command(generate.main, "--prompt", "The", "--speculate-from", "output")
+    assert status == 2 and not out and err.startswith("error: --speculate-from output: use auto")
+    with pytest.raises(InputError, match="--speculate-from resident: .* --skew svd has none"):
+        convert(tmp_path, tmp_path / "x", speculate_from="resident", skew="svd")
+    with pytest.raises(InputError, match="--speculate-from output: use input or resident"):
+        convert(tmp_path, tmp_path / "x", speculate_from="output")

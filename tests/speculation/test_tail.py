@@ -1,0 +1,174 @@
+"""The tail: against NumPy, and what must hold for any scores."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runtime import ALL, TAILED, engine, finished, first_layers, random_model, scores_of
+
+from infinigen_jax.cache.layers import Resident, Slots
+from infinigen_jax.errors import InputError
+from infinigen_jax.ops.attention import Tail, attend, attend_weighted, packed
+from infinigen_jax.ops.span import Span
+from infinigen_jax.policies import Full, InfiniGen
+from infinigen_jax.selection.rest import log_rest
+from infinigen_jax.selection.select import Request, select
+
+ONE_MEAN = dataclasses.replace(TAILED, tail_tokens=0)
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_the_rest_is_what_was_not_chosen(blocks):
+    rng = np.random.default_rng(0)
+    scores = (50 * rng.normal(size=(2, 2, 3, 16))).astype(np.float32)  # overflows without a peak
+    eligible = np.arange(16)[None] < np.array([[12], [3]])
+    slots = jnp.asarray([[[3, 5, 0], [1, 0, 0]], [[0, 1, 2], [2, 0, 0]]], jnp.int32)
+    count = jnp.asarray([[2, 1], [3, 0]], jnp.int32)
+    request, size = Request(slots, count), 16 // blocks
+    got = np.asarray(
+        log_rest(jnp.asarray(scores), jnp.asarray(eligible)[:, None], request, blocks).score
+    )
+    for i, j, m in np.ndindex(2, 2, blocks):
+        chosen = np.asarray(slots)[i, j, : int(count[i, j])]
+        block = range(m * size, (m + 1) * size)
+        left = [t for t in block if eligible[i, t] and t not in chosen]
+        if not left:
+            assert (got[i, j, :, m] == -np.inf).all()
+            continue
+        s = scores[i, j][:, left].astype(np.float64)
+        expected = s.max(axis=-1) + np.log(np.exp(s - s.max(axis=-1, keepdims=True)).sum(axis=-1))
+        np.testing.assert_allclose(got[i, j, :, m], expected, rtol=1e-6)
+    assert not np.isfinite(got[1, 0]).any()
+
+
+def attention_inputs(seed: int = 0, n: int = 9):
+    rng = np.random.default_rng(seed)
+    q = jnp.asarray(rng.normal(size=(2, 3, 2, 4)), jnp.float32)
+    rows = jnp.asarray(rng.normal(size=(2, 3, n, 8)), jnp.float32)
+    return q, rows
+
+
+def test_a_tail_is_the_attention_that_equal_values_and_true_scores_would_give():
+    q, rows = attention_inputs()
+    left = jnp.arange(9) >= 5
+    same = jnp.where(left[:, None], rows[:, :, 5:6], rows)  # keys and values equal in the rest
+    scores = jnp.einsum("bkgd,bknd->bkgn", q, same[..., :4])
+    values = jnp.stack([same[:, :, 5, 4:]] * 2, axis=2)
+    apart = [jax.nn.logsumexp(scores[..., a:b], axis=-1) for a, b in ((5, 6), (6, 9))]
+    counts = jnp.asarray([[[1, 3]]], jnp.int32)
+    tail = Tail(jnp.stack(apart, axis=-1), values * counts[..., None].astype(jnp.float32), counts)
+    part = packed(same, jnp.broadcast_to(~left, (2, 1, 9)))
+    whole = packed(same, jnp.ones((2, 1, 9), bool))
+    got, (weights,) = attend_weighted(q, part, tail=tail)
+    expected, (all_weights,) = attend_weighted(q, whole)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(weights[..., :5], all_weights[..., :5], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("score", [-np.inf, -1e30])
+def test_no_tail_changes_no_bit(score):
+    q, rows = attention_inputs()
+    part = packed(rows, jnp.ones((2, 1, 9), bool))
+    scores = jnp.full((2, 3, 2, 5), score, jnp.float32)
+    tail = Tail(scores, jnp.ones((2, 3, 5, 4), jnp.float32), jnp.ones((2, 1, 5), jnp.int32))
+    np.testing.assert_array_equal(attend_weighted(q, part, tail=tail)[0], attend(q, part))
+
+
+@pytest.mark.parametrize("block", [0, 4])
+def test_the_sum_of_values_is_that_of_what_only_the_host_has(block):
+    slots = Slots(2, 4, block)
+    blocks = slots.blocks(20)
+    assert blocks == (5 if block else 1)
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(2, 3, 20, 8)).astype(np.float32)
+    lengths = np.array([9, 3])
+    resident = Resident.empty(2, 3, 8, slots, jnp.float32, blocks).extend(
+        jnp.asarray(rows[:, :, :12]), Span.first(jnp.asarray(lengths, jnp.int32)), slots
+    )
+    for step in range(8):
+        for i in range(2):
+            last = lengths[i] + step - 1
+            gone = np.arange(2, max(2, last - 4 + 1))
+            expected = np.stack(
+                [
+                    rows[i][:, gone[gone // (block or 20) == m], 4:].sum(axis=1)
+                    for m in range(blocks)
+                ],
+                axis=1,
+            )
+            assert resident.left is not None
+            np.testing.assert_allclose(resident.left[i], expected, rtol=1e-5, atol=1e-5)
+        position = jnp.asarray(lengths + step, jnp.int32)
+        new = np.stack([rows[i, :, lengths[i] + step] for i in range(2)])
+        resident = resident.write(jnp.asarray(new), position, slots)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("one", "int8"), pytest.param("opt", "auto", marks=pytest.mark.slow)]
+)
+def test_a_tail_is_nothing_when_everything_is_fetched(name, rows):
+    with_tail = dataclasses.replace(ALL, tail=True)
+    settings = {} if rows == "auto" else {"rows": rows}
+    got = finished(engine(name, with_tail, **settings))
+    assert got.new_tokens == finished(engine(name, ALL, **settings)).new_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("gqa", 0), ("opt", 8)] + [pytest.param("gqa", n, marks=pytest.mark.slow) for n in (8, 64)],
+)
+def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
+    """Of the first layer alone: on the host, it is speculated from its own input, so exactly."""
+    model = first_layers(name)
+    full = scores_of(model, Full())
+    without = scores_of(model, dataclasses.replace(TAILED, tail=False))
+    with_tail = scores_of(model, dataclasses.replace(TAILED, tail_tokens=tokens))
+    assert np.abs(with_tail - full).mean() < 0.9 * np.abs(without - full).mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "alpha"), [("one", 4.0), pytest.param("opt", math.inf, marks=pytest.mark.slow)]
+)
+def test_a_tail_of_single_tokens_is_the_full_cache(name, alpha):
+    """The index has every key, and the sums every value: whatever is fetched, nothing is lost."""
+    model = random_model(name)
+    policy = dataclasses.replace(TAILED, tail_tokens=1, alpha=alpha, budget=0.05)
+    np.testing.assert_allclose(
+        scores_of(model, policy), scores_of(model, Full()), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("TAILED", [TAILED, ONE_MEAN])
+def test_the_mean_key_does_not_enter_a_tail_twice(TAILED):
+    """Scores of centred keys, and the constant added at the end, are the scores as they were."""
+    config = random_model("gqa").config
+    shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+    mean = np.random.default_rng(4).normal(size=shape).astype(np.float32)
+    found = [scores_of(first_layers("gqa", key_mean=x), TAILED) for x in (None, mean)]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+def test_settings_out_of_range_are_named():
+    with pytest.raises(InputError, match="--count median: use head or mean"):
+        InfiniGen(count="median")
+
+
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_the_rest_by_slots_by_marks_and_of_masked_scores(blocks):
+    rng = np.random.default_rng(7)
+    scores = jnp.asarray(rng.normal(size=(2, 3, 2, 128)), jnp.float32)
+    eligible = jnp.asarray(rng.random((2, 1, 128)) < 0.8)
+    request = select(scores, eligible, 2.0, jnp.array([20, 20], jnp.int32), 20)
+    rest = jax.jit(log_rest, static_argnames="blocks")
+    masked = jnp.where(eligible[:, :, None], scores, -jnp.inf)
+    listed = request._replace(chosen=None, marks=None)
+    expected = rest(scores, eligible, listed, blocks=blocks)
+    for known in (request, request._replace(chosen=None), listed):
+        for one in (
+            rest(scores, eligible, known, blocks=blocks),
+            rest(masked, None, known, blocks=blocks),
+        ):
+            np.testing.assert_allclose(one.score, expected.score, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,225 @@
+"""Values predicted from the index: against NumPy, and where the prediction is exact."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime import TAILED, random_model, scores_of, tokens_of
+
+from infinigen_jax import Engine
+from infinigen_jax.cache.layers import Slots, sums_of_values
+from infinigen_jax.convert import convert
+from infinigen_jax.convert.calibrate import DEFAULT_TEXT, SINKS
+from infinigen_jax.errors import InputError
+from infinigen_jax.loading import load as checkpoint
+from infinigen_jax.models.rope import Rope
+from infinigen_jax.ops.attention import Tail, attend, attend_weighted, packed
+from infinigen_jax.policies import Full, InfiniGen
+from infinigen_jax.selection.select import Request
+from infinigen_jax.skew.positions import spread_blocks
+from infinigen_jax.skew.tail_moments import BlockMoments, block_products
+from infinigen_jax.speculation.index import INDEX_DTYPES, IndexFormat
+from infinigen_jax.speculation.tail import (
+    fit_slope,
+    predicted,
+    without_predicted,
+)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 200), st.integers(0, 2**32))
+def test_products_are_of_what_differs_from_the_block(length, seed):
+    random = np.random.default_rng(seed)
+    keys, values = normal(length, 2, 4, seed=seed), normal(length, 2, 4, seed=seed + 1)
+    counted = random.random(length) < 0.7
+    gram, cross = np.zeros((2, 4, 4)), np.zeros((2, 4, 4))
+    for start in range(0, length, 64):
+        own = np.flatnonzero(counted[start : start + 64]) + start
+        k, v = (x[own] - x[own].mean(axis=0) if len(own) else x[own] for x in (keys, values))
+        gram += np.einsum("skd,ske->kde", k, k)
+        cross += np.einsum("skd,ske->kde", k, v)
+    found = block_products(jnp.asarray(keys), jnp.asarray(values), jnp.asarray(counted))
+    np.testing.assert_allclose(found[0], gram, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found[1], cross, rtol=1e-4, atol=1e-4)
+
+
+def test_the_slope_is_the_one_of_least_squares():
+    """Of any basis, and of some of its columns."""
+    keys, basis = normal(2, 500, 6), np.linalg.qr(normal(2, 6, 6, seed=1))[0]
+    values = np.einsum("ksd,kde->kse", keys, normal(2, 6, 6, seed=2)) + normal(2, 500, 6, seed=3)
+    gram = np.einsum("ksd,kse->kde", keys, keys)
+    cross = np.einsum("ksd,kse->kde", keys, values)
+    for columns in (2, 6):
+        slope = fit_slope(gram, cross, basis[..., :columns])
+        for head in range(2):
+            entries = keys[head] @ basis[head, :, :columns]
+            expected = np.linalg.lstsq(entries, values[head], rcond=None)[0]
+            np.testing.assert_allclose(slope[head], expected, atol=0.02)
+
+
+def test_keys_that_are_all_equal_predict_nothing():
+    nothing = fit_slope(np.zeros((1, 4, 4)), np.zeros((1, 4, 4)), np.eye(4)[None])
+    np.testing.assert_array_equal(nothing, 0)
+
+
+def test_moments_turn_with_the_keys_alone():
+    rope, number = Rope(theta=100.0), 7
+    moments = BlockMoments(normal(2, 8, 8), normal(2, 8, 8, seed=1))
+    spread = spread_blocks(moments, rope, number)
+    gram, cross = np.zeros((2, 8, 8)), np.zeros((2, 8, 8))
+    for offset in range(number):
+        angle = offset * rope.frequencies(8).astype(np.float64)
+        cos, sin = np.diag(np.cos(angle)), np.diag(np.sin(angle))
+        turn = np.block([[cos, -sin], [sin, cos]])
+        gram += turn @ moments.key_covariance @ turn.T / number
+        cross += turn @ moments.cross_covariance / number
+    np.testing.assert_allclose(spread.key_covariance, gram, atol=1e-6)
+    np.testing.assert_allclose(spread.cross_covariance, cross, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "skew"), [("opt", "svd"), ("opt", "balanced"), ("llama", "svd")]
+)
+def test_a_conversion_measures_the_keys_and_values_that_are_cached(tiny, tmp_path, family, skew):
+    """In the coordinates of the cache: an absorbed basis has turned the keys."""
+    made, tokens = tiny(family, max_position_embeddings=128), list(range(3, 67))
+    convert(made.folder, tmp_path / "converted", calibration=tokens, skew=skew)
+    model = checkpoint.load(tmp_path / "converted", "float32")
+    assert model.tail_moments is not None
+    cache = Engine(model, policy=Full(), dense_layers=0).start([[*tokens, 3]], 2).cache
+    assert cache.host is not None
+    rows = jnp.asarray(np.asarray(cache.host)[:, 0, :, : len(tokens)].swapaxes(1, 2))
+    keys, values = jnp.split(rows, 2, axis=-1)
+    for layer in range(model.config.num_layers):
+        counted = jnp.arange(len(tokens)) >= SINKS
+        found = block_products(keys[layer], values[layer], counted)
+        if family == "opt":  # elsewhere they stand for all positions
+            for measured, expected in zip(model.tail_moments, found, strict=True):
+                np.testing.assert_allclose(
+                    len(tokens) * measured[layer], expected, rtol=1e-3, atol=1e-2
+                )
+        total = np.trace(found[0], axis1=1, axis2=2)
+        measured = np.trace(model.tail_moments[0][layer], axis1=1, axis2=2)
+        np.testing.assert_allclose(len(tokens) * measured, total, rtol=0.05)
+
+
+SLOTS = Slots(4, 32, 64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(n, 1e-5) for n in INDEX_DTYPES if "float" in n or n == "auto"]
+)
+@pytest.mark.parametrize("with_basis", [True, False])
+def test_values_that_follow_from_their_keys_are_attended_exactly(dtype, tolerance, with_basis):
+    """Whatever is fetched, and however a block's weights are spread."""
+    if dtype == "bfloat16":
+        tolerance = 0.02
+    b, k, g, d, t = 2, 2, 3, 8, 256
+    keys, q = normal(b, k, t, d), 2 * normal(b, k, g, d, seed=1)
+    linear = normal(k, d, d, seed=2)
+    by_block = np.repeat(normal(b, k, t // 64, d, seed=3), 64, axis=2)
+    values = np.einsum("bktd,kde->bkte", keys, linear) + by_block
+    basis = normal(k, d, d, seed=4) if with_basis else np.broadcast_to(np.eye(d), (k, d, d))
+    basis = jnp.asarray(basis, jnp.float32)
+    weights = {"slope": jnp.einsum("kcd,kde->kce", jnp.linalg.inv(basis), linear)}
+    weights |= {"leading": basis} if with_basis else {}
+    weights["centre"] = jnp.asarray(normal(k, d, seed=5))
+    entries = jnp.einsum("bktd,kdc->bkct", keys, basis) - weights["centre"][None, :, :, None]
+    own = jnp.einsum("bkgd,kcd->bkgc", q, jnp.linalg.inv(basis))
+
+    index, positions = IndexFormat(dtype, d), jnp.array([t - 1, 180], jnp.int32)
+    request = Request(jnp.broadcast_to(jnp.arange(40, 50), (b, k, 10)), jnp.full((b, k), 10))
+    rest = index.log_rest(own, index.encode(entries), request, positions, SLOTS, d)
+    # The centre's share of a score is the same for all tokens.
+    centre = jnp.einsum("bkgc,kc->bkg", own, weights["centre"])[..., None]
+    there = SLOTS.eligible(positions, t)
+    less = without_predicted(weights, jnp.asarray(keys), jnp.asarray(values))
+    sums = sums_of_values(jnp.concatenate([less, less], axis=-1), there[:, None], 4, 64)
+    count = jnp.sum(there.reshape(b, 1, 4, 64), axis=-1, dtype=jnp.int32)
+    assert rest.entry is not None
+    tail = Tail(rest.score + centre, sums, count, predicted(weights, rest.entry))
+
+    rows = jnp.concatenate([keys, values], axis=-1)
+    past = jnp.arange(t)[None] <= positions[:, None]
+    fetched = ((jnp.arange(t) >= 40) & (jnp.arange(t) < 50))[None]
+    part = packed(rows, (past & (~there | fetched))[:, None])
+    got = attend_weighted(jnp.asarray(q), part, tail=tail)[0]
+    expected = attend(jnp.asarray(q), packed(rows, past[:, None]))
+    np.testing.assert_allclose(got, expected, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["int4", "float32"])
+@pytest.mark.parametrize(("columns", "tokens"), [(1, 128), (5, 128), (16, 128), (8, 4096)])
+def test_sums_of_entries(name, columns, tokens):
+    """Those of the keys that the index has, which its scores by unit vectors tell."""
+    index, keys = IndexFormat(name, 20), jnp.asarray(normal(2, 3, 20, tokens))
+    weights, entries = jnp.asarray(normal(2, 3, 2, tokens, seed=1)), index.encode(keys)
+    units = jnp.broadcast_to(jnp.eye(20), (2, 3, 20, 20))
+    decoded = index.scores(units, entries)
+    if index.quantised:  # less the variance of a code's rounding
+        decoded = decoded + rounding(entries)
+    expected = np.einsum("bkgt,bkct->bkgc", weights, decoded[:, :, :columns])
+    tolerance = 1e-4 if tokens == 128 else 1e-3
+    np.testing.assert_allclose(index.sums(weights, entries, columns), expected, atol=tolerance)
+
+
+def rounding(entries: jnp.ndarray) -> np.ndarray:
+    """What scores by unit vectors are less by [b, k, 1, t]."""
+    step = (np.asarray(entries)[:, :, -1:] >> 16 << 16).view(np.float32)
+    return np.square(step) / 24
+
+
+EXACT = dataclasses.replace(TAILED, tail_columns=16, tail_tokens=64)
+
+
+@pytest.mark.slow
+def test_a_trained_model_comes_nearer_to_the_full_cache():
+    model = checkpoint.load(checkpoint.embedded("tiny-opt"))
+    tokens = np.array(model.tokenizer.encode(DEFAULT_TEXT.read_text(encoding="utf-8")))[:312]
+    found = []
+    for policy in (Full(), InfiniGen(budget=0.05), InfiniGen(budget=0.05, tail_columns=0)):
+        run = Engine(model, policy=policy).start([tokens[:300].tolist()], 12)
+        pairs = zip(tokens[300:-1], tokens[301:], strict=True)
+        found.append([float(run.score(np.array([a]), np.array([b]))[0]) for a, b in pairs])
+    full, both, means = map(np.array, found)
+    assert np.abs(both - full).mean() < 0.5 * np.abs(means - full).mean()
+
+
+@pytest.mark.parametrize("name", ["one", pytest.param("opt", marks=pytest.mark.slow)])
+def test_blocks_of_one_token_are_the_full_cache_still(name):
+    model = random_model(name)
+    policy = dataclasses.replace(EXACT, tail_tokens=1, budget=0.05)
+    np.testing.assert_allclose(
+        scores_of(model, policy), scores_of(model, Full()), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_prompt_in_chunks_and_decoded_tokens_leave_the_same_sums():
+    model = random_model("one")
+    whole, chunks = (
+        Engine(model, policy=EXACT, dense_layers=0, prefill_chunk=chunk) for chunk in (64, 16)
+    )
+    prompts = [list(range(3, 60)), list(range(5, 40))]
+    assert tokens_of(whole, prompts, 12) == tokens_of(chunks, prompts, 12)
+    runs = [engine.start(prompts, 12) for engine in (whole, chunks)]
+    for x, y in zip(*(run.cache.local for run in runs), strict=True):
+        np.testing.assert_allclose(x.left, y.left, atol=1e-4)
+
+
+def test_without_moments_or_blocks_there_is_nothing_to_predict_by():
+    with_ = random_model("gqa")
+    without = dataclasses.replace(with_, tail_moments=None)
+    for model, pooled, expected in ((with_, False, 8), (with_, True, 0), (without, False, 0)):
+        assert InfiniGen().fitted(model, True, pooled).tail_columns == min(
+            expected, model.config.head_dim
+        ), (pooled, expected)
+    assert InfiniGen(tail=False).fitted(with_, True, False).tail_columns == 0
+    with pytest.raises(InputError, match="tail_columns 17: use 0 to 16"):
+        InfiniGen(tail_columns=17)
