@@ -21,10 +21,10 @@ from transformers import AutoTokenizer
 import infinigen_jax as ig
 from infinigen_jax import evaluate, generate, messages, plan
 from infinigen_jax.cli.chat import rate
-from infinigen_jax.cli.options import chunk_option, make_policy, make_pool
+from infinigen_jax.cli.options import DEFAULT_MODEL, chunk_option, make_policy, make_pool
 from infinigen_jax.convert.__main__ import main as convert_main
 from infinigen_jax.engine import memory_plan as planning
-from infinigen_jax.loading.load import embedded
+from infinigen_jax.loading.load import EMBEDDED, embedded
 from infinigen_jax.messages import Messages
 from infinigen_jax.policies import ENTRY_POINTS, find_policy
 
@@ -249,6 +249,7 @@ def test_a_speed_leaves_compilation_out(tokens, said):
 
 
 def test_names_of_the_package():
+    assert DEFAULT_MODEL == EMBEDDED[0]
     assert set(dir(ig)) == set(ig.__all__) and all(getattr(ig, name) for name in dir(ig))
     shown = repr(ig.load("tiny-opt", "float32"))
     assert shown.startswith("Model(opt, 3 layers, ") and shown.endswith("tiny-opt)")
