@@ -49,7 +49,7 @@ class Case:
 
 # Prompt and new tokens fill the cache: on the CPU unused rows would take no memory.
 HOST = ("--hot-set=2", "--dense-layers=0")
-SMALL = ("--rows=int8", "--index-dtype=float32")
+SMALL = ("--rows=int8", "--policy=infinigen:index_dtype=float32")
 CASES = (
     Case("long prompt", "llama", 4064),
     Case("batch of 8", "llama", 480, batch=8),

@@ -110,7 +110,7 @@ def measure(folder: Path, layers: int, repeats: int, arguments: list[str]) -> di
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[30, 60])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", metavar="F")

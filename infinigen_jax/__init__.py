@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
     from infinigen_jax.sampling import Sampling
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "loading.load": ("Basis", "Model", "embedded", "load"),
     "engine.engine": ("Engine",),
@@ -52,6 +54,7 @@ __all__ = [
     "Stats",
     "Step",
     "UnsupportedModelError",
+    "__version__",
     "embedded",
     "load",
 ]
@@ -63,3 +66,8 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(importlib.import_module(f"infinigen_jax.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, of which none may be imported yet."""
+    return list(__all__)

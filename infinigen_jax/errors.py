@@ -3,12 +3,15 @@
 import argparse
 import contextlib
 import errno
+import functools
 import io
 import os
 import re
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+import infinigen_jax
 
 OUT_OF_MEMORY = (
     "out of memory: lower the length of the prompts, --max-new-tokens, --batch, --context of a "
@@ -51,11 +54,45 @@ class UnsupportedModelError(InputError):
     """A model configuration that this package refuses, by the name of the offending setting."""
 
 
+class _HelpAll(argparse.Action):
+    """Show the help of all options and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        print(parser.format_help(), end="")
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line on stderr, as all errors of a command line are."""
+    """A parser whose errors are one line on stderr, as all errors of a command line are.
+
+    Options of the group `experts` are shown by --help-all alone, which exists with that group.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, **settings)
+        version = f"infinigen_jax {infinigen_jax.__version__}"
+        self.add_argument("--version", action="version", version=version, help="show the version")
+
+    @functools.cached_property
+    def experts(self) -> Any:
+        """The group of options that few need."""
+        self.add_argument(
+            "--help-all",
+            action=_HelpAll,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help="show the expert options too",
+        )
+        return self.add_argument_group("expert options")
 
     def print_help(self, file: Any = None) -> None:
+        hidden = vars(self)["experts"]._group_actions if "experts" in vars(self) else []
+        helps = [action.help for action in hidden]
+        for action in hidden:
+            action.help = argparse.SUPPRESS
         print(self.format_help(), end="", file=file)  # argparse ignores a failure
+        for action, text in zip(hidden, helps, strict=True):
+            action.help = text
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (\S+): ", r"\1 ", message)

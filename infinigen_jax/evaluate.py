@@ -10,6 +10,7 @@ from typing import Any
 
 from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.evaluation import perplexity, recall, retrieval
+from infinigen_jax.messages import Messages
 
 COMMANDS = {
     "perplexity": perplexity,
@@ -45,12 +46,7 @@ def main(
 
     def run() -> None:
         arguments = build_parser(modules, program, summary).parse_args(argv)
-
-        def say(message: str) -> None:
-            if not arguments.quiet:
-                print(message, file=sys.stderr, flush=True)
-
-        modules[arguments.command].run(arguments, say)
+        modules[arguments.command].run(arguments, Messages(arguments.quiet))
 
     return run_command(run)
 

@@ -1,7 +1,7 @@
 """Command line: generate text. `python -m infinigen_jax.generate --help`
 
 Text goes to stdout as it is made, and nothing else does; messages go to stderr. With several
-prompts, one prompt's text follows the other's, in order.
+prompts, one prompt's text follows the other's, in order; a line on stderr says which one begins.
 """
 
 import argparse
@@ -9,12 +9,13 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options, interrupts
+from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options, interrupts, rate
 from infinigen_jax.cli.options import (
+    DEFAULT_MODEL,
     OR_EMBEDDED,
     SAMPLING_OPTIONS,
     add_engine_options,
@@ -23,49 +24,70 @@ from infinigen_jax.cli.options import (
     options_without_effect,
     unused_options,
 )
-from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.errors import InputError, Parser, one_line, run_command
 from infinigen_jax.files.output import checked_output, write_json
+from infinigen_jax.messages import READING, Messages
 from infinigen_jax.numeric import number, whole_number
 
 if TYPE_CHECKING:
+    from infinigen_jax.engine.engine import Engine
     from infinigen_jax.engine.generation import Run
     from infinigen_jax.prefill.prefill import Notify
+    from infinigen_jax.sampling import Sampling
 
+Say = Callable[[str], None]
 Step = TypeVar("Step")
 
 DEFAULT_PROMPT = "It was a dark and stormy night, and the old man"
+LABEL = 60  # characters of a prompt that name its text
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The options; part of them is a contract with other programs (README, "Command line")."""
     parser = Parser(
         prog="python -m infinigen_jax.generate",
-        description="Generate text with the KV cache in host memory.",
+        usage="%(prog)s [--model DIR] [--prompt TEXT] [options]",
+        description="Generate text with the KV cache in host memory. Text goes to stdout, messages "
+        "go to stderr.",
     )
-    add = parser.add_argument
+    add = parser.add_argument_group("model and prompts").add_argument
     add("--model", metavar="DIR", help=f"converted or Hugging Face folder, {OR_EMBEDDED}")
-    add("--prompt", action="append", metavar="TEXT", help="may be given several times")
-    add("--prompt-file", metavar="F", help="a file whose whole text is one more prompt")
-    add("--prefix", metavar="TEXT", help="before every prompt; read and stored once")
-    add("--prefix-file", metavar="F", help="the same, a file's whole text")
-    add("--max-new-tokens", type=whole_number(1), default=64, metavar="N")
+    add("--prompt", action="append", metavar="TEXT", help="prompt; may be given several times")
+    add("--prompt-file", metavar="F", help="file whose whole text is one more prompt")
+    add("--prefix", metavar="TEXT", help="text before every prompt; read and stored once")
+    add("--prefix-file", metavar="F", help="file whose whole text is the prefix")
     add(
         "--batch",
         type=whole_number(1),
         metavar="N",
-        help="most prompts at once (default: as many as fit)",
+        help="most prompts decoded together; the others wait (default: as many as fit)",
     )
-    add_engine_options(parser)
-    add("--schedule", default="auto", help="auto (default), fused or layerwise; equal results")
+    add = parser.add_argument_group("generation").add_argument
+    add(
+        "--max-new-tokens",
+        type=whole_number(1),
+        default=64,
+        metavar="N",
+        help="most tokens to generate for each prompt (default 64); 1k is 1024",
+    )
     add("--temperature", type=number(0), metavar="T", help="0 (default) is greedy")
-    add("--top-k", type=whole_number(0), metavar="K")
-    add("--top-p", type=number(0, 1), metavar="P")
-    add("--seed", type=whole_number(0, 2**32 - 1), metavar="S")
+    add("--top-k", type=whole_number(0), metavar="K", help="sample from the K likeliest tokens")
+    add("--top-p", type=number(0, 1), metavar="P", help="sample from the likeliest P of the mass")
+    add("--seed", type=whole_number(0, 2**32 - 1), metavar="S", help="seed of the samples")
+    add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+    add_engine_options(parser)
     add_chat_options(parser)
-    add("--check", action="store_true", help="stop at a NaN or an infinity, and say where it is")
-    add("--ignore-eos", action="store_true", help="go on behind the end-of-text token")
+    add = parser.add_argument_group("output").add_argument
     add("--stats-json", metavar="F", help="write tokens, texts and measurements to a file")
     add("--quiet", action="store_true", help="no messages on stderr but errors")
+    add = parser.experts.add_argument
+    add(
+        "--schedule",
+        default="auto",
+        metavar="S",
+        help="auto (default), fused or layerwise; equal results",
+    )
+    add("--check", action="store_true", help="stop at a NaN or an infinity, and say where it is")
     return parser
 
 
@@ -76,17 +98,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def generate(arguments: argparse.Namespace) -> None:
     """Load, generate, print, and write the stats."""
+    say = Messages(arguments.quiet)
     check_chat_options(arguments)
-    prompts, prefix = read_prompts(arguments), read_prefix(arguments)
+    prompts, prefix = read_prompts(arguments, say), read_prefix(arguments)
     stats_file = checked_output("--stats-json", arguments.stats_json)
-    # Before the heavy imports, so that a bad option is reported at once.
+    with say.working(f"loading {arguments.model or DEFAULT_MODEL}"):
+        engine, sampling = load_engine(arguments, say)
+    if arguments.chat:
+        chat(engine, arguments, sampling, prompts, say)
+        return
+    encoded = engine.encode_with_prefix(prefix, prompts)
+    progress = None if arguments.quiet else prompt_progress()
+    given = (arguments.max_new_tokens, sampling, arguments.batch, progress)
+    with only_errors() if arguments.quiet else contextlib.nullcontext(), say.working(READING):
+        run = engine.start(encoded, *given, prefix=engine.prefix_tokens(prefix), fit=True)
+    label = say if len(prompts) > 1 else lambda message: None
+    print_texts(run, prompts, label, say.decoding(run.tokens(ignore_eos=arguments.ignore_eos)))
+    say(summary(run))
+    if stats_file is not None:
+        record = {"tokens": run.new_tokens, "texts": run.texts} | dataclasses.asdict(run.stats())
+        write_json("--stats-json", stats_file, record)
+
+
+def load_engine(arguments: argparse.Namespace, say: Messages) -> "tuple[Engine, Sampling]":
+    """The engine and the sampling that the options ask for."""
+    # Checked before the model is loaded, so that a bad option is reported early.
     from infinigen_jax.loading.load import load
     from infinigen_jax.machine.backend import widen_pinned_pool
     from infinigen_jax.sampling import Sampling
-
-    def say(message: str) -> None:
-        if not arguments.quiet:
-            print(message, file=sys.stderr, flush=True)
 
     asked = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
     sampling = Sampling(**{name: value for name, value in asked.items() if value is not None})
@@ -94,25 +133,12 @@ def generate(arguments: argparse.Namespace) -> None:
     for line in unused_options(arguments):
         say(line)
     widen_pinned_pool()
-    chosen = {"schedule": arguments.schedule, "check": arguments.check}
     model = load(arguments.model, arguments.dtype, notify=say, weights=arguments.weights)
-    engine = make_engine(model, policy, arguments, **chosen)
+    settings = {"schedule": arguments.schedule, "check": arguments.check}
+    engine = make_engine(model, policy, arguments, **settings)
     for line in options_without_effect(arguments, engine):
         say(line)
-    del model  # the engine may have its own form of the weights
-    if arguments.chat:
-        chat(engine, arguments, sampling, prompts, say)
-        return
-    encoded = engine.encode_with_prefix(prefix, prompts or [DEFAULT_PROMPT])
-    progress = None if arguments.quiet else prompt_progress()
-    given = (arguments.max_new_tokens, sampling, arguments.batch, progress)
-    with only_errors() if arguments.quiet else contextlib.nullcontext():
-        run = engine.start(encoded, *given, prefix=engine.prefix_tokens(prefix), fit=True)
-    print_texts(run, ignore_eos=arguments.ignore_eos)
-    say(summary(run))
-    if stats_file is not None:
-        record = {"tokens": run.new_tokens, "texts": run.texts} | dataclasses.asdict(run.stats())
-        write_json("--stats-json", stats_file, record)
+    return engine, sampling
 
 
 @contextlib.contextmanager
@@ -143,12 +169,31 @@ def prompt_progress() -> "Notify":
     return notify
 
 
-def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """The prompts of --prompt and --prompt-file."""
+def read_prompts(arguments: argparse.Namespace, say: Messages) -> list[str]:
+    """The prompts of --prompt and --prompt-file, else of stdin, else the default one.
+
+    A chat reads stdin itself, and has no default.
+    """
     prompts = list(arguments.prompt or [])
     if arguments.prompt_file is not None:
         prompts.append(read_text("--prompt-file", arguments.prompt_file))
-    return prompts
+    if prompts or arguments.chat:
+        return prompts
+    return [read_stdin(say) or DEFAULT_PROMPT]
+
+
+def read_stdin(say: Messages) -> str:
+    """The text that is piped into the command, without the line break at its end.
+
+    Empty at a terminal, and where nothing can be read.
+    """
+    with contextlib.suppress(OSError), say.working("reading the prompt from stdin"):
+        if not sys.stdin.isatty():
+            try:
+                return sys.stdin.read().removesuffix("\n")
+            except UnicodeDecodeError:
+                raise InputError("stdin: not UTF-8 text; convert it first") from None
+    return ""
 
 
 def read_prefix(arguments: argparse.Namespace) -> str:
@@ -180,8 +225,15 @@ def read_text(option: str, name: str) -> str:
     return text
 
 
-def print_texts(run: "Run", *, ignore_eos: bool) -> None:
-    """Print the first unfinished prompt's text as it is made, the others' behind it in order."""
+def print_texts(
+    run: "Run", prompts: list[str], label: Say, steps: Iterable[list[int | None]]
+) -> None:
+    """Print the first unfinished prompt's text as it is made, the others' after it in order.
+
+    Args:
+        label: called with a line that names a prompt, before its text is printed.
+        steps: tokens of each step, from `run`.
+    """
     printed = [0] * len(run.texts)
     current = 0
 
@@ -191,19 +243,32 @@ def print_texts(run: "Run", *, ignore_eos: bool) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    for tokens in until_interrupted(run.tokens(ignore_eos=ignore_eos)):
+    def begin(number: int) -> None:
+        if number < len(prompts):
+            label(f"[{number + 1}] {shortened(prompts[number])}")
+
+    begin(current)
+    for tokens in until_interrupted(steps):
         run.push_text(tokens)
         show(current)
         # A prompt without a token is one that has ended, unless it has none at all yet.
         ended = tokens[current] is None and run.new_tokens[current]
         while current + 1 < len(run.texts) and ended:
             current = end_line(current)
+            begin(current)
             show(current)
             ended = tokens[current] is None and run.new_tokens[current]
     run.finish_text()
     while current < len(run.texts):
         show(current)
         current = end_line(current)
+        begin(current)
+
+
+def shortened(prompt: str) -> str:
+    """The beginning of a prompt, on one line."""
+    words = one_line(prompt)
+    return words if len(words) <= LABEL else f"{words[:LABEL]}..."
 
 
 def until_interrupted(steps: Iterable[Step]) -> Iterator[Step]:
@@ -232,7 +297,7 @@ def summary(run: "Run") -> str:
     stats = run.stats()
     return (
         f"{stats.policy}, {stats.schedule}: first token after {stats.prefill_seconds:.2f} s, "
-        f"{stats.new_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s\n"
+        f"{stats.new_tokens} tokens{rate(run)}\n"
         f"KV cache on the host {format_bytes(stats.host_cache_bytes)}, fetched "
         f"{100 * stats.fetched_fraction:.1f} % of the cached rows "
         f"({format_bytes(int(stats.host_to_device_bytes_per_token))} per token)"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from infinigen_jax.cli.options import OR_EMBEDDED, add_engine_options, make_policy
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.files.output import checked_output, write_json
+from infinigen_jax.messages import Messages
 from infinigen_jax.numeric import number, whole_number
 
 if TYPE_CHECKING:
@@ -26,35 +27,29 @@ def build_parser() -> argparse.ArgumentParser:
     """The options; those of the engine are the ones of `generate`."""
     parser = Parser(
         prog="python -m infinigen_jax.plan",
-        description="Reckon memory and time of a generation, and recommend settings.",
+        usage="%(prog)s --context N [--model DIR] [options]",
+        description="Predict memory and time of a generation, and recommend settings.",
     )
-    add = parser.add_argument
+    add = parser.add_argument_group("model and machine").add_argument
     add("--model", metavar="DIR", help=f"a folder with a config.json, {OR_EMBEDDED}")
     add(
         "--context",
         type=whole_number(1),
         required=True,
         metavar="N",
-        help="tokens, prompt and new ones",
+        help="tokens, prompt and new ones; 128k is 131072",
     )
     add("--batch", type=whole_number(1), default=1, metavar="B", help="sequences (default 1)")
-    add(
-        "--device-memory",
-        type=number(LEAST),
-        metavar="G",
-        help="GiB (default: what this device has)",
-    )
-    add("--host-memory", type=number(LEAST), metavar="G", help="GiB (default: what is free here)")
-    add("--device-bandwidth", type=number(LEAST), metavar="R", help="GB/s (default: measured here)")
-    add(
-        "--copy-bandwidth",
-        type=number(LEAST),
-        metavar="R",
-        help="GB/s, host to device (measured here)",
-    )
+    memory = {"type": number(LEAST), "metavar": "G"}
+    add("--device-memory", help="GiB of the device (default: those of this one)", **memory)
+    add("--host-memory", help="GiB of the host (default: those that are free here)", **memory)
+    rate = {"type": number(LEAST), "metavar": "R"}
+    add("--device-bandwidth", help="GB/s of device memory (default: measured here)", **rate)
+    add("--copy-bandwidth", help="GB/s from host to device (default: measured here)", **rate)
     add_engine_options(parser)
     parser.set_defaults(weights=None)  # on the device, but a plan may choose
-    add("--json", metavar="F", help="write everything to a file")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", metavar="F", help="write everything to a file")
     return parser
 
 
@@ -81,7 +76,8 @@ def plan(arguments: argparse.Namespace) -> None:
             "give fewer tokens"
         )
     start_backend()
-    machine = this_machine(arguments)
+    with Messages().working("measuring the bandwidths of this machine"):
+        machine = this_machine(arguments)
     # A device with memory of its own is one that runs in bfloat16 by default.
     wanted = arguments.dtype or ("bfloat16" if machine.separate else None)
     dtype = checked_dtype(wanted)

@@ -76,6 +76,14 @@ def few_collections() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def patience() -> Iterator[None]:
+    """Commands announce no work that takes long: on a busy machine any may."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infinigen_jax.messages.PATIENCE", 600)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs() -> Iterator[None]:
     """Free compiled programs in time: a process may have only so many memory mappings.

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from infinigen_jax.cli.options import SAMPLING_OPTIONS
 from infinigen_jax.engine.saved_file import check_replaceable
 from infinigen_jax.errors import InputError
 from infinigen_jax.files.output import checked_output
+from infinigen_jax.messages import READING, Messages
 from infinigen_jax.numeric import whole_number
 from infinigen_jax.text.detokenize import checked_text
 from infinigen_jax.text.templates import render_chat
@@ -27,9 +28,8 @@ from infinigen_jax.text.templates import render_chat
 if TYPE_CHECKING:
     from infinigen_jax.engine.conversation import Conversation
     from infinigen_jax.engine.engine import Engine
+    from infinigen_jax.engine.generation import Run
     from infinigen_jax.sampling import Sampling
-
-Say = Callable[[str], None]
 
 PLAIN = "plain"
 OWN_OPTIONS = ("system", "chat_template", "context", "save", "resume")
@@ -38,22 +38,22 @@ OTHERS = ("stats_json", "batch", "prefix", "prefix_file")  # make no sense in a 
 
 def add_chat_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `check_chat_options` and `chat` read."""
-    add = parser.add_argument
+    add = parser.add_argument_group("conversation").add_argument
     add("--chat", action="store_true", help="a conversation: each line of stdin is a turn")
-    add("--system", metavar="TEXT", help="of a chat: the system message")
+    add("--system", metavar="TEXT", help="system message of the chat")
     add(
         "--chat-template",
         metavar="F",
-        help="of a chat: a file with a Jinja template (default: the model's), or plain",
+        help="file with a Jinja template for the chat (default: the model's), or plain",
     )
     add(
         "--context",
         type=whole_number(2),
         metavar="N",
-        help="of a chat: room for N tokens (default 4096)",
+        help="tokens that the chat has room for (default 4096); 128k is 131072",
     )
-    add("--save", metavar="F", help="of a chat: write it to a file when it ends")
-    add("--resume", metavar="F", help="of a chat: go on with one from a file")
+    add("--save", metavar="F", help="write the chat to a file when it ends")
+    add("--resume", metavar="F", help="go on with a chat from a file")
 
 
 def check_chat_options(arguments: argparse.Namespace) -> None:
@@ -83,7 +83,7 @@ def chat(
     arguments: argparse.Namespace,
     sampling: "Sampling",
     turns: list[str],
-    say: Say,
+    say: Messages,
 ) -> None:
     """Answer `turns`, then each line of stdin until it ends; then save.
 
@@ -106,7 +106,7 @@ def chat(
 
 
 def begin(
-    engine: "Engine", arguments: argparse.Namespace, sampling: "Sampling", say: Say
+    engine: "Engine", arguments: argparse.Namespace, sampling: "Sampling", say: Messages
 ) -> "Conversation":
     """A new conversation, or the one to resume."""
     if engine.model.tokenizer is None:
@@ -124,13 +124,13 @@ def begin(
     return conversation
 
 
-def _take_turn(talk: "Chat", text: str, arguments: argparse.Namespace, say: Say) -> None:
+def _take_turn(talk: "Chat", text: str, arguments: argparse.Namespace, say: Messages) -> None:
     """Answer a line; Ctrl-C ends the answer, and what is said of it so far stays said."""
     started = time.perf_counter()
     with interrupts() as interrupted:
         answer = talk.answer(text, arguments.max_new_tokens, arguments.ignore_eos)
         with contextlib.closing(answer):
-            for piece in answer:
+            for piece in say.decoding(answer, READING):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
                 if interrupted.is_set():
@@ -203,7 +203,7 @@ class Chat:
         line = (
             f"[{len(conversation.tokens)} of {conversation.context} tokens; {seconds:.2f} s: "
             f"{run.tokens_read} read in {stats.prefill_seconds:.2f} s, {stats.new_tokens} answered"
-            f" at {stats.decode_tokens_per_second:.1f} tokens/s; fetched "
+            f"{rate(run, ' at ')}; fetched "
             f"{100 * stats.fetched_fraction:.1f} % of the cached rows]"
         )
         full = len(conversation.tokens) >= conversation.context
@@ -228,6 +228,18 @@ class Chat:
         assert self._template is not None
         special = getattr(self._tokenizer, "special_tokens", {})
         return render_chat(self._template, messages, special)
+
+
+def rate(run: "Run", before: str = ", ") -> str:
+    """The speed of decoding, after the first step, which may compile; empty if it is the only one.
+
+    Args:
+        before: text between what comes first and the number.
+    """
+    stats = run.stats()
+    if max(map(len, run.new_tokens)) <= 2 or not stats.decode_seconds:
+        return ""
+    return f"{before}{stats.decode_tokens_per_second:.1f} tokens/s"
 
 
 def _answered(messages: list[dict[str, str]]) -> int:

@@ -8,8 +8,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.errors import InputError
-from infinigen_jax.numeric import number, whole_number
+from infinigen_jax.errors import InputError, Parser
+from infinigen_jax.numeric import number, parse_whole, share, whole_number
 
 if TYPE_CHECKING:
     from infinigen_jax.cache.pool import Pool
@@ -17,21 +17,28 @@ if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
     from infinigen_jax.policies import Policy
 
-# For the help of --model; `checkpoint.EMBEDDED` comes with JAX.
-OR_EMBEDDED = "or an embedded model: books-llama (default), tiny-llama or tiny-opt"
+DEFAULT_MODEL = "books-llama"
+# For the help of --model; `loading.EMBEDDED` comes with JAX.
+OR_EMBEDDED = f"or an embedded model: {DEFAULT_MODEL} (default), tiny-llama or tiny-opt"
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "seed")  # fields of `sampling.Sampling`
-POLICY_OPTIONS = (
-    "alpha",
-    "partial_ratio",
-    "budget",
-    "index_dtype",
-    "basis",
-    "query",
-    "speculate_from",
-    "count",
-    "layer_budgets",
-    "tail",
-)
+# Settings of InfiniGen that are options of `evaluate` alone, which takes lists of them; elsewhere
+# they follow the policy's name.
+EXPERT_SETTINGS = {
+    "index_dtype": ("T", "format of the index: int4 (default), auto, bfloat16 or float32"),
+    "basis": ("B", "basis of the index: auto (the model's, default), svd or balanced"),
+    "query": ("Q", "query that selects rows: auto (default), plain, corrected or own"),
+    "speculate_from": (
+        "S",
+        "state that the query is predicted from: input of the layer before; or resident, the "
+        "state after attention to the resident rows (default: as converted, else input)",
+    ),
+    "count": ("C", "rows in the budget: by KV head (head, default), or the mean of all (mean)"),
+    "layer_budgets": (
+        "L",
+        "budgets of the layers: calibrated by the loss of each, with that mean (default), or equal",
+    ),
+}
+POLICY_OPTIONS = ("alpha", "partial_ratio", "budget", *EXPERT_SETTINGS, "tail")
 
 
 class _Both(argparse.BooleanOptionalAction):
@@ -61,126 +68,100 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     def default(value: str) -> Any:
         return [value] if several else value
 
-    add = parser.add_argument
+    add = parser.add_argument_group("policy: which cached rows are fetched").add_argument
     add(
         "--policy",
         default=default("infinigen"),
         metavar="P",
-        help="infinigen (default), full, infinigen-paper, ...; a wrong name lists them all; "
-        "settings that have no option go behind it: quest:page=8,window=64",
+        help="infinigen (default), full, infinigen-paper, window, h2o, quest, ... or the path of a "
+        "class, package.module.MyPolicy; other settings follow its name: quest:page=8,window=64",
+        **many,
+    )
+    add(
+        "--budget",
+        type=share(),
+        metavar="F",
+        help="most rows fetched, as a share of those cached (default 0.1)",
         **many,
     )
     add(
         "--alpha",
         type=number(0, math.inf),
         metavar="A",
-        help="fetch what is within A of the best score (default 4)",
+        help="fetch rows that score within A of the best (default 4)",
         **many,
     )
     add(
         "--partial-ratio",
-        type=number(0, 1),
+        type=share(),
         metavar="R",
-        help="columns in the index (default 0.75)",
+        help="share of a key's columns in the index (default 0.75)",
         **many,
     )
+    add = parser.add_argument_group("memory and precision").add_argument
+    add("--dtype", help="float32, bfloat16 or float16 (default: float32 on the CPU, else bfloat16)")
     add(
-        "--budget",
-        type=number(0, 1),
-        metavar="F",
-        help="most rows fetched, of those cached (0.1)",
-        **many,
-    )
-    add(
-        "--index-dtype",
+        "--rows",
+        default=default("auto"),
         metavar="T",
-        help="of the index: int4 (default), auto, bfloat16 or float32",
+        help="format of rows on the host: auto (exact, default), int8 or int4",
         **many,
-    )
-    add(
-        "--basis",
-        metavar="B",
-        help="of the index: auto (the model's, default), svd or balanced",
-        **many,
-    )
-    add(
-        "--query",
-        metavar="Q",
-        help="that rows are chosen by: auto (default), plain, corrected or own",
-        **many,
-    )
-    add(
-        "--speculate-from",
-        metavar="S",
-        help="what of the layer before: input, or resident, the state after attention to the "
-        "resident rows (default: as converted, else input)",
-        **many,
-    )
-    add(
-        "--count",
-        metavar="C",
-        help="rows in the budget: by KV head (head, default) or the mean of all, as in the paper",
-        **many,
-    )
-    add(
-        "--layer-budgets",
-        metavar="L",
-        help="of the layers: calibrated by what each loses, with that mean (default), or equal",
-        **many,
-    )
-    add(
-        "--tail",
-        action=_Both if several else argparse.BooleanOptionalAction,
-        default=None,
-        help="attend to the mean of what is not fetched (default: yes)",
     )
     add(
         "--dense-layers",
         type=whole_number(0),
         metavar="N",
-        help="first layers on the device (default: those that need it)",
-    )
-    add("--transfer", default="auto", help="auto (default), xla or cuda")
-    add(
-        "--rows",
-        default=default("auto"),
-        metavar="T",
-        help="rows on the host: auto (exact, default), int8 or int4",
-        **many,
+        help="first layers whose cache stays on the device (default: those that need it)",
     )
     add(
-        "--pool-tokens",
-        metavar="N",
-        help="most rows on the host, of a layer, sequence and KV head: a number, or a share of the "
-        "context such as 80%%; all (default): no limit",
-        **many,
+        "--weights",
+        default="device",
+        metavar="W",
+        help="memory of the layers' weights: device (default) or host",
     )
-    add(
-        "--pool-eviction",
-        metavar="E",
-        help="which of them give way: counter (default), lru or fifo",
-        **many,
-    )
-    add(
-        "--pool-sinks",
-        type=whole_number(0),
-        metavar="N",
-        help="first tokens that never do (default 4)",
-    )
-    add(
-        "--hot-set",
-        type=number(0),
-        metavar="M",
-        help="rows kept after use, times the budget; 0: none",
-    )
-    add("--weights", default="device", help="where the layers' weights are: device or host")
+    _add_experts(parser, several, many)
+
+
+def _add_experts(parser: argparse.ArgumentParser, several: bool, many: dict[str, Any]) -> None:
+    """Add the options of `add_engine_options` that few need."""
+    add = (parser.experts if isinstance(parser, Parser) else parser).add_argument
+    add("--transfer", default="auto", metavar="T", help="auto (default), xla or cuda")
     add(
         "--prefill-chunk",
         default="auto",
         metavar="N",
         help="tokens of a prompt read at a time (default auto: 1024 on the CPU, else to 4096)",
     )
-    add("--dtype", help="float32, bfloat16 or float16 (default: float32 on the CPU, else bfloat16)")
+    add(
+        "--hot-set",
+        type=number(0),
+        metavar="M",
+        help="rows kept on the device after use, in multiples of the budget; 0: none",
+    )
+    add(
+        "--pool-tokens",
+        metavar="N",
+        help="most rows on the host, per layer, sequence and KV head: a number, or a share of the "
+        "context such as 80%%; all (default): no limit",
+        **many,
+    )
+    add(
+        "--pool-eviction",
+        metavar="E",
+        help="order in which a full pool evicts rows: counter (default), lru or fifo",
+        **many,
+    )
+    add(
+        "--pool-sinks",
+        type=whole_number(0),
+        metavar="N",
+        help="first tokens that a pool never evicts (default 4)",
+    )
+    if not several:
+        return
+    for name, (metavar, text) in EXPERT_SETTINGS.items():
+        add(f"--{name.replace('_', '-')}", metavar=metavar, help=text, **many)
+    add("--tail", action=_Both, default=None, help="attend to the mean of unfetched rows (default)")
 
 
 def make_policy(arguments: argparse.Namespace) -> "Policy":
@@ -189,18 +170,25 @@ def make_policy(arguments: argparse.Namespace) -> "Policy":
     Raises:
         InputError: for an unknown name or a value out of range.
     """
-    from infinigen_jax.policies import POLICIES
-    from infinigen_jax.speculation.index import INDEX_DTYPES
-
     kind, own = read_policy(arguments.policy)
-    if arguments.index_dtype not in (None, *INDEX_DTYPES):
-        raise InputError(f"--index-dtype {arguments.index_dtype}: use {' or '.join(INDEX_DTYPES)}")
-    given = {name: getattr(arguments, name) for name in POLICY_OPTIONS}
-    given = {name: value for name, value in given.items() if value is not None}
-    known = {field.name for field in dataclasses.fields(kind)}
-    # `full` has no budget to set; the options are still checked, as a typo should not pass.
-    POLICIES["infinigen"](**given)
-    return kind(**({name: value for name, value in given.items() if name in known} | own))
+    try:
+        policy = kind(**own)
+    except InputError as error:
+        raise InputError(f"--policy {arguments.policy}: {_unprefixed(error)}") from None
+    names = {field.name for field in dataclasses.fields(kind)} - own.keys()
+    given = {name: value for name, value in given_settings(arguments).items() if name in names}
+    return dataclasses.replace(policy, **given)
+
+
+def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of a policy that were given."""
+    values = {name: getattr(arguments, name, None) for name in POLICY_OPTIONS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _unprefixed(error: InputError) -> str:
+    """A message of a policy about a setting, without the option that it would be."""
+    return str(error).removeprefix("--policy: ").removeprefix("--")
 
 
 def unused_options(arguments: argparse.Namespace) -> list[str]:
@@ -215,12 +203,12 @@ def unused_options(arguments: argparse.Namespace) -> list[str]:
     taken: set[str] = set()
     for kind, own in map(read_policy, names):
         taken |= {field.name for field in dataclasses.fields(kind)} - own.keys()
-    unused = {name: getattr(arguments, name) for name in POLICY_OPTIONS if name not in taken}
+    given = given_settings(arguments)
     return [
         f"--{'no-' if value in (False, [False]) else ''}{name.replace('_', '-')}: no effect with "
         f"--policy {' '.join(names)}"
-        for name, value in unused.items()
-        if value is not None
+        for name, value in given.items()
+        if name not in taken
     ]
 
 
@@ -233,7 +221,7 @@ def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> l
     """
     kind, own = read_policy(arguments.policy)
     names = {field.name for field in dataclasses.fields(kind)} - own.keys()
-    given = {name: getattr(arguments, name) for name in POLICY_OPTIONS if name in names}
+    given = {name: value for name, value in given_settings(arguments).items() if name in names}
     policy = engine.decoder.policy
     lines = [
         f"{option}: taken as {getattr(policy, name)}, by the model, the device or other settings"
@@ -241,7 +229,7 @@ def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> l
             *((n, value, f"--{n.replace('_', '-')} {value}") for n, value in given.items()),
             *((n, value, f"--policy {arguments.policy}: {n}") for n, value in own.items()),
         )
-        if value not in (None, "auto", getattr(policy, name))
+        if value not in ("auto", getattr(policy, name))
     ]
     chunk = chunk_option(arguments.prefill_chunk)
     if chunk not in (None, engine.prefill_chunk):
@@ -250,24 +238,30 @@ def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> l
 
 
 def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
-    """A policy's class, and the settings given behind its name: "quest:page=8,window=64".
+    """A policy's class, and the settings that follow its name: "quest:page=8,window=64".
 
     Raises:
         InputError: for a name, a setting or a value that does not exist.
     """
-    from infinigen_jax.policies import POLICIES
+    from infinigen_jax.policies import find_policy
 
     name, _, rest = text.partition(":")
-    if name not in POLICIES:
-        raise InputError(f"--policy {name}: use {' or '.join(POLICIES)}")
-    kinds = {field.name: field.type for field in dataclasses.fields(POLICIES[name])}
+    policy = find_policy(name)
+    kinds = {field.name: _kind(field) for field in dataclasses.fields(policy)}
+    kinds = {field: kind for field, kind in kinds.items() if kind is not None}
     settings = {}
     for part in rest.split(",") if rest else []:
         setting, _, value = part.partition("=")
         if setting not in kinds:
             raise InputError(f"--policy {text}: {setting!r} is no setting; use {', '.join(kinds)}")
         settings[setting] = _value(text, value, kinds[setting])
-    return POLICIES[name], settings
+    return policy, settings
+
+
+def _kind(field: dataclasses.Field[Any]) -> Any:
+    """The type of a setting that text can give; None for others."""
+    name = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
+    return {"bool": bool, "int": int, "float": float, "str": str}.get(name)
 
 
 def _value(text: str, value: str, kind: Any) -> Any:
@@ -294,8 +288,16 @@ def make_pool(arguments: argparse.Namespace) -> "Pool | None":
             raise InputError(f"--pool-{next(iter(given))}: nothing gives way without --pool-tokens")
         Pool(share=1.0, **given)  # a typo should not pass
         return None
-    tokens, share = parse_limit(arguments.pool_tokens)
-    return Pool(tokens=tokens, share=share, **given)
+    tokens, part = parse_limit(_without_suffix(arguments.pool_tokens))
+    return Pool(tokens=tokens, share=part, **given)
+
+
+def _without_suffix(text: str) -> str:
+    """A number of tokens without the suffix that it may have; other text as it is."""
+    try:
+        return str(parse_whole(text))
+    except ValueError:
+        return text
 
 
 def chunk_option(text: str) -> int | None:

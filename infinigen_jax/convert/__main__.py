@@ -5,6 +5,7 @@ import sys
 
 from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SOURCE
 from infinigen_jax.errors import Parser, run_command
+from infinigen_jax.messages import Messages
 from infinigen_jax.numeric import number
 
 
@@ -12,7 +13,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The options; choices are spelled out so that --help needs no heavy import."""
     parser = Parser(
         prog="python -m infinigen_jax.convert",
-        description="Convert a Hugging Face model folder (LLaMA or OPT) for InfiniGen.",
+        description="Convert a Hugging Face model folder for InfiniGen.",
     )
     parser.add_argument("source", metavar="SOURCE", help="Hugging Face model folder")
     parser.add_argument("destination", metavar="DESTINATION", help="folder to create")
@@ -63,16 +64,15 @@ def _convert(arguments: argparse.Namespace) -> None:
 
     from infinigen_jax.convert import convert
 
-    # disable=None: a bar on terminals only, so that a log gets the one line that matters.
-    bar = tqdm(
-        desc="converting", unit="layer", file=sys.stderr, leave=False, disable=None, delay=0.1
-    )
+    say = Messages()
+    # disable=None: a bar on terminals only, so that a log gets the lines that matter.
+    bar = tqdm(desc="converting", unit="layer", leave=False, disable=None, delay=0.1)
 
     def progress(done: int, total: int) -> None:
         bar.total = total
         bar.update(done - bar.n)
 
-    with bar:
+    with bar, say.working(f"converting {arguments.source} into {arguments.destination}"):
         folder = convert(
             arguments.source,
             arguments.destination,
@@ -84,7 +84,7 @@ def _convert(arguments: argparse.Namespace) -> None:
             force=arguments.force,
             progress=progress,
         )
-    print(f"wrote {folder} (skew {arguments.skew})", file=sys.stderr)
+    say(f"wrote {folder} (skew {arguments.skew})")
 
 
 if __name__ == "__main__":

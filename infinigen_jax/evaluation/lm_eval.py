@@ -4,10 +4,12 @@
     from infinigen_jax.evaluation.lm_eval import InfiniGenLM
     lm_eval.simple_evaluate(model=InfiniGenLM(engine), tasks=["piqa"])
 
-or its own command line, with this model registered:
+or its own command line. Releases of the harness after 0.4.13 know this model by its entry point:
 
-    python -m infinigen_jax.evaluation.lm_eval run --model infinigen-jax \\
-        --model_args model=DIR,policy=infinigen,budget=0.1 --tasks piqa
+    lm_eval run --model infinigen-jax --model_args model=DIR,policy=infinigen,budget=0.1 \\
+        --tasks piqa
+
+For 0.4.13, `python -m infinigen_jax.evaluation.lm_eval` takes the place of `lm_eval`.
 
 Likelihoods are those of `likelihood`, and texts those of `answers`: every token that counts is made
 by a decode step. Greedy only.

@@ -92,6 +92,15 @@ class Model:
     tail_moments: tuple[np.ndarray | Array, np.ndarray | Array] | None = None
     row_shares: np.ndarray | None = None
 
+    def __repr__(self) -> str:
+        """One line: the dataclass's would print every weight."""
+        c = self.config
+        name = "" if self.path is None else f", {self.path.name}"
+        return (
+            f"Model({c.family}, {c.num_layers} layers, {c.num_heads} heads "
+            f"({c.num_kv_heads} KV) of {c.head_dim}, {self.dtype.name}, skew {self.skew}{name})"
+        )
+
     def dense_layers(self, ahead: bool) -> int:
         """Return how many leading layers to keep on the device because few rows do not suffice.
 

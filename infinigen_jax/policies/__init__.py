@@ -1,10 +1,16 @@
-"""Policies: which cached rows a layer attends to. A policy is one file here (docs/policies.md)."""
+"""Policies: which cached rows a layer attends to. A policy is one file here (docs/policies.md).
 
+Policies of other packages are named by an entry point of the group ENTRY_POINTS, or by their path.
+"""
+
+import dataclasses
 import importlib
+import importlib.metadata
 import inspect
 import pkgutil
 from typing import Any
 
+from infinigen_jax.errors import InputError
 from infinigen_jax.policies.base import Policy
 from infinigen_jax.policies.full import Full
 from infinigen_jax.policies.h2o import H2O
@@ -26,7 +32,10 @@ __all__ = [
     "PreviousQuery",
     "Quest",
     "Window",
+    "find_policy",
 ]
+
+ENTRY_POINTS = "infinigen_jax.policies"
 
 
 def _found() -> dict[str, Any]:
@@ -44,3 +53,33 @@ def _found() -> dict[str, Any]:
 
 
 POLICIES = _found()
+
+
+def find_policy(name: str) -> Any:
+    """The class of a policy.
+
+    Args:
+        name: of a policy in this package; of an entry point of the group ENTRY_POINTS; or the
+            dotted path of a class, such as "package.module.MyPolicy".
+
+    Raises:
+        InputError: if there is no such policy.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    (entry, *_) = (*importlib.metadata.entry_points(group=ENTRY_POINTS, name=name), None)
+    if entry is None and "." not in name:
+        raise InputError(
+            f"--policy {name}: use {' or '.join(POLICIES)}, or the path of a class such as "
+            "package.module.MyPolicy"
+        )
+    module, _, attribute = name.rpartition(".")
+    try:
+        kind = (
+            getattr(importlib.import_module(module), attribute) if entry is None else entry.load()
+        )
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"--policy {name}: {error}; is it on PYTHONPATH?") from None
+    if not (inspect.isclass(kind) and dataclasses.is_dataclass(kind) and hasattr(kind, "select")):
+        raise InputError(f"--policy {name}: not a policy; give a class as docs/policies.md says")
+    return kind

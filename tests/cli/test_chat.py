@@ -189,6 +189,7 @@ def break_off_twice(process: subprocess.Popen[bytes]) -> tuple[list[str], tuple[
         process.stdin.flush()
         assert os.read(process.stdout.fileno(), 1)
         process.send_signal(signal.SIGINT)
-        summaries.append(process.stderr.readline().decode())
+        lines = (line.decode() for line in process.stderr)
+        summaries.append(next(line for line in lines if line.startswith("[")))
         assert os.read(process.stdout.fileno(), 1 << 16).endswith(b"\n")
     return summaries, process.communicate(timeout=120)

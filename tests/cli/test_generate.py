@@ -1,21 +1,32 @@
 """The generate command line: what it prints and writes, and how it refuses bad input."""
 
+import importlib.metadata
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tiny import ROOT, only
 from transformers import AutoTokenizer
 
-from infinigen_jax import generate
+import infinigen_jax as ig
+from infinigen_jax import evaluate, generate, messages, plan
+from infinigen_jax.cli.chat import rate
+from infinigen_jax.cli.options import DEFAULT_MODEL, chunk_option, make_policy, make_pool
 from infinigen_jax.convert.__main__ import main as convert_main
 from infinigen_jax.engine import memory_plan as planning
-from infinigen_jax.loading.load import embedded
+from infinigen_jax.loading.load import EMBEDDED, embedded
+from infinigen_jax.messages import Messages
+from infinigen_jax.policies import ENTRY_POINTS, find_policy
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -40,6 +51,15 @@ KEYS = {
     "transfer": str,
     "rows": str,
 }
+ELSEWHERE = """
+import dataclasses
+from typing import ClassVar
+from infinigen_jax.policies import Window
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recent(Window):
+    name: ClassVar[str] = "recent"
+"""
 SHORT = ("--prompt", "The king said", "--max-new-tokens", "4")
 
 
@@ -121,15 +141,51 @@ def test_text_on_stdout_and_stats_in_a_file(schedule, run, tmp_path):
     assert only(tmp_path) == ["stats.json"]
 
 
+def test_prompts_from_stdin(run, monkeypatch):
+    """Without their last line break; nothing on stdin, as of a service, is the default prompt."""
+    lines: dict[str, str] = {}
+    for text in ("The king said\n", "", "\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        status, lines[text], _ = run(*SHORT[2:], "--quiet")
+        assert status == 0
+    assert run(*SHORT, "--quiet")[1] == lines["The king said\n"] != lines[""] == lines["\n"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x80"), "utf-8"))
+    assert "error: stdin: not UTF-8" in run(*SHORT[2:])[2]
+
+
+def test_a_policy_of_another_package(run, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = ["--policy", "elsewhere.Recent:window=8", "--budget", "0.5"]
+    policy: Any = make_policy(generate.build_parser().parse_args(asked))
+    assert (policy.name, policy.window, policy.budget) == ("recent", 8, 0.5)
+    for name, message in {
+        "elsewhere.Recent:page=8": "'page' is no setting; use budget, sinks, window",
+        "elsewhere.Missing": "no attribute 'Missing'",
+        "elsewhere.dataclasses": "not a policy",
+        "missing.Recent": "No module named 'missing'",
+        ".": "--policy .: ",
+    }.items():
+        status, out, err = run(*SHORT, "--policy", name)
+        assert status == 2 and out == "" and err.count("\n") == 1 and message in err
+    entry = importlib.metadata.EntryPoint("mine", "elsewhere:Recent", ENTRY_POINTS)
+    found = importlib.metadata.EntryPoints([entry])
+    monkeypatch.setattr(importlib.metadata, "entry_points", found.select)
+    assert find_policy("mine").name == "recent"
+
+
 def test_several_prompts_come_in_order(run, tmp_path):
     stats, file = tmp_path / "stats.json", tmp_path / "prompt"
     file.write_text("A third\nprompt, of two lines.\n")
     arguments = ("--prompt", "One", "--prompt", "It was a", "--prompt-file", file)
-    arguments = (*arguments, "--max-new-tokens", "6", "--quiet", "--policy", "full")
+    arguments = (*arguments, "--max-new-tokens", "6", "--policy", "full")
     status, out, err = run(*arguments, "--stats-json", stats)
     record = json.loads(stats.read_text())
-    assert status == 0 and err == "" and len(record["texts"]) == 3
+    assert status == 0 and len(record["texts"]) == 3
     assert out == "".join(text + "\n" for text in record["texts"])
+    # Labels are messages: stdout has the texts alone.
+    labels = ["[1] One", "[2] It was a", "[3] A third prompt, of two lines."]
+    assert err.splitlines()[:3] == labels and "tokens/s" in err
     assert record["fetched_fraction"] == 1.0 and record["policy"] == "full"
 
 
@@ -150,8 +206,54 @@ def test_a_folder_that_was_never_converted(run, tmp_path):
 
 
 def test_help(run):
+    """Expert options are shown only when all are asked for, and are options all the same."""
     status, out, err = run("--help")
-    assert status == 0 and "--stats-json" in out and err == ""
+    shown = re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)
+    assert status == 0 and err == "" and "conversation:" in out and 25 <= len(shown) <= 32
+    assert "--stats-json" in shown and "--transfer" not in out and "--count" not in out
+    status, out, err = run("--help-all")
+    assert status == 0 and err == "" and "--transfer" in out and "--stats-json" in out
+
+
+@pytest.mark.parametrize("main", [generate.main, convert_main, evaluate.main, plan.main])
+def test_version(main, run):
+    assert run("--version", main=main) == (0, f"infinigen_jax {ig.__version__}\n", "")
+
+
+def test_numbers_of_tokens_with_a_suffix():
+    parse = generate.build_parser().parse_args
+    assert parse(["--context", "128k"]).context == 128 * 1024
+    assert parse(["--max-new-tokens", "1K", "--batch", "1m"]).batch == 1 << 20
+    arguments = parse(["--pool-tokens", "2k", "--prefill-chunk", "1k"])
+    assert make_pool(arguments) == ig.Pool(tokens=2048)
+    assert chunk_option(arguments.prefill_chunk) == 1024
+
+
+def test_work_that_takes_long_is_announced(monkeypatch, capsys):
+    monkeypatch.setattr(messages, "PATIENCE", 0.01)
+    for quiet in (False, True):
+        say = Messages(quiet)
+        with say.working("loading it"):
+            time.sleep(0.2)
+        with say.working("something short"):
+            pass
+        assert list(say.decoding(range(3))) == [0, 1, 2]
+        assert capsys.readouterr().err == ("" if quiet else "loading it ...\n")
+
+
+@pytest.mark.parametrize("tokens, said", [([7, 7], ""), ([7, 7, 7], ", 2.0 tokens/s")])
+def test_a_speed_leaves_compilation_out(tokens, said):
+    """Of the first decode step, which may be the only one."""
+    stats = SimpleNamespace(decode_seconds=0.5, decode_tokens_per_second=2.0)
+    assert rate(cast(Any, SimpleNamespace(new_tokens=[tokens, [7]], stats=lambda: stats))) == said
+
+
+def test_names_of_the_package():
+    assert DEFAULT_MODEL == EMBEDDED[0]
+    assert set(dir(ig)) == set(ig.__all__) and all(getattr(ig, name) for name in dir(ig))
+    shown = repr(ig.load("tiny-opt", "float32"))
+    assert shown.startswith("Model(opt, 3 layers, ") and shown.endswith("tiny-opt)")
+    assert "float32" in shown and "skew" in shown and len(shown) < 120
 
 
 def test_stats_to_what_is_not_a_file(run, tmp_path):

@@ -90,7 +90,7 @@ def opt(tmp_path_factory) -> Path:
 BYTES = [
     (),
     ("--dense-layers=0", "--hot-set=2", "--rows=int8"),
-    ("--policy=infinigen-paper", "--index-dtype=float32"),
+    ("--policy=infinigen-paper:index_dtype=float32",),
     ("--policy=full", "--dense-layers=9"),
     ("--policy=quest",),
     ("--pool-tokens=128",),

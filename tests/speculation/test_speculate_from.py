@@ -221,9 +221,8 @@ def test_a_query_of_two_layers_before_is_refused(tiny: Any, tmp_path: Any):
 def test_the_option(command: Any, tmp_path: Any):
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
-    policy: Any = make_policy(
-        parser.parse_args(["--speculate-from", "resident", "--query", "plain"])
-    )
+    named = "infinigen:speculate_from=resident,query=plain"
+    policy: Any = make_policy(parser.parse_args(["--policy", named]))
     assert policy.source == "resident"
     several = argparse.ArgumentParser()
     add_engine_options(several, several=True)
@@ -232,8 +231,10 @@ def test_the_option(command: Any, tmp_path: Any):
         reference=False,
     )
     assert [c.policy.source for c in made] == list(SOURCES)
-    status, out, err = command(generate.main, "--prompt", "The", "--speculate-from", "output")
-    assert status == 2 and not out and err.startswith("error: --speculate-from output: use auto")
+    named = "infinigen:speculate_from=output"
+    status, out, err = command(generate.main, "--prompt", "The", "--policy", named)
+    assert status == 2 and not out
+    assert err.startswith(f"error: --policy {named}: speculate-from output: use auto")
     with pytest.raises(InputError, match="--speculate-from resident: .* --skew svd has none"):
         convert(tmp_path, tmp_path / "x", speculate_from="resident", skew="svd")
     with pytest.raises(InputError, match="--speculate-from output: use input or resident"):
