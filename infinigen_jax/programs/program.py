@@ -9,12 +9,15 @@ versions of JAX, the processor, XLA's flags, the settings that the function clos
 shapes, dtypes and places of its arguments. It is a pickle, so the folder must be the user's.
 """
 
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import logging
 import os
 import pickle
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,7 +85,8 @@ class Program:
         folder = program_folder()
         if folder is None or jax.default_backend() != "cpu":  # elsewhere not tried
             return self._jitted.lower(*arguments, **static).compile()
-        text = repr((self._name, self._settings, self._options, key, environment()))
+        sources = outside_sources(self._settings)
+        text = repr((self._name, self._settings, sources, self._options, key, environment()))
         path = folder / (hashlib.sha256(text.encode()).hexdigest()[:40] + SUFFIX)
         executable = _load(path)
         if executable is None:
@@ -137,6 +141,32 @@ def environment() -> str:
     numerics = [getattr(jax.config, name) for name in names]
     versions = jax.__version__, importlib.metadata.version("jaxlib")
     return repr((source.hexdigest(), versions, processor(), flags, numerics))
+
+
+def outside_sources(settings: Any) -> list[str]:
+    """Hashes of the modules outside of this package that define a part of the settings.
+
+    A policy may be the user's own: its code is compiled into the programs.
+    """
+    parts, hashes = [settings], set()
+    while parts:
+        part = parts.pop()
+        if isinstance(part, tuple):
+            parts += part
+        elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+            parts += [getattr(part, field.name) for field in dataclasses.fields(part)]
+            for kind in type(part).__mro__:
+                if not kind.__module__.startswith(("infinigen_jax.", "builtins")):
+                    hashes.add(_source_hash(kind.__module__))
+    return sorted(hashes)
+
+
+def _source_hash(module: str) -> str:
+    """Hash of a module's file, or its name if it has none (a notebook: a new one each time)."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return f"{module} {time.time_ns()}"
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _load(path: Path) -> Any:
