@@ -1,13 +1,12 @@
-"""Continuous batches: more prompts than the batch has rows, one admitted when another ends.
+"""Continuous batching: a waiting prompt is admitted when another prompt ends.
 
     row    0        1        2          a row of the batch, and of every array of the cache
-    owner  prompt 0 prompt 4 -          -: idle, its length set to 0, so that nothing is fetched
+    owner  prompt 0 prompt 4 -          -: idle; its length is 0, so that nothing is fetched
 
-A prompt is processed by itself, in a cache of one sequence, which then replaces all that a row of
-the batch had: shapes stay, and so do the compiled programs. The rows of a batch are at different
-lengths then, and that changes nothing: a flush writes the last `window` rows of each sequence, and
-comes every `window` steps, so that no row leaves the ring before the host has it, whenever its
-sequence began.
+A new prompt is prefilled alone, into a cache of one sequence. This cache then replaces a row of the
+batch. Shapes do not change, so the compiled programs are reused. The rows of a batch then differ in
+length, which is safe: a flush writes the last `window` rows of each sequence every `window` steps.
+Every row is therefore on the host before it leaves the ring, regardless of when its sequence began.
 """
 
 import collections
@@ -29,12 +28,12 @@ IDLE = -1
 
 
 class Owners:
-    """Whose each row of the batch is, and how many tokens it has cached, as Python knows it.
+    """Record of which prompt occupies each batch row, kept in Python.
 
     Attributes:
-        owner: [b] prompt of each row, or IDLE; replaced, never changed in place.
-        cached: [b] tokens in the cache, with all steps that were dispatched.
-        waiting: prompts that no row had yet, in order.
+        owner: [b] prompt of each row, or IDLE. Replaced, never changed in place.
+        cached: [b] tokens in the cache, including those of all dispatched steps.
+        waiting: prompts that have not been admitted yet, in order.
     """
 
     def __init__(self, prompt_lengths: np.ndarray, rows: int):
@@ -50,32 +49,32 @@ class Owners:
 
     @property
     def idle(self) -> np.ndarray:
-        """[b] rows that belong to nobody."""
+        """Mask of the idle rows, [b]."""
         return self.owner == IDLE
 
     def step(self) -> None:
-        """One decode step was dispatched."""
+        """Record that a decode step was dispatched."""
         self._steps.append((self.owner, self.cached.copy()))
         self.cached += 1
 
     def leave(self, row: int) -> None:
-        """The row's prompt has ended."""
+        """Record that the prompt of a row has ended."""
         self.owner = np.where(np.arange(self.rows) == row, IDLE, self.owner)
 
     def give(self, row: int, prompt: int) -> None:
-        """The row belongs to this prompt, which is cached in it."""
+        """Assign a row to a prompt, whose tokens it has cached."""
         self.owner = np.where(np.arange(self.rows) == row, prompt, self.owner)
         self.cached[row] = self._prompt_lengths[prompt]
 
     def rest(self) -> None:
-        """The idle rows' lengths were set to 0."""
+        """Record that the lengths of idle rows were set to 0."""
         self.cached[self.idle] = 0
 
     def history(self, steps_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of all steps so far, [steps, b]: which count, and how many tokens were cached before.
+        """Return, for all steps so far, which rows count and the tokens cached before, [steps, b].
 
         Args:
-            steps_of: [p] how many steps of each prompt count, its first ones.
+            steps_of: [p] number of leading steps of each prompt that count.
         """
         if not self._steps:
             return np.zeros((0, self.rows), bool), np.zeros((0, self.rows), np.int32)
@@ -85,7 +84,7 @@ class Owners:
 
 
 class Admission(NamedTuple):
-    """The compiled functions; see `insert` and `rest`. The batch's cache is donated."""
+    """Compiled versions of `insert` and `rest`. The cache of the batch is donated."""
 
     insert: Any
     rest: Any
@@ -93,7 +92,7 @@ class Admission(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def admission(decoder: Decoder) -> Admission:
-    """Jit a decoder's functions."""
+    """Return the jitted functions of a decoder."""
 
     def replace(
         cache: Cache,
@@ -115,23 +114,23 @@ def admission(decoder: Decoder) -> Admission:
 
 
 def insert(decoder: Decoder, cache: Cache, one: Cache, row: Int[Array, ""]) -> Cache:
-    """Replace a row of a batch's cache, in place where it is donated.
+    """Replace a row of a batch's cache, in place if the cache is donated.
 
     Args:
-        one: the cache of one sequence, of the same capacity.
+        one: cache of a single sequence, with the same capacity.
     """
     host = cache.host
     if host is not None:
         assert one.host is not None
         shared = shared_slots(one.host, 1)
-        own = one.lengths[0] - shared
-        host = copy_rows(host, one.host, row, jnp.int32(shared), own, decoder)
+        count = one.lengths[0] - shared
+        host = copy_rows(host, one.host, row, jnp.int32(shared), count, decoder)
     others = put_rows(cache._replace(host=None), one._replace(host=None), row)
     return others._replace(host=host)
 
 
 def put_rows(batch: Any, one: Any, row: Int[Array, ""]) -> Any:
-    """Row `row` of every array of a tree is that of a tree of batch 1."""
+    """Replace row `row` of every array of a tree by the row of a tree of batch size 1."""
     return jax.tree.map(
         lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), row, 0), batch, one
     )
@@ -145,13 +144,13 @@ def copy_rows(
     count: Int[Array, ""],
     decoder: Decoder,
 ) -> Shaped[Array, "l a k t w"]:
-    """Fill a row of the host's array with slots of another array's one sequence, block by block.
+    """Copy slots of a single sequence into a row of the host's array, block by block.
 
-    One program for all lengths, and one block of device memory.
+    One compiled program serves all lengths. It uses one block of device memory.
 
     Args:
-        start: slot of the sequence that the row begins with.
-        count: how many; what is behind them is arbitrary then.
+        start: first slot to copy.
+        count: number of slots to copy. The contents of later slots are undefined afterwards.
     """
     layers, _, _, capacity, _ = host.shape
     block = min(capacity, STREAM_BLOCK)
@@ -166,5 +165,5 @@ def copy_rows(
 
 
 def rest(lengths: Int[Array, " b"], idle: Bool[Array, " b"]) -> Int[Array, " b"]:
-    """Set idle rows back: they fetch nothing, and never come to the end of the cache."""
+    """Set the lengths of idle rows to 0, so that they fetch nothing and never fill the cache."""
     return jnp.where(idle, 0, lengths)

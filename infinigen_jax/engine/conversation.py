@@ -1,13 +1,13 @@
-"""Conversations: the cache is kept between turns, so that a turn reads its new tokens only.
+"""Conversations: the cache is kept between turns, so that a turn reads only its new tokens.
 
     turn 1   | prompt | answer |
     turn 2   | cached .......  | prompt | answer |      the last token of an answer, which may not
     turn 3   | cached .........................  | ...  be cached yet, is read with the next prompt
 
-What the model gets is one text, all that was said so far. With the policy `full` an answer is what
-a prefill of that text would give; with others, what was answered before was computed with the rows
-that were fetched then. A conversation can be saved to a file and resumed by another process, and
-goes on there exactly as it would have here.
+The model sees one text, the concatenation of all turns. With the policy `full`, an answer equals
+that of a prefill of this text. With other policies, earlier answers were computed from the rows
+fetched at the time, which affects their cached rows. A conversation can be saved to a file and
+resumed by another process, with the same continuation.
 """
 
 import dataclasses
@@ -38,27 +38,27 @@ from infinigen_jax.numeric import check_range
 from infinigen_jax.prefill.prefill import chunk_for
 from infinigen_jax.sampling import Sampling
 
-CONTEXT = 4096  # tokens, unless the caller says, or the model has fewer positions
+CONTEXT = 4096  # default size in tokens, if the model has that many positions
 
 
 class Conversation:
-    """A conversation; made by `Engine.conversation`.
+    """A conversation; create it with `Engine.conversation`.
 
     Attributes:
-        tokens: everything said so far, prompts and answers.
-        context: tokens that it has room for.
-        messages: for a caller's own record of who said what, of JSON values; saved as well.
-        run: the last turn's; None before the first.
+        tokens: tokens of all prompts and answers so far.
+        context: capacity in tokens.
+        messages: the caller's record of the messages, as JSON values; saved with the conversation.
+        run: `Run` of the last turn; None before the first turn.
     """
 
     def __init__(self, runtime: Runtime, sampling: Sampling | None, context: int | None):
         check_runtime(runtime)
-        most = runtime.model.config.max_positions
-        if context is not None and not 1 < context <= most:
-            raise InputError(f"--context {context}: give 2 to {most}, the model's positions")
+        limit = runtime.model.config.max_positions
+        if context is not None and not 1 < context <= limit:
+            raise InputError(f"--context {context}: give 2 to {limit}, the model's positions")
         self.runtime = runtime
         self.sampling = sampling or Sampling()
-        self.context = context or min(CONTEXT, most)
+        self.context = context or min(CONTEXT, limit)
         self.tokens: list[int] = []
         self.messages: list[dict[str, str]] = []
         self.run: Run | None = None
@@ -66,32 +66,32 @@ class Conversation:
 
     @property
     def capacity(self) -> int:
-        """Of the cache."""
+        """Capacity of the cache in tokens, `context` rounded up."""
         return round_up_capacity(max(self.context, self.runtime.decoder.policy.window))
 
     @property
     def cached(self) -> int:
-        """Tokens that the next turn need not read; all that was said but, perhaps, the last."""
+        """Number of cached tokens: all tokens, possibly except the last."""
         return 0 if self._begun is None else self._begun.cached[0]
 
     def turn(
         self, prompt: Prompt, max_new_tokens: int = 64, *, ignore_eos: bool = False
     ) -> Generator[Step, None, None]:
-        """Say something, and yield the answer as `Engine.stream` does.
+        """Add a prompt, and yield the answer as `Engine.stream` does.
 
-        The iterator may be closed before its end: what was yielded is what was answered.
+        The iterator may be closed early. The answer then consists of the tokens yielded so far.
 
         Args:
-            prompt: text or token numbers. Text behind the first turn gets no special tokens.
-            max_new_tokens: fewer where the context ends.
+            prompt: text or token numbers. Text after the first turn gets no special tokens.
+            max_new_tokens: maximum number of new tokens; the end of the context also limits it.
 
         Raises:
-            InputError: if the context has no room for the prompt and a token, or memory has none
-                for the context; the conversation stays as it was.
+            InputError: if the context has no room for the prompt and one token, or memory is too
+                small for the context. The conversation does not change.
         """
         check_range("--max-new-tokens", max_new_tokens, 1)
         if self._begun is None:
-            raise InputError("this conversation is in the middle of a turn, or one of it broke off")
+            raise InputError("this conversation is in the middle of a turn, or a turn of it failed")
         new = encode(self.runtime.model, prompt, first=not self.tokens)
         room = self.context - len(self.tokens) - len(new)
         if room < 1:
@@ -106,7 +106,7 @@ class Conversation:
             run = Run(*settings, begun=begun, capacity=self.capacity)
             run.start()
         except InputError:
-            if begun.cache is None:  # too little memory, say: nothing was donated
+            if begun.cache is None:  # refused before a donation
                 self._begun = begun
             raise
         self.run = run
@@ -127,11 +127,11 @@ class Conversation:
         """Write the conversation to a file, whole or not at all.
 
         Raises:
-            InputError: if nothing was said yet, or the file cannot be written.
+            InputError: if the conversation is empty or the file cannot be written.
         """
         begun = self._begun
         if begun is None or begun.cache is None:
-            raise InputError(f"--save {path}: there is no conversation yet; say something first")
+            raise InputError(f"--save {path}: no conversation yet; give a prompt first")
         record = {
             "model": fingerprint(self.runtime.model),
             "settings": settings_of(self.runtime.decoder),
@@ -142,16 +142,16 @@ class Conversation:
             "tokens": self.tokens,
             "messages": self.messages,
         }
-        kept = self.runtime.decoder, begun.cache, self.cached
-        write_saved(Path(path), record, layout(*kept), arrays(*kept))
+        state = self.runtime.decoder, begun.cache, self.cached
+        write_saved(Path(path), record, layout(*state), arrays(*state))
 
     @classmethod
     def resume(cls, runtime: Runtime, path: str | Path) -> "Conversation":
-        """Go on with a conversation that was saved.
+        """Resume a saved conversation.
 
         Raises:
-            InputError: if the file is damaged, or of another model or other settings, or if there
-                is too little memory for what it has room for.
+            InputError: if the file is damaged or was saved with another model or other settings,
+                or if memory is too small for its context.
         """
         check_runtime(runtime)
         file = SavedFile(Path(path))
@@ -160,15 +160,15 @@ class Conversation:
             _check_settings(f"--resume {path}", record, runtime)
             kinds = {"temperature": float, "top_k": int, "top_p": float, "seed": int}
             sampling = Sampling(**{k: kind(record["sampling"][k]) for k, kind in kinds.items()})
-            context, said = record["context"], record["tokens"]
+            context, tokens = record["context"], record["tokens"]
             cached, drawn = record["cached"], record["drawn"]
-            checked = [context, cached, drawn, *said]
-            if not all(type(n) is int and n >= 0 for n in checked):
+            numbers = [context, cached, drawn, *tokens]
+            if not all(type(n) is int and n >= 0 for n in numbers):
                 raise ValueError
-            if not 0 < cached <= len(said) <= cached + 1 or len(said) > context:
+            if not 0 < cached <= len(tokens) <= cached + 1 or len(tokens) > context:
                 raise ValueError
             conversation = cls(runtime, sampling, context)
-            conversation.tokens = encode(runtime.model, said)
+            conversation.tokens = encode(runtime.model, tokens)
             conversation.messages = [
                 {str(name): str(text) for name, text in message.items()}
                 for message in record["messages"]
@@ -179,7 +179,7 @@ class Conversation:
         return conversation
 
     def _check_memory(self, cached: int) -> None:
-        """Refuse what would not fit, as a run does that begins with an empty cache."""
+        """Raise InputError if the conversation does not fit into memory."""
         decoder, capacity = self.runtime.decoder, self.capacity
         chunk = chunk_for(decoder, 1, self.context - cached or 1, self.runtime.prefill_chunk)
         plan = plan_memory(decoder, 1, min(chunk, capacity), capacity)
@@ -187,21 +187,21 @@ class Conversation:
         check_memory(plan, self.runtime.device, remedies)
 
     def _keep(self, run: Run, drawn: int) -> None:
-        """Go on from where a run has come to."""
+        """Store the state of a run for the next turn."""
         run.settle()
         drawn += len(run.new_tokens[0])
         self._begun = Begun(run.cache, [int(run.owners.cached[0])], drawn)
 
 
-# Settings that older files lack, with what was done then.
+# Settings missing from older files, with the values in effect then.
 LATER = {"speculate_from": "input", "tail_columns": "0"}
 
 
 def check_runtime(runtime: Runtime) -> None:
-    """Refuse a runtime that conversations are not for.
+    """Check that a runtime supports conversations.
 
     Raises:
-        InputError: saying why.
+        InputError: if it has a pool or splits the data over several devices.
     """
     if runtime.decoder.pool is not None:
         raise InputError("--pool-tokens: a conversation keeps every row; leave it out")
@@ -210,7 +210,7 @@ def check_runtime(runtime: Runtime) -> None:
 
 
 def fingerprint(model: Model) -> str:
-    """Tells models apart: by their files' checksums, or the weights of a model without files."""
+    """Return a hash of a model's file checksums, or of its weights if it has no files."""
     if model.path is not None:
         text = json.dumps(read_manifest(model.path).files, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -222,7 +222,7 @@ def fingerprint(model: Model) -> str:
 
 
 def settings_of(decoder: Decoder) -> dict[str, str]:
-    """What a continuation depends on beside the model."""
+    """Return the settings that a continuation depends on."""
     policy: Any = decoder.policy
     return {
         "policy": policy.name,
@@ -235,16 +235,18 @@ def settings_of(decoder: Decoder) -> dict[str, str]:
 
 def _check_settings(where: str, record: dict[str, Any], runtime: Runtime) -> None:
     """Refuse a conversation with another model or other settings."""
-    mine = settings_of(runtime.decoder)
-    other = {name: value for name, value in LATER.items() if name in mine} | record["settings"]
-    different = [
-        f"{name} {other[name]}, not {value}"
-        for name, value in mine.items()
-        if name in other and other[name] != value
+    current = settings_of(runtime.decoder)
+    saved = {name: value for name, value in LATER.items() if name in current} | record["settings"]
+    differences = [
+        f"{name} {saved[name]}, not {value}"
+        for name, value in current.items()
+        if name in saved and saved[name] != value
     ]
     if record["model"] != fingerprint(runtime.model):
-        raise InputError(f"{where}: a conversation with another model; give that one as --model")
-    if different:
-        raise InputError(f"{where}: saved with {'; '.join(different)}; give the same settings")
-    if mine.keys() != other.keys():
+        raise InputError(
+            f"{where}: the conversation is with another model; give that model as --model"
+        )
+    if differences:
+        raise InputError(f"{where}: saved with {'; '.join(differences)}; give the same settings")
+    if current.keys() != saved.keys():
         raise ValueError

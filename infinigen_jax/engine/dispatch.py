@@ -1,6 +1,6 @@
-"""Dispatching what `steps` compiled, in either schedule: Python's part of a decode step.
+"""Dispatch of compiled decode steps, in either schedule.
 
-Nothing here waits for the device, or reads anything of it.
+Nothing here waits for the device or reads from it.
 """
 
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ from infinigen_jax.sampling import Sampling
 
 
 class Progress(NamedTuple):
-    """What a decode step goes on from, and makes.
+    """State that a decode step takes and returns.
 
     Attributes:
-        cache: its arrays that a step replaces are donated to it.
-        drawn: the next tokens, not cached yet.
-        draws: how many tokens each row has drawn.
+        cache: cache of the batch. A step is donated the arrays it replaces.
+        drawn: next tokens, not cached yet.
+        draws: number of tokens drawn so far in each row.
     """
 
     cache: Cache
@@ -32,10 +32,13 @@ class Progress(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What a decode step came to.
+    """Result of a decode step.
 
     Attributes:
-        place: first place that is not finite, of a step that was checked, see `checking`.
+        progress: state for the next step.
+        counts: numbers of selected and moved rows.
+        place: first place with a value that is not finite, if the step was checked; see
+            `decode.finite_check`.
     """
 
     progress: Progress
@@ -44,12 +47,14 @@ class Stepped(NamedTuple):
 
 
 class Forced(NamedTuple):
-    """What a step over given tokens came to.
+    """Result of a decode step over given tokens.
 
     Attributes:
-        drawn: the likeliest next tokens.
+        cache: cache after the step.
+        drawn: most probable next tokens.
         log_probs: natural log-probabilities of all next tokens.
-        records: what was watched, one a layer.
+        counts: numbers of selected and moved rows.
+        records: results of `watch`, one per layer.
     """
 
     cache: Cache
@@ -60,11 +65,11 @@ class Forced(NamedTuple):
 
 
 class Dispatcher:
-    """The steps of one engine and one way to sample.
+    """Decode steps of an engine with one sampling method.
 
     Attributes:
-        seed: on the device; an argument, not part of the compiled program.
-        numbers: of the host's layers, on the device.
+        seed: sampling seed on the device; an argument, not part of the compiled program.
+        numbers: indices of the host layers, on the device.
     """
 
     def __init__(self, runtime: Runtime, sampling: Sampling):
@@ -81,30 +86,30 @@ class Dispatcher:
         self._layerwise = runtime.settings.schedule == "layerwise" and not self._check
 
     def advance(self, progress: Progress) -> Stepped:
-        """One step over the tokens that were drawn last."""
+        """Dispatch a step over the last drawn tokens."""
         with jax.transfer_guard("disallow"):
             return self._by_layer(progress) if self._layerwise else self._fused(progress)
 
     def force(self, cache: Cache, tokens: np.ndarray, watch: Watch | None = None) -> Forced:
-        """One step over given tokens; arguments as in `Run.predict` and `Run.watch`."""
+        """Dispatch a step over given tokens; see `Run.predict` and `Run.watch`."""
         at, run = Placement(self.decoder.mesh), self._steps
-        given = jax.device_put(np.asarray(tokens, np.int32), at.batch)
+        inputs = jax.device_put(np.asarray(tokens, np.int32), at.batch)
         parts = cache.parts(self.decoder.policy.observes)
         records: tuple[Any, ...] = ()
         if watch is not None:
-            outcome = run.watched(self.weights, *parts, given, watch=watch)
+            outcome = run.watched(self.weights, *parts, inputs, watch=watch)
             new, log_probs, drawn, counts, records = outcome
         elif self._layerwise:
-            x, new, counts, _ = self._layers(*parts, given)
+            x, new, counts, _ = self._layers(*parts, inputs)
             embedding = self.weights.params["embedding"]
             log_probs, drawn, lengths = run.predict(embedding, x, new.lengths)
             new = new._replace(lengths=lengths)
         else:
-            new, log_probs, drawn, counts = run.forced(self.weights, *parts, given)
+            new, log_probs, drawn, counts = run.forced(self.weights, *parts, inputs)
         return Forced(cache.stepped(new), drawn, log_probs, counts, records)
 
     def flush(self, cache: Cache) -> Cache:
-        """The cache with the rows of its rings on the host, too."""
+        """Write the rows of the rings to the host and return the new cache."""
         return flush_cache(self.decoder, self.weights, self.numbers, cache)
 
     def _fused(self, progress: Progress) -> Stepped:

@@ -1,4 +1,4 @@
-"""Prompts, given as text or as token numbers, to token numbers."""
+"""Encoding of prompts, given as text or token numbers, as token numbers."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ UNSETTLED = 8  # trailing tokens whose tokenisation may change when text is appe
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts; a single one, text or token numbers, is a list of one.
+    """Return a list of prompts; a single prompt becomes a list of one.
 
     Raises:
-        InputError: if they are neither.
+        InputError: if a prompt is neither text nor token numbers.
     """
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
         return [prompts]  # pyright: ignore[reportReturnType]
@@ -26,13 +26,13 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def encode(model: Model, prompt: Prompt, *, first: bool = True) -> list[int]:
-    """Token numbers of a prompt.
+    """Return the token numbers of a prompt.
 
     Args:
-        first: it begins a text; what goes on with one gets no special tokens.
+        first: whether the prompt begins a text. Continuations get no special tokens.
 
     Raises:
-        InputError: for an empty prompt or a token that the model does not have.
+        InputError: for an empty prompt, or a token outside the model's vocabulary.
     """
     if isinstance(prompt, str):
         if not prompt:
@@ -54,30 +54,30 @@ def encode(model: Model, prompt: Prompt, *, first: bool = True) -> list[int]:
 
 
 def encode_with_prefix(model: Model, prefix: Prompt, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token numbers of prompts that all follow one prefix; text is tokenised as a whole.
+    """Return the token numbers of prompts that share a prefix; text is tokenised as a whole.
 
     Raises:
-        InputError: as for `encode`, or if some are text and others are not.
+        InputError: if `encode` raises it, or if text and token numbers are mixed.
     """
-    whole = []
+    sequences = []
     if isinstance(prefix, str):
         checked_text("--prefix", prefix)
     for prompt in prompts:
         if not len(prefix):
-            whole.append(encode(model, prompt))
+            sequences.append(encode(model, prompt))
         elif isinstance(prompt, str) and isinstance(prefix, str):
-            whole.append(encode(model, prefix + prompt))
+            sequences.append(encode(model, prefix + prompt))
         elif isinstance(prompt, str) or isinstance(prefix, str):
-            raise InputError("prefix: give it as the prompts, as text or as token numbers")
+            raise InputError("prefix: give it like the prompts, as text or as token numbers")
         else:
-            whole.append(encode(model, [*prefix, *prompt]))
-    return whole
+            sequences.append(encode(model, [*prefix, *prompt]))
+    return sequences
 
 
 def prefix_tokens(model: Model, prefix: Prompt) -> int:
-    """How many tokens a prefix gives every prompt that follows it.
+    """Return the number of tokens that all prompts with a prefix share.
 
-    The last ones of text are left out: where a word goes on, it may be cut into others.
+    The last tokens of a text prefix are excluded: appended text may change their tokenisation.
     """
     if not isinstance(prefix, str):
         return len(prefix)

@@ -1,4 +1,4 @@
-"""The engine: prompts in, tokens out, and what it took.
+"""The engine: prompts in, tokens and statistics out.
 
 engine = Engine(load(path), policy=InfiniGen(budget=0.1))
 for step in engine.stream(["Once upon a time"], max_new_tokens=64):
@@ -38,17 +38,17 @@ class Engine:
 
     Args:
         model: from `load`.
-        policy: which cached rows are fetched, or the name of a policy; `InfiniGen()` by default.
-        mesh: devices, by the axes "data", which share the sequences, and "model", which share the
-            KV heads; each keeps its part of the cache in its own host memory, and all weights. One
-            device by default. Equal results.
-        settings: the other fields of `EngineSettings`.
+        policy: policy that selects the rows to fetch, or its name; `InfiniGen()` by default.
+        mesh: devices with the axes "data", which splits the sequences, and "model", which splits
+            the KV heads. Each device holds its part of the cache in its host memory, and all
+            weights. One device by default. The mesh does not change the results.
+        settings: other fields of `EngineSettings`.
 
     Attributes:
-        runtime: the model with its settings, which everything else is made from.
+        runtime: model with its settings, decoder and placed weights.
 
     Raises:
-        InputError: for settings out of range, or that the model cannot have.
+        InputError: for settings out of range or not supported by the model.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class Engine:
         return self.runtime.prefill_chunk
 
     def encode(self, prompt: Prompt, *, first: bool = True) -> list[int]:
-        """Token numbers of a prompt, see `encoding.encode`."""
+        """Return the token numbers of a prompt; see `encoding.encode`."""
         return encode(self.model, prompt, first=first)
 
     def encode_with_prefix(self, prefix: Prompt, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Token numbers of prompts that all follow one prefix, see `encoding`."""
+        """Return the token numbers of prompts that share a prefix; see `encoding`."""
         return encode_with_prefix(self.model, prefix, prompts)
 
     def prefix_tokens(self, prefix: Prompt) -> int:
-        """How many tokens a prefix gives every prompt that follows it."""
+        """Return the number of tokens that all prompts with a prefix share."""
         return prefix_tokens(self.model, prefix)
 
     def start(
@@ -110,18 +110,22 @@ class Engine:
         """Process prompts, given as token numbers, and draw their first tokens.
 
         Args:
-            batch: most prompts at once; the others are begun when one of them ends. By default
-                all.
-            notify: called with the tokens read of the longest prompt, and all of them, when a chunk
-                of it is done; not for a prompt that is read in one piece.
-            prefix: so many tokens, which all prompts begin with, are read once and stored once,
-                see `prefix`. The result is that of prompts read in chunks, the first as long. What
-                else prompts have in common is nothing to go by: it would change with the batch.
-            fit: where `batch` is not given and memory is too small for all prompts at once, begin
-                with as many as it has room for, and say so in a warning.
+            prompts: token numbers of each prompt.
+            max_new_tokens: maximum number of new tokens per prompt.
+            sampling: sampling method; greedy by default.
+            batch: batch size; further prompts wait until another one ends. By default all prompts
+                are decoded together.
+            notify: function called after each chunk of the longest prompt with the numbers of
+                tokens read and to read. Not called for a prompt read in one piece.
+            prefix: number of leading tokens that all prompts share, to be read and stored once;
+                see `shared_prefix`. The result equals that of reading the prompts in chunks, the
+                first of this length. Further common tokens are not shared, since they depend on
+                the batch.
+            fit: if `batch` is None and memory is too small for all prompts, reduce the batch size
+                until it fits, and log a warning.
 
         Raises:
-            InputError: if the model has too few positions, or memory is too small.
+            InputError: if the model has too few positions or memory is too small.
         """
         if not prompts:
             raise InputError("--prompt: give at least one prompt")
@@ -129,7 +133,7 @@ class Engine:
         if batch is not None:
             check_range("--batch", batch, 1)
         if batch is not None and self.mesh.shape["data"] > 1:
-            raise InputError("--batch: not for sequences on several devices; give all prompts")
+            raise InputError("--batch: not for sequences on several devices; leave it out")
         if len(prompts) % self.mesh.shape["data"]:
             raise InputError(
                 f"--prompt: {len(prompts)} prompts are not shared equally by "
@@ -140,35 +144,35 @@ class Engine:
         if longest + max_new_tokens > limit:
             raise InputError(
                 f"--max-new-tokens {max_new_tokens}: a prompt of {longest} tokens leaves room for "
-                f"{max(limit - longest, 0)}, for the model has {limit} positions; give fewer "
+                f"{max(limit - longest, 0)}, as the model has {limit} positions; give fewer "
                 "new tokens or a shorter prompt"
             )
         sampling = sampling or Sampling()
-        given = [list(prompt) for prompt in prompts]
+        sequences = [list(prompt) for prompt in prompts]
         fit = fit and batch is None and self.mesh.shape["data"] == 1
-        run = Run(self.runtime, given, max_new_tokens, sampling, batch, prefix=prefix, fit=fit)
+        run = Run(self.runtime, sequences, max_new_tokens, sampling, batch, prefix=prefix, fit=fit)
         run.start(notify)
         return run
 
     def conversation(
         self, sampling: Sampling | None = None, context: int | None = None
     ) -> "Conversation":
-        """A conversation, which keeps its cache from turn to turn.
+        """Create a conversation, which keeps its cache between turns.
 
         Args:
-            context: tokens that it has room for; by default 4096, or the model's positions if
-                they are fewer.
+            sampling: sampling method; greedy by default.
+            context: capacity in tokens; by default 4096, or the model's positions if fewer.
 
         Raises:
-            InputError: for a context that the model does not have, or an engine with a pool.
+            InputError: for a context larger than the model's positions, or an engine with a pool.
         """
         return Conversation(self.runtime, sampling, context)
 
     def resume(self, path: str | Path) -> "Conversation":
-        """Go on with a conversation that was saved, with the same model and settings.
+        """Resume a saved conversation with the same model and settings.
 
         Raises:
-            InputError: if the file is damaged, or of another model or other settings.
+            InputError: if the file is damaged or was saved with another model or other settings.
         """
         return Conversation.resume(self.runtime, path)
 
@@ -180,11 +184,11 @@ class Engine:
         sampling: Sampling | None,
         batch: int | None,
     ) -> Run:
-        """`start` for text as well."""
+        """Encode prompts and start a run."""
         if sampling is not None and not isinstance(sampling, Sampling):
             raise InputError(
-                f"sampling: {sampling!r} is none; give Sampling(temperature=0.7), and the number "
-                "of tokens as max_new_tokens"
+                f"sampling: {sampling!r} is not a Sampling; give Sampling(temperature=0.7), and "
+                "the number of tokens as max_new_tokens"
             )
         encoded = self.encode_with_prefix(prefix, prompt_list(prompts))
         shared = self.prefix_tokens(prefix)
@@ -203,9 +207,12 @@ class Engine:
         """Yield a Step per token until every sequence has ended or has `max_new_tokens`.
 
         Args:
-            prompts: text or token numbers of each; a single one may be given as it is.
-            batch: most sequences decoded together, see `start`; by default as many as fit.
-            prefix: what comes before every prompt, text if they are text; read and stored once.
+            prompts: text or token numbers of each prompt, or a single prompt.
+            sampling: sampling method; greedy by default.
+            max_new_tokens: maximum number of new tokens per prompt.
+            ignore_eos: whether to continue after the end-of-sequence token.
+            batch: batch size, see `start`; by default as many prompts as fit into memory.
+            prefix: common beginning of all prompts, text if they are text; read and stored once.
         """
         run = self._begin(prompts, prefix, max_new_tokens, sampling, batch)
         for tokens in run.tokens(ignore_eos=ignore_eos):
@@ -224,7 +231,7 @@ class Engine:
         batch: int | None = None,
         prefix: Prompt = "",
     ) -> Generation:
-        """The whole result, in the prompts' order; arguments as for `stream`."""
+        """Return the complete result, in the order of the prompts; arguments as for `stream`."""
         run = self._begin(prompts, prefix, max_new_tokens, sampling, batch)
         for tokens in run.tokens(ignore_eos=ignore_eos):
             run.push_text(tokens)

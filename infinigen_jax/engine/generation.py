@@ -1,7 +1,7 @@
 """A generation in progress: a batch of prompts with its cache, stepped token by token.
 
-Python's part of a token is to dispatch the next step and then to read the previous step's tokens,
-the one synchronisation of a token; which rows are fetched never passes through here.
+For each token, Python dispatches the next step and then reads the tokens of the previous step, the
+only synchronisation per token. Python never reads which rows are fetched.
 """
 
 from collections.abc import Iterator
@@ -32,18 +32,18 @@ from infinigen_jax.text.detokenize import Texts
 
 
 class Run:
-    """One generation in progress; made by `Engine.start`.
+    """A generation in progress; create it with `Engine.start`.
 
     Attributes:
-        cache: what is cached now; replaced by every step (its old arrays are donated).
-        drawn: [b] the next tokens, not cached yet.
-        counts: rows of each decode step.
-        clock: what it took until now.
-        plan: the memory that its batch takes.
-        phases: the memory of what it does, one after the other; what is largest has to fit.
-        owners: which prompt each row of the batch belongs to.
-        capacity, slots: of the cache, see `PromptReader`.
-        new_tokens: tokens drawn so far and read back, per prompt.
+        cache: current cache; replaced by every step, which is donated its arrays.
+        drawn: [b] next tokens, not cached yet.
+        counts: numbers of selected and moved rows of each decode step.
+        clock: times so far.
+        plan: memory of the batch.
+        phases: memory of each phase of the run; the largest has to fit.
+        owners: record of which prompt occupies each batch row.
+        capacity, slots: sizes of the cache, see `PromptReader`.
+        new_tokens: tokens drawn and read back so far, per prompt.
     """
 
     cache: Cache
@@ -60,13 +60,13 @@ class Run:
         prefix: int = 0,
         fit: bool = False,
     ):
-        """As in `Engine.start`, and:
+        """Plan a run; arguments not listed are those of `Engine.start`.
 
         Args:
-            begun: go on with this cache, of the first prompts.
-            capacity: of its layers, if it is not what the prompts and the new tokens need.
-            prefix: tokens that all prompts begin with, to be read and stored once, see `prefix`.
-            fit: begin with as many as there is memory for.
+            begun: cache of the first prompts to continue with.
+            capacity: capacity of the cache; by default the size of the prompts and new tokens.
+            prefix: number of leading tokens of all prompts, to be read and stored once.
+            fit: whether to reduce the batch size until it fits into memory.
         """
         self.clock = Clock()
         self.runtime = runtime
@@ -109,7 +109,7 @@ class Run:
         self._texts = Texts(runtime.model, len(prompts))
 
     def start(self, notify: Notify | None = None) -> None:
-        """Read the first prompts and draw their first tokens; waits for them."""
+        """Read the first prompts, draw their first tokens and wait for them."""
         rows, waiting = range(self.owners.rows), bool(self.owners.waiting)
         self._reader.read_prefix(notify)
         self.cache, self.drawn = self._reader.read(rows, self._begun, notify, last=not waiting)
@@ -119,14 +119,14 @@ class Run:
 
     @property
     def tokens_read(self) -> int:
-        """Of the prompts, all that were computed: not those that were cached."""
+        """Prompt tokens processed, excluding cached ones."""
         return self._reader.tokens_read
 
     def advance(self) -> None:
-        """Dispatch one decode step: `drawn` becomes the next tokens. Does not wait.
+        """Dispatch one decode step without waiting; `drawn` becomes the next tokens.
 
         Raises:
-            InputError: when the cache is full.
+            InputError: if the cache is full.
         """
         self._make_room()
         progress = Progress(self.cache, self.drawn, self._draws)
@@ -136,26 +136,27 @@ class Run:
         self.counts.append(counts)
 
     def predict(self, tokens: np.ndarray) -> jax.Array:
-        """One decode step over given tokens, whatever was drawn. Does not wait.
+        """Dispatch one decode step over given tokens instead of drawn ones, without waiting.
 
-        `drawn` is then the likeliest next tokens, from which `advance` can go on.
+        `drawn` then holds the most probable next tokens, and `advance` can continue from them.
 
         Args:
-            tokens: [b] the tokens at the next position, int32.
+            tokens: [b] tokens at the next position, int32.
 
         Returns:
-            [b, v] float32, the natural log-probabilities of all tokens to come next.
+            [b, v] float32, the natural log-probabilities of all next tokens.
 
         Raises:
-            InputError: when the cache is full.
+            InputError: if the cache is full.
         """
         return self._force(tokens)[0]
 
     def score(self, tokens: np.ndarray, targets: np.ndarray) -> jax.Array:
-        """As `predict`, of some next tokens alone.
+        """Return the log-probabilities of given next tokens; otherwise like `predict`.
 
         Args:
-            targets: [b] one for each sequence, int32.
+            tokens: [b] tokens at the next position, int32.
+            targets: [b] next token of each sequence, int32.
 
         Returns:
             [b] float32, the natural log-probabilities of the targets.
@@ -163,13 +164,14 @@ class Run:
         return _of_targets(self.predict(tokens), np.asarray(targets, np.int32))
 
     def watch(self, watch: Watch, tokens: np.ndarray) -> tuple[jax.Array, tuple[Any, ...]]:
-        """As `predict`, with a look at every layer.
+        """Dispatch a step as `predict` does, and record values of every layer.
 
         Args:
-            watch: is traced into the step; the same function object, the same compilation.
+            watch: function traced into the step. Reuse the function object to avoid compilations.
+            tokens: [b] tokens at the next position, int32.
 
         Returns:
-            The log-probabilities, and what `watch` recorded, one record a layer.
+            The log-probabilities, and the results of `watch`, one per layer.
         """
         return self._force(tokens, watch)
 
@@ -183,18 +185,18 @@ class Run:
         return forced.log_probs, forced.records
 
     def settle(self) -> None:
-        """Bring every row that is cached to the host."""
+        """Write all cached rows to the host."""
         self.cache = self.dispatcher.flush(self.cache)
         self._since_flush = 0
 
     def _make_room(self) -> None:
         if int(self.owners.cached.max()) >= self.capacity:
             raise InputError(f"the cache of {self.capacity} tokens is full; start a longer run")
-        # Before the first step a flush only repeats what prefill wrote; it is compiled there, so
-        # that neither the first token nor a later step waits for it.
+        # The flush before the first step changes nothing. It compiles the program, so that neither
+        # the first token nor a later step waits for the compilation.
         if not self.counts or self._since_flush == self.decoder.policy.window:
             if not self.counts:
-                self._rest()  # compiled there as well
+                self._rest()  # compiles its program as well
             self.settle()
         self._since_flush += 1
         self.owners.step()
@@ -202,8 +204,8 @@ class Run:
     def _rest(self) -> None:
         """Set the lengths of idle rows to 0, in a run that admits prompts.
 
-        Called for every step that leaves a row idle, whatever the policy: a row that went on would
-        grow beyond the capacity. (Where no prompt waits, a batch has no more steps than that.)
+        Called for every step with an idle row: otherwise the row would grow beyond the capacity.
+        A run without waiting prompts ends before that.
         """
         if self._admission is None:
             return
@@ -212,7 +214,7 @@ class Run:
         self.owners.rest()
 
     def _admit(self) -> None:
-        """Reset idle rows, and give them to prompts that wait."""
+        """Reset idle rows and assign them to waiting prompts."""
         if not self.owners.idle.any():
             return
         self._rest()
@@ -221,13 +223,12 @@ class Run:
         idle = np.flatnonzero(self.owners.idle)
         for row in idle[: len(self.owners.waiting)]:
             self._begin(self.owners.waiting.popleft(), int(row))
-        self.settle()  # as before a first step
+        self.settle()  # as before the first step
 
     def _admits(self) -> bool:
-        """Whether a waiting prompt can begin now.
+        """Return whether a waiting prompt can be admitted now.
 
-        Where rows are evicted or pages are filled at a flush, all rows have to be at the same step
-        of the window.
+        If a flush evicts rows or fills pages, all rows must be at the same step of the window.
         """
         if not self.owners.waiting:
             return False
@@ -236,7 +237,7 @@ class Run:
         return not at_flush or self._since_flush == policy.window or bool(self.owners.idle.all())
 
     def _begin(self, prompt: int, row: int) -> None:
-        """Process a prompt beside the batch and put its cache and first token into a row."""
+        """Process a prompt outside the batch and insert its cache and first token into a row."""
         assert self._admission is not None
         self.drawn.block_until_ready()
         self.clock.step_went_on()
@@ -249,7 +250,7 @@ class Run:
         self.owners.give(row, prompt)
         self.drawn.block_until_ready()
         self.clock.read_prompts()
-        # The first prompt of a chunk length belongs to the warm-up.
+        # Compilations for the first prompt of a chunk length belong to the warm-up.
         read = int(self.prompt_lengths[prompt]) - self._reader.shared
         length = self._reader.chunk_length(read, 1)
         if self._compiled is not None and length not in self._admitted_lengths:
@@ -257,11 +258,11 @@ class Run:
         self._admitted_lengths.add(length)
 
     def tokens(self, *, ignore_eos: bool = False) -> Iterator[list[int | None]]:
-        """Yield the drawn tokens, step by step; None for prompts that wait or have ended."""
+        """Yield the drawn tokens of each step; None for prompts that wait or have ended."""
         eos = set() if ignore_eos else set(self.runtime.model.config.eos_ids)
         while True:
             drawn, place = self.drawn, self._place
-            # Once steps are compiled, the device has its next one before the host reads this one's.
+            # Once compiled, the next step is dispatched before the tokens of this step are read.
             ahead = self._compiled is not None and self._goes_on(1)
             if ahead:
                 self.advance()
@@ -271,51 +272,51 @@ class Run:
             if self.owners.idle.all() and not self.owners.waiting:
                 return
             if not ahead and self._goes_on(0):
-                self.advance()  # only now: the first token need not wait for compilation
+                self.advance()  # not earlier: the first token does not wait for the compilation
                 self._compiled = compilations()
             self._admit()
 
     def _goes_on(self, unread: int) -> bool:
-        """Whether a row wants more than the tokens that are read and `unread` ones."""
-        made = [len(self.new_tokens[i]) for i in self.owners.owner if i != IDLE]
-        return any(number + unread < self.max_new_tokens for number in made)
+        """Return whether a row needs more tokens than those read and `unread` further ones."""
+        lengths = [len(self.new_tokens[i]) for i in self.owners.owner if i != IDLE]
+        return any(length + unread < self.max_new_tokens for length in lengths)
 
     def _take(self, drawn: np.ndarray, eos: set[int]) -> list[int | None]:
-        """Keep the tokens of a step; a row whose prompt has ended with it becomes idle."""
+        """Store the tokens of a step; the row of a prompt that ends becomes idle."""
         values: list[int | None] = [None] * len(self.new_tokens)
         decoded = 0
         for row, prompt in enumerate(self.owners.owner):
             if prompt == IDLE:
                 continue
-            token, made = int(drawn[row]), self.new_tokens[prompt]
+            token, answer = int(drawn[row]), self.new_tokens[prompt]
             values[prompt] = token
-            decoded += bool(made)
-            made.append(token)
-            if token in eos or len(made) == self.max_new_tokens:
+            decoded += bool(answer)
+            answer.append(token)
+            if token in eos or len(answer) == self.max_new_tokens:
                 self.owners.leave(row)
         self.clock.step(decoded)
         return values
 
     @property
     def texts(self) -> list[str]:
-        """Text of the tokens that were given to `push_text`, per prompt."""
+        """Text of the tokens passed to `push_text`, per prompt."""
         return self._texts.whole
 
     def push_text(self, tokens: list[int | None]) -> list[str]:
-        """Text that one step's tokens complete, per prompt."""
+        """Return the text completed by the tokens of one step, per prompt."""
         return self._texts.push(tokens)
 
     def finish_text(self) -> list[str]:
-        """Text that was held back because a character was incomplete, per prompt."""
+        """Return the text withheld because of an incomplete character, per prompt."""
         return self._texts.finish()
 
     @property
     def late_compilations(self) -> int:
-        """XLA compilations behind the warm-up."""
+        """Number of XLA compilations after the warm-up."""
         return 0 if self._compiled is None else compilations() - self._compiled
 
     def stats(self) -> Stats:
-        """What the generation took, up to now."""
+        """Return the statistics of the generation so far."""
         return stats_of(self)
 
 

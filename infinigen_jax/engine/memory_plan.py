@@ -1,4 +1,4 @@
-"""How much memory a generation takes, reckoned before anything is allocated."""
+"""Memory of a generation, estimated before anything is allocated."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -21,22 +21,22 @@ from infinigen_jax.machine.memory_limits import (
     widen_pool_to,
 )
 
-FILLED = 0.9  # share of free memory that is filled of one's own accord
+FILLED = 0.9  # share of free memory used if the caller does not choose a batch size
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one generation, beside the model's weights.
+    """Bytes of a generation, excluding the model's weights.
 
     Attributes:
-        host_cache: rows of the layers on the host.
-        dense_cache: rows of the layers kept on the device, sliding windows among them.
-        index: the policy's state.
-        resident: sinks and recent windows; sums of values.
+        host_cache: rows of the host layers.
+        dense_cache: rows of the device layers, including those of sliding windows.
+        index: state of the policy.
+        resident: sinks, recent windows and sums of values.
         hot: hot sets with their directories.
         pool: directories of a pool.
-        workspace: temporaries, of what is done beside the caches: reading, a decode step, or the
-            larger of both. Weights in host memory that are on their way are among them.
+        workspace: temporaries of prefill, of a decode step, or of the larger of the two. They
+            include weights on their way from host memory.
     """
 
     host_cache: int
@@ -49,7 +49,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes of both memories."""
+        """Bytes of host and device memory."""
         return self.host_cache + self.device
 
     @property
@@ -59,23 +59,23 @@ class MemoryPlan:
         return kept + self.workspace
 
     def __add__(self, other: "MemoryPlan") -> "MemoryPlan":
-        """Of both together."""
+        """Return the sum of two plans."""
         names = (field.name for field in dataclasses.fields(self))
         return MemoryPlan(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def at_work(self, workspace: int) -> "MemoryPlan":
-        """With so many bytes of temporaries."""
+        """Return the plan with another workspace."""
         return dataclasses.replace(self, workspace=workspace)
 
 
 def plan_memory(
     decoder: Decoder, batch: int, chunk: int, capacity: int, slots: int | None = None
 ) -> MemoryPlan:
-    """Reckon the memory for `batch` sequences, in a cache of `capacity` tokens.
+    """Estimate the memory of `batch` sequences with a cache of `capacity` tokens.
 
     Args:
-        chunk: tokens of a prompt that are read at a time.
-        slots: of the host's cache, if it has a limit.
+        chunk: number of prompt tokens read at a time.
+        slots: slots of the host's cache, if it has a limit.
     """
     cache = plan_cache(decoder, batch, capacity, slots)
     reading = prefill_bytes(decoder, batch, chunk, capacity)
@@ -83,7 +83,7 @@ def plan_memory(
 
 
 def plan_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = None) -> MemoryPlan:
-    """The same without a workspace: what `batch` sequences have cached."""
+    """Estimate the memory of the caches of `batch` sequences, without a workspace."""
     slots = capacity if slots is None else slots
     config, policy, item = decoder.config, decoder.policy, decoder.dtype.itemsize
     row = batch * config.num_kv_heads * 2 * config.head_dim * item
@@ -111,26 +111,31 @@ def plan_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = 
 
 
 def _tokens_on_device(decoder: Decoder, capacity: int) -> Iterator[int]:
-    """Of each layer that is not on the host."""
+    """Yield the cache size in tokens of each device layer."""
     for layer in range(decoder.config.num_layers):
         if layer not in decoder.on_host:
             yield decoder.ring_size(layer, capacity) or capacity
 
 
 def _bytes(make: Callable[[], Any]) -> int:
-    """Of the arrays that a function would make."""
+    """Return the bytes that `make` would allocate."""
     return tree_bytes(jax.eval_shape(make))
 
 
 class Shortage(NamedTuple):
-    """What does not fit, in words, and which memory it is: host, pinned or device."""
+    """Shortage of memory.
+
+    Attributes:
+        what: description of the shortage.
+        memory: memory that is too small: host, pinned or device.
+    """
 
     what: str
     memory: str
 
 
 def shortage(plan: MemoryPlan, device: Device, share: float = 1.0) -> Shortage | None:
-    """What does not fit into a share of what is free; None if all does."""
+    """Return the shortage if a plan exceeds a share of the free memory; None if it fits."""
     host = available_host_bytes()
     needed = plan.host_cache + (plan.device if device.platform == "cpu" else 0)
     if needed > share * host:
@@ -150,38 +155,38 @@ def shortage(plan: MemoryPlan, device: Device, share: float = 1.0) -> Shortage |
 
 
 def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
-    """Refuse, with the numbers and the remedy, what would not fit.
+    """Check that a plan fits; the error gives the sizes and the remedy.
 
     Raises:
         MemoryShortageError: if host or device memory is too small.
     """
-    found = shortage(plan, device)
-    if found is None:
+    lack = shortage(plan, device)
+    if lack is None:
         return
-    if found.memory == "pinned":
+    if lack.memory == "pinned":
         remedy = widen_pool_to(plan.host_cache + pinned_bytes_in_use(device))
-    elif found.memory == "host":
+    elif lack.memory == "host":
         remedy = remedies.for_host(plan, unified=device.platform == "cpu")
     else:
         remedy = remedies.for_device(plan)
-    raise MemoryShortageError(f"this generation needs {found.what}: {remedy}")
+    raise MemoryShortageError(f"this generation needs {lack.what}: {remedy}")
 
 
 def most_rows(
     phases: Callable[[int], list[MemoryPlan]], most: int, device: Device
 ) -> tuple[int, Shortage | None]:
-    """How many sequences at once fit, and what keeps it from being more.
+    """Return the largest batch size that fits, and the shortage of a larger batch.
 
-    All are taken if they fit. Else a little is left free, as plans are not exact.
+    If not all sequences fit, some memory is left free, as plans are estimates.
 
     Args:
-        phases: what so many sequences take, see `PromptReader.phases`.
+        phases: function of the batch size that returns the plans, see `PromptReader.phases`.
         most: number of sequences.
     """
 
     def lacks(rows: int, share: float = FILLED) -> Shortage | None:
-        found = (shortage(plan, device, share) for plan in phases(rows))
-        return next(filter(None, found), None)
+        shortages = (shortage(plan, device, share) for plan in phases(rows))
+        return next(filter(None, shortages), None)
 
     reason = lacks(most, 1.0)
     if reason is None:

@@ -1,4 +1,4 @@
-"""Reading a run's prompts: the shape of its cache, what they share, and what of them is cached."""
+"""Prefill of a run's prompts: cache sizes, shared prefixes and tokens cached before."""
 
 import dataclasses
 import logging
@@ -24,12 +24,12 @@ logger = logging.getLogger("infinigen_jax")
 
 
 class Begun(NamedTuple):
-    """A cache that a run goes on with.
+    """Cache that a run continues with.
 
     Attributes:
-        cache: None for an empty one; its arrays are donated.
-        cached: how many of each prompt's tokens it has, the first ones; fewer than all.
-        drawn: tokens drawn before, for each prompt.
+        cache: the cache, whose arrays are donated; None if empty.
+        cached: number of leading tokens of each prompt that are cached, fewer than all.
+        drawn: number of tokens drawn before, for each prompt.
     """
 
     cache: Cache | None
@@ -42,12 +42,12 @@ class Begun(NamedTuple):
 
 
 class PromptReader:
-    """Reads prompts into caches that have room for their ends as well.
+    """Reader that prefills prompts into caches with room for their answers.
 
     Attributes:
-        capacity: tokens of a sequence that the layers on the device have room for.
-        slots: rows of a sequence that the host has room for; as many, but for a pool.
-        tokens_read: of the prompts, all that were computed so far: not those that were cached.
+        capacity: tokens of a sequence that a device layer has room for.
+        slots: rows of a sequence that the host has room for; equal to `capacity` without a pool.
+        tokens_read: prompt tokens processed so far, excluding cached ones.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class PromptReader:
         capacity: int | None,
         prefix: int,
     ):
-        """For a batch.
+        """Choose the cache sizes of a batch.
 
         Args:
-            tokens: of the longest sequence, with its end.
-            rows: sequences at once.
-            capacity, prefix: as in `Run`.
+            tokens: length of the longest sequence, including its answer.
+            rows: batch size.
+            capacity, prefix: arguments of `Run`.
         """
         self.decoder = runtime.decoder
         self.tokens_read = 0
@@ -85,38 +85,39 @@ class PromptReader:
 
     @property
     def shared(self) -> int:
-        """Tokens of the prefix that is read and stored once."""
+        """Number of tokens of the prefix that is read and stored once."""
         return 0 if self._sharing is None else self._sharing.tokens
 
     def plan(self, rows: int, cached: int = 0) -> MemoryPlan:
-        """Memory of a batch.
+        """Return the memory of a batch.
 
         Args:
-            cached: tokens of each prompt that are not to be read.
+            rows: batch size.
+            cached: number of tokens of each prompt that are cached already.
         """
         read = self._read_bytes(rows, self._longest - cached - self.shared)
         return self._cache_plan(rows).at_work(max(read, self._step_bytes(rows)))
 
     def phases(self, rows: int, cached: int, *, waiting: bool) -> list[MemoryPlan]:
-        """Memory of what comes one after the other: reading, decoding, reading what has waited.
+        """Return the memory of each phase: prefill, decoding, prefill of waiting prompts.
 
         Args:
-            cached: as for `plan`.
-            waiting: whether there are prompts to be admitted.
+            rows, cached: arguments of `plan`.
+            waiting: whether further prompts wait for admission.
         """
         batch, one = self._cache_plan(rows), self._cache_plan(1)
-        rest, found = self._longest - cached - self.shared, []
+        rest, plans = self._longest - cached - self.shared, []
         if self.shared:
-            found = [one.at_work(self._read_bytes(1, self.shared)), batch + one]
-        if self.shared and waiting:  # the prefix stays
+            plans = [one.at_work(self._read_bytes(1, self.shared)), batch + one]
+        if self.shared and waiting:  # the cache of the prefix is kept
             batch += one
-        found += [
+        plans += [
             batch.at_work(self._read_bytes(rows, rest)),
             batch.at_work(self._step_bytes(rows)),
         ]
         if waiting:
-            found.append((batch + one).at_work(self._read_bytes(1, rest)))
-        return found
+            plans.append((batch + one).at_work(self._read_bytes(1, rest)))
+        return plans
 
     def _cache_plan(self, rows: int) -> MemoryPlan:
         plan = plan_cache(self.decoder, rows, self.capacity, self.slots)
@@ -134,12 +135,12 @@ class PromptReader:
         return decode_bytes(self.decoder, rows, self.slots)
 
     def chunk_length(self, longest: int, rows: int) -> int:
-        """Of prompts of this many rows, the longest of so many tokens."""
-        most = self._runtime.prefill_chunk
-        return min(chunk_for(self.decoder, rows, longest, most), self.capacity)
+        """Return the prefill chunk length for `rows` prompts of at most `longest` tokens."""
+        limit = self._runtime.prefill_chunk
+        return min(chunk_for(self.decoder, rows, longest, limit), self.capacity)
 
     def read_prefix(self, notify: Notify | None) -> None:
-        """Read what the prompts share, if they do; `read` goes on from there."""
+        """Read the shared prefix, if any, which `read` continues from."""
         if self._sharing is not None:
             prefix = [self._prompts[0][: self._sharing.tokens]]
             self._prefix = self._read(prefix, [0], Begun.empty(1), notify)[0]
@@ -152,11 +153,13 @@ class PromptReader:
         *,
         last: bool = False,
     ) -> tuple[Cache, Int[Array, " b"]]:
-        """The cache of these prompts alone, and their first tokens.
+        """Read prompts, and return their cache and first tokens.
 
         Args:
-            begun: what is cached of them; by default what all prompts share.
-            last: no prompt will be read behind these, and what they share is dropped.
+            numbers: indices of the prompts.
+            begun: cache to continue with; by default that of the shared prefix.
+            notify: see `Engine.start`.
+            last: whether these are the last prompts, so that the cache of the prefix is dropped.
         """
         if self._prefix is not None:
             assert self._sharing is not None
@@ -174,7 +177,7 @@ class PromptReader:
         begun: Begun,
         notify: Notify | None,
     ) -> tuple[Cache, Int[Array, " b"]]:
-        """Process what is not cached of prompts of these numbers."""
+        """Process the tokens of prompts that are not cached."""
         rest = [prompt[n:] for prompt, n in zip(prompts, begun.cached, strict=True)]
         lengths = np.array([len(prompt) for prompt in rest], np.int32)
         tokens = np.zeros((len(rest), int(lengths.max())), np.int32)
@@ -191,19 +194,19 @@ class PromptReader:
         chunk = runtime.prefill_chunk
         look = places if runtime.settings.check else None
         if begun.cache is None:
-            given = (self.decoder, weights, tokens, lengths, self.capacity)
-            outcome = prefill(*given, sampling, seed, self.slots, chunk, notify, look)
+            inputs = (self.decoder, weights, tokens, lengths, self.capacity)
+            outcome = prefill(*inputs, sampling, seed, self.slots, chunk, notify, look)
         else:
             step = np.full(len(prompts), begun.drawn, np.int32)
             step = jax.device_put(step, Placement(runtime.mesh).batch)
-            given = (self.decoder, weights, begun.cache, tokens, lengths)
-            outcome = extend(*given, sampling, seed, step, chunk, notify, look)
+            inputs = (self.decoder, weights, begun.cache, tokens, lengths)
+            outcome = extend(*inputs, sampling, seed, step, chunk, notify, look)
         refuse([places.place], self.decoder.config.num_layers, numbers)
         return outcome
 
 
 def round_up_capacity(tokens: int) -> int:
-    """Capacities come in a few sizes, so that few programs are compiled; multiples of a block."""
+    """Round a capacity up to a multiple of a block, so that few programs are compiled."""
     unit = 128 if tokens <= STREAM_BLOCK else STREAM_BLOCK
     return -(-tokens // unit) * unit
 
@@ -211,11 +214,12 @@ def round_up_capacity(tokens: int) -> int:
 def rows_that_fit(
     runtime: Runtime, reader: Callable[[int], PromptReader], longest: int, most: int
 ) -> int:
-    """How many of `most` prompts there is memory for at once, at least 1; says so if not for all.
+    """Return the largest batch size that fits, at least 1; warn if it is less than `most`.
 
     Args:
-        reader: for so many at once.
-        longest: tokens of a prompt.
+        reader: function of the batch size that returns a reader.
+        longest: length of the longest prompt.
+        most: number of prompts.
     """
 
     def phases(rows: int) -> list[MemoryPlan]:
@@ -224,11 +228,12 @@ def rows_that_fit(
     rows, lacking = most_rows(phases, most, runtime.device)
     if lacking is None or not rows:
         return max(1, rows)
-    text = f"{rows} of {most} prompts at once, as many as fit, and the others as these end"
+    text = f"{rows} of {most} prompts at once"  # language: ignore
+    text += ", as many as fit, and the others as these end"
     lengths = [reader(n).chunk_length(longest, n) for n in (rows, most)]
     if not runtime.decoder.row_format.exact and lengths[0] != lengths[1]:
         text += (
             f", read {lengths[0]} tokens at a time, which --rows {runtime.decoder.rows} depends on"
         )
-    logger.warning("%s: all at once need %s", text, lacking.what)
+    logger.warning("%s: all at once need %s", text, lacking.what)  # language: ignore
     return rows

@@ -1,4 +1,4 @@
-"""What helps where memory is too small: the options that apply to a generation."""
+"""Remedies for too little memory: the options that apply to a generation."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -9,19 +9,19 @@ from infinigen_jax.decode.layer import Decoder
 if TYPE_CHECKING:
     from infinigen_jax.engine.memory_plan import MemoryPlan
 
-LEAST = 0.05  # of the memory, that is worth lowering
+LEAST = 0.05  # smallest share of the memory for which an option is suggested
 LENGTHS = ("the prompt length", "--max-new-tokens")
 
 
 @dataclasses.dataclass(frozen=True)
 class Remedies:
-    """Of one generation.
+    """Remedies of a generation.
 
     Attributes:
-        lengths: what its capacity comes from.
-        rows: sequences at once.
-        waiting: whether others are admitted later, one beside these.
-        may_pool: whether a limit of the host's cache could be given.
+        lengths: options that determine the capacity.
+        rows: batch size.
+        waiting: whether further prompts are admitted later, each prefilled outside the batch.
+        may_pool: whether the host's cache can have a limit.
     """
 
     decoder: Decoder
@@ -31,10 +31,10 @@ class Remedies:
     may_pool: bool = True
 
     def for_host(self, plan: "MemoryPlan", *, unified: bool) -> str:
-        """Where the host's memory is too small.
+        """Return the advice for too little host memory.
 
         Args:
-            unified: it is the device's memory as well.
+            unified: whether host and device share their memory.
         """
         decoder = self.decoder
         lower, use = [*self.lengths, *self._batch()], []
@@ -43,7 +43,7 @@ class Remedies:
             use.append("--rows int8")
         use += self._pool()
         if unified:
-            smaller = not stored.exact or decoder.pool is not None  # on the host
+            smaller = not stored.exact or decoder.pool is not None  # a host layer needs less
             lower += self._parts(plan, plan.total, dense=smaller)
         else:
             use += ["more --dense-layers"] * bool(decoder.host_layers)
@@ -51,7 +51,7 @@ class Remedies:
         return advice(lower, use)
 
     def for_device(self, plan: "MemoryPlan") -> str:
-        """Where the device's memory is too small."""
+        """Return the advice for too little device memory."""
         decoder = self.decoder
         lower = [*self.lengths, *self._batch(), *self._parts(plan, plan.device, dense=True)]
         use = [*(["--weights host"] * (not decoder.weights_on_host)), *self._pool()]
@@ -69,10 +69,10 @@ class Remedies:
             yield "--pool-tokens"
 
     def _parts(self, plan: "MemoryPlan", whole: int, *, dense: bool) -> Iterator[str]:
-        """What parts of the memory come from, if they are large enough to matter.
+        """Return the options that determine the larger parts of the memory.
 
         Args:
-            dense: whether a layer takes less memory that is not dense.
+            dense: whether a dense layer needs more memory than a host layer.
         """
         sizes = {
             "--dense-layers": plan.dense_cache if dense and self.decoder.dense_layers else 0,
@@ -85,11 +85,11 @@ class Remedies:
 
 
 def advice(lower: Sequence[str], use: Sequence[str]) -> str:
-    """In words."""
+    """Join options to lower and options to use into one clause."""
     parts = [f"{verb} {listed(names)}" for verb, names in (("lower", lower), ("use", use)) if names]
     return ", or ".join(parts)
 
 
 def listed(names: Sequence[str]) -> str:
-    """ "a, b or c"."""
+    """Join names as in "a, b or c"."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

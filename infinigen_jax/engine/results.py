@@ -1,4 +1,4 @@
-"""What a generation gives its caller."""
+"""Results that a generation returns."""
 
 import dataclasses
 
@@ -7,12 +7,12 @@ from infinigen_jax.engine.stats import Stats
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One token of every sequence.
+    """Tokens of one decode step.
 
     Attributes:
-        tokens: the new token of each prompt; None for one that has ended or not begun yet.
-        texts: the text that the new tokens complete, possibly empty; empty strings for a model
-            without a tokenizer.
+        tokens: new token of each prompt; None if it has ended or not begun yet.
+        texts: text completed by the new tokens, possibly empty. Empty strings for a model without
+            a tokenizer.
     """
 
     tokens: list[int | None]
@@ -21,7 +21,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """The result of `Engine.generate`: new tokens and text of each prompt, and the stats."""
+    """Result of `Engine.generate`: new tokens and text of each prompt, and the statistics."""
 
     tokens: list[list[int]]
     texts: list[str]

@@ -1,4 +1,4 @@
-"""A model with the settings that it runs with: what everything in this room is handed."""
+"""A model with its settings, decoder and placed weights, shared by all parts of the engine."""
 
 import dataclasses
 from typing import Any
@@ -23,19 +23,19 @@ from infinigen_jax.speculation.layer_budgets import Curves
 from infinigen_jax.transfer import Transfer, make_transfer
 from infinigen_jax.transfer.host_weights import placement
 
-HOT_SET = 2.0  # by default, in multiples of a request
-FUSED_LAYERS = 8  # most layers that are compiled as one program on a CPU
+HOT_SET = 2.0  # default size, in multiples of a request
+FUSED_LAYERS = 8  # maximum number of layers compiled as one program on a CPU
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Runtime:
-    """A model ready to run, with everything decided that its settings leave open.
+    """A model ready to run, with all open settings decided.
 
     Attributes:
-        model: its weights in the form that the decoder wants.
-        settings: as they were given, the schedule decided.
-        decoder: the pure functions of a step.
-        weights: the model's parameters and what the policy prepared, where they are to live.
+        model: model with weights in the decoder's form.
+        settings: settings of the caller, with the schedule decided.
+        decoder: pure functions of a step.
+        weights: parameters of the model and arrays prepared by the policy, placed in memory.
     """
 
     model: Model
@@ -49,12 +49,12 @@ class Runtime:
 
     @property
     def device(self) -> Any:
-        """The device whose memory is planned."""
+        """Device whose memory is planned."""
         return self.mesh.devices.flat[0]
 
     @property
     def prefill_chunk(self) -> int | None:
-        """Most tokens of a prompt that are read at a time, if that was asked for."""
+        """Maximum number of prompt tokens read at a time; None if not set."""
         return self.settings.prefill_chunk if self.settings.pool is None else None
 
 
@@ -62,31 +62,30 @@ def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = Non
     """Decide what the settings leave open, and place the weights.
 
     Args:
-        mesh: devices, by the axes "data", which share the sequences, and "model", which share the
-            KV heads; each keeps its part of the cache in its own host memory, and all weights. One
-            device by default.
+        mesh: devices with the axes "data", which splits the sequences, and "model", which splits
+            the KV heads; one device by default, see `Engine`.
 
     Raises:
-        InputError: for settings that the model, its conversion or the mesh cannot have.
+        InputError: for settings not supported by the model, its conversion or the mesh.
     """
     if not isinstance(model, Model):
-        raise InputError(f"model: {type(model).__name__} is none; give what `load` returns")
+        raise InputError(f"model: {type(model).__name__} is not a model; give the result of `load`")
     row_format(settings.rows, model.dtype, model.config.head_dim)
     mesh = checked_mesh(mesh, model.config.num_kv_heads)
     transfer = make_transfer(settings.transfer)
     if settings.schedule == "auto":
-        many = transfer.in_place and model.config.num_layers > FUSED_LAYERS
-        settings = dataclasses.replace(settings, schedule="layerwise" if many else "fused")
+        layerwise = transfer.in_place and model.config.num_layers > FUSED_LAYERS
+        settings = dataclasses.replace(settings, schedule="layerwise" if layerwise else "fused")
     decoder = make_decoder(model, settings, transfer, mesh)
     prepared, whole = prepare(decoder, model), Placement(mesh).whole
     joined = transfer.in_place and settings.weights == "device"
-    width, given = model.config.query_width, model.params["layers"]
-    layers = [join(x) if joined else split(x, width) for x in given]
+    width = model.config.query_width
+    layers = [join(x) if joined else split(x, width) for x in model.params["layers"]]
     places = {"embedding": whole, "layers": placement(layers, settings.weights, mesh)}
     params = jax.device_put(model.params | {"layers": layers}, places)
     weights = Weights(params, jax.device_put(prepared, whole))
     if joined:
-        # Each matrix is held once, if the caller drops the model that was given.
+        # Each matrix is stored only once if the caller drops its model.
         tokenizer = {n: x for n, x in vars(model).items() if n == "tokenizer"}
         model = dataclasses.replace(model, params=params)
         vars(model).update(tokenizer)
@@ -94,7 +93,7 @@ def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = Non
 
 
 def make_decoder(model: Model, settings: EngineSettings, transfer: Transfer, mesh: Mesh) -> Decoder:
-    """The decoder of a model with these settings."""
+    """Return the decoder of a model with these settings."""
     policy, hot_set = settings.policy, settings.hot_set
     if hot_set is None:
         crosses = transfer.masks and not transfer.in_place
@@ -122,7 +121,7 @@ def make_decoder(model: Model, settings: EngineSettings, transfer: Transfer, mes
 
 
 def curves_for(model: Model, policy: Policy) -> Curves | None:
-    """Curves that a budget is shared out among the layers by, if the policy wants that.
+    """Return the curves that split a budget among the layers, if the policy needs them.
 
     Raises:
         InputError: if the model's conversion did not measure them.
@@ -133,12 +132,12 @@ def curves_for(model: Model, policy: Policy) -> Curves | None:
 
 
 def prepare(decoder: Decoder, model: Model) -> tuple[Params, ...]:
-    """Arrays that the policy selects by, for each host layer, with the layer's budget if any."""
+    """Prepare the policy's arrays of each host layer, with the layer's budget if it has one."""
 
     def of_one(parts: Params) -> Params:
         return decoder.policy.prepare(dataclasses.replace(model, **parts), 0)
 
-    # One program for all layers: what policies compute here would otherwise compile op by op.
+    # One program for all layers; otherwise each operation is compiled separately.
     run = Program(of_one, (decoder, model.skew, model.speculate_from))
     prepared = []
     for number, layer in enumerate(decoder.on_host):
@@ -151,7 +150,7 @@ def prepare(decoder: Decoder, model: Model) -> tuple[Params, ...]:
 
 
 def one_layer(model: Model, layer: int) -> Params:
-    """The arrays of a model that a policy prepares a layer from, as those of a one-layer model."""
+    """Return the arrays of one layer, in the form of a one-layer model."""
 
     def pick(values: Any) -> Any:
         return None if values is None else values[layer : layer + 1]

@@ -1,10 +1,10 @@
-"""A saved conversation as a file, read only if every byte of it is as it was written.
+"""The file of a saved conversation, protected by a checksum.
 
-It is a safetensors file of
+It is a safetensors file with the tensors
 
-    record      all that is not an array, as JSON in bytes
+    record      all values that are not arrays, as JSON in bytes
     ...         the arrays, see `snapshot`
-    checksum    [32] SHA-256 of everything before it in the file
+    checksum    [32] SHA-256 of all bytes before it
 """
 
 import contextlib
@@ -24,17 +24,17 @@ KIND = "infinigen-jax conversation"
 VERSION = 1
 BYTES = np.dtype(np.uint8)
 CHECKSUM_BYTES = hashlib.sha256().digest_size
-# What comes of values that are not what they should be.
+# Errors caused by invalid values.
 _WRONG = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
 Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse a device or a pipe, whose place a saved conversation would take.
+    """Check that a path is a regular file or unused, since saving replaces it.
 
     Raises:
-        InputError: naming --save.
+        InputError: for a folder, a device or a pipe.
     """
     if path.exists() and not path.is_file():
         raise InputError(f"--save {path}: it is not a file; give a name for one")
@@ -46,14 +46,15 @@ def write_saved(
     layout: Layout,
     arrays: Iterable[tuple[str, np.ndarray]],
 ) -> None:
-    """Write a file whole or not at all; of the arrays, one at a time is needed.
+    """Write a file completely or not at all, with one array in memory at a time.
 
     Args:
-        record: of JSON values.
+        record: JSON values.
         layout: dtype and shape of each array, in order.
+        arrays: names and arrays, in the same order.
 
     Raises:
-        InputError: if it cannot be written.
+        InputError: if the file cannot be written.
     """
     check_replaceable(path)
     text = json.dumps({"kind": KIND, "version": VERSION} | record).encode()
@@ -70,13 +71,13 @@ def write_saved(
 
 
 class SavedFile:
-    """A file that `write_saved` wrote.
+    """A file written by `write_saved`.
 
     Attributes:
-        record: what was written.
+        record: record passed to `write_saved`.
 
     Raises:
-        InputError: if it is missing, damaged or of another kind.
+        InputError: if the file is missing, damaged or of another kind.
     """
 
     def __init__(self, path: Path):
@@ -94,19 +95,19 @@ class SavedFile:
         self.record = self._read_record()
 
     def read(self, name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-        """A read-only view of one of the arrays.
+        """Return a read-only view of an array.
 
         Raises:
-            InputError: if it is not of that dtype and shape.
+            InputError: if its dtype or shape differs.
         """
         info = self._file.tensors.get(name)
         if info is None or info.shape != shape or info.dtype != dtype:
-            raise self.refused("what is saved does not fit the model and the settings")
+            raise self.refused("its arrays do not fit the model and the settings")
         return self._file.read(name)
 
     @contextlib.contextmanager
     def interpreting(self) -> Iterator[None]:
-        """Refuse the file if what is in the record is not what it should be."""
+        """Convert errors caused by an invalid record into an InputError."""
         try:
             yield
         except InputError:
@@ -131,6 +132,8 @@ class SavedFile:
             if kind != KIND:
                 raise ValueError
             if version != VERSION:
-                raise self.refused(f"it has format version {version}, but {VERSION} is read")
+                raise self.refused(
+                    f"it has format version {version}, but version {VERSION} is needed"
+                )
             return record
-        raise AssertionError  # for the type checker: `interpreting` swallows nothing
+        raise AssertionError  # for the type checker: `interpreting` suppresses no error

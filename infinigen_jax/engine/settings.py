@@ -1,4 +1,4 @@
-"""What an engine is asked to do: one frozen object, checked when it is made."""
+"""Settings of an engine: a frozen object, checked on construction."""
 
 import dataclasses
 
@@ -15,23 +15,25 @@ class EngineSettings:
     """Settings of an engine.
 
     Attributes:
-        policy: which cached rows are fetched; the name of a policy stands for its defaults.
-        dense_layers: leading layers whose cache stays on the device in full; by default what the
-            policy says: 2, but for InfiniGen those that need it, see `Model.dense_layers`.
-        schedule: "fused", "layerwise" or "auto"; equal results. "auto" is layerwise for models of
-            many layers on a CPU, whose start would grow with them, and fused elsewhere.
+        policy: policy that selects the rows to fetch.
+        dense_layers: number of leading layers whose whole cache stays on the device. The default
+            depends on the policy: 2, or with InfiniGen those that need it, see
+            `Model.dense_layers`.
+        schedule: "fused", "layerwise" or "auto"; it does not change the results. "auto" chooses
+            layerwise for models of many layers on a CPU, where compiling a fused step takes longer
+            with every layer, and fused otherwise.
         transfer: "auto", "xla" or "cuda".
-        rows: format of a row on the host: "auto" in the model's dtype, "int8" or "int4".
-        hot_set: rows kept on the device after they were fetched, in multiples of the budget's: 0
-            for none, else at least 1. By default 2 with the `cuda` transfer, and none with `xla`,
-            where looking rows up costs more than moving them.
-        pool: a limit of the host's cache; None for the whole context.
-        weights: "device", or "host": the layers' weights are kept in host memory and brought for
-            each step; equal results. `load` takes it as well.
-        check: whether the output of every stage is checked for a NaN or an infinity, which ends a
-            run with `finite_check.NotFiniteError`. Takes the fused schedule.
-        prefill_chunk: most tokens of a prompt that are read at a time; by default
-            `prefill.longest_chunk`. With a pool a prompt is read in one piece.
+        rows: format of a row on the host: "auto" for the model's dtype, "int8" or "int4".
+        hot_set: number of fetched rows kept on the device, in multiples of the budget: 0 for none,
+            otherwise at least 1. By default 2 with the `cuda` transfer, and 0 with `xla`, where
+            looking rows up costs more than moving them.
+        pool: limit of the host's cache; None for the whole context.
+        weights: "device" or "host". With "host" the layers' weights are kept in host memory and
+            moved for each step; results are equal. `load` takes it as well.
+        check: whether to check the output of every stage for NaN and infinity, which end a run
+            with `finite_check.NotFiniteError`. Uses the fused schedule.
+        prefill_chunk: maximum number of prompt tokens read at a time; by default
+            `prefill.longest_chunk`. With a pool, prompts are read in one piece.
 
     Raises:
         InputError: for settings out of range.
@@ -51,7 +53,7 @@ class EngineSettings:
     def __post_init__(self):
         if not isinstance(self.policy, Policy):
             raise InputError(
-                f"policy: {self.policy!r} is none; give one such as InfiniGen(budget=0.1), or a "
+                f"policy: {self.policy!r} is not a policy; give one, as InfiniGen(budget=0.1), or a "
                 f"name: {', '.join(POLICIES)}"
             )
         if self.dense_layers is not None:
@@ -70,7 +72,7 @@ class EngineSettings:
 
     @classmethod
     def of(cls, policy: Policy | str | None = None, **settings: object) -> "EngineSettings":
-        """Settings with a policy, or the name of one."""
+        """Return settings with a policy, or with the defaults of a named policy."""
         if policy is None:
             return cls(**settings)  # pyright: ignore[reportArgumentType]
         if isinstance(policy, str) and policy in POLICIES:
@@ -79,10 +81,10 @@ class EngineSettings:
 
 
 def check_pool(pool: Pool | None, policy: Policy) -> None:
-    """Refuse a limit for a policy that cannot have one.
+    """Check that a policy supports a limit of the host's cache, if one is set.
 
     Raises:
-        InputError: naming the policies that can.
+        InputError: if it does not; the message names the policies that do.
     """
     if pool is not None and not policy.pools:
         names = " or ".join(name for name, kind in POLICIES.items() if kind.pools)

@@ -1,12 +1,12 @@
-"""A beginning that several prompts share: read once, and stored once on the host.
+"""A prefix shared by several prompts: read once, and stored once on the host.
 
     prefix     | read alone, as a batch of one |
     sequence 0                                 | its own tokens |
     sequence 1                                 | its own tokens ....... |
 
-What is on the device (dense layers, the policy's state, recent rows) each sequence has for itself.
-On the host the rows of whole shared slots are stored once for the batch (`memory` shows how); the
-last few of the prefix, at least a window, are copied, as a flush may write them again.
+Each sequence has its own copy of the data on the device: dense layers, the policy's state and
+recent rows. On the host, the shared rows are stored once for the batch (see `cache.host_array`).
+The last rows of the prefix, at least a window, are copied, as a flush may write them again.
 """
 
 import functools
@@ -25,16 +25,16 @@ from infinigen_jax.engine.batching import copy_rows
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import ModelConfig
 
-UNIT = 128  # slots of a sequence's own come in multiples of it
+UNIT = 128  # the number of a sequence's unshared slots is a multiple of it
 
 
 class Sharing(NamedTuple):
-    """What is shared of a batch's caches.
+    """Layout of a shared prefix in the host's array.
 
     Attributes:
-        tokens: of the prefix.
-        rows: rows of the host's array for the shared slots, each as long as a sequence's own.
-        own: slots of each sequence on the host that are its own.
+        tokens: length of the prefix.
+        rows: rows of the host's array that hold shared slots, `own` slots each.
+        own: number of unshared slots of each sequence on the host.
     """
 
     tokens: int
@@ -43,67 +43,68 @@ class Sharing(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Slots of each sequence, shared or not."""
+        """Number of slots of each sequence, shared or not."""
         return (self.rows + 1) * self.own
 
     def host_rows(self, batch: int) -> int:
-        """Of the host's array, for so many sequences."""
+        """Return the number of rows of the host's array for a batch size."""
         return batch + self.rows
 
 
 def common_prefix(prompts: Sequence[list[int]]) -> int:
-    """How many tokens all prompts begin with, short of the whole of one."""
+    """Return the length of the common prefix of all prompts, less than the shortest prompt."""
     least = min(map(len, prompts)) - 1
-    first, last = min(prompts), max(prompts)  # all others are between them, in order
+    first, last = min(prompts), max(prompts)  # lexicographic order: all others lie between them
     return next((i for i in range(least) if first[i] != last[i]), least)
 
 
 def may_share(config: ModelConfig, longest: int) -> bool:
-    """Whether a prefix has the same keys in prompts of any length up to the longest.
+    """Return whether the keys of a prefix are independent of the prompt's length, up to `longest`.
 
-    Not with a base of rotary positions that grows with the prompt.
+    They are not if the base of the rotary embedding depends on the length.
     """
     rope = config.rope
     return rope is None or rope.kind != "dynamic" or longest <= rope.original_positions
 
 
 def plan_sharing(decoder: Decoder, prefix: int, tokens: int, batch: int) -> Sharing:
-    """How to store a prefix of sequences of up to `tokens`, in the fewest slots.
+    """Choose the layout with the fewest slots for sequences of up to `tokens` tokens.
 
     Raises:
-        InputError: for a decoder whose prompts cannot be read in parts.
+        InputError: for a decoder that cannot read prompts in parts.
     """
     if decoder.pool is not None:
         raise InputError("--pool-tokens: not with a shared prefix; leave one of them out")
     if decoder.mesh.shape["data"] > 1:
         raise InputError("--prefix: not for sequences on several devices; give whole prompts")
-    most = -(-max(tokens, decoder.policy.window) // UNIT) * UNIT
-    choices = [Sharing(prefix, 0, most)]
-    for own in range(UNIT, most, UNIT):
-        choices.append(Sharing(prefix, max(0, prefix - decoder.policy.window) // own, own))
+    slots = -(-max(tokens, decoder.policy.window) // UNIT) * UNIT
+    choices = [Sharing(prefix, 0, slots)]
+    for unshared in range(UNIT, slots, UNIT):
+        rows = max(0, prefix - decoder.policy.window) // unshared
+        choices.append(Sharing(prefix, rows, unshared))
     return min(
-        (choice for choice in choices if choice.capacity >= most),
+        (choice for choice in choices if choice.capacity >= slots),
         key=lambda choice: (choice.host_rows(batch) * choice.own, choice.rows),
     )
 
 
 def spread(decoder: Decoder, one: Cache, batch: int, sharing: Sharing) -> Cache:
-    """Caches of `batch` sequences that have the prefix, from that of one sequence of its own.
+    """Return the cache of `batch` sequences with the prefix cached in `one`.
 
     Args:
-        one: of the capacity of `sharing`; stays as it is.
+        one: cache of a single sequence, with the capacity of `sharing`; not donated.
     """
     at = Placement(decoder.mesh)
     cache = _repeat(decoder)(one._replace(host=None), batch)
     if one.host is None:
         return cache
     layers, _, heads, _, width = one.host.shape
-    rows, own = sharing.host_rows(batch), sharing.own
-    host = allocate_host((layers, rows, heads, own, width), one.host.dtype, decoder.mesh)
-    # The source's slot of each row's first, and how many there are of the prefix.
-    starts = [sharing.rows * own] * batch + [i * own for i in range(sharing.rows)]
+    rows, slots = sharing.host_rows(batch), sharing.own
+    host = allocate_host((layers, rows, heads, slots, width), one.host.dtype, decoder.mesh)
+    # First slot of `one` that each row holds.
+    starts = [sharing.rows * slots] * batch + [i * slots for i in range(sharing.rows)]
     for row, start in enumerate(starts):
-        count = min(own, sharing.tokens - start)
+        count = min(slots, sharing.tokens - start)
         numbers = (jax.device_put(np.int32(i), at.whole) for i in (row, start, count))
         host = _copy(decoder)(host, one.host, *numbers)
     return cache._replace(host=host)

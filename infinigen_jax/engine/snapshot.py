@@ -1,11 +1,11 @@
-"""The cache of one sequence as arrays for a file, and back.
+"""Conversion of the cache of one sequence to arrays for a file, and back.
 
-    host.N      [k, n, w] rows of host layer N, of the n tokens that are cached
-    leaf.N      the other arrays but hot sets, in the order of the cache's tree; of a layer that is
-                wholly on the device n tokens, too
+    host.N      [k, n, w] rows of host layer N, for the n cached tokens
+    leaf.N      other arrays except hot sets, in the order of the cache's tree; device layers are
+                also cut to n tokens
 
-Hot sets are left out: they change what moves, never a result. Rows of two-byte numbers are numbers
-in the file, also where they are kept as integers (`bits`).
+Hot sets are excluded: they affect transfers, never results. Rows of two-byte floats that the cache
+stores as integers (see `ops.bit_storage`) are floats in the file.
 """
 
 import functools
@@ -28,22 +28,22 @@ Layout = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 def layout(decoder: Decoder, cache: Cache, length: int) -> Layout:
-    """Dtype and shape of each array that `arrays` gives, in its order."""
-    found: Layout = {}
+    """Return the dtype and shape of each array of `arrays`, in the same order."""
+    kinds: Layout = {}
     if cache.host is not None:
         layers, _, k, _, w = cache.host.shape
         dtype = number_dtype(cache.host.dtype, decoder.dtype)
-        found = {f"host.{n}": (dtype, (k, length, w)) for n in range(layers)}
+        kinds = {f"host.{n}": (dtype, (k, length, w)) for n in range(layers)}
     for i, (leaf, by_token) in enumerate(_leaves(cache)):
         shape = (*leaf.shape[:2], length, leaf.shape[3]) if by_token else leaf.shape
-        found[f"leaf.{i}"] = (number_dtype(leaf.dtype, decoder.dtype), shape)
-    return found
+        kinds[f"leaf.{i}"] = (number_dtype(leaf.dtype, decoder.dtype), shape)
+    return kinds
 
 
 def arrays(decoder: Decoder, cache: Cache, length: int) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of a cache of one sequence, whose rows are all on the host.
+    """Yield the arrays of a cache of one sequence, after a flush.
 
-    Those of the host are views: they must be gone before the cache is donated.
+    Arrays in host memory are views. Drop them before the cache is donated.
     """
     if cache.host is not None:
         rows = _numbers(decoder, cache.host)
@@ -55,10 +55,10 @@ def arrays(decoder: Decoder, cache: Cache, length: int) -> Iterator[tuple[str, n
 
 
 def restore(decoder: Decoder, capacity: int, length: int, file: SavedFile) -> Cache:
-    """The cache that was saved, on the decoder's device and in host memory.
+    """Return the saved cache, on the decoder's device and in host memory.
 
     Raises:
-        InputError: if it is not one of such a decoder and capacity.
+        InputError: if it does not fit the decoder and the capacity.
     """
     cache = empty_cache(decoder, 1, capacity)
     kinds = layout(decoder, cache, length)
@@ -68,7 +68,7 @@ def restore(decoder: Decoder, capacity: int, length: int, file: SavedFile) -> Ca
         array = saved[f"leaf.{i}"]
         if by_token:
             array = np.pad(array, ((0, 0), (0, 0), (0, leaf.shape[2] - length), (0, 0)))
-        # Never alias the mapped file: the array is to be donated.
+        # Never alias the mapped file: the array will be donated.
         array = array.view(leaf.dtype)
         leaves.append(jax.device_put(array, leaf.sharding, may_alias=False))
     tree = jax.tree.structure(_kept(cache))
@@ -80,7 +80,7 @@ def restore(decoder: Decoder, capacity: int, length: int, file: SavedFile) -> Ca
 
 
 def _numbers(decoder: Decoder, array: Any) -> np.ndarray:
-    """A view of an array, of numbers."""
+    """Return a view of an array with a numeric dtype."""
     array = np.asarray(array)
     return array.view(number_dtype(array.dtype, decoder.dtype))
 
@@ -90,14 +90,14 @@ def _kept(cache: Cache) -> tuple[Any, ...]:
 
 
 def _leaves(cache: Cache) -> list[tuple[Any, bool]]:
-    """The arrays but the host's, each with whether it is [1, k, t, d] of which n tokens count."""
+    """Return the arrays except the host's, each with whether its axis 2 counts tokens."""
     layers = [layer for layer in cache.local if isinstance(layer, DenseLayer)]
     by_token = {id(leaf) for leaf in jax.tree.leaves(layers)}
     return [(leaf, id(leaf) in by_token) for leaf in jax.tree.leaves(_kept(cache))]
 
 
 def _fill(decoder: Decoder, host: Any, layer: int, rows: np.ndarray) -> Any:
-    """One layer's rows, block by block: one program for all lengths."""
+    """Write the rows of a layer block by block, so that one program serves all lengths."""
     at, block = Placement(decoder.mesh), min(host.shape[3], STREAM_BLOCK)
     for start in range(0, rows.shape[1], block):
         piece = rows[None, :, start : start + block]

@@ -1,4 +1,4 @@
-"""What a generation took: times, and rows that were selected and moved."""
+"""Statistics of a generation: times, and rows selected and moved."""
 
 import dataclasses
 import time
@@ -15,26 +15,27 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a generation took.
+    """Statistics of a generation.
 
     Attributes:
         prompt_tokens, new_tokens: totals over the batch.
-        prompt_tokens_read: of the former those that were computed, a shared prefix's once.
-        prefill_seconds: from the call to the first token.
-        decode_seconds, decode_tokens_per_second: whole batch, without the first decode step, which
-            may compile (unless it is the only one).
-        selected_fraction: rows selected over rows cached, mean over steps, host layers, KV heads
-            and sequences.
-        fetched_fraction: likewise of the rows that had to be fetched: those selected that the hot
-            set did not have. Padding that a transfer moves beside them is not counted here...
-        host_to_device_bytes_per_token: ...but it is here: all bytes of rows that were moved.
-        hot_set_hit_rate: share of the rows selected that the hot set had; 0 without one.
-        host_cache_bytes, device_index_bytes, hot_set_bytes: size of the host cache, of the policy's
-            state and of the hot sets.
-        pool_tokens: most rows that the host may keep of a layer, sequence and KV head; 0 if there
-            is no limit. Those that it keeps are then what counts as cached.
-        pool_bytes: size of the directories on the device that a limit takes.
-        compilations_after_warmup: XLA compilations behind the first decode step; 0 is expected.
+        prompt_tokens_read: prompt tokens processed; those of a shared prefix count once.
+        prefill_seconds: time from the call to the first token.
+        decode_seconds, decode_tokens_per_second: time and rate of the whole batch. The first decode
+            step, which may compile, is excluded unless it is the only one.
+        selected_fraction: ratio of selected rows to cached rows, averaged over steps, host layers,
+            KV heads and sequences.
+        fetched_fraction: ratio of fetched rows to cached rows, averaged likewise. Fetched rows are
+            the selected rows missing from the hot set, without the padding of a transfer.
+        host_to_device_bytes_per_token: bytes of all rows moved, including padding.
+        hot_set_hit_rate: share of the selected rows in the hot set; 0 without a hot set.
+        host_cache_bytes, device_index_bytes, hot_set_bytes: sizes of the host cache, of the
+            policy's state and of the hot sets.
+        pool_tokens: maximum number of rows on the host per layer, sequence and KV head; 0 without a
+            limit. With a limit, only the rows on the host count as cached.
+        pool_bytes: size of the directories of a pool on the device.
+        compilations_after_warmup: XLA compilations after the first decode step; 0 is expected.
+        policy, schedule, transfer, rows: settings of the run.
     """
 
     prompt_tokens: int
@@ -60,28 +61,28 @@ class Stats:
 
 
 class Clock:
-    """Times of a run, in seconds; what passed since the last call belongs to the next one.
+    """Times of a run, in seconds; each call adds the time since the previous call.
 
     Attributes:
-        prefill: until the first tokens, and of prompts that were admitted later.
+        prefill: time until the first tokens, and for prompts admitted later.
     """
 
     def __init__(self):
         self.prefill = 0.0
         self._last = time.perf_counter()
-        self._steps: list[float] = []  # until the tokens of each step were read
-        self._made: list[int] = []  # tokens that a step made; those behind a prompt do not count
+        self._steps: list[float] = []  # time until the tokens of each step were read
+        self._tokens: list[int] = []  # new tokens per step, excluding those that prefill draws
 
     def read_prompts(self) -> None:
         self.prefill += self._lap()
 
-    def step(self, made: int) -> None:
-        """The tokens of a step were read."""
+    def step(self, tokens: int) -> None:
+        """Record a step whose `tokens` new tokens were read."""
         self._steps.append(self._lap())
-        self._made.append(made)
+        self._tokens.append(tokens)
 
     def step_went_on(self) -> None:
-        """The next step was under way, and has been waited for."""
+        """Add the time spent waiting for the step after the last recorded one."""
         self._steps[-1] += self._lap()
 
     @property
@@ -89,9 +90,9 @@ class Clock:
         return len(self._steps[1:])
 
     def decoding(self) -> tuple[float, int]:
-        """Seconds and tokens, without the first decode step unless it is the only one."""
+        """Return seconds and tokens, without the first decode step unless it is the only one."""
         later = slice(2, None) if len(self._steps) > 2 else slice(1, None)
-        return sum(self._steps[later], 0.0), sum(self._made[later])
+        return sum(self._steps[later], 0.0), sum(self._tokens[later])
 
     def _lap(self) -> float:
         now = time.perf_counter()
@@ -100,7 +101,7 @@ class Clock:
 
 
 def stats_of(run: "Run") -> Stats:
-    """What a run took, up to now."""
+    """Return the statistics of a run so far."""
     decoder, plan, clock = run.decoder, run.plan, run.clock
     steps_of = np.array([max(0, len(tokens) - 1) for tokens in run.new_tokens])  # decode steps
     seconds, timed = clock.decoding()
@@ -134,7 +135,7 @@ def stats_of(run: "Run") -> Stats:
 
 
 def rows_per_step(counts: list[Counts], kept: np.ndarray) -> Counts:
-    """Counts of all steps as numpy [steps, b], 0 where no token came of them that was kept."""
+    """Stack the counts of all steps as NumPy arrays [steps, b], 0 where `kept` is false."""
 
     def stack(field: str) -> Any:
         rows = [np.asarray(getattr(each, field)) for each in counts]
@@ -144,11 +145,13 @@ def rows_per_step(counts: list[Counts], kept: np.ndarray) -> Counts:
 
 
 def bytes_moved(decoder: Decoder, rows: Counts, slots: int, batch: int, steps: int) -> int:
-    """Bytes of rows that were moved to the device in so many steps, padding included.
+    """Return the bytes of rows moved to the device, including padding.
 
     Args:
-        slots: of the host's cache.
-        batch: sequences that are stepped together.
+        rows: counts of all steps.
+        slots: slots of a sequence in the host's cache.
+        batch: batch size.
+        steps: number of decode steps.
     """
     width = decoder.row_format.width * decoder.row_format.storage.itemsize
     requested = decoder.padded_rows(slots)
@@ -158,13 +161,14 @@ def bytes_moved(decoder: Decoder, rows: Counts, slots: int, batch: int, steps: i
 
 
 def fraction(decoder: Decoder, counts: Any, kept: np.ndarray, cached: np.ndarray) -> float:
-    """Of the rows that the host had: mean over the steps that made a token that was kept.
+    """Return the mean ratio of counted rows to cached rows, over the steps that count.
 
     Args:
-        counts: [steps, b] rows, of all host layers and KV heads.
-        kept, cached: [steps, b] which steps those were, and tokens cached then.
+        counts: [steps, b] rows, summed over host layers and KV heads.
+        kept: [steps, b] whether a step counts.
+        cached: [steps, b] tokens cached before the step.
     """
     if not decoder.host_layers or not kept.any():
         return 0.0
-    there = cached[kept] * decoder.host_layers * decoder.config.num_kv_heads
-    return float((counts[kept] / there).mean())
+    available = cached[kept] * decoder.host_layers * decoder.config.num_kv_heads
+    return float((counts[kept] / available).mean())

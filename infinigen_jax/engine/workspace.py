@@ -1,4 +1,4 @@
-"""Memory that is taken for a while: by a prompt's layer, and by a decode step."""
+"""Temporary memory of prefill and of a decode step."""
 
 from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.decode.layer import Decoder
@@ -11,30 +11,30 @@ FLOAT32 = 4  # bytes
 
 
 def prefill_bytes(decoder: Decoder, batch: int, chunk: int, capacity: int) -> int:
-    """Temporaries of one layer over a chunk of so many tokens of each prompt."""
-    beside = FLOAT32 * batch * decoder.config.vocab_size + _arriving_bytes(decoder)
+    """Return the bytes of temporaries of a layer for `chunk` tokens of each prompt."""
+    common = FLOAT32 * batch * decoder.config.vocab_size + _arriving_bytes(decoder)
     if decoder.transfer.in_place:
-        return _prefill_on_cpu(decoder, batch, chunk, capacity) + beside
+        return _prefill_on_cpu(decoder, batch, chunk, capacity) + common
     config, item = decoder.config, decoder.dtype.itemsize
     width = 3 * config.hidden_size + 2 * config.query_width
     width += 3 * config.intermediate_size + 4 * config.num_kv_heads * config.head_dim
-    # Scores and weights of the tiles at a time, in float32; two blocks of rows.
+    # Scores and weights of a tile, in float32; two blocks of rows.
     blocks = 2 * batch * config.num_kv_heads * BLOCK * 2 * config.head_dim * item
-    return batch * chunk * width * item + 2 * DEVICE_TILE_BYTES + blocks + beside
+    return batch * chunk * width * item + 2 * DEVICE_TILE_BYTES + blocks + common
 
 
 def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> int:
-    """Attention and MLP come one after the other there, and compute in float32.
+    """Return the bytes of temporaries on a CPU.
 
-    Beside either of them there are the layer's input and output, and the rows that it makes; and
-    of two-byte weights the layer's in float32.
+    Attention and MLP run one after the other, in float32. In addition, memory holds the layer's
+    input, output and new rows, and the layer's weights in float32 if they are stored in two bytes.
     """
     config, item, tokens = decoder.config, decoder.dtype.itemsize, batch * chunk
     queries = config.query_width
     rows = 2 * config.num_kv_heads * config.head_dim
     block = min(BLOCK, capacity)
-    # Queries in tiles, their weighted sums, the output; keys and values by head; one tile's scores;
-    # a block of earlier rows, and its values without what was never written.
+    # Queries in tiles, their weighted sums and the output; keys and values by head; the scores of a
+    # tile; a block of earlier rows, and its values with unwritten rows masked.
     attention = (
         tokens * (3 * queries + rows) + CPU_WIDE_TILE * block + batch * block * rows * 3 // 2
     )
@@ -42,19 +42,19 @@ def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> 
     weights = 0
     if item < FLOAT32:
         weights = config.hidden_size * (2 * queries + rows + 3 * config.intermediate_size)
-    beside = tokens * (2 * config.hidden_size + rows) * item
-    return beside + FLOAT32 * (max(attention, mlp) + weights)
+    common = tokens * (2 * config.hidden_size + rows) * item
+    return common + FLOAT32 * (max(attention, mlp) + weights)
 
 
 def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
-    """Of a step: rows that are read and those on their way, speculated scores, logits."""
+    """Return the bytes of temporaries of a decode step: rows, speculated scores and logits."""
     config = decoder.config
     selecting = any(not decoder.streams(number) for number in range(decoder.host_layers))
     requested = decoder.policy.request_size(capacity) if selecting else 0
     row = batch * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
-    # Two layers have their rows on the device at a time.
+    # The rows of two layers are on the device at a time.
     moved = 0 if decoder.transfer.in_place and not decoder.hot_set else 2 * requested * row
-    # Scores, what they are ranked by, and which of them pass, in float32.
+    # Scores, ranking keys and masks, in float32.
     scores = 3 * FLOAT32 * batch * config.num_heads * capacity if selecting else 0
     if selecting and (block := decoder.policy.tail_block) > 1:  # with mean entries of the blocks
         scores += FLOAT32 * batch * config.num_heads * (capacity // block) * LEADING[-1]
@@ -64,14 +64,14 @@ def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
 
 
 def _arriving_bytes(decoder: Decoder) -> int:
-    """Weights that are kept in host memory: two layers' worth is on the device, see `weights`."""
+    """Return the device bytes of weights kept in host memory, two layers at a time."""
     if not decoder.weights_on_host:
         return 0
     return 2 * tree_bytes(in_host_memory(decoder.blueprint.layer_shapes))
 
 
 def _converted_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
-    """The largest factor of a product, in float32 where it is not (see `compiler`)."""
+    """Return the bytes of the largest matrix that XLA converts to float32 for a product."""
     config = decoder.config
     if not decoder.transfer.in_place or decoder.dtype.itemsize == FLOAT32:
         return 0

@@ -1,4 +1,4 @@
-"""Compiled programs that are kept on disk, and a count of compilations.
+"""Compiled programs stored on disk, and a count of compilations.
 
 Imports files. Start reading at program.py.
 """

@@ -1,4 +1,4 @@
-"""Counting XLA compilations, so that "none after warm-up" can be reported and tested."""
+"""A counter of XLA compilations, which shows that none happens after the warm-up."""
 
 import functools
 
@@ -10,14 +10,14 @@ _count = 0
 
 @functools.cache
 def _listen() -> None:
-    def heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def count(event: str, duration_secs: float, **kwargs: str | int) -> None:
         global _count
         _count += event == _EVENT
 
-    jax.monitoring.register_event_duration_secs_listener(heard)
+    jax.monitoring.register_event_duration_secs_listener(count)
 
 
 def compilations() -> int:
-    """Compilations of this process since the first call of this function."""
+    """Return the number of XLA compilations since the first call of this function."""
     _listen()
     return _count

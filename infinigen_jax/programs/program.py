@@ -1,12 +1,13 @@
 """Compiled programs that outlive the process: a second start neither traces nor lowers them.
 
-A `Program` is a jitted function. Its first call with arguments of some shapes looks for an
-executable in the user's cache, and traces, lowers and compiles only where there is none. JAX's own
-compilation cache saves the compilation alone, a third of a start.
+A `Program` is a jitted function. Its first call for a signature looks for an executable in the
+user's cache. It traces, lowers and compiles only if the cache has none. JAX's compilation cache
+saves only the compilation, a third of the start-up time.
 
-An executable's file is named by everything that it depends on: the source of this package, the
-versions of JAX, the processor, XLA's flags, the settings that the function closes over, and the
-shapes, dtypes and places of its arguments. It is a pickle, so the folder must be the user's.
+The file name of an executable is a hash of everything the executable depends on: the source of this
+package, the JAX versions, the processor, the XLA flags, the settings the function closes over, and
+the shapes, dtypes and shardings of the arguments. The file is a pickle, so the folder must belong
+to the user.
 """
 
 import dataclasses
@@ -36,12 +37,12 @@ SUFFIX = ".program"
 
 
 class Program:
-    """A jitted function whose executables are kept on disk.
+    """A jitted function whose executables are stored on disk.
 
     Args:
-        function: to compile. Keyword arguments of a call are static.
-        settings: everything that it closes over; its `repr` must tell all of it.
-        options: of `jax.jit`.
+        function: function to compile. Keyword arguments of a call are static.
+        settings: all values the function closes over. Their `repr` must identify them.
+        options: options of `jax.jit`.
     """
 
     def __init__(self, function: Callable[..., Any], settings: Any, **options: Any):
@@ -57,25 +58,25 @@ class Program:
         if last is not None and static == last_static:
             try:
                 return last(*arguments)
-            except (TypeError, ValueError):  # of other shapes; nothing has run or been donated
+            except (TypeError, ValueError):  # shapes differ; nothing has run or been donated
                 pass
         executable = self._executable(arguments, static)
         self._last = (static, executable)
         return executable(*arguments)
 
     def lower(self, *arguments: Any, **static: Any) -> Any:
-        """Lower for arguments or their shapes, as `jax.jit` does; nothing is kept."""
+        """Lower for arguments or their shapes, as `jax.jit` does, without storing the result."""
         return self._jitted.lower(*arguments, **static)
 
     def trace(self, *arguments: Any, **static: Any) -> Any:
-        """Trace for arguments or their shapes, as `jax.jit` does; nothing is kept."""
+        """Trace for arguments or their shapes, as `jax.jit` does, without storing the result."""
         return self._jitted.trace(*arguments, **static)
 
     def _executable(self, arguments: Any, static: dict[str, Any]) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # a plan, without arrays
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # abstract evaluation
             return functools.partial(self._jitted, **static)
-        shapes = tuple(map(_kind_of, leaves))
+        shapes = tuple(map(_signature, leaves))
         key = (structure, shapes, tuple(sorted(static.items(), key=lambda item: item[0])))
         if key not in self._executables:
             self._executables[key] = self._load_or_compile(key, arguments, static)
@@ -83,7 +84,7 @@ class Program:
 
     def _load_or_compile(self, key: Any, arguments: Any, static: dict[str, Any]) -> Any:
         folder = program_folder()
-        if folder is None or jax.default_backend() != "cpu":  # elsewhere not tried
+        if folder is None or jax.default_backend() != "cpu":  # untested on other backends
             return self._jitted.lower(*arguments, **static).compile()
         sources = outside_sources(self._settings)
         text = repr((self._name, self._settings, sources, self._options, key, environment()))
@@ -92,20 +93,20 @@ class Program:
         if executable is None:
             lowered, hits = self._jitted.lower(*arguments, **static), cache_hits()
             executable = lowered.compile()
-            if cache_hits() == hits:  # XLA cannot serialise an executable that was deserialised
+            if cache_hits() == hits:  # XLA cannot serialise a deserialised executable
                 _save(path, executable, "lapack_" in lowered.as_text())
         return executable
 
 
 def _name_of(function: Any) -> str:
-    """A name that no other function of the package has with the same settings."""
+    """Return a name that identifies a function within the package."""
     if isinstance(function, functools.partial):
         return f"{_name_of(function.func)}{sorted(function.keywords.items())}"
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def _kind_of(leaf: Any) -> tuple[Any, ...]:
-    """What of an argument decides about the executable."""
+def _signature(leaf: Any) -> tuple[Any, ...]:
+    """Return the properties of an argument that the executable depends on."""
     if isinstance(leaf, jax.Array):
         return leaf.shape, str(leaf.dtype), leaf.weak_type, leaf.committed, leaf.sharding
     return getattr(leaf, "shape", ()), str(getattr(leaf, "dtype", type(leaf)))
@@ -116,22 +117,22 @@ _hits = 0
 
 @functools.cache
 def _listen() -> None:
-    def heard(event: str, **kwargs: str | int) -> None:
+    def count(event: str, **kwargs: str | int) -> None:
         global _hits
         _hits += event == "/jax/compilation_cache/cache_hits"
 
-    jax.monitoring.register_event_listener(heard)
+    jax.monitoring.register_event_listener(count)
 
 
 def cache_hits() -> int:
-    """Executables that JAX's compilation cache has given since the first call of this function."""
+    """Return the number of hits in JAX's compilation cache since the first call."""
     _listen()
     return _hits
 
 
 @functools.cache
 def environment() -> str:
-    """Everything outside of a function that its executable depends on."""
+    """Describe the package, JAX, the processor and the flags, which all executables depend on."""
     source = hashlib.sha256()
     root = Path(__file__).parents[1]
     for file in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".cu")):
@@ -170,7 +171,7 @@ def _source_hash(module: str) -> str:
 
 
 def _load(path: Path) -> Any:
-    """The executable in a file; None if it cannot be had."""
+    """Read an executable from a file; return None if it is missing or unusable."""
     try:
         with open(path, "rb") as file:
             uses_lapack, *serialised = pickle.load(file)
@@ -179,23 +180,26 @@ def _load(path: Path) -> Any:
         return serialize_executable.deserialize_and_load(*serialised)
     except FileNotFoundError:
         return None
-    except Exception as error:  # truncated, of another build, of another machine: compile again
+    except Exception as error:  # truncated, other build or other machine: compile again
         logger.debug("%s: %s", path, error)
         return None
 
 
 @functools.cache
 def _initialise_lapack() -> None:
-    """Bind LAPACK's functions, which JAX does only when it lowers one; unbound, a call crashes."""
+    """Bind the LAPACK functions.
+
+    JAX binds them only when it lowers one of them. A call of an unbound function crashes.
+    """
     jax.jit(jnp.linalg.inv).lower(jax.ShapeDtypeStruct((1, 1), jnp.float32))
 
 
 def _save(path: Path, executable: Any, uses_lapack: bool) -> None:
-    """Keep an executable, if it can be kept; a start goes on without."""
+    """Store an executable; a failure is logged and otherwise ignored."""
     try:
         content = pickle.dumps((uses_lapack, *serialize_executable.serialize(executable)))
         prune_programs()
         with whole_file(path) as file:
             file.write(content)
-    except Exception as error:  # read-only folder, full disk, what cannot be serialised
+    except Exception as error:  # read-only folder, full disk, not serialisable
         logger.debug("%s: %s", path, error)
