@@ -13,8 +13,7 @@ COMPILER_VENV := .venv-gpu-compile
 RUN := $(VENV)/bin/python -m
 FUZZ_LIMIT ?= 15m
 # Paths whose language is checked.
-ROOMS := cache decode engine ops policies prefill programs selection skew speculation transfer
-LANGUAGE := $(ROOMS:%=infinigen_jax/%)
+LANGUAGE := infinigen_jax benchmarks docs README.md CONTRIBUTING.md CHANGELOG.md
 FUZZERS := $(wildcard tests/*/test_*fuzz*.py)
 ARGS ?= --prompt "Once upon a time" --max-new-tokens 200 --temperature 0.7 --top-p 0.9 --seed 1
 

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> None:
-    """Reckon, print, and write the record."""
+    """Compute the plan, print it, and write the record."""
     output = checked_output("--json", arguments.json)
     policy = make_policy(arguments)
     from infinigen_jax.checkpoint.hf_folder import checked_folder, read_config
@@ -89,7 +89,7 @@ def plan(arguments: argparse.Namespace) -> None:
 
 
 def this_machine(arguments: argparse.Namespace) -> "Machine":
-    """As the options say; what they leave open as it is found here."""
+    """The machine of the options; what they leave open is measured here."""
     import jax
 
     from infinigen_jax.machine.memory_limits import available_device_bytes, available_host_bytes
@@ -173,7 +173,7 @@ def size(name: str, count: int, remark: str = "") -> str:
 
 
 def step(forecast: "Forecast") -> list[str]:
-    """What a decode step moves, and the time that this takes if bandwidths are known."""
+    """Bytes that a decode step moves, and the time that this takes if bandwidths are known."""
     traffic, machine = forecast.traffic, forecast.machine
 
     def at(bandwidth: float | None) -> str:

@@ -1,8 +1,8 @@
 """Chatting at the terminal, `generate --chat`: a line of stdin is a turn, answers go to stdout.
 
-The model gets what its chat template makes of the messages. What is cached is never rendered again:
-of a later turn, only what the template puts behind the last answer. The template "plain" is for
-models that have none: the text goes on, the user's lines are lines of it.
+The chat template renders the messages. Cached text is never rendered again: a later turn adds only
+the template's text after the last answer. The template "plain" is for models without one: the
+conversation is one running text, and the user's lines are lines of it.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def begin(
             f"--resume {arguments.resume}: it goes on with {conversation.sampling}; leave "
             "--temperature, --top-k, --top-p and --seed out"
         )
-    say(f"resumed behind {len(conversation.tokens)} tokens")
+    say(f"resumed after {len(conversation.tokens)} tokens")
     return conversation
 
 
@@ -190,7 +190,7 @@ class Chat:
         said = self._conversation.tokens
         text = self._plain_text(messages) if self._plain else self._templated(messages)
         if said and said[-1] in self._conversation.runtime.model.config.eos_ids:
-            # The answer ended with the token that the template puts behind it.
+            # The answer ended with the token that the template puts after it.
             text = text.removeprefix(self._tokenizer.decode(said[-1:]))
         special = self._plain and not said
         return self._tokenizer.encode(text, add_special_tokens=special)
@@ -214,7 +214,7 @@ class Chat:
         return "\n".join(["", *new] if self._conversation.tokens else new)
 
     def _templated(self, messages: list[dict[str, str]]) -> str:
-        """What the template puts behind the last answer; all of it if there is none."""
+        """The template's text after the last answer; all of it if there is none."""
         answered = _answered(messages)
         if not answered:
             return self._rendered(messages)

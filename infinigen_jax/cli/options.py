@@ -1,6 +1,6 @@
 """Options that command lines share: which policy, and how the engine runs it.
 
-Nothing here imports JAX before it is needed, so that a bad option is reported at once.
+Nothing here imports JAX before it is needed, so that a bad option is reported immediately.
 """
 
 import argparse
@@ -192,8 +192,8 @@ def _unprefixed(error: InputError) -> str:
 
 
 def unused_options(arguments: argparse.Namespace) -> list[str]:
-    """A line for each given option that no chosen policy takes: it has no such setting, or has it
-    given behind its name; see `make_policy`.
+    """A line for each given option that no chosen policy takes: the policy has no such setting, or
+    its value follows the policy's name; see `make_policy`.
 
     Raises:
         InputError: for a policy that does not exist.
@@ -213,8 +213,8 @@ def unused_options(arguments: argparse.Namespace) -> list[str]:
 
 
 def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> list[str]:
-    """A line for each option of the policy, or setting behind its name, that an engine takes for
-    another value: the model, the device or another setting leaves the given one no meaning.
+    """A line for each setting of the policy that an engine replaces by another value, because the
+    model, the device or another setting leaves the given one no meaning.
 
     Args:
         arguments: that `engine` was made with, single values.
@@ -233,7 +233,9 @@ def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> l
     ]
     chunk = chunk_option(arguments.prefill_chunk)
     if chunk not in (None, engine.prefill_chunk):
-        lines.append(f"--prefill-chunk {chunk}: no effect, as --pool-tokens reads a prompt at once")
+        lines.append(
+            f"--prefill-chunk {chunk}: no effect, as --pool-tokens reads a prompt in one piece"
+        )
     return lines
 
 
@@ -285,7 +287,9 @@ def make_pool(arguments: argparse.Namespace) -> "Pool | None":
     given = {name: value for name, value in given.items() if value is not None}
     if arguments.pool_tokens in (None, "all"):
         if arguments.pool_tokens is None and given:
-            raise InputError(f"--pool-{next(iter(given))}: nothing gives way without --pool-tokens")
+            raise InputError(
+                f"--pool-{next(iter(given))}: nothing is evicted without --pool-tokens"
+            )
         Pool(share=1.0, **given)  # a typo should not pass
         return None
     tokens, part = parse_limit(_without_suffix(arguments.pool_tokens))
@@ -301,7 +305,7 @@ def _without_suffix(text: str) -> str:
 
 
 def chunk_option(text: str) -> int | None:
-    """What --prefill-chunk asks for; None is for the engine to choose.
+    """The number of --prefill-chunk; None if the engine is to choose.
 
     Raises:
         InputError: for anything but `auto` and a whole number.

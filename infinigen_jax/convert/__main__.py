@@ -45,8 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=number(0, 1),
         default=DEFAULT_NEURONS,
         metavar="SHARE",
-        help="share of an MLP's neurons that this query sees besides, as what it is made of lacks "
-        "that MLP; 0: none (default: %(default)s)",
+        help="share of the MLP's neurons that the corrected query also sees; 0: none "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--force", action="store_true", help="replace an earlier conversion at DESTINATION"

@@ -53,8 +53,8 @@ class EngineSettings:
     def __post_init__(self):
         if not isinstance(self.policy, Policy):
             raise InputError(
-                f"policy: {self.policy!r} is not a policy; give one, as InfiniGen(budget=0.1), or a "
-                f"name: {', '.join(POLICIES)}"
+                f"policy: {self.policy!r} is not a policy; give InfiniGen(budget=0.1), or a name: "
+                f"{', '.join(POLICIES)}"
             )
         if self.dense_layers is not None:
             check_range("--dense-layers", self.dense_layers, 0)

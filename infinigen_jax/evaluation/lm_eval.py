@@ -110,7 +110,7 @@ class InfiniGenLM(LM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy text behind each context, up to one of its stop strings."""
+        """Greedy text after each context, up to one of its stop strings."""
         texts = [""] * len(requests)
         sizes = [self._settings(request)[1] for request in requests]
         tokenizer = self.engine.model.tokenizer
@@ -169,7 +169,7 @@ def _engine(options: dict[str, Any]) -> "Engine":
 
 
 def _option(name: str, value: Any) -> str:
-    """As on a command line, where what is on or off is named without a value."""
+    """An option as on a command line; a switch has no value."""
     name = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
