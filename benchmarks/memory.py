@@ -61,9 +61,11 @@ CASES = (
     Case("weights on the host, too", "llama", 2016, options=("--weights=host", "--dense-layers=0")),
     Case("prefix, 6 prompts", "llama", 2016, batch=6, prefix=1984),
     Case("prefix, 2 prompts", "llama", 2016, batch=2, prefix=1984),
-    Case("prefix, 2 of 4 at once", "llama", 2016, batch=4, at_once=2, prefix=1984),  # language: ignore
-    Case("2 of 4 at once", "llama", 2016, batch=4, at_once=2),  # language: ignore
-    Case("pool, 2 of 4 at once", "llama", 2016, batch=4, at_once=2, options=("--pool-tokens=50%",)),  # language: ignore
+    Case("prefix, 2 of 4 together", "llama", 2016, batch=4, at_once=2, prefix=1984),
+    Case("2 of 4 together", "llama", 2016, batch=4, at_once=2),
+    Case(
+        "pool, 2 of 4 together", "llama", 2016, batch=4, at_once=2, options=("--pool-tokens=50%",)
+    ),
 )
 
 

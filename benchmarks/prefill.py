@@ -178,7 +178,7 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    empty = jax.eval_shape(lambda: run.empty(batch, capacity, capacity))
+    empty = run.empty.shapes(batch=batch, capacity=capacity, slots=capacity)
     lengths = shaped(empty.lengths, at.batch)
     cache = shaped(empty._replace(lengths=None), at.rows)
     k, w = config.num_kv_heads, 2 * config.head_dim

@@ -44,7 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Measure, print the table and write the files."""
     check_range("--kept", arguments.kept, SINKS + 4)
-    check_range("--length", arguments.length, 2 * arguments.kept)
+    for length in arguments.length or []:
+        check_range("--length", length, 2 * arguments.kept)
     for given in ("window", "context", "budget"):
         if getattr(arguments, given) is not None:
             raise InputError(f"--{given}: this figure sets it; give --length and --kept")

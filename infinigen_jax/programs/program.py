@@ -68,6 +68,10 @@ class Program:
         """Lower for arguments or their shapes, as `jax.jit` does, without storing the result."""
         return self._jitted.lower(*arguments, **static)
 
+    def shapes(self, *arguments: Any, **static: Any) -> Any:
+        """Shapes and dtypes of the results; nothing is compiled."""
+        return jax.eval_shape(functools.partial(self._jitted, **static), *arguments)
+
     def trace(self, *arguments: Any, **static: Any) -> Any:
         """Trace for arguments or their shapes, as `jax.jit` does, without storing the result."""
         return self._jitted.trace(*arguments, **static)

@@ -170,7 +170,7 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights
 def _cache(made: Decoder | None = None) -> Cache:
     at, made = Placement(default_mesh()), made or decoder()
     empty = prefill_steps(made).empty
-    cache = jax.eval_shape(lambda: empty(batch=BATCH, capacity=CAPACITY, slots=CAPACITY))
+    cache = empty.shapes(batch=BATCH, capacity=CAPACITY, slots=CAPACITY)
     host = (made.host_layers, BATCH, CONFIG.num_kv_heads, CAPACITY, 2 * CONFIG.head_dim)
     lengths = _placed(cache.lengths, at.batch)
     cache = _placed(cache._replace(lengths=None), at.rows)

@@ -44,7 +44,7 @@ def cache_of(engine: Engine) -> Cache:
     """Shapes of a large cache."""
     decoder, at = engine.decoder, Placement(default_mesh())
     empty, stored = prefill_steps(decoder).empty, decoder.row_format
-    cache: Any = jax.eval_shape(lambda: empty(1, CAPACITY, CAPACITY))
+    cache: Any = empty.shapes(batch=1, capacity=CAPACITY, slots=CAPACITY)
     lengths = shaped(cache.lengths, at.batch)
     cache = shaped(cache._replace(lengths=None), at.rows)
     shape = (decoder.host_layers, 1, decoder.config.num_kv_heads, CAPACITY, stored.width)

@@ -137,7 +137,7 @@ def test_a_step_with_a_million_slots_compiles():
     chosen = engine("gqa", SPARSE, 1)
     decoder, at, capacity = chosen.decoder, Placement(default_mesh()), 1 << 20
     run, stored = prefill_steps(decoder), decoder.row_format
-    cache: Any = jax.eval_shape(lambda: run.empty(1, capacity, capacity))
+    cache: Any = run.empty.shapes(batch=1, capacity=capacity, slots=capacity)
     shape = (decoder.host_layers, 1, decoder.config.num_kv_heads, capacity, stored.width)
     host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)
     states, scales, local, hot = (
