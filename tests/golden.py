@@ -6,8 +6,8 @@
 
 Each case is a run of the `generate` command: a model, a policy and a dtype, one prompt and a ragged
 batch of three, 64 new tokens. Both schedules must give the recorded tokens, which are those of
-version 0.1.0 (commit 06b267d). They depend on
-the arithmetic of the processor where two logits are nearly equal: record on the machine that checks.
+version 0.1.0 (commit 06b267d). Where two logits are nearly equal, tokens depend on the processor:
+record on the machine that checks.
 """
 
 import argparse
