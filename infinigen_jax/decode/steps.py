@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax.cache.host_array import Placement
@@ -171,6 +172,26 @@ def pieces_of(decoder: Decoder) -> Pieces:
     return Pieces(decoder.embed, bring, decoder.request_first, layer)
 
 
+def trace_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace a function once for each kind of arguments; further calls repeat its operations.
+
+    Unlike a nested `jax.jit`, whose operations all calls share, every call keeps its name scope, so
+    that profiles tell the layers apart.
+    """
+    traces: dict[Any, tuple[Callable[..., Any], Any]] = {}
+
+    def call(*arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        kind = structure, tuple(map(jax.typeof, leaves))
+        if kind not in traces:
+            jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
+            traces[kind] = jaxpr_as_fun(jaxpr), jax.tree.structure(results)
+        run, results = traces[kind]
+        return jax.tree.unflatten(results, run(*leaves))
+
+    return call
+
+
 class Steps(NamedTuple):
     """Compiled functions of a Decoder; they donate the cache arrays that they replace.
 
@@ -200,8 +221,7 @@ class Steps(NamedTuple):
 def steps(decoder: Decoder) -> Steps:
     """Return a decoder's compiled functions; engines with equal settings share them."""
     pieces = pieces_of(decoder)
-    # Under `jax.jit`, layers of one kind share one trace.
-    inner = pieces._replace(layer=jax.jit(pieces.layer))
+    inner = pieces._replace(layer=trace_once(pieces.layer))
 
     def layers(
         weights: Weights,

@@ -124,7 +124,7 @@ class InfiniGen(Budgeted):
             raise InputError(f"--alpha {self.alpha}: it must be 0 or more")
         if self.index_dtype not in INDEX_DTYPES:
             names = f"{', '.join(INDEX_DTYPES[:-1])} or {INDEX_DTYPES[-1]}"
-            raise InputError(f"index dtype {self.index_dtype!r}: use {names}")
+            raise InputError(f"--index-dtype {self.index_dtype}: use {names}")
         check_range("--policy: streamed_layers", self.streamed_layers, 0)
         if self.basis not in BASES:
             raise InputError(f"--basis {self.basis}: use {' or '.join(BASES)}")

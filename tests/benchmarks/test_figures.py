@@ -191,7 +191,7 @@ def test_bad_input(command, model, tmp_path):
         ("chunks",): "--text",
         ("pie",): "pie",
         ("long-context", "--text", text, "--window", "48"): "--window: this figure sets it",
-        ("long-context", "--text", text, "--policy", "h2o:window=3"): "give names alone",
+        ("long-context", "--text", text, "--policy", "h2o:window=3"): "give its name alone",
         ("long-context", "--text", text, "--kept", "32", "--model", model): "64 positions",
         ("skewing", "--text", text, "--basis", "odd"): "--basis odd",
     }.items():

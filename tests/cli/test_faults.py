@@ -153,7 +153,7 @@ def numeric_options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action
 def test_numbers_beyond_sizes(module):
     """Every numeric option of every command has a range that its arithmetic can hold."""
     actions = list(numeric_options(module.build_parser()))
-    assert len(actions) >= 2
+    assert actions
     for action in actions:
         assert action.type not in (int, float), action.option_strings
         assert callable(action.type)

@@ -342,7 +342,7 @@ def test_help(run):
     for arguments in (["--help"], ["perplexity", "--help"]):
         status, out, err = run(*arguments)
         assert status == 0 and "perplexity" in out and err == ""
-    assert "--budget F [F ...]" in out and "--hot-set" in out
+    assert "--budget F [F ...]" in out and "--dense-layers" in out
 
 
 @pytest.mark.parametrize(
@@ -426,10 +426,10 @@ def test_more_memory_than_there_is(refused, monkeypatch):
 
 def test_generate_has_the_same_engine_options(run):
     short = ("--prompt", "The", "--max-new-tokens", "2", "--quiet")
-    for option, value in (("--index-dtype", "int3"), ("--rows", "int3")):
+    for option, value in (("--policy", "infinigen:index_dtype=int3"), ("--rows", "int3")):
         status, out, err = run(*short, option, value, main=generate.main)
-        assert status == 2 and out == "" and value in err and err.count("\n") == 1
-    options = ["--hot-set", "2", "--index-dtype", "bfloat16"]
+        assert status == 2 and out == "" and "int3" in err and err.count("\n") == 1
+    options = ["--hot-set", "2", "--policy", "infinigen:index_dtype=bfloat16"]
     arguments = generate.build_parser().parse_args(options)
     chosen = make_engine(random_model("gqa"), make_policy(arguments), arguments)
     assert chosen.decoder.hot_set == 2.0

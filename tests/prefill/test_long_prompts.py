@@ -140,11 +140,8 @@ def test_a_step_with_a_million_slots_compiles():
     cache: Any = run.empty.shapes(batch=1, capacity=capacity, slots=capacity)
     shape = (decoder.host_layers, 1, decoder.config.num_kv_heads, capacity, stored.width)
     host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)
-    states, scales, local, hot = (
-        shaped(x, at.rows) for x in (cache.states, cache.scales, cache.local, cache.hot)
-    )
     lengths = shaped(cache.lengths, at.batch)
-    lowered = steps(decoder).forced.lower(
-        chosen.weights, host, states, scales, local, hot, lengths, lengths, ()
-    )
+    cache = shaped(cache._replace(lengths=None), at.rows)._replace(host=host, lengths=lengths)
+    parts = cache.parts(observes=False)
+    lowered = steps(decoder).forced.lower(chosen.weights, *parts, lengths)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 2**31

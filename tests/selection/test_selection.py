@@ -322,7 +322,7 @@ def test_requests_hold_the_largest_cap(budget):
         ({"partial_ratio": float("nan")}, "--partial-ratio"),
         ({"window": 0}, "window"),
         ({"sinks": -1}, "sinks"),
-        ({"index_dtype": "int3"}, "index dtype"),
+        ({"index_dtype": "int3"}, "--index-dtype int3"),
         ({"count": "median"}, "count"),
     ],
 )
