@@ -5,9 +5,9 @@
     python -m tests.golden check --model tiny-opt --policy quest
 
 Each case is a run of the `generate` command: a model, a policy and a dtype, one prompt and a ragged
-batch of three, 64 new tokens. Both schedules must give the recorded tokens, which are those of
-version 0.1.0 (commit 06b267d). Where two logits are nearly equal, tokens depend on the processor:
-record on the machine that checks.
+batch of three, 64 new tokens. The recorded tokens are those of the fused schedule of version 0.1.0
+(commit 06b267d); in float32 the layerwise schedule must give them too. Where two logits are nearly
+equal, tokens depend on the processor: record on the machine that checks.
 """
 
 import argparse
@@ -92,7 +92,9 @@ def check(chosen: argparse.Namespace) -> int:
     for key, model, policy, dtype, batch in cases(chosen):
         if key not in known:
             continue
-        for schedule in chosen.schedule or SCHEDULES:
+        # In bfloat16 the two schedules round differently, now as in version 0.1.0.
+        schedules = SCHEDULES if dtype == "float32" else SCHEDULES[:1]
+        for schedule in chosen.schedule or schedules:
             rows = greedy_tokens(model, policy, dtype, schedule, BATCHES[batch])
             texts = [" ".join(map(str, row)) for row in rows]
             compared += 1
