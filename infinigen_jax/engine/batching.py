@@ -84,7 +84,10 @@ class Owners:
 
 
 class Admission(NamedTuple):
-    """Compiled versions of `insert` and `rest`. The cache of the batch is donated."""
+    """Compiled versions of `insert` and `rest`.
+
+    `insert` also replaces the row of other arrays of the batch. The cache of the batch is donated.
+    """
 
     insert: Any
     rest: Any
@@ -94,21 +97,13 @@ class Admission(NamedTuple):
 def admission(decoder: Decoder) -> Admission:
     """Return the jitted functions of a decoder."""
 
-    def replace(
-        cache: Cache,
-        drawn: Int[Array, " b"],
-        step: Int[Array, " b"],
-        one: Cache,
-        first: Int[Array, " 1"],
-        row: Int[Array, ""],
-    ) -> tuple:
-        again = jnp.ones((1,), jnp.int32)
-        return insert(decoder, cache, one, row), *put_rows((drawn, step), (first, again), row)
+    def replace(cache: Cache, others: Any, one: Cache, new: Any, row: Int[Array, ""]) -> tuple:
+        return insert(decoder, cache, one, row), put_rows(others, new, row)
 
     at: Any = Placement(decoder.mesh)
     cache = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
     return Admission(
-        insert=jax.jit(replace, donate_argnums=0, out_shardings=(cache, at.batch, at.batch)),
+        insert=jax.jit(replace, donate_argnums=0, out_shardings=(cache, at.batch)),
         rest=jax.jit(rest, out_shardings=at.batch),
     )
 

@@ -90,10 +90,14 @@ class Dispatcher:
         with jax.transfer_guard("disallow"):
             return self._by_layer(progress) if self._layerwise else self._fused(progress)
 
-    def force(self, cache: Cache, tokens: np.ndarray, watch: Watch | None = None) -> Forced:
-        """Dispatch a step over given tokens; see `Run.predict` and `Run.watch`."""
+    def force(self, cache: Cache, tokens: np.ndarray | Array, watch: Watch | None = None) -> Forced:
+        """Dispatch a step over given tokens; see `Run.predict` and `Run.watch`.
+
+        Tokens on the device are not waited for.
+        """
         at, run = Placement(self.decoder.mesh), self._steps
-        inputs = jax.device_put(np.asarray(tokens, np.int32), at.batch)
+        on_device = isinstance(tokens, jax.Array)
+        inputs = tokens if on_device else jax.device_put(np.asarray(tokens, np.int32), at.batch)
         parts = cache.parts(self.decoder.policy.observes)
         records: tuple[Any, ...] = ()
         if watch is not None:

@@ -244,8 +244,9 @@ class Run:
         before = compilations()
         one, first = self._reader.read([prompt])
         at = jax.device_put(np.int32(row), Placement(self.runtime.mesh).whole)
-        self.cache, self.drawn, self._draws = self._admission.insert(
-            self.cache, self.drawn, self._draws, one, first, at
+        draws = jax.device_put(np.ones(1, np.int32), Placement(self.runtime.mesh).batch)
+        self.cache, (self.drawn, self._draws) = self._admission.insert(
+            self.cache, (self.drawn, self._draws), one, (first, draws), at
         )
         self.owners.give(row, prompt)
         self.drawn.block_until_ready()

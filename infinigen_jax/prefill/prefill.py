@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, UInt
+from jaxtyping import Array, Float, Int, UInt
 
 from infinigen_jax.cache.host_array import Placement, allocate_host
 from infinigen_jax.cache.layers import Cache, DenseLayer
@@ -196,26 +196,54 @@ def _read(
     look: Look | None,
 ) -> tuple[Cache, Int[Array, " b"]]:
     """Add tokens to a cache whose rows are all on the host."""
-    run, at = prefill_steps(decoder), Placement(decoder.mesh)
+    at = Placement(decoder.mesh)
     tokens, counts = np.asarray(tokens), np.asarray(counts)
     longest = int(counts.max())
     size = min(chunk_for(decoder, len(tokens), longest, chunk), _room(decoder, cache))
     tokens = np.pad(tokens[:, :longest], ((0, 0), (0, -longest % size)))
-    zeros = np.zeros((len(tokens), decoder.config.hidden_size), decoder.dtype)
-    last = jax.device_put(zeros, at.batch)
-    lengths = jax.device_put(np.asarray(cache.lengths) + counts, at.batch)
+    last, lengths = None, jax.device_put(np.asarray(cache.lengths) + counts, at.batch)
     for begin in range(0, longest, size):
-        count = np.clip(counts - begin, 0, size).astype(np.int32)
-        span = Span(cache.lengths, jax.device_put(count, at.batch))
-        piece = jax.device_put(tokens[:, begin : begin + size], at.batch)
-        x = run.embed(weights.params["embedding"], piece, span)
-        x, cache = _layers(decoder, weights, cache, x, span, lengths, look)
-        last, new_lengths = run.last(x, span, last)
-        cache = cache._replace(lengths=new_lengths)
+        count, piece = np.clip(counts - begin, 0, size), tokens[:, begin : begin + size]
+        cache, last = read_chunk(decoder, weights, cache, piece, count, lengths, last, look)
         if notify is not None and longest > size:
             last.block_until_ready()
             notify(min(begin + size, longest), longest)
-    return cache, run.draw(weights.params["embedding"], last, seed, step, sampling=sampling)
+    draw = prefill_steps(decoder).draw
+    return cache, draw(weights.params["embedding"], last, seed, step, sampling=sampling)
+
+
+def read_chunk(
+    decoder: Decoder,
+    weights: Weights,
+    cache: Cache,
+    tokens: Int[np.ndarray, "b c"],
+    counts: Int[np.ndarray, " b"],
+    lengths: Int[Array, " b"],
+    last: Float[Array, "b e"] | None = None,
+    look: Look | None = None,
+) -> tuple[Cache, Float[Array, "b e"]]:
+    """Add one chunk to a cache whose rows are all on the host, without waiting.
+
+    Args:
+        cache: cache that is extended; its arrays are donated.
+        tokens: the chunk's tokens, padded on the right.
+        counts: number of tokens of each sequence in this chunk.
+        lengths: length of each sequence after its last chunk.
+        last: output of each sequence's last token in the chunk before; None for the first chunk.
+        look: see `prefill`.
+
+    Returns:
+        The cache, and the last layer's output for the last token of each sequence so far.
+    """
+    run, at = prefill_steps(decoder), Placement(decoder.mesh)
+    if last is None:
+        zeros = np.zeros((len(tokens), decoder.config.hidden_size), decoder.dtype)
+        last = jax.device_put(zeros, at.batch)
+    span = Span(cache.lengths, jax.device_put(counts.astype(np.int32), at.batch))
+    x = run.embed(weights.params["embedding"], jax.device_put(tokens, at.batch), span)
+    x, cache = _layers(decoder, weights, cache, x, span, lengths, look)
+    last, ends = run.last(x, span, last)
+    return cache._replace(lengths=ends), last
 
 
 def _number(decoder: Decoder, number: int) -> Int[Array, ""]:

@@ -188,7 +188,8 @@ def _insertion(run: Run) -> str:
     one, first = run._reader.read([0])
     at = jax.device_put(np.int32(0))
     insert = admission(run.decoder).insert
-    return insert.lower(run.cache, run.drawn, run._draws, one, first, at).compile().as_text()
+    batch, new = (run.drawn, run._draws), (first, first)
+    return insert.lower(run.cache, batch, one, new, at).compile().as_text()
 
 
 @settings(max_examples=60, deadline=None)

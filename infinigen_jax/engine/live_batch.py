@@ -1,0 +1,176 @@
+"""Batch for prompts that arrive at any time: sequences join and leave between decode steps.
+
+    row        0          1      2           a row of every array of the batch
+    sequence   running    idle   running     an idle row has length 0 and fetches nothing
+
+A prompt is read alone, in chunks of few fixed lengths, into a cache of one sequence (`Reading`).
+The cache then replaces an idle row. Shapes never change, so nothing is compiled after the first use
+of each chunk length, and a row's result does not depend on the other rows.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.cache.layers import Cache
+from infinigen_jax.decode.state import Counts
+from infinigen_jax.decode.steps import steps
+from infinigen_jax.engine.batching import admission
+from infinigen_jax.engine.dispatch import Dispatcher
+from infinigen_jax.engine.runtime import Runtime
+from infinigen_jax.prefill.prefill import CHUNK_UNIT, empty_cache, read_chunk
+from infinigen_jax.sampling import Sampling
+
+
+class Reading:
+    """A prompt on its way into a cache of one sequence.
+
+    Chunks end at multiples of `chunk` tokens, and at the prompt's end. Chunk boundaries therefore
+    do not depend on the number of tokens that were cached before.
+
+    Attributes:
+        tokens: the prompt.
+        done: number of tokens in the cache.
+        cache: cache of one sequence; replaced by every chunk, which is donated its arrays.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        tokens: Sequence[int],
+        capacity: int,
+        chunk: int,
+        cache: Cache | None = None,
+        done: int = 0,
+    ):
+        """Prepare to read a prompt; nothing is dispatched yet.
+
+        Args:
+            capacity: tokens that the cache has room for.
+            chunk: maximum number of tokens in a chunk.
+            cache: cache that holds the first `done` tokens already, fewer than all.
+        """
+        self.tokens, self.done = np.asarray(tokens, np.int32), done
+        self._runtime, self._chunk = runtime, chunk
+        self.cache = empty_cache(runtime.decoder, 1, capacity) if cache is None else cache
+        self._lengths = self._put(np.array([len(self.tokens)], np.int32))
+        self._last: Float[Array, "1 e"] | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.done == len(self.tokens)
+
+    def advance(self) -> None:
+        """Wait for the chunk before, and dispatch the next chunk."""
+        if self._last is not None:
+            self._last.block_until_ready()
+        end = min(self.done // self._chunk * self._chunk + self._chunk, len(self.tokens))
+        count = end - self.done
+        size = next(size for size in chunk_lengths(self._chunk) if size >= count)
+        piece = np.zeros((1, size), np.int32)
+        piece[0, :count] = self.tokens[self.done : end]
+        runtime = self._runtime
+        self.cache, self._last = read_chunk(
+            runtime.decoder,
+            runtime.weights,
+            self.cache,
+            piece,
+            np.array([count]),
+            self._lengths,
+            self._last,
+        )
+        self.done = end
+
+    def log_probs(self) -> Float[Array, "1 v"]:
+        """Return the log-probabilities of the first new token of a complete prompt."""
+        assert self.complete and self._last is not None
+        embedding = self._runtime.weights.params["embedding"]
+        return steps(self._runtime.decoder).predict(embedding, self._last, self.cache.lengths)[0]
+
+    def _put(self, array: np.ndarray) -> Array:
+        return jax.device_put(array, Placement(self._runtime.mesh).batch)
+
+
+class LiveBatch:
+    """Batch of `rows` sequences, each with room for `capacity` tokens.
+
+    Attributes:
+        cache: cache of all rows; replaced by every step.
+        log_probs: [rows, v] natural log-probabilities of each row's next token, float32.
+        active: [rows] mask of the rows that hold a sequence.
+        cached: [rows] tokens in the cache, including those of all dispatched steps.
+    """
+
+    def __init__(self, runtime: Runtime, rows: int, capacity: int):
+        self._runtime, self._at = runtime, Placement(runtime.mesh)
+        self._dispatcher = Dispatcher(runtime, Sampling())
+        self._admission = admission(runtime.decoder)
+        self.cache = empty_cache(runtime.decoder, rows, capacity)
+        vocabulary = runtime.model.config.vocab_size
+        zeros = np.zeros((rows, vocabulary), np.float32)
+        self.log_probs = jax.device_put(zeros, self._at.batch)
+        self.active = np.zeros(rows, bool)
+        self.cached = np.zeros(rows, np.int32)
+        self._since_flush, self._left = 0, False
+
+    @property
+    def can_join(self) -> bool:
+        """Whether a sequence may join now.
+
+        If a flush fills pages, all rows must be at the same step of the window.
+        """
+        policy = self._runtime.decoder.policy
+        waits = policy.paged and self._since_flush not in (0, policy.window)
+        return not waits or not self.active.any()
+
+    def join(self, row: int, reading: Reading) -> None:
+        """Copy a complete prompt into an idle row; the reading can join further rows."""
+        assert self.can_join and not self.active[row]
+        at = jax.device_put(np.int32(row), self._at.whole)
+        if not self.active.any():
+            self._flush()
+        self.cache, self.log_probs = self._admission.insert(
+            self.cache, self.log_probs, reading.cache, reading.log_probs(), at
+        )
+        self.active[row], self.cached[row] = True, len(reading.tokens)
+
+    def leave(self, row: int) -> None:
+        """Make a row idle."""
+        self.active[row], self._left = False, True
+
+    def step(self, tokens: Int[Array, " b"]) -> Counts:
+        """Dispatch a decode step over the next token of each row, without waiting.
+
+        An active row must have room for the token.
+        """
+        due = self._since_flush == self._runtime.decoder.policy.window
+        if due or self._left:
+            self._rest()
+        if due:
+            self._flush()
+        forced = self._dispatcher.force(self.cache, tokens)
+        self.cache, self.log_probs = forced.cache, forced.log_probs
+        self.cached += 1
+        self._since_flush += 1
+        return forced.counts
+
+    def _rest(self) -> None:
+        """Set the lengths of idle rows to 0, so that they never fill the cache."""
+        idle = jax.device_put(~self.active, self._at.batch)
+        self.cache = self.cache._replace(lengths=self._admission.rest(self.cache.lengths, idle))
+        self.cached[~self.active], self._left = 0, False
+
+    def _flush(self) -> None:
+        self.cache = self._dispatcher.flush(self.cache)
+        self._since_flush = 0
+
+
+def chunk_lengths(chunk: int) -> list[int]:
+    """Return the lengths of compiled chunks: powers of two times CHUNK_UNIT, up to `chunk`."""
+    lengths = [min(CHUNK_UNIT, chunk)]
+    while lengths[-1] < chunk:
+        lengths.append(min(2 * lengths[-1], chunk))
+    return lengths
