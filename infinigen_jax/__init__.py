@@ -12,7 +12,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinigen_jax.cache.pool import Pool
     from infinigen_jax.engine.engine import Engine
     from infinigen_jax.engine.generation import Run
     from infinigen_jax.engine.results import Generation, Step
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     from infinigen_jax.errors import InputError, UnsupportedModelError
     from infinigen_jax.loading.load import Basis, Model, embedded, load
     from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
-    from infinigen_jax.sampling import Sampling
+    from infinigen_jax.settings.pool import Pool
+    from infinigen_jax.settings.sampling import Sampling
 
 __version__ = "0.1.0"
 
@@ -33,8 +33,8 @@ _HOMES = {
     "errors": ("InputError", "UnsupportedModelError"),
     "engine.generation": ("Run",),
     "policies": ("Full", "InfiniGen", "InfiniGenPaper"),
-    "cache.pool": ("Pool",),
-    "sampling": ("Sampling",),
+    "settings.pool": ("Pool",),
+    "settings.sampling": ("Sampling",),
     "engine.stats": ("Stats",),
 }
 

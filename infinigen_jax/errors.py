@@ -1,4 +1,7 @@
-"""The one exception that means "the input is at fault", and how a command line reports it."""
+"""The one exception that means "the input is at fault", and how a command line reports it.
+
+The library names parameters, as in `rows`; a command line prints them as its options.
+"""
 
 import argparse
 import contextlib
@@ -8,20 +11,23 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import infinigen_jax
 
 OUT_OF_MEMORY = (
-    "out of memory: lower the length of the prompts, --max-new-tokens, --batch, --context of a "
-    "conversation, --dense-layers, --hot-set or --prefill-chunk, or use --rows int8, "
-    "--pool-tokens, --weights host or a smaller model; "
+    "out of memory: lower the length of the prompts, `max_new_tokens`, `batch`, `context` of a "
+    "conversation, `dense_layers`, `hot_set` or `prefill_chunk`, or use `rows` int8, "
+    "`pool.tokens`, `weights` host or a smaller model; "
     "`python -m infinigen_jax.plan` shows what takes how much"
 )
 
 
 LONGEST = 1000  # characters of a message
+SHOWN = 60  # characters of a refused value
+# Options that are not named like the parameter of the library that they set.
+OPTIONS = {"prompts": "--prompt", "pool": "--pool-tokens"}
 
 
 def one_line(message: str) -> str:
@@ -35,15 +41,56 @@ def one_line(message: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
 
 
-class InputError(ValueError):
-    """Bad input: a file, an option or a combination of them that cannot be served.
+def shortened(value: object) -> str:
+    """Return a value for a message, without its end if too long."""
+    text = str(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
-    The message is a single line that names the file or the option and says what would help.
-    Command lines print it and end with exit status 2.
+
+class InputError(ValueError):
+    """Bad input: a file, a parameter or a combination of them that cannot be served.
+
+    The message is a single line that names the file or the parameter and says what would help; a
+    remedy names other parameters in backticks. Command lines print it and end with exit status 2.
     """
 
     def __init__(self, message: str):
         super().__init__(one_line(message))
+
+    def message(self, options: Mapping[str, str]) -> str:
+        """Return the message with parameters as options of a command line, given by parameter."""
+        return with_options(str(self), options)
+
+
+class ParameterError(InputError):
+    """A parameter whose value cannot be served.
+
+    Args:
+        parameter: its name in the library, such as "budget" or "pool.tokens".
+        problem: what is wrong, and the remedy.
+        value: the value, if it helps; shown shortened.
+
+    Attributes:
+        parameter: its name.
+    """
+
+    def __init__(self, parameter: str, problem: str, value: Any = None):
+        self.parameter = parameter
+        self.problem = problem if value is None else f"{shortened(value)}: {problem}"
+        super().__init__(f"{parameter}{': ' if value is None else ' '}{self.problem}")
+
+    def message(self, options: Mapping[str, str]) -> str:
+        name = str(self).removeprefix(self.parameter)
+        return options.get(self.parameter, self.parameter) + with_options(name, options)
+
+
+def with_options(message: str, options: Mapping[str, str]) -> str:
+    """Return a message with its parameters in backticks as options, where there is one."""
+
+    def option(match: re.Match[str]) -> str:
+        return options.get(match[1], match[0])
+
+    return re.sub(r"`([a-z_.]+)`", option, message)
 
 
 class MemoryShortageError(InputError):
@@ -85,6 +132,19 @@ class Parser(argparse.ArgumentParser):
         )
         return self.add_argument_group("expert options")
 
+    @property
+    def options(self) -> dict[str, str]:
+        """Options by the library's name of the parameter that they set."""
+        options = {}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    options |= parser.options
+            for name in (name for name in action.option_strings[:1] if name.startswith("--")):
+                options[action.dest] = options[action.dest.replace("pool_", "pool.")] = name
+        known = options.values()
+        return options | {n: option for n, option in OPTIONS.items() if option in known}
+
     def print_help(self, file: Any = None) -> None:
         hidden = vars(self)["experts"]._group_actions if "experts" in vars(self) else []
         helps = [action.help for action in hidden]
@@ -99,8 +159,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {one_line(message)}; see --help\n")
 
 
-def run_command(command: Callable[[], int | None]) -> int:
+def run_command(command: Callable[[], int | None], parser: Parser | None = None) -> int:
     """Run a command line, its parser included; turn bad input and interrupts into an exit status.
+
+    Messages name the options of `parser` in place of the library's parameters.
 
     Returns 0 on success, 2 after bad input or output that cannot be written (one line on stderr)
     and 130 after Ctrl-C. A broken stdout pipe (`... | head`) ends quietly with 141, as it does for
@@ -110,7 +172,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     open_missing_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # text that the terminal's encoding lacks
-    status, message = _outcome(command)
+    status, message = _outcome(command, parser.options if parser else {})
     failure = flush(sys.stdout)
     if isinstance(failure, BrokenPipeError):
         status, message = 141, ""
@@ -124,28 +186,28 @@ def run_command(command: Callable[[], int | None]) -> int:
     return status
 
 
-def _outcome(command: Callable[[], int | None]) -> tuple[int, str]:
+def _outcome(command: Callable[[], int | None], options: Mapping[str, str]) -> tuple[int, str]:
     """The exit status of a command, and the line to print, empty for none."""
     try:
         return command() or 0, ""
     except SystemExit as end:  # of the parser, which has printed what there is to say
         return end.code if isinstance(end.code, int) else 0, ""
     except InputError as error:
-        message = str(error)
+        message = error.message(options)
     except KeyboardInterrupt:
         return 130, "interrupted"
     except MemoryError:
-        message = OUT_OF_MEMORY
+        message = with_options(OUT_OF_MEMORY, options)
     except RuntimeError as error:  # XLA's own error type is one
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        message = OUT_OF_MEMORY
+        message = with_options(OUT_OF_MEMORY, options)
     except BrokenPipeError:
         return 141, ""
     except OSError as error:
         message = one_line(f"{error.filename or 'system'}: {error.strerror or error}")
         if error.errno == errno.ENOMEM:
-            message = f"{message}: {OUT_OF_MEMORY}"
+            message = f"{message}: {with_options(OUT_OF_MEMORY, options)}"
     return 2, f"error: {one_line(message)}"
 
 

@@ -3,7 +3,6 @@
 One Markdown table goes to stdout, and nothing else does; progress and messages go to stderr.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ SUMMARY = "Measure quality through the engine that generates, for several polici
 
 def build_parser(
     modules: Mapping[str, Any] = COMMANDS, program: str = PROGRAM, summary: str = SUMMARY
-) -> argparse.ArgumentParser:
+) -> Parser:
     """A parser with a sub-parser for each module; see `infinigen_jax.evaluation`."""
     parser = Parser(prog=program, description=summary)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -44,11 +43,13 @@ def main(
 ) -> int:
     """Run a sub-command, of these modules; returns the exit status."""
 
+    parser = build_parser(modules, program, summary)
+
     def run() -> None:
-        arguments = build_parser(modules, program, summary).parse_args(argv)
+        arguments = parser.parse_args(argv)
         modules[arguments.command].run(arguments, Messages(arguments.quiet))
 
-    return run_command(run)
+    return run_command(run, parser)
 
 
 if __name__ == "__main__":

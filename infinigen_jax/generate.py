@@ -17,23 +17,26 @@ from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options, i
 from infinigen_jax.cli.options import (
     DEFAULT_MODEL,
     OR_EMBEDDED,
-    SAMPLING_OPTIONS,
     add_engine_options,
+    add_sampling_options,
+    add_settings,
     make_engine,
     make_policy,
+    make_sampling,
     options_without_effect,
     unused_options,
 )
 from infinigen_jax.errors import InputError, Parser, one_line, run_command
 from infinigen_jax.files.output import checked_output, write_json
 from infinigen_jax.messages import READING, Messages
-from infinigen_jax.numeric import number, whole_number
+from infinigen_jax.numeric import whole_number
+from infinigen_jax.settings.engine import EngineOptions
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
     from infinigen_jax.engine.generation import Run
     from infinigen_jax.prefill.prefill import Notify
-    from infinigen_jax.sampling import Sampling
+    from infinigen_jax.settings.sampling import Sampling
 
 Say = Callable[[str], None]
 Step = TypeVar("Step")
@@ -42,7 +45,7 @@ DEFAULT_PROMPT = "It was a dark and stormy night, and the old man"
 LABEL = 60  # characters of a prompt that name its text
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The options; part of them is a contract with other programs (README, "Command line")."""
     parser = Parser(
         prog="python -m infinigen_jax.generate",
@@ -62,7 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="most prompts decoded together; the others wait (default: as many as fit)",
     )
-    add = parser.add_argument_group("generation").add_argument
+    group = parser.add_argument_group("generation")
+    add = group.add_argument
     add(
         "--max-new-tokens",
         type=whole_number(1),
@@ -70,30 +74,21 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="most tokens to generate for each prompt (default 64); 1k is 1024",
     )
-    add("--temperature", type=number(0), metavar="T", help="0 (default) is greedy")
-    add("--top-k", type=whole_number(0), metavar="K", help="sample from the K likeliest tokens")
-    add("--top-p", type=number(0, 1), metavar="P", help="sample from the likeliest P of the mass")
-    add("--seed", type=whole_number(0, 2**32 - 1), metavar="S", help="seed of the samples")
+    add_sampling_options(group)
     add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     add_engine_options(parser)
     add_chat_options(parser)
     add = parser.add_argument_group("output").add_argument
     add("--stats-json", metavar="F", help="write tokens, texts and measurements to a file")
     add("--quiet", action="store_true", help="no messages on stderr but errors")
-    add = parser.experts.add_argument
-    add(
-        "--schedule",
-        default="auto",
-        metavar="S",
-        help="auto (default), fused or layerwise; equal results",
-    )
-    add("--check", action="store_true", help="stop at a NaN or an infinity, and say where it is")
+    add_settings(parser.experts, EngineOptions, ("schedule", "check"))
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    return run_command(lambda: generate(build_parser().parse_args(argv)))
+    parser = build_parser()
+    return run_command(lambda: generate(parser.parse_args(argv)), parser)
 
 
 def generate(arguments: argparse.Namespace) -> None:
@@ -125,17 +120,14 @@ def load_engine(arguments: argparse.Namespace, say: Messages) -> "tuple[Engine, 
     # Checked before the model is loaded, so that a bad option is reported early.
     from infinigen_jax.loading.load import load
     from infinigen_jax.machine.backend import widen_pinned_pool
-    from infinigen_jax.sampling import Sampling
 
-    asked = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
-    sampling = Sampling(**{name: value for name, value in asked.items() if value is not None})
-    policy = make_policy(arguments)
+    sampling, policy = make_sampling(arguments), make_policy(arguments)
     for line in unused_options(arguments):
         say(line)
     widen_pinned_pool()
-    model = load(arguments.model, arguments.dtype, notify=say, weights=arguments.weights)
-    settings = {"schedule": arguments.schedule, "check": arguments.check}
-    engine = make_engine(model, policy, arguments, **settings)
+    place = arguments.weights or "device"
+    model = load(arguments.model, arguments.dtype, notify=say, weights=place)
+    engine = make_engine(model, policy, arguments)
     for line in options_without_effect(arguments, engine):
         say(line)
     return engine, sampling

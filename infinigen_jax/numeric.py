@@ -1,44 +1,118 @@
-"""Ranges of numbers: types of command-line options, and the same check for the library."""
+"""Checks of values: types of command-line options, and the same checks for the library."""
 
+import abc
 import argparse
+import dataclasses
 import math
-from collections.abc import Callable
+import numbers
+from collections.abc import Sequence
 from typing import Any
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import ParameterError, shortened
 
 LARGEST = 2**31 - 1  # of counts, which are int32 on the device
 LARGEST_FACTOR = 10**6  # of multiples, sizes in GiB and bandwidths in GB/s: beyond any machine
 LEAST_SHARE = 1e-9  # its inverse is a number of 32 bits
-SHOWN = 60  # characters of a refused value
 SUFFIXES = {"k": 1024, "m": 1024**2}  # as in --context 128k
 
 Number = int | float
 
 
-def whole_number(least: int, most: int = LARGEST) -> Callable[[str], int]:
+class Check(abc.ABC):
+    """Type of an option: parses text, and checks values that were never text."""
+
+    def __call__(self, text: str) -> Any:
+        """Return the value of an option's text.
+
+        Raises:
+            argparse.ArgumentTypeError: for other text.
+        """
+        try:
+            value = self.parse(text)
+        except ValueError:
+            value = text
+        if problem := self.problem(value):
+            raise argparse.ArgumentTypeError(f"{shortened(text)}: {problem}")
+        return value
+
+    def parse(self, text: str) -> Any:
+        """Return the value of a text; ValueError if it has none."""
+        return text
+
+    @abc.abstractmethod
+    def problem(self, value: Any) -> str:
+        """Return what is wrong with a value; empty if nothing is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Range(Check):
+    """Numbers in a range; never NaN.
+
+    Attributes:
+        whole: whether only whole numbers are allowed; their text may have a suffix.
+        or_zero: whether 0 is allowed outside of the range.
+    """
+
+    least: Number
+    most: Number
+    whole: bool = False
+    or_zero: bool = False
+
+    def parse(self, text: str) -> Any:
+        return parse_whole(text) if self.whole else float(text)
+
+    def problem(self, value: Any) -> str:
+        if not isinstance(value, numbers.Integral if self.whole else numbers.Real):
+            return f"it must be a {'whole ' * self.whole}number"
+        if self.least <= float(value) <= self.most or (self.or_zero and value == 0):
+            return ""
+        lower = "above 0" if self.least == LEAST_SHARE else f"at least {self.least}"
+        upper = "" if math.isinf(self.most) else f" and at most {self.most}"
+        return f"it must be {'0, or ' * self.or_zero}{lower}{upper}"
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf(Check):
+    """Names of which one is allowed."""
+
+    names: Sequence[Any]
+
+    def problem(self, value: Any) -> str:
+        return "" if value in self.names else f"use {listed(self.names)}"
+
+
+def whole_number(least: int, most: int = LARGEST) -> Range:
     """An option's type: a whole number in a range, also with a suffix: 128k is 131072."""
-    return _type(parse_whole, "a whole number", least, most)
+    return Range(least, most, whole=True)
 
 
-def number(least: Number, most: Number = LARGEST_FACTOR) -> Callable[[str], float]:
+def number(least: Number, most: Number = LARGEST_FACTOR) -> Range:
     """An option's type: a number in a range; never NaN."""
-    return _type(float, "a number", least, most)
+    return Range(least, most)
 
 
-def share() -> Callable[[str], float]:
+def share() -> Range:
     """An option's type: a share, above 0 and at most 1."""
-    return number(LEAST_SHARE, 1)
+    return Range(LEAST_SHARE, 1)
 
 
-def check_range(option: str, value: Number, least: Number, most: Number = LARGEST) -> None:
-    """Refuse a number outside of a range, NaN included.
+def check_value(parameter: str, value: Any, check: Check) -> None:
+    """Refuse a value that does not pass a check.
 
     Raises:
-        InputError: naming the option.
+        ParameterError: naming the parameter.
     """
-    if not least <= value <= most:
-        raise InputError(f"{option} {_shown(value)}: {_wanted(least, most)}")
+    if problem := check.problem(value):
+        raise ParameterError(parameter, problem, value)
+
+
+def check_range(parameter: str, value: Any, least: int, most: int = LARGEST) -> None:
+    """Refuse anything but a whole number in a range.
+
+    Raises:
+        ParameterError: naming the parameter.
+    """
+    check_value(parameter, value, whole_number(least, most))
 
 
 def parse_whole(text: str) -> int:
@@ -51,28 +125,7 @@ def parse_whole(text: str) -> int:
     return int(text) if factor is None else int(text[:-1]) * factor
 
 
-def _type(
-    kind: Callable[[str], Number], noun: str, least: Number, most: Number
-) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{_shown(text)}: it must be {noun}") from None
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{_shown(text)}: {_wanted(least, most)}")
-        return value
-
-    return parse
-
-
-def _wanted(least: Number, most: Number) -> str:
-    """The range in words."""
-    upper = "" if math.isinf(most) else f" and at most {most}"
-    return f"it must be at least {least}{upper}"
-
-
-def _shown(value: object) -> str:
-    """A value for a message, shortened."""
-    text = str(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+def listed(names: Sequence[Any]) -> str:
+    """Join names as in "a, b or c"."""
+    *first, last = map(str, names)
+    return " or ".join(filter(None, (", ".join(first), last)))

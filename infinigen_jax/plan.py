@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LEAST = 1e-6  # GiB, or GB/s
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The options; those of the engine are the ones of `generate`."""
     parser = Parser(
         prog="python -m infinigen_jax.plan",
@@ -47,7 +47,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device-bandwidth", help="GB/s of device memory (default: measured here)", **rate)
     add("--copy-bandwidth", help="GB/s from host to device (default: measured here)", **rate)
     add_engine_options(parser)
-    parser.set_defaults(weights=None)  # on the device, but a plan may choose
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="F", help="write everything to a file")
     return parser
@@ -55,7 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    return run_command(lambda: plan(build_parser().parse_args(argv)))
+    parser = build_parser()
+    return run_command(lambda: plan(parser.parse_args(argv)), parser)
 
 
 def plan(arguments: argparse.Namespace) -> None:

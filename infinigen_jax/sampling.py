@@ -4,59 +4,12 @@ A row's draw depends only on the seed, the row's number and the step. The engine
 same number, so a prompt continues the same way alone and in a batch.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer, Key
 
-from infinigen_jax.errors import InputError
-from infinigen_jax.numeric import LARGEST_FACTOR, check_range
-
-# Below this temperature the division could overflow, and the draw would be greedy anyway.
-GREEDY_BELOW = 1e-5
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Sampling settings; hashable, so they can be a static argument of a jitted function.
-
-    They apply in the order temperature, top-k, top-p: top-p accumulates the probabilities of the
-    tokens that top-k keeps.
-
-    Attributes:
-        temperature: divisor of the logits; 0 (anything below 1e-5) is greedy.
-        top_k: number of most likely tokens to draw from; 0 turns it off.
-        top_p: draw from the fewest most likely tokens whose probabilities sum to at least this,
-            above 0 and up to 1; 1 turns it off.
-        seed: random seed, from 0 to 2**32 - 1.
-
-    Raises:
-        InputError: a value is out of range; the message names the option.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self):
-        check_range("--temperature", self.temperature, 0, LARGEST_FACTOR)
-        check_range("--top-k", self.top_k, 0)
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"--top-p {self.top_p}: give a number above 0 and up to 1 (off)")
-        check_range("--seed", self.seed, 0, 2**32 - 1)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is always taken, so that no keys are needed."""
-        return self.temperature < GREEDY_BELOW or self.top_k == 1
-
-    @property
-    def unseeded(self) -> "Sampling":
-        """These settings with seed 0, so that a program is compiled once for all seeds."""
-        return dataclasses.replace(self, seed=0)
+from infinigen_jax.settings.sampling import Sampling
 
 
 def row_keys(

@@ -9,7 +9,8 @@ import infinigen_jax
 PACKAGE = Path(infinigen_jax.__file__).parent
 # From the lowest to the highest; a name with a dot is a module at the root.
 ROOMS = (
-    *(".errors", ".messages", ".numeric", ".sampling", "ops", "files", "machine", "programs"),
+    *(".errors", ".messages", ".numeric", "settings", ".sampling"),
+    *("ops", "files", "machine", "programs"),
     *("models", "selection", "cuda", "skew", "cache", "speculation", "transfer", ".check_kernels"),
     *("policies", "checkpoint", "text", "decode", "prefill", "convert", "loading", "engine"),
     *("cli", "evaluation", "planner", ".evaluate", ".generate", ".plan"),

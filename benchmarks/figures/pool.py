@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.figures.common import add_options as add_evaluation_options
 from benchmarks.figures.common import finish, measure, over
-from infinigen_jax.cache.pool import POOL_EVICTIONS
 from infinigen_jax.evaluation.plots import Panel
 from infinigen_jax.evaluation.session import Session
+from infinigen_jax.settings.pool import POOL_EVICTIONS
 
 SUMMARY = "limits of the host pool (table 2)"
 MADE_OTHER = ("pool", "tail_tokens", "tail_columns")  # settings that a limit changes
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         policy=["infinigen"],
         budget=[0.1],
         context=64,
-        pool_tokens=["all", "80%", "60%"],
+        pool_tokens=["all", 0.8, 0.6],
         pool_eviction=list(POOL_EVICTIONS),
     )
 

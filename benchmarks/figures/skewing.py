@@ -21,6 +21,7 @@ from benchmarks.figures.common import finish, level, measure, nothing, over
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.plots import Panel
 from infinigen_jax.evaluation.session import Session
+from infinigen_jax.numeric import OneOf, listed
 
 if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
@@ -37,8 +38,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser,
         tasks=True,
         policy=["infinigen-paper:alpha=inf,budget=0.2"],
-        basis=list(BASES),
         partial_ratio=list(RATIOS),
+    )
+    parser.add_argument(
+        "--bases", nargs="+", type=OneOf(BASES), default=BASES, metavar="B", help=listed(BASES)
     )
 
 
@@ -51,7 +54,7 @@ class Unskewed(Session):
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Measure, print the table and write the files."""
-    bases = arguments.basis
+    bases = arguments.bases
     skewed = [basis for basis in bases if basis != "none"]
     measured, lines = None, []
     if skewed or not bases:

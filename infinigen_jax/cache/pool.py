@@ -17,104 +17,19 @@ The first `sinks` tokens and the most recent ones are never evicted. Everything 
 KV head, on the device, with static shapes.
 """
 
-import dataclasses
-from fractions import Fraction
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from infinigen_jax.cache.hot_set import HotSet
-from infinigen_jax.errors import InputError
-from infinigen_jax.numeric import check_range
 from infinigen_jax.ops.compaction import compact
 from infinigen_jax.ops.indexing import look_up, put
 from infinigen_jax.ops.top_k import top_mask
 from infinigen_jax.selection.select import Request
+from infinigen_jax.settings.pool import Pool
 
-POOL_EVICTIONS = ("fifo", "lru", "counter")
 COUNTER_BITS = 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pool:
-    """Limit of the host cache.
-
-    Attributes:
-        tokens: most rows that the host keeps per layer, sequence and KV head.
-        share: alternative to `tokens`: a share in (0, 1] of the longest sequence's tokens.
-        eviction: eviction order, one of POOL_EVICTIONS.
-        sinks: number of first tokens that are never evicted; 0 in the paper. Sinks that the policy
-            keeps on the device take no slot and do not count.
-        recent: share of the slots whose most recent rows are not evicted, in [0, 1). Without it,
-            new rows, whose counter is 0, would be evicted first.
-
-    Raises:
-        InputError: for invalid values.
-    """
-
-    tokens: int | None = None
-    share: float | None = None
-    eviction: str = "counter"
-    sinks: int = 4
-    recent: float = 0.5
-
-    def __post_init__(self):
-        if (self.tokens is None) == (self.share is None):
-            raise InputError("a pool needs a limit: either tokens or a share")
-        if self.tokens is not None:
-            check_range("--pool-tokens", self.tokens, 1)
-        if self.share is not None and not 0 < self.share <= 1:
-            raise InputError(
-                f"--pool-tokens {100 * self.share:g}%: it must be above 0 % and at most 100 %"
-            )
-        if self.eviction not in POOL_EVICTIONS:
-            raise InputError(f"--pool-eviction {self.eviction}: use {' or '.join(POOL_EVICTIONS)}")
-        check_range("--pool-sinks", self.sinks, 0)
-        if not 0 <= self.recent < 1:
-            raise InputError(f"recent share {self.recent}: it must be at least 0 and below 1")
-
-    @property
-    def use_bytes(self) -> int:
-        """Bytes of a row's entry in `used`."""
-        return {"fifo": 0, "lru": 4, "counter": 1}[self.eviction]
-
-    @property
-    def label(self) -> str:
-        """Limit, eviction order, and other settings that differ from their defaults."""
-        others = {"sinks": self.sinks, "recent": self.recent}
-        others = {name: value for name, value in others.items() if value != getattr(Pool, name)}
-        return " ".join(
-            [self.limit, self.eviction, *(f"{name} {value:g}" for name, value in others.items())]
-        )
-
-    @property
-    def limit(self) -> str:
-        """The limit as written on the command line."""
-        return f"{100 * self.share:g}%" if self.share is not None else str(self.tokens)
-
-    def slots(self, tokens: int, sinks: int, window: int) -> int:
-        """Return the number of slots for a run.
-
-        Args:
-            tokens: most tokens of a sequence in the run.
-            sinks, window: numbers of first and recent tokens that the policy keeps on the device.
-
-        Raises:
-            InputError: if the slots are too few to flush a window.
-        """
-        if self.tokens is not None:
-            slots = min(self.tokens, tokens)
-        else:
-            assert self.share is not None
-            slots = int(Fraction(self.share).limit_denominator(1000) * tokens)
-        least = window + max(0, self.sinks - sinks)
-        if slots < min(tokens, least):
-            raise InputError(
-                f"--pool-tokens {self.limit}: {slots} rows of {tokens} tokens are too few for a "
-                f"window of {window} recent tokens; use at least {least}"
-            )
-        return slots
 
 
 class Kept(NamedTuple):
@@ -127,22 +42,6 @@ class Kept(NamedTuple):
 
     used: Shaped[Array, "b k t"] | None
     hot: HotSet | None
-
-
-def parse_limit(text: str) -> tuple[int | None, float | None]:
-    """Return the tokens or the share of an option such as "2048" or "80%"; the other is None.
-
-    Raises:
-        InputError: for anything else.
-    """
-    try:
-        if text.endswith("%"):
-            return None, float(text[:-1]) / 100
-        return int(text), None
-    except ValueError:
-        raise InputError(
-            f"--pool-tokens {text}: give a number of tokens, a share such as 80%, or all"
-        ) from None
 
 
 def held(

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.ops.bit_storage import from_kept, kept_dtype, to_kept
 from infinigen_jax.ops.quantize import (
     affine_codes,
@@ -30,8 +30,9 @@ from infinigen_jax.ops.quantize import (
     to_bytes,
     unpack_halves,
 )
+from infinigen_jax.settings.engine import EngineOptions
+from infinigen_jax.settings.setting import check_setting
 
-ROW_FORMATS = ("auto", "int8", "int4")
 LARGEST_GROUP = 64
 SMALLEST_GROUP = 32  # unless the head is smaller
 ALIGNMENT = 16  # bytes that a GPU thread loads in one instruction
@@ -194,7 +195,7 @@ def row_format(name: str, dtype: Any, head_dim: int, as_bits: bool = False) -> R
     """Return the row format of an option.
 
     Args:
-        name: one of ROW_FORMATS; "auto" keeps rows exact, in the model's dtype.
+        name: one of `settings.engine.ROW_FORMATS`; "auto" keeps rows exact, in the model's dtype.
         dtype: dtype of the model.
         head_dim: columns of a key.
         as_bits: see `RowFormat`.
@@ -203,14 +204,15 @@ def row_format(name: str, dtype: Any, head_dim: int, as_bits: bool = False) -> R
         InputError: for another name, or a head size that cannot be cut into groups of 32 to 64
             columns.
     """
-    if name not in ROW_FORMATS:
-        raise InputError(f"--rows {name}: not supported; use one of {', '.join(ROW_FORMATS)}")
+    check_setting(EngineOptions, "rows", name)
     kind = "exact" if name == "auto" else name
     result = RowFormat(kind, jnp.dtype(dtype), head_dim, as_bits)
     if not result.exact and not result.groups:
-        raise InputError(
-            f"--rows {name}: heads of {head_dim} columns cannot be cut into groups of "
-            f"{SMALLEST_GROUP} to {LARGEST_GROUP}; use --rows auto"
+        raise ParameterError(
+            "rows",
+            f"heads of {head_dim} columns cannot be cut into groups of {SMALLEST_GROUP} to "
+            f"{LARGEST_GROUP}; use `rows` auto",
+            name,
         )
     return result
 

@@ -35,7 +35,7 @@ from typing import Any
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.files.regular import open_regular, read_json
-from infinigen_jax.speculation.query import SOURCES
+from infinigen_jax.settings.policy import SOURCES
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "infinigen.json"
@@ -58,7 +58,7 @@ class Manifest:
         dtype: name of the dtype of the weights.
         calibration: {"text_sha256": ..., "tokens": ...}, or None with skew "none".
         speculate_from: hidden state that the corrected query is computed from, one of
-            `speculation.query.SOURCES`.
+            `settings.policy.SOURCES`.
         sources, files: {"name": {"sha256": ..., "size": ...}} of the files read and written.
     """
 

@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.cli.options import SAMPLING_OPTIONS
+from infinigen_jax.cli.options import sampling_settings
 from infinigen_jax.engine.saved_file import check_replaceable
 from infinigen_jax.errors import InputError
 from infinigen_jax.files.output import checked_output
@@ -114,8 +114,7 @@ def begin(
     if arguments.resume is None:
         return engine.conversation(sampling, arguments.context)
     conversation = engine.resume(arguments.resume)
-    given = any(getattr(arguments, name) is not None for name in SAMPLING_OPTIONS)
-    if given and sampling != conversation.sampling:
+    if sampling_settings(arguments) and sampling != conversation.sampling:
         raise InputError(
             f"--resume {arguments.resume}: it goes on with {conversation.sampling}; leave "
             "--temperature, --top-k, --top-p and --seed out"

@@ -1,18 +1,23 @@
 """Options that command lines share: which policy, and how the engine runs it.
 
-Nothing here imports JAX before it is needed, so that a bad option is reported immediately.
+An option of a setting is made from the setting's own declaration (`settings.setting`). Nothing here
+imports JAX before it is needed, so that a bad option is reported immediately.
 """
 
 import argparse
 import dataclasses
-import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.errors import InputError, Parser
-from infinigen_jax.numeric import number, parse_whole, share, whole_number
+from infinigen_jax.errors import InputError, ParameterError, Parser
+from infinigen_jax.numeric import LARGEST, Check
+from infinigen_jax.settings.engine import EngineOptions
+from infinigen_jax.settings.policy import InfiniGenSettings
+from infinigen_jax.settings.pool import ALL, Limit, Pool
+from infinigen_jax.settings.sampling import Sampling
+from infinigen_jax.settings.setting import defaults_of, options_of
 
 if TYPE_CHECKING:
-    from infinigen_jax.cache.pool import Pool
     from infinigen_jax.engine.engine import Engine
     from infinigen_jax.loading.load import Model
     from infinigen_jax.policies import Policy
@@ -20,25 +25,18 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "books-llama"
 # For the help of --model; `loading.EMBEDDED` comes with JAX.
 OR_EMBEDDED = f"or an embedded model: {DEFAULT_MODEL} (default), tiny-llama or tiny-opt"
-SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "seed")  # fields of `sampling.Sampling`
-# Settings of InfiniGen that are options of `evaluate` alone, which takes lists of them; elsewhere
-# they follow the policy's name.
-EXPERT_SETTINGS = {
-    "index_dtype": ("T", "format of the index: int4 (default), auto, bfloat16 or float32"),
-    "basis": ("B", "basis of the index: auto (the model's, default), svd or balanced"),
-    "query": ("Q", "query that selects rows: auto (default), plain, corrected or own"),
-    "speculate_from": (
-        "S",
-        "state that the query is predicted from: input of the layer before; or resident, the "
-        "state after attention to the resident rows (default: as converted, else input)",
-    ),
-    "count": ("C", "rows in the budget: by KV head (head, default), or the mean of all (mean)"),
-    "layer_budgets": (
-        "L",
-        "budgets of the layers: calibrated by the loss of each, with that mean (default), or equal",
-    ),
-}
-POLICY_OPTIONS = ("alpha", "partial_ratio", "budget", *EXPERT_SETTINGS, "tail")
+# Settings of InfiniGen that are options; `evaluate`, which takes lists of them, has the experts'
+# too. Elsewhere these follow the policy's name.
+POLICY_OPTIONS = ("budget", "alpha", "partial_ratio")
+POLICY_EXPERTS = (
+    *("index_dtype", "basis", "query", "speculate_from", "count", "layer_budgets", "tail"),
+)
+MEMORY_OPTIONS = ("rows", "dense_layers", "weights")
+ENGINE_EXPERTS = ("transfer", "prefill_chunk", "hot_set")
+POOL_OPTIONS = ("tokens", "eviction", "sinks")
+LIMIT = {"tokens": Limit(1, LARGEST, whole=True)}  # or a share, the setting next to it
+NO_TYPES: Mapping[str, Check] = {}
+SEVERAL = (*POLICY_OPTIONS, *POLICY_EXPERTS, "rows", "tokens", "eviction")  # lists in `evaluate`
 
 
 class _Both(argparse.BooleanOptionalAction):
@@ -56,112 +54,88 @@ class _Both(argparse.BooleanOptionalAction):
         setattr(namespace, self.dest, [*before, on])
 
 
+def add_settings(
+    group: Any,
+    kind: Any,
+    names: tuple[str, ...],
+    *,
+    several: bool = False,
+    prefix: str = "",
+    types: Mapping[str, Check] = NO_TYPES,
+) -> None:
+    """Add options for settings; an option that is not given is None.
+
+    Args:
+        group: parser, or group of options.
+        kind: class of settings that declares them.
+        several: settings in SEVERAL take one or several values, and are lists then.
+        prefix: prefix of the options' names.
+        types: checks that differ from the settings' own.
+    """
+    for name in names:
+        option, default = options_of(kind)[name], defaults_of(kind)[name]
+        many = several and name in SEVERAL
+        text = option.help.replace("%", "%%")
+        more: dict[str, Any] = {"nargs": "+"} if many else {}
+        if isinstance(default, bool):
+            more = {"action": _Both if many else "store_true"}
+        else:
+            more |= {"metavar": option.metavar, "type": types.get(name, option.check)}
+            shown = f"{default:g}" if isinstance(default, float) else default
+            text += "" if default is None else f" (default {shown})"
+        group.add_argument(f"--{prefix}{_flag(name)}", default=None, help=text, **more)
+
+
+def given(
+    arguments: argparse.Namespace, names: tuple[str, ...], prefix: str = ""
+) -> dict[str, Any]:
+    """The settings of these names whose options were given."""
+    values = {name: getattr(arguments, prefix + name, None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def add_sampling_options(group: Any) -> None:
+    """Add the options that `make_sampling` reads."""
+    add_settings(group, Sampling, tuple(options_of(Sampling)))
+
+
+def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of `Sampling` that were given."""
+    return given(arguments, tuple(options_of(Sampling)))
+
+
+def make_sampling(arguments: argparse.Namespace) -> Sampling:
+    """The sampling settings of the options."""
+    return Sampling(**sampling_settings(arguments))
+
+
 def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """Add the options that `make_policy` and `make_engine` read.
 
     Args:
-        several: the policy and its settings, --rows, --pool-tokens and --pool-eviction take one or
-            several values, and are lists then; see `evaluation.configurations`.
+        several: the policy and settings in SEVERAL take one or several values, and are lists then;
+            see `evaluation.configurations`.
     """
-    many: dict[str, Any] = {"nargs": "+"} if several else {}
-
-    def default(value: str) -> Any:
-        return [value] if several else value
-
-    add = parser.add_argument_group("policy: which cached rows are fetched").add_argument
-    add(
+    group = parser.add_argument_group("policy: which cached rows are fetched")
+    group.add_argument(
         "--policy",
-        default=default("infinigen"),
+        default=["infinigen"] if several else "infinigen",
         metavar="P",
         help="infinigen (default), full, infinigen-paper, window, h2o, quest, ... or the path of a "
         "class, package.module.MyPolicy; other settings follow its name: quest:page=8,window=64",
-        **many,
+        nargs="+" if several else None,
     )
-    add(
-        "--budget",
-        type=share(),
-        metavar="F",
-        help="most rows fetched, as a share of those cached (default 0.1)",
-        **many,
+    add_settings(group, InfiniGenSettings, POLICY_OPTIONS, several=several)
+    group = parser.add_argument_group("memory and precision")
+    group.add_argument(
+        "--dtype", help="float32, bfloat16 or float16 (default: float32 on the CPU, else bfloat16)"
     )
-    add(
-        "--alpha",
-        type=number(0, math.inf),
-        metavar="A",
-        help="fetch rows that score within A of the best (default 4)",
-        **many,
-    )
-    add(
-        "--partial-ratio",
-        type=share(),
-        metavar="R",
-        help="share of a key's columns in the index (default 0.75)",
-        **many,
-    )
-    add = parser.add_argument_group("memory and precision").add_argument
-    add("--dtype", help="float32, bfloat16 or float16 (default: float32 on the CPU, else bfloat16)")
-    add(
-        "--rows",
-        default=default("auto"),
-        metavar="T",
-        help="format of rows on the host: auto (exact, default), int8 or int4",
-        **many,
-    )
-    add(
-        "--dense-layers",
-        type=whole_number(0),
-        metavar="N",
-        help="first layers whose cache stays on the device (default: those that need it)",
-    )
-    add(
-        "--weights",
-        default="device",
-        metavar="W",
-        help="memory of the layers' weights: device (default) or host",
-    )
-    _add_experts(parser, several, many)
-
-
-def _add_experts(parser: argparse.ArgumentParser, several: bool, many: dict[str, Any]) -> None:
-    """Add the options of `add_engine_options` that few need."""
-    add = (parser.experts if isinstance(parser, Parser) else parser).add_argument
-    add("--transfer", default="auto", metavar="T", help="auto (default), xla or cuda")
-    add(
-        "--prefill-chunk",
-        default="auto",
-        metavar="N",
-        help="tokens of a prompt read at a time (default auto: 1024 on the CPU, else to 4096)",
-    )
-    add(
-        "--hot-set",
-        type=number(0),
-        metavar="M",
-        help="rows kept on the device after use, in multiples of the budget; 0: none",
-    )
-    add(
-        "--pool-tokens",
-        metavar="N",
-        help="most rows on the host, per layer, sequence and KV head: a number, or a share of the "
-        "context such as 80%%; all (default): no limit",
-        **many,
-    )
-    add(
-        "--pool-eviction",
-        metavar="E",
-        help="order in which a full pool evicts rows: counter (default), lru or fifo",
-        **many,
-    )
-    add(
-        "--pool-sinks",
-        type=whole_number(0),
-        metavar="N",
-        help="first tokens that a pool never evicts (default 4)",
-    )
-    if not several:
-        return
-    for name, (metavar, text) in EXPERT_SETTINGS.items():
-        add(f"--{name.replace('_', '-')}", metavar=metavar, help=text, **many)
-    add("--tail", action=_Both, default=None, help="attend to the mean of unfetched rows (default)")
+    add_settings(group, EngineOptions, MEMORY_OPTIONS, several=several)
+    experts = parser.experts if isinstance(parser, Parser) else parser
+    add_settings(experts, EngineOptions, ENGINE_EXPERTS, several=several)
+    add_settings(experts, Pool, POOL_OPTIONS, several=several, prefix="pool-", types=LIMIT)
+    if several:
+        add_settings(experts, InfiniGenSettings, POLICY_EXPERTS, several=True)
 
 
 def make_policy(arguments: argparse.Namespace) -> "Policy":
@@ -170,25 +144,23 @@ def make_policy(arguments: argparse.Namespace) -> "Policy":
     Raises:
         InputError: for an unknown name or a value out of range.
     """
-    kind, own = read_policy(arguments.policy)
+    kind, named = read_policy(arguments.policy)
     try:
-        policy = kind(**own)
+        policy = kind(**named)
     except InputError as error:
-        raise InputError(f"--policy {arguments.policy}: {_unprefixed(error)}") from None
-    names = {field.name for field in dataclasses.fields(kind)} - own.keys()
-    given = {name: value for name, value in given_settings(arguments).items() if name in names}
-    return dataclasses.replace(policy, **given)
+        raise ParameterError("policy", str(error), arguments.policy) from None
+    return dataclasses.replace(policy, **_chosen(kind, named, arguments))
 
 
-def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+def policy_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of a policy that were given."""
-    values = {name: getattr(arguments, name, None) for name in POLICY_OPTIONS}
-    return {name: value for name, value in values.items() if value is not None}
+    return given(arguments, (*POLICY_OPTIONS, *POLICY_EXPERTS))
 
 
-def _unprefixed(error: InputError) -> str:
-    """A message of a policy about a setting, without the option that it would be."""
-    return str(error).removeprefix("--policy: ").removeprefix("--")
+def _chosen(kind: Any, named: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The given options that apply: the policy has the setting, and its name does not give it."""
+    names = {field.name for field in dataclasses.fields(kind)} - named.keys()
+    return {name: v for name, v in policy_settings(arguments).items() if name in names}
 
 
 def unused_options(arguments: argparse.Namespace) -> list[str]:
@@ -201,13 +173,12 @@ def unused_options(arguments: argparse.Namespace) -> list[str]:
     several = isinstance(arguments.policy, list)
     names = arguments.policy if several else [arguments.policy]
     taken: set[str] = set()
-    for kind, own in map(read_policy, names):
-        taken |= {field.name for field in dataclasses.fields(kind)} - own.keys()
-    given = given_settings(arguments)
+    for kind, named in map(read_policy, names):
+        taken |= _chosen(kind, named, arguments).keys()
     return [
-        f"--{'no-' if value in (False, [False]) else ''}{name.replace('_', '-')}: no effect with "
+        f"--{'no-' if value in (False, [False]) else ''}{_flag(name)}: no effect with "
         f"--policy {' '.join(names)}"
-        for name, value in given.items()
+        for name, value in policy_settings(arguments).items()
         if name not in taken
     ]
 
@@ -219,19 +190,17 @@ def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> l
     Args:
         arguments: that `engine` was made with, single values.
     """
-    kind, own = read_policy(arguments.policy)
-    names = {field.name for field in dataclasses.fields(kind)} - own.keys()
-    given = {name: value for name, value in given_settings(arguments).items() if name in names}
+    kind, named = read_policy(arguments.policy)
     policy = engine.decoder.policy
     lines = [
         f"{option}: taken as {getattr(policy, name)}, by the model, the device or other settings"
         for name, value, option in (
-            *((n, value, f"--{n.replace('_', '-')} {value}") for n, value in given.items()),
-            *((n, value, f"--policy {arguments.policy}: {n}") for n, value in own.items()),
+            *((n, v, f"--{_flag(n)} {v}") for n, v in _chosen(kind, named, arguments).items()),
+            *((n, v, f"--policy {arguments.policy}: {n}") for n, v in named.items()),
         )
         if value not in ("auto", getattr(policy, name))
     ]
-    chunk = chunk_option(arguments.prefill_chunk)
+    chunk = arguments.prefill_chunk
     if chunk not in (None, engine.prefill_chunk):
         lines.append(
             f"--prefill-chunk {chunk}: no effect, as --pool-tokens reads a prompt in one piece"
@@ -255,7 +224,9 @@ def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
     for part in rest.split(",") if rest else []:
         setting, _, value = part.partition("=")
         if setting not in kinds:
-            raise InputError(f"--policy {text}: {setting!r} is no setting; use {', '.join(kinds)}")
+            raise ParameterError(
+                "policy", f"{setting!r} is no setting; use {', '.join(kinds)}", text
+            )
         settings[setting] = _value(text, value, kinds[setting])
     return policy, settings
 
@@ -272,50 +243,21 @@ def _value(text: str, value: str, kind: Any) -> Any:
         return {"true": True, "false": False}[value] if kind is bool else kind(value)
     except (KeyError, ValueError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise InputError(f"--policy {text}: {value!r} is not {wanted}") from None
+        raise ParameterError("policy", f"{value!r} is not {wanted}", text) from None
 
 
-def make_pool(arguments: argparse.Namespace) -> "Pool | None":
+def make_pool(arguments: argparse.Namespace) -> Pool | None:
     """The limit of the host's cache, if there is to be one; its options are single values.
 
     Raises:
         InputError: for a value out of range, or an option of a limit without a limit.
     """
-    from infinigen_jax.cache.pool import Pool, parse_limit
-
-    given = {"eviction": arguments.pool_eviction, "sinks": arguments.pool_sinks}
-    given = {name: value for name, value in given.items() if value is not None}
-    if arguments.pool_tokens in (None, "all"):
-        if arguments.pool_tokens is None and given:
-            raise InputError(
-                f"--pool-{next(iter(given))}: nothing is evicted without --pool-tokens"
-            )
-        Pool(share=1.0, **given)  # a typo should not pass
-        return None
-    tokens, part = parse_limit(_without_suffix(arguments.pool_tokens))
-    return Pool(tokens=tokens, share=part, **given)
-
-
-def _without_suffix(text: str) -> str:
-    """A number of tokens without the suffix that it may have; other text as it is."""
-    try:
-        return str(parse_whole(text))
-    except ValueError:
-        return text
-
-
-def chunk_option(text: str) -> int | None:
-    """The number of --prefill-chunk; None if the engine is to choose.
-
-    Raises:
-        InputError: for anything but `auto` and a whole number.
-    """
-    if text == "auto":
-        return None
-    try:
-        return whole_number(1)(text)
-    except argparse.ArgumentTypeError as error:
-        raise InputError(f"--prefill-chunk {error}, or auto") from None
+    others = given(arguments, POOL_OPTIONS[1:], "pool_")
+    limit = arguments.pool_tokens
+    if limit is None and others:
+        name = next(iter(others))
+        raise ParameterError(f"pool.{name}", "nothing is evicted without `pool.tokens`")
+    return None if limit in (None, ALL) else Pool.of_limit(limit, **others)
 
 
 def make_engine(
@@ -328,13 +270,9 @@ def make_engine(
     """
     from infinigen_jax.engine.engine import Engine
 
-    chosen = {
-        "dense_layers": arguments.dense_layers,
-        "transfer": arguments.transfer,
-        "rows": arguments.rows,
-        "hot_set": arguments.hot_set,
-        "pool": make_pool(arguments),
-        "weights": "device" if arguments.weights is None else arguments.weights,
-        "prefill_chunk": chunk_option(arguments.prefill_chunk),
-    }
-    return Engine(model, policy=policy, **(chosen | settings))
+    chosen = given(arguments, tuple(options_of(EngineOptions)))
+    return Engine(model, policy=policy, pool=make_pool(arguments), **(chosen | settings))
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

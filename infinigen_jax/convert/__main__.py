@@ -9,7 +9,7 @@ from infinigen_jax.messages import Messages
 from infinigen_jax.numeric import number
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The options; choices are spelled out so that --help needs no heavy import."""
     parser = Parser(
         prog="python -m infinigen_jax.convert",
@@ -56,7 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return run_command(lambda: _convert(build_parser().parse_args(argv)))
+    parser = build_parser()
+    return run_command(lambda: _convert(parser.parse_args(argv)), parser)
 
 
 def _convert(arguments: argparse.Namespace) -> None:

@@ -137,7 +137,7 @@ class Calibrator:
         tokens: the text.
         embedding: the embedding's parameters, float32.
         speculate_from: hidden state that the next layer's query is computed from, one of
-            `speculation.query.SOURCES`; None if neither `ahead` nor `loss` will be called.
+            `settings.policy.SOURCES`; None if neither `ahead` nor `loss` will be called.
         neurons: number of the previous layer's neurons that the query also sees.
     """
 
@@ -326,7 +326,7 @@ def _step(config: ModelConfig, source: str | None, sliding: int | None) -> Calla
 
     Args:
         source: if not None, also return the layer's attention input, the substitute for the next
-            layer's input (one of `speculation.query.SOURCES`), the hidden states into the layer,
+            layer's input (one of `settings.policy.SOURCES`), the hidden states into the layer,
             queries, keys and values.
         sliding: the layer's sliding window, in tokens, if it has one.
     """

@@ -43,10 +43,10 @@ from infinigen_jax.files.atomic import copy_file, staged, write_text
 from infinigen_jax.files.regular import expanded, open_regular
 from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.settings.policy import SOURCES
 from infinigen_jax.skew.basis import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
 from infinigen_jax.skew.neurons import number_of, projection_shapes
 from infinigen_jax.skew.tail_moments import BlockMoments
-from infinigen_jax.speculation.query import SOURCES
 
 WEIGHT_DTYPES = {
     name: DTYPES[kind]

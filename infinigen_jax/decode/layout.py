@@ -10,11 +10,11 @@ from jax.sharding import Mesh
 
 from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.cache.layers import Slots, Summed
-from infinigen_jax.cache.pool import Pool
 from infinigen_jax.cache.row_format import RowFormat, row_format
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.ops.bit_storage import kept_dtype
 from infinigen_jax.policies.base import Policy
+from infinigen_jax.settings.pool import Pool
 from infinigen_jax.speculation.layer_budgets import Curves, share_out
 from infinigen_jax.transfer import Transfer
 

@@ -30,8 +30,6 @@ from infinigen_jax.programs.program import Program
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.transfer.host_weights import await_copy, merged, start_copy, start_next
 
-SCHEDULES = ("fused", "layerwise")
-
 
 class Watched(NamedTuple):
     """One layer of a step with its inputs and outputs, for a `Watch` function.

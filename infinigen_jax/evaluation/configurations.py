@@ -6,26 +6,24 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.cli.options import make_engine, make_policy, make_pool
+from infinigen_jax.cli.options import (
+    POLICY_EXPERTS,
+    POLICY_OPTIONS,
+    make_engine,
+    make_policy,
+    make_pool,
+)
 
 if TYPE_CHECKING:
-    from infinigen_jax.cache.pool import Pool
     from infinigen_jax.engine.engine import Engine
     from infinigen_jax.loading.load import Model
     from infinigen_jax.policies import Policy
+    from infinigen_jax.settings.pool import Pool
 
 LISTS = (
     "policy",
-    "budget",
-    "alpha",
-    "partial_ratio",
-    "index_dtype",
-    "basis",
-    "query",
-    "speculate_from",
-    "count",
-    "layer_budgets",
-    "tail",
+    *POLICY_OPTIONS,
+    *POLICY_EXPERTS,
     "rows",
     "pool_tokens",
     "pool_eviction",
@@ -88,7 +86,7 @@ def configurations(arguments: argparse.Namespace, *, reference: bool) -> list[Co
         if pool is not None and policy.name == "full":
             options.pool_eviction = "fifo"  # equal for all orders: every step uses every row
             pool = make_pool(options)
-        distinct.setdefault(Configuration(policy, options.rows, pool, options))
+        distinct.setdefault(Configuration(policy, options.rows or "auto", pool, options))
     return list(distinct)
 
 

@@ -164,7 +164,7 @@ def _engine(options: dict[str, Any]) -> "Engine":
     options = {n: value for n, value in options.items() if n not in behind} | {"policy": policy}
     arguments = parser.parse_args([_option(*item) for item in options.items()])
     policy = make_policy(arguments)
-    model = load(arguments.model, arguments.dtype, weights=arguments.weights)
+    model = load(arguments.model, arguments.dtype, weights=arguments.weights or "device")
     return make_engine(model, policy, arguments)
 
 

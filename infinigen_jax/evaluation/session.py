@@ -110,7 +110,7 @@ class Session:
         widen_pinned_pool()
         keep_programs()
         given = self.arguments
-        model = load(self.folder, given.dtype, notify=self.say, weights=given.weights)
+        model = load(self.folder, given.dtype, notify=self.say, weights=given.weights or "device")
         check(self.chosen, model)
         if len(model.config.sliding_layers) == model.config.num_layers:
             self.say("all layers attend to a window that the device keeps: nothing is selected")

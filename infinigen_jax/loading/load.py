@@ -37,9 +37,11 @@ from infinigen_jax.machine.memory_limits import (
     widen_pool_to,
 )
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
+from infinigen_jax.settings.engine import EngineOptions
+from infinigen_jax.settings.setting import check_setting
 from infinigen_jax.speculation.layer_budgets import Curves
 from infinigen_jax.text.tokenizer import load_tokenizer
-from infinigen_jax.transfer.host_weights import check_weights, placed
+from infinigen_jax.transfer.host_weights import placed
 
 logger = logging.getLogger("infinigen_jax")
 
@@ -65,7 +67,7 @@ class Model:
         svd_bases: the paper's bases, in addition to the balanced ones of skew "balanced".
         ahead: corrected query projection of each layer; None without one.
         speculate_from: hidden state that this projection takes, one of
-            `speculation.query.SOURCES`.
+            `settings.policy.SOURCES`.
         sparse_loss: [L, 2] float32, relative error after each layer's attention with few rows,
             selected by its true query and by a query from its input, see `convert.loss`.
         row_loss: [L, 2, m] float32, relative error with each of `row_shares` of the rows, selected
@@ -207,7 +209,7 @@ def load(
     folder = checked_folder(model_folder(path))
     start_backend()
     chosen = checked_dtype(dtype)
-    check_weights(weights)
+    check_setting(EngineOptions, "weights", weights)
     # A folder with one of the two files was converted; it is damaged if the other is missing.
     if not any((folder / name).exists() for name in (MANIFEST_FILE, SKEW_FILE)):
         return _load_through_cache(folder, chosen, verify, notify, weights)

@@ -15,7 +15,7 @@ import numpy as np
 from infinigen_jax.checkpoint.manifest import AHEAD_FILE, MANIFEST_FILE, SKEW_FILE, read_manifest
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
 from infinigen_jax.checkpoint.skew_file import Ahead, Basis, neurons_in, predicts, read_loss
-from infinigen_jax.cli.options import chunk_option, make_engine
+from infinigen_jax.cli.options import make_engine
 from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SKEW, DEFAULT_SOURCE
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
@@ -179,7 +179,7 @@ class Planner:
             2.0 if reuses else asked.hot_set,
             asked.rows,
             budget,
-            chunk_option(arguments.prefill_chunk),
+            arguments.prefill_chunk,
             "host" if asked.weights_on_host else "device",
         )
 

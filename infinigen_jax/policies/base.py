@@ -23,9 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from infinigen_jax import cuda
 from infinigen_jax.cache.layers import Slots, values_of
 from infinigen_jax.cuda import calls
-from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.numeric import check_range
 from infinigen_jax.ops.span import Span
 from infinigen_jax.selection.select import (
     Request,
@@ -35,6 +33,7 @@ from infinigen_jax.selection.select import (
     select,
     share_rows,
 )
+from infinigen_jax.settings.policy import BudgetSettings
 
 if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
@@ -103,7 +102,7 @@ class Policy(Protocol):
             None uses the model's measured `Model.dense_layers`.
         lead: 1 if `select` sees the attention input of the previous layer, so that the transfer
             overlaps with that layer; 0 if it sees the layer's own input and waits for its rows.
-        source: hidden state that `select` sees with `lead` 1, one of `speculation.query.SOURCES`:
+        source: hidden state that `select` sees with `lead` 1, one of `settings.policy.SOURCES`:
             the previous layer's attention "input"; or the hidden state after attention to its
             "resident" rows alone, normalised with the selected layer's parameters.
         observes: whether the engine calls `observe` and stores the state that it returns. Not
@@ -310,29 +309,9 @@ class Defaults:
         return state
 
 
-def check_resident(sinks: int, window: int) -> None:
-    """Raise InputError unless sinks >= 0 and window >= 1."""
-    check_range("--policy: sinks", sinks, 0)
-    check_range("--policy: window", window, 1)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Budgeted(Defaults):
-    """Policy that fetches a fixed share of the rows.
-
-    Attributes:
-        budget: rows fetched, as a share of the cached tokens, in (0, 1].
-        sinks: number of first tokens kept on the device.
-        window: number of recent tokens kept on the device, including the current one.
-    """
-
-    budget: float = 0.1
-    sinks: int = 4
-    window: int = 32
-
-    def __post_init__(self):
-        check_budget(self.budget)
-        check_resident(self.sinks, self.window)
+class Budgeted(BudgetSettings, Defaults):
+    """Policy that fetches a fixed share of the rows."""
 
     def request_size(self, capacity: int) -> int:
         share = budget_fraction(self.budget)
@@ -408,14 +387,3 @@ class Budgeted(Defaults):
             return Request(slots, count)
         eligible = None if masked else self.eligible(positions, capacity, held)
         return select(scores, eligible, alpha, most, size, mode)
-
-
-LEAST_BUDGET = 1e-9  # its inverse fits 32 bits
-
-
-def check_budget(budget: float) -> None:
-    """Raise InputError unless the budget is in [LEAST_BUDGET, 1]."""
-    if not 0 < budget <= 1:
-        raise InputError(f"--budget {budget}: it must be above 0 and at most 1")
-    if budget < LEAST_BUDGET:
-        raise InputError(f"--budget {budget}: the smallest budget is {LEAST_BUDGET}")

@@ -7,28 +7,20 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import ModelConfig, Params
 from infinigen_jax.ops.span import Span
-from infinigen_jax.policies.base import Defaults, Lookup, check_resident
+from infinigen_jax.policies.base import Defaults, Lookup
 from infinigen_jax.selection.select import Request
+from infinigen_jax.settings.policy import ResidentSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Full(Defaults):
+class Full(ResidentSettings, Defaults):
     """Policy that attends to every row; host layers stream through the device block by block.
 
-    Attributes:
-        sinks: number of first tokens kept on the device.
-        window: number of recent tokens that are not streamed. New rows are flushed to the host in
-            blocks of this size.
+    New rows are flushed to the host in blocks of `window` rows.
     """
 
     name: ClassVar[str] = "full"
     pools: ClassVar[bool] = True
-
-    sinks: int = 0
-    window: int = 1
-
-    def __post_init__(self):
-        check_resident(self.sinks, self.window)
 
     def streams(self, layer: int) -> bool:
         return True

@@ -10,7 +10,6 @@ the settings that measure best, see docs/policies-infinigen.md.
 
 import dataclasses
 import functools
-import math
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
@@ -19,20 +18,14 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.layers import Slots, values_of
-from infinigen_jax.cuda.scoring import LEADING
-from infinigen_jax.errors import InputError
 from infinigen_jax.models.base import ModelConfig, Params
-from infinigen_jax.numeric import check_range
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Budgeted, Lookup
 from infinigen_jax.selection.rest import log_rest
 from infinigen_jax.selection.select import Request, Rest
-from infinigen_jax.speculation.index import INDEX_DTYPES, IndexFormat, write_entries
-from infinigen_jax.speculation.layer_budgets import LAYER_BUDGETS
+from infinigen_jax.settings.policy import SOURCES, InfiniGenSettings
+from infinigen_jax.speculation.index import IndexFormat, write_entries
 from infinigen_jax.speculation.query import (
-    BASES,
-    QUERIES,
-    SOURCES,
     choose_query,
     choose_source,
     mean_score,
@@ -46,103 +39,14 @@ from infinigen_jax.speculation.tail import fit_slope, without_predicted
 if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
 
-TAIL_TOKENS = [2**i for i in range(8)]  # divisors of every capacity
-COUNTS = ("head", "mean")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InfiniGen(Budgeted):
-    """InfiniGen policy and its settings.
-
-    Attributes:
-        alpha: largest distance below the best speculated logit (the paper: 4 for OPT, 5 for
-            LLaMA); `inf` limits the rows by the budget alone.
-        partial_ratio: share of a key's columns in the index (the paper: 0.3), rounded to whole
-            words of codes: 8 columns in int4.
-        budget: most rows fetched, as a share of the cached tokens, in (0, 1] (the paper: 0.2).
-        sinks: number of first tokens kept on the device.
-        window: number of recent tokens kept on the device, including the current one.
-        index_dtype: dtype of the index: "float32", "bfloat16", "int4" or "auto" (bfloat16, but
-            float32 on the CPU). With int4, the default, three quarters of the columns take
-            little more memory than a fifth of them in bfloat16.
-        count: rule for the number of rows within the budget. "head": tokens that pass alpha, for
-            each KV head. "mean": the mean over all heads and sequences of the batch, as in the
-            paper's code.
-        streamed_layers: leading layers of the model without speculation. Those on the host are
-            streamed whole, like layers 0 and 1 in the paper.
-        basis: basis of the index: "svd" (the paper's), "balanced", or "auto" (the one that the
-            model was converted with).
-        query: query that rows are selected by. "plain": from the previous layer's unchanged
-            input, as in the paper. "corrected": with a correction fitted on calibration text.
-            "own": the layer's true query, for which the layer waits. "auto": own if attention
-            reads rows in host memory, so that a prefetch has nothing to hide; else corrected if
-            the model stores a correction, else plain.
-        speculate_from: hidden state that predicts the next layer's query. "input": the attention
-            input, as in the paper. "resident": the state after attention to sinks and recent
-            tokens alone, a better guess that waits for no transfer. "auto": the source that the
-            model was converted for, else "input". Ignored for an own query.
-        layer_budgets: "equal", as in the paper. "calibrated": the budget is the mean over layers,
-            distributed by the loss of each layer on calibration text, see
-            `speculation.layer_budgets`. "auto": calibrated if the conversion measured the losses.
-        tail: whether attention also covers rows that are not fetched, approximately.
-        tail_tokens: neighbouring tokens that the tail combines into one, with their mean value
-            and the weight given by the layer's own query and the index; a power of two up to
-            128. 0: all tokens become one, weighted by the speculated scores; always 0 with a
-            pool, whose neighbouring slots are unrelated.
-        tail_columns: leading columns of the index that predict how a value differs from the mean
-            of its neighbours (`speculation.tail`); at most 16. 0: use the mean alone. Always 0
-            if the conversion did not measure the moments, and with `tail_tokens` 0 or 1.
-    """
+class InfiniGen(InfiniGenSettings, Budgeted):
+    """InfiniGen policy with its settings, `settings.policy.InfiniGenSettings`."""
 
     name: ClassVar[str] = "infinigen"
     dense_layers: ClassVar[int | None] = None
     pools: ClassVar[bool] = True
-
-    alpha: float = 4.0
-    partial_ratio: float = 0.75
-    budget: float = 0.1
-    sinks: int = 4
-    window: int = 32
-    index_dtype: str = "int4"
-    count: str = "head"
-    streamed_layers: int = 0
-    basis: str = "auto"
-    query: str = "auto"
-    speculate_from: str = "auto"
-    layer_budgets: str = "auto"
-    tail: bool = True
-    tail_tokens: int = 64
-    tail_columns: int = 8
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.partial_ratio <= 1:
-            raise InputError(
-                f"--partial-ratio {self.partial_ratio}: it must be above 0 and at most 1"
-            )
-        if math.isnan(self.alpha) or self.alpha < 0:
-            raise InputError(f"--alpha {self.alpha}: it must be 0 or more")
-        if self.index_dtype not in INDEX_DTYPES:
-            names = f"{', '.join(INDEX_DTYPES[:-1])} or {INDEX_DTYPES[-1]}"
-            raise InputError(f"--index-dtype {self.index_dtype}: use {names}")
-        check_range("--policy: streamed_layers", self.streamed_layers, 0)
-        if self.basis not in BASES:
-            raise InputError(f"--basis {self.basis}: use {' or '.join(BASES)}")
-        if self.query not in QUERIES:
-            raise InputError(f"--query {self.query}: use {' or '.join(QUERIES)}")
-        if self.speculate_from not in ("auto", *SOURCES):
-            names = " or ".join(("auto", *SOURCES))
-            raise InputError(f"--speculate-from {self.speculate_from}: use {names}")
-        if self.count not in COUNTS:
-            raise InputError(f"--count {self.count}: use {' or '.join(COUNTS)}")
-        if self.layer_budgets not in LAYER_BUDGETS:
-            raise InputError(
-                f"--layer-budgets {self.layer_budgets}: use {' or '.join(LAYER_BUDGETS)}"
-            )
-        if self.tail_tokens and self.tail_tokens not in TAIL_TOKENS:
-            raise InputError(f"tail_tokens {self.tail_tokens}: use 0 or a power of two up to 128")
-        if not 0 <= self.tail_columns <= LEADING[-1]:
-            raise InputError(f"tail_columns {self.tail_columns}: use 0 to {LEADING[-1]}")
 
     @property
     def lead(self) -> int:

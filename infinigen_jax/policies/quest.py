@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import ModelConfig, Params
-from infinigen_jax.numeric import check_range
+from infinigen_jax.numeric import whole_number
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Budgeted, Lookup
 from infinigen_jax.selection.select import Request, group_rank
+from infinigen_jax.settings.setting import setting
 
 
 class Bounds(NamedTuple):
@@ -28,20 +29,12 @@ class Bounds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quest(Budgeted):
-    """Policy that fetches pages; see the module's docstring.
-
-    Attributes:
-        page: tokens in a page; capacities are multiples of 128.
-    """
+    """Policy that fetches pages; see the module's docstring."""
 
     name: ClassVar[str] = "quest"
     paged: ClassVar[bool] = True
 
-    page: int = 16
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_range("--policy: page", self.page, 1)
+    page: int = setting(16, "tokens in a page, a divisor of 128", "N", whole_number(1))
 
     @property
     def lead(self) -> int:

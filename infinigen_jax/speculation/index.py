@@ -31,7 +31,6 @@ from infinigen_jax.selection.rest import log_rest
 from infinigen_jax.selection.select import Request, Rest
 from infinigen_jax.speculation.query import partial_columns
 
-INDEX_DTYPES = ("auto", "float32", "bfloat16", "int4")
 BITS = 4  # bits of a code
 CODES = 32 // BITS  # codes in a word
 WORDS_AT_ONCE = 8  # words of a token's codes whose products are added before the sums are stored
@@ -42,8 +41,8 @@ class IndexFormat:
     """Storage format of the index.
 
     Attributes:
-        name: one of INDEX_DTYPES; "auto" is bfloat16, but float32 on the CPU, where XLA would
-            convert the whole index to float32 for every token.
+        name: one of `settings.policy.INDEX_DTYPES`; "auto" is bfloat16, but float32 on the CPU,
+            where XLA would convert the whole index to float32 for every token.
         columns: number r of key columns in the index.
     """
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-LAYER_BUDGETS = ("auto", "equal", "calibrated")
 STEP = 1000  # shares are multiples of 1 / STEP, see `selection.select.budget_fraction`
 
 

@@ -22,19 +22,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.models.joined import split
 from infinigen_jax.skew.neurons import INNER, projected
 
 if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
-
-BASES = ("auto", "svd", "balanced")
-QUERIES = ("auto", "plain", "corrected", "own")
-# Hidden state that predicts the next layer's query: its predecessor's attention input, or the state
-# after attention to the resident rows alone.
-SOURCES = ("input", "resident")
 
 
 def partial_columns(head_dim: int, ratio: float) -> int:
@@ -54,9 +48,10 @@ def choose_basis(model: "Model", basis: str) -> str:
         return model.skew
     if basis == model.skew or (basis == "svd" and model.svd_bases is not None):
         return basis
-    raise InputError(
-        f"--basis {basis}: the model was converted with --skew {model.skew}; convert it again "
-        f"with --skew {basis}"
+    raise ParameterError(
+        "basis",
+        f"the model was converted with `skew` {model.skew}; convert it again with {basis}",
+        basis,
     )
 
 
@@ -69,10 +64,8 @@ def choose_query(model: "Model", query: str) -> str:
     if query == "auto":
         return "plain" if model.ahead is None else "corrected"
     if query == "corrected" and model.ahead is None:
-        raise InputError(
-            "--query corrected: the model has no calibration for it; convert it again with "
-            "--skew balanced"
-        )
+        remedy = "the model has no calibration for it; convert it again with `skew` balanced"
+        raise ParameterError("query", remedy, query)
     return query
 
 
@@ -85,10 +78,11 @@ def choose_source(model: "Model", query: str, source: str) -> str:
     if query != "corrected":
         return model.speculate_from if source == "auto" else source
     if source not in ("auto", model.speculate_from):
-        raise InputError(
-            f"--speculate-from {source}: the model's corrected query is for "
-            f"{model.speculate_from}; convert it again with --speculate-from {source}, or use "
-            "--query plain"
+        raise ParameterError(
+            "speculate_from",
+            f"the model's corrected query is for {model.speculate_from}; convert it again for "
+            f"{source}, or use `query` plain",
+            source,
         )
     return model.speculate_from
 
@@ -117,8 +111,8 @@ def speculation_weights(
         columns: columns r of the index.
         centred: whether to add the mean calibration key, if known: "centre" [k, r] in the index's
             coordinates, "mean" [k, d] in those of the cached keys.
-        basis: one of BASES.
-        query: one of QUERIES. "own" needs only the arrays of the index.
+        basis: one of `settings.policy.BASES`.
+        query: one of `settings.policy.QUERIES`. "own" needs only the arrays of the index.
         true: whether to add the map from the layer's own query to the index's coordinates, if the
             basis changes: "own" [k, r, d], the leading rows of the inverse basis. If the index has
             all columns, scores are then exact. Otherwise they are the part of the scores that the

@@ -18,17 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from infinigen_jax.cache.host_array import HOST, Placement, default_mesh, to_device
-from infinigen_jax.errors import InputError
 from infinigen_jax.models import Params
 
-WEIGHTS = ("device", "host")
 STAYS = ("attention_norm", "q", "q_norm")
-
-
-def check_weights(weights: str) -> None:
-    """Raise InputError unless `weights` is "device" or "host"."""
-    if weights not in WEIGHTS:
-        raise InputError(f"--weights {weights}: use {' or '.join(WEIGHTS)}")
 
 
 def in_host_memory(layer: Any) -> Any:

@@ -115,7 +115,7 @@ def test_without_the_harness_tasks_name_the_remedy(command, monkeypatch):
 
 @pytest.mark.slow
 def test_all_columns_choose_alike_in_any_basis(figure):
-    asked = ("--basis", "none", "svd", "--partial-ratio", "0.2", "1.0")
+    asked = ("--bases", "none", "svd", "--partial-ratio", "0.2", "1.0")
     _, record = figure("skewing", *SMALL, *asked)
     full, *lines = record["configurations"]
     assert full["reference"] and not any(line["reference"] for line in lines)

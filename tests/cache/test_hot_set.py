@@ -175,5 +175,5 @@ def test_a_hot_set_of_everything_misses_each_row_once():
 def test_settings_out_of_range():
     model = engine("one").model
     for wrong in (0.5, -1.0, float("nan")):
-        with pytest.raises(InputError, match="--hot-set"):
+        with pytest.raises(InputError, match="hot_set"):
             Engine(model, policy=SPARSE, hot_set=wrong)

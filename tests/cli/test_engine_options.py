@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from infinigen_jax import generate
-from infinigen_jax.cache.pool import Pool
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.settings.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("shallow")
 

@@ -13,13 +13,13 @@ from runtime import engine
 from tiny import ROOT, only
 
 from infinigen_jax import evaluate, generate, plan
-from infinigen_jax.cache.pool import Pool
 from infinigen_jax.convert import __main__ as convert
-from infinigen_jax.errors import OUT_OF_MEMORY, InputError, Parser, run_command
+from infinigen_jax.errors import OUT_OF_MEMORY, InputError, Parser, run_command, with_options
 from infinigen_jax.evaluation.lost_in_the_middle import read_lines
 from infinigen_jax.loading.load import embedded
 from infinigen_jax.policies.quest import Quest
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.settings.pool import Pool
 
 
 def python(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -52,6 +52,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import infinigen_jax as ig
+from infinigen_jax import generate
 from infinigen_jax.engine import generation as run
 from infinigen_jax.errors import run_command
 from infinigen_jax.machine.memory_limits import available_host_bytes
@@ -63,17 +64,20 @@ limit = pages * resource.getpagesize() + (100 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 assert available_host_bytes() <= 100 << 20
 too_much = lambda: engine.generate([[3] * 200] * 256, max_new_tokens=300, batch=256)
-assert run_command(too_much) == 2
+parser = generate.build_parser()
+assert run_command(too_much, parser) == 2
 run.check_memory = lambda *arguments: None  # not foreseen
-sys.exit(run_command(too_much))
+sys.exit(run_command(too_much, parser))
 """
 
 
 def test_a_limit_of_memory(shallow_folder):
     """256 sequences of 500 tokens in 100 MiB: refused beforehand, and when allocation fails."""
     foreseen, unforeseen = error_lines(python("-c", LIMITED, shallow_folder / "books-llama"), 2)
-    assert "are available" in foreseen and OUT_OF_MEMORY not in foreseen
-    assert "are available" not in unforeseen and OUT_OF_MEMORY in unforeseen
+    options = generate.build_parser().options
+    message = with_options(OUT_OF_MEMORY, options)
+    assert "are available" in foreseen and message not in foreseen
+    assert "are available" not in unforeseen and message in unforeseen
     assert all("--max-new-tokens, --batch" in message for message in (foreseen, unforeseen))
 
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 import infinigen_jax as ig
 from infinigen_jax import evaluate, generate, messages, plan
 from infinigen_jax.cli.chat import rate
-from infinigen_jax.cli.options import DEFAULT_MODEL, chunk_option, make_policy, make_pool
+from infinigen_jax.cli.options import DEFAULT_MODEL, make_policy, make_pool
 from infinigen_jax.convert.__main__ import main as convert_main
 from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.loading.load import EMBEDDED, embedded
@@ -160,7 +160,7 @@ def test_a_policy_of_another_package(run, tmp_path, monkeypatch):
     policy: Any = make_policy(generate.build_parser().parse_args(asked))
     assert (policy.name, policy.window, policy.budget) == ("recent", 8, 0.5)
     for name, message in {
-        "elsewhere.Recent:page=8": "'page' is no setting; use budget, sinks, window",
+        "elsewhere.Recent:page=8": "'page' is no setting; use sinks, window, budget",
         "elsewhere.Missing": "no attribute 'Missing'",
         "elsewhere.dataclasses": "not a policy",
         "missing.Recent": "No module named 'missing'",
@@ -226,7 +226,7 @@ def test_numbers_of_tokens_with_a_suffix():
     assert parse(["--max-new-tokens", "1K", "--batch", "1m"]).batch == 1 << 20
     arguments = parse(["--pool-tokens", "2k", "--prefill-chunk", "1k"])
     assert make_pool(arguments) == ig.Pool(tokens=2048)
-    assert chunk_option(arguments.prefill_chunk) == 1024
+    assert arguments.prefill_chunk == 1024
 
 
 def test_work_that_takes_long_is_announced(monkeypatch, capsys):

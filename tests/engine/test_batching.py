@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from runtime import ALL, NEW, SPARSE, engine, random_model, tokens_of
 
 from infinigen_jax import generate
-from infinigen_jax.cache.pool import Pool
 from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.batching import IDLE, Owners, admission
 from infinigen_jax.engine.engine import Engine
@@ -27,6 +26,7 @@ from infinigen_jax.policies.previous_query import PreviousQuery
 from infinigen_jax.policies.quest import Quest
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.settings.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("shallow")
 

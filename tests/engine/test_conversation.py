@@ -12,7 +12,6 @@ import pytest
 from runtime import ALL, SPARSE, engine, random_model, tokens_of
 from tiny import only
 
-from infinigen_jax.cache.pool import Pool
 from infinigen_jax.convert import convert
 from infinigen_jax.engine import conversation as conversation_module
 from infinigen_jax.engine import generation as run
@@ -24,6 +23,7 @@ from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.policies import H2O, Full, InfiniGen, Policy, PreviousQuery, Quest
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.settings.pool import Pool
 
 CONTEXT = 200
 TURNS = [[int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 1, 12, 23)]

@@ -23,7 +23,7 @@ import pytest
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import H2O, Full, InfiniGen
-from infinigen_jax.cache.pool import Pool
+from infinigen_jax.settings.pool import Pool
 from runtime import random_model
 
 model, rng = random_model("gqa"), np.random.default_rng(0)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from runtime import ALL, NEW, RAGGED, SPARSE, counts_of, finished, random_model
 
-from infinigen_jax.cache.pool import Pool
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.policies import Full, InfiniGenPaper, Oracle, Policy
 from infinigen_jax.programs.compilations import compilations
+from infinigen_jax.settings.pool import Pool
 from infinigen_jax.transfer.host_weights import STAYS
 from infinigen_jax.transfer.xla import XlaTransfer
 

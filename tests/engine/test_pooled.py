@@ -23,7 +23,7 @@ from runtime import (
 
 from infinigen_jax import evaluate, generate
 from infinigen_jax.cache.layers import DenseLayer, Resident
-from infinigen_jax.cache.pool import Kept, Pool
+from infinigen_jax.cache.pool import Kept
 from infinigen_jax.decode.sparse_attention import held
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
@@ -32,6 +32,7 @@ from infinigen_jax.models import blueprint
 from infinigen_jax.policies import POLICIES, Full, Oracle, PreviousQuery, Window
 from infinigen_jax.policies.base import Lookup
 from infinigen_jax.programs.compilations import compilations
+from infinigen_jax.settings.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("shallow")
 

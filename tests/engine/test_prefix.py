@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from runtime import ALL, NEW, SPARSE, engine, first_layers, random_model, tokens_of
 
 from infinigen_jax import generate
-from infinigen_jax.cache.pool import Pool
 from infinigen_jax.engine.encoding import UNSETTLED
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
@@ -23,6 +22,7 @@ from infinigen_jax.loading.load import embedded
 from infinigen_jax.policies import H2O, Full, Policy
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.settings.pool import Pool
 from infinigen_jax.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("shallow")

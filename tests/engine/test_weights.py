@@ -62,5 +62,5 @@ def test_loading_onto_the_host(name):
 
 
 def test_places_that_do_not_exist():
-    with pytest.raises(InputError, match="--weights disk"):
+    with pytest.raises(InputError, match="weights disk"):
         engine("gqa", weights="disk")

@@ -181,7 +181,7 @@ def test_settings_behind_a_policy():
     (paper,) = parsed("--policy", "infinigen-paper:tail=true,alpha=inf", reference=False)
     assert paper.policy == InfiniGenPaper(tail=True, alpha=math.inf)
     for text, message in {
-        "quest:pages=4": "'pages' is no setting; use budget, sinks, window, page",
+        "quest:pages=4": "'pages' is no setting; use sinks, window, budget, page",
         "quest:page=x": "'x' is not a whole number",
         "quest:": "",
         "infinigen:tail=yes": "'yes' is not true or false",

@@ -20,7 +20,6 @@ from jax._src.cudnn import fused_attention_stablehlo
 from infinigen_jax import cuda
 from infinigen_jax.cache.host_array import Placement, default_mesh
 from infinigen_jax.cache.layers import Cache, HostLayer
-from infinigen_jax.cache.pool import Pool
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.pool_flush import start_kept
 from infinigen_jax.decode.state import (
@@ -42,6 +41,7 @@ from infinigen_jax.prefill import cudnn_attention as fused_attention
 from infinigen_jax.prefill.compiled import prefill_steps
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.selection.select import Request
+from infinigen_jax.settings.pool import Pool
 from infinigen_jax.skew.neurons import projection_shapes
 from infinigen_jax.transfer import Transfer, XlaTransfer
 from infinigen_jax.transfer.host_weights import in_host_memory, placement

@@ -22,13 +22,13 @@ sys.path.append(str(Path(__file__).parents[1]))
 from runtime import RAGGED, SPARSE, random_model
 
 from infinigen_jax import cuda
-from infinigen_jax.cache.pool import Pool
 from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine import engine
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import POLICIES
 from infinigen_jax.prefill.compiled import prefill_steps
+from infinigen_jax.settings.pool import Pool
 from infinigen_jax.transfer import CudaTransfer, XlaTransfer
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from runtime import engine, random_model
 
-from infinigen_jax.cache.pool import Pool
 from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.memory_plan import MemoryPlan, check_memory
 from infinigen_jax.engine.remedies import LENGTHS, Remedies
@@ -24,6 +23,7 @@ from infinigen_jax.machine.memory_limits import (
 )
 from infinigen_jax.models import Blueprint, blueprint
 from infinigen_jax.policies import H2O
+from infinigen_jax.settings.pool import Pool
 
 GIB = 1 << 30
 

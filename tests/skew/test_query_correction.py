@@ -141,12 +141,12 @@ def test_what_a_conversion_does_not_have_is_refused_in_one_line(converted, tmp_p
             Engine(model, policy=InfiniGen(**settings), dense_layers=1)
         assert "\n" not in str(caught.value)
 
-    refused(svd, "--basis balanced: .* --skew svd.* with --skew balanced", basis="balanced")
-    refused(svd, "--query corrected: .* --skew balanced", query="corrected")
-    refused(none, "--basis svd: .* --skew none", basis="svd")
-    with pytest.raises(InputError, match="--basis none: use auto or svd or balanced"):
+    refused(svd, "basis balanced: .* `skew` svd.* again with balanced", basis="balanced")
+    refused(svd, "query corrected: .* `skew` balanced", query="corrected")
+    refused(none, "basis svd: .* `skew` none", basis="svd")
+    with pytest.raises(InputError, match="basis none: use auto, svd or balanced"):
         InfiniGen(basis="none")
-    with pytest.raises(InputError, match="--query odd"):
+    with pytest.raises(InputError, match="query odd"):
         InfiniGen(query="odd")
 
 
@@ -187,7 +187,7 @@ def test_balanced_conversions_of_old_still_load(converted, tmp_path):
     model = checkpoint.load(old)
     assert model.ahead is None and model.svd_bases is None
     Engine(model, policy=InfiniGen(), dense_layers=1)
-    with pytest.raises(InputError, match="--basis svd"):
+    with pytest.raises(InputError, match="basis svd"):
         Engine(model, policy=InfiniGen(basis="svd"), dense_layers=1)
 
 

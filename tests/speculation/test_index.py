@@ -14,7 +14,8 @@ from infinigen_jax.models import blueprint
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.policies.base import Lookup
-from infinigen_jax.speculation.index import BITS, INDEX_DTYPES, IndexFormat
+from infinigen_jax.settings.policy import INDEX_DTYPES
+from infinigen_jax.speculation.index import BITS, IndexFormat
 from infinigen_jax.speculation.query import partial_keys, speculation_weights
 
 encode = jax.jit(IndexFormat.encode, static_argnums=0)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from runtime import random_model
 
 from infinigen_jax.cache.hot_set import HotSet
-from infinigen_jax.cache.pool import Pool
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Quest
+from infinigen_jax.settings.pool import Pool
 from infinigen_jax.speculation.layer_budgets import STEP, Curves, share_out
 
 SHARES = (0.05, 0.1, 0.2, 0.4)

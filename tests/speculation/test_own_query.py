@@ -13,10 +13,10 @@ from runtime import (
     scores_of,
 )
 
-from infinigen_jax.cache.pool import Pool
 from infinigen_jax.checkpoint.skew_file import Basis
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Oracle
+from infinigen_jax.settings.pool import Pool
 from infinigen_jax.skew.basis import balanced_basis, moments
 from infinigen_jax.speculation.query import own_query, partial_keys, speculation_weights
 from infinigen_jax.transfer.xla import XlaTransfer

@@ -26,7 +26,8 @@ from infinigen_jax.loading.load import DENSE_UNKNOWN, Model, load
 from infinigen_jax.models.forward import causal_attention
 from infinigen_jax.ops.attention import attend
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper
-from infinigen_jax.speculation.query import SOURCES, choose_source
+from infinigen_jax.settings.policy import SOURCES
+from infinigen_jax.speculation.query import choose_source
 
 
 def without_attention(name: str) -> Model:
@@ -159,7 +160,7 @@ def test_the_corrected_query_is_of_what_the_conversion_was_for(tiny: Any, tmp_pa
         assert policy.source == name
         other = "input" if name == "resident" else "resident"
         wanted = dataclasses.replace(corrected, speculate_from=other)
-        with pytest.raises(InputError, match=f"--speculate-from {other}: .* is for {name}"):
+        with pytest.raises(InputError, match=f"speculate_from {other}: .* is for {name}"):
             Engine(model, policy=wanted)
         plain = InfiniGen(query="plain", speculate_from=other)
         assert Engine(model, policy=plain).decoder.policy.source == other

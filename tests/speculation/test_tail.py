@@ -152,7 +152,7 @@ def test_the_mean_key_does_not_enter_a_tail_twice(TAILED):
 
 
 def test_settings_out_of_range_are_named():
-    with pytest.raises(InputError, match="--count median: use head or mean"):
+    with pytest.raises(InputError, match="count median: use head or mean"):
         InfiniGen(count="median")
 
 

@@ -19,9 +19,10 @@ from infinigen_jax.models.rope import Rope
 from infinigen_jax.ops.attention import Tail, attend, attend_weighted, packed
 from infinigen_jax.policies import Full, InfiniGen
 from infinigen_jax.selection.select import Request
+from infinigen_jax.settings.policy import INDEX_DTYPES
 from infinigen_jax.skew.positions import spread_blocks
 from infinigen_jax.skew.tail_moments import BlockMoments, block_products
-from infinigen_jax.speculation.index import INDEX_DTYPES, IndexFormat
+from infinigen_jax.speculation.index import IndexFormat
 from infinigen_jax.speculation.tail import (
     fit_slope,
     predicted,

@@ -1,0 +1,68 @@
+"""Settings of an engine that do not depend on JAX; `engine.settings` adds the policy."""
+
+import dataclasses
+
+from infinigen_jax.numeric import LARGEST_FACTOR, OneOf, Range, whole_number
+from infinigen_jax.settings.pool import Pool
+from infinigen_jax.settings.setting import Settings, setting
+
+SCHEDULES = ("auto", "fused", "layerwise")
+TRANSFERS = ("auto", "xla", "cuda")
+ROW_FORMATS = ("auto", "int8", "int4")
+WEIGHTS = ("device", "host")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions(Settings):
+    """Settings of an engine other than its policy.
+
+    `dense_layers`: the default depends on the policy: 2, or with InfiniGen those that need it, see
+    `Model.dense_layers`.
+
+    `schedule`: "auto" chooses layerwise for models of many layers on a CPU, where compiling a fused
+    step takes longer with every layer, and fused otherwise.
+
+    `hot_set`: at least 1, or 0 for none. By default 2 with the `cuda` transfer, and 0 with `xla`,
+    where looking rows up costs more than moving them.
+
+    `weights`: with "host" the layers' weights are moved for each step; results are equal. `load`
+    takes it as well.
+
+    `check`: a NaN or an infinity ends a run with `finite_check.NotFiniteError`. Uses the fused
+    schedule.
+
+    `prefill_chunk`: by default `prefill.longest_chunk`. With a pool, prompts are read in one piece.
+    """
+
+    dense_layers: int | None = setting(
+        None,
+        "first layers whose cache stays on the device (default: those that need it)",
+        "N",
+        whole_number(0),
+    )
+    schedule: str = setting(
+        "auto", "auto, fused or layerwise; equal results", "S", OneOf(SCHEDULES)
+    )
+    transfer: str = setting(
+        "auto", "way of rows to the device: auto, xla or cuda", "T", OneOf(TRANSFERS)
+    )
+    rows: str = setting(
+        "auto", "format of rows on the host: auto (exact), int8 or int4", "T", OneOf(ROW_FORMATS)
+    )
+    hot_set: float | None = setting(
+        None,
+        "rows kept on the device after use, in multiples of the budget; 0: none",
+        "M",
+        Range(1, LARGEST_FACTOR, or_zero=True),
+    )
+    pool: Pool | None = None
+    weights: str = setting(
+        "device", "memory of the layers' weights: device or host", "W", OneOf(WEIGHTS)
+    )
+    check: bool = setting(False, "stop at a NaN or an infinity, and say where it is")
+    prefill_chunk: int | None = setting(
+        None,
+        "tokens of a prompt read at a time (default: 1024 on the CPU, else up to 4096)",
+        "N",
+        whole_number(1),
+    )

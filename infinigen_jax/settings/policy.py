@@ -1,0 +1,130 @@
+"""Settings of the policies that have options of their own on a command line.
+
+Settings of other policies stand in the policy's file. They follow its name: `quest:page=8`.
+"""
+
+import dataclasses
+import math
+
+from infinigen_jax.numeric import OneOf, Range, number, share, whole_number
+from infinigen_jax.settings.setting import Settings, setting
+
+INDEX_DTYPES = ("auto", "float32", "bfloat16", "int4")
+BASES = ("auto", "svd", "balanced")
+QUERIES = ("auto", "plain", "corrected", "own")
+# Hidden state that predicts the next layer's query: its predecessor's attention input, or the state
+# after attention to the resident rows alone.
+SOURCES = ("input", "resident")
+LAYER_BUDGETS = ("auto", "equal", "calibrated")
+COUNTS = ("head", "mean")
+TAIL_TOKENS = (0, *(2**i for i in range(8)))  # divisors of every capacity
+MOST_TAIL_COLUMNS = 16  # that the kernels can average
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResidentSettings(Settings):
+    """Tokens that stay on the device."""
+
+    sinks: int = setting(0, "first tokens kept on the device", "N", whole_number(0))
+    window: int = setting(
+        1, "recent tokens kept on the device, including the current one", "N", whole_number(1)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BudgetSettings(ResidentSettings):
+    """Settings of a policy that fetches at most a share of the rows."""
+
+    budget: float = setting(0.1, "most rows fetched, as a share of those cached", "F", share())
+    sinks: int = 4
+    window: int = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InfiniGenSettings(BudgetSettings):
+    """Settings of InfiniGen.
+
+    `index_dtype`: "auto" is bfloat16, but float32 on the CPU. With int4, three quarters of the
+    columns take little more memory than a fifth of them in bfloat16.
+
+    `count`: "head" counts the rows that pass alpha for each KV head; "mean" takes the mean over all
+    heads and sequences of the batch, as in the paper's code.
+
+    `query`: "plain" is computed from the previous layer's unchanged input, as in the paper;
+    "corrected" has a correction fitted on calibration text; "own" is the layer's true query, for
+    which the layer waits. "auto" is own if attention reads rows in host memory, so that a prefetch
+    has nothing to hide; else corrected if the model stores a correction, else plain.
+
+    `speculate_from`: "resident" is a better guess than "input", the paper's, and waits for no
+    transfer. "auto" is the source that the model was converted for, else "input". Ignored for an
+    own query.
+
+    `layer_budgets`: "calibrated" distributes the budget by the loss of each layer on calibration
+    text (`speculation.layer_budgets`); "auto" does so if the conversion measured the losses.
+
+    `tail_tokens`: neighbours share their mean value and the weight given by the layer's own query
+    and the index. 0 weighs all tokens by the speculated scores; always 0 with a pool, whose
+    neighbouring slots are unrelated.
+
+    `tail_columns`: see `speculation.tail`. Always 0 if the conversion did not measure the moments,
+    and with `tail_tokens` 0 or 1.
+    """
+
+    alpha: float = setting(
+        4.0,
+        "fetch rows that score within A of the best; the paper: 4 for OPT, 5 for LLaMA; inf: by "
+        "the budget alone",
+        "A",
+        number(0, math.inf),
+    )
+    partial_ratio: float = setting(
+        0.75, "share of a key's columns in the index, rounded up to whole words", "R", share()
+    )
+    index_dtype: str = setting(
+        "int4", "format of the index: auto, bfloat16, float32 or int4", "T", OneOf(INDEX_DTYPES)
+    )
+    count: str = setting(
+        "head",
+        "rows in the budget: by KV head (head), or the mean of all (mean)",
+        "C",
+        OneOf(COUNTS),
+    )
+    streamed_layers: int = setting(
+        0,
+        "first layers without speculation; on the host they are streamed whole",
+        "N",
+        whole_number(0),
+    )
+    basis: str = setting(
+        "auto",
+        "basis of the index: auto (the model's), svd (the paper's) or balanced",
+        "B",
+        OneOf(BASES),
+    )
+    query: str = setting(
+        "auto", "query that selects rows: auto, plain, corrected or own", "Q", OneOf(QUERIES)
+    )
+    speculate_from: str = setting(
+        "auto",
+        "state that the query is predicted from: input of the layer before; resident, the state "
+        "after attention to the resident rows; or auto, as converted, else input",
+        "S",
+        OneOf(("auto", *SOURCES)),
+    )
+    layer_budgets: str = setting(
+        "auto",
+        "budgets of the layers: calibrated by the loss of each, with that mean; equal; or auto, "
+        "calibrated if the conversion measured the losses",
+        "L",
+        OneOf(LAYER_BUDGETS),
+    )
+    tail: bool = setting(True, "attend to the mean of unfetched rows")
+    tail_tokens: int = setting(
+        64, "neighbouring tokens that the tail combines into one; 0: all", "N", OneOf(TAIL_TOKENS)
+    )
+    tail_columns: int = setting(
+        8,
+        "index columns that predict how a value differs from the mean of its neighbours",
+        "N",
+        Range(0, MOST_TAIL_COLUMNS, whole=True),
+    )
