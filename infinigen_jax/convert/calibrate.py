@@ -161,8 +161,8 @@ class Calibrator:
         self._attended: tuple[Array, ...] | None = None  # hidden states, queries, keys, values
         self._guesses: tuple[Array, ...] = ()
         self._input: Array | None = None  # of the previous layer, unless it is the substitute
+        self._rope = config.rope  # of this layer
         self._valid = jnp.asarray(tokens.valid)
-        self._places = offsets(config.rope, config.max_positions, tokens.ids.shape[1])
         plan = blueprint(config, jnp.float32)
         positions = jnp.broadcast_to(jnp.arange(tokens.ids.shape[1]), tokens.ids.shape)
         self._hidden = plan.embedding(embedding).embed(jnp.asarray(tokens.ids), positions)
@@ -177,6 +177,7 @@ class Calibrator:
         """
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
             sliding = self._config.window_of(self._layers_done)
+            self._rope = self._config.rope_of(self._layers_done)
             step = _step(self._config, self._source, sliding)
             self._hidden, sums, seen = step(params, self._hidden, self._valid)
         self._layers_done += 1
@@ -207,11 +208,12 @@ class Calibrator:
             )
         moments = Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
         self.blocks = BlockMoments(*(products / self._count for products in blocks))
-        if self._places == 1:
+        places = self._places
+        if places == 1:
             return moments
-        assert self._config.rope is not None
-        self.blocks = spread_blocks(self.blocks, self._config.rope, self._places)
-        return spread_moments(moments, self._config.rope, self._places)
+        assert self._rope is not None
+        self.blocks = spread_blocks(self.blocks, self._rope, places)
+        return spread_moments(moments, self._rope, places)
 
     def ahead(self, params: Params) -> tuple[Params, GuessMoments]:
         """Fit the query of the layer that `layer` ran last to the previous layer's hidden state.
@@ -249,8 +251,8 @@ class Calibrator:
         moments = guess_moments(guesses, queries, config.num_kv_heads)
         if self._places == 1:
             return projection, moments
-        assert config.rope is not None
-        return projection, spread_guess(moments, config.rope, self._places)
+        assert self._rope is not None
+        return projection, spread_guess(moments, self._rope, self._places)
 
     def loss(self, params: Params) -> Float[np.ndarray, "n m"]:
         """Return the relative error of sparse attention in the layer that `layer` ran last.
@@ -275,6 +277,11 @@ class Calibrator:
         whole, errors = (np.asarray(s, np.float64).sum(axis=0) for s in squares)
         with np.errstate(invalid="ignore"):
             return np.sqrt(errors / whole).astype(np.float32)
+
+    @property
+    def _places(self) -> int:
+        """Number of positions where the text can start, see `skew.positions`."""
+        return offsets(self._rope, self._config.max_positions, self._valid.shape[1])
 
     def _chosen(self, params: Params) -> Params:
         """Return the previous layer's neurons that a query of this layer sees."""
@@ -331,6 +338,7 @@ def _step(config: ModelConfig, source: str | None, sliding: int | None) -> Calla
         sliding: the layer's sliding window, in tokens, if it has one.
     """
     plan = blueprint(config, jnp.float32)
+    attend = functools.partial(causal_attention, cap=config.attention_softcap)
 
     def window(params: Params, x: Array, valid: Array) -> tuple[Array, Any, Any]:
         layer = plan.layer(params)
@@ -348,13 +356,13 @@ def _step(config: ModelConfig, source: str | None, sliding: int | None) -> Calla
             k.sum(axis=0),
             *block_products(keys, values, valid & (positions >= SINKS)),
         )
-        attended = causal_attention(queries, keys, values, window=sliding)
+        attended = attend(queries, keys, values, window=sliding)
         attended_state = x + layer.attention_output(attended)
 
         def resident() -> Array:
             recent = RECENT if sliding is None else min(RECENT, sliding)
             sinks = SINKS if sliding is None else 0
-            near = causal_attention(queries, keys, values, window=recent, sinks=sinks)
+            near = attend(queries, keys, values, window=recent, sinks=sinks)
             return x + layer.attention_output(near)
 
         seen = None

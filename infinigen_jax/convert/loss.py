@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.models import ModelConfig, Params, blueprint
+from infinigen_jax.ops.attention import soft_capped
 
 BUDGETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4)
 BUDGET = 0.05  # decides which layers are dense; one of BUDGETS
@@ -50,7 +51,7 @@ def squared_errors(
         queries and by each of the guesses, at each of the m BUDGETS. 0 for a window shorter than
         SHORTEST.
     """
-    layer = blueprint(config, jnp.float32).layer(params)
+    layer, cap = blueprint(config, jnp.float32).layer(params), config.attention_softcap
 
     def output(o: Float[Array, "n k g d"]) -> Float[Array, "n e"]:
         return layer.attention_output(o.reshape(len(o), config.num_heads, config.head_dim))
@@ -61,7 +62,7 @@ def squared_errors(
         at = count - 1 - jnp.arange(STEPS, dtype=jnp.int32) * (count // 2) // STEPS
         at = jnp.maximum(at, 0)
         choosers = tuple(config.grouped(q[at]) for q in choosers)
-        exact, *sparse = map(output, _attended(choosers[0], choosers, key, value, at))
+        exact, *sparse = map(output, _attended(choosers[0], choosers, key, value, at, cap))
         errors = jnp.stack([jnp.sum(jnp.square(o - exact)) for o in sparse])
         norm = jnp.sum(jnp.square(x[at] + exact))
         long = count >= SHORTEST
@@ -77,6 +78,7 @@ def _attended(
     keys: Float[Array, "s k d"],
     values: Float[Array, "s k d"],
     at: Int[Array, " n"],
+    cap: float | None,
 ) -> list[Float[Array, "n k g d"]]:
     """Return full attention, then sparse attention for each chooser and each of BUDGETS.
 
@@ -88,7 +90,7 @@ def _attended(
     far = seen & (place >= SINKS)[None] & (distance >= RECENT)
 
     def weights(q: Float[Array, "n k g d"], mask: Bool[Array, "n s"]) -> Array:
-        scores = jnp.einsum("nkgd,skd->nkgs", q, keys)
+        scores = soft_capped(jnp.einsum("nkgd,skd->nkgs", q, keys), cap)
         return jax.nn.softmax(jnp.where(mask[:, None, None], scores, -jnp.inf), axis=-1)
 
     def summed(weight: Float[Array, "n k g s"], values: Float[Array, "s k d"]) -> Array:

@@ -133,7 +133,8 @@ class _Job:
     ):
         self.config, self.sources, self.dtype, self.skew = config, sources, dtype, skew
         self.source, self.neurons, self.tokens = source, neurons, tokens
-        self.slots = expected(blueprint(config, jnp.float32))
+        self.plan = blueprint(config, jnp.float32)
+        self.slots = expected(self.plan)
         # Rotation does not commute with the basis, and only an orthogonal basis leaves a
         # checkpoint that any program can run.
         self.absorbs = skew == "svd" and config.rope is None
@@ -157,7 +158,7 @@ class _Job:
                 files[SAFETENSORS].add(name, tensor)
             calibrator = self._calibrator()
             for done, slots in enumerate(self.slots.layers):
-                extra = self._calibrate(calibrator, slots)
+                extra = self._calibrate(calibrator, done)
                 for name, tensor in self._cast(slots, extra if self.absorbs else None):
                     files[SAFETENSORS].add(name, tensor)
                 if AHEAD_FILE in files:
@@ -199,7 +200,7 @@ class _Job:
         params = read_tree(self.slots.embedding, self.sources, _joined)
         return Calibrator(self.config, self.tokens, params, self.source, self.neurons)
 
-    def _calibrate(self, calibrator: Calibrator | None, slots: list[Slot]) -> Any:
+    def _calibrate(self, calibrator: Calibrator | None, number: int) -> Any:
         """Run a layer and keep its statistics.
 
         Returns:
@@ -207,7 +208,8 @@ class _Job:
         """
         if calibrator is None:
             return None
-        params = read_tree(slots, self.sources, _joined)
+        slots = self.slots.layers[number]
+        params = self.plan.complete(number, read_tree(slots, self.sources, _joined))
         try:
             seen = calibrator.layer(params)
         except InputError as error:

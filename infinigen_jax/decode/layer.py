@@ -169,7 +169,9 @@ class Decoder(Layout):
         prepared, scales = weights.policy[number], read.scales[number]
         if self.slots.tail_block and not self.streams(number):
             return HostLayer(at, scales, tail=(prepared, read.states[number]))
-        mean = prepared.get("mean") if self.policy.has_tail else None
+        # Capped scores already have the mean key's logit.
+        lacks_mean = self.policy.has_tail and "softcap" not in prepared
+        mean = prepared.get("mean") if lacks_mean else None
         return HostLayer(at, scales, mean, read.pool_of(number))
 
     def target(

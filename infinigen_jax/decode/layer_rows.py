@@ -40,7 +40,8 @@ class DeviceRows:
     def attend(
         self, q: Float[Array, "b k g d"], carry: Carry
     ) -> tuple[Float[Array, "b k g d"], "DeviceRows", Counts]:
-        o = attend(q, self.local.part(self.positions, self.layout.dtype))
+        part = self.local.part(self.positions, self.layout.dtype)
+        o = attend(q, part, cap=self.layout.config.attention_softcap)
         return o, self, carry.counts
 
 

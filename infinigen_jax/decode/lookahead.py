@@ -88,7 +88,8 @@ class FromResident(NoRequest):
         hot: Hot,
     ) -> tuple[Started | None, Float[Array, "b k g d"]]:
         with jax.named_scope("resident"):
-            x = x + self.decoder.output(layer, attend(q, rows.near()))
+            o = attend(q, rows.near(), cap=self.decoder.config.attention_softcap)
+            x = x + self.decoder.output(layer, o)
         assert self.inputs.target is not None
         # Normalise with the parameters of the layer whose input `x` approximates.
         a = self.decoder.blueprint.layer(self.inputs.target.params).attention_input(x)

@@ -26,7 +26,11 @@ Read = Callable[[Int[Array, " p"], Int[Array, "p c"], Int[Array, "p c"]], Float[
 
 
 def attend_requested(
-    q: Float[Array, "b k g d"], request: Request, read: Read, sums: bool
+    q: Float[Array, "b k g d"],
+    request: Request,
+    read: Read,
+    sums: bool,
+    cap: float | None = None,
 ) -> tuple[Softmax, Float[Array, "b k d"] | None]:
     """Return attention to a request's valid rows, and with `sums` the sum of their values.
 
@@ -63,7 +67,7 @@ def attend_requested(
         place = jnp.minimum(place, n - 1)
         part = packed(read(head, place, find(i, head, place, valid)), valid[None])
         query = queries[head][None]
-        softmax = extend_softmax(start_softmax(query), query, part)
+        softmax = extend_softmax(start_softmax(query), query, part, cap)
         return jax.tree.map(
             lambda kept, new: lax.dynamic_update_slice_in_dim(kept, new[0], i * ITEMS, axis=0),
             results,

@@ -55,7 +55,9 @@ def attend_fetched(
     part = fetched_part(layout, fetched, host, host_layer)
     taken = part.taken(q.shape[-1])
     tail = tail_term(layout, q, request, taken, local, host_layer, positions)
-    o, (near, far) = attend_weighted(q, resident, part, tail=tail)
+    o, (near, far) = attend_weighted(
+        q, resident, part, tail=tail, cap=layout.config.attention_softcap
+    )
     if not layout.policy.observes:
         return o, None
     places = layout.slots.positions(positions)
@@ -83,8 +85,9 @@ def attend_chunks(
         return layout.row_format.decode(scales, rows)
 
     one_mean = host_layer.tail is None and fetched.request.rest is not None
-    softmax, taken = attend_requested(q, fetched.request, read, sums=one_mean)
-    softmax = join_softmax(extend_softmax(start_softmax(q), q, resident), softmax)
+    cap = layout.config.attention_softcap
+    softmax, taken = attend_requested(q, fetched.request, read, one_mean, cap)
+    softmax = join_softmax(extend_softmax(start_softmax(q), q, resident, cap), softmax)
     term = tail_term(layout, q, fetched.request, taken, local, host_layer, positions)
     return finish_softmax(softmax, q, term)
 
@@ -180,7 +183,7 @@ def attend_streamed(
     positions: Int[Array, " b"],
 ) -> Float[Array, "b k g d"]:
     """Attend to the resident rows and all rows on the host, block by block."""
-    capacity = capacity_of(host, q.shape[0])
+    cap, capacity = layout.config.attention_softcap, capacity_of(host, q.shape[0])
     block = min(capacity, STREAM_BLOCK)
     eligible = on_host_only(layout, host_layer, capacity, positions)
     # With a pool the capacity need not be a multiple of the block. The last read then starts early
@@ -198,9 +201,9 @@ def attend_streamed(
         rows = read_block(host, host_layer.number, start, block, layout.mesh, q.shape[0])
         # Unwritten slots may hold NaN, which a weight of 0 does not mask.
         rows = jnp.where(valid[..., None], layout.row_format.decode(host_layer.scales, rows), 0)
-        return extend_softmax(state, q, packed(rows, valid))
+        return extend_softmax(state, q, packed(rows, valid), cap)
 
-    state = extend_softmax(start_softmax(q), q, local.part(positions, layout.slots))
+    state = extend_softmax(start_softmax(q), q, local.part(positions, layout.slots), cap)
     state = lax.fori_loop(jnp.int32(0), jnp.int32(blocks), visit, state)
     return finish_softmax(state, q)
 

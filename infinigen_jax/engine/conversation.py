@@ -53,9 +53,13 @@ class Conversation:
 
     def __init__(self, runtime: Runtime, sampling: Sampling | None, context: int | None):
         check_runtime(runtime)
-        limit = runtime.model.config.max_positions
+        config = runtime.model.config
+        limit = config.longest_short or config.max_positions
         if context is not None and not 1 < context <= limit:
-            raise InputError(f"--context {context}: give 2 to {limit}, the model's positions")
+            why = "the model's positions"
+            if limit < config.max_positions:
+                why = "as the model rotates the keys of longer texts differently"
+            raise InputError(f"--context {context}: give 2 to {limit}, {why}")
         self.runtime = runtime
         self.sampling = sampling or Sampling()
         self.context = context or min(CONTEXT, limit)

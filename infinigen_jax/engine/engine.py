@@ -147,6 +147,14 @@ class Engine:
                 f"{max(limit - longest, 0)}, as the model has {limit} positions; give fewer "
                 "new tokens or a shorter prompt"
             )
+        short = self.model.config.longest_short or limit
+        grown = [len(prompt) for prompt in prompts if len(prompt) <= short]
+        if grown and max(grown) + max_new_tokens - 1 > short:
+            raise InputError(
+                f"--max-new-tokens {max_new_tokens}: the model rotates the keys of texts above "
+                f"{short} tokens differently, and a prompt of {max(grown)} would grow beyond; give "
+                f"at most {short + 1 - max(grown)} new tokens or a longer prompt"
+            )
         sampling = sampling or Sampling()
         sequences = [list(prompt) for prompt in prompts]
         fit = fit and batch is None and self.mesh.shape["data"] == 1

@@ -61,10 +61,10 @@ def common_prefix(prompts: Sequence[list[int]]) -> int:
 def may_share(config: ModelConfig, longest: int) -> bool:
     """Return whether the keys of a prefix are independent of the prompt's length, up to `longest`.
 
-    They are not if the base of the rotary embedding depends on the length.
+    They are not if the frequencies of the rotary embedding depend on the length.
     """
     rope = config.rope
-    return rope is None or rope.kind != "dynamic" or longest <= rope.original_positions
+    return rope is None or not rope.varies or longest <= rope.original_positions
 
 
 def plan_sharing(decoder: Decoder, prefix: int, tokens: int, batch: int) -> Sharing:

@@ -27,7 +27,7 @@ from infinigen_jax.decode.sparse_attention import fetched_part, tail_term
 from infinigen_jax.decode.state import Carry, Fetched
 from infinigen_jax.decode.steps import Watched
 from infinigen_jax.models.base import Layer
-from infinigen_jax.ops.attention import Part, attend_weighted
+from infinigen_jax.ops.attention import Part, attend_weighted, soft_capped
 from infinigen_jax.ops.indexing import put
 from infinigen_jax.ops.top_k import top_mask
 from infinigen_jax.policies import Policy
@@ -90,8 +90,9 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
 
     assert isinstance(watched.local, Resident)
     resident = watched.local.part(positions, slots)
-    near_scores = _scores(q, resident.keys, resident.valid)
-    far_scores = _scores(q, rows, eligible[:, None])
+    cap = config.attention_softcap
+    near_scores = _scores(q, resident.keys, resident.valid, cap)
+    far_scores = _scores(q, rows, eligible[:, None], cap)
     weights = jax.nn.softmax(jnp.concatenate([near_scores, far_scores], axis=-1), axis=-1)
     near, far = weights[..., : slots.size], weights[..., slots.size :]
     request = _request(decoder, watched, layer, a)
@@ -159,9 +160,9 @@ def _with_tail(
     assert watched.host is not None and own is not None and isinstance(local, Resident)
     fetched = watched.before.fetched or Fetched(request, None)
     part = fetched_part(decoder, fetched, watched.host, own)
-    taken = part.taken(q.shape[-1])
+    taken, cap = part.taken(q.shape[-1]), decoder.config.attention_softcap
     tail = tail_term(decoder, q, request, taken, local, own, watched.positions)
-    return attend_weighted(q, resident, part, tail=tail)[0]
+    return attend_weighted(q, resident, part, tail=tail, cap=cap)[0]
 
 
 def _policy(decoder: Decoder, watched: Watched) -> Policy:
@@ -181,12 +182,15 @@ def _wanted(
 
 
 def _scores(
-    q: Float[Array, "b k g d"], rows: Float[Array, "b k n w"], valid: Bool[Array, "b kv n"]
+    q: Float[Array, "b k g d"],
+    rows: Float[Array, "b k n w"],
+    valid: Bool[Array, "b kv n"],
+    cap: float | None,
 ) -> Float[Array, "b k g n"]:
     """Return the attention logits; rows begin with the key."""
     keys = rows[..., : q.shape[-1]]
     scores = jnp.einsum("bkgd,bknd->bkgn", q, keys, preferred_element_type=jnp.float32)
-    return jnp.where(valid[:, :, None], scores, -jnp.inf)
+    return jnp.where(valid[:, :, None], soft_capped(scores, cap), -jnp.inf)
 
 
 def _attended(

@@ -259,7 +259,10 @@ def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) 
 
     params = {
         "embedding": read_tree(slots.embedding, sources, join),
-        "layers": [placed(read_tree(layer, sources, join), weights) for layer in slots.layers],
+        "layers": [
+            placed(plan.complete(i, read_tree(layer, sources, join)), weights)
+            for i, layer in enumerate(slots.layers)
+        ],
     }
     # Copies may be in progress; the file may change after this line.
     jax.block_until_ready(params)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.models.family import family
 from infinigen_jax.models.joined import part_of, split
 from infinigen_jax.models.products import dot_general
-from infinigen_jax.models.rope import Rope
+from infinigen_jax.models.rope import Rope, rotation
 
 Params = dict[str, Any]
 
@@ -34,7 +34,12 @@ class ModelConfig:
         family: name of the file of this package that defines the modules.
         max_positions: longest supported sequence, in tokens.
         rope: rotary embedding, or None for learned positions.
+        layer_ropes: rotary embedding of each layer, None for no rotation; empty if all have
+            `rope`. Their frequencies do not vary.
         attention_bias, mlp_bias: whether the projections have biases.
+        query_scale: factor on the attention scores; None for the inverse root of the head size.
+        attention_softcap, logit_softcap: bounds of the attention scores and of the logits, see
+            `ops.attention.soft_capped`; None for none.
         sliding_window: number of tokens, itself included, that a token attends to in
             `sliding_layers`.
         eos_ids: tokens that end a generation; may be empty.
@@ -55,6 +60,10 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     rope: Rope | None = None
+    layer_ropes: tuple[Rope | None, ...] = ()
+    query_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     bos_id: int | None = None
@@ -79,10 +88,20 @@ class ModelConfig:
         """Return the sliding window of a layer, in tokens; None if it attends to all."""
         return self.sliding_window if layer in self.sliding_layers else None
 
+    def rope_of(self, layer: int) -> Rope | None:
+        """Return the rotary embedding of a layer; None if it does not rotate."""
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
+
+    @property
+    def longest_short(self) -> int | None:
+        """Length of a sequence beyond which the keys of all its tokens differ; None for none."""
+        longrope = self.rope is not None and self.rope.kind == "longrope"
+        return self.rope.original_positions if self.rope is not None and longrope else None
+
     @property
     def scale(self) -> float:
         """Factor on the attention scores, which `Layer.query` applies."""
-        return self.head_dim**-0.5
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
 
 @runtime_checkable
@@ -170,6 +189,20 @@ class Blueprint(NamedTuple):
             module.kv = part_of(params["qkv"], self.config.query_width, None)
         return module
 
+    def complete(self, number: int, params: Params) -> Params:
+        """Return a layer's parameters in the form of `layer_shapes`.
+
+        Args:
+            number: number of the layer.
+            params: parameters as a checkpoint stores them: in either form of `models.joined`, and
+                without those that follow from the configuration.
+        """
+        params = split(params, self.config.query_width)
+        if "rotation" not in self.layer_shapes:
+            return params
+        rope = self.config.layer_ropes[number]
+        return params | {"rotation": rotation(rope, self.config.head_dim)}
+
     def embedding(self, params: Params) -> Embedding:
         """Return the module of the embedding."""
         return nnx.merge(self.embedding_graph, params)
@@ -231,5 +264,5 @@ def random_params(config: ModelConfig, dtype: Any, seed: int = 0) -> Params:
         return jax.tree_util.tree_unflatten(structure, filled)
 
     keys = jax.random.split(key, config.num_layers + 1)
-    layers = [tree(plan.layer_shapes, keys[i]) for i in range(config.num_layers)]
+    layers = [plan.complete(i, tree(plan.layer_shapes, keys[i])) for i in range(config.num_layers)]
     return {"embedding": tree(plan.embedding_shapes, keys[-1]), "layers": layers}

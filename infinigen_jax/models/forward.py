@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import Blueprint, Params
+from infinigen_jax.ops.attention import soft_capped
 
 
 def forward(
@@ -17,7 +18,7 @@ def forward(
     Returns:
         Logits, float32.
     """
-    embedding = blueprint.embedding(params["embedding"])
+    config, embedding = blueprint.config, blueprint.embedding(params["embedding"])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     lengths = jnp.full_like(positions, tokens.shape[1])
     x = embedding.embed(tokens, positions)
@@ -25,7 +26,9 @@ def forward(
         layer = blueprint.layer(layer_params)
         a = layer.attention_input(x)
         keys, values = layer.key_value(a, positions, lengths)
-        attend = functools.partial(causal_attention, window=blueprint.config.window_of(i))
+        attend = functools.partial(
+            causal_attention, window=config.window_of(i), cap=config.attention_softcap
+        )
         o = jax.vmap(attend)(layer.query(a, positions, lengths), keys, values)
         x = x + layer.attention_output(o)
         x = x + layer.mlp(x)
@@ -39,6 +42,7 @@ def causal_attention(
     block: int = 256,
     window: int | None = None,
     sinks: int = 0,
+    cap: float | None = None,
 ) -> Float[Array, "s h d"]:
     """Compute causal attention of one sequence in blocks of queries, which keeps scores small.
 
@@ -47,6 +51,7 @@ def causal_attention(
         block: queries per step; the temporary is [h, block, s] float32.
         window: number of tokens, itself included, that a token attends to; None for all.
         sinks: number of first tokens that every token also attends to.
+        cap: bound of the scores, see `ops.attention.soft_capped`.
     """
     length, heads, size = queries.shape
     kv_heads = keys.shape[1]
@@ -59,6 +64,7 @@ def causal_attention(
     def attend(queries_and_positions: tuple[Array, Array]) -> Array:
         q, position = queries_and_positions
         scores = jnp.einsum("skgd,tkd->kgst", q, keys, preferred_element_type=jnp.float32)
+        scores = soft_capped(scores, cap)
         place = jnp.arange(length)[None, None, None, :]
         distance = position[None, None, :, None] - place
         visible = distance >= 0

@@ -1,6 +1,6 @@
 """Reader of Hugging Face's `config.json`: settings and refusals that all families share."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from infinigen_jax.errors import UnsupportedModelError
@@ -9,6 +9,16 @@ SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of `layer_types`
 
 MOST_LAYERS = 10_000  # bounds the lists with an entry per layer
 LARGEST = (1 << 31) - 1  # bounds all other sizes, which index arrays
+
+
+def language_model(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a language model, also if it is a part of another model."""
+    part = hf.get("text_config")
+    if hf.get("model_type") != "gemma3" or not isinstance(part, Mapping):
+        return dict(hf)
+    shared = {name: hf[name] for name in ("eos_token_id", "dtype", "torch_dtype") if name in hf}
+    name = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+    return shared | {**part} | name
 
 
 def refuse_unless(condition: Any, setting: str) -> None:
@@ -37,19 +47,29 @@ def sliding_windows(hf: Mapping[str, Any], window: int | None, first: int = 0) -
         window: the family's reading of `sliding_window`; None without one.
         first: first layer with the window, if `layer_types` is missing.
     """
-    count = _positive(hf, "num_hidden_layers", most=MOST_LAYERS)
-    kinds = hf.get("layer_types")
-    if kinds is None:
-        kinds = [SLIDING if window and i >= first else FULL for i in range(count)]
+    kinds = per_layer(hf, "layer_types", lambda i: SLIDING if window and i >= first else FULL)
     strange = [kind for kind in kinds if kind not in (SLIDING, FULL)]
     refuse_unless(not strange, f"layer type {strange[0] if strange else None!r}")
-    refuse_unless(len(kinds) == count, f"{len(kinds)} layer_types for {count} layers")
     layers = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
     if not layers:
         return {}
     refuse_unless(window, f"layer type {SLIDING!r} without a sliding_window")
-    window = _positive({"sliding_window": window}, "sliding_window")
+    window = positive({"sliding_window": window}, "sliding_window")
     return {"sliding_window": window, "sliding_layers": layers}
+
+
+def per_layer(hf: Mapping[str, Any], name: str, default: Callable[[int], Any]) -> list[Any]:
+    """Return a setting of every layer.
+
+    Args:
+        default: function of the layer's number, for a configuration without the list.
+    """
+    count = positive(hf, "num_hidden_layers", most=MOST_LAYERS)
+    values = hf.get(name)
+    if values is None:
+        return [default(i) for i in range(count)]
+    refuse_unless(len(values) == count, f"{len(values)} {name} for {count} layers")
+    return list(values)
 
 
 def common_settings(hf: Mapping[str, Any], *, layers: str, mlp: str) -> dict[str, Any]:
@@ -60,22 +80,22 @@ def common_settings(hf: Mapping[str, Any], *, layers: str, mlp: str) -> dict[str
         layers, mlp: the family's setting names for the number of layers and the MLP width.
     """
     refuse_foreign_features(hf)
-    heads = _positive(hf, "num_attention_heads")
-    hidden = _positive(hf, "hidden_size")
-    kv_heads = _positive(hf, "num_key_value_heads", default=heads)
+    heads = positive(hf, "num_attention_heads")
+    hidden = positive(hf, "hidden_size")
+    kv_heads = positive(hf, "num_key_value_heads", default=heads)
     refuse_unless(heads % kv_heads == 0, f"{heads} query heads over {kv_heads} KV heads")
-    head_dim = _positive(hf, "head_dim", default=hidden // heads)
+    head_dim = positive(hf, "head_dim", default=hidden // heads)
     refuse_unless(head_dim % 2 == 0, f"an odd head size ({head_dim})")
-    vocabulary = _positive(hf, "vocab_size")
+    vocabulary = positive(hf, "vocab_size")
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
-        "intermediate_size": _positive(hf, mlp),
-        "num_layers": _positive(hf, layers, most=MOST_LAYERS),
+        "intermediate_size": positive(hf, mlp),
+        "num_layers": positive(hf, layers, most=MOST_LAYERS),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "max_positions": _positive(hf, "max_position_embeddings"),
+        "max_positions": positive(hf, "max_position_embeddings"),
         "bos_id": _token(hf, "bos_token_id", vocabulary),
         "eos_ids": end_tokens(hf, vocabulary),
         "pad_id": _token(hf, "pad_token_id", vocabulary, none=-1),
@@ -110,9 +130,10 @@ def _token(
     return value
 
 
-def _positive(
+def positive(
     hf: Mapping[str, Any], name: str, default: int | None = None, most: int = LARGEST
 ) -> int:
+    """Read a positive whole number; refuse other values, and none unless there is a default."""
     value = hf.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.models.base import ModelConfig, linear
 from infinigen_jax.models.hf import common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.norms import RMSNorm
-from infinigen_jax.models.rope import rotate
+from infinigen_jax.models.rope import Rotation, rotate
 from infinigen_jax.models.rope_hf import rope_from_hf, stretched_positions
 
 ACTIVATIONS = {
@@ -47,9 +47,11 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **own: Any) -> ModelCon
     common = common_settings(hf, layers="num_hidden_layers", mlp="intermediate_size")
     activation = hf.get("hidden_act", "silu")
     refuse_unless(activation in ACTIVATIONS, f"hidden_act {activation!r}")
-    rope = rope_from_hf(hf, common["max_positions"])
-    settings: dict[str, Any] = {"attention_bias": False, "mlp_bias": False} | common | own
-    settings["max_positions"] = stretched_positions(rope, common["max_positions"])
+    rope = own.get("rope") or rope_from_hf(hf, common["max_positions"])
+    refuse_unless(rope.fits(common["head_dim"]), f"rope type {rope.kind!r} for heads of its size")
+    common["max_positions"] = stretched_positions(rope, common["max_positions"])
+    settings: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "rope": rope}
+    settings |= common | own
     if settings.get("sliding_window", 0) >= settings["max_positions"]:
         # Treat it as no window: such layers are cached on the host like any other.
         settings |= {"sliding_window": None, "sliding_layers": ()}
@@ -58,7 +60,6 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **own: Any) -> ModelCon
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         activation=activation,
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        rope=rope,
         **settings,
     )
 
@@ -76,6 +77,8 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype)
         self.gate_up = linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, dtype, rngs)
         self.down = linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype, rngs)
+        if c.layer_ropes:
+            self.rotation = Rotation(c.head_dim)
         self.config = config
 
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
@@ -96,9 +99,8 @@ class Layer(nnx.Module):
         lengths: Int[Array, "*b"] | None = None,
     ) -> Float[Array, "*b h d"]:
         c = self.config
-        assert c.rope is not None
         q = projected.reshape(*projected.shape[:-1], c.num_heads, c.head_dim)
-        q = rotate(self.normed_query(q), positions, c.rope, lengths)
+        q = self.rotated(self.normed_query(q), positions, lengths)
         return q * jnp.asarray(c.scale, q.dtype)
 
     def key_value(
@@ -108,10 +110,21 @@ class Layer(nnx.Module):
         lengths: Int[Array, "*b"] | None = None,
     ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
         c = self.config
-        assert c.rope is not None
         kv = self.kv(a).reshape(*a.shape[:-1], 2 * c.num_kv_heads, c.head_dim)
         key, value = jnp.split(kv, 2, axis=-2)
-        return rotate(self.normed_key(key), positions, c.rope, lengths), value
+        return self.rotated(self.normed_key(key), positions, lengths), value
+
+    def rotated(
+        self,
+        x: Float[Array, "*b heads d"],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None = None,
+    ) -> Float[Array, "*b heads d"]:
+        """Apply the rotary embedding of the layer."""
+        if self.config.layer_ropes:
+            return self.rotation(x, positions)
+        assert self.config.rope is not None
+        return rotate(x, positions, self.config.rope, lengths)
 
     def normed_query(self, q: Float[Array, "*b h d"]) -> Float[Array, "*b h d"]:
         """Return the query before rotation; families with a query norm override it."""

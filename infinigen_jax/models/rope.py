@@ -7,10 +7,12 @@ Other frequencies extend models beyond the context of their training:
               r/LocalLLaMA, 2023)
     llama3    low frequencies divided by `factor`, high ones kept (LLaMA 3.1)
     yarn      likewise with a ramp over the pairs, and sharper scores (Peng et al., 2023)
+    longrope  a fitted factor for each pair, one set within the original context and another
+              beyond it, and sharper scores (Ding et al., 2024)
 
-`dynamic` follows transformers: each call of the model uses the base for the sequence length at that
-call. All keys of a prompt use the prompt's length, and each later token uses its position. Cached
-keys stay unchanged.
+`dynamic` and `longrope` follow transformers: each call of the model uses the frequencies for the
+sequence length at that call. All keys of a prompt use the prompt's length, and each later token
+uses its position. Cached keys stay unchanged.
 """
 
 import dataclasses
@@ -18,9 +20,10 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,12 +35,15 @@ class Rope:
         kind: one of KINDS.
         factor: ratio of the extended context to the original one; at least 1.
         original_positions: context of the model before its extension ("dynamic", "llama3",
-            "yarn").
+            "yarn", "longrope").
         low_frequency_factor, high_frequency_factor: turns within the original context between
             which "llama3" interpolates.
         slow_turns, fast_turns: the same for "yarn" (its beta_slow and beta_fast).
         truncate: whether the ramp of "yarn" starts and ends at whole pairs.
-        attention_factor: factor on rotated queries and on rotated keys ("yarn").
+        attention_factor: factor on rotated queries and on rotated keys ("yarn", "longrope").
+        short_factors, long_factors: divisors of the frequencies of "longrope", within the
+            original context and beyond it.
+        share: share of a head's columns that rotate, the leading ones.
     """
 
     theta: float = 10000.0
@@ -50,12 +56,34 @@ class Rope:
     fast_turns: float = 32.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    share: float = 1.0
+
+    @property
+    def varies(self) -> bool:
+        """Whether the frequencies depend on the length of the sequence."""
+        return self.kind in ("dynamic", "longrope")
+
+    def columns(self, dim: int) -> int:
+        """Return the number of rotated columns of a head."""
+        return int(dim * self.share)
+
+    def fits(self, dim: int) -> bool:
+        """Whether the rotated columns form pairs, each with its factors."""
+        pairs, rest = divmod(self.columns(dim), 2)
+        factors = (self.short_factors, self.long_factors) if self.kind == "longrope" else ()
+        return pairs > 0 and not rest and all(len(each) == pairs for each in factors)
 
     def frequencies(self, dim: int) -> np.ndarray:
-        """Return the angle per position of each of the `dim / 2` rotated pairs, float32.
+        """Return the angle per position of each of the p = `columns(dim) / 2` pairs, float32.
 
-        For kind "dynamic" these are the frequencies within the original context.
+        If the frequencies vary, these are the ones within the original context.
         """
+        return self._divided(dim, self.short_factors)
+
+    def _divided(self, dim: int, factors: tuple[float, ...]) -> np.ndarray:
+        dim = self.columns(dim)
         inverse = self.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
         if self.kind == "linear":
             inverse = inverse / self.factor
@@ -63,6 +91,8 @@ class Rope:
             inverse = self._llama3(inverse)
         elif self.kind == "yarn":
             inverse = self._yarn(inverse)
+        elif self.kind == "longrope":
+            inverse = inverse / np.array(factors)
         return inverse.astype(np.float32)
 
     def _llama3(self, inverse: np.ndarray) -> np.ndarray:
@@ -91,14 +121,17 @@ class Rope:
     def angles(
         self, positions: Int[Array, "*b"], lengths: Int[Array, "*b"], dim: int
     ) -> Float[Array, "*b p"]:
-        """Return the angles of each of the p = `dim / 2` pairs, float32.
+        """Return the angles of each of the p pairs, float32.
 
         Args:
             lengths: length of each sequence in this call of the model, see `rotate`.
         """
-        angles = positions[..., None].astype(jnp.float32) * _as_last(
-            self.frequencies(dim), positions.ndim
-        )
+        frequencies = _as_last(self.frequencies(dim), positions.ndim)
+        if self.kind == "longrope":
+            long = _as_last(self._divided(dim, self.long_factors), positions.ndim)
+            beyond = (lengths > self.original_positions)[..., None]
+            frequencies = jnp.where(beyond, long, frequencies)
+        angles = positions[..., None].astype(jnp.float32) * frequencies
         if self.kind != "dynamic" or dim == 2:
             return angles
         # Equivalent to the base theta * s^(d / (d-2)), written as a factor on the angles.
@@ -114,22 +147,59 @@ def rotate(
     rope: Rope,
     lengths: Int[Array, "*b"] | None = None,
 ) -> Float[Array, "*b heads d"]:
-    """Rotate each pair (i, i + d/2) of every head by position times frequency, in float32.
+    """Rotate each pair (i, i + p) of every head by position times frequency, in float32.
 
     Args:
-        lengths: tokens of each sequence in this call of the model, for kind "dynamic"; by default
-            up to and including `positions`, as in a decode step.
+        lengths: tokens of each sequence in this call of the model, for frequencies that vary; by
+            default up to and including `positions`, as in a decode step.
     """
     lengths = positions + 1 if lengths is None else lengths
-    angles = rope.angles(positions, lengths, x.shape[-1])[..., None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if rope.attention_factor != 1.0:
-        cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return _turned(x, rope.angles(positions, lengths, x.shape[-1]), rope.attention_factor)
+
+
+class Rotation(nnx.Module):
+    """Rotary embedding of one layer as parameters.
+
+    Layers with different embeddings then share a program. See `Blueprint.complete`.
+    """
+
+    def __init__(self, dim: int):
+        self.frequencies = nnx.Param(jnp.zeros(dim // 2))
+        self.factor = nnx.Param(jnp.ones(1))
+
+    def __call__(
+        self, x: Float[Array, "*b heads d"], positions: Int[Array, "*b"]
+    ) -> Float[Array, "*b heads d"]:
+        frequencies = _as_last(self.frequencies[...], positions.ndim)
+        angles = positions[..., None].astype(jnp.float32) * frequencies
+        return _turned(x, angles, _as_last(self.factor[...], x.ndim - 1))
+
+
+def rotation(rope: Rope | None, dim: int) -> dict[str, Float[Array, " p"]]:
+    """Return the parameters of a Rotation; without a rope it changes nothing."""
+    frequencies = np.zeros(dim // 2, np.float32) if rope is None else rope.frequencies(dim)
+    factor = 1.0 if rope is None else rope.attention_factor
+    return {"frequencies": jnp.asarray(frequencies), "factor": jnp.full(1, factor, jnp.float32)}
+
+
+def _turned(
+    x: Float[Array, "*b heads d"],
+    angles: Float[Array, "*b p"],
+    factor: float | Float[Array, "*one 1"],
+) -> Float[Array, "*b heads d"]:
+    """Rotate the leading pairs of every head by their angles, and multiply them by a factor."""
+    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+    if not isinstance(factor, float) or factor != 1.0:
+        cos, sin = cos * factor, sin * factor
+    p = angles.shape[-1]
+    first, second = (x[..., i * p : (i + 1) * p].astype(jnp.float32) for i in range(2))
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    rotated = rotated.astype(x.dtype)
+    if 2 * p == x.shape[-1]:
+        return rotated
+    return jnp.concatenate([rotated, x[..., 2 * p :]], axis=-1)
 
 
-def _as_last(values: np.ndarray, leading: int) -> Float[Array, "*one p"]:
+def _as_last(values: np.ndarray | Array, leading: int) -> Float[Array, "*one p"]:
     """Add leading axes so that the values broadcast along the last axis."""
     return jnp.asarray(values).reshape((1,) * leading + (-1,))

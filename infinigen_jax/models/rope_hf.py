@@ -9,11 +9,12 @@ from infinigen_jax.models.hf import refuse_unless
 from infinigen_jax.models.rope import KINDS, Rope
 
 
-def rope_from_hf(hf: Mapping[str, Any], positions: int) -> Rope:
+def rope_from_hf(hf: Mapping[str, Any], positions: int, partial: bool = False) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
     Args:
         positions: max_position_embeddings.
+        partial: whether the family may rotate only a part of each head.
 
     Raises:
         UnsupportedModelError: names the kind or setting that is not implemented.
@@ -22,28 +23,37 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int) -> Rope:
     nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
     refuse_unless(not nested, f"separate rope_parameters for {', '.join(nested)}")
     kind = settings.get("rope_type") or settings.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its first name
     if kind not in KINDS:
         raise UnsupportedModelError(
             f"config.json: rope type {kind!r} is not supported (supported: {', '.join(KINDS)})"
         )
-    partial = settings.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    refuse_unless(partial in (None, 1), f"partial_rotary_factor {partial}")
-    theta = _positive(settings.get("rope_theta") or hf.get("rope_theta") or 10000.0, "rope_theta")
+    share = settings.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    share = 1.0 if share is None else positive_number(share, "partial_rotary_factor")
+    refuse_unless(share == 1 or (partial and share < 1), f"partial_rotary_factor {share:g}")
+    theta = settings.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    theta = positive_number(theta, "rope_theta")
     refuse_unless(theta > 1, f"rope_theta {theta:g}")
     original = int(
         hf.get("original_max_position_embeddings")
         or settings.get("original_max_position_embeddings")
         or positions
     )
-    _positive(original, "original_max_position_embeddings")
-    read = {"linear": _stretched, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
+    positive_number(original, "original_max_position_embeddings")
+    read = {
+        "linear": _stretched,
+        "dynamic": _dynamic,
+        "llama3": _llama3,
+        "yarn": _yarn,
+        "longrope": _longrope,
+    }
     try:
         scaling = read[kind](settings, original, positions) if kind != "default" else {}
     except KeyError as missing:
         raise UnsupportedModelError(
             f"config.json: rope type {kind!r} without its setting {missing}"
         ) from None
-    return Rope(theta=theta, kind=kind, **scaling)
+    return Rope(theta=theta, kind=kind, share=share, **scaling)
 
 
 def stretched_positions(rope: Rope, positions: int) -> int:
@@ -59,7 +69,7 @@ def stretched_positions(rope: Rope, positions: int) -> int:
 
 
 def _stretched(settings: Mapping[str, Any], original: int, positions: int) -> dict[str, Any]:
-    factor = _positive(settings["factor"], "rope factor")
+    factor = positive_number(settings["factor"], "rope factor")
     refuse_unless(factor >= 1, f"a rope factor below 1 ({factor:g})")
     return {"factor": factor}
 
@@ -69,8 +79,8 @@ def _dynamic(settings: Mapping[str, Any], original: int, positions: int) -> dict
 
 
 def _llama3(settings: Mapping[str, Any], original: int, positions: int) -> dict[str, Any]:
-    low = _positive(settings["low_freq_factor"], "low_freq_factor")
-    high = _positive(settings["high_freq_factor"], "high_freq_factor")
+    low = positive_number(settings["low_freq_factor"], "low_freq_factor")
+    high = positive_number(settings["high_freq_factor"], "high_freq_factor")
     refuse_unless(high > low, f"high_freq_factor {high:g} with low_freq_factor {low:g}")
     return _stretched(settings, original, positions) | {
         "original_positions": original,
@@ -83,8 +93,8 @@ def _yarn(settings: Mapping[str, Any], original: int, positions: int) -> dict[st
     if settings["factor"] is None:
         settings = {**settings, "factor": positions / original}
     scaling = _stretched(settings, original, positions)
-    fast = _positive(settings.get("beta_fast") or 32.0, "beta_fast")
-    slow = _positive(settings.get("beta_slow") or 1.0, "beta_slow")
+    fast = positive_number(settings.get("beta_fast") or 32.0, "beta_fast")
+    slow = positive_number(settings.get("beta_slow") or 1.0, "beta_slow")
     attention = settings.get("attention_factor")
     if attention is None:
         attention = _yarn_attention(settings, scaling["factor"])
@@ -93,7 +103,7 @@ def _yarn(settings: Mapping[str, Any], original: int, positions: int) -> dict[st
         "fast_turns": fast,
         "slow_turns": slow,
         "truncate": bool(settings.get("truncate", True)),
-        "attention_factor": _positive(attention, "attention_factor"),
+        "attention_factor": positive_number(attention, "attention_factor"),
     }
 
 
@@ -107,7 +117,28 @@ def _yarn_attention(settings: Mapping[str, Any], factor: float) -> float:
     return scale(float(above)) / scale(float(below)) if above and below else scale(1.0)
 
 
-def _positive(value: Any, name: str) -> float:
-    number = float(value)
+def _longrope(settings: Mapping[str, Any], original: int, positions: int) -> dict[str, Any]:
+    factor = settings.get("factor")
+    factor = positions / original if factor is None else positive_number(factor, "rope factor")
+    attention = settings.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    factors = {
+        f"{name}s": tuple(positive_number(value, name) for value in settings[name])
+        for name in ("short_factor", "long_factor")
+    }
+    return factors | {
+        "factor": factor,
+        "original_positions": original,
+        "attention_factor": positive_number(attention, "attention_factor"),
+    }
+
+
+def positive_number(value: Any, name: str) -> float:
+    """Read a positive finite number; refuse others by name."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
     refuse_unless(0 < number < math.inf, f"{name} {value}")
     return number

@@ -51,16 +51,27 @@ class Tail(NamedTuple):
     shift: Float[Array, "b k g d"] | None = None
 
 
-def attend(q: Float[Array, "b k g d"], *parts: Part) -> Float[Array, "b k g d"]:
-    """Return the attention of one token over the union of several parts."""
-    return attend_weighted(q, *parts)[0]
+def soft_capped(scores: Float[Array, "*b"], cap: float | Array | None) -> Float[Array, "*b"]:
+    """Return cap * tanh(scores / cap), which is within the cap; the scores if there is none."""
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
+def attend(
+    q: Float[Array, "b k g d"], *parts: Part, cap: float | None = None
+) -> Float[Array, "b k g d"]:
+    """Return the attention of one token over the union of several parts.
+
+    Args:
+        cap: bound of the scores, see `soft_capped`.
+    """
+    return attend_weighted(q, *parts, cap=cap)[0]
 
 
 def attend_weighted(
-    q: Float[Array, "b k g d"], *parts: Part, tail: Tail | None = None
+    q: Float[Array, "b k g d"], *parts: Part, tail: Tail | None = None, cap: float | None = None
 ) -> tuple[Float[Array, "b k g d"], list[Float[Array, "b k g n"]]]:
     """Return `attend` and the weights of each part; a tail has the remaining weight."""
-    scores = jnp.concatenate([_scores(q, part) for part in parts], axis=-1)
+    scores = jnp.concatenate([_scores(q, part, cap) for part in parts], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)
     output = jnp.zeros(q.shape, jnp.float32)
     of_parts, start = [], 0
@@ -108,9 +119,11 @@ def start_softmax(q: Float[Array, "b k g d"]) -> Softmax:
     return Softmax(jnp.full(shape, MASKED, jnp.float32), zeros[..., 0], zeros)
 
 
-def extend_softmax(state: Softmax, q: Float[Array, "b k g d"], part: Part) -> Softmax:
-    """Attend to further rows."""
-    scores = _scores(q, part)
+def extend_softmax(
+    state: Softmax, q: Float[Array, "b k g d"], part: Part, cap: float | None = None
+) -> Softmax:
+    """Attend to further rows; `cap` as in `attend`."""
+    scores = _scores(q, part, cap)
     peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
     kept = jnp.exp(state.peak - peak)
     weights = jnp.where(part.valid[:, :, None], jnp.exp(scores - peak[..., None]), 0.0)
@@ -138,11 +151,11 @@ def finish_softmax(
     return output.astype(q.dtype)
 
 
-def _scores(q: Float[Array, "b k g d"], part: Part) -> Float[Array, "b k g n"]:
+def _scores(q: Float[Array, "b k g d"], part: Part, cap: float | None) -> Float[Array, "b k g n"]:
     width = part.keys.shape[-1] - q.shape[-1]
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, width)))
     scores = jnp.einsum("bkgd,bknd->bkgn", q, part.keys, preferred_element_type=jnp.float32)
-    return jnp.where(part.valid[:, :, None], scores, MASKED)
+    return jnp.where(part.valid[:, :, None], soft_capped(scores, cap), MASKED)
 
 
 def _weighted_sum(

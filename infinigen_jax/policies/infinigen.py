@@ -31,6 +31,7 @@ from infinigen_jax.speculation.query import (
     mean_score,
     own_query,
     partial_keys,
+    soft_cap,
     speculate_query,
     speculation_weights,
 )
@@ -113,6 +114,8 @@ class InfiniGen(InfiniGenSettings, Budgeted):
                 columns = jnp.repeat(unchanged, config.num_kv_heads, axis=0)
             keys, cross = (moment[layer] for moment in model.tail_moments)
             weights["slope"] = fit_slope(keys, cross, columns)
+        if config.attention_softcap is not None:
+            weights["softcap"] = jnp.float32(config.attention_softcap)
         return weights
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k w t"]:
@@ -133,7 +136,7 @@ class InfiniGen(InfiniGenSettings, Budgeted):
             eligible = None
             if masked:
                 eligible = self.eligible(lookup.positions, state.shape[-1], lookup.held)
-            scores = index.scores(query, state, eligible)
+            scores = index.scores(query, state, eligible, soft_cap(weights, query, true))
         with jax.named_scope("select"):
             request = self.choose(scores, lookup, self.alpha, self.count, masked)
         with jax.named_scope("tail"):
@@ -165,7 +168,7 @@ class InfiniGen(InfiniGenSettings, Budgeted):
             index = self.index_format(query.shape[-1])
             entries = functools.partial(index.sums, index=state, columns=columns)
         rest = log_rest(scores, eligible, request, capacity // self.tail_block, entries)
-        return rest._replace(score=rest.score + mean_score(weights.get("mean"), query))
+        return _with_mean(rest, weights, query)
 
     def own_rest(
         self,
@@ -178,8 +181,9 @@ class InfiniGen(InfiniGenSettings, Budgeted):
         index = self.index_format(query.shape[-1])
         partial_query = own_query(weights, query, index.columns)
         slots = Slots(self.sinks, self.window, self.tail_block)
-        rest = index.log_rest(partial_query, state, request, positions, slots, _predicting(weights))
-        return rest._replace(score=rest.score + mean_score(weights.get("mean"), query))
+        columns, cap = _predicting(weights), soft_cap(weights, partial_query, query)
+        rest = index.log_rest(partial_query, state, request, positions, slots, columns, cap)
+        return _with_mean(rest, weights, query)
 
     def tail_values(
         self, weights: Params, rows: Float[Array, "b k n w"]
@@ -202,6 +206,13 @@ class InfiniGen(InfiniGenSettings, Budgeted):
     def _entries(self, weights: Params, keys: Float[Array, "b k n d"]) -> Shaped[Array, "b k w n"]:
         index = self.index_format(keys.shape[3])
         return index.encode(partial_keys(weights, keys, index.columns))
+
+
+def _with_mean(rest: Rest, weights: Params, query: Float[Array, "b k g d"]) -> Rest:
+    """Add the mean key's logit, which capped scores already have."""
+    if "softcap" in weights:
+        return rest
+    return rest._replace(score=rest.score + mean_score(weights.get("mean"), query))
 
 
 def _predicting(weights: Params) -> int:

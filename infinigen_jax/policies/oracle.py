@@ -9,6 +9,7 @@ from typing import ClassVar
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.ops.attention import soft_capped
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Budgeted, Lookup
 from infinigen_jax.selection.select import Request
@@ -54,7 +55,7 @@ class Oracle(Budgeted):
         lookup: Lookup,
     ) -> Request:
         scores = _keys(query.shape[-1]).scores(query, keys)
-        return self.choose(scores, lookup)
+        return self.choose(soft_capped(scores, lookup.config.attention_softcap), lookup)
 
 
 def _keys(head_dim: int) -> IndexFormat:

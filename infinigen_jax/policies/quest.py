@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import ModelConfig, Params
 from infinigen_jax.numeric import whole_number
+from infinigen_jax.ops.attention import soft_capped
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Budgeted, Lookup
 from infinigen_jax.selection.select import Request, group_rank
@@ -50,6 +51,7 @@ class Quest(Budgeted):
         least, most = (jnp.where(jnp.isfinite(x), x, 0) for x in state)
         bound = jnp.einsum("bkgd,bkpd->bkgp", jnp.maximum(query, 0), most)
         bound += jnp.einsum("bkgd,bkpd->bkgp", jnp.minimum(query, 0), least)
+        bound = soft_capped(bound, lookup.config.attention_softcap)
         filled = jnp.isfinite(state.least[..., 0])
         rank = group_rank(jnp.where(filled[:, :, None], bound, -jnp.inf))
         rank = jnp.repeat(rank, self.page, axis=2)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.ops.attention import MASKED, Softmax
+from infinigen_jax.ops.attention import MASKED, Softmax, soft_capped
 from infinigen_jax.prefill import cudnn_attention as fused_attention
 from infinigen_jax.prefill.earlier_rows import BLOCK, NOWHERE, Attended, Block, Earlier
 
@@ -52,6 +52,7 @@ def attend_chunk(
     values: Float[Array, "b c k d"],
     earlier: Earlier | None = None,
     window: int | None = None,
+    cap: float | None = None,
 ) -> Attended:
     """Return causal attention of a chunk, over itself and over the rows before it.
 
@@ -60,9 +61,10 @@ def attend_chunk(
         keys, values: keys and values of the chunk.
         earlier: rows before the chunk; None for none.
         window: see `causal_attention`.
+        cap: bound of the scores, see `ops.attention.soft_capped`.
     """
-    cpu, default = (functools.partial(_attend, earlier, window, all) for all in (False, True))
-    if fused_attention.usable(q, keys.shape[2], earlier, window):
+    cpu, default = (functools.partial(_attend, earlier, window, cap, all) for all in (False, True))
+    if cap is None and fused_attention.usable(q, keys.shape[2], earlier, window):
         default = functools.partial(fused_attention.attend, earlier, window)
     return lax.platform_dependent(q, keys, values, cpu=cpu, default=default)
 
@@ -70,6 +72,7 @@ def attend_chunk(
 def _attend(
     earlier: Earlier | None,
     window: int | None,
+    cap: float | None,
     together: bool,
     q: Array,
     keys: Array,
@@ -80,10 +83,11 @@ def _attend(
     tile = _tile(b, c, h, k, together)
     tiles = _tiles(q, k, tile)
     chunk_columns = (_columns(x) for x in (keys, values))
-    state = _each(functools.partial(_attend_own, h // k, window), together)((tiles, *chunk_columns))
+    attend_own = functools.partial(_attend_own, h // k, window, cap)
+    state = _each(attend_own, together)((tiles, *chunk_columns))
     if earlier is not None:
         first = _tile_positions(earlier.start, k, tile, h // k, tiles.shape[1])
-        state = _attend_earlier(earlier, window, (tiles, first), state, together)
+        state = _attend_earlier(earlier, window, cap, (tiles, first), state, together)
     output = (state.weighted / state.total[..., None]).astype(q.dtype)
     log_sum = (state.peak + jnp.log(state.total))[..., None]
     return Attended(_untiled(output, q.shape), _untiled(log_sum, (b, c, h, 1))[..., 0])
@@ -136,7 +140,9 @@ def _tile_positions(
     return jnp.repeat(start, kv_heads)[:, None, None] + place[None]
 
 
-def _attend_own(group: int, window: int | None, head: tuple[Array, Array, Array]) -> Softmax:
+def _attend_own(
+    group: int, window: int | None, cap: float | None, head: tuple[Array, Array, Array]
+) -> Softmax:
     """Attend with a head's tiles to the chunk's own keys that are visible to them."""
     tiles, keys, values = head
     count, m, d = tiles.shape
@@ -155,7 +161,7 @@ def _attend_own(group: int, window: int | None, head: tuple[Array, Array, Array]
             visible = distance >= 0
             if window is not None:
                 visible &= distance < window
-            return _update(state, q, block[0], block[1], visible)
+            return _update(state, q, block[0], block[1], visible, cap)
 
         visible_blocks = jnp.minimum((first + tile + size - 1) // size, keys.shape[0] // size)
         begin = jnp.int32(0)
@@ -169,6 +175,7 @@ def _attend_own(group: int, window: int | None, head: tuple[Array, Array, Array]
 def _attend_earlier(
     earlier: Earlier,
     window: int | None,
+    cap: float | None,
     queries: tuple[Float[Array, "n tiles m d"], Int[Array, "n tiles m"]],
     state: Softmax,
     together: bool,
@@ -177,7 +184,7 @@ def _attend_earlier(
     narrow = queries[0].shape[1]
     wide = 1 if together else _widening(narrow, queries[0].shape[2])
     (tiles, rows), state = jax.tree.map(lambda x: _regrouped(x, narrow // wide), (queries, state))
-    attend = _each(functools.partial(_attend_block, window), together)
+    attend = _each(functools.partial(_attend_block, window, cap), together)
 
     def update(state: Softmax, block: Block) -> Softmax:
         return attend((state, tiles, rows, *_heads(block)))
@@ -219,7 +226,9 @@ def _heads(block: Block) -> tuple[Array, Array, Array]:
 
 
 def _attend_block(
-    window: int | None, head: tuple[Softmax, Array, Array, Array, Array, Array]
+    window: int | None,
+    cap: float | None,
+    head: tuple[Softmax, Array, Array, Array, Array, Array],
 ) -> Softmax:
     """Attend with a head's tiles to one block."""
     state, tiles, rows, keys, values, columns = head
@@ -229,7 +238,7 @@ def _attend_block(
         visible = (columns < NOWHERE)[None]
         if window is not None:
             visible &= row[:, None] - columns[None] < window
-        return _update(state, q, keys, values, visible)
+        return _update(state, q, keys, values, visible, cap)
 
     return lax.map(attend, (state, tiles, rows))
 
@@ -245,6 +254,7 @@ def _update(
     keys: Float[Array, "s d"],
     values: Float[Array, "s d"],
     visible: Array,
+    cap: float | None,
 ) -> Softmax:
     """Attend to further keys.
 
@@ -252,7 +262,7 @@ def _update(
     scales that weight to exactly 0.
     """
     scores = jnp.einsum("md,sd->ms", q, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible, scores, MASKED)
+    scores = jnp.where(visible, soft_capped(scores, cap), MASKED)
     peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
     kept = jnp.exp(state.peak - peak)
     weights = jnp.exp(scores - peak[:, None])

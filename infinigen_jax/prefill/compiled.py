@@ -54,6 +54,7 @@ class PrefillSteps(NamedTuple):
 def prefill_steps(decoder: Decoder) -> PrefillSteps:
     """Return a decoder's compiled functions for chunks."""
     config, policy, stored = decoder.config, decoder.policy, decoder.row_format
+    cap = config.attention_softcap
 
     def empty(*, batch: int, capacity: int, slots: int) -> Cache:
         k, d = config.num_kv_heads, config.head_dim
@@ -97,7 +98,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         upcoming, x = start_next(stored, x)
         earlier = device_rows(local, span, decoder.dtype)
         layer = decoder.blueprint.layer(params)
-        result = chunk_layer(layer, x, span, lengths, earlier, window)
+        result = chunk_layer(layer, x, span, lengths, earlier, window, cap)
         upcoming, x = await_copy(upcoming, result.x)
         return x, result.rows, upcoming
 
@@ -120,12 +121,13 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
     ) -> tuple[Array, Array, Any, Any]:
         upcoming, x = start_next(stored, x)
         earlier = host_rows(decoder, host, number, scales, span)
-        result = chunk_layer(decoder.blueprint.layer(params), x, span, lengths, earlier)
+        layer = decoder.blueprint.layer(params)
+        result = chunk_layer(layer, x, span, lengths, earlier, cap=cap)
         upcoming, x = await_copy(upcoming, result.x)
         if not observed:
             return x, result.rows, None, upcoming
         log_sum = result.attended.log_sum
-        received = attention_received(result.queries, result.keys, log_sum, span, earlier)
+        received = attention_received(result.queries, result.keys, log_sum, span, earlier, cap)
         return x, result.rows, (result.queries, received), upcoming
 
     def last(

@@ -42,6 +42,7 @@ def chunk_layer(
     lengths: Int[Array, " b"] | None = None,
     earlier: Earlier | None = None,
     window: int | None = None,
+    cap: float | None = None,
 ) -> Done:
     """Compute one layer over a chunk.
 
@@ -52,6 +53,7 @@ def chunk_layer(
         lengths: lengths of the sequences after all chunks; by default the span's end.
         earlier: rows before the chunk; None for none.
         window: number of tokens that a token attends to; None for all earlier ones.
+        cap: bound of the scores, see `ops.attention.soft_capped`.
     """
     positions = span.positions(x.shape[1])
     whole = jnp.broadcast_to((span.end if lengths is None else lengths)[:, None], positions.shape)
@@ -59,7 +61,7 @@ def chunk_layer(
     keys, values = layer.key_value(a, positions, whole)
     queries = layer.query(a, positions, whole)
     with jax.named_scope("attention"):
-        attended = attend_chunk(queries, keys, values, earlier, window)
+        attended = attend_chunk(queries, keys, values, earlier, window, cap)
     x = x + layer.attention_output(attended.output)
     x = x + layer.mlp(x)
     rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax.ops.attention import soft_capped
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.earlier_rows import Earlier
 
@@ -16,6 +17,7 @@ def attention_received(
     log_sum: Float[Array, "b c h"],
     span: Span,
     earlier: Earlier,
+    cap: float | None = None,
 ) -> Float[Array, "b k t"]:
     """Return the attention weight of each slot, summed over queries and query heads of a KV head.
 
@@ -27,6 +29,7 @@ def attention_received(
         log_sum: from `attend_chunk`.
         span: positions of the chunk's tokens.
         earlier: rows before the chunk.
+        cap: bound of the scores, see `ops.attention.soft_capped`.
     """
     position = span.positions(q.shape[1])
     # An infinite log-sum gives padding a weight of exactly 0.
@@ -35,20 +38,23 @@ def attention_received(
 
     def visit(number: Array, total: Array) -> Array:
         block = earlier.block(number)
-        weights = _received(queries, block.keys, block.positions)
+        weights = _received(queries, block.keys, block.positions, cap)
         previous = lax.dynamic_slice_in_dim(total, block.at, earlier.size, axis=2)
         return lax.dynamic_update_slice_in_dim(total, previous + weights, block.at, axis=2)
 
     b, k = q.shape[0], keys.shape[2]
     total = jnp.zeros((b, k, earlier.capacity), jnp.float32)
     total = lax.fori_loop(jnp.int32(0), earlier.blocks, visit, total)
-    own_weights = _received(queries, keys.swapaxes(1, 2), position)
+    own_weights = _received(queries, keys.swapaxes(1, 2), position, cap)
     at = (jnp.arange(b)[:, None, None], jnp.arange(k)[None, :, None], position[:, None])
     return total.at[at].add(own_weights, mode="drop")
 
 
 def _received(
-    queries: tuple[Array, Array, Array], keys: Float[Array, "b k n d"], slots: Int[Array, "b n"]
+    queries: tuple[Array, Array, Array],
+    keys: Float[Array, "b k n d"],
+    slots: Int[Array, "b n"],
+    cap: float | None,
 ) -> Float[Array, "b k n"]:
     """Return the weights that keys in given slots receive from (queries, log-sums, positions)."""
     b, k, n, _ = keys.shape
@@ -66,7 +72,7 @@ def _received(
         log_sum = log_sum.reshape(b, size, k, -1).transpose(0, 2, 3, 1)[..., None]
         scores = jnp.einsum("bqkgd,bknd->bkgqn", q, keys, preferred_element_type=jnp.float32)
         visible = (slots[:, None] <= position[:, :, None])[:, None, None]
-        weights = jnp.where(visible, jnp.exp(scores - log_sum), 0.0)
+        weights = jnp.where(visible, jnp.exp(soft_capped(scores, cap) - log_sum), 0.0)
         return total + jnp.sum(weights, axis=(2, 3)), None
 
     padding = (0.0, jnp.inf, 0.0)

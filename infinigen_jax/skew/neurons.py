@@ -92,6 +92,8 @@ class Mlp:
     def __init__(self, params: Params):
         self.inner = params["gate_up"] if "gate_up" in params else params["up"]
         self.down = params["down"]["kernel"]
+        if "mlp_post_norm" in params:  # up to the factor of each token
+            self.down = self.down * params["mlp_post_norm"]["scale"][None]
         self.norm = params["mlp_norm"]
         self.attention_norm = params["attention_norm"]
 

@@ -24,8 +24,7 @@ def offsets(rope: Rope | None, max_positions: int, length: int) -> int:
     """Return N, the number of positions where a text of this length can start; at least 1."""
     if rope is None:
         return 1
-    # "dynamic" changes its frequencies for longer sequences.
-    reach = rope.original_positions if rope.kind == "dynamic" else max_positions
+    reach = rope.original_positions if rope.varies else max_positions
     return max(1, reach - length + 1)
 
 
@@ -61,9 +60,14 @@ def spread_products(
 
     Args:
         products: M.
-        turns: angle w per position of each of the p = d / 2 pairs.
+        turns: angle w per position of each of the p pairs, the leading 2p columns.
         number: number N of positions.
     """
+    order, turns = _all_pairs(turns, products.shape[-1])
+    if order is not None:
+        products = products[..., order, :][..., order]
+        spread, back = spread_products(products, turns, number), np.argsort(order)
+        return spread[..., back, :][..., back]
     p = len(turns)
     xx, xy = products[..., :p, :p], products[..., :p, p:]
     yx, yy = products[..., p:, :p], products[..., p:, p:]
@@ -78,9 +82,27 @@ def spread_sums(
     sums: Float[np.ndarray, "*k d"], turns: Float[np.ndarray, " p"], number: int
 ) -> Float[np.ndarray, "*k d"]:
     """Return the mean over D of R_D s."""
+    order, turns = _all_pairs(turns, sums.shape[-1])
+    if order is not None:
+        return spread_sums(sums[..., order], turns, number)[..., np.argsort(order)]
     x, y = np.split(sums, 2, axis=-1)
     turned = (x + 1j * y) * _mean_turn(turns, number)
     return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def _all_pairs(
+    turns: Float[np.ndarray, " p"], dim: int
+) -> tuple[np.ndarray | None, Float[np.ndarray, " half"]]:
+    """Return the angles of all d / 2 pairs, and the columns (i, i + d/2) of each pair i.
+
+    Columns that do not rotate form pairs with the angle 0. The columns are None if all rotate.
+    """
+    p, half = len(turns), dim // 2
+    if p == half:
+        return None, turns
+    still = np.arange(2 * p, dim).reshape(2, -1)
+    first, second = (np.append(np.arange(i * p, (i + 1) * p), still[i]) for i in range(2))
+    return np.append(first, second), np.append(turns, np.zeros(half - p))
 
 
 def _mean_turn(angle: Float[np.ndarray, "*k"], number: int) -> np.ndarray:

@@ -33,6 +33,7 @@ from infinigen_jax.speculation.query import partial_columns
 
 BITS = 4  # bits of a code
 CODES = 32 // BITS  # codes in a word
+Cap = Callable[[Array], Array]
 WORDS_AT_ONCE = 8  # words of a token's codes whose products are added before the sums are stored
 
 
@@ -109,6 +110,7 @@ class IndexFormat:
         query: Float[Array, "b k g r"],
         index: Shaped[Array, "b k e t"],
         eligible: Bool[Array, "b kv t"] | None = None,
+        cap: Cap | None = None,
     ) -> Float[Array, "b k g t"]:
         """Return the speculated attention logits of every slot, accumulated in float32.
 
@@ -116,7 +118,10 @@ class IndexFormat:
             query: partial query.
             index: index entries.
             eligible: mask; the logits of all other slots are -inf.
+            cap: see `query.soft_cap`.
         """
+        if cap is not None:
+            return _masked(cap(self.scores(query, index)), eligible)
         if not self.quantised:
             query = query.astype(index.dtype)
             scores = jnp.einsum("bkgr,bkrt->bkgt", query, index, preferred_element_type=jnp.float32)
@@ -165,15 +170,17 @@ class IndexFormat:
         positions: Int[Array, " b"],
         slots: Slots,
         columns: int = 0,
+        cap: Cap | None = None,
     ) -> Rest:
         """Return `selection.rest.log_rest` of the scores of host-only rows, by block of `slots`.
 
         Args:
             columns: columns of `Rest.entry`; 0 for none.
+            cap: see `query.soft_cap`.
         """
         capacity = index.shape[3]
         blocks = slots.blocks(capacity)
-        if self.by_kernel and capacity // blocks <= scoring.MAX_RUN:
+        if cap is None and self.by_kernel and capacity // blocks <= scoring.MAX_RUN:
             return scoring.index_rest(
                 query.astype(jnp.float32),
                 index,
@@ -187,7 +194,8 @@ class IndexFormat:
             )
         eligible = slots.eligible(positions, capacity)[:, None]
         entries = functools.partial(self.sums, index=index, columns=columns) if columns else None
-        return log_rest(self.scores(query, index), eligible, request, blocks, entries)
+        scores = self.scores(query, index, cap=cap)
+        return log_rest(scores, eligible, request, blocks, entries)
 
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def sums(

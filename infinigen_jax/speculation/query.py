@@ -16,6 +16,7 @@ Three options are not in the paper; a conversion prepares the second and the thi
   layer l's MLP (`skew.neurons`).
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.models.joined import split
+from infinigen_jax.ops.attention import soft_capped
 from infinigen_jax.skew.neurons import INNER, projected
 
 if TYPE_CHECKING:
@@ -252,6 +254,27 @@ def mean_score(
         return jnp.zeros((*query.shape[:3], 1), jnp.float32)
     mean = mean.astype(jnp.float32)
     return jnp.einsum("bkgd,kd->bkg", query.astype(jnp.float32), mean)[..., None]
+
+
+def soft_cap(
+    weights: Params, partial_query: Float[Array, "b k g r"], query: Float[Array, "b k g d"] | None
+) -> Callable[[Float[Array, "b k g t"]], Float[Array, "b k g t"]] | None:
+    """Return the function that bounds the index's scores; None for a model that does not.
+
+    It adds the mean key's logit, which centred scores lack.
+
+    Args:
+        query: true query; None if only a speculated one is known.
+    """
+    if "softcap" not in weights:
+        return None
+    mean = jnp.float32(0.0)
+    if query is not None:
+        mean = mean_score(weights.get("mean"), query)
+    elif "centre" in weights:
+        mean = jnp.einsum("bkgr,kr->bkg", partial_query.astype(jnp.float32), weights["centre"])
+        mean = mean[..., None]
+    return lambda scores: soft_capped(scores + mean, weights["softcap"])
 
 
 def partial_keys(

@@ -17,29 +17,35 @@ from infinigen_jax.skew.positions import offsets, spread_guess, spread_moments
 ROPE = Rope(theta=100.0)
 
 
-def standing_at(place: int, *vectors: np.ndarray) -> list[np.ndarray]:
+def standing_at(place: int, rope: Rope, *vectors: np.ndarray) -> list[np.ndarray]:
     """Vectors [t, heads, d] of a text whose first token is at this position."""
     return [
-        np.asarray(rotate(jnp.asarray(x), jnp.arange(len(x), dtype=jnp.int32) + place, ROPE))
+        np.asarray(rotate(jnp.asarray(x), jnp.arange(len(x), dtype=jnp.int32) + place, rope))
         for x in vectors
     ]
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from([1, 2, 7, 40]), st.sampled_from([2, 6, 8]), st.integers(0, 2**32 - 1))
-def test_the_closed_form_is_the_mean_over_all_places(number, d, seed):
+@given(
+    st.sampled_from([1, 2, 7, 40]),
+    st.sampled_from([(2, 1.0), (6, 1.0), (6, 0.75), (8, 0.75)]),
+    st.integers(0, 2**32 - 1),
+)
+def test_the_closed_form_is_the_mean_over_all_places(number, size, seed):
+    d, share = size
+    rope = dataclasses.replace(ROPE, share=share)
     rng = np.random.default_rng(seed)
     q, guess, k = (
         rng.normal(1.0, 1.0, size=(9, heads, d)).astype(np.float32) for heads in (4, 4, 2)
     )
-    places = [standing_at(place, q, guess, k) for place in range(number)]
+    places = [standing_at(place, rope, q, guess, k) for place in range(number)]
     sums = [moments(q, k) for q, _, k in places]
-    spread = spread_moments(sums[0], ROPE, number)
+    spread = spread_moments(sums[0], rope, number)
     for name in ("query_gram", "key_gram", "key_sum"):
         mean = np.mean([getattr(each, name) for each in sums], axis=0)
         np.testing.assert_allclose(getattr(spread, name), mean, rtol=1e-4, atol=1e-4)
     guesses = [guess_moments(guess, q, 2) for q, guess, _ in places]
-    spread = spread_guess(guesses[0], ROPE, number)
+    spread = spread_guess(guesses[0], rope, number)
     for name in ("gram", "cross"):
         mean = np.mean([getattr(each, name) for each in guesses], axis=0)
         np.testing.assert_allclose(getattr(spread, name), mean, rtol=1e-4, atol=1e-4)
