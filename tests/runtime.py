@@ -26,6 +26,15 @@ RELATIVES: dict[str, dict[str, Any]] = {
     "one": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 1},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12},
+    "gemma2": {
+        "model_type": "gemma2",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 3.0,
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+    },
     "windows": {
         "model_type": "ministral",
         "num_key_value_heads": 2,

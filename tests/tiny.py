@@ -25,15 +25,6 @@ COMMON: dict[str, Any] = {
 }
 
 
-CLASSES = {
-    "llama": "Llama",
-    "ministral": "Ministral",
-    "mistral": "Mistral",
-    "opt": "OPT",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-}
-
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 96,
@@ -66,13 +57,14 @@ def make_tiny(folder: Path, family: str, seed: int = 0, **settings: Any) -> Tiny
     import torch
     import transformers
 
-    name = CLASSES[family]
-    config, kind = (getattr(transformers, name + part) for part in ("Config", "ForCausalLM"))
     sizes: dict[str, Any] = {"intermediate_size": 56, "num_key_value_heads": 4}
     if family == "opt":
         sizes = {"ffn_dim": 56, "word_embed_proj_dim": COMMON["hidden_size"]}
     torch.manual_seed(seed)
-    model = kind(config(**(COMMON | sizes | settings))).eval()
+    config = transformers.AutoConfig.for_model(family, **(COMMON | sizes | settings))
+    # The plain implementation; others leave soft caps out.
+    build = transformers.AutoModelForCausalLM.from_config
+    model = build(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             norm = "norm" in name and name.endswith("weight")

@@ -18,7 +18,7 @@ from infinigen_jax.checkpoint.torch_file import TorchFile
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.files.regular import LARGEST_JSON, expanded, open_regular, read_json
 from infinigen_jax.models import ModelConfig, config_from_hf
-from infinigen_jax.models.hf import end_tokens
+from infinigen_jax.models.hf import end_tokens, language_model
 
 SAFETENSORS = "model.safetensors"
 TORCH = "pytorch_model.bin"
@@ -109,7 +109,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         InputError, UnsupportedModelError: raised before any weight file is opened.
     """
     remedy = "a Hugging Face model folder has one: give such a folder, or get the file again"
-    hf = read_json(folder / "config.json", remedy)
+    hf = language_model(read_json(folder / "config.json", remedy))
     try:
         config = config_from_hf(hf)
     except UnsupportedModelError as error:

@@ -9,14 +9,21 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from infinigen_jax.checkpoint.hf_folder import TensorSource
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import Blueprint, Params
+from infinigen_jax.models.joined import join
 
-PREFIXES = ("model.decoder.", "decoder.", "model.")
+# The longest first. Language models within models of text and images have the first three.
+PREFIXES = (
+    *("model.language_model.", "language_model.model.", "language_model."),
+    *("model.decoder.", "decoder.", "model."),
+)
 HARMLESS = ("rotary_emb.inv_freq", "decoder.version")  # recomputed or unused
+IMAGES = ("vision_tower.", "multi_modal_projector.")  # unused parts of such models
 LISTED = 20  # tensors named per kind of error
 
 
@@ -44,6 +51,11 @@ def _norm(name: str, module: str) -> list[Row]:
     ]
 
 
+def _gain(name: str, module: str) -> list[Row]:
+    """Return the row of a norm whose scale is stored minus 1."""
+    return [Row(f"{name}.weight", (module, "scale"), "add one")]
+
+
 class Table(NamedTuple):
     """A family's rows, and the prefix of its tensors in written files."""
 
@@ -52,6 +64,15 @@ class Table(NamedTuple):
     layer: list[Row]
 
 
+PROJECTIONS = [
+    *_linear("self_attn.q_proj", "q"),
+    *_linear("self_attn.k_proj", "kv", 0, 2),
+    *_linear("self_attn.v_proj", "kv", 1, 2),
+    *_linear("self_attn.o_proj", "o"),
+    *_linear("mlp.gate_proj", "gate_up", 0, 2),
+    *_linear("mlp.up_proj", "gate_up", 1, 2),
+    *_linear("mlp.down_proj", "down"),
+]
 LLAMA = Table(
     prefix="model.",
     embedding=[
@@ -61,22 +82,45 @@ LLAMA = Table(
     ],
     layer=[
         *_norm("input_layernorm", "attention_norm"),
-        *_linear("self_attn.q_proj", "q"),
-        *_linear("self_attn.k_proj", "kv", 0, 2),
-        *_linear("self_attn.v_proj", "kv", 1, 2),
-        *_linear("self_attn.o_proj", "o"),
         *_norm("post_attention_layernorm", "mlp_norm"),
-        *_linear("mlp.gate_proj", "gate_up", 0, 2),
-        *_linear("mlp.up_proj", "gate_up", 1, 2),
-        *_linear("mlp.down_proj", "down"),
+        *PROJECTIONS,
+    ],
+)
+GEMMA2 = LLAMA._replace(
+    embedding=[LLAMA.embedding[0], *_gain("norm", "norm"), *_linear("lm_head", "head")],
+    layer=[
+        *_gain("input_layernorm", "attention_norm"),
+        *_gain("post_attention_layernorm", "attention_post_norm"),
+        *_gain("pre_feedforward_layernorm", "mlp_norm"),
+        *_gain("post_feedforward_layernorm", "mlp_post_norm"),
+        *PROJECTIONS,
     ],
 )
 
 TABLES = {
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA2._replace(
+        layer=[
+            *GEMMA2.layer,
+            *_gain("self_attn.q_norm", "q_norm"),
+            *_gain("self_attn.k_norm", "k_norm"),
+        ]
+    ),
     "llama": LLAMA,
     "mistral": LLAMA,
     "ministral": LLAMA,
     "qwen2": LLAMA,
+    "smollm3": LLAMA,
+    "phi3": LLAMA._replace(
+        layer=[
+            *_norm("input_layernorm", "attention_norm"),
+            *_linear("self_attn.qkv_proj", "qkv"),
+            *_linear("self_attn.o_proj", "o"),
+            *_norm("post_attention_layernorm", "mlp_norm"),
+            *_linear("mlp.gate_up_proj", "gate_up"),
+            *_linear("mlp.down_proj", "down"),
+        ]
+    ),
     "qwen3": LLAMA._replace(
         layer=[
             *LLAMA.layer,
@@ -105,8 +149,13 @@ TABLES = {
     ),
 }
 
-# Both are their own inverse, so one table serves reading and writing.
-TRANSFORMS: dict[str, Callable[[Any], Any]] = {"keep": lambda x: x, "transpose": lambda x: x.T}
+# From the file to the parameter.
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "keep": lambda x: x,
+    "transpose": lambda x: x.T,
+    "add one": lambda x: x.astype("float32") + 1,
+}
+INVERSES = TRANSFORMS | {"add one": lambda x: x - 1}
 
 
 class Slot(NamedTuple):
@@ -131,6 +180,9 @@ class Slots(NamedTuple):
 def expected(blueprint: Blueprint) -> Slots:
     """List the tensors of a checkpoint of this architecture."""
     table = TABLES[blueprint.config.family]
+    shapes = blueprint.layer_shapes
+    if any(row.path[0] == "qkv" for row in table.layer):
+        shapes = jax.eval_shape(join, shapes)
 
     def slots(rows: Sequence[Row], shapes: Params, prefix: str) -> list[Slot]:
         return [
@@ -140,7 +192,7 @@ def expected(blueprint: Blueprint) -> Slots:
         ]
 
     layers = [
-        slots(table.layer, blueprint.layer_shapes, f"{table.prefix}layers.{i}.")
+        slots(table.layer, shapes, f"{table.prefix}layers.{i}.")
         for i in range(blueprint.config.num_layers)
     ]
     return Slots(slots(table.embedding, blueprint.embedding_shapes, table.prefix), layers)
@@ -204,7 +256,7 @@ def read_tree(
     sources: Mapping[str, TensorSource],
     join: Callable[[list[np.ndarray], str], Any],
 ) -> Params:
-    """Read the parameters of a layer (or of the embedding).
+    """Read the parameters of the embedding or of a layer; see `Blueprint.complete`.
 
     Args:
         slots: the tensors to read.
@@ -224,7 +276,7 @@ def write_tree(slots: Sequence[Slot], params: Params) -> Iterator[tuple[str, np.
     for slot in slots:
         whole = np.asarray(params[slot.row.path[0]][slot.row.path[1]])
         part = np.split(whole, slot.row.parts, axis=-1)[slot.row.part]
-        yield slot.name, TRANSFORMS[slot.row.transform](part)
+        yield slot.name, INVERSES[slot.row.transform](part)
 
 
 def _full_name(name: str, prefix: str) -> str:
@@ -243,7 +295,7 @@ def _stem(name: str) -> str:
 
 
 def _is_harmless(name: str, stem: str, tensors: Mapping[str, TensorSource], tied: bool) -> bool:
-    if name.endswith(HARMLESS):
+    if name.endswith(HARMLESS) or stem.startswith(IMAGES):
         return True
     if stem != "lm_head.weight" or not tied:
         return False

@@ -1,6 +1,6 @@
 """Model families: one file each, chosen by `model_type` in config.json.
 
-Imports errors. Start reading at base.py.
+Imports errors, ops. Start reading at base.py.
 """
 
 from collections.abc import Mapping
@@ -10,13 +10,18 @@ from infinigen_jax.errors import UnsupportedModelError
 from infinigen_jax.models.base import Blueprint, ModelConfig, Params, blueprint, random_params
 from infinigen_jax.models.family import family
 
-FAMILIES = ("llama", "ministral", "mistral", "opt", "qwen2", "qwen3")
+FAMILIES = (
+    *("gemma2", "gemma3", "llama", "ministral", "mistral", "opt", "phi3", "qwen2", "qwen3"),
+    "smollm3",
+)
+ALIASES = {"gemma3_text": "gemma3"}  # other names of a model_type
 # Reasons to name for unsupported model types that contain these words.
 REASONS = {
     "mixtral": "a mixture of experts",
     "moe": "a mixture of experts",
+    "gpt_oss": "a mixture of experts, with attention sinks as weights",
     "deepseek": "a mixture of experts",
-    "gemma": "its norms, embedding scale and soft caps differ",
+    "gemma": "of Gemma, the text models of versions 2 and 3 are",
     "mamba": "no attention",
 }
 
@@ -39,6 +44,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         UnsupportedModelError: for a model_type or a setting that is not implemented.
     """
     name = hf.get("model_type")
+    name = ALIASES.get(str(name), name)
     if name not in FAMILIES:
         reason = next((f": {why}" for part, why in REASONS.items() if part in str(name)), "")
         raise UnsupportedModelError(

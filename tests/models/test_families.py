@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from runtime import ALL, SPARSE, counts_of, finished, random_model
-from tiny import LLAMA, TEXT, logits_of, make_tiny
+from tiny import COMMON, LLAMA, TEXT, logits_of, make_tiny
 
 from benchmarks.torch_systems import with_cache
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
@@ -46,10 +46,25 @@ def rope(**changes) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0} | changes}
 
 
+def longrope(original: int, columns: int, **changes) -> dict[str, Any]:
+    factors = np.linspace(1.0, 4.0, columns // 2)
+    kind = {"rope_type": "longrope", "short_factor": (factors**0.2).tolist()} | changes
+    kind |= {"long_factor": factors.tolist(), "original_max_position_embeddings": original}
+    return rope(**kind) | {"original_max_position_embeddings": original}
+
+
+GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20}
+CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 6.0}
+BASES = {"sliding_attention": {"rope_theta": 100.0}, "full_attention": {"rope_theta": 1e4}}
+GEMMA3 = GEMMA | {"rope_parameters": BASES, "final_logit_softcapping": 6.0}
+NOPE = {"no_rope_layers": [0, 1, 0]}
 DYNAMIC = rope(rope_type="dynamic", factor=4.0) | {"max_position_embeddings": 16}
 USED = {"use_sliding_window": True}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", GQA | GEMMA | CAPS | kinds("sfs")),
+    "gemma2 plain": ("gemma2", GEMMA | dict.fromkeys(CAPS) | {"sliding_window": 64}),
+    "gemma3": ("gemma3_text", GQA | GEMMA3 | kinds("sff")),
     "mistral": ("mistral", {"sliding_window": None} | GQA),
     "mistral 0.1": ("mistral", {"sliding_window": 7} | GQA),
     "ministral": ("ministral", kinds("fsf") | GQA | {"head_dim": 12}),
@@ -66,6 +81,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         rope(**YARN, beta_fast=4.0, beta_slow=0.5, truncate=False, attention_factor=1.3),
     ),
+    "phi3": ("phi3", GQA),
+    "phi3 longrope": ("phi3", longrope(26, 12)),
+    "phi3 parts": ("phi3", GQA | longrope(26, 8, partial_rotary_factor=0.67, factor=3.0)),
+    "phi3 window": ("phi3", GQA | rope(partial_rotary_factor=0.5) | {"sliding_window": 7}),
+    "smollm3": ("smollm3", GQA | NOPE),
+    "smollm3 yarn": ("smollm3", GQA | NOPE | rope(**YARN)),
     "yarn, two scales": ("llama", rope(**YARN, mscale=0.7, mscale_all_dim=1.2)),
 }
 
@@ -77,6 +98,31 @@ def test_logits_of_a_whole_pass(name, tokens, tmp_path):
     model = checkpoint.load(convert(reference.folder, tmp_path / "out", skew="none"), "float32")
     expected = reference.logits(tokens)
     np.testing.assert_allclose(logits_of(model, tokens), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_the_language_model_of_a_model_of_text_and_images(tokens, tmp_path):
+    import torch
+    import transformers
+
+    sizes = COMMON | {"intermediate_size": 56} | GQA | GEMMA | {"rope_parameters": BASES}
+    vision = {
+        **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28},
+        **{"num_attention_heads": 2, "patch_size": 14},
+    }
+    config = transformers.Gemma3Config(
+        text_config=sizes, vision_config=vision, mm_tokens_per_image=4, eos_token_id=[1, 2]
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "source")
+    converted = convert(tmp_path / "source", tmp_path / "out", skew="none")
+    loaded = checkpoint.load(converted, "float32")
+    assert loaded.config.eos_ids == (1, 2) and loaded.config.window_of(0) is None
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(logits_of(loaded, tokens), expected, atol=TOLERANCE, rtol=0)
+    again = transformers.AutoModelForCausalLM.from_pretrained(converted, dtype="float32")
+    assert type(again).__name__ == "Gemma3ForCausalLM"
 
 
 PROMPTS = [[int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (27, 5, 14)]
@@ -113,7 +159,7 @@ def decoded(engine: Engine, tokens: list[list[int]]) -> np.ndarray:
     return np.stack(steps, axis=1)
 
 
-OFTEN = ("qwen3 windows",)
+OFTEN = ("gemma3",)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +235,20 @@ def test_a_ring_holds_the_last_tokens(size):
 
 # Configurations.
 
+
+def test_a_sequence_does_not_grow_out_of_its_frequencies():
+    model = random_model("one")
+    assert model.config.rope is not None
+    factors = {"short_factors": (1.0,) * 4, "long_factors": (2.0,) * 4}
+    rope = dataclasses.replace(model.config.rope, kind="longrope", original_positions=32, **factors)
+    config = dataclasses.replace(model.config, rope=rope)
+    engine = Engine(dataclasses.replace(model, config=config), policy=SPARSE, dense_layers=0)
+    with pytest.raises(InputError, match="a prompt of 27 would grow beyond; give at most 6 new"):
+        engine.generate([[3] * 27, [3] * 40], max_new_tokens=7)
+    with pytest.raises(InputError, match="--context 40: give 2 to 32"):
+        engine.conversation(context=40)
+
+
 HF = LLAMA | {"rope_theta": 1e6, "max_position_embeddings": 32}
 
 
@@ -223,10 +283,12 @@ def test_configurations_of_before_transformers_5(old, new, positions):
     assert before.rope.theta == 1e6 and before.rope.kind == kind
 
 
-VALUES = st.sampled_from([None, 0, -1, 1, 4.0, 32, 1e300, float("nan"), "4", "many", [], {}, True])
+PLAIN = [None, 0, -1, 1, 4.0, 32, 1e300, float("nan"), "4", "many", [], {}, True]
+VALUES = st.sampled_from([*PLAIN, [1.0, 2.0]])
 SETTINGS = (
     "factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast beta_slow "
-    "attention_factor mscale mscale_all_dim truncate rope_theta partial_rotary_factor"
+    "attention_factor mscale mscale_all_dim truncate rope_theta partial_rotary_factor "
+    "short_factor long_factor"
 ).split()
 
 
@@ -234,7 +296,7 @@ SETTINGS = (
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn"]),
+    st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn", "longrope"]),
     st.dictionaries(st.sampled_from(SETTINGS), VALUES),
 )
 @example("yarn", {"factor": 4.0, "mscale": -4.0, "mscale_all_dim": 1})

@@ -100,6 +100,8 @@ LLAMA = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+GEMMA = LLAMA | {"model_type": "gemma3_text", "head_dim": 12}
+PHI = LLAMA | {"model_type": "phi3"}
 QWEN = LLAMA | {"model_type": "qwen2"}
 OPT = {
     "model_type": "opt",
@@ -130,9 +132,19 @@ REFUSED = {
         LLAMA | {"model_type": "mistral", "layer_types": ["full_attention"] * 2},
         "model_type ministral",
     ),
+    "partial longrope": (
+        PHI | {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}},
+        "'longrope' for heads of its size",
+    ),
+    "yarn in phi3": (PHI | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' in a phi3"),
+    "gpt-oss": (LLAMA | {"model_type": "gpt_oss"}, "'gpt_oss' is not supported: a mixture"),
     "experts by name": (LLAMA | {"model_type": "mixtral"}, "'mixtral' is not supported: a mixture"),
-    "gemma": (LLAMA | {"model_type": "gemma3_text"}, "'gemma3_text' is not supported: its norms"),
-    "family": (LLAMA | {"model_type": "gpt2"}, "'gpt2' is not supported (supported: llama"),
+    "gemma": (LLAMA | {"model_type": "gemma3n"}, "'gemma3n' is not supported: of Gemma, the text"),
+    "both ways": (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "capped gemma 3": (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    "cap of 0": (GEMMA | {"final_logit_softcapping": 0}, "final_logit_softcapping 0"),
+    "no scalar": (GEMMA | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar"),
+    "family": (LLAMA | {"model_type": "gpt2"}, "'gpt2' is not supported (supported: gemma2"),
     "no family": ({}, "model_type"),
     "activation": (LLAMA | {"hidden_act": "mish"}, "'mish'"),
     "size missing": (LLAMA | {"hidden_size": None}, "hidden_size"),

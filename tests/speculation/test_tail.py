@@ -141,13 +141,28 @@ def test_a_tail_of_single_tokens_is_the_full_cache(name, alpha):
     )
 
 
-@pytest.mark.parametrize("TAILED", [TAILED, ONE_MEAN])
-def test_the_mean_key_does_not_enter_a_tail_twice(TAILED):
+@pytest.mark.parametrize("query", ["plain", "own"])
+def test_a_tail_of_single_tokens_is_the_full_cache_under_a_soft_cap(query):
+    model = random_model("gemma2")
+    config, rng = model.config, np.random.default_rng(4)
+    mean = rng.normal(size=(1, config.num_kv_heads, config.head_dim)).astype(np.float32)
+    model = dataclasses.replace(model, key_mean=mean)
+    policy = dataclasses.replace(TAILED, tail_tokens=1, budget=0.05, query=query)
+    full = scores_of(model, Full())
+    np.testing.assert_allclose(scores_of(model, policy), full, rtol=1e-4, atol=1e-4)
+    free = dataclasses.replace(config, attention_softcap=None)
+    assert np.abs(scores_of(dataclasses.replace(model, config=free), Full()) - full).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), [("gqa", TAILED), ("gqa", ONE_MEAN), ("gemma2", ONE_MEAN)]
+)
+def test_the_mean_key_does_not_enter_a_tail_twice(name, policy):
     """Scores of centred keys, and the constant added at the end, are the scores as they were."""
-    config = random_model("gqa").config
+    config = random_model(name).config
     shape = (config.num_layers, config.num_kv_heads, config.head_dim)
     mean = np.random.default_rng(4).normal(size=shape).astype(np.float32)
-    found = [scores_of(first_layers("gqa", key_mean=x), TAILED) for x in (None, mean)]
+    found = [scores_of(first_layers(name, key_mean=x), policy) for x in (None, mean)]
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 

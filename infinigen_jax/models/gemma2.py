@@ -1,0 +1,89 @@
+"""Gemma 2: LLaMA with norms on both sides of each block, and soft-capped scores and logits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.models import llama
+from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.hf import FULL, SLIDING, per_layer, refuse_unless, sliding_windows
+from infinigen_jax.models.norms import RMSNorm
+from infinigen_jax.models.rope_hf import positive_number
+from infinigen_jax.ops.attention import soft_capped
+
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translate a `config.json` of model_type "gemma2"; refuse unsupported settings by name."""
+    hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **hf}
+    softcap = _softcap(hf, "attn_logit_softcapping")
+    return gemma_from_hf(hf | {"layer_types": kinds(hf, 2)}, "gemma2", attention_softcap=softcap)
+
+
+def kinds(hf: Mapping[str, Any], every: int) -> list[str]:
+    """Return the kind of each layer; by default each multiple of `every` has no window."""
+    return per_layer(hf, "layer_types", lambda i: SLIDING if (i + 1) % every else FULL)
+
+
+def gemma_from_hf(hf: Mapping[str, Any], family: str, **own: Any) -> ModelConfig:
+    """Return the configuration of a version of Gemma.
+
+    Args:
+        own: settings of ModelConfig that the version reads in its own way.
+    """
+    hf = DEFAULTS | {**hf}
+    both = hf.get("use_bidirectional_attention")
+    refuse_unless(not both, f"use_bidirectional_attention={both}")
+    activation = hf["hidden_activation"]
+    refuse_unless(activation in llama.ACTIVATIONS, f"hidden_activation {activation!r}")
+    return llama.relative_from_hf(
+        hf | {"hidden_act": activation},
+        family,
+        attention_bias=bool(hf.get("attention_bias", False)),
+        query_scale=positive_number(hf["query_pre_attn_scalar"], "query_pre_attn_scalar") ** -0.5,
+        logit_softcap=_softcap(hf, "final_logit_softcapping"),
+        **sliding_windows(hf, hf["sliding_window"]),
+        **own,
+    )
+
+
+def _softcap(hf: Mapping[str, Any], name: str) -> float | None:
+    value = hf.get(name)
+    return None if value is None else positive_number(value, name)
+
+
+class Layer(llama.Layer):
+    """See `models.base.Layer`. The outputs of attention and MLP are normalised as well."""
+
+    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
+        super().__init__(config, dtype, rngs)
+        self.attention_post_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.mlp_post_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+
+    def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
+        return self.attention_post_norm(super().attention_output(o))
+
+    def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        return self.mlp_post_norm(super().mlp(x))
+
+
+class Embedding(llama.Embedding):
+    """See `models.base.Embedding`. Hidden states are scaled by the root of their size."""
+
+    def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
+        x = super().embed(tokens, positions)
+        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+
+    def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
+        return soft_capped(super().logits(x), self.config.logit_softcap)
