@@ -247,21 +247,22 @@ Local = DenseLayer | Sliding | Resident  # rows that the device keeps of a layer
 
 
 class HostLayer(NamedTuple):
-    """Place and format of a layer's rows on the host.
+    """Place and format of a layer's rows on the host, and what its own query needs.
 
     Attributes:
         number: index among the host layers.
         scales: parameters for decoding the rows, see `cache.row_format`.
-        key_mean: mean subtracted from the index's keys, for the tail; None if not subtracted.
+        weights: the policy's arrays for the layer; None if its own query needs none, as in a
+            streamed layer.
+        state: the policy's state of the layer, if its own query selects rows or scores a tail.
         positions: positions of the rows in its pool; None without a pool (slot = position).
-        tail: the policy's weights and state of this layer, for a tail by its own query.
     """
 
     number: Int[Array, ""]
     scales: Any
-    key_mean: Float[Array, "k d"] | None = None
+    weights: dict[str, Any] | None = None
+    state: Any = None
     positions: Int[Array, "b k t"] | None = None
-    tail: Any = None
 
 
 class ReadCache(NamedTuple):

@@ -83,17 +83,22 @@ class Decoder(Layout):
         return layer.attention_output(o.reshape(o.shape[0], self.config.num_heads, -1))
 
     def start(
-        self, inputs: LayerInputs, a: Float[Array, "b e"], hot: HotSet | Kept | None
+        self,
+        inputs: LayerInputs,
+        target: Target,
+        a: Float[Array, "b e"],
+        hot: HotSet | Kept | None,
     ) -> Started:
-        """Select rows for the target layer and start their transfer.
+        """Select rows for a layer and start their transfer.
 
         Args:
-            inputs: arrays of the current layer; needs `host` and `target`.
+            inputs: arrays of the current layer; needs `host`.
+            target: layer that rows are selected for.
             a: attention input that approximates the target's.
             hot: the target's hot set, if any.
         """
-        assert inputs.host is not None and inputs.target is not None
-        request = self.select(inputs.target, a, inputs.positions, capacity_of(inputs.host, len(a)))
+        assert inputs.host is not None
+        request = self.select(target, a, inputs.positions, capacity_of(inputs.host, len(a)))
         moved, plan, used = request.count, None, None
         if isinstance(hot, Kept):
             assert self.pool is not None
@@ -107,9 +112,7 @@ class Decoder(Layout):
         request = request._replace(chosen=None, marks=marks)
         rows = None if hot is None else hot.rows
         with jax.named_scope("fetch"):
-            ticket = self.transfer.start(
-                inputs.host, inputs.target.number, request, rows, plan, self.mesh
-            )
+            ticket = self.transfer.start(inputs.host, target.number, request, rows, plan, self.mesh)
         return Started(request, ticket, moved, hot, used)
 
     def select(
@@ -166,19 +169,20 @@ class Decoder(Layout):
         """
         if number < 0:
             return None
-        prepared, scales = weights.policy[number], read.scales[number]
-        if self.slots.tail_block and not self.streams(number):
-            return HostLayer(at, scales, tail=(prepared, read.states[number]))
-        # Capped scores already have the mean key's logit.
-        lacks_mean = self.policy.has_tail and "softcap" not in prepared
-        mean = prepared.get("mean") if lacks_mean else None
-        return HostLayer(at, scales, mean, read.pool_of(number))
+        place = HostLayer(at, read.scales[number], positions=read.pool_of(number))
+        if self.streams(number):
+            return place
+        if self.policy.has_tail or not self.policy.lead:
+            place = place._replace(weights=weights.policy[number])
+        if self.slots.tail_block or not self.policy.lead:
+            place = place._replace(state=read.states[number])
+        return place
 
     def target(
         self, weights: Weights, read: ReadCache, states: Any, number: int, at: Any
     ) -> Target | None:
         """Return host layer `number` as a target of selection; None if it selects no rows."""
-        if not 0 <= number < self.host_layers or self.streams(number):
+        if number < 0 or self.streams(number):
             return None
         params = weights.params["layers"][self.on_host[number]]
         return Target(params, weights.policy[number], states[number], at, read.pool_of(number))
@@ -199,8 +203,9 @@ class Decoder(Layout):
             hot: hot set of layer 0.
             carry: carry into layer 0.
         """
+        assert inputs.target is not None
         attention_input = self.blueprint.layer(inputs.params).attention_input(carry.x)
-        return self.wait(self.start(inputs, attention_input, hot), carry, hot)
+        return self.wait(self.start(inputs, inputs.target, attention_input, hot), carry, hot)
 
     def draw(
         self,

@@ -58,7 +58,7 @@ class HostRows:
 
     def write(self, key: Float[Array, "b k d"], value: Float[Array, "b k d"]) -> "HostRows":
         row = jnp.concatenate([key, value], axis=-1)
-        summed = self.layout.summed(self.place.tail[0] if self.place.tail else {})
+        summed = self.layout.summed(self.place.weights or {})
         local = self.local.write(row, self.positions, self.layout.slots, summed)
         return dataclasses.replace(self, local=local)
 

@@ -144,12 +144,13 @@ class Layout:
 
     @property
     def requests_first(self) -> bool:
-        """Whether layer 0 is on the host and no earlier layer could request its rows."""
-        return self.policy.lead > 0 and self.host_number(0) == 0
+        """Whether layer 0 selects rows that no earlier layer could request."""
+        return self.policy.lead > 0 and self.host_number(0) == 0 and not self.streams(0)
 
     def fetches_for(self, layer: int) -> int:
         """Return the host layer whose rows are requested in a layer of the model; -1 for none."""
-        return self.host_number(layer + self.policy.lead)
+        number = self.host_number(layer + self.policy.lead)
+        return -1 if number < 0 or self.streams(number) else number
 
     @property
     def in_chunks(self) -> bool:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.cache.pool import Kept
 from infinigen_jax.decode.layer_rows import DeviceRows, HostRows
-from infinigen_jax.decode.state import Carry, LayerInputs, Started
+from infinigen_jax.decode.state import Carry, LayerInputs, Started, Target
 from infinigen_jax.models.base import Layer
 from infinigen_jax.ops.attention import attend
 
@@ -55,28 +55,37 @@ class NoRequest:
         return started, q
 
 
+@dataclasses.dataclass(frozen=True)
 class OwnQuery(NoRequest):
     """Layer that requests its own rows and waits for them."""
+
+    target: Target
 
     def from_input(
         self, a: Float[Array, "b e"], carry: Carry, hot: Hot
     ) -> tuple[Carry, Started | None, Hot]:
-        started = self.decoder.start(self.inputs, a, hot)
+        started = self.decoder.start(self.inputs, self.target, a, hot)
         carry, hot = self.decoder.wait(started, carry, hot)
         return carry, None, hot
 
 
+@dataclasses.dataclass(frozen=True)
 class FromInput(NoRequest):
     """Layer that requests the next layer's rows from its own input."""
+
+    target: Target
 
     def from_input(
         self, a: Float[Array, "b e"], carry: Carry, hot: Hot
     ) -> tuple[Carry, Started | None, Hot]:
-        return carry, self.decoder.start(self.inputs, a, hot), hot
+        return carry, self.decoder.start(self.inputs, self.target, a, hot), hot
 
 
+@dataclasses.dataclass(frozen=True)
 class FromResident(NoRequest):
     """Layer that requests the next layer's rows after attention to its resident rows."""
+
+    target: Target
 
     def from_resident(
         self,
@@ -90,18 +99,18 @@ class FromResident(NoRequest):
         with jax.named_scope("resident"):
             o = attend(q, rows.near(), cap=self.decoder.config.attention_softcap)
             x = x + self.decoder.output(layer, o)
-        assert self.inputs.target is not None
         # Normalise with the parameters of the layer whose input `x` approximates.
-        a = self.decoder.blueprint.layer(self.inputs.target.params).attention_input(x)
-        return self.decoder.tie(self.decoder.start(self.inputs, a, hot), q)
-
-
-KINDS = {"own": OwnQuery, "input": FromInput, "resident": FromResident}
+        a = self.decoder.blueprint.layer(self.target.params).attention_input(x)
+        return self.decoder.tie(self.decoder.start(self.inputs, self.target, a, hot), q)
 
 
 def lookahead(decoder: "Decoder", inputs: LayerInputs) -> NoRequest:
     """Return the timing of a layer's requests."""
-    if inputs.target is None:
+    if inputs.target is not None:
+        kind = {"input": FromInput, "resident": FromResident}[decoder.policy.source]
+        return kind(decoder, inputs, inputs.target)
+    place = inputs.place
+    if decoder.policy.lead or place is None or place.weights is None:
         return NoRequest(decoder, inputs)
-    kind = decoder.policy.source if decoder.policy.lead else "own"
-    return KINDS[kind](decoder, inputs)
+    own = Target(inputs.params, place.weights, place.state, place.number, place.positions)
+    return OwnQuery(decoder, inputs, own)

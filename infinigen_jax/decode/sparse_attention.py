@@ -84,7 +84,7 @@ def attend_chunks(
         scales = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[head][None], host_layer.scales)
         return layout.row_format.decode(scales, rows)
 
-    one_mean = host_layer.tail is None and fetched.request.rest is not None
+    one_mean = not layout.slots.tail_block and fetched.request.rest is not None
     cap = layout.config.attention_softcap
     softmax, taken = attend_requested(q, fetched.request, read, one_mean, cap)
     softmax = join_softmax(extend_softmax(start_softmax(q), q, resident, cap), softmax)
@@ -116,12 +116,16 @@ def tail_term(
     Args:
         taken: sum of the fetched values; used by a tail of one mean.
     """
-    if host_layer.tail is not None:
+    if layout.slots.tail_block:
         return tail_blocks(layout, q, request, local, host_layer, positions)
     if request.rest is None:
         return None
     assert local.left is not None and taken is not None
-    score = request.rest.score + mean_score(host_layer.key_mean, q)
+    weights = host_layer.weights
+    assert weights is not None
+    # Capped scores already have the mean key's logit.
+    mean = None if "softcap" in weights else weights.get("mean")
+    score = request.rest.score + mean_score(mean, q)
     host_rows = jnp.maximum(positions - layout.policy.window + 1 - layout.policy.sinks, 0)[:, None]
     if (rows := held(layout, host_layer.positions, positions)) is not None:
         host_rows = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)
@@ -146,10 +150,10 @@ def tail_blocks(
     """
     assert local.left is not None
     with jax.named_scope("tail"):
-        weights, state = host_layer.tail
-        rest = request.rest
+        weights, rest = host_layer.weights, request.rest
+        assert weights is not None
         if rest is None:
-            rest = layout.policy.own_rest(weights, state, q, request, positions)
+            rest = layout.policy.own_rest(weights, host_layer.state, q, request, positions)
         blocks = rest.score.shape[3]
         eligible = layout.slots.eligible(positions, blocks * layout.policy.tail_block)
         by_block = eligible.reshape(-1, 1, blocks, layout.policy.tail_block)

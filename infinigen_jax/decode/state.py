@@ -45,7 +45,7 @@ class LayerInputs(NamedTuple):
         upcoming: parameters of the next layer if they are in host memory; else empty.
         host: host cache; None if no layer uses it.
         place: where and how the host keeps this layer's rows; None for a layer on the device.
-        target: layer that this one requests rows for; None if it requests none.
+        target: later layer that this one requests rows for; None if it requests none, or its own.
         positions: positions of the current tokens.
     """
 

@@ -112,27 +112,28 @@ def step(
     def inputs_of(layer: int, params: Params, target: int) -> LayerInputs:
         host_index, all_states = decoder.host_number(layer), states or read.states
         place_index = numbers[host_index] if host_index >= 0 else None
-        target_index = None if target < 0 else numbers[target]
+        ahead = target if decoder.policy.lead else -1  # its own query needs `place` alone
+        target_index = None if ahead < 0 else numbers[ahead]
         return LayerInputs(
             params,
             stored[layer + 1 : layer + 2] if decoder.weights_on_host else [],
             read.host,
             decoder.place(weights, read, host_index, place_index),
-            decoder.target(weights, read, all_states, target, target_index),
+            decoder.target(weights, read, all_states, ahead, target_index),
             live.lengths,
         )
 
-    if decoder.requests_first and not decoder.streams(0):
+    if decoder.requests_first:
         carry, hot[0] = run.first(inputs_of(0, params, 0)._replace(upcoming=[]), hot[0], carry)
     for i in range(len(stored)):
         host_index, target = decoder.host_number(i), decoder.fetches_for(i)
         inputs, before = inputs_of(i, params, target), carry
         observed = states[host_index] if host_index >= 0 and states else None
-        state = LayerState(local[i], hot[target] if inputs.target else None, observed)
+        state = LayerState(local[i], hot[target] if target >= 0 else None, observed)
         with jax.named_scope(f"layer{i}"):
             carry, state, brought = run.layer(inputs, state, carry)
         local[i] = state.local
-        if inputs.target is not None:
+        if target >= 0:
             hot[target] = state.hot
         if observed is not None:
             states[host_index] = state.observed

@@ -239,7 +239,7 @@ def scanned() -> Program:
                 lambda x: jax.lax.dynamic_index_in_dim(x, ahead, 0, keepdims=False),
                 Target(layers, policy, states, numbers),
             )
-            place = HostLayer(number, SCALES, tail=(weights, state))
+            place = HostLayer(number, SCALES, weights, state)
             given = LayerInputs(params, [], host, place, target, at)
             carry, new = decoder().decode_layer(given, LayerState(resident, None, None), carry)
             return carry, new.local
@@ -263,7 +263,7 @@ def fetching_layer(weights_on: str = "device") -> Program:
     """One layer on the host that fetches for the next one, as the layerwise schedule runs it."""
     cache, constant = _cache(), weights()
     target = Target(constant.params["layers"][-1], constant.policy[-1], cache.states[-1], _scalar())
-    place = HostLayer(_scalar(), SCALES, tail=(constant.policy[0], cache.states[0]))
+    place = HostLayer(_scalar(), SCALES, constant.policy[0], cache.states[0])
     params, upcoming = constant.params["layers"][DENSE], []
     if weights_on == "host":
         upcoming = weights("host").params["layers"][-1:]

@@ -68,7 +68,7 @@ def tail(kernels: bool) -> Program:
     decoder = Decoder(config, sp.DTYPE, POLICY, XlaTransfer(), 0, default_mesh())
 
     def scores(q: Any, weights: Any, index: Any, request: Request, local: Resident, at: Any):
-        own = HostLayer(jnp.int32(0), (), tail=(weights, index))
+        own = HostLayer(jnp.int32(0), (), weights, index)
         tail = tail_blocks(decoder, q, request, local, own, at)
         return tail.score, tail.shift
 
