@@ -88,7 +88,7 @@ def _settings(values: Mapping[str, Any]) -> str:
 
 
 def _retrieval(text: str | None, *arguments: str) -> Experiment:
-    asked = ("--task", "needle", "--items", "10", "--batch", "50", "--length", "1024")
+    asked = ("--items", "10", "--batch", "50", "--length", "1024")
     program = ("infinigen_jax.evaluate", "retrieval")
     return Experiment(program, (*asked, *arguments), False, ("books-llama",), text)
 

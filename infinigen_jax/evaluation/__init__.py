@@ -8,7 +8,7 @@
 
     perplexity      perplexity of a text: scoring, statistics
     recall          attention compared with exact top-k: study
-    retrieval       retrieval from long texts: haystacks, lost_in_the_middle, answers
+    retrieval       numbers in long texts: haystacks, answers
     windows, texts  texts, and windows of their tokens
     lm_eval         a model for lm-evaluation-harness: likelihood, answers
 

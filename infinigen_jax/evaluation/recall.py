@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.evaluation.naming import labels
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.plots import Panel, against_fraction, draw
@@ -43,21 +43,13 @@ if TYPE_CHECKING:
 
 SUMMARY = "attention mass, top-k rows and attention output, against exact top-k"
 READ_EVERY = 16  # steps between reads; few, because a step's records are large
-STATES = {"own": "watch_own", "exact": "watch_exact"}
-MEANS = ("mass", "oracle_mass", "error", "oracle_error", "head_error")
+MEANS = ("mass", "oracle_mass", "error", "oracle_error")
 COUNTS = ("selected", "wanted", "found")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this sub-command."""
     add_window_options(parser)
-    parser.add_argument(
-        "--states",
-        choices=list(STATES),
-        default="own",
-        help="hidden states passed to the next layer: own, those of the policy (default), or "
-        "exact, those of full attention, the same for all policies",
-    )
     add_common_options(parser, batch=4, of="windows")
 
 
@@ -66,11 +58,11 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     text = read_text(arguments.text)
     session = Session.of(arguments, say)
     if any(configuration.pool is not None for configuration in session.chosen):
-        raise InputError("--pool-tokens: recall looks for rows by their position; leave it out")
+        raise ParameterError("pool", "recall looks for rows by their position; leave it out")
     model = session.load()
     windows, described = cut_windows(arguments, text, model)
-    settings = described["settings"] | {"states": arguments.states}
-    session.record |= described | {"settings": settings}
+    settings = described["settings"]
+    session.record |= described
     total = windows.size - len(windows) * settings["context"]
     measured = session.measure(model, measuring(windows, settings), total, "tokens")
     lines = [
@@ -105,7 +97,7 @@ def study_windows(
 
     Args:
         windows: [w, n] int32.
-        settings: context, chunk, batch and states.
+        settings: context, chunk and batch.
         advance: called with the number of tokens decoded since the last call.
 
     Returns:
@@ -132,10 +124,9 @@ def _study_batch(
     advance: Callable[[int], object],
 ) -> tuple[dict[str, np.ndarray], np.ndarray, "Traffic"]:
     """Study the first `kept` windows; the others fill the batch."""
-    from infinigen_jax.evaluation import study
     from infinigen_jax.evaluation.scoring import start_run, traffic
+    from infinigen_jax.evaluation.study import watch
 
-    watch = getattr(study, STATES[settings["states"]])
     context, chunk = settings["context"], settings["chunk"]
     positions = range(context - 1, windows.shape[1] - 1)
     chunk_count = -(-len(positions) // chunk)
@@ -167,13 +158,6 @@ def _study_batch(
 
 def _numbers(seen: list[Any], batch: int) -> dict[str, np.ndarray]:
     """Return one step's numbers as [b, layers, heads], float64."""
-    names = {
-        "mass": "mass",
-        "oracle_mass": "best_mass",
-        "error": "error",
-        "oracle_error": "best_error",
-        "head_error": "head_error",
-    } | {name: name for name in COUNTS}
 
     def stack(field: str) -> np.ndarray:
         if not seen:
@@ -181,11 +165,11 @@ def _numbers(seen: list[Any], batch: int) -> dict[str, np.ndarray]:
         values = [np.asarray(getattr(layer, field), np.float64) for layer in seen]
         return np.stack([value.reshape(batch, -1) for value in values], axis=1)
 
-    return {name: stack(field) for name, field in names.items()}
+    return {name: stack(name) for name in (*MEANS, *COUNTS)}
 
 
 def summary(arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return means over everything, by layer, by head, by chunk, and by layer and chunk."""
+    """Return means over everything, by layer, and by chunk."""
     context, chunk = settings["context"], settings["chunk"]
     total = settings["window"] - context
     starts = range(0, total, chunk)
@@ -194,12 +178,7 @@ def summary(arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str
     layers = []
     for i, layer in enumerate(arrays["layers"].tolist()):
         layer_arrays = {name: arrays[name][:, i : i + 1] for name in (*MEANS, *COUNTS)}
-        by_chunk = [_part(_chunk(layer_arrays, j), tokens[j : j + 1]) for j in range(len(tokens))]
-        layers.append(
-            {"layer": layer}
-            | _part(layer_arrays, tokens)
-            | {"heads": _heads(layer_arrays, tokens), "chunks": by_chunk}
-        )
+        layers.append({"layer": layer} | _part(layer_arrays, tokens))
     chunks = [
         {"from": context + start, "to": context + start + int(size)}
         | _part(_chunk(arrays, j), tokens[j : j + 1])
@@ -237,25 +216,6 @@ def _part(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> dict[str, Any]:
         "error": float(per_window("error").mean()),
         "oracle_error": float(per_window("oracle_error").mean()),
     }
-
-
-def _heads(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> list[dict[str, Any]]:
-    """Return means by KV head of one layer, with separate masses of its query heads."""
-    weights = tokens / tokens.sum()
-    selected, budgeted = (arrays[name].sum(axis=(0, 1, 3)) for name in ("found", "wanted"))
-    mass, best, error = (
-        (arrays[name] @ weights).mean(axis=(0, 1)) for name in ("mass", "oracle_mass", "head_error")
-    )
-    groups = len(mass) // len(selected)
-    return [
-        {
-            "top_k_recall": float(selected[k] / budgeted[k]) if budgeted[k] else 1.0,
-            "mass": mass[k * groups : (k + 1) * groups].tolist(),
-            "oracle_mass": best[k * groups : (k + 1) * groups].tolist(),
-            "error_alone": float(error[k]),
-        }
-        for k in range(len(selected))
-    ]
 
 
 def markdown(lines: list[dict[str, Any]]) -> str:

@@ -45,11 +45,6 @@ def provenance(model: "Model", folder: str | Path) -> dict[str, Any]:
     }
 
 
-def described_file(path: str) -> dict[str, str]:
-    """Return the name of a data file without its folder, and its hash."""
-    return {"file": Path(path).name, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
-
-
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -38,48 +38,31 @@ class Seen(NamedTuple):
     """Numbers of one layer in one step.
 
     Attributes:
-        mass, best_mass: share of each query head's softmax over the past tokens that the policy
+        mass, oracle_mass: share of each query head's softmax over the past tokens that the policy
             attended, and that the oracle would attend at the same budget.
         selected, wanted: rows that the policy selected, and rows that the budget allows.
         found: number of the oracle's rows that the policy selected.
-        error, best_error: relative L2 error of the layer's attention output, after the output
+        error, oracle_error: relative L2 error of the layer's attention output, after the output
             projection, of the policy and of the oracle.
-        head_error: the policy's error if only the heads that share one KV head had its rows, and
-            the others all rows.
     """
 
     mass: Float[Array, "b k g"]
-    best_mass: Float[Array, "b k g"]
+    oracle_mass: Float[Array, "b k g"]
     selected: Int[Array, "b k"]
     wanted: Int[Array, "b k"]
     found: Int[Array, "b k"]
     error: Float[Array, " b"]
-    best_error: Float[Array, " b"]
-    head_error: Float[Array, "b k"]
+    oracle_error: Float[Array, " b"]
 
 
-def watch_own(decoder: Decoder, layer: Watched) -> tuple[Carry, Seen | None]:
+def watch(decoder: Decoder, watched: Watched) -> tuple[Carry, Seen | None]:
     """Compare, and continue with the policy's output of the layer."""
-    return _watch(decoder, layer, exact=False)
-
-
-def watch_exact(decoder: Decoder, layer: Watched) -> tuple[Carry, Seen | None]:
-    """Compare, and continue as if the layer had attended to all rows.
-
-    Thus each policy gets the same queries and keys. One that speculates from the state after
-    attention uses its own attention.
-    """
-    return _watch(decoder, layer, exact=True)
-
-
-def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen | None]:
     if watched.own is None or watched.selection is None:
         return watched.after, None  # no selection
     assert watched.host is not None
     config, slots, positions = decoder.config, decoder.slots, watched.positions
     layer = decoder.blueprint.layer(watched.params)
-    x = watched.before.x
-    a = layer.attention_input(x)
+    a = layer.attention_input(watched.before.x)
     q = config.grouped(layer.query(a, positions))
     capacity = watched.host.shape[3]
     eligible = slots.eligible(positions, capacity)
@@ -116,10 +99,6 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
         return layer.attention_output(o.reshape(o.shape[0], config.num_heads, -1))
 
     whole = output(everything)
-    heads = jnp.arange(config.num_kv_heads, dtype=jnp.int32)
-    alone = (heads[:, None] == heads[None])[None, :, :, None, None]
-    mixed = jnp.where(alone, had[:, None], everything[:, None])  # [b, k, k, g, d]
-    mixed = mixed.reshape(q.shape[0], config.num_kv_heads, config.num_heads, -1)
     seen = Seen(
         mass(fetched),
         mass(best),
@@ -128,12 +107,8 @@ def _watch(decoder: Decoder, watched: Watched, exact: bool) -> tuple[Carry, Seen
         _entries(fetched & best),
         _relative(output(had), whole),
         _relative(output(could), whole),
-        _relative(layer.attention_output(mixed), whole[:, None]),
     )
-    if not exact:
-        return watched.after, seen
-    x = x + whole
-    return watched.after._replace(x=x + layer.mlp(x)), seen
+    return watched.after, seen
 
 
 def _request(decoder: Decoder, watched: Watched, layer: Layer, a: Float[Array, "b e"]) -> Request:
@@ -232,9 +207,9 @@ def _entries(mask: Bool[Array, "*b t"]) -> Int[Array, "*b"]:
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)
 
 
-def _relative(y: Float[Array, "*b e"], true: Float[Array, "*#b e"]) -> Float[Array, "*b"]:
+def _relative(y: Float[Array, "b e"], true: Float[Array, "b e"]) -> Float[Array, " b"]:
     """Return the relative L2 distance, float32; 0 for equal vectors."""
     y, true = (lax.convert_element_type(z, jnp.float32) for z in (y, true))
     distance = jnp.linalg.norm(y - true, axis=-1)
-    size = jnp.broadcast_to(jnp.linalg.norm(true, axis=-1), distance.shape)
+    size = jnp.linalg.norm(true, axis=-1)
     return jnp.where(distance > 0, distance / jnp.maximum(size, 1e-30), 0.0)

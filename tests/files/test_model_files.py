@@ -17,7 +17,6 @@ from infinigen_jax.checkpoint.safetensors import SafetensorsFile
 from infinigen_jax.checkpoint.torch_file import TorchFile
 from infinigen_jax.convert import convert
 from infinigen_jax.errors import InputError
-from infinigen_jax.evaluation.lost_in_the_middle import read_lines
 from infinigen_jax.files.regular import LARGEST_JSON
 from infinigen_jax.loading import load as checkpoint
 
@@ -165,10 +164,7 @@ def test_only_checked_files_of_a_conversion_are_read(tmp_path):
 
 
 def test_text_that_is_not_unicode(tmp_path):
-    """In the name of a folder, and by escapes in a file of JSON; tokenizers take neither."""
+    """Tokenizers do not take it in the name of a folder."""
     folder = source(tmp_path / os.fsdecode(b"m\xff"))
     with pytest.raises(InputError, match="the name is not UTF-8"):
         checkpoint.load(folder)
-    (tmp_path / "data").write_text('{"text": "\\ud800"}\n')
-    with pytest.raises(InputError, match="surrogates not allowed"):
-        read_lines("--data", str(tmp_path / "data"))
