@@ -141,7 +141,7 @@ def _start(
     options, model, room = bench.options, bench.model, bench.new_tokens + 1
     if is_ours(name):
         engine = Engine(model, **settings(name, options, model, context))
-        return Ours(engine.start(tokens, room))
+        return Ours(engine.start(tokens, max_new_tokens=room))
     from benchmarks.torch_systems import Transformers
 
     return Transformers(bench.other, name, tokens, room, options.torch_threads)

@@ -156,7 +156,6 @@ def random_model(case: Case) -> Any:
 def generate(engine: Any, case: Case) -> Any:
     """Run a case to its end; return the largest memory plan."""
     from benchmarks.shapes import prompt
-    from infinigen_jax.sampling import Sampling
 
     def tokens(count: int, seed: int) -> list[int]:
         return prompt(engine.model.config, count, seed) if count else []
@@ -164,7 +163,9 @@ def generate(engine: Any, case: Case) -> Any:
     prefix = tokens(case.prefix, case.batch)
     suffix = case.prompt - case.prefix
     prompts = [[*prefix, *tokens(suffix, seed)] for seed in range(case.batch)]
-    run = engine.start(prompts, case.new_tokens, Sampling(), case.at_once, prefix=case.prefix)
+    run = engine.start(
+        prompts, max_new_tokens=case.new_tokens, batch=case.at_once, prefix=case.prefix
+    )
     for _ in run.tokens(ignore_eos=True):
         pass
     return max(run.phases, key=lambda plan: plan.total)

@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     write_json(path, result)
     for tokens in options.prompts:
         prompt = shapes.prompt(model.config, tokens)
-        engine.start([prompt], 1)  # compiles
+        engine.start([prompt], max_new_tokens=1)  # compiles
         rounds = []
         while len(rounds) < options.rounds and (not rounds or time.monotonic() < deadline):
             rounds.append({name: systems[name](prompt) for name in options.systems})
@@ -106,7 +106,7 @@ def attention(engine: Engine, tokens: int) -> str:
 
 def ours(engine: Engine, prompt: list[int]) -> float:
     """Return the seconds to the first token."""
-    return engine.start([prompt], 1).clock.prefill
+    return engine.start([prompt], max_new_tokens=1).clock.prefill
 
 
 def theirs(model: Any, prompt: list[int]) -> float:

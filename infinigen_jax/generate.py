@@ -96,7 +96,7 @@ def generate(arguments: argparse.Namespace) -> None:
     say = Messages(arguments.quiet)
     check_chat_options(arguments)
     prompts, prefix = read_prompts(arguments, say), read_prefix(arguments)
-    stats_file = checked_output("--stats-json", arguments.stats_json)
+    stats_file = checked_output("stats_json", arguments.stats_json)
     with say.working(f"loading {arguments.model or DEFAULT_MODEL}"):
         engine, sampling = load_engine(arguments, say)
     if arguments.chat:
@@ -104,15 +104,16 @@ def generate(arguments: argparse.Namespace) -> None:
         return
     encoded = engine.encode_with_prefix(prefix, prompts)
     progress = None if arguments.quiet else prompt_progress()
-    given = (arguments.max_new_tokens, sampling, arguments.batch, progress)
+    given = {"batch": arguments.batch, "notify": progress, "fit": True}
     with only_errors() if arguments.quiet else contextlib.nullcontext(), say.working(READING):
-        run = engine.start(encoded, *given, prefix=engine.prefix_tokens(prefix), fit=True)
+        shared = engine.prefix_tokens(prefix)
+        run = engine.start(encoded, sampling, arguments.max_new_tokens, prefix=shared, **given)
     label = say if len(prompts) > 1 else lambda message: None
     print_texts(run, prompts, label, say.decoding(run.tokens(ignore_eos=arguments.ignore_eos)))
     say(summary(run))
     if stats_file is not None:
         record = {"tokens": run.new_tokens, "texts": run.texts} | dataclasses.asdict(run.stats())
-        write_json("--stats-json", stats_file, record)
+        write_json("stats_json", stats_file, record)
 
 
 def load_engine(arguments: argparse.Namespace, say: Messages) -> "tuple[Engine, Sampling]":

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan(arguments: argparse.Namespace) -> None:
     """Compute the plan, print it, and write the record."""
-    output = checked_output("--json", arguments.json)
+    output = checked_output("json", arguments.json)
     policy = make_policy(arguments)
     from infinigen_jax.checkpoint.hf_folder import checked_folder, read_config
     from infinigen_jax.loading.load import checked_dtype, model_folder
@@ -85,7 +85,7 @@ def plan(arguments: argparse.Namespace) -> None:
     advice = advise(planner, arguments.batch, arguments.context)
     print(report(advice, folder, dtype.name, arguments))
     if output is not None:
-        write_json("--json", output, record(advice, arguments))
+        write_json("json", output, record(advice, arguments))
 
 
 def this_machine(arguments: argparse.Namespace) -> "Machine":

@@ -191,7 +191,7 @@ def counts_of(run: Run) -> np.ndarray:
 
 
 def finished(engine: Engine, prompts=RAGGED, new: int = NEW) -> Run:
-    run = engine.start(prompts, new)
+    run = engine.start(prompts, max_new_tokens=new)
     for _ in run.tokens(ignore_eos=True):
         pass
     return run
@@ -200,6 +200,8 @@ def finished(engine: Engine, prompts=RAGGED, new: int = NEW) -> Run:
 def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
     """Natural log-probabilities of given tokens, decoded with all layers on the host."""
     tokens = np.random.default_rng(2).integers(3, 96, (2, context + 20)).astype(np.int32)
-    run = Engine(model, policy=policy, dense_layers=0).start(tokens[:, :context].tolist(), 20)
+    run = Engine(model, policy=policy, dense_layers=0).start(
+        tokens[:, :context].tolist(), max_new_tokens=20
+    )
     steps = range(context, context + 19)
     return np.stack([np.asarray(run.score(tokens[:, i], tokens[:, i + 1])) for i in steps])

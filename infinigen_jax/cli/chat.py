@@ -72,8 +72,8 @@ def check_chat_options(arguments: argparse.Namespace) -> None:
         if arguments.resume is not None and getattr(arguments, name) is not None:
             raise InputError(f"--{name}: a resumed conversation has one; leave it out")
     if arguments.system is not None:
-        checked_text("--system", arguments.system)
-    saved = checked_output("--save", arguments.save)
+        checked_text("system", arguments.system)
+    saved = checked_output("save", arguments.save)
     if saved is not None:
         check_replaceable(saved)
 
@@ -258,7 +258,7 @@ def _read_template(name: str) -> str:
 def _lines(turns: list[str]) -> Iterator[str]:
     """The turns to answer. Ctrl-C while one is waited for ends them, as the end of stdin does."""
     for text in turns:
-        yield checked_text("--prompt", text)
+        yield checked_text("prompts", text)
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("> ")

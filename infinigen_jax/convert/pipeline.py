@@ -38,11 +38,12 @@ from infinigen_jax.convert.calibrate import (
 from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.convert.write import check_destination, check_space
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.atomic import copy_file, staged, write_text
 from infinigen_jax.files.regular import expanded, open_regular
 from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.numeric import check_value, listed, number
 from infinigen_jax.settings.policy import SOURCES
 from infinigen_jax.skew.basis import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
 from infinigen_jax.skew.neurons import number_of, projection_shapes
@@ -70,17 +71,17 @@ def run(
 ) -> Path:
     """See `infinigen_jax.convert.convert`."""
     if skew not in SKEWS:
-        raise InputError(f"skew {skew!r} is unknown; use one of {', '.join(SKEWS)}")
+        raise ParameterError("skew", f"use {listed(SKEWS)}", skew)
     if speculate_from is None:
         speculate_from = DEFAULT_SOURCE if skew == "balanced" else "input"
     if speculate_from not in SOURCES:
-        raise InputError(f"--speculate-from {speculate_from}: use {' or '.join(SOURCES)}")
-    if not 0 <= neurons <= 1:
-        raise InputError(f"--neurons {neurons}: give a share from 0 to 1")
+        raise ParameterError("speculate_from", f"use {listed(SOURCES)}", speculate_from)
+    check_value("neurons", neurons, number(0, 1))
     if speculate_from != "input" and skew != "balanced":
-        raise InputError(
-            f"--speculate-from {speculate_from}: applies to the query that --skew balanced "
-            f"corrects, and --skew {skew} has none"
+        raise ParameterError(
+            "speculate_from",
+            f"applies to the query that `skew` balanced corrects, and {skew} has none",
+            speculate_from,
         )
     folder = checked_folder(source)
     hf, config = read_config(folder)
@@ -298,7 +299,7 @@ def _weight_dtype(dtype: str | None, sources: Mapping[str, TensorSource]) -> np.
     """Return the requested dtype, or the one that most stored elements have."""
     if dtype is not None:
         if dtype not in WEIGHT_DTYPES:
-            raise InputError(f"--dtype {dtype}: unknown; use one of {', '.join(WEIGHT_DTYPES)}")
+            raise ParameterError("dtype", f"use {listed([*WEIGHT_DTYPES])}", dtype)
         return WEIGHT_DTYPES[dtype]
     sizes: dict[np.dtype, int] = {}
     for tensor in sources.values():

@@ -24,13 +24,13 @@ def check_destination(source: Path, destination: Path, force: bool) -> Path:
     if not target.exists():
         return target
     if not force:
-        raise InputError(f"{destination}: already exists; choose another folder or give --force")
+        raise InputError(f"{destination}: already exists; choose another folder or give `force`")
     replaceable = target.is_dir() and (
         (target / MANIFEST_FILE).exists() or not any(target.iterdir())
     )
     if not replaceable:
         raise InputError(
-            f"{destination}: is not a converted model, so --force does not replace it; "
+            f"{destination}: is not a converted model, so `force` does not replace it; "
             "choose another folder"
         )
     return target

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.cuda.launch import LAUNCH, START, WAIT, call
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import ParameterError
 
 VECTOR = 16  # bytes that a lane moves in one instruction
 MAX_GROUP = 128  # as in select.cu
@@ -55,11 +55,15 @@ def start_gather(
     b, k, n = slots.shape
     size = w * host.dtype.itemsize
     if size % VECTOR:
-        raise InputError(f"--transfer cuda: rows of {size} bytes; they must be multiples of 16")
+        raise ParameterError(
+            "transfer", f"rows of {size} bytes; they must be multiples of 16", "cuda"
+        )
     vectors = size // VECTOR
     total = b * k * n * vectors
     if total >= 2**31:
-        raise InputError("--transfer cuda: a request of 32 GiB or more; use a smaller budget")
+        raise ParameterError(
+            "transfer", "a request of 32 GiB or more; use a smaller `budget`", "cuda"
+        )
     rows = jax.ShapeDtypeStruct((b, k, n, w), host.dtype)
     grid = (min(blocks, -(-total // threads)), threads)
     integers = (b * k, t, n, vectors)

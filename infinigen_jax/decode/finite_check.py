@@ -1,4 +1,4 @@
-"""`--check`: location of the first NaN or infinity, by stage and position.
+"""`check`: location of the first NaN or infinity, by stage and position.
 
 A place is [b, 2]: stage and position, both -1 while all values are finite. Stage 0 is the
 embedding, stages 1 to L are the outputs of the layers, stage L + 1 the logits.
@@ -112,8 +112,8 @@ def refuse(places: Sequence[Any], layers: int, prompts: Any) -> None:
         for prompt, (stage, position) in zip(prompts, np.asarray(place), strict=True):
             if stage >= 0 and prompt >= 0:
                 raise NotFiniteError(
-                    f"--check: {_name(int(stage), layers)} of prompt {prompt + 1} holds a NaN or "
-                    f"an infinity at position {position}; get the model again, or use --dtype "
+                    f"{_name(int(stage), layers)} of prompt {prompt + 1} holds a NaN or "
+                    f"an infinity at position {position}; get the model again, or use `dtype` "
                     "float32 if it is not in use"
                 )
 

@@ -31,7 +31,7 @@ from infinigen_jax.engine.results import Step
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.saved_file import SavedFile, write_saved
 from infinigen_jax.engine.snapshot import arrays, layout, restore
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import Model
 from infinigen_jax.models.joined import split
 from infinigen_jax.numeric import check_range
@@ -59,7 +59,7 @@ class Conversation:
             why = "the model's positions"
             if limit < config.max_positions:
                 why = "as the model rotates the keys of longer texts differently"
-            raise InputError(f"--context {context}: give 2 to {limit}, {why}")
+            raise ParameterError("context", f"give 2 to {limit}, {why}", context)
         self.runtime = runtime
         self.sampling = sampling or Sampling()
         self.context = context or min(CONTEXT, limit)
@@ -93,15 +93,17 @@ class Conversation:
             InputError: if the context has no room for the prompt and one token, or memory is too
                 small for the context. The conversation does not change.
         """
-        check_range("--max-new-tokens", max_new_tokens, 1)
+        check_range("max_new_tokens", max_new_tokens, 1)
         if self._begun is None:
             raise InputError("this conversation is in the middle of a turn, or a turn of it failed")
         new = encode(self.runtime.model, prompt, first=not self.tokens)
         room = self.context - len(self.tokens) - len(new)
         if room < 1:
-            raise InputError(
-                f"--context {self.context}: the conversation has {len(self.tokens)} tokens, and "
-                f"{len(new)} more leave no room for an answer; start one with more context"
+            raise ParameterError(
+                "context",
+                f"the conversation has {len(self.tokens)} tokens, and {len(new)} more leave no "
+                "room for an answer; start one with more context",
+                self.context,
             )
         begun, self._begun = self._begun, None  # its arrays are donated
         room = min(room, max_new_tokens)
@@ -135,7 +137,7 @@ class Conversation:
         """
         begun = self._begun
         if begun is None or begun.cache is None:
-            raise InputError(f"--save {path}: no conversation yet; give a prompt first")
+            raise InputError(f"{path}: no conversation yet; give a prompt first")
         record = {
             "model": fingerprint(self.runtime.model),
             "settings": settings_of(self.runtime.decoder),
@@ -161,7 +163,7 @@ class Conversation:
         file = SavedFile(Path(path))
         record = file.record
         with file.interpreting():
-            _check_settings(f"--resume {path}", record, runtime)
+            _check_settings(path, record, runtime)
             kinds = {"temperature": float, "top_k": int, "top_p": float, "seed": int}
             sampling = Sampling(**{k: kind(record["sampling"][k]) for k, kind in kinds.items()})
             context, tokens = record["context"], record["tokens"]
@@ -187,7 +189,7 @@ class Conversation:
         decoder, capacity = self.runtime.decoder, self.capacity
         chunk = chunk_for(decoder, 1, self.context - cached or 1, self.runtime.prefill_chunk)
         plan = plan_memory(decoder, 1, min(chunk, capacity), capacity)
-        remedies = Remedies(decoder, ("--context of a new conversation",), may_pool=False)
+        remedies = Remedies(decoder, ("`context` of a new conversation",), may_pool=False)
         check_memory(plan, self.runtime.device, remedies)
 
     def _keep(self, run: Run, drawn: int) -> None:
@@ -208,7 +210,7 @@ def check_runtime(runtime: Runtime) -> None:
         InputError: if it has a pool or splits the data over several devices.
     """
     if runtime.decoder.pool is not None:
-        raise InputError("--pool-tokens: a conversation keeps every row; leave it out")
+        raise ParameterError("pool", "a conversation keeps every row; leave it out")
     if runtime.mesh.shape["data"] > 1:
         raise InputError("a conversation is one sequence; give a mesh with one device for the data")
 
@@ -237,7 +239,7 @@ def settings_of(decoder: Decoder) -> dict[str, str]:
     }
 
 
-def _check_settings(where: str, record: dict[str, Any], runtime: Runtime) -> None:
+def _check_settings(path: str | Path, record: dict[str, Any], runtime: Runtime) -> None:
     """Refuse a conversation with another model or other settings."""
     current = settings_of(runtime.decoder)
     saved = {name: value for name, value in LATER.items() if name in current} | record["settings"]
@@ -247,10 +249,8 @@ def _check_settings(where: str, record: dict[str, Any], runtime: Runtime) -> Non
         if name in saved and saved[name] != value
     ]
     if record["model"] != fingerprint(runtime.model):
-        raise InputError(
-            f"{where}: the conversation is with another model; give that model as --model"
-        )
+        raise InputError(f"{path}: the conversation is with another model; load that model")
     if differences:
-        raise InputError(f"{where}: saved with {'; '.join(differences)}; give the same settings")
+        raise InputError(f"{path}: saved with {'; '.join(differences)}; give the same settings")
     if current.keys() != saved.keys():
         raise ValueError

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import Model
 from infinigen_jax.text.detokenize import checked_text
 
@@ -21,7 +21,8 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     for prompt in prompts:
         if isinstance(prompt, int) or not hasattr(prompt, "__len__"):
             kind = type(prompt).__name__
-            raise InputError(f"--prompt: a prompt is text or a list of token numbers, not {kind}")
+            problem = f"a prompt is text or a list of token numbers, not {kind}"
+            raise ParameterError("prompts", problem)
     return list(prompts)  # pyright: ignore[reportReturnType]
 
 
@@ -36,19 +37,20 @@ def encode(model: Model, prompt: Prompt, *, first: bool = True) -> list[int]:
     """
     if isinstance(prompt, str):
         if not prompt:
-            raise InputError("--prompt: the prompt is empty; give at least one character")
-        checked_text("--prompt", prompt)
+            raise ParameterError("prompts", "the prompt is empty; give at least one character")
+        checked_text("prompts", prompt)
         if model.tokenizer is None:
             raise InputError("this model has no tokenizer; give prompts as token numbers")
         prompt = model.tokenizer.encode(prompt, add_special_tokens=first)
     tokens = [int(token) for token in prompt]
     if not tokens:
-        raise InputError("--prompt: the prompt has no tokens; give at least one")
+        raise ParameterError("prompts", "the prompt has no tokens; give at least one")
     vocabulary = model.config.vocab_size
     if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-        raise InputError(
-            f"--prompt: token {max(tokens)} is not among the model's {vocabulary} tokens; "
-            "the tokenizer is not this model's"
+        raise ParameterError(
+            "prompts",
+            f"token {max(tokens)} is not among the model's {vocabulary} tokens; the tokenizer is "
+            "not this model's",
         )
     return tokens
 
@@ -61,14 +63,14 @@ def encode_with_prefix(model: Model, prefix: Prompt, prompts: Sequence[Prompt]) 
     """
     sequences = []
     if isinstance(prefix, str):
-        checked_text("--prefix", prefix)
+        checked_text("prefix", prefix)
     for prompt in prompts:
         if not len(prefix):
             sequences.append(encode(model, prompt))
         elif isinstance(prompt, str) and isinstance(prefix, str):
             sequences.append(encode(model, prefix + prompt))
         elif isinstance(prompt, str) or isinstance(prefix, str):
-            raise InputError("prefix: give it like the prompts, as text or as token numbers")
+            raise ParameterError("prefix", "give it like the prompts, as text or as token numbers")
         else:
             sequences.append(encode(model, [*prefix, *prompt]))
     return sequences

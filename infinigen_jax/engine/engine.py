@@ -25,7 +25,7 @@ from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.results import Generation, Step
 from infinigen_jax.engine.runtime import make_runtime
 from infinigen_jax.engine.settings import EngineSettings
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.loading.load import Model
 from infinigen_jax.numeric import check_range
 from infinigen_jax.policies import Policy
@@ -100,8 +100,9 @@ class Engine:
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
         sampling: Sampling | None = None,
+        max_new_tokens: int = 64,
+        *,
         batch: int | None = None,
         notify: Notify | None = None,
         prefix: int = 0,
@@ -111,8 +112,8 @@ class Engine:
 
         Args:
             prompts: token numbers of each prompt.
-            max_new_tokens: maximum number of new tokens per prompt.
             sampling: sampling method; greedy by default.
+            max_new_tokens: maximum number of new tokens per prompt.
             batch: batch size; further prompts wait until another one ends. By default all prompts
                 are decoded together.
             notify: function called after each chunk of the longest prompt with the numbers of
@@ -128,24 +129,26 @@ class Engine:
             InputError: if the model has too few positions or memory is too small.
         """
         if not prompts:
-            raise InputError("--prompt: give at least one prompt")
-        check_range("--max-new-tokens", max_new_tokens, 1)
+            raise ParameterError("prompts", "give at least one prompt")
+        check_range("max_new_tokens", max_new_tokens, 1)
         if batch is not None:
-            check_range("--batch", batch, 1)
+            check_range("batch", batch, 1)
         if batch is not None and self.mesh.shape["data"] > 1:
-            raise InputError("--batch: not for sequences on several devices; leave it out")
+            raise ParameterError("batch", "not for sequences on several devices; leave it out")
         if len(prompts) % self.mesh.shape["data"]:
-            raise InputError(
-                f"--prompt: {len(prompts)} prompts are not shared equally by "
-                f"{self.mesh.shape['data']} devices; give a multiple"
+            raise ParameterError(
+                "prompts",
+                f"{len(prompts)} prompts are not shared equally by {self.mesh.shape['data']} "
+                "devices; give a multiple",
             )
         longest = max(len(prompt) for prompt in prompts)
         limit = self.model.config.max_positions
         if longest + max_new_tokens > limit:
-            raise InputError(
-                f"--max-new-tokens {max_new_tokens}: a prompt of {longest} tokens leaves room for "
-                f"{max(limit - longest, 0)}, as the model has {limit} positions; give fewer "
-                "new tokens or a shorter prompt"
+            raise ParameterError(
+                "max_new_tokens",
+                f"a prompt of {longest} tokens leaves room for {max(limit - longest, 0)}, as the "
+                f"model has {limit} positions; give fewer new tokens or a shorter prompt",
+                max_new_tokens,
             )
         short = self.model.config.longest_short or limit
         grown = [len(prompt) for prompt in prompts if len(prompt) <= short]
@@ -194,13 +197,13 @@ class Engine:
     ) -> Run:
         """Encode prompts and start a run."""
         if sampling is not None and not isinstance(sampling, Sampling):
-            raise InputError(
-                f"sampling: {sampling!r} is not a Sampling; give Sampling(temperature=0.7), and "
-                "the number of tokens as max_new_tokens"
+            raise ParameterError(
+                "sampling", f"{sampling!r} is not a Sampling; give Sampling(temperature=0.7)"
             )
         encoded = self.encode_with_prefix(prefix, prompt_list(prompts))
         shared = self.prefix_tokens(prefix)
-        return self.start(encoded, max_new_tokens, sampling, batch, prefix=shared, fit=True)
+        given = (sampling, max_new_tokens)
+        return self.start(encoded, *given, batch=batch, prefix=shared, fit=True)
 
     def stream(
         self,

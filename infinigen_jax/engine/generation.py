@@ -91,7 +91,7 @@ class Run:
         self.phases = self._reader.phases(rows, cached, waiting=waiting)
         self._admission = admission(self.decoder) if waiting else None
         if begun.cache is None:
-            lengths = LENGTHS if capacity is None else ("--context",)
+            lengths = LENGTHS if capacity is None else ("`context`",)
             may_pool = capacity is None and not self._reader.shared
             remedies = Remedies(self.decoder, lengths, rows, waiting, may_pool)
             for plan in self.phases:

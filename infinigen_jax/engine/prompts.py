@@ -233,7 +233,7 @@ def rows_that_fit(
     lengths = [reader(n).chunk_length(longest, n) for n in (rows, most)]
     if not runtime.decoder.row_format.exact and lengths[0] != lengths[1]:
         text += (
-            f", read {lengths[0]} tokens at a time, which --rows {runtime.decoder.rows} depends on"
+            f", read {lengths[0]} tokens at a time, which rows in {runtime.decoder.rows} depend on"
         )
     logger.warning("%s: all at once need %s", text, lacking.what)  # language: ignore
     return rows

@@ -1,16 +1,17 @@
-"""Remedies for too little memory: the options that apply to a generation."""
+"""Remedies for too little memory: the parameters that apply to a generation."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.numeric import listed
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.memory_plan import MemoryPlan
 
-LEAST = 0.05  # smallest share of the memory for which an option is suggested
-LENGTHS = ("the prompt length", "--max-new-tokens")
+LEAST = 0.05  # smallest share of the memory for which a parameter is suggested
+LENGTHS = ("the prompt length", "`max_new_tokens`")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Remedies:
     """Remedies of a generation.
 
     Attributes:
-        lengths: options that determine the capacity.
+        lengths: parameters, in backticks, that determine the capacity.
         rows: batch size.
         waiting: whether further prompts are admitted later, each prefilled outside the batch.
         may_pool: whether the host's cache can have a limit.
@@ -40,56 +41,51 @@ class Remedies:
         lower, use = [*self.lengths, *self._batch()], []
         stored = decoder.row_format
         if plan.host_cache and stored.exact and dataclasses.replace(stored, name="int8").groups:
-            use.append("--rows int8")
+            use.append("`rows` int8")
         use += self._pool()
         if unified:
             smaller = not stored.exact or decoder.pool is not None  # a host layer needs less
             lower += self._parts(plan, plan.total, dense=smaller)
         else:
-            use += ["more --dense-layers"] * bool(decoder.host_layers)
-            use += ["--weights device"] * decoder.weights_on_host
+            use += ["more `dense_layers`"] * bool(decoder.host_layers)
+            use += ["`weights` device"] * decoder.weights_on_host
         return advice(lower, use)
 
     def for_device(self, plan: "MemoryPlan") -> str:
         """Return the advice for too little device memory."""
         decoder = self.decoder
         lower = [*self.lengths, *self._batch(), *self._parts(plan, plan.device, dense=True)]
-        use = [*(["--weights host"] * (not decoder.weights_on_host)), *self._pool()]
+        use = [*(["`weights` host"] * (not decoder.weights_on_host)), *self._pool()]
         return advice(lower, use)
 
     def _batch(self) -> Iterator[str]:
         if self.rows > 1:
-            yield "--batch"
+            yield "`batch`"
         elif self.waiting:
             yield "the number of prompts to 1"
 
     def _pool(self) -> Iterator[str]:
         decoder = self.decoder
         if self.may_pool and decoder.host_layers and decoder.policy.pools and decoder.pool is None:
-            yield "--pool-tokens"
+            yield "`pool.tokens`"
 
     def _parts(self, plan: "MemoryPlan", whole: int, *, dense: bool) -> Iterator[str]:
-        """Return the options that determine the larger parts of the memory.
+        """Return the parameters that determine the larger parts of the memory.
 
         Args:
             dense: whether a dense layer needs more memory than a host layer.
         """
         sizes = {
-            "--dense-layers": plan.dense_cache if dense and self.decoder.dense_layers else 0,
+            "`dense_layers`": plan.dense_cache if dense and self.decoder.dense_layers else 0,
             # With a pool, prompts are read in one piece.
-            "--prefill-chunk": plan.workspace if self.decoder.pool is None else 0,
-            "--hot-set": plan.hot,
-            "--partial-ratio": plan.index if hasattr(self.decoder.policy, "partial_ratio") else 0,
+            "`prefill_chunk`": plan.workspace if self.decoder.pool is None else 0,
+            "`hot_set`": plan.hot,
+            "`partial_ratio`": plan.index if hasattr(self.decoder.policy, "partial_ratio") else 0,
         }
         return (name for name, size in sizes.items() if size > LEAST * whole)
 
 
 def advice(lower: Sequence[str], use: Sequence[str]) -> str:
-    """Join options to lower and options to use into one clause."""
+    """Join parameters to lower and parameters to use into one clause."""
     parts = [f"{verb} {listed(names)}" for verb, names in (("lower", lower), ("use", use)) if names]
     return ", or ".join(parts)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Join names as in "a, b or c"."""
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -37,7 +37,7 @@ def check_replaceable(path: Path) -> None:
         InputError: for a folder, a device or a pipe.
     """
     if path.exists() and not path.is_file():
-        raise InputError(f"--save {path}: it is not a file; give a name for one")
+        raise InputError(f"{path}: it is not a file; give a name for one")
 
 
 def write_saved(
@@ -67,7 +67,7 @@ def write_saved(
                 writer.add(name, array)
             writer.add("checksum", np.frombuffer(writer.digest, BYTES))
     except OSError as error:
-        raise InputError(f"--save {path}: {error.strerror}; nothing was written") from None
+        raise InputError(f"{path}: {error.strerror}; nothing was written") from None
 
 
 class SavedFile:
@@ -83,7 +83,7 @@ class SavedFile:
     def __init__(self, path: Path):
         self.path = path
         if not path.is_file():
-            raise InputError(f"--resume {path}: no such file; give one that --save wrote")
+            raise InputError(f"{path}: no such file; give a saved conversation")
         try:
             self._file = SafetensorsFile(path)
         except InputError:
@@ -116,7 +116,7 @@ class SavedFile:
             raise self.refused("not a saved conversation") from None
 
     def refused(self, why: str) -> InputError:
-        return InputError(f"--resume {self.path}: {why}; give a file that --save wrote")
+        return InputError(f"{self.path}: {why}; give a saved conversation")
 
     def _check_sum(self) -> None:
         info = self._file.tensors["checksum"]

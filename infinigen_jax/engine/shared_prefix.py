@@ -22,7 +22,7 @@ from infinigen_jax.cache.host_array import Placement, allocate_host
 from infinigen_jax.cache.layers import Cache
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.batching import copy_rows
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.models import ModelConfig
 
 UNIT = 128  # the number of a sequence's unshared slots is a multiple of it
@@ -74,9 +74,9 @@ def plan_sharing(decoder: Decoder, prefix: int, tokens: int, batch: int) -> Shar
         InputError: for a decoder that cannot read prompts in parts.
     """
     if decoder.pool is not None:
-        raise InputError("--pool-tokens: not with a shared prefix; leave one of them out")
+        raise ParameterError("pool", "not with a shared prefix; leave one of them out")
     if decoder.mesh.shape["data"] > 1:
-        raise InputError("--prefix: not for sequences on several devices; give whole prompts")
+        raise ParameterError("prefix", "not for sequences on several devices; give whole prompts")
     slots = -(-max(tokens, decoder.policy.window) // UNIT) * UNIT
     choices = [Sharing(prefix, 0, slots)]
     for unshared in range(UNIT, slots, UNIT):

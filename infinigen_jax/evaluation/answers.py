@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from infinigen_jax.errors import InputError, MemoryShortageError
+from infinigen_jax.errors import MemoryShortageError, ParameterError
 from infinigen_jax.evaluation.scoring import Traffic, batches, traffic
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ def _answer_batch(
     decoded = min(decoded, shortest - 1)
     size, new = new, min(new, max(1, engine.model.config.max_positions - longest))
     try:
-        run = engine.start([p[:-decoded] for p in prompts], decoded + new)
+        run = engine.start([p[:-decoded] for p in prompts], max_new_tokens=decoded + new)
     except MemoryShortageError as error:
-        raise InputError(f"--batch {len(prompts)}: lower it ({error})") from None
+        raise ParameterError("batch", f"lower it ({error})", len(prompts)) from None
     given = np.array([p[-decoded:] for p in prompts], np.int32)
     for i in range(decoded):
         # Replace the drawn token by the given one; the answer begins after the last given token.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from infinigen_jax.errors import InputError, MemoryShortageError
+from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
 from infinigen_jax.evaluation.scoring import Traffic, traffic
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def likelihoods(
         total += moved
         advance(len(rows))
     if not np.isfinite(result).all():
-        raise InputError("scores are not finite; try --dtype float32, or check the model")
+        raise InputError("scores are not finite; try `dtype` float32, or check the model")
     return result, total
 
 
@@ -119,9 +119,9 @@ def _score(
     """Score the first `kept` continuations; contexts have at least two tokens."""
     steps = max(len(one.text) for one in asked)
     try:
-        run = engine.start([one.context[:-1] for one in asked], steps)
+        run = engine.start([one.context[:-1] for one in asked], max_new_tokens=steps)
     except MemoryShortageError as error:
-        raise InputError(f"--batch {len(asked)}: lower it ({error})") from None
+        raise ParameterError("batch", f"lower it ({error})", len(asked)) from None
     tokens = np.zeros((len(asked), steps + 1), np.int32)
     for row, one in zip(tokens, asked, strict=True):
         row[: len(one.text) + 1] = [one.context[-1], *one.text]

@@ -71,7 +71,7 @@ class Parts:
                 values: Any = {"values": np.array(json.dumps(measured.values))}
                 np.savez(file, **(measured.arrays | values))
         except OSError as error:
-            raise InputError(f"--json: {path.parent}: {error.strerror}; make room") from None
+            raise InputError(f"{path.parent}: {error.strerror}; make room") from None
 
     def remove(self) -> None:
         """Remove all parts once the result is written."""

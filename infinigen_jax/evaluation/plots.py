@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.evaluation.naming import labels_over_budgets
 from infinigen_jax.files.output import checked_output
+from infinigen_jax.numeric import listed
 
 SUFFIXES = (".png", ".svg", ".pdf")
 STYLES = ("-", "--", ":")  # for the first ten lines, the next ten, ...
@@ -20,13 +21,13 @@ def checked_plot(name: str | None) -> Path | None:
     Raises:
         InputError: the file cannot be written or has another format, or matplotlib is missing.
     """
-    path = checked_output("--plot", name)
+    path = checked_output("plot", name)
     if path is None:
         return None
     if path.suffix not in SUFFIXES:
-        raise InputError(f"--plot {path}: the name must end with {' or '.join(SUFFIXES)}")
+        raise ParameterError("plot", f"the name must end with {listed(SUFFIXES)}", path)
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--plot: matplotlib is not installed; pip install matplotlib")
+        raise ParameterError("plot", "matplotlib is not installed; pip install matplotlib")
     return path
 
 
@@ -89,7 +90,7 @@ def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
         figure.savefig(temporary, dpi=150)
         temporary.replace(path)
     except OSError as error:
-        raise InputError(f"--plot {path}: {error.strerror}; nothing was written") from None
+        raise ParameterError("plot", f"{error.strerror}; nothing was written", path) from None
     finally:
         temporary.unlink(missing_ok=True)
         plt.close(figure)

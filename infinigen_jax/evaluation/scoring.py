@@ -110,7 +110,7 @@ def score_windows(
     if not np.isfinite(nats := all_scores.nats).all():
         raise InputError(
             f"{np.count_nonzero(~np.isfinite(nats))} of {nats.size} scores are not finite in "
-            f"{engine.model.dtype.name}; try --dtype float32, or check the model"
+            f"{engine.model.dtype.name}; try `dtype` float32, or check the model"
         )
     return all_scores, total
 
@@ -173,9 +173,9 @@ def start_run(engine: "Engine", windows: Int[np.ndarray, "b n"], context: int) -
     """
     batch, size = windows.shape
     try:
-        return engine.start(windows[:, : context - 1].tolist(), size - context)
+        return engine.start(windows[:, : context - 1].tolist(), max_new_tokens=size - context)
     except MemoryShortageError as error:
-        raise InputError(f"--batch {batch}, --window {size}: lower one of them ({error})") from None
+        raise InputError(f"`batch` {batch}, `window` {size}: lower one of them ({error})") from None
 
 
 def traffic(run: "Run", kept: int) -> Traffic:

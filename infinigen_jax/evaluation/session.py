@@ -94,7 +94,7 @@ class Session:
         return cls(
             arguments,
             chosen,
-            checked_output("--json", arguments.json),
+            checked_output("json", arguments.json),
             checked_plot(arguments.plot),
             say,
             {"command": arguments.command},
@@ -137,7 +137,7 @@ class Session:
     def finish(self, lines: list[dict[str, Any]]) -> None:
         """Write the result file."""
         if self.output is not None:
-            write_json("--json", self.output, self.record | {"configurations": lines})
+            write_json("json", self.output, self.record | {"configurations": lines})
         if self.parts is not None:
             self.parts.remove()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Int
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 
 if TYPE_CHECKING:
     from infinigen_jax.models import ModelConfig
@@ -60,11 +60,9 @@ class TokenizedText:
         available = self.windows(size)
         if not available:
             total = len(self.tokens) + len(self.prefix)
-            remedy = f"lower --window to at most {total}, or give a longer --text"
-            raise InputError(
-                f"--window {size}: the text has only {total} tokens; "
-                + (remedy if total >= SMALLEST_WINDOW else "give a longer --text")
-            )
+            remedy = f"lower it to at most {total}, or give a longer `text`"
+            remedy = remedy if total >= SMALLEST_WINDOW else "give a longer `text`"
+            raise ParameterError("window", f"the text has only {total} tokens; {remedy}", size)
         length = size - len(self.prefix)
         count = available if most is None else min(most, available)
         chosen = self.tokens[: available * length].reshape(available, length)[
@@ -74,7 +72,7 @@ class TokenizedText:
         return np.concatenate([prefix, chosen], axis=1)
 
 
-def read_text(path: str, option: str = "--text") -> Text:
+def read_text(path: str, parameter: str = "text") -> Text:
     """Read a UTF-8 file.
 
     Args:
@@ -88,13 +86,13 @@ def read_text(path: str, option: str = "--text") -> Text:
         # Files converted twice may have "\r\r\n".
         content = re.sub("\r+\n|\r", "\n", data.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        raise InputError(f"{option} {path}: not UTF-8 text; convert it first") from None
+        raise ParameterError(parameter, "not UTF-8 text; convert it first", path) from None
     except OSError as error:
-        raise InputError(f"{option} {path}: {error.strerror}; give a text file") from None
+        raise ParameterError(parameter, f"{error.strerror}; give a text file", path) from None
     except ValueError as error:  # a null byte in the name
-        raise InputError(f"{option}: {error}; give a text file") from None
+        raise ParameterError(parameter, f"{error}; give a text file") from None
     if not content:
-        raise InputError(f"{option} {path}: the file is empty; give some text")
+        raise ParameterError(parameter, "the file is empty; give some text", path)
     return Text(Path(path).name, content, hashlib.sha256(data).hexdigest())
 
 
@@ -113,9 +111,11 @@ def tokenize(text: Text, tokenizer: Any, vocabulary: int) -> TokenizedText:
     prefix = wrapped[: wrapped.index(plain[0])] if plain and plain[0] in wrapped else []
     tokens = encode(text.content, False)
     if max([*prefix, *tokens], default=0) >= vocabulary:
-        raise InputError(
-            f"--text {text.name}: token {max(*prefix, *tokens)} is not among the model's "
-            f"{vocabulary} tokens; the tokenizer is not this model's"
+        raise ParameterError(
+            "text",
+            f"token {max(*prefix, *tokens)} is not among the model's {vocabulary} tokens; the "
+            "tokenizer is not this model's",
+            text.name,
         )
     return TokenizedText(tuple(prefix), np.array(tokens, np.int32))
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.evaluation.texts import SMALLEST_WINDOW, Text, tokenize
 from infinigen_jax.numeric import whole_number
 
@@ -50,12 +50,14 @@ def window_sizes(arguments: argparse.Namespace, positions: int) -> tuple[int, in
     """Return the tokens of a window, and those of its context."""
     size = min(positions, LARGEST_WINDOW) if arguments.window is None else arguments.window
     if size > positions:
-        raise InputError(f"--window {size}: the model has {positions} positions; lower it")
+        raise ParameterError("window", f"the model has {positions} positions; lower it", size)
     context = max(2, size // 2) if arguments.context is None else arguments.context
     if context >= size:
-        raise InputError(
-            f"--context {context}: nothing is left to score in a window of {size} tokens; lower "
-            f"it to at most {size - 1}"
+        raise ParameterError(
+            "context",
+            f"nothing is left to score in a window of {size} tokens; lower it to at most "
+            f"{size - 1}",
+            context,
         )
     return size, context
 

@@ -5,30 +5,30 @@ import os
 from pathlib import Path
 from typing import Any
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.files.atomic import whole_file
 
 
-def checked_output(option: str, name: str | None) -> Path | None:
+def checked_output(parameter: str, name: str | None) -> Path | None:
     """Return the path of a result file after checking, before the work, that it can be written.
 
     Raises:
-        InputError: names `option` if no file can be written at this path.
+        InputError: names the parameter if no file can be written at this path.
     """
     if name is None:
         return None
     path = Path(name)
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"{option} {path}: cannot be written; give a file in a writable folder")
+        raise ParameterError(parameter, "cannot be written; give a file in a writable folder", path)
     return path
 
 
-def write_json(option: str, path: Path, record: dict[str, Any]) -> None:
+def write_json(parameter: str, path: Path, record: dict[str, Any]) -> None:
     """Write a record whole or not at all.
 
     Raises:
-        InputError: names `option` if writing fails.
+        InputError: names the parameter if writing fails.
     """
     text = json.dumps(record, indent=2) + "\n"
     try:
@@ -38,4 +38,4 @@ def write_json(option: str, path: Path, record: dict[str, Any]) -> None:
         with whole_file(path) as file:
             file.write(text.encode())
     except OSError as error:
-        raise InputError(f"{option} {path}: {error.strerror}; nothing was written") from None
+        raise ParameterError(parameter, f"{error.strerror}; nothing was written", path) from None

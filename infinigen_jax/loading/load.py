@@ -25,7 +25,7 @@ from infinigen_jax.checkpoint.manifest import (
 )
 from infinigen_jax.checkpoint.skew_file import DTYPES, Ahead, Basis, read_skew
 from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, expected, match, read_tree
-from infinigen_jax.errors import InputError, MemoryShortageError
+from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
 from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, mark_used, prune
 from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.machine.memory_limits import (
@@ -37,6 +37,7 @@ from infinigen_jax.machine.memory_limits import (
     widen_pool_to,
 )
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
+from infinigen_jax.numeric import listed
 from infinigen_jax.settings.engine import EngineOptions
 from infinigen_jax.settings.setting import check_setting
 from infinigen_jax.speculation.layer_budgets import Curves
@@ -141,9 +142,11 @@ class Model:
             InputError: the conversion did not measure the errors.
         """
         if not self.has_curves:
-            raise InputError(
-                "--layer-budgets calibrated: the model's conversion did not measure what its "
-                "layers lose; convert it again, with a calibration text of at least 320 tokens"
+            raise ParameterError(
+                "layer_budgets",
+                "the model's conversion did not measure what its layers lose; convert it again, "
+                "with a calibration text of at least 320 tokens",
+                "calibrated",
             )
         assert self.row_loss is not None and self.row_shares is not None
         errors = tuple(tuple(map(float, layer)) for layer in self.row_loss[:, int(ahead)])
@@ -282,7 +285,7 @@ def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
         if host_bytes > (available := available_host_bytes()):
             raise MemoryShortageError(
                 f"{folder}: the weights need {format_bytes(host_bytes)} of host memory, and "
-                f"{format_bytes(available)} are available; use a smaller model or --dtype bfloat16"
+                f"{format_bytes(available)} are available; use a smaller model or `dtype` bfloat16"
             )
         pool = pinned_pool_limit_bytes(device)
         if pool is not None and host_bytes > pool:
@@ -296,7 +299,7 @@ def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
     if available is not None and needed > available:
         raise MemoryShortageError(
             f"{folder}: the weights need {format_bytes(needed)}, and {format_bytes(available)} are "
-            "available; use --weights host, a smaller model or --dtype bfloat16"
+            "available; use `weights` host, a smaller model or `dtype` bfloat16"
         )
 
 
@@ -318,7 +321,7 @@ def checked_dtype(dtype: Any) -> jnp.dtype:
     except TypeError:
         checked = None
     if checked is None or checked.name not in DTYPES:
-        raise InputError(f"--dtype {dtype}: not supported; use one of {', '.join(DTYPES)}")
+        raise ParameterError("dtype", f"not supported; use {listed(DTYPES)}", dtype)
     return checked
 
 

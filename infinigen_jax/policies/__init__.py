@@ -10,7 +10,8 @@ import inspect
 import pkgutil
 from typing import Any
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import ParameterError
+from infinigen_jax.numeric import listed
 from infinigen_jax.policies.base import Policy
 from infinigen_jax.policies.full import Full
 from infinigen_jax.policies.h2o import H2O
@@ -69,17 +70,15 @@ def find_policy(name: str) -> Any:
         return POLICIES[name]
     (entry, *_) = (*importlib.metadata.entry_points(group=ENTRY_POINTS, name=name), None)
     if entry is None and "." not in name:
-        raise InputError(
-            f"--policy {name}: use {' or '.join(POLICIES)}, or the path of a class such as "
-            "package.module.MyPolicy"
-        )
+        remedy = f"use {listed([*POLICIES, 'the path of a class such as package.module.MyPolicy'])}"
+        raise ParameterError("policy", remedy, name)
     module, _, attribute = name.rpartition(".")
     try:
         kind = (
             getattr(importlib.import_module(module), attribute) if entry is None else entry.load()
         )
     except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"--policy {name}: {error}; is it on PYTHONPATH?") from None
+        raise ParameterError("policy", f"{error}; is it on PYTHONPATH?", name) from None
     if not (inspect.isclass(kind) and dataclasses.is_dataclass(kind) and hasattr(kind, "select")):
-        raise InputError(f"--policy {name}: not a policy; give a class as docs/policies.md says")
+        raise ParameterError("policy", "not a policy; give a class as docs/policies.md says", name)
     return kind

@@ -119,7 +119,7 @@ def extend(
         InputError: for a decoder with a pool.
     """
     if decoder.pool is not None:
-        raise InputError("a cache with a limit cannot be extended; leave out --pool-tokens")
+        raise InputError("a cache with a limit cannot be extended; leave the pool out")
     if cache.host is not None:  # the rings may hold rows of the last steps
         numbers = [_number(decoder, i) for i in range(decoder.host_layers)]
         cache = flush_cache(decoder, weights, numbers, cache)

@@ -3,7 +3,7 @@
 import functools
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 
 if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"  # decoded from bytes that are not, or not yet, a character
 
 
-def checked_text(where: str, text: str) -> str:
+def checked_text(parameter: str, text: str) -> str:
     """Return a text after checking that it is UTF-8.
 
     Arguments and stdin that are not UTF-8 arrive with lone surrogates.
 
     Raises:
-        InputError: the text has lone surrogates; the message begins with `where`.
+        InputError: the text has lone surrogates; the message names the parameter.
     """
     if any("\ud800" <= c <= "\udfff" for c in text):
-        raise InputError(f"{where}: not UTF-8 text; convert it first")
+        raise ParameterError(parameter, "not UTF-8 text; convert it first")
     return text
 
 

@@ -37,7 +37,7 @@ def render_chat(
         InputError: the template fails or exceeds a limit, or jinja2 is not installed.
     """
     if importlib.util.find_spec("jinja2") is None:
-        raise InputError("--chat: chat templates need jinja2; pip install jinja2")
+        raise InputError("chat templates need jinja2; pip install jinja2")
     inputs = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     task = {
         "template": template,
@@ -49,8 +49,7 @@ def render_chat(
     result = _run(task)
     if "error" in result:
         raise InputError(
-            f"--chat: the chat template refuses this ({result['error']}); give another as "
-            "--chat-template"
+            f"the chat template refuses this ({result['error']}); give another as `chat_template`"
         )
     return result["text"]
 

@@ -270,7 +270,7 @@ def test_it_costs_what_it_costs_and_guesses_what_the_layers_own_projection_does(
         engine = Engine(model, policy=InfiniGen(budget=0.2, query=query))
         policy = engine.decoder.policy
         assert isinstance(policy, InfiniGen) and policy.speculate_from == DEFAULT_SOURCE
-        run = engine.start([shapes.prompt(model.config, 100)], 8)
+        run = engine.start([shapes.prompt(model.config, 100)], max_new_tokens=8)
         numbers.append([*run.tokens(ignore_eos=True)])
         traffic.append(traffic_of(run, 100).weights)
     assert numbers[0] == numbers[1]

@@ -15,7 +15,6 @@ from tiny import ROOT, only
 from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.convert import __main__ as convert
 from infinigen_jax.errors import OUT_OF_MEMORY, InputError, Parser, run_command, with_options
-from infinigen_jax.evaluation.lost_in_the_middle import read_lines
 from infinigen_jax.loading.load import embedded
 from infinigen_jax.policies.quest import Quest
 from infinigen_jax.sampling import Sampling
@@ -203,14 +202,6 @@ def test_messages_repeat_no_more_than_a_terminal_should_show(capsys):
     for line in capsys.readouterr().err.splitlines():
         assert line.startswith("error: ") and len(line) < 1200 and line.isprintable()
         assert "a b\\x1b[2J\\udcff" in line and line.endswith(("get the file again", "see --help"))
-
-
-def test_texts_in_files_are_utf8_even_where_json_escapes_it(tmp_path):
-    (tmp_path / "items.jsonl").write_text(
-        '{"query": "a \\ud800", "choices": ["b", "c"], "gold": 0}'
-    )
-    with pytest.raises(InputError, match=r"--data .*items.jsonl: not jsonl .*surrogates"):
-        read_lines("--data", str(tmp_path / "items.jsonl"))
 
 
 @pytest.mark.parametrize("option", ["--policy", "--batch", "--dtype"])

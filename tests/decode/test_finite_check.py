@@ -17,7 +17,6 @@ from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.loading.load import Model
 from infinigen_jax.models import config_from_hf
 from infinigen_jax.models.base import random_params
-from infinigen_jax.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -78,7 +77,7 @@ def test_weights_that_are_not_finite(params, layer, value):
     """Found while the prompt is read, at its first token."""
     bad = spoiled(params, "layers", layer, "down", "kernel", value=value)
     with pytest.raises(NotFiniteError) as error:
-        engine(bad).start(PROMPTS, 4)
+        engine(bad).start(PROMPTS, max_new_tokens=4)
     assert place(error) == (f"output of layer {layer}", 1, 0)
 
 
@@ -87,13 +86,13 @@ def test_a_token_in_a_prompt(params):
     bad = spoiled(params, "embedding", "tokens", "embedding")
     prompts = [PROMPTS[0], [4, 4, 4, BAD, 4, BAD], PROMPTS[2]]
     with pytest.raises(NotFiniteError) as error:
-        engine(bad).start(prompts, 4)
+        engine(bad).start(prompts, max_new_tokens=4)
     assert place(error) == ("embedding", 2, 3)
 
 
 def test_the_head(params):
     with pytest.raises(NotFiniteError) as error:
-        engine(spoiled(params, "embedding", "head", "kernel")).start(PROMPTS[:2], 4)
+        engine(spoiled(params, "embedding", "head", "kernel")).start(PROMPTS[:2], max_new_tokens=4)
     assert place(error) == ("logits", 1, 4)
 
 
@@ -101,7 +100,7 @@ def test_the_head(params):
 def test_a_token_that_was_drawn(params, schedule):
     """In a decode step, of the sequence that it happens to, at its own position."""
     bad = spoiled(params, "embedding", "tokens", "embedding")
-    run = engine(bad, schedule=schedule).start(PROMPTS, 8, Sampling())
+    run = engine(bad, schedule=schedule).start(PROMPTS, max_new_tokens=8)
     tokens = run.tokens(ignore_eos=True)
     next(tokens)
     next(tokens)
@@ -121,7 +120,7 @@ def test_overflow_in_float16_inside_a_layer(params):
         large["layers"][1][name]["kernel"] *= jnp.float16(2e4)
     model = Model.from_params(config_from_hf(HF), large, "float16")
     with pytest.raises(NotFiniteError) as error:
-        Engine(model, check=True).start(PROMPTS, 4)
+        Engine(model, check=True).start(PROMPTS, max_new_tokens=4)
     assert place(error)[0] == "output of layer 1"
 
 

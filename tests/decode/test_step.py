@@ -61,7 +61,7 @@ def test_the_plan_is_what_is_allocated():
 
 @pytest.mark.parametrize("schedule", ["fused", "layerwise"])
 def test_a_step_neither_reads_nor_sends_anything(schedule, monkeypatch):
-    run = made(HOT, 2, schedule).start(RAGGED, NEW)
+    run = made(HOT, 2, schedule).start(RAGGED, max_new_tokens=NEW)
     run.advance()
 
     def refuse(*arguments, **keywords):
@@ -94,7 +94,7 @@ def compiled_fused(run: Run) -> str:
 
 @pytest.mark.parametrize("policy", [SPARSE, HOT, Full()], ids=["infinigen", "hot", "full"])
 def test_the_fused_step_copies_neither_cache_nor_weights(policy):
-    run = made(policy).start(RAGGED, NEW)
+    run = made(policy).start(RAGGED, max_new_tokens=NEW)
     assert run.cache.host is not None
     largest = max(x.size for x in jax.tree.leaves(run.runtime.model.params["layers"][0]))
     if policy == HOT:  # these weights are smaller than one request
@@ -106,7 +106,7 @@ def test_the_fused_step_copies_neither_cache_nor_weights(policy):
 
 
 def test_the_layerwise_step_and_the_flush_copy_no_cache():
-    run = engine("gqa", SPARSE, 1, "layerwise").start(RAGGED, NEW)
+    run = engine("gqa", SPARSE, 1, "layerwise").start(RAGGED, max_new_tokens=NEW)
     compiled, numbers = steps(run.decoder), run.dispatcher.numbers
     cache, weights = run.cache, run.runtime.weights
     assert cache.host is not None

@@ -62,7 +62,7 @@ def test_more_prompts_than_rows(schedule, settings):
     made = engine("one", SPARSE, 0, schedule, **settings)
     expected = alone(made)
     for batch in (1, 3):
-        run = made.start(PROMPTS, NEW, batch=batch)
+        run = made.start(PROMPTS, max_new_tokens=NEW, batch=batch)
         assert run.cache.lengths.shape == (batch,)
         assert [sum(t is not None for t in step) for step in run.tokens()][0] == batch
         assert run.new_tokens == expected
@@ -130,7 +130,7 @@ def test_idle_rows_rest():
     config = dataclasses.replace(model.config, eos_ids=(soon[end],))
     made = Engine(dataclasses.replace(model, config=config), policy=SPARSE, dense_layers=0)
     prompts = [PROMPTS[1], PROMPTS[1], long]
-    run = made.start(prompts, 60, batch=2)
+    run = made.start(prompts, max_new_tokens=60, batch=2)
     assert run.capacity == 128
     resting = 0
     for _ in run.tokens():
@@ -159,7 +159,7 @@ def test_rows_that_end_between_flushes(policy, settings):
     config = dataclasses.replace(made.model.config, eos_ids=(expected[0][end],))
     ending = dataclasses.replace(made.model, config=config)
     stopping.runtime = dataclasses.replace(made.runtime, model=ending)
-    run = stopping.start(prompts, 99, batch=2)
+    run = stopping.start(prompts, max_new_tokens=99, batch=2)
     for _ in run.tokens():
         assert np.array_equal(run.owners.cached, run.cache.lengths)
         assert run.owners.cached.max() <= run.capacity == 128
@@ -170,7 +170,7 @@ def test_nothing_is_compiled_or_moved_behind_the_first_admission():
     made = engine("one", **HOT)
     tokens_of(made, PROMPTS, batch=3)
     before = compilations()
-    run = made.start([prompt[1:] for prompt in PROMPTS], NEW, batch=3)
+    run = made.start([prompt[1:] for prompt in PROMPTS], max_new_tokens=NEW, batch=3)
     assert run.cache.host is not None
     address = run.cache.host.unsafe_buffer_pointer()
     for _ in run.tokens(ignore_eos=True):
@@ -233,7 +233,8 @@ def test_as_many_at_once_as_fit(settings, monkeypatch, caplog):
     made = engine("one", **settings)
     expected = tokens_of(made, PROMPTS)
     three, one = (
-        max(plan.total for plan in made.start(PROMPTS, 1 + NEW, batch=n).phases) for n in (3, 1)
+        max(plan.total for plan in made.start(PROMPTS, max_new_tokens=1 + NEW, batch=n).phases)
+        for n in (3, 1)
     )
 
     def free(number: float) -> None:
@@ -241,14 +242,14 @@ def test_as_many_at_once_as_fit(settings, monkeypatch, caplog):
 
     free(three / FILLED + 1)
     caplog.clear()
-    run = made.start(PROMPTS, NEW, fit=True)
+    run = made.start(PROMPTS, max_new_tokens=NEW, fit=True)
     assert len(caplog.messages) == 1 and run.owners.rows == 3
     assert "3 of 7 prompts at once, as many as fit, and the others as these" in caplog.text
     assert [*run.tokens()] and run.new_tokens == expected == tokens_of(made, PROMPTS)
-    with pytest.raises(InputError, match="--batch") as refused:  # all rows, or those asked for
-        made.start(PROMPTS, NEW)
+    with pytest.raises(InputError, match="`batch`") as refused:  # all rows, or those asked for
+        made.start(PROMPTS, max_new_tokens=NEW)
     assert "the number of prompts" not in str(refused.value)
-    with pytest.raises(InputError, match="--max-new-tokens, --batch|--max-new-tokens or --batch"):
+    with pytest.raises(InputError, match="`max_new_tokens`, `batch`|`max_new_tokens` or `batch`"):
         made.generate(PROMPTS, max_new_tokens=NEW, batch=6)
     caplog.clear()
     free(one - 1)
@@ -284,5 +285,5 @@ def test_the_command_says_how_many_fit(command, monkeypatch, tmp_path, caplog):
 
 
 def test_batches_out_of_range():
-    with pytest.raises(InputError, match="--batch -1"):
+    with pytest.raises(InputError, match="batch -1"):
         engine("gqa").generate(PROMPTS, batch=-1)

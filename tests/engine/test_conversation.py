@@ -165,7 +165,7 @@ def test_a_context_that_is_full(tmp_path):
     assert len(answer) == 60 - len(TURNS[0]) and len(conversation.tokens) == 60
     conversation.save(tmp_path / "full")
     for one in conversation, engine("one").resume(tmp_path / "full"):
-        with pytest.raises(InputError, match="--context 60: the conversation has 60 tokens"):
+        with pytest.raises(InputError, match="context 60: the conversation has 60 tokens"):
             say(one, [5], 1)
         assert len(one.tokens) == 60
 
@@ -212,7 +212,7 @@ OTHERS = {
     "rows auto, not int8": engine_of(SPARSE, rows="int8"),
     "dense layers 0, not 1": engine_of(SPARSE, dense_layers=1),
     "another model": lambda: engine("mha"),
-    "--pool-tokens": engine_of(SPARSE, pool=Pool(tokens=50)),
+    "pool: a conversation": engine_of(SPARSE, pool=Pool(tokens=50)),
 }
 
 
@@ -262,18 +262,18 @@ def test_what_does_not_fit_is_not_resumed(saved, monkeypatch):
     with pytest.raises(InputError) as first:
         say(made.conversation(context=CONTEXT), TURNS[0], 3)
     for message in (str(refused.value), str(first.value)):
-        assert "64.0 KiB are available: lower --context" in message and "\n" not in message
+        assert "64.0 KiB are available: lower `context`" in message and "\n" not in message
 
 
 def test_what_cannot_be_begun_saved_or_resumed(tmp_path, saved):
     made = engine("one")
     for context in (1, 257):
-        with pytest.raises(InputError, match=f"--context {context}: give 2 to 256"):
+        with pytest.raises(InputError, match=f"context {context}: give 2 to 256"):
             made.conversation(context=context)
     conversation = made.conversation(context=CONTEXT)
     with pytest.raises(InputError, match="nothing|no conversation yet"):
         conversation.save(tmp_path / "none")
-    with pytest.raises(InputError, match="--max-new-tokens 0"):
+    with pytest.raises(InputError, match="max_new_tokens 0"):
         say(conversation, TURNS[0], 0)
     steps = conversation.turn(TURNS[0], 5)
     next(steps)

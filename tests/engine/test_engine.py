@@ -232,7 +232,7 @@ def test_more_memory_than_there_is(monkeypatch):
     made = small()
     monkeypatch.setattr(planning, "available_host_bytes", lambda: 20_000)
     with pytest.raises(InputError, match=r"needs .* KiB of host memory .* 19.5 KiB are available"):
-        made.start(RAGGED, NEW)
+        made.start(RAGGED, max_new_tokens=NEW)
 
 
 def test_models_without_end_tokens_go_on():

@@ -138,7 +138,7 @@ def reference(name: str) -> tuple[list[list[int]], np.ndarray]:
 
 def decoded(engine: Engine, batch: int | None) -> Run:
     """A run to its end; nothing of the cache leaves its memory, and the host's stays in place."""
-    run = engine.start(RAGGED, NEW, batch=batch)
+    run = engine.start(RAGGED, max_new_tokens=NEW, batch=batch)
     assert run.cache.host is not None
     address = run.cache.host.unsafe_buffer_pointer()
     for _ in run.tokens(ignore_eos=True):

@@ -44,7 +44,7 @@ PROMPTS = [TOKENS[0, :33].tolist(), TOKENS[1, :9].tolist()]  # one longer than t
 
 def scored(engine: Engine, steps: int, each: Any = lambda run: None) -> tuple[Run, np.ndarray]:
     """Decode given tokens behind PROMPTS; their log-probabilities [b, steps]."""
-    run = engine.start(PROMPTS, 40)
+    run = engine.start(PROMPTS, max_new_tokens=40)
     scores = []
     for step in range(steps):
         at = [len(p) + step for p in PROMPTS]
@@ -208,8 +208,8 @@ def test_the_limit_is_what_is_allocated():
     """Not the context: host array, index, hot set and directories have the pool's slots."""
     pool = Pool(tokens=18)
     for policy, settings in ((TAIL, {"hot_set": 1.0}), (Full(), {})):
-        free = engine("one", policy, **settings).start(RAGGED, NEW)
-        run = engine("one", policy, pool=pool, **settings).start(RAGGED, NEW)
+        free = engine("one", policy, **settings).start(RAGGED, max_new_tokens=NEW)
+        run = engine("one", policy, pool=pool, **settings).start(RAGGED, max_new_tokens=NEW)
         assert run.cache.host is not None and free.cache.host is not None
         assert run.cache.host.shape[3] == 18 and free.cache.host.shape[3] == 128
         assert run.cache.host.sharding.memory_kind == "pinned_host"
@@ -228,7 +228,7 @@ def test_the_limit_is_what_is_allocated():
 
 
 def test_the_flush_is_in_place():
-    run = engine("one", TAIL, pool=SMALL).start(RAGGED, NEW)
+    run = engine("one", TAIL, pool=SMALL).start(RAGGED, max_new_tokens=NEW)
     assert run.cache.host is not None
     run.settle()
     before = [x.unsafe_buffer_pointer() for x in (run.cache.host, *run.cache.states)]
@@ -243,7 +243,7 @@ def test_prompts_of_other_lengths_are_admitted_without_compiling():
     compiled = []
     for prompts in (first, second):
         before = compilations()
-        run = made.start(prompts, NEW, batch=1)
+        run = made.start(prompts, max_new_tokens=NEW, batch=1)
         for _ in run.tokens(ignore_eos=True):
             pass
         compiled.append(compilations() - before)
@@ -253,7 +253,7 @@ def test_prompts_of_other_lengths_are_admitted_without_compiling():
 
 def test_the_step_without_a_limit_is_the_same_program():
     """A pool adds nothing to a step that has none: no argument, no operation."""
-    run = engine("gqa", SPARSE).start(RAGGED, NEW)
+    run = engine("gqa", SPARSE).start(RAGGED, max_new_tokens=NEW)
     assert run.cache.pool == () and not jax.tree.leaves((run.cache.hot, run.cache.pool))
     read, _ = run.cache.parts(observes=False)
     at = run.dispatcher.numbers[0]
@@ -279,15 +279,15 @@ def test_policies_that_cannot_have_a_limit():
     assert not POLICIES["h2o"].pools and not POLICIES["quest"].pools
     others = ("full", "infinigen", "infinigen-paper", "oracle", "previous-query", "window")
     assert all(POLICIES[name].pools for name in others)
-    with pytest.raises(InputError, match="--pool-tokens 5: .* use at least 6"):
-        engine("gqa", SPARSE, pool=Pool(tokens=5)).start(RAGGED, NEW)
+    with pytest.raises(InputError, match=r"pool\.tokens 5: .* use at least 6"):
+        engine("gqa", SPARSE, pool=Pool(tokens=5)).start(RAGGED, max_new_tokens=NEW)
 
 
 def test_a_window_of_the_most_recent_rows_in_the_pool():
     policy = Window(budget=0.3, window=4, sinks=2)
     fifo = Pool(tokens=20, eviction="fifo", sinks=0)
     seen: list[np.ndarray] = []
-    run = engine("one", policy, pool=fifo).start(RAGGED, NEW)
+    run = engine("one", policy, pool=fifo).start(RAGGED, max_new_tokens=NEW)
     for _ in range(NEW - 1):
         run.advance()
     there = np.asarray(held(run.decoder, run.cache.pool[0], run.cache.lengths))

@@ -44,7 +44,7 @@ SETTINGS: dict[str, tuple[str, Policy, dict[str, Any]]] = {
 
 
 def shared(made: Engine, **settings: Any) -> Run:
-    run = made.start(WHOLE, NEW, prefix=len(PREFIX), **settings)
+    run = made.start(WHOLE, max_new_tokens=NEW, prefix=len(PREFIX), **settings)
     for _ in run.tokens(ignore_eos=True):
         pass
     return run
@@ -101,7 +101,7 @@ def test_small_rows_are_what_they_are_in_chunks():
 
 def test_rows_are_stored_once():
     made = engine("gqa")
-    run, whole = shared(made), made.start(WHOLE, NEW)
+    run, whole = shared(made), made.start(WHOLE, max_new_tokens=NEW)
     host = run.cache.host
     assert host is not None and whole.cache.host is not None
     # One unit is shared by the five sequences, and one is each one's own.
@@ -122,7 +122,9 @@ def test_nothing_is_compiled_or_moved_later():
     made = engine("gqa")
     shared(made, batch=2)
     before = compilations()
-    run = made.start([[*PREFIX, *end[::-1]] for end in ENDS], NEW, batch=2, prefix=141)
+    run = made.start(
+        [[*PREFIX, *end[::-1]] for end in ENDS], max_new_tokens=NEW, batch=2, prefix=141
+    )
     assert run.cache.host is not None
     address = run.cache.host.unsafe_buffer_pointer()
     for _ in run.tokens(ignore_eos=True):
@@ -135,18 +137,18 @@ def test_the_prefix_that_is_given_is_what_is_shared():
     made = engine("gqa")
     prompts = [[*PREFIX, 7, 8, 9], [*PREFIX, 7, 8, 5]]
     for asked, read in ((prompts, 141 + 2 * 3), (prompts[:1], 141 + 3), ([PREFIX] * 2, 140 + 2)):
-        run = made.start(asked, 5, prefix=len(PREFIX))
+        run = made.start(asked, max_new_tokens=5, prefix=len(PREFIX))
         assert run.tokens_read == read
         assert [*run.tokens(ignore_eos=True)] and run.new_tokens == tokens_of(made, asked, 5)
-    assert made.start([[5], [6, 7]], 1, prefix=3).tokens_read == 3  # there is none
-    assert made.start(prompts, 1).tokens_read == sum(map(len, prompts))
+    assert made.start([[5], [6, 7]], max_new_tokens=1, prefix=3).tokens_read == 3  # there is none
+    assert made.start(prompts, max_new_tokens=1).tokens_read == sum(map(len, prompts))
     assert made.prefix_tokens(PREFIX) == 141 and made.prefix_tokens("") == 0
 
 
 def test_the_plan_is_of_what_comes_one_after_the_other():
     """The prefix alone, a copy for each row, their ends, steps, and one row beside them."""
     made = engine("gqa")
-    run = made.start(WHOLE, NEW, batch=2, prefix=len(PREFIX))
+    run = made.start(WHOLE, max_new_tokens=NEW, batch=2, prefix=len(PREFIX))
     alone, copied, ends, step, beside = run.phases
     assert run.cache.host is not None
     batch, one = run.cache.host.nbytes, alone.host_cache
@@ -158,9 +160,9 @@ def test_the_plan_is_of_what_comes_one_after_the_other():
     assert ends.workspace == prefill_bytes(made.decoder, 2, 128, run.capacity)
     assert step.workspace == decode_bytes(made.decoder, 2, run.capacity)
     assert beside.workspace == prefill_bytes(made.decoder, 1, 128, run.capacity)
-    together = made.start(WHOLE, NEW, prefix=len(PREFIX))
+    together = made.start(WHOLE, max_new_tokens=NEW, prefix=len(PREFIX))
     assert [plan.dense_cache // alone.dense_cache for plan in together.phases] == [1, 6, 5, 5]
-    assert [plan.dense_cache for plan in made.start(WHOLE, NEW).phases] == [
+    assert [plan.dense_cache for plan in made.start(WHOLE, max_new_tokens=NEW).phases] == [
         5 * alone.dense_cache
     ] * 2
 
@@ -171,10 +173,10 @@ def test_a_row_of_a_batch_with_small_rows_gives_what_it_gives_alone():
     made = engine("gqa", SPARSE, 1, rows="int8", prefill_chunk=192)
     ends = [[*PREFIX, *end] for end in ENDS[1:4]]
     for prompts, prefix in ((ends, 141), ([numbers(7, 200), numbers(8, 150)], 0)):
-        both = made.start(prompts, 30, prefix=prefix)
+        both = made.start(prompts, max_new_tokens=30, prefix=prefix)
         assert [*both.tokens(ignore_eos=True)]
         for i, prompt in enumerate(prompts):
-            run = made.start([prompt], 30, prefix=prefix)
+            run = made.start([prompt], max_new_tokens=30, prefix=prefix)
             assert [*run.tokens(ignore_eos=True)] and run.new_tokens[0] == both.new_tokens[i]
             for one, row in zip(run.cache.scales, both.cache.scales, strict=True):
                 np.testing.assert_allclose(one.centre[0], row.centre[i], rtol=1e-3, atol=1e-3)
@@ -225,7 +227,7 @@ def test_options_that_are_refused(given, wanted, command):
 
 
 def test_what_is_refused():
-    with pytest.raises(InputError, match="--pool-tokens: not with a shared prefix"):
+    with pytest.raises(InputError, match="pool: not with a shared prefix"):
         engine("gqa", pool=Pool(tokens=50)).generate(ENDS, None, NEW, prefix=PREFIX)
 
 

@@ -40,7 +40,7 @@ def test_a_kind_of_layer_is_traced_once_however_many_there_are(monkeypatch):
     for layers in (4, 8):
         traces.clear()
         engine = Engine(deep(layers), policy=SPARSE, dense_layers=1, schedule="layerwise")
-        run = engine.start(RAGGED, 3)
+        run = engine.start(RAGGED, max_new_tokens=3)
         run.advance()
         layerwise = traces.copy()
         traces.clear()

@@ -38,7 +38,9 @@ def assert_on_host(layers: Any) -> None:
 def test_scores_and_batches():
     made = engine("gqa", SPARSE, 1, weights="host")
     scores = [
-        np.asarray(e.start(RAGGED, NEW).score(np.array([5, 6, 7]), np.array([8, 9, 10])))
+        np.asarray(
+            e.start(RAGGED, max_new_tokens=NEW).score(np.array([5, 6, 7]), np.array([8, 9, 10]))
+        )
         for e in (made, engine("gqa", SPARSE, 1))
     ]
     np.testing.assert_array_equal(scores[0], scores[1])

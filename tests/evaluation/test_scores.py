@@ -89,7 +89,7 @@ def test_without_a_limit_infinigen_is_the_full_cache():
 def test_traffic_is_what_a_run_says_of_itself():
     chosen = engine("one", SPARSE)
     _, traffic = score_windows(chosen, WINDOWS[:2], CONTEXT, batch=2)
-    run = chosen.start(WINDOWS[:2, : CONTEXT - 1].tolist(), 28)
+    run = chosen.start(WINDOWS[:2, : CONTEXT - 1].tolist(), max_new_tokens=28)
     for i in range(CONTEXT - 1, 39):
         run.score(WINDOWS[:2, i], WINDOWS[:2, i + 1])
     shares = (traffic.selected / traffic.tokens, traffic.fetched / traffic.tokens)
@@ -191,9 +191,9 @@ def test_windows_are_counted_and_spread():
     assert tokens.cut(11, 4)[:, 1].tolist() == [0, 20, 50, 70]
     assert tokens.cut(11, 99).shape == (10, 11)
     assert TokenizedText((), np.arange(100, dtype=np.int32)).cut(10).shape == (10, 10)
-    with pytest.raises(InputError, match="only 101 tokens; lower --window to at most 101"):
+    with pytest.raises(InputError, match="only 101 tokens; lower it to at most 101"):
         tokens.cut(102)
-    with pytest.raises(InputError, match="give a longer --text$"):
+    with pytest.raises(InputError, match="give a longer `text`$"):
         TokenizedText((1,), np.zeros(1, np.int32)).cut(3)
 
 

@@ -120,8 +120,8 @@ def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
     monkeypatch.setenv(PINNED_POOL_VARIABLE, "80")
     assert "120.0 GiB of host memory" in (message := refusal(host_cache=120 * GIB))
     assert message.endswith(
-        "100.0 GiB are available: lower the prompt length, --max-new-tokens or --batch, "
-        "or use --rows int8, --pool-tokens or more --dense-layers"
+        "100.0 GiB are available: lower the prompt length, `max_new_tokens` or `batch`, "
+        "or use `rows` int8, `pool.tokens` or more `dense_layers`"
     )
     assert refusal(host_cache=90 * GIB).endswith(f"set {PINNED_POOL_VARIABLE}=92")
     with monkeypatch.context() as patch:  # by weights, for instance
@@ -132,11 +132,11 @@ def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
     message = refusal(dense_cache=6 * GIB, workspace=4 * GIB)
     assert "10.0 GiB of device memory, and 9.0 GiB are free" in message
     assert message.endswith(
-        "lower the prompt length, --max-new-tokens, --batch, --dense-layers or --prefill-chunk, "
-        "or use --weights host or --pool-tokens"
+        "lower the prompt length, `max_new_tokens`, `batch`, `dense_layers` or `prefill_chunk`, "
+        "or use `weights` host or `pool.tokens`"
     )
     message = refusal(hot=6 * GIB, index=4 * GIB)
-    assert "--batch, --hot-set or --partial-ratio, or use" in message
+    assert "`batch`, `hot_set` or `partial_ratio`, or use" in message
 
 
 def test_remedies_are_options_that_apply():
@@ -146,19 +146,19 @@ def test_remedies_are_options_that_apply():
         remedies = Remedies(engine("gqa", **settings).decoder, *given)
         return remedies.for_host(plan, unified=unified), remedies.for_device(plan)
 
-    host, device = of(("--context",), 1, False, False, dense_layers=0)
-    lower = "lower --context, --prefill-chunk, --hot-set or --partial-ratio, or use"
-    assert host == f"{lower} --rows int8" and device == f"{lower} --weights host"
+    host, device = of(("`context`",), 1, False, False, dense_layers=0)
+    lower = "lower `context`, `prefill_chunk`, `hot_set` or `partial_ratio`, or use"
+    assert host == f"{lower} `rows` int8" and device == f"{lower} `weights` host"
     host, device = of(LENGTHS, 1, True, rows="int8", weights="host", dense_layers=1, unified=False)
     assert host == (
-        "lower the prompt length, --max-new-tokens or the number of prompts to 1, "
-        "or use --pool-tokens, more --dense-layers or --weights device"
+        "lower the prompt length, `max_new_tokens` or the number of prompts to 1, "
+        "or use `pool.tokens`, more `dense_layers` or `weights` device"
     )
-    assert "--weights" not in device and "--dense-layers" in device
+    assert "`weights`" not in device and "`dense_layers`" in device
     host, device = of(policy=H2O(budget=0.2, window=4, sinks=2), pool=None, dense_layers=1)
-    assert "--pool-tokens" not in host + device and "--partial-ratio" not in device
+    assert "`pool.tokens`" not in host + device and "`partial_ratio`" not in device
     host, _ = of(pool=Pool(tokens=50), dense_layers=1)
-    assert "--dense-layers" in host and "--prefill-chunk" not in host
+    assert "`dense_layers`" in host and "`prefill_chunk`" not in host
 
 
 def test_pinned_pool(monkeypatch):
@@ -189,7 +189,7 @@ def test_weights_that_the_host_has_no_room_for(monkeypatch, tmp_path):
     with pytest.raises(InputError, match=f"pinned memory.*set {PINNED_POOL_VARIABLE}=3"):
         checkpoint._check_room(tmp_path, plan, "host")
     monkeypatch.setattr(checkpoint, "available_host_bytes", lambda: needed - 1)
-    with pytest.raises(InputError, match="of host memory, .*use a smaller model or --dtype"):
+    with pytest.raises(InputError, match="of host memory, .*use a smaller model or `dtype`"):
         checkpoint._check_room(tmp_path, plan, "host")
     checkpoint._check_room(tmp_path, plan, "device")
 

@@ -151,7 +151,7 @@ def record_output(decoder, layer):
 
 def decoded(engine: Engine, tokens: list[list[int]]) -> np.ndarray:
     """Logits [b, NEW - 1, v] of decode steps over given tokens, behind PROMPTS."""
-    run, steps = engine.start(PROMPTS, NEW), []
+    run, steps = engine.start(PROMPTS, max_new_tokens=NEW), []
     embedding = engine.decoder.blueprint.embedding(engine.weights.params["embedding"])
     for column in np.array(tokens).T[:-1]:
         records = run.watch(record_output, column)[1]

@@ -20,7 +20,6 @@ from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.machine.memory_limits import available_host_bytes, format_bytes, tree_bytes
 from infinigen_jax.planner import advice
 from infinigen_jax.planner.forecast import Forecast, Machine, Planner, conversion_of
-from infinigen_jax.sampling import Sampling
 
 GIB = 1 << 30
 HERE = Machine(None, 64 * GIB, 1e10, 2e9)
@@ -112,7 +111,7 @@ def test_the_bytes_are_those_that_are_allocated(name, options):
     model = checkpoint.load(checkpoint.embedded(name), "float32")
     arguments = parsed(*options)
     engine = make_engine(model, make_policy(arguments), arguments)
-    run = engine.start([[3] * 200, [5] * 70], 56, Sampling())
+    run = engine.start([[3] * 200, [5] * 70], max_new_tokens=56)
     planned = planner(checkpoint.embedded(name), HERE, *options)
     forecast = planned.forecast(planned.asked, 2, 256)
     assert forecast.weights == tree_bytes(model.params)

@@ -251,7 +251,9 @@ def test_int4_rows_are_as_exact_ones_of_the_same_numbers(name):
     kind: Any = POLICIES[name]
     fields = {field.name for field in dataclasses.fields(kind)}
     policy = kind(**{n: x for n, x in settings().items() if n in fields})
-    mine, other = (engine("one", policy, 0, rows=r).start(RAGGED, NEW) for r in ("int4", "auto"))
+    mine, other = (
+        engine("one", policy, 0, rows=r).start(RAGGED, max_new_tokens=NEW) for r in ("int4", "auto")
+    )
     cache, twin, tokens = mine.cache, other.cache, np.asarray(mine.drawn)
     for step in range(RECENT + 2):  # rows of the prompt alone at first, then flushed ones
         cache, twin = mine.dispatcher.flush(cache), other.dispatcher.flush(twin)

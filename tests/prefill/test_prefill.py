@@ -149,7 +149,7 @@ def test_more_tokens_behind_decoding_are_as_if_read_at_once(policy):
     """Turns of different lengths, one of them without tokens, behind steps between two flushes."""
     chosen = engine("one", policy)
     turns = [LONG[0][:70], [], LONG[1][:3]]
-    run = chosen.start(RAGGED, NEW)
+    run = chosen.start(RAGGED, max_new_tokens=NEW)
     for _ in range(6):
         run.advance()
     drawn = run.drawn
@@ -260,10 +260,10 @@ def test_chunk_lengths():
 def test_progress_is_told_chunk_by_chunk():
     told: list[tuple[int, int]] = []
     chunked = Engine(random_model("one"), policy=SPARSE, dense_layers=0, prefill_chunk=64)
-    chunked.start(LONG, 2, notify=lambda *done: told.append(done))
+    chunked.start(LONG, max_new_tokens=2, notify=lambda *done: told.append(done))
     assert told == [(64, 150), (128, 150), (150, 150)]
     told.clear()
-    chunked.start([LONG[1]], 2, notify=lambda *done: told.append(done))
+    chunked.start([LONG[1]], max_new_tokens=2, notify=lambda *done: told.append(done))
     assert told == []
 
 

@@ -187,7 +187,7 @@ def test_shares(tiny: Any, tmp_path: Path):
     assert number_of(config, 0.0) == 0
     assert number_of(config, 1e-6) == 8
     assert number_of(config, 1.0) == config.intermediate_size // 8 * 8
-    with pytest.raises(InputError, match="--neurons 1.5: give a share from 0 to 1"):
+    with pytest.raises(InputError, match="neurons 1.5: it must be at least 0 and at most 1"):
         convert.convert(tiny("llama").folder, tmp_path / "x", neurons=1.5)
 
 

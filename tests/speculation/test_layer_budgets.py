@@ -86,7 +86,7 @@ def test_an_engine_fetches_the_shares(schedule, hot_set):
     decoder = engine.decoder
     budgets = list(decoder.budgets.values())
     assert budgets[1] > budgets[2] > budgets[0] and np.mean(budgets) <= STEEP.budget
-    run = engine.start(PROMPTS, 8)
+    run = engine.start(PROMPTS, max_new_tokens=8)
     for _ in run.tokens(ignore_eos=True):
         pass
     stats = run.stats()

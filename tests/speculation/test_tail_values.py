@@ -94,7 +94,9 @@ def test_a_conversion_measures_the_keys_and_values_that_are_cached(tiny, tmp_pat
     convert(made.folder, tmp_path / "converted", calibration=tokens, skew=skew)
     model = checkpoint.load(tmp_path / "converted", "float32")
     assert model.tail_moments is not None
-    cache = Engine(model, policy=Full(), dense_layers=0).start([[*tokens, 3]], 2).cache
+    cache = (
+        Engine(model, policy=Full(), dense_layers=0).start([[*tokens, 3]], max_new_tokens=2).cache
+    )
     assert cache.host is not None
     rows = jnp.asarray(np.asarray(cache.host)[:, 0, :, : len(tokens)].swapaxes(1, 2))
     keys, values = jnp.split(rows, 2, axis=-1)
@@ -186,7 +188,7 @@ def test_a_trained_model_comes_nearer_to_the_full_cache():
     tokens = np.array(model.tokenizer.encode(DEFAULT_TEXT.read_text(encoding="utf-8")))[:312]
     found = []
     for policy in (Full(), InfiniGen(budget=0.05), InfiniGen(budget=0.05, tail_columns=0)):
-        run = Engine(model, policy=policy).start([tokens[:300].tolist()], 12)
+        run = Engine(model, policy=policy).start([tokens[:300].tolist()], max_new_tokens=12)
         pairs = zip(tokens[300:-1], tokens[301:], strict=True)
         found.append([float(run.score(np.array([a]), np.array([b]))[0]) for a, b in pairs])
     full, both, means = map(np.array, found)
@@ -209,7 +211,7 @@ def test_a_prompt_in_chunks_and_decoded_tokens_leave_the_same_sums():
     )
     prompts = [list(range(3, 60)), list(range(5, 40))]
     assert tokens_of(whole, prompts, 12) == tokens_of(chunks, prompts, 12)
-    runs = [engine.start(prompts, 12) for engine in (whole, chunks)]
+    runs = [engine.start(prompts, max_new_tokens=12) for engine in (whole, chunks)]
     for x, y in zip(*(run.cache.local for run in runs), strict=True):
         np.testing.assert_allclose(x.left, y.left, atol=1e-4)
 
