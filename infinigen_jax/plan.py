@@ -122,8 +122,6 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
 
 def report(advice: "Advice", folder: Path, dtype: str, arguments: argparse.Namespace) -> str:
     """The table of what was asked for, and the advice."""
-    from infinigen_jax.planner.advice import verdict
-
     asked = advice.asked
     title = (
         f"{folder.name}, {dtype}: {arguments.batch} x {arguments.context} tokens, "
@@ -205,6 +203,53 @@ def untimed(machine: "Machine") -> str:
     )
 
 
+def verdict(advice: "Advice") -> list[str]:
+    """The advice as sentences, one per line."""
+    best, lines = advice.best, [full_cache(advice)]
+    if best is None:
+        lines.append(
+            f"nothing fits: at most {advice.most_context} tokens of context, or "
+            f"{advice.most_batch} sequences"
+        )
+    elif best.settings == advice.asked.settings:
+        label = "fits" if best.seconds is None else "recommended"
+        lines.append(f"{label}: as it is, {command_options(best)}")
+    else:
+        from infinigen_jax.machine.memory_limits import format_bytes
+
+        label = "would fit" if best.seconds is None else "recommended"
+        time = "" if best.seconds is None else f"{1e3 * best.seconds:.2f} ms a step, "
+        peak = f"{format_bytes(best.device)} on the device"
+        lines.append(f"{label}: {command_options(best)}: {time}{peak}")
+    return lines
+
+
+def full_cache(advice: "Advice") -> str:
+    """Whether the device can hold the whole cache, and whether that is faster."""
+    from infinigen_jax.machine.memory_limits import format_bytes
+
+    full, asked = advice.full, advice.asked
+    if not full.fits:
+        return f"the full cache on the device does not fit: {format_bytes(full.device)} are needed"
+    option = f"--dense-layers {full.settings.dense_layers}"
+    if full.seconds is None or asked.seconds is None:
+        return f"the full cache on the device fits: {option}"
+    step = f"{1e3 * full.seconds:.2f} ms a step"
+    if full.seconds < asked.seconds or not asked.fits:
+        return f"the full cache on the device fits and is faster, {step}: {option}"
+    return f"the full cache on the device fits, but is not faster: {step}"
+
+
+def command_options(forecast: "Forecast") -> str:
+    """The settings that a plan chooses, as options of `generate`."""
+    settings = forecast.settings
+    options = f"--dense-layers {settings.dense_layers} --hot-set {settings.hot_set:g}"
+    options += f" --rows {settings.rows}"
+    if settings.prefill_chunk is not None:
+        options += f" --prefill-chunk {settings.prefill_chunk}"
+    return options + (" --weights host" if settings.weights == "host" else "")
+
+
 def record(advice: "Advice", arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything, for JSON; bytes, bytes per second and seconds."""
 
@@ -219,7 +264,6 @@ def record(advice: "Advice", arguments: argparse.Namespace) -> dict[str, Any]:
         "asked": of(advice.asked),
         "full_on_device": of(advice.full),
         "recommended": of(advice.best),
-        "fewer_dense_layers": of(advice.last_resort),
         "most_context": advice.most_context,
         "most_batch": advice.most_batch,
     }

@@ -15,7 +15,7 @@ import numpy as np
 from infinigen_jax.checkpoint.manifest import AHEAD_FILE, MANIFEST_FILE, SKEW_FILE, read_manifest
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
 from infinigen_jax.checkpoint.skew_file import Ahead, Basis, neurons_in, predicts, read_loss
-from infinigen_jax.cli.options import make_engine
+from infinigen_jax.cli.options import given, make_engine
 from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SKEW, DEFAULT_SOURCE
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
@@ -29,6 +29,8 @@ from infinigen_jax.models.joined import split
 from infinigen_jax.planner.traffic import Traffic, planned_traffic
 from infinigen_jax.policies import Policy
 from infinigen_jax.prefill.prefill import chunk_for
+from infinigen_jax.settings.engine import EngineOptions
+from infinigen_jax.settings.setting import options_of
 from infinigen_jax.skew.neurons import number_of, projection_shapes
 from infinigen_jax.transfer.cuda import CudaTransfer
 from infinigen_jax.transfer.host_weights import in_host_memory
@@ -64,18 +66,6 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """Settings that a plan may choose, named like the options of `generate`."""
-
-    dense_layers: int
-    hot_set: float
-    rows: str
-    budget: float | None
-    prefill_chunk: int | None = None
-    weights: str = "device"
-
-
-@dataclasses.dataclass(frozen=True)
 class Forecast:
     """Forecast of a generation with given settings; sizes are bytes.
 
@@ -92,7 +82,7 @@ class Forecast:
         seconds: lower bound on the time of a decode step; None without bandwidths.
     """
 
-    settings: Settings
+    settings: EngineOptions
     weights: int
     weights_on_host: int
     bases: int
@@ -167,20 +157,16 @@ class Planner:
         machine: Machine,
     ):
         self.config, self.machine, self.arguments = config, machine, arguments
+        self.given = given(arguments, tuple(options_of(EngineOptions)))
         self._shapes = model_shapes(config, jnp.dtype(dtype), conversion)
         make = functools.partial(self._engine, jnp.dtype(dtype), conversion, policy)
         asked, _ = make({})
         # With all layers on the host, the policy has weights for every layer.
         self._decoder, self._weights = make({"dense_layers": 0})
-        reuses = machine.separate and policy.reuses and arguments.hot_set is None
-        budget = getattr(policy, "budget", None)
-        self.asked = Settings(
-            asked.dense_layers,
-            2.0 if reuses else asked.hot_set,
-            asked.rows,
-            budget,
-            arguments.prefill_chunk,
-            "host" if asked.weights_on_host else "device",
+        reuses = machine.separate and policy.reuses and "hot_set" not in self.given
+        hot_set = 2.0 if reuses else asked.hot_set
+        self.asked = EngineOptions(
+            **(self.given | {"dense_layers": asked.dense_layers, "hot_set": hot_set})
         )
 
     def _engine(
@@ -223,7 +209,7 @@ class Planner:
             decoder = dataclasses.replace(decoder, transfer=transfer)
         return decoder, weights
 
-    def forecast(self, settings: Settings, batch: int, context: int) -> Forecast:
+    def forecast(self, settings: EngineOptions, batch: int, context: int) -> Forecast:
         """Forecast `batch` sequences that grow to `context` tokens."""
         decoder = dataclasses.replace(
             self._decoder,
@@ -232,10 +218,6 @@ class Planner:
             rows=settings.rows,
             weights_on_host=settings.weights == "host",
         )
-        if settings.budget is not None:
-            policy: Any = decoder.policy
-            policy = dataclasses.replace(policy, budget=settings.budget)
-            decoder = dataclasses.replace(decoder, policy=policy)
         pairs = zip(self._decoder.on_host, self._weights.policy, strict=True)
         policy_weights = tuple(part for layer, part in pairs if layer in decoder.on_host)
         weights = Weights(self._weights.params, policy_weights)
