@@ -130,6 +130,10 @@ class Engine:
         """
         if not prompts:
             raise ParameterError("prompts", "give at least one prompt")
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise ParameterError(
+                "sampling", f"{sampling!r} is not a Sampling; give Sampling(temperature=0.7)"
+            )
         check_range("max_new_tokens", max_new_tokens, 1)
         if batch is not None:
             check_range("batch", batch, 1)
@@ -153,10 +157,12 @@ class Engine:
         short = self.model.config.longest_short or limit
         grown = [len(prompt) for prompt in prompts if len(prompt) <= short]
         if grown and max(grown) + max_new_tokens - 1 > short:
-            raise InputError(
-                f"--max-new-tokens {max_new_tokens}: the model rotates the keys of texts above "
-                f"{short} tokens differently, and a prompt of {max(grown)} would grow beyond; give "
-                f"at most {short + 1 - max(grown)} new tokens or a longer prompt"
+            raise ParameterError(
+                "max_new_tokens",
+                f"the model rotates the keys of texts above {short} tokens differently, and a "
+                f"prompt of {max(grown)} would grow beyond; give at most "
+                f"{short + 1 - max(grown)} new tokens or a longer prompt",
+                max_new_tokens,
             )
         sampling = sampling or Sampling()
         sequences = [list(prompt) for prompt in prompts]
@@ -196,10 +202,6 @@ class Engine:
         batch: int | None,
     ) -> Run:
         """Encode prompts and start a run."""
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise ParameterError(
-                "sampling", f"{sampling!r} is not a Sampling; give Sampling(temperature=0.7)"
-            )
         encoded = self.encode_with_prefix(prefix, prompt_list(prompts))
         shared = self.prefix_tokens(prefix)
         given = (sampling, max_new_tokens)

@@ -21,7 +21,7 @@ from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.batching import admission
 from infinigen_jax.engine.dispatch import Dispatcher
 from infinigen_jax.engine.runtime import Runtime
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.prefill.prefill import CHUNK_UNIT, empty_cache, read_chunk
 from infinigen_jax.sampling import Sampling
 
@@ -108,10 +108,10 @@ class LiveBatch:
     def __init__(self, runtime: Runtime, rows: int, capacity: int):
         limit = runtime.model.config.longest_short
         if limit is not None and capacity > limit:
-            raise InputError(
-                f"--context {capacity}: give at most {limit}, as the model rotates the keys of "
-                "longer texts differently"
+            remedy = (
+                f"give at most {limit}, as the model rotates the keys of longer texts differently"
             )
+            raise ParameterError("context", remedy, capacity)
         self._runtime, self._at = runtime, Placement(runtime.mesh)
         self._dispatcher = Dispatcher(runtime, Sampling())
         self._admission = admission(runtime.decoder)

@@ -205,22 +205,22 @@ def test_sampling_repeats_with_its_seed():
 
 def test_settings_and_prompts_out_of_range():
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"dense_layers": -1}, "--dense-layers"),
-        ({"schedule": "eager"}, "--schedule"),
-        ({"transfer": "pigeon"}, "--transfer"),
+        ({"dense_layers": -1}, "dense_layers"),
+        ({"schedule": "eager"}, "schedule"),
+        ({"transfer": "pigeon"}, "transfer"),
     ]
     for settings, named in wrong:
         with pytest.raises(InputError, match=named):
             Engine(LAYER, **settings)
     made = small()
     for prompts, new, named in (
-        ([], 4, "--prompt"),
-        ([[]], 4, "--prompt"),
-        ([[96]], 4, "--prompt"),
-        ([[-1]], 4, "--prompt"),
-        ([""], 4, "--prompt"),
+        ([], 4, "prompts"),
+        ([[]], 4, "prompts"),
+        ([[96]], 4, "prompts"),
+        ([[-1]], 4, "prompts"),
+        ([""], 4, "prompts"),
         (["text"], 4, "tokenizer"),
-        ([[5]], 0, "--max-new-tokens"),
+        ([[5]], 0, "max_new_tokens"),
         ([[5] * 250], 7, "250 tokens leaves room for 6"),
     ):
         with pytest.raises(InputError, match=named):

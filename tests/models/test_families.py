@@ -245,7 +245,7 @@ def test_a_sequence_does_not_grow_out_of_its_frequencies():
     engine = Engine(dataclasses.replace(model, config=config), policy=SPARSE, dense_layers=0)
     with pytest.raises(InputError, match="a prompt of 27 would grow beyond; give at most 6 new"):
         engine.generate([[3] * 27, [3] * 40], max_new_tokens=7)
-    with pytest.raises(InputError, match="--context 40: give 2 to 32"):
+    with pytest.raises(InputError, match="context 40: give 2 to 32"):
         engine.conversation(context=40)
 
 
