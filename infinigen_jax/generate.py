@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options, interrupts, rate
 from infinigen_jax.cli.options import (
     DEFAULT_MODEL,
-    OR_EMBEDDED,
+    MODEL_HELP,
     add_engine_options,
     add_sampling_options,
     add_settings,
@@ -49,12 +49,12 @@ def build_parser() -> Parser:
     """The options; part of them is a contract with other programs (README, "Command line")."""
     parser = Parser(
         prog="python -m infinigen_jax.generate",
-        usage="%(prog)s [--model DIR] [--prompt TEXT] [options]",
+        usage="%(prog)s [--model M] [--prompt TEXT] [options]",
         description="Generate text with the KV cache in host memory. Text goes to stdout, messages "
         "go to stderr.",
     )
     add = parser.add_argument_group("model and prompts").add_argument
-    add("--model", metavar="DIR", help=f"converted or Hugging Face folder, {OR_EMBEDDED}")
+    add("--model", metavar="M", help=MODEL_HELP)
     add("--prompt", action="append", metavar="TEXT", help="prompt; may be given several times")
     add("--prompt-file", metavar="F", help="file whose whole text is one more prompt")
     add("--prefix", metavar="TEXT", help="text before every prompt; read and stored once")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.cli.options import OR_EMBEDDED, add_engine_options, make_policy
+from infinigen_jax.cli.options import MODEL_HELP, add_engine_options, make_policy
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.files.output import checked_output, write_json
 from infinigen_jax.messages import Messages
@@ -27,11 +27,11 @@ def build_parser() -> Parser:
     """The options; those of the engine are the ones of `generate`."""
     parser = Parser(
         prog="python -m infinigen_jax.plan",
-        usage="%(prog)s --context N [--model DIR] [options]",
+        usage="%(prog)s --context N [--model M] [options]",
         description="Predict memory and time of a generation, and recommend settings.",
     )
     add = parser.add_argument_group("model and machine").add_argument
-    add("--model", metavar="DIR", help=f"a folder with a config.json, {OR_EMBEDDED}")
+    add("--model", metavar="M", help=MODEL_HELP)
     add(
         "--context",
         type=whole_number(1),
@@ -62,13 +62,13 @@ def plan(arguments: argparse.Namespace) -> None:
     """Compute the plan, print it, and write the record."""
     output = checked_output("json", arguments.json)
     policy = make_policy(arguments)
-    from infinigen_jax.checkpoint.hf_folder import checked_folder, read_config
+    from infinigen_jax.checkpoint.source import checked_source, read_config
     from infinigen_jax.loading.load import checked_dtype, model_folder
     from infinigen_jax.machine.backend import start_backend
     from infinigen_jax.planner.advice import advise
     from infinigen_jax.planner.forecast import Planner, conversion_of
 
-    folder = checked_folder(model_folder(arguments.model))
+    folder = checked_source(model_folder(arguments.model))
     _, config = read_config(folder)
     if arguments.context > config.max_positions:
         raise InputError(

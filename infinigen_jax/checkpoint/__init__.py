@@ -1,4 +1,4 @@
-"""Model folders on disk: safetensors and torch files, Hugging Face layout, conversion manifest.
+"""Models on disk: safetensors, torch and GGUF files, Hugging Face layout, conversion manifest.
 
-Imports speculation, skew, models, files. Start reading at hf_folder.py.
+Imports speculation, skew, models, files. Start reading at source.py.
 """

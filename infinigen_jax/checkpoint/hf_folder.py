@@ -66,7 +66,7 @@ def checked_folder(path: str | Path) -> Path:
             open_regular(file, LARGEST_SIDE_FILE).close()
         return folder
     if folder.exists():
-        raise InputError(f"{folder}: is a file; give the folder that holds config.json")
+        raise InputError(f"{folder}: is a file; give a .gguf file or the folder of config.json")
     raise InputError(
         f"{folder}: no such folder; give a model folder on disk, nothing is downloaded"
     )
@@ -153,7 +153,9 @@ def open_file(path: Path) -> dict[str, TensorSource]:
 def _why_no_weights(folder: Path) -> str:
     if any(folder.glob("*-of-*.safetensors")) or any(folder.glob("*-of-*.bin")):
         return "the weights are sharded but their index (*.index.json) is missing; get it again"
-    others = [f.name for kind in ("h5", "msgpack", "gguf", "pth") for f in folder.glob(f"*.{kind}")]
+    if files := sorted(folder.glob("*.gguf")):
+        return f"no weights here; to use {files[0].name}, give the path of that file"
+    others = [f.name for kind in ("h5", "msgpack", "pth") for f in folder.glob(f"*.{kind}")]
     hint = f" ({sorted(others)[0]} has another format)" if others else ""
     return f"no weights here{hint}; {SAFETENSORS} or {TORCH} is needed"
 

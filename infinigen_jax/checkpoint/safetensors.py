@@ -50,7 +50,7 @@ _OTHER_FORMATS = {
     b"PK\x03\x04": "it is a zip archive, perhaps a torch file under a wrong name",
     b"\x80\x02": "it is a pickle, perhaps a torch file under a wrong name",
     b"\x89HDF": "it is an HDF5 file; only safetensors and pytorch_model.bin are read",
-    b"GGUF": "it is a GGUF file; only safetensors and pytorch_model.bin are read",
+    b"GGUF": "it is a GGUF file under a wrong name: end it in .gguf",
     b"<": "it is a web page, not a checkpoint: download the file again",
 }
 

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "books-llama"
 # For the help of --model; `loading.EMBEDDED` comes with JAX.
-OR_EMBEDDED = f"or an embedded model: {DEFAULT_MODEL} (default), tiny-llama or tiny-opt"
+MODEL_HELP = (
+    "converted or Hugging Face folder, .gguf file, or an embedded model: "
+    f"{DEFAULT_MODEL} (default), tiny-llama or tiny-opt"
+)
 # Settings of InfiniGen that are options; `evaluate`, which takes lists of them, has the experts'
 # too. Elsewhere these follow the policy's name.
 POLICY_OPTIONS = ("budget", "alpha", "partial_ratio")

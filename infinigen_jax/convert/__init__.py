@@ -23,13 +23,14 @@ def convert(
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Convert a Hugging Face model folder and skew it (section 4.2 of the paper).
+    """Convert a Hugging Face folder or a GGUF file and skew it (section 4.2 of the paper).
 
     The destination is a Hugging Face folder plus `infinigen.safetensors` (the bases) and
     `infinigen.json` (the manifest). It appears whole or not at all.
 
     Args:
-        source: folder with config.json, safetensors or pytorch_model.bin, and a tokenizer.
+        source: folder with config.json, safetensors or pytorch_model.bin, and a tokenizer; or a
+            GGUF file, whose quantised weights are written as float32 unless `dtype` is given.
         destination: folder to create.
         calibration: UTF-8 text file, or token ids; by default the text in this package. At most
             2048 tokens are used.

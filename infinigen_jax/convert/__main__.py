@@ -15,7 +15,7 @@ def build_parser() -> Parser:
         prog="python -m infinigen_jax.convert",
         description="Convert a Hugging Face model folder for InfiniGen.",
     )
-    parser.add_argument("source", metavar="SOURCE", help="Hugging Face model folder")
+    parser.add_argument("source", metavar="SOURCE", help="Hugging Face folder or .gguf file")
     parser.add_argument("destination", metavar="DESTINATION", help="folder to create")
     parser.add_argument(
         "--calibration",

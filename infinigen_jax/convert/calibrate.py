@@ -27,7 +27,7 @@ from infinigen_jax.skew.positions import offsets, spread_blocks, spread_guess, s
 from infinigen_jax.skew.query_correction import corrected_projection
 from infinigen_jax.skew.tail_moments import BlockMoments, block_products
 from infinigen_jax.speculation.query import projected_query
-from infinigen_jax.text.tokenizer import load_tokenizer
+from infinigen_jax.text.tokenizer import Tokenizer
 
 DEFAULT_TEXT = Path(__file__).parent / "calibration.txt"
 DEFAULT_TOKENS = 2048
@@ -47,12 +47,14 @@ class CalibrationTokens(NamedTuple):
         return int(self.valid.sum())
 
 
-def read_text(path: Path, folder: Path, config: ModelConfig, limit: int) -> CalibrationTokens:
+def read_text(
+    path: Path, tokenizer: Tokenizer, config: ModelConfig, limit: int
+) -> CalibrationTokens:
     """Tokenise a calibration text with the model's tokenizer.
 
     Args:
         path: UTF-8 text; the beginning is used.
-        folder: model folder with the tokenizer.
+        tokenizer: the model's tokenizer.
         limit: maximum number of tokens.
 
     Raises:
@@ -67,7 +69,7 @@ def read_text(path: Path, folder: Path, config: ModelConfig, limit: int) -> Cali
         raise InputError(f"{path}: the calibration text is not UTF-8") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    ids = load_tokenizer(folder).encode(text)
+    ids = tokenizer.encode(text)
     return windows(np.asarray(ids, np.int64), config, limit, str(path), text.encode())
 
 

@@ -9,14 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.checkpoint.hf_folder import (
-    SAFETENSORS,
-    TensorSource,
-    checked_folder,
-    open_tensors,
-    read_config,
-    side_files,
-)
+from infinigen_jax.checkpoint.gguf_file import GgufFile
+from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, TensorSource, side_files
 from infinigen_jax.checkpoint.manifest import (
     AHEAD_FILE,
     MANIFEST_FILE,
@@ -26,6 +20,13 @@ from infinigen_jax.checkpoint.manifest import (
     file_record,
 )
 from infinigen_jax.checkpoint.safetensors import DTYPES, SafetensorsWriter, tensor_bytes
+from infinigen_jax.checkpoint.source import (
+    checked_source,
+    content_files,
+    is_gguf,
+    open_tensors,
+    read_config,
+)
 from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, Slot, expected, match, read_tree
 from infinigen_jax.convert.calibrate import (
     DEFAULT_TEXT,
@@ -48,6 +49,8 @@ from infinigen_jax.settings.policy import SOURCES
 from infinigen_jax.skew.basis import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
 from infinigen_jax.skew.neurons import number_of, projection_shapes
 from infinigen_jax.skew.tail_moments import BlockMoments
+from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer, tokenizer_files
+from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 WEIGHT_DTYPES = {
     name: DTYPES[kind]
@@ -83,12 +86,12 @@ def run(
             f"applies to the query that `skew` balanced corrects, and {skew} has none",
             speculate_from,
         )
-    folder = checked_folder(source)
+    folder = checked_source(source)
     hf, config = read_config(folder)
     target = check_destination(folder, Path(destination), force)
     sources = match(open_tensors(folder), blueprint(config, jnp.float32), folder)
     stored = _weight_dtype(dtype, sources)
-    copied = side_files(folder)
+    copied = _side_files(folder)
     start_backend()
     neuron_count = number_of(config, neurons) if skew == "balanced" else 0
     check_space(target, _needed(config, sources, stored, copied, skew, neuron_count))
@@ -99,12 +102,10 @@ def run(
         files = job.write_weights(out, progress or (lambda done, total: None))
         files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(_config(hf, stored), indent=2) + "\n")
-        for file in copied:
-            with open_regular(file) as content:
-                copy_file(content, out / file.name)
-        for name in ("config.json", *(file.name for file in copied)):
+        for name, content in copied.items():
+            _write_side_file(out / name, content)
+        for name in ("config.json", *copied):
             files[name] = file_record(out / name)
-        read = sorted({tensor.file for tensor in sources.values()})
         manifest = Manifest(
             family=config.family,
             skew=skew,
@@ -112,7 +113,7 @@ def run(
             dtype=stored.name,
             speculate_from=speculate_from,
             calibration=tokens and {"text_sha256": tokens.sha256, "tokens": tokens.count},
-            sources={file.name: file_record(file) for file in [folder / "config.json", *read]},
+            sources={name: file_record(file) for name, file in content_files(folder).items()},
             files=files,
         )
         write_text(out / MANIFEST_FILE, manifest.to_json())
@@ -290,9 +291,32 @@ def _tokens(
 ) -> CalibrationTokens:
     if calibration is None or isinstance(calibration, str | Path):
         path = DEFAULT_TEXT if calibration is None else expanded(calibration)
-        return read_text(path, folder, config, DEFAULT_TOKENS)
+        return read_text(path, _tokenizer(folder), config, DEFAULT_TOKENS)
     ids = np.asarray(calibration, np.int32)
     return windows(ids, config, DEFAULT_TOKENS, "calibration", ids.tobytes())
+
+
+def _tokenizer(source: Path) -> Tokenizer:
+    return gguf_tokenizer(GgufFile(source)) if is_gguf(source) else load_tokenizer(source)
+
+
+def _side_files(source: Path) -> dict[str, Path | str]:
+    """Return the files of a conversion besides weights and config.json: text, or file to copy."""
+    if is_gguf(source):
+        return {**tokenizer_files(_tokenizer(source))}
+    return {file.name: file for file in side_files(source)}
+
+
+def _size(content: Path | str) -> int:
+    return content.stat().st_size if isinstance(content, Path) else len(content.encode())
+
+
+def _write_side_file(path: Path, content: Path | str) -> None:
+    if isinstance(content, str):
+        write_text(path, content)
+    else:
+        with open_regular(content) as file:
+            copy_file(file, path)
 
 
 def _weight_dtype(dtype: str | None, sources: Mapping[str, TensorSource]) -> np.dtype:
@@ -313,7 +337,7 @@ def _needed(
     config: ModelConfig,
     sources: Mapping[str, TensorSource],
     dtype: np.dtype,
-    copied: Sequence[Path],
+    copied: Mapping[str, Path | str],
     skew: str,
     neurons: int,
 ) -> int:
@@ -327,7 +351,8 @@ def _needed(
         for layer in range(config.num_layers):
             for shape in projection_shapes(config, layer, neurons).values():
                 bases += tensor_bytes(dtype, shape)
-    return weights + bases + sum(file.stat().st_size for file in copied) + 200 * len(sources)
+    copies = sum(_size(content) for content in copied.values())
+    return weights + bases + copies + 200 * len(sources)
 
 
 def _config(hf: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from infinigen_jax.cli.options import (
-    OR_EMBEDDED,
+    MODEL_HELP,
     add_engine_options,
     options_without_effect,
     unused_options,
@@ -47,7 +47,7 @@ def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> 
         of: name of a batch's elements.
     """
     add = parser.add_argument
-    add("--model", metavar="DIR", help=f"converted or Hugging Face folder, {OR_EMBEDDED}")
+    add("--model", metavar="M", help=MODEL_HELP)
     add(
         "--batch",
         type=whole_number(1),

@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from infinigen_jax.checkpoint.hf_folder import side_files, weight_files
 from infinigen_jax.checkpoint.manifest import FORMAT_VERSION, MANIFEST_FILE, file_sha256
+from infinigen_jax.checkpoint.source import content_files
 from infinigen_jax.convert.defaults import DEFAULT_SKEW
 from infinigen_jax.errors import InputError
 from infinigen_jax.files.atomic import locked, remove_partial, whole_file
@@ -53,8 +53,8 @@ def cache_lock(destination: Path) -> Iterator[None]:
         yield
 
 
-def cache_folder(folder: Path) -> Path:
-    """Return the path of a source folder's conversion, named by the source's contents.
+def cache_folder(source: Path) -> Path:
+    """Return the path of a source's conversion, named by the source's contents.
 
     Raises:
         InputError: a file of the model is missing, or the user has no cache folder.
@@ -62,9 +62,8 @@ def cache_folder(folder: Path) -> Path:
     with _writable():
         root = cache_root()
     settings = {"format": FORMAT_VERSION, "revision": REVISION, "skew": DEFAULT_SKEW}
-    files = [folder / "config.json", *weight_files(folder), *side_files(folder)]
     hashes = _Hashes(root / HASHES)
-    contents = {file.name: hashes.of(file) for file in files}
+    contents = {name: hashes.of(file) for name, file in content_files(source).items()}
     hashes.save()
     key = hashlib.sha256(json.dumps([contents, settings], sort_keys=True).encode())
     return root / key.hexdigest()[:32]

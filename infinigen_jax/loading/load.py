@@ -1,6 +1,6 @@
 """Loading of a model: read a converted folder onto the device and check all of it.
 
-A Hugging Face folder that is not converted yet is first converted into the user's cache.
+Models that are not converted yet are first converted into the user's cache.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from infinigen_jax.checkpoint.hf_folder import checked_folder, open_file, read_config
+from infinigen_jax.checkpoint.hf_folder import open_file, read_config
 from infinigen_jax.checkpoint.manifest import (
     MANIFEST_FILE,
     SKEW_FILE,
@@ -24,6 +24,8 @@ from infinigen_jax.checkpoint.manifest import (
     verify_files,
 )
 from infinigen_jax.checkpoint.skew_file import DTYPES, Ahead, Basis, read_skew
+from infinigen_jax.checkpoint.source import checked_source
+from infinigen_jax.checkpoint.source import read_config as read_source_config
 from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, expected, match, read_tree
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
 from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, mark_used, prune
@@ -195,21 +197,21 @@ def load(
     notify: Callable[[str], None] = logger.warning,
     weights: str = "device",
 ) -> Model:
-    """Load a model folder, converted or straight from Hugging Face.
+    """Load a converted folder, a Hugging Face folder or a GGUF file.
 
     Args:
-        path: the folder, or the name of an embedded model; None for the first of EMBEDDED.
+        path: the folder or file, or the name of an embedded model; None for the first of EMBEDDED.
         dtype: "float32", "bfloat16" or "float16" for weights and activations; by default float32
             on the CPU and bfloat16 elsewhere.
         verify: compare the SHA-256 of every file with the one in the manifest.
-        notify: called with a line of text if the folder has to be converted first.
+        notify: called with a line of text if the model has to be converted first.
         weights: "device", or "host" to keep the layers' weights in host memory, see
             `transfer.host_weights`.
 
     Raises:
         InputError: names the file or setting at fault and the remedy.
     """
-    folder = checked_folder(model_folder(path))
+    folder = checked_source(model_folder(path))
     start_backend()
     chosen = checked_dtype(dtype)
     check_setting(EngineOptions, "weights", weights)
@@ -231,11 +233,11 @@ def embedded(name: str = EMBEDDED[0]) -> Path:
 
 
 def model_folder(model: str | Path | None) -> Path:
-    """Resolve a model argument to a folder; embedded models are known by name.
+    """Resolve a model argument to a path; embedded models are known by name.
 
     Args:
-        model: a folder, or the name of an embedded model if no such folder exists; None for the
-            first of EMBEDDED.
+        model: a folder or file, or the name of an embedded model if no such folder exists; None
+            for the first of EMBEDDED.
     """
     if model is None:
         return embedded()
@@ -334,7 +336,7 @@ def _load_through_cache(
 ) -> Model:
     from infinigen_jax.convert import convert
 
-    read_config(folder)  # refuse a foreign model before announcing anything
+    read_source_config(folder)  # refuse a foreign model before announcing anything
     destination = cache_folder(folder)
     with cache_lock(destination):
         if destination.exists():

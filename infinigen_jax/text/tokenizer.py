@@ -66,12 +66,12 @@ class Tokenizer:
             InputError: the tokenizer is damaged, or the text has lone surrogates.
         """
         checked_text("the text to tokenise", text)
-        with _refused(self._where), _silent_panics():
+        with refused(self._where), silent_panics():
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids, without clean-up of spaces."""
-        with _refused(self._where):
+        with refused(self._where):
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, token: int) -> str | None:
@@ -102,7 +102,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise InputError(
             f"{folder / SETTINGS_FILE}: a setting has the wrong type ({error}); {AGAIN}"
         ) from None
-    with _refused(str(folder)), _silent_panics():
+    with refused(str(folder)), silent_panics():
         from tokenizers import Tokenizer as Backend
 
         data = (folder / "tokenizer.json").read_bytes()
@@ -115,7 +115,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         backend.encode_special_tokens = settings.get("split_special_tokens") is True
         _add_tokens(backend, settings, [*special.values(), *extra])
         names = {name: str(token["content"]) for name, token in special.items()}
-        return _tried(Tokenizer(backend, names, template, str(folder)))
+        return tried(Tokenizer(backend, names, template, str(folder)))
 
 
 def _check_prefix(data: bytes) -> None:
@@ -213,7 +213,7 @@ def _from_transformers(folder: Path) -> Tokenizer:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    with _refused(str(folder)), _silent_panics():
+    with refused(str(folder)), silent_panics():
         # Without an explicit refusal transformers asks on stdin whether to run code of the folder.
         loaded: Any = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
@@ -223,10 +223,10 @@ def _from_transformers(folder: Path) -> Tokenizer:
             raise ValueError("only tokenizers with a tokenizer.json are supported")
         template = loaded.get_chat_template() if loaded.chat_template else None
         special = {name: str(token) for name, token in loaded.special_tokens_map.items()}
-        return _tried(Tokenizer(backend, special, template, str(folder)))
+        return tried(Tokenizer(backend, special, template, str(folder)))
 
 
-def _tried(tokenizer: Tokenizer) -> Tokenizer:
+def tried(tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer after trying to encode and decode."""
     for special in (True, False):
         ids = tokenizer.encode(SAMPLE, special)
@@ -237,7 +237,7 @@ def _tried(tokenizer: Tokenizer) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def _refused(where: str) -> Iterator[None]:
+def refused(where: str) -> Iterator[None]:
     """Report every error of a tokenizer library as bad input."""
     try:
         yield
@@ -251,7 +251,7 @@ def _refused(where: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _silent_panics() -> Iterator[None]:
+def silent_panics() -> Iterator[None]:
     """Suppress panic messages of the compiled library on stderr.
 
     Only in the main thread: the file descriptor belongs to all threads, and two threads that

@@ -13,16 +13,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf_files
 import jax
 import numpy as np
 import pytest
 import torch
 from fuzzing import altered, hostile_template, rounds
+from gguf_files import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import engine
 from tiny import LLAMA, TEXT, make_tiny
 
+from infinigen_jax.checkpoint import source
+from infinigen_jax.checkpoint.gguf_file import GgufFile
 from infinigen_jax.checkpoint.hf_folder import open_tensors, read_config
 from infinigen_jax.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
@@ -34,6 +38,7 @@ from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import FAMILIES, ModelConfig
 from infinigen_jax.text.detokenize import TextStream
+from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer
 from infinigen_jax.text.templates import render_chat
 from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -336,7 +341,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_saved_conversations_with_another_content(conversation, data):
     """The checksum fits; records and arrays of another kind are refused all the same."""
@@ -424,3 +429,26 @@ def test_any_damage_for_a_limited_time(folders, capsys):
     with capsys.disabled():
         print(f"\n{cases} damaged model folders in {SECONDS:.0f} s, seed {SEED}, {refused} refused")
     assert 0 < refused < cases
+
+
+@settings(max_examples=50)
+@given(changes=damages)
+def test_gguf(gguf_whole, changes):
+    """A header without checksum: a model that the format allows, or one line."""
+    path = gguf_whole.with_name("damaged.gguf")
+    shutil.copyfile(gguf_whole, path)
+    damage(path, changes)
+    if read := attempt(lambda: source.read_config(path)):
+        check_config(read[1])
+    for tensor in (attempt(lambda: source.open_tensors(path)) or {}).values():
+        values = attempt(tensor.read)
+        assert values is None or values.shape == tensor.shape
+    if tokenizer := attempt(lambda: gguf_tokenizer(GgufFile(path))):
+        check_tokenizer(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def gguf_whole(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("gguf")
+    made = make_tiny(root / "hf", "llama", num_hidden_layers=1, **gguf_files.SMALL)
+    return gguf_files.write_gguf(root / "whole.gguf", made, gguf_files.Kind.Q8_0, **sentencepiece())

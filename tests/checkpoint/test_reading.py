@@ -207,7 +207,7 @@ def test_wrong_sources(tmp_path):
 
     refused(tmp_path / "absent", "no such folder")
     (tmp_path / "file").write_text("x")
-    refused(tmp_path / "file", "give the folder")
+    refused(tmp_path / "file", "give a .gguf file or the folder")
     folder = tmp_path / "folder"
     folder.mkdir()
     refused(folder, "config.json: missing")
@@ -219,8 +219,10 @@ def test_wrong_sources(tmp_path):
     refused(folder, "wrong type")
     (folder / "config.json").write_text(json.dumps(LLAMA))
     refused(folder, "no weights")
+    (folder / "model.h5").write_text("x")
+    refused(folder, "model.h5 has another format")
     (folder / "model.gguf").write_text("x")
-    refused(folder, "model.gguf has another format")
+    refused(folder, "to use model.gguf, give the path of that file")
 
 
 def test_all_mismatches_are_in_one_error(tiny, tmp_path):

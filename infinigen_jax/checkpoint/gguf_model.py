@@ -1,0 +1,284 @@
+"""Models in GGUF files: their settings as a `config.json`, tensors by Hugging Face's names.
+
+llama.cpp's converter changes weights: it reorders the rows of queries and keys of some
+architectures for another layout of the rotation, and adds 1 to the norms of Gemma. Both are undone.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from infinigen_jax.checkpoint.gguf_file import GgufFile
+from infinigen_jax.checkpoint.hf_folder import TensorSource
+from infinigen_jax.errors import InputError, UnsupportedModelError
+from infinigen_jax.models import ModelConfig, config_from_hf
+
+SUFFIX = ".gguf"
+SETTINGS = {
+    "max_position_embeddings": "context_length",
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+}
+TOKENS = {
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "pad_token_id": "padding_token_id",
+}
+# llama.cpp, too, ends a turn at these tokens, whatever the settings say.
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
+CONTROL = 3  # kind of a token in tokenizer.ggml.token_type
+
+EMBEDDING_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GEMMA_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Factors of rotary frequencies, which `_rope` puts into the configuration.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+class Architecture(NamedTuple):
+    """How llama.cpp stores a family.
+
+    Attributes:
+        model_type: the family in `config.json`.
+        names: names of a layer's tensors that differ from LAYER_NAMES.
+        permuted: whether rows of queries and keys are reordered.
+        shift: number added to the weights of norms.
+        activation: activation of the MLP, which files do not name.
+    """
+
+    model_type: str
+    names: Mapping[str, str] = {}
+    permuted: bool = False
+    shift: int = 0
+    activation: str = "silu"
+
+
+GEMMA: dict[str, Any] = {"names": GEMMA_NAMES, "shift": 1, "activation": "gelu_pytorch_tanh"}
+ARCHITECTURES = {
+    "llama": Architecture("llama", permuted=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "gemma2": Architecture("gemma2", **GEMMA),
+    "gemma3": Architecture("gemma3_text", **GEMMA),
+    "phi3": Architecture("phi3", names={"ffn_up": "mlp.gate_up_proj"}),
+    "smollm3": Architecture("smollm3", permuted=True),
+}
+
+
+def read_config(file: GgufFile) -> tuple[dict[str, Any], ModelConfig]:
+    """Return the settings as parsed JSON of a `config.json`, and as a ModelConfig.
+
+    Raises:
+        InputError, UnsupportedModelError: the architecture or a setting is not supported, or a
+            setting is missing.
+    """
+    architecture(file)
+    try:
+        hf = _settings(file)
+        return hf, config_from_hf(hf)
+    except UnsupportedModelError as error:
+        message = str(error).removeprefix("config.json: ")
+        raise UnsupportedModelError(f"{file.path}: {message}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
+        raise InputError(f"{file.path}: a setting has the wrong type ({error})") from None
+
+
+def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
+    """Return the tensors by their names in a Hugging Face folder.
+
+    A name without counterpart is kept, so that it appears in the error of `tensor_names.match`.
+    """
+    found = architecture(file)
+    heads = {
+        f"{module}.{kind}": file.metadata.get(f"{found[0]}.attention.{count}")
+        for module, count in (("attn_q", "head_count"), ("attn_k", "head_count_kv"))
+        for kind in ("weight", "bias")
+    }
+    sources = {}
+    for name, tensor in file.tensors.items():
+        if name in ROPE_TENSORS:
+            continue
+        turned = heads.get(name.split(".", 2)[-1]) if found[1].permuted else None
+        shift = found[1].shift if name.endswith("norm.weight") else 0
+        read = functools.partial(_read, file, name, turned, shift)
+        full = _full_name(name, found[1])
+        sources[full] = TensorSource(full, file.path, tensor.shape, tensor.dtype, read)
+    return sources
+
+
+def architecture(file: GgufFile) -> tuple[str, Architecture]:
+    """Return the file's architecture by llama.cpp's name.
+
+    Raises:
+        UnsupportedModelError: names an architecture that is not implemented.
+    """
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{file.path}: architecture {name!r} is not supported "
+            f"(supported: {', '.join(ARCHITECTURES)})"
+        )
+    parts = file.metadata.get("split.count", 0)
+    if parts not in (0, 1):
+        raise UnsupportedModelError(
+            f"{file.path}: one of {parts} parts of a model; join them with llama.cpp's "
+            "`llama-gguf-split --merge`"
+        )
+    return name, ARCHITECTURES[name]
+
+
+def _settings(file: GgufFile) -> dict[str, Any]:
+    name, kind = architecture(file)
+    data = file.metadata
+    hf: dict[str, Any] = {"model_type": kind.model_type, "hidden_act": kind.activation}
+    hf["hidden_activation"] = kind.activation  # Gemma's name of it
+    hf |= {ours: data.get(f"{name}.{theirs}") for ours, theirs in SETTINGS.items()}
+    hf |= {ours: data.get(f"tokenizer.ggml.{theirs}") for ours, theirs in TOKENS.items()}
+    hf = {setting: value for setting, value in hf.items() if value is not None}
+    hf |= _end_tokens(file) | _rope(file, name)
+    embedding = file.tensors.get("token_embd.weight")
+    hf["vocab_size"] = embedding.shape[0] if embedding else None
+    hf["tie_word_embeddings"] = "output.weight" not in file.tensors
+    hf["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    hf["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
+    return hf | _special_settings(name, hf)
+
+
+def _special_settings(name: str, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that llama.cpp derives from the architecture instead of storing them."""
+    layers = hf.get("num_hidden_layers")
+    if not isinstance(layers, int) or not 0 < layers < 10_000:
+        return {}  # refused later
+    if name == "smollm3":
+        return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(layers)]}
+    if not name.startswith("gemma"):
+        return {}
+    # Queries of the 27B models are scaled by the hidden size per head.
+    largest = layers == {"gemma2": 46, "gemma3": 62}[name]
+    per_head = hf["hidden_size"] // hf["num_attention_heads"] if largest else hf.get("head_dim")
+    period = {"gemma2": 2, "gemma3": 6}[name]
+    kinds = ("full_attention", "sliding_attention")
+    return {
+        "query_pre_attn_scalar": per_head,
+        "layer_types": [kinds[(i + 1) % period != 0] for i in range(layers)],
+        "rope_local_base_freq": 10000.0,  # used by gemma3 alone
+    }
+
+
+def _end_tokens(file: GgufFile) -> dict[str, Any]:
+    """Return `eos_token_id` with the tokens that end a turn."""
+    data = file.metadata
+    ids = [data.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    kinds, tokens = data.get("tokenizer.ggml.token_type"), data.get("tokenizer.ggml.tokens")
+    if isinstance(kinds, np.ndarray) and isinstance(tokens, list) and len(kinds) == len(tokens):
+        controls = {tokens[i]: int(i) for i in np.flatnonzero(kinds == CONTROL)}
+        ids += [controls.get(text) for text in END_OF_TURN]
+    unique = list(dict.fromkeys(i for i in ids if i is not None))
+    return {"eos_token_id": unique} if unique else {}
+
+
+def _rope(file: GgufFile, name: str) -> dict[str, Any]:
+    """Return `rope_scaling` and `partial_rotary_factor`."""
+    data = file.metadata
+    hf: dict[str, Any] = {}
+    width = data.get(f"{name}.rope.dimension_count")
+    head = data.get(f"{name}.attention.key_length")
+    if head is None and (heads := data.get(f"{name}.attention.head_count")):
+        head = data.get(f"{name}.embedding_length", 0) // heads
+    if width and head and width != head:
+        hf["partial_rotary_factor"] = width / head
+    kind, factor = (data.get(f"{name}.rope.scaling.{key}") for key in ("type", "factor"))
+    if kind in ("linear", "yarn"):
+        hf["rope_scaling"] = {"rope_type": kind, "factor": factor}
+    elif kind not in (None, "none", "longrope"):
+        raise UnsupportedModelError(f"rope.scaling.type {kind!r} is not supported")
+    if "rope_freqs.weight" in file.tensors:
+        hf["rope_scaling"] = _llama3(file, hf | {"theta": data.get(f"{name}.rope.freq_base")})
+    if ROPE_TENSORS[1] in file.tensors and ROPE_TENSORS[2] in file.tensors:
+        factors = {
+            f"{length}_factor": file.read(f"rope_factors_{length}.weight").tolist()
+            for length in ("long", "short")
+        }
+        hf["rope_scaling"] = {"type": "longrope"} | factors
+    return hf
+
+
+def _llama3(file: GgufFile, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Recover the settings of the rope type "llama3" from its factors of the frequencies.
+
+    Raises:
+        UnsupportedModelError: LLaMA 3's settings, with any factor, do not give these factors.
+    """
+    factors = file.read("rope_freqs.weight").astype(np.float64)
+    scaling = {
+        "rope_type": "llama3",
+        "factor": float(factors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    pairs = np.arange(factors.size) / factors.size
+    turns = 8192 * float(hf["theta"] or 10000.0) ** -pairs / (2 * np.pi)
+    kept = np.clip((turns - 1.0) / 3.0, 0.0, 1.0)
+    expected = 1.0 / (kept + (1.0 - kept) / max(scaling["factor"], 1.0))
+    if not np.allclose(factors, expected, rtol=1e-3):
+        raise UnsupportedModelError(
+            "frequency factors (rope_freqs.weight) other than LLaMA 3's are not supported"
+        )
+    return scaling
+
+
+def _full_name(name: str, kind: Architecture) -> str:
+    """Return a tensor's name in a Hugging Face folder; unknown names stay."""
+    if name.startswith("blk."):
+        _, layer, stem = name.split(".", 2)
+        module, _, suffix = stem.rpartition(".")
+        module = ({**LAYER_NAMES, **kind.names}).get(module)
+        return name if module is None else f"model.layers.{layer}.{module}.{suffix}"
+    module, _, suffix = name.rpartition(".")
+    module = EMBEDDING_NAMES.get(module)
+    return name if module is None else f"{module}.{suffix}"
+
+
+def _read(file: GgufFile, name: str, heads: int | None, shift: int) -> np.ndarray:
+    """Read a tensor, undo the reordering of its `heads` and subtract `shift`."""
+    tensor = file.read(name)
+    if heads is not None:
+        if type(heads) is not int or heads < 1 or tensor.shape[0] % (2 * heads):
+            raise InputError(f"{file.path}: {name} cannot have {heads} heads; get the file again")
+        pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
+        tensor = pairs.swapaxes(1, 2).reshape(tensor.shape)
+    return tensor - tensor.dtype.type(shift) if shift else tensor

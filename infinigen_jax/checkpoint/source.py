@@ -1,0 +1,59 @@
+"""Sources of a conversion: a Hugging Face folder or a GGUF file."""
+
+from pathlib import Path
+from typing import Any
+
+from infinigen_jax.checkpoint import gguf_model, hf_folder
+from infinigen_jax.checkpoint.gguf_file import GgufFile
+from infinigen_jax.checkpoint.hf_folder import TensorSource
+from infinigen_jax.files.regular import expanded
+from infinigen_jax.models import ModelConfig
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is that of a GGUF file, by its name."""
+    return path.suffix == gguf_model.SUFFIX and not path.is_dir()
+
+
+def checked_source(path: str | Path) -> Path:
+    """Check that a path is a GGUF file or a folder whose tokenizer files are safe to open.
+
+    Raises:
+        InputError: names the path at fault.
+    """
+    source = expanded(path)
+    return source if is_gguf(source) and source.exists() else hf_folder.checked_folder(source)
+
+
+def read_config(source: Path) -> tuple[dict[str, Any], ModelConfig]:
+    """Return `config.json`, or its equivalent, as parsed JSON and as a ModelConfig.
+
+    Raises:
+        InputError, UnsupportedModelError: raised before any weight is read.
+    """
+    if is_gguf(source):
+        return gguf_model.read_config(GgufFile(source))
+    return hf_folder.read_config(source)
+
+
+def open_tensors(source: Path) -> dict[str, TensorSource]:
+    """Return all tensors by their names in a Hugging Face folder.
+
+    Raises:
+        InputError: a file is missing or damaged.
+    """
+    if is_gguf(source):
+        return gguf_model.open_tensors(GgufFile(source))
+    return hf_folder.open_tensors(source)
+
+
+def content_files(source: Path) -> dict[str, Path]:
+    """Return the files whose contents determine a conversion, by names independent of the source's.
+
+    Raises:
+        InputError: a file is missing or the index is damaged.
+    """
+    if is_gguf(source):
+        return {f"model{gguf_model.SUFFIX}": source}
+    files = [*hf_folder.weight_files(source), *hf_folder.side_files(source)]
+    return {file.name: file for file in [source / "config.json", *files]}

@@ -1,0 +1,191 @@
+"""Tokenizers of GGUF files: vocabulary, merges and special tokens are settings of the file.
+
+llama.cpp names the two kinds of tokenizers "gpt2" (byte-level BPE, with a named rule that splits
+text into words) and "llama" (SentencePiece BPE, whose merges follow from the scores of tokens).
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from infinigen_jax.checkpoint.gguf_file import GgufFile
+from infinigen_jax.errors import UnsupportedModelError
+from infinigen_jax.text.tokenizer import Tokenizer, refused, silent_panics, tried
+
+if TYPE_CHECKING:
+    import tokenizers
+
+SPACE = "\u2581"
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # kinds of tokens
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Expression that splits words, by `tokenizer.ggml.pre`; None for GPT-2's, which the library has.
+WORDS = {
+    "default": None,
+    "gpt-2": None,
+    "smollm": None,
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "smaug-bpe": LLAMA3,
+    "dbrx": LLAMA3,
+    "qwen2": QWEN2,
+    "deepseek-r1-qwen": QWEN2,
+    "tekken": TEKKEN,
+}
+BEGINS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # rules whose texts begin with BOS
+SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+def gguf_tokenizer(file: GgufFile) -> Tokenizer:
+    """Build the tokenizer of a GGUF file.
+
+    Raises:
+        InputError, UnsupportedModelError: the file has no tokenizer, a damaged one, or one of
+            another kind.
+    """
+    settings = {
+        name.removeprefix("tokenizer.ggml."): value
+        for name, value in file.metadata.items()
+        if name.startswith("tokenizer.ggml.")
+    }
+    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(settings.get("model")))
+    if build is None:
+        raise _unsupported(file, "model", ("gpt2", "llama"))
+    if build is _byte_level and str(settings.get("pre", "default")) not in WORDS:
+        raise _unsupported(file, "pre", WORDS)
+    template = file.metadata.get("tokenizer.chat_template")
+    architecture = str(file.metadata.get("general.architecture"))
+    with refused(str(file.path)), silent_panics():
+        tokens = settings["tokens"]
+        if len(set(tokens)) != len(tokens):
+            raise ValueError("two tokens have the same text")
+        backend = build(settings, architecture)
+        _add_special(backend, settings)
+        names = {
+            name: tokens[settings[key]]
+            for name, key in SPECIAL.items()
+            if settings.get(key, len(tokens)) < len(tokens)
+        }
+        return tried(Tokenizer(backend, names, template, str(file.path)))
+
+
+def _unsupported(file: GgufFile, setting: str, known: Iterable[str]) -> UnsupportedModelError:
+    name = f"tokenizer.ggml.{setting}"
+    return UnsupportedModelError(
+        f"{file.path}: {name} {file.metadata.get(name)!r} is not supported "
+        f"(supported: {', '.join(known)})"
+    )
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the contents of the files from which `load_tokenizer` reads an equal tokenizer."""
+    settings: dict[str, Any] = dict(tokenizer.special_tokens)
+    if tokenizer.chat_template is not None:
+        settings["chat_template"] = tokenizer.chat_template
+    return {
+        "tokenizer.json": tokenizer.backend.to_str(),
+        "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
+    }
+
+
+def _byte_level(settings: dict[str, Any], architecture: str) -> "tokenizers.Tokenizer":
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate(settings["tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in settings["merges"]]
+    rule = settings.get("pre", "default")
+    words = WORDS[rule]
+    # These vocabularies have whole words that no merge leads to.
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=words in (LLAMA3, TEKKEN)))
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] * (rule == "smollm")
+    if words is not None:
+        steps.append(pre_tokenizers.Split(Regex(words), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if words is QWEN2:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    settings.setdefault("add_bos_token", rule in BEGINS)
+    return backend
+
+
+def _sentencepiece(settings: dict[str, Any], architecture: str) -> "tokenizers.Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens, gemma = settings["tokens"], architecture.startswith("gemma")
+    if gemma:  # files have runs of spaces as such
+        tokens = [SPACE * len(t) if t and not t.strip(" ") else t for t in tokens]
+    # The scores of Gemma's tokens do not follow the order of its merges.
+    scores = -np.arange(len(tokens)) if gemma else np.asarray(settings["scores"])
+    kinds = np.asarray(settings.get("token_type", ()))
+    unknown = tokens[np.flatnonzero(kinds == UNKNOWN)[0]] if UNKNOWN in kinds else None
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = _merges(tokens, vocabulary, scores)
+    backend = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefix = settings.get("add_space_prefix", not gemma)
+    backend.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend(SPACE)] * bool(prefix)), normalizers.Replace(" ", SPACE)]
+    )
+    strip = [decoders.Strip(" ", 1, 0)] * bool(prefix)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    settings.setdefault("add_bos_token", True)
+    return backend
+
+
+def _merges(
+    tokens: Sequence[str], vocabulary: dict[str, int], scores: np.ndarray
+) -> list[tuple[str, str]]:
+    """Return the pairs of tokens whose concatenation is a token, the best token first."""
+    merges = []
+    for i in np.argsort(-scores, kind="stable"):
+        token = tokens[i]
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+    return merges
+
+
+def _add_special(backend: "tokenizers.Tokenizer", settings: dict[str, Any]) -> None:
+    """Add the tokens that are never split, and those at the beginning and end of a text."""
+    from tokenizers import AddedToken, processors
+
+    tokens, kinds = settings["tokens"], settings.get("token_type", ())
+    for kind, add in (
+        (CONTROL, backend.add_special_tokens),
+        (USER_DEFINED, backend.add_tokens),
+    ):
+        special = kind == CONTROL
+        texts = [text for text, k in zip(tokens, kinds, strict=False) if k == kind and text]
+        known = [text for text in texts if backend.token_to_id(text) is not None]
+        add([AddedToken(text, normalized=False, special=special) for text in known])
+    ends = [
+        tokens[settings[f"{name}_token_id"]] if settings.get(f"add_{name}_token") else None
+        for name in ("bos", "eos")
+    ]
+    if any(ends):
+        begin, end = ([text] if text else [] for text in ends)
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*begin, "$A", *end],
+            pair=[*begin, "$A", *end, *begin, "$B:1", *end],
+            special_tokens=[(text, backend.token_to_id(text)) for text in [*begin, *end]],
+        )

