@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options, interrupts, rate
 from infinigen_jax.cli.options import (
     DEFAULT_MODEL,
-    MODEL_HELP,
     add_engine_options,
+    add_model_options,
     add_sampling_options,
     add_settings,
     make_engine,
@@ -54,7 +55,7 @@ def build_parser() -> Parser:
         "go to stderr.",
     )
     add = parser.add_argument_group("model and prompts").add_argument
-    add("--model", metavar="M", help=MODEL_HELP)
+    add_model_options(add)
     add("--prompt", action="append", metavar="TEXT", help="prompt; may be given several times")
     add("--prompt-file", metavar="F", help="file whose whole text is one more prompt")
     add("--prefix", metavar="TEXT", help="text before every prompt; read and stored once")
@@ -94,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def generate(arguments: argparse.Namespace) -> None:
     """Load, generate, print, and write the stats."""
     say = Messages(arguments.quiet)
+    if arguments.quiet:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     check_chat_options(arguments)
     prompts, prefix = read_prompts(arguments, say), read_prefix(arguments)
     stats_file = checked_output("stats_json", arguments.stats_json)
@@ -126,8 +129,8 @@ def load_engine(arguments: argparse.Namespace, say: Messages) -> "tuple[Engine, 
     for line in unused_options(arguments):
         say(line)
     widen_pinned_pool()
-    place = arguments.weights or "device"
-    model = load(arguments.model, arguments.dtype, notify=say, weights=place)
+    given = {"weights": arguments.weights or "device", "revision": arguments.revision}
+    model = load(arguments.model, arguments.dtype, notify=say, **given)
     engine = make_engine(model, policy, arguments)
     for line in options_without_effect(arguments, engine):
         say(line)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.cli.options import MODEL_HELP, add_engine_options, make_policy
+from infinigen_jax.cli.options import add_engine_options, add_model_options, make_policy
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.files.output import checked_output, write_json
 from infinigen_jax.messages import Messages
@@ -31,7 +31,7 @@ def build_parser() -> Parser:
         description="Predict memory and time of a generation, and recommend settings.",
     )
     add = parser.add_argument_group("model and machine").add_argument
-    add("--model", metavar="M", help=MODEL_HELP)
+    add_model_options(add)
     add(
         "--context",
         type=whole_number(1),
@@ -68,7 +68,7 @@ def plan(arguments: argparse.Namespace) -> None:
     from infinigen_jax.planner.advice import advise
     from infinigen_jax.planner.forecast import Planner, conversion_of
 
-    folder = checked_source(model_folder(arguments.model))
+    folder = checked_source(model_folder(arguments.model, arguments.revision, weights=False))
     _, config = read_config(folder)
     if arguments.context > config.max_positions:
         raise InputError(
@@ -83,7 +83,7 @@ def plan(arguments: argparse.Namespace) -> None:
     dtype = checked_dtype(wanted)
     planner = Planner(config, dtype, conversion_of(folder, config), policy, arguments, machine)
     advice = advise(planner, arguments.batch, arguments.context)
-    print(report(advice, folder, dtype.name, arguments))
+    print(report(advice, Path(arguments.model or folder), dtype.name, arguments))
     if output is not None:
         write_json("json", output, record(advice, arguments))
 

@@ -32,7 +32,7 @@ def write_gguf(
     import torch
 
     config = made.model.config
-    name = ARCHITECTURES.get(config.model_type, config.model_type)
+    name = str(ARCHITECTURES.get(config.model_type, config.model_type))
     writer = GGUFWriter(path, name)
     write_config(writer, config)
     for extra, values in tensors.items():

@@ -6,7 +6,7 @@ imports JAX before it is needed, so that a bad option is reported immediately.
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import InputError, ParameterError, Parser
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from infinigen_jax.policies import Policy
 
 DEFAULT_MODEL = "books-llama"
-# For the help of --model; `loading.EMBEDDED` comes with JAX.
+# `loading.EMBEDDED` comes with JAX.
 MODEL_HELP = (
-    "converted or Hugging Face folder, .gguf file, or an embedded model: "
-    f"{DEFAULT_MODEL} (default), tiny-llama or tiny-opt"
+    "converted or Hugging Face folder, .gguf file, model on the hub (org/name), or an embedded "
+    f"model: {DEFAULT_MODEL} (default), tiny-llama or tiny-opt"
 )
+REVISION_HELP = "branch, tag or commit of a model on the hub (default: its main branch)"
 # Settings of InfiniGen that are options; `evaluate`, which takes lists of them, has the experts'
 # too. Elsewhere these follow the policy's name.
 POLICY_OPTIONS = ("budget", "alpha", "partial_ratio")
@@ -55,6 +56,12 @@ class _Both(argparse.BooleanOptionalAction):
         before = getattr(namespace, self.dest) or []
         on = not str(option_string).startswith("--no-")
         setattr(namespace, self.dest, [*before, on])
+
+
+def add_model_options(add: Callable[..., Any]) -> None:
+    """Add --model and --revision by a parser's or group's `add_argument`."""
+    add("--model", metavar="M", help=MODEL_HELP)
+    add("--revision", metavar="R", help=REVISION_HELP)
 
 
 def add_settings(

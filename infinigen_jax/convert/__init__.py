@@ -21,6 +21,7 @@ def convert(
     speculate_from: str | None = None,
     neurons: float = DEFAULT_NEURONS,
     force: bool = False,
+    revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Convert a Hugging Face folder or a GGUF file and skew it (section 4.2 of the paper).
@@ -29,8 +30,9 @@ def convert(
     `infinigen.json` (the manifest). It appears whole or not at all.
 
     Args:
-        source: folder with config.json, safetensors or pytorch_model.bin, and a tokenizer; or a
-            GGUF file, whose quantised weights are written as float32 unless `dtype` is given.
+        source: folder with config.json, safetensors or pytorch_model.bin, and a tokenizer; or
+            `org/name` on the hub; or a GGUF file, whose quantised weights are written as float32
+            unless `dtype` is given.
         destination: folder to create.
         calibration: UTF-8 text file, or token ids; by default the text in this package. At most
             2048 tokens are used.
@@ -43,6 +45,7 @@ def convert(
         neurons: neurons of the previous layer's MLP that the corrected query also sees, as a share
             of its width; 0 for none.
         force: replace an earlier conversion at the destination once the new one is complete.
+        revision: branch, tag or commit of a model on the hub.
         progress: called with the number of converted layers and the number of all layers.
 
     Returns:
@@ -51,10 +54,11 @@ def convert(
     Raises:
         InputError: names the file or setting at fault and the remedy.
     """
+    from infinigen_jax.checkpoint.hub import fetched
     from infinigen_jax.convert.pipeline import run
 
     return run(
-        source,
+        fetched(source, revision),
         destination,
         calibration=calibration,
         dtype=dtype,

@@ -15,7 +15,8 @@ def build_parser() -> Parser:
         prog="python -m infinigen_jax.convert",
         description="Convert a Hugging Face model folder for InfiniGen.",
     )
-    parser.add_argument("source", metavar="SOURCE", help="Hugging Face folder or .gguf file")
+    parser.add_argument("source", metavar="SOURCE", help="folder, .gguf file or org/name")
+    parser.add_argument("--revision", metavar="R", help="branch, tag or commit on the hub")
     parser.add_argument("destination", metavar="DESTINATION", help="folder to create")
     parser.add_argument(
         "--calibration",
@@ -83,6 +84,7 @@ def _convert(arguments: argparse.Namespace) -> None:
             speculate_from=arguments.speculate_from,
             neurons=arguments.neurons,
             force=arguments.force,
+            revision=arguments.revision,
             progress=progress,
         )
     say(f"wrote {folder} (skew {arguments.skew})")

@@ -301,7 +301,7 @@ def _tokenizer(source: Path) -> Tokenizer:
 
 
 def _side_files(source: Path) -> dict[str, Path | str]:
-    """Return the files of a conversion besides weights and config.json: text, or file to copy."""
+    """Return the files of a conversion except weights and config.json: texts, or files to copy."""
     if is_gguf(source):
         return {**tokenizer_files(_tokenizer(source))}
     return {file.name: file for file in side_files(source)}

@@ -149,12 +149,18 @@ class InfiniGenLM(LM):
 
 
 def _engine(options: dict[str, Any]) -> "Engine":
-    from infinigen_jax.cli.options import add_engine_options, make_engine, make_policy, read_policy
+    from infinigen_jax.cli.options import (
+        add_engine_options,
+        add_model_options,
+        make_engine,
+        make_policy,
+        read_policy,
+    )
     from infinigen_jax.errors import Parser
     from infinigen_jax.loading.load import load
 
     parser = Parser(prog="--model_args")
-    parser.add_argument("--model")
+    add_model_options(parser.add_argument)
     add_engine_options(parser)
     policy = str(options.get("policy", parser.get_default("policy")))
     settings = {field.name for field in dataclasses.fields(read_policy(policy)[0])}
@@ -164,7 +170,8 @@ def _engine(options: dict[str, Any]) -> "Engine":
     options = {n: value for n, value in options.items() if n not in behind} | {"policy": policy}
     arguments = parser.parse_args([_option(*item) for item in options.items()])
     policy = make_policy(arguments)
-    model = load(arguments.model, arguments.dtype, weights=arguments.weights or "device")
+    given = {"weights": arguments.weights or "device", "revision": arguments.revision}
+    model = load(arguments.model, arguments.dtype, **given)
     return make_engine(model, policy, arguments)
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from infinigen_jax.cli.options import (
-    MODEL_HELP,
     add_engine_options,
+    add_model_options,
     options_without_effect,
     unused_options,
 )
@@ -47,7 +47,7 @@ def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> 
         of: name of a batch's elements.
     """
     add = parser.add_argument
-    add("--model", metavar="M", help=MODEL_HELP)
+    add_model_options(add)
     add(
         "--batch",
         type=whole_number(1),
@@ -106,7 +106,7 @@ class Session:
         from infinigen_jax.loading.load import load, model_folder
         from infinigen_jax.machine.backend import widen_pinned_pool
 
-        self.folder = model_folder(self.arguments.model)
+        self.folder = model_folder(self.arguments.model, self.arguments.revision)
         widen_pinned_pool()
         keep_programs()
         given = self.arguments
@@ -125,7 +125,7 @@ class Session:
             total: work of one configuration, for the progress.
             unit: name of a unit of work.
         """
-        origin = provenance(model, self.folder or "")
+        origin = provenance(model, self.arguments.model or self.folder or "")
         self.record |= origin
         self.parts = Parts(
             self.output, self.record | {name: None for name in NOT_COMPARED if name in origin}

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array
 
 from infinigen_jax.checkpoint.hf_folder import open_file, read_config
+from infinigen_jax.checkpoint.hub import fetched
 from infinigen_jax.checkpoint.manifest import (
     MANIFEST_FILE,
     SKEW_FILE,
@@ -196,22 +197,25 @@ def load(
     verify: bool = True,
     notify: Callable[[str], None] = logger.warning,
     weights: str = "device",
+    revision: str | None = None,
 ) -> Model:
-    """Load a converted folder, a Hugging Face folder or a GGUF file.
+    """Load a converted folder, a Hugging Face folder, a GGUF file or a model on the hub.
 
     Args:
-        path: the folder or file, or the name of an embedded model; None for the first of EMBEDDED.
+        path: the folder or file, the name of an embedded model, or `org/name` on the hub; None for
+            the first of EMBEDDED.
         dtype: "float32", "bfloat16" or "float16" for weights and activations; by default float32
             on the CPU and bfloat16 elsewhere.
         verify: compare the SHA-256 of every file with the one in the manifest.
         notify: called with a line of text if the model has to be converted first.
         weights: "device", or "host" to keep the layers' weights in host memory, see
             `transfer.host_weights`.
+        revision: branch, tag or commit of a model on the hub.
 
     Raises:
         InputError: names the file or setting at fault and the remedy.
     """
-    folder = checked_source(model_folder(path))
+    folder = checked_source(model_folder(path, revision))
     start_backend()
     chosen = checked_dtype(dtype)
     check_setting(EngineOptions, "weights", weights)
@@ -232,17 +236,21 @@ def embedded(name: str = EMBEDDED[0]) -> Path:
     return EMBEDDED_FOLDER / name
 
 
-def model_folder(model: str | Path | None) -> Path:
+def model_folder(
+    model: str | Path | None, revision: str | None = None, weights: bool = True
+) -> Path:
     """Resolve a model argument to a path; embedded models are known by name.
 
     Args:
-        model: a folder or file, or the name of an embedded model if no such folder exists; None
-            for the first of EMBEDDED.
+        model: a folder or file; or, if there is none, the name of an embedded model or `org/name`
+            on the hub; None for the first of EMBEDDED.
+        revision, weights: see `checkpoint.hub.fetched`.
     """
-    if model is None:
-        return embedded()
-    folder = Path(model)
-    return embedded(str(model)) if str(model) in EMBEDDED and not folder.exists() else folder
+    name = EMBEDDED[0] if model is None else model
+    here = model is not None and Path(name).exists()
+    if revision is None and not here and str(name) in EMBEDDED:
+        return embedded(str(name))
+    return fetched(name, revision, weights)
 
 
 def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) -> Model:

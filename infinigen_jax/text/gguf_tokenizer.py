@@ -5,7 +5,7 @@ text into words) and "llama" (SentencePiece BPE, whose merges follow from the sc
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -153,12 +153,12 @@ def _sentencepiece(settings: dict[str, Any], architecture: str) -> "tokenizers.T
 
 
 def _merges(
-    tokens: Sequence[str], vocabulary: dict[str, int], scores: np.ndarray
+    tokens: list[str], vocabulary: dict[str, int], scores: np.ndarray
 ) -> list[tuple[str, str]]:
     """Return the pairs of tokens whose concatenation is a token, the best token first."""
     merges = []
     for i in np.argsort(-scores, kind="stable"):
-        token = tokens[i]
+        token = tokens[int(i)]
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
         merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,14 +122,13 @@ def test_a_conversion_keeps_tokenizer_template_and_ends_of_turns(tmp_path):
     tokens = byte_level()["tokenizer.ggml.tokens"][:-1] + ["<|im_end|>"]
     kinds = [*byte_level()["tokenizer.ggml.token_type"][:-1], 3]
     changes = {"tokens": tokens, "token_type": kinds}
-    settings = {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    settings: dict[str, Any] = {f"tokenizer.ggml.{n}": value for n, value in changes.items()}
     template = "{% for m in messages %}{{ m.content }}é{% endfor %}"
     settings["tokenizer.ggml.merges"] = [
         merge for merge in byte_level()["tokenizer.ggml.merges"] if merge.replace(" ", "") in tokens
     ]
-    path = write_gguf(
-        tmp_path / "a.gguf", made, **settings, **{"tokenizer.chat_template": template}
-    )
+    settings["tokenizer.chat_template"] = template
+    path = write_gguf(tmp_path / "a.gguf", made, **settings)
     model = load(convert(path, tmp_path / "out", skew="none"))
     assert model.config.eos_ids == (2, 1023) and model.tokenizer.chat_template == template
     own = gguf_tokenizer(GgufFile(path))
@@ -143,16 +143,17 @@ def test_frequency_factors_of_llama_3(tmp_path):
     scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     given = {"rope_parameters": {"rope_theta": 500000.0} | scaling, "head_dim": 64}
     made = make_tiny(tmp_path / "hf", "llama", **(SIZES | given))
-    frequencies = read_folder_config(made.folder)[1].rope.frequencies(64)
+    expected = read_folder_config(made.folder)[1].rope
+    assert expected is not None
     plain = 500000.0 ** -(np.arange(0, 64, 2) / 64)
-    for factors in (plain / frequencies, np.linspace(1, 8, 32)):
+    for factors in (plain / expected.frequencies(64), np.linspace(1, 8, 32)):
         extra = {"rope_freqs.weight": factors.astype(np.float32)}
         path = write_gguf(tmp_path / "a.gguf", made, tensors=extra)
         if factors[0] == 1 and factors[1] > 1.1:
             with pytest.raises(InputError, match="rope_freqs.weight.* not supported"):
                 read_config(path)
         else:
-            assert read_config(path)[1].rope == read_folder_config(made.folder)[1].rope
+            assert read_config(path)[1].rope == expected
 
 
 def test_load_converts_once(tmp_path, monkeypatch, command):

@@ -1,0 +1,92 @@
+"""Models on the Hugging Face hub, through huggingface_hub: its cache, token and offline mode."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, SIDE_FILES, TORCH
+from infinigen_jax.errors import InputError
+from infinigen_jax.files.regular import expanded
+
+NAME = r"[\w-][\w.-]*"
+HUB_ID = re.compile(rf"({NAME}/{NAME})(/{NAME}\.gguf)?")
+# Files at the top of a repository. Others repeat the weights (`onnx/`, `consolidated.safetensors`).
+SETTINGS = ("config.json", *SIDE_FILES)
+WEIGHTS = (
+    (SAFETENSORS, f"{SAFETENSORS}.index.json", "model-*.safetensors"),
+    (TORCH, f"{TORCH}.index.json", "pytorch_model-*.bin"),
+)
+SILENT = 1.0  # seconds before a progress bar appears, so that cached files cause none
+LOG_IN = "set HF_TOKEN or run `hf auth login`"
+
+
+def fetched(name: str | Path, revision: str | None = None, weights: bool = True) -> Path:
+    """Return the path of a model; one on the hub is downloaded, or found in the hub's cache.
+
+    Args:
+        name: a path; or, if there is none, `org/name` or `org/name/file.gguf` on the hub.
+        revision: branch, tag or commit on the hub; None for its main branch.
+        weights: whether weights are needed, in addition to configuration and tokenizer.
+
+    Raises:
+        InputError: the hub has no such model or revision, cannot be reached, or denies access; or
+            `revision` is given with a path.
+    """
+    matched = HUB_ID.fullmatch(str(name))
+    if matched is None or expanded(name).exists():
+        if revision is not None:
+            raise InputError(f"--revision {revision}: {name} is not a model on the hub, omit it")
+        return Path(name)
+    model, file = matched.groups()
+    if file is not None:
+        with _explained(str(name), revision):
+            import huggingface_hub
+
+            return Path(huggingface_hub.hf_hub_download(model, file[1:], revision=revision))
+    if not weights:
+        return _snapshot(model, revision, *SETTINGS)
+    for patterns in WEIGHTS:
+        folder = _snapshot(model, revision, *SETTINGS, *patterns)
+        if any(folder.glob(f"{patterns[0]}*")):
+            return folder
+    raise InputError(
+        f"{name}: has no {SAFETENSORS} or {TORCH} on the hub; name a .gguf file of it as "
+        f"{name}/FILE.gguf, or choose another model"
+    )
+
+
+def _snapshot(name: str, revision: str | None, *patterns: str) -> Path:
+    with _explained(name, revision):
+        from huggingface_hub import snapshot_download, utils
+
+        class Bar(utils.tqdm):
+            def __init__(self, *arguments: Any, **settings: Any):
+                super().__init__(*arguments, **({"delay": SILENT} | settings))
+
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=list(patterns), tqdm_class=Bar
+        )
+        return Path(folder)
+
+
+@contextlib.contextmanager
+def _explained(name: str, revision: str | None) -> Iterator[None]:
+    """Turn every failure of a download into one line."""
+    from huggingface_hub import errors
+
+    reasons = {
+        errors.GatedRepoError: f"access is restricted; accept its terms on the hub, then {LOG_IN}",
+        errors.RepositoryNotFoundError: "no such folder here, and no such model on the hub; for a "
+        f"private model {LOG_IN}",
+        errors.RevisionNotFoundError: f"has no revision {revision!r} on the hub",
+        errors.RemoteEntryNotFoundError: "no such file on the hub",
+        errors.LocalEntryNotFoundError: "no such folder here, not complete in the hub's cache, and "
+        "the hub cannot be reached (or HF_HUB_OFFLINE is set)",
+    }
+    try:
+        yield
+    except Exception as error:  # of the network, the hub, the disk, or a damaged cache
+        known = (reason for kind, reason in reasons.items() if isinstance(error, kind))
+        raise InputError(f"{name}: {next(known, f'cannot be downloaded ({error})')}") from None

@@ -1,0 +1,178 @@
+"""Models on the hub, against a local server with the hub's interface."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from infinigen_jax.checkpoint.hub import fetched
+from infinigen_jax.errors import InputError
+
+COMMITS = {"main": "a" * 40, "old": "b" * 40}
+NEEDED = {
+    "config.json": b"{}",
+    "generation_config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"x",
+    "model-00001-of-00002.safetensors": b"1" * 999,
+    "model-00002-of-00002.safetensors": b"2",
+    "model.safetensors.index.json": b"{}",
+}
+OTHERS = {
+    "README.md": b"x",
+    "consolidated.safetensors": b"x",
+    "onnx/model.safetensors": b"x",
+    "pytorch_model.bin": b"x",
+    "modeling_own.py": b"x",
+}
+REPOSITORIES = {
+    "org/sharded": NEEDED | OTHERS,
+    "org/torch": {"config.json": b"{}", "pytorch_model.bin": b"x", "tokenizer.json": b"{}"},
+    "org/quantised": {"a.gguf": b"a", "b.gguf": b"b"},
+    "org/private": {"config.json": b"{}", "model.safetensors": b"x"},
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """`/api/models/ID/revision/R`, `/api/models/ID/tree/COMMIT` and `/ID/resolve/COMMIT/FILE`."""
+
+    protocol_version = "HTTP/1.1"
+    URL = re.compile(
+        r"(?:/api/models)?/([^/]+/[^/]+)/(revision|tree|resolve)/([^/?]+)/?([^?]*)(?:\?.*)?"
+    )
+
+    def do_GET(self) -> None:
+        matched = self.URL.fullmatch(self.path)
+        assert matched, self.path
+        name, action, revision, file = matched.groups()
+        commit = COMMITS.get(revision, revision)
+        if name not in REPOSITORIES:
+            return self.answer(401, b"", **{"X-Error-Code": "RepoNotFound"})
+        if name == "org/private" and self.headers["Authorization"] != "Bearer secret":
+            return self.answer(403, b"", **{"X-Error-Code": "GatedRepo"})
+        if commit not in COMMITS.values():
+            return self.answer(404, b"", **{"X-Error-Code": "RevisionNotFound"})
+        files = REPOSITORIES[name]
+        if action == "revision":
+            return self.answer(200, json.dumps({"id": name, "sha": commit}).encode())
+        if action == "tree":
+            entries = [
+                {"type": "file", "path": path, "size": len(data), "oid": f"{name}{path}"}
+                for path, data in files.items()
+            ]
+            return self.answer(200, json.dumps(entries).encode())
+        if file not in files:
+            return self.answer(404, b"", **{"X-Error-Code": "EntryNotFound"})
+        tag = f'"{name}-{file}"'.replace("/", "-")
+        self.answer(200, files[file], **{"ETag": tag, "X-Repo-Commit": commit})
+
+    do_HEAD = do_GET
+
+    def answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+PROGRAM = """
+import sys
+from infinigen_jax.checkpoint.hub import fetched
+from infinigen_jax.errors import InputError
+for request in sys.argv[1:]:
+    name, revision, weights = request.split("@")
+    try:
+        print(fetched(name, revision or None, weights=not weights))
+    except InputError as error:
+        print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory) -> Iterator[Callable[..., list[str]]]:
+    """`ask(*requests, **environment)`: what `fetched` returns or raises, in another process.
+
+    huggingface_hub reads its environment once. A request is NAME@REVISION@, with x at the end
+    if no weights are needed.
+    """
+    folder = tmp_path_factory.mktemp("hub")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    given = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(folder)}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+
+    def call(*requests: str, **environment: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, *requests],
+            env=clean | given | environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "Fetching" not in done.stderr and "Traceback" not in done.stderr
+        return done.stdout.splitlines()
+
+    yield call
+    server.shutdown()
+    server.server_close()
+
+
+def names(folder: str) -> set[str]:
+    return {str(file.relative_to(folder)) for file in Path(folder).rglob("*") if file.is_file()}
+
+
+def test_only_needed_files_are_fetched(ask):
+    settings, sharded, old, pinned, torch, file = ask(
+        "org/torch@@x",
+        "org/sharded@@",
+        "org/sharded@old@",
+        f"org/sharded@{COMMITS['main']}@",
+        "org/torch@@",
+        "org/quantised/b.gguf@@",
+    )
+    assert Path(settings).name == COMMITS["main"] and settings == torch
+    assert names(sharded) == names(old) == set(NEEDED) and sharded == pinned != old
+    assert (Path(sharded) / "model-00001-of-00002.safetensors").read_bytes() == b"1" * 999
+    assert names(torch) == set(REPOSITORIES["org/torch"])
+    assert file.endswith("b.gguf") and Path(file).read_bytes() == b"b"
+    assert names(str(Path(file).parent)) == {"b.gguf"}
+    offline = ask("org/sharded@@", "org/torch@@", "org/private@@", HF_HUB_OFFLINE="1")
+    assert offline[:2] == [sharded, torch] and "HF_HUB_OFFLINE is set" in offline[2]
+
+
+def test_refusals_in_one_line(ask):
+    wanted = {
+        "org/absent@@": "no such folder here, and no such model on the hub",
+        "org/private@@": "access is restricted; accept its terms on the hub, then set HF_TOKEN",
+        "org/sharded@odd@": "has no revision 'odd' on the hub",
+        "org/quantised@@": "name a .gguf file of it as org/quantised/FILE.gguf",
+        "org/quantised/c.gguf@@": "no such file on the hub",
+        "./org/sharded@main@": "--revision main: ./org/sharded is not a model on the hub",
+    }
+    for (request, message), line in zip(wanted.items(), ask(*wanted), strict=True):
+        assert message in line and request.partition("@")[0] in line
+    assert names(ask("org/private@@", HF_TOKEN="secret")[0]) == {"config.json", "model.safetensors"}
+    unreachable = ask("org/new@@", HF_ENDPOINT="http://127.0.0.1:9")
+    assert len(unreachable) == 1 and "the hub cannot be reached" in unreachable[0]
+
+
+def test_a_path_goes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "sharded").mkdir(parents=True)
+    assert fetched("org/sharded") == Path("org/sharded")
+    assert fetched(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    with pytest.raises(InputError, match="--revision x: org/sharded is not"):
+        fetched("org/sharded", "x")
