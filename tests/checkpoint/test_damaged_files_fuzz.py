@@ -404,7 +404,7 @@ def test_any_damage_for_a_limited_time(folders, capsys):
     """All files of model folders; ended by a time, so that the number of cases is printed."""
 
     def read(folder: Path) -> None:
-        checkpoint.checked_folder(folder)
+        source.checked_source(folder)
         read_config(folder)
         for tensor in open_tensors(folder).values():
             tensor.read()
