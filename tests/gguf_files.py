@@ -80,8 +80,21 @@ def write_config(writer: GGUFWriter, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_key_length(head)
-    writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_dimension_count(int(head * (rope.get("partial_rotary_factor") or 1)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    for length in ("long", "short") if "long_factor" in rope else ():
+        factors = np.array(rope[f"{length}_factor"], np.float32)
+        writer.add_tensor(f"rope_factors_{length}.weight", factors)
+    if original := getattr(config, "original_max_position_embeddings", None):
+        writer.add_rope_scaling_orig_ctx_len(original)
+    if window := getattr(config, "sliding_window", None):
+        writer.add_sliding_window(window)
+    if cap := getattr(config, "attn_logit_softcapping", None):
+        writer.add_attn_logit_softcapping(cap)
+    if cap := getattr(config, "final_logit_softcapping", None):
+        writer.add_final_logit_softcapping(cap)
 
 
 def heads_of(config: Any, queries: bool) -> int:
