@@ -14,6 +14,9 @@ With skew balanced, also:
     infinigen_ahead.safetensors   layers.N.kernel [e, h*d] and layers.N.bias [h*d] of every layer,
                                   in the dtype of the weights: the corrected query projection
 
+The weights are files of Hugging Face's layout. Conversions in the user's cache have none: they are
+read from the source.
+
 The ahead_ bases are balanced for the corrected query (`skew.basis.reduced_rank_basis`), the others
 for the true query. Older conversions lack them, `sparse_loss` or `row_loss`.
 
@@ -39,7 +42,6 @@ from infinigen_jax.settings.policy import SOURCES
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "infinigen.json"
-WEIGHTS_FILE = "model.safetensors"
 SKEW_FILE = "infinigen.safetensors"
 AHEAD_FILE = "infinigen_ahead.safetensors"
 SKEWS = ("svd", "balanced", "none")
@@ -105,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: speculate_from is {source!r}, this program reads {known}; {AGAIN}"
         )
     outside = [name for name in manifest.files if "\0" in name or Path(name).name != name]
-    unchecked = {"config.json", WEIGHTS_FILE, SKEW_FILE} - manifest.files.keys()
+    unchecked = {"config.json", SKEW_FILE} - manifest.files.keys()
     if outside or unchecked:
         why = f"{outside[0]!r} is not a file name" if outside else f"without {min(unchecked)}"
         raise InputError(f"{path}: damaged, {why}; {AGAIN}")

@@ -22,6 +22,7 @@ def convert(
     neurons: float = DEFAULT_NEURONS,
     force: bool = False,
     revision: str | None = None,
+    sidecar: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Convert a Hugging Face folder or a GGUF file and skew it (section 4.2 of the paper).
@@ -46,6 +47,9 @@ def convert(
             of its width; 0 for none.
         force: replace an earlier conversion at the destination once the new one is complete.
         revision: branch, tag or commit of a model on the hub.
+        sidecar: leave out weights that the conversion does not change, for a caller that has the
+            source. By default they are hard links to the source's files, or copies where a link or
+            the weights as they are will not do.
         progress: called with the number of converted layers and the number of all layers.
 
     Returns:
@@ -66,5 +70,6 @@ def convert(
         speculate_from=speculate_from,
         neurons=neurons,
         force=force,
+        sidecar=sidecar,
         progress=progress,
     )

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from infinigen_jax.checkpoint.gguf_file import GgufFile
-from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, TensorSource, side_files
+from infinigen_jax.checkpoint.hf_folder import (
+    SAFETENSORS,
+    TensorSource,
+    side_files,
+    weight_files,
+)
 from infinigen_jax.checkpoint.manifest import (
     AHEAD_FILE,
     MANIFEST_FILE,
@@ -40,7 +45,7 @@ from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.convert.write import check_destination, check_space
 from infinigen_jax.errors import InputError, ParameterError
-from infinigen_jax.files.atomic import copy_file, staged, write_text
+from infinigen_jax.files.atomic import copy_file, link_or_copy, staged, write_text
 from infinigen_jax.files.regular import expanded, open_regular
 from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.models import ModelConfig, blueprint
@@ -71,8 +76,14 @@ def run(
     neurons: float,
     force: bool,
     progress: Callable[[int, int], None] | None,
+    sidecar: bool = False,
 ) -> Path:
-    """See `infinigen_jax.convert.convert`."""
+    """See `infinigen_jax.convert.convert`.
+
+    Args:
+        sidecar: whether to leave out weights that the conversion does not change, because they
+            will be read from the source.
+    """
     if skew not in SKEWS:
         raise ParameterError("skew", f"use {listed(SKEWS)}", skew)
     if speculate_from is None:
@@ -94,16 +105,24 @@ def run(
     copied = _side_files(folder)
     start_backend()
     neuron_count = number_of(config, neurons) if skew == "balanced" else 0
-    check_space(target, _needed(config, sources, stored, copied, skew, neuron_count))
+    absorbs = _absorbs(skew, config)
+    linked = [] if sidecar or absorbs else _unchanged_files(folder, sources, dtype)
+    own = absorbs or not (sidecar or linked)
+    weights = sources if own else {}
+    check_space(target, _needed(config, weights, stored, copied, skew, neuron_count))
     tokens = _tokens(calibration, folder, config) if skew != "none" else None
     # Another process may have written the destination while this one waited for the lock.
     with staged(target, lambda: check_destination(folder, target, force)) as out:
         job = _Job(config, sources, stored, skew, speculate_from, neuron_count, tokens)
-        files = job.write_weights(out, progress or (lambda done, total: None))
+        files = job.write_weights(out, progress or (lambda done, total: None), own)
         files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(_config(hf, stored), indent=2) + "\n")
         for name, content in copied.items():
             _write_side_file(out / name, content)
+        for file in linked:
+            link_or_copy(file, out / file.name)
+        read = {name: file_record(file) for name, file in content_files(folder).items()}
+        files |= {file.name: read[file.name] for file in linked}
         for name in ("config.json", *copied):
             files[name] = file_record(out / name)
         manifest = Manifest(
@@ -113,7 +132,7 @@ def run(
             dtype=stored.name,
             speculate_from=speculate_from,
             calibration=tokens and {"text_sha256": tokens.sha256, "tokens": tokens.count},
-            sources={name: file_record(file) for name, file in content_files(folder).items()},
+            sources=read,
             files=files,
         )
         write_text(out / MANIFEST_FILE, manifest.to_json())
@@ -137,15 +156,18 @@ class _Job:
         self.source, self.neurons, self.tokens = source, neurons, tokens
         self.plan = blueprint(config, jnp.float32)
         self.slots = expected(self.plan)
-        # Rotation does not commute with the basis, and only an orthogonal basis leaves a
-        # checkpoint that any program can run.
-        self.absorbs = skew == "svd" and config.rope is None
+        self.absorbs = _absorbs(skew, config)
         self.statistics: dict[str, list[np.ndarray]] = {}
 
-    def write_weights(self, out: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
-        """Stream all weights into `model.safetensors`; return the files' manifest records.
+    def write_weights(
+        self, out: Path, progress: Callable[[int, int], None], own: bool
+    ) -> dict[str, Any]:
+        """Run all layers and write weights; return the files' manifest records.
 
-        With skew balanced, also write the corrected query projections into AHEAD_FILE.
+        With skew balanced, the corrected query projections are written into AHEAD_FILE.
+
+        Args:
+            own: whether to stream the model's own weights into `model.safetensors`.
         """
         layout = {slot.name: (self.dtype, slot.shape) for slot in self.slots.flat()}
         with contextlib.ExitStack() as stack:
@@ -153,16 +175,18 @@ class _Job:
             def opened(*arguments: Any) -> SafetensorsWriter:
                 return stack.enter_context(SafetensorsWriter(*arguments))
 
-            files = {SAFETENSORS: opened(out / SAFETENSORS, layout, {"format": "pt"})}
+            files: dict[str, SafetensorsWriter] = {}
+            if own:
+                files[SAFETENSORS] = opened(out / SAFETENSORS, layout, {"format": "pt"})
             if self.skew == "balanced":
                 files[AHEAD_FILE] = opened(out / AHEAD_FILE, self._ahead_layout())
-            for name, tensor in self._cast(self.slots.embedding, None):
-                files[SAFETENSORS].add(name, tensor)
+            if own:
+                self._add(files[SAFETENSORS], self.slots.embedding, None)
             calibrator = self._calibrator()
             for done, slots in enumerate(self.slots.layers):
                 extra = self._calibrate(calibrator, done)
-                for name, tensor in self._cast(slots, extra if self.absorbs else None):
-                    files[SAFETENSORS].add(name, tensor)
+                if own:
+                    self._add(files[SAFETENSORS], slots, extra if self.absorbs else None)
                 if AHEAD_FILE in files:
                     for name in projection_shapes(self.config, done, self.neurons):
                         tensor = np.asarray(extra[name]).astype(self.dtype)
@@ -267,17 +291,15 @@ class _Job:
         for name, value in arrays.items():
             self.statistics.setdefault(name, []).append(value.astype(np.float32))
 
-    def _cast(
-        self, slots: list[Slot], basis: np.ndarray | None
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the tensors to write, with the basis folded into queries and keys."""
+    def _add(self, writer: SafetensorsWriter, slots: list[Slot], basis: np.ndarray | None) -> None:
+        """Write tensors, with the basis folded into queries and keys."""
         for slot in slots:
             tensor = self.sources[slot.name].read()
             row = slot.row
             if basis is not None and (row.path[0] == "q" or (row.path[0], row.part) == ("kv", 0)):
                 turn = TRANSFORMS[row.transform]
                 tensor = turn(absorb(turn(tensor), basis))
-            yield slot.name, tensor.astype(self.dtype)
+            writer.add(slot.name, tensor.astype(self.dtype))
 
 
 def _joined(parts: list[np.ndarray], transform: str) -> Any:
@@ -294,6 +316,12 @@ def _tokens(
         return read_text(path, _tokenizer(folder), config, DEFAULT_TOKENS)
     ids = np.asarray(calibration, np.int32)
     return windows(ids, config, DEFAULT_TOKENS, "calibration", ids.tobytes())
+
+
+def _absorbs(skew: str, config: ModelConfig) -> bool:
+    # Rotation does not commute with the basis, and only an orthogonal basis leaves a checkpoint
+    # that any program can run.
+    return skew == "svd" and config.rope is None
 
 
 def _tokenizer(source: Path) -> Tokenizer:
@@ -317,6 +345,17 @@ def _write_side_file(path: Path, content: Path | str) -> None:
     else:
         with open_regular(content) as file:
             copy_file(file, path)
+
+
+def _unchanged_files(
+    source: Path, sources: Mapping[str, TensorSource], dtype: str | None
+) -> list[Path]:
+    """Return the weight files that a conversion can use as they are; none if it changes weights."""
+    wanted = WEIGHT_DTYPES.values() if dtype is None else [WEIGHT_DTYPES[dtype]]
+    for tensor in sources.values():
+        if tensor.file.suffix != ".safetensors" or tensor.dtype not in wanted:
+            return []
+    return weight_files(source)
 
 
 def _weight_dtype(dtype: str | None, sources: Mapping[str, TensorSource]) -> np.dtype:

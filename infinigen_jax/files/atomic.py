@@ -145,6 +145,15 @@ def copy_file(source: BinaryIO, destination: Path) -> None:
         os.fsync(written.fileno())
 
 
+def link_or_copy(source: Path, destination: Path) -> None:
+    """Link a file under a second name, or copy it if the file system or permissions forbid that."""
+    try:
+        os.link(source.resolve(), destination)
+    except OSError:
+        with open(source, "rb") as content:
+            copy_file(content, destination)
+
+
 def _publish(folder: Path, destination: Path) -> None:
     """Rename a folder into place; remove an earlier one only afterwards."""
     os.chmod(folder, 0o777 & ~_umask())  # mkdtemp made it private

@@ -5,8 +5,10 @@ Models that are not converted yet are first converted into the user's cache.
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from infinigen_jax.checkpoint.hf_folder import open_file, read_config
+from infinigen_jax.checkpoint import hf_folder
+from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, TensorSource, read_config
 from infinigen_jax.checkpoint.hub import fetched
 from infinigen_jax.checkpoint.manifest import (
     MANIFEST_FILE,
     SKEW_FILE,
-    WEIGHTS_FILE,
+    Manifest,
     read_manifest,
     verify_files,
 )
 from infinigen_jax.checkpoint.skew_file import DTYPES, Ahead, Basis, read_skew
-from infinigen_jax.checkpoint.source import checked_source
+from infinigen_jax.checkpoint.source import checked_source, open_tensors
 from infinigen_jax.checkpoint.source import read_config as read_source_config
-from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, expected, match, read_tree
+from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, Slot, expected, match, read_tree
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
 from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, mark_used, prune
 from infinigen_jax.machine.backend import start_backend
@@ -49,6 +52,7 @@ from infinigen_jax.transfer.host_weights import placed
 
 logger = logging.getLogger("infinigen_jax")
 
+READERS = 4  # layers read, and dequantised, at a time
 DENSE_LOSS = 0.03  # docs/policies-infinigen.md
 DENSE_AMONG = 4
 DENSE_UNKNOWN = 2
@@ -253,16 +257,19 @@ def model_folder(
     return fetched(name, revision, weights)
 
 
-def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) -> Model:
+def _load_converted(
+    folder: Path, dtype: jnp.dtype, verify: bool, weights: str, source: Path | None = None
+) -> Model:
+    """Load a conversion; its weights are those of `source`, if given."""
     manifest = read_manifest(folder)
     if verify:
         verify_files(folder, manifest)
     _, config = read_config(folder)
     skewing = read_skew(folder, manifest, config)
     plan = blueprint(config, dtype)
-    _check_room(folder, plan, weights)
-    # An index in the folder is ignored, because the manifest covers only this file.
-    sources = match(open_file(folder / WEIGHTS_FILE), plan, folder)
+    _check_room(source or folder, plan, weights)
+    tensors = open_tensors(source) if source else _own_tensors(folder, manifest)
+    sources = match(tensors, plan, source or folder)
     slots = expected(plan)
 
     def join(parts: list[np.ndarray], transform: str) -> Array:
@@ -270,16 +277,25 @@ def _load_converted(folder: Path, dtype: jnp.dtype, verify: bool, weights: str) 
         # Never alias the mapped file, which may be overwritten while the model is in use.
         return _joined([jax.device_put(p, may_alias=False) for p in parts], transform, dtype)
 
-    params = {
-        "embedding": read_tree(slots.embedding, sources, join),
-        "layers": [
-            placed(plan.complete(i, read_tree(layer, sources, join)), weights)
-            for i, layer in enumerate(slots.layers)
-        ],
-    }
+    def layer(number: int, tensors: list[Slot]) -> Params:
+        return placed(plan.complete(number, read_tree(tensors, sources, join)), weights)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        layers = pool.map(layer, itertools.count(), slots.layers)
+        embedding = read_tree(slots.embedding, sources, join)
+        params = {"embedding": embedding, "layers": list(layers)}
     # Copies may be in progress; the file may change after this line.
     jax.block_until_ready(params)
     return Model(config, params, dtype, skew=manifest.skew, path=folder, **skewing)
+
+
+def _own_tensors(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
+    """Open the weights that the manifest lists; other files in the folder are ignored."""
+    if f"{SAFETENSORS}.index.json" in manifest.files:
+        return hf_folder.open_tensors(folder)
+    if SAFETENSORS in manifest.files:
+        return hf_folder.open_file(folder / SAFETENSORS)
+    raise InputError(f"{folder}: has no weights; give the model that it was converted from")
 
 
 def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
@@ -336,7 +352,7 @@ def checked_dtype(dtype: Any) -> jnp.dtype:
 
 
 def _load_through_cache(
-    folder: Path,
+    source: Path,
     dtype: jnp.dtype,
     verify: bool,
     notify: Callable[[str], None],
@@ -344,26 +360,25 @@ def _load_through_cache(
 ) -> Model:
     from infinigen_jax.convert import convert
 
-    read_source_config(folder)  # refuse a foreign model before announcing anything
-    destination = cache_folder(folder)
+    read_source_config(source)  # refuse a foreign model before announcing anything
+    destination = cache_folder(source)
+
+    def load_cached() -> Model:
+        model = _load_converted(destination, dtype, verify, weights, source)
+        mark_used(destination)
+        return model
+
     with cache_lock(destination):
         if destination.exists():
             try:
-                return _used(_load_converted(destination, dtype, verify, weights))
+                return load_cached()
             except MemoryShortageError:  # converting again would not help
                 raise
             except InputError as error:
                 notify(f"the cached conversion is unusable; converting again ({error})")
         else:
-            notify(f"{folder} is not converted yet: converting it into {destination}")
-        convert(folder, destination, force=True)
-        model = _used(_load_converted(destination, dtype, verify, weights))
+            notify(f"{source} is not converted yet: converting it into {destination}")
+        convert(source, destination, force=True, sidecar=True)
+        model = load_cached()
         prune(destination.parent)
         return model
-
-
-def _used(model: Model) -> Model:
-    """Protect the conversion of a model in the cache while the process lives."""
-    if model.path is not None:
-        mark_used(model.path)
-    return model

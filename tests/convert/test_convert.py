@@ -96,6 +96,39 @@ def test_conversion_is_reproducible(tiny, tmp_path):
         assert file.read_bytes() == (second / file.name).read_bytes()
 
 
+# Weights that do not change.
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_unchanged_weights_are_links(sharded, tiny, tokens, tmp_path, monkeypatch):
+    """They survive the source, and a change within a file is noticed."""
+    made = tiny("llama", num_hidden_layers=1)
+    if sharded:
+        (made.folder / "model.safetensors").unlink()
+        made.model.save_pretrained(made.folder, max_shard_size="60KB")
+    expected = made.logits(tokens)
+    names = {file.name for file in made.folder.glob("*.safetensors")}
+    out, other = (convert(made.folder, tmp_path / n, calibration=TEXT) for n in ("out", "other"))
+    assert names == {file.name for file in out.glob("model*.safetensors")}
+    assert all((out / name).samefile(made.folder / name) for name in names)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", lambda *names: (_ for _ in ()).throw(OSError(18, "other disk")))
+        copied = convert(made.folder, tmp_path / "copied", skew="none")
+    assert not any((copied / name).samefile(made.folder / name) for name in names)
+    changed = convert(made.folder, tmp_path / "changed", skew="none", dtype="bfloat16")
+    assert {t.dtype.name for t in open_tensors(changed).values()} == {"bfloat16"}
+    shutil.rmtree(made.folder)
+    np.testing.assert_allclose(logits_of(checkpoint.load(out), tokens), expected, atol=1e-4)
+    name = min(names)
+    with open(out / name, "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"xyz")
+    message = f"other/{name}: damaged, its SHA-256 is not the recorded one; convert the model again"
+    with pytest.raises(InputError, match=message):
+        checkpoint.load(other)
+    checkpoint.load(copied)
+
+
 # The destination.
 
 
@@ -130,7 +163,7 @@ def test_force_replaces_only_after_success(tiny, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         fail_after(patch, 5, OSError(28, "No space left on device"))
         with pytest.raises(InputError, match="disk is full"):
-            convert(made.folder, out, skew="none", force=True)
+            convert(made.folder, out, skew="none", dtype="float16", force=True)
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
     convert(made.folder, out, skew="none", force=True)
     assert checkpoint.load(out).skew == "none"
@@ -162,7 +195,8 @@ def test_a_failing_writer_leaves_nothing(error, seen, tensors, tiny, tmp_path, m
     made = tiny("llama", num_hidden_layers=1)
     fail_after(monkeypatch, tensors, error)
     with pytest.raises(seen):
-        convert(made.folder, tmp_path / "new" / "deep" / "out", calibration=TEXT)
+        given = {"calibration": TEXT, "dtype": "float16"}
+        convert(made.folder, tmp_path / "new" / "deep" / "out", **given)
     assert only(tmp_path) == ["llama"]
 
 
@@ -183,7 +217,7 @@ def test_a_disk_that_is_too_small_is_noticed_beforehand(tiny, tmp_path, monkeypa
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(InputError, match="only .* are free"):
-        convert(made.folder, tmp_path / "out", skew="none")
+        convert(made.folder, tmp_path / "out", skew="none", dtype="float16")
 
 
 KILLED = """

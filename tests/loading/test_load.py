@@ -190,7 +190,10 @@ def test_unconverted_folders_go_through_the_cache(
     assert checkpoint.load(made.folder, notify=said.append).path == model.path
     assert len(said) == 1
     assert model.path is not None
-    (model.path / "model.safetensors").write_bytes(b"damaged")
+    assert not list(model.path.glob("model*"))  # the weights are the source's
+    with pytest.raises(InputError, match="has no weights; give the model that it was converted"):
+        checkpoint.load(model.path)
+    (model.path / "infinigen_ahead.safetensors").write_bytes(b"damaged")
     again = checkpoint.load(made.folder, notify=said.append)
     assert again.path == model.path and "again" in said[1]
     assert str(tmp_path / "cache") in str(model.path) and len(said) == 2
