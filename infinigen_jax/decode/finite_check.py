@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.models import Params
 
 if TYPE_CHECKING:
     from infinigen_jax.decode.layer import Decoder
 
 
-class NotFiniteError(InputError):
+class NotFiniteError(ParameterError):
     """A computation produced a NaN or an infinity; the message names layer and position."""
 
 
@@ -112,9 +112,10 @@ def refuse(places: Sequence[Any], layers: int, prompts: Any) -> None:
         for prompt, (stage, position) in zip(prompts, np.asarray(place), strict=True):
             if stage >= 0 and prompt >= 0:
                 raise NotFiniteError(
-                    f"{_name(int(stage), layers)} of prompt {prompt + 1} holds a NaN or "
-                    f"an infinity at position {position}; get the model again, or use `dtype` "
-                    "float32 if it is not in use"
+                    "check",
+                    f"{_name(int(stage), layers)} of prompt {prompt + 1} holds a NaN or an "
+                    f"infinity at position {position}; get the model again, or use `dtype` float32 "
+                    "if it is not in use",
                 )
 
 

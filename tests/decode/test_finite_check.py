@@ -55,7 +55,7 @@ def spoiled(params, *path, value=jnp.nan):
 
 def place(error: pytest.ExceptionInfo[NotFiniteError]) -> tuple[str, int, int]:
     text = str(error.value)
-    found = re.match(r"--check: the (.+) of prompt (\d+) holds a NaN .* at position (\d+); ", text)
+    found = re.match(r"check: the (.+) of prompt (\d+) holds a NaN .* at position (\d+); ", text)
     assert found and "\n" not in text
     return found[1], int(found[2]), int(found[3])
 

@@ -259,7 +259,7 @@ def test_as_many_at_once_as_fit(settings, monkeypatch, caplog):
     with pytest.raises(InputError, match="lower the prompt length") as refused:
         free(1000)
         made.generate(PROMPTS[:1], max_new_tokens=NEW)
-    assert "--batch" not in str(refused.value) and "number of prompts" not in str(refused.value)
+    assert "`batch`" not in str(refused.value) and "number of prompts" not in str(refused.value)
 
 
 @pytest.mark.slow
