@@ -44,7 +44,7 @@ for name in sys.argv[1:]:
         engine = Engine(model, policy=policy, mesh=mesh, **settings)
         found.append(engine.generate(prompts, max_new_tokens=10).tokens)
     assert len(found[0][0]) > 1 and found[0] == found[1], name
-    host = engine.start(prompts, 2).cache.host
+    host = engine.start(prompts, max_new_tokens=2).cache.host
     assert {x.data.shape[1:3] for x in host.addressable_shards} == {(2, 1)}
     assert host.sharding.memory_kind == "pinned_host"
     with pytest.raises(InputError, match="multiple"):
