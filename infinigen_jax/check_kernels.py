@@ -91,7 +91,7 @@ def move(transfer: CudaTransfer, work: Work, host: Array, fetch: Fetch, x: Array
     """Run `work` on x during a fetch; return both results."""
     layer, request, hot, where = fetch
     ticket = transfer.start(host, layer, request, hot, where, default_mesh())
-    ticket, x = transfer.behind(ticket, x)
+    ticket, x = transfer.order(ticket, x)
     x, *rows = transfer.wait(ticket, work(x))
     return x, rows
 

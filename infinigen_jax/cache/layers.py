@@ -1,4 +1,4 @@
-"""KV cache of the layers: the host array, and the rows that stay on the device.
+"""Rows of the cache that stay on the device, by layer; `cache.cache` is the whole.
 
 A layer keeps its rows (K and V of one token in one KV head) in one of three forms.
 
@@ -23,8 +23,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from infinigen_jax.cache.hot_set import HotSet
-from infinigen_jax.cache.pool import Kept
 from infinigen_jax.ops.attention import Part, packed
 from infinigen_jax.ops.barriers import after
 from infinigen_jax.ops.bit_storage import from_kept, to_kept
@@ -244,100 +242,6 @@ class Resident(NamedTuple):
 
 
 Local = DenseLayer | Sliding | Resident  # rows that the device keeps of a layer
-
-
-class HostLayer(NamedTuple):
-    """Place and format of a layer's rows on the host, and what its own query needs.
-
-    Attributes:
-        number: index among the host layers.
-        scales: parameters for decoding the rows, see `cache.row_format`.
-        weights: the policy's arrays for the layer; None if its own query needs none, as in a
-            streamed layer.
-        state: the policy's state of the layer, if its own query selects rows or scores a tail.
-        positions: positions of the rows in its pool; None without a pool (slot = position).
-    """
-
-    number: Int[Array, ""]
-    scales: Any
-    weights: dict[str, Any] | None = None
-    state: Any = None
-    positions: Int[Array, "b k t"] | None = None
-
-
-class ReadCache(NamedTuple):
-    """Part of a cache that a decode step only reads.
-
-    Attributes:
-        host: rows of the host layers, in the format of `cache.row_format`; None without host
-            layers.
-        scales: scales of the stored rows, per host layer.
-        states: the policy's device state (an index), per host layer; empty if the policy
-            observes, since steps then replace it (`StepCache`).
-        pool: positions of each host layer's rows; empty without a pool (slot = position).
-    """
-
-    host: Shaped[Array, "l a k t w"] | None
-    scales: tuple[Any, ...]
-    states: tuple[Any, ...]
-    pool: tuple[Int[Array, "b k t"], ...]
-
-    def pool_of(self, number: int) -> Int[Array, "b k t"] | None:
-        """Return positions of a host layer's rows; None without a pool (slot = position)."""
-        return self.pool[number] if self.pool else None
-
-
-class StepCache(NamedTuple):
-    """Part of a cache that a decode step replaces; its arrays are donated.
-
-    Attributes:
-        local: rows on the device, per layer.
-        hot: hot set of each host layer, `Kept` with a pool; None for a layer without either.
-        states: the policy's state, if it observes; else empty.
-        lengths: tokens cached per sequence.
-    """
-
-    local: tuple[Local, ...]
-    hot: tuple[HotSet | Kept | None, ...]
-    states: tuple[Any, ...]
-    lengths: Int[Array, " b"]
-
-
-class Cache(NamedTuple):
-    """Complete cache of a generation in progress; see `ReadCache` and `StepCache`.
-
-    Attributes:
-        states: the policy's state, in whichever part it belongs.
-    """
-
-    host: Shaped[Array, "l a k t w"] | None
-    states: tuple[Any, ...]
-    local: tuple[Local, ...]
-    lengths: Int[Array, " b"]
-    scales: tuple[Any, ...] = ()
-    hot: tuple[HotSet | Kept | None, ...] = ()
-    pool: tuple[Int[Array, "b k t"], ...] = ()
-
-    def pool_of(self, number: int) -> Int[Array, "b k t"] | None:
-        """Return positions of a host layer's rows; None without a pool (slot = position)."""
-        return self.pool[number] if self.pool else None
-
-    def parts(self, observes: bool) -> tuple[ReadCache, StepCache]:
-        """Split the cache into the part that a step reads and the part that it replaces.
-
-        Args:
-            observes: whether the policy observes.
-        """
-        read, replaced = ((), self.states) if observes else (self.states, ())
-        return (
-            ReadCache(self.host, self.scales, read, self.pool),
-            StepCache(self.local, self.hot, replaced, self.lengths),
-        )
-
-    def stepped(self, new: StepCache) -> "Cache":
-        """Return the cache after a step."""
-        states = new.states or self.states
-        return self._replace(local=new.local, hot=new.hot, states=states, lengths=new.lengths)
 
 
 def sums_of_values(

@@ -154,9 +154,9 @@ def _leaving(
     order = jnp.where(positions < 0, 1.0, jnp.where(safe, -jnp.inf, order))
     first = top_mask(order, need)
     last = jnp.min(jnp.where(first, order, jnp.inf), axis=-1, keepdims=True)
-    earlier = order > last
-    rest = need - jnp.sum(earlier, axis=-1, dtype=jnp.int32)
-    return earlier | top_mask(jnp.where(order == last, age, -jnp.inf), rest)
+    before = order > last
+    rest = need - jnp.sum(before, axis=-1, dtype=jnp.int32)
+    return before | top_mask(jnp.where(order == last, age, -jnp.inf), rest)
 
 
 def of_prompt(

@@ -46,11 +46,11 @@ class Scales(NamedTuple):
 
     Attributes:
         centre: mean of the prompt's keys, shrunk towards 0 for a short prompt.
-        spread: powers of two, so that the division is exact.
+        scale: powers of two, so that the division is exact.
     """
 
     centre: Float[Array, "b k w"]
-    spread: Float[Array, "b k w"]
+    scale: Float[Array, "b k w"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +142,11 @@ class RowFormat:
         # Deviation relative to the head's mean column; the prior assumes that mean.
         share = lengths.astype(jnp.float32)[:, None, None] / tokens
         relative = jnp.where(typical > 0, total / typical, 1) * share + (1 - share)
-        spread = jnp.exp2(jnp.round(jnp.log2(relative) / 4))
-        centre, spread = (jnp.where(jnp.isfinite(x), x, o) for x, o in ((centre, 0), (spread, 1)))
+        scale = jnp.exp2(jnp.round(jnp.log2(relative) / 4))
+        centre, scale = (jnp.where(jnp.isfinite(x), x, o) for x, o in ((centre, 0), (scale, 1)))
         zeros = jnp.zeros_like(centre)
         return Scales(
-            jnp.concatenate([centre, zeros], axis=-1), jnp.concatenate([spread, zeros + 1], axis=-1)
+            jnp.concatenate([centre, zeros], axis=-1), jnp.concatenate([scale, zeros + 1], axis=-1)
         )
 
     def encode(self, scales: Any, rows: Float[Array, "b k n w"]) -> Array:
@@ -157,7 +157,7 @@ class RowFormat:
         """
         if self.exact:
             return to_kept(rows.astype(self.dtype), self.storage)
-        x = (self._rounded(rows) - scales.centre[:, :, None]) / scales.spread[:, :, None]
+        x = (self._rounded(rows) - scales.centre[:, :, None]) / scales.scale[:, :, None]
         codes, step, low = affine_codes(x.reshape(*x.shape[:3], 2 * self.groups, -1), self.bits)
         codes = codes.reshape(x.shape)
         codes = codes if self.bits == 8 else pack_halves(codes)
@@ -179,7 +179,7 @@ class RowFormat:
         low = from_bytes(stored[..., last + 2 * groups : last + 4 * groups])
         x = codes * step[..., None] + low[..., None]
         x = x.reshape(*x.shape[:3], 2 * self.head_dim)
-        return (x * scales.spread[:, :, None] + scales.centre[:, :, None]).astype(self.dtype)
+        return (x * scales.scale[:, :, None] + scales.centre[:, :, None]).astype(self.dtype)
 
     def _rounded(self, rows: Array) -> Array:
         """Return rows in float32, rounded to the model's dtype.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, SIDE_FILES, TORCH
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.regular import expanded
 
 NAME = r"[\w-][\w.-]*"
@@ -37,7 +37,7 @@ def fetched(name: str | Path, revision: str | None = None, weights: bool = True)
     matched = HUB_ID.fullmatch(str(name))
     if matched is None or expanded(name).exists():
         if revision is not None:
-            raise InputError(f"--revision {revision}: {name} is not a model on the hub, omit it")
+            raise ParameterError("revision", f"{name} is not a model on the hub, omit it", revision)
         return Path(name)
     model, file = matched.groups()
     if file is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from infinigen_jax.checkpoint.hf_folder import TensorSource
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import Blueprint, Params
-from infinigen_jax.models.joined import join
+from infinigen_jax.models.packed import join
 
 # The longest first. Language models within models of text and images have the first three.
 PREFIXES = (

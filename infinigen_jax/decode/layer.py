@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
+from infinigen_jax.cache.cache import HostLayer, ReadCache
 from infinigen_jax.cache.host_array import capacity_of, write_span
 from infinigen_jax.cache.hot_set import HotSet, plan_reuse
-from infinigen_jax.cache.layers import HostLayer, ReadCache, Resident
+from infinigen_jax.cache.layers import Resident
 from infinigen_jax.cache.pool import Kept, touch
 from infinigen_jax.decode.layer_rows import layer_rows
 from infinigen_jax.decode.layout import Layout
@@ -137,7 +138,7 @@ class Decoder(Layout):
         """Order the start of a transfer before the work on `x`."""
         if started is None:
             return None, x
-        ticket, x = self.transfer.behind(started.ticket, x)
+        ticket, x = self.transfer.order(started.ticket, x)
         return started._replace(ticket=ticket), x
 
     def wait(

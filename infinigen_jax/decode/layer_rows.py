@@ -13,8 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from infinigen_jax.cache.cache import HostLayer
 from infinigen_jax.cache.host_array import capacity_of
-from infinigen_jax.cache.layers import DenseLayer, HostLayer, Resident, Sliding
+from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
 from infinigen_jax.decode.layout import Layout
 from infinigen_jax.decode.sparse_attention import attend_fetched, attend_streamed, count_streamed
 from infinigen_jax.decode.state import Carry, Counts, LayerInputs, LayerState

@@ -5,9 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import gather_rows, store_rows
 from infinigen_jax.cache.hot_set import forget
-from infinigen_jax.cache.layers import Cache, Resident, sums_of_values
+from infinigen_jax.cache.layers import Resident, sums_of_values
 from infinigen_jax.cache.pool import Insertion, Kept, first_used, insert, of_prompt
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.models import Params

@@ -11,8 +11,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.cache import pool
+from infinigen_jax.cache.cache import HostLayer
 from infinigen_jax.cache.host_array import capacity_of, gather_items, gather_rows, read_block
-from infinigen_jax.cache.layers import HostLayer, Resident
+from infinigen_jax.cache.layers import Resident
 from infinigen_jax.decode.layout import Layout
 from infinigen_jax.decode.requested_attention import attend_requested
 from infinigen_jax.decode.state import Counts, Fetched

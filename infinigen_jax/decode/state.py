@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from infinigen_jax.cache.cache import HostLayer
 from infinigen_jax.cache.hot_set import HotSet
-from infinigen_jax.cache.layers import HostLayer, Local
+from infinigen_jax.cache.layers import Local
 from infinigen_jax.cache.pool import Kept
 from infinigen_jax.models import Params
 from infinigen_jax.selection.select import Request

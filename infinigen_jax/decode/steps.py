@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int, Shaped
 
+from infinigen_jax.cache.cache import Cache, HostLayer, ReadCache, StepCache
 from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.cache.layers import Cache, HostLayer, Local, ReadCache, Resident, StepCache
+from infinigen_jax.cache.layers import Local, Resident
 from infinigen_jax.decode import pool_flush as pooled
 from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.decode.finite_check import finite_after, first_place
@@ -39,7 +40,7 @@ class Watched(NamedTuple):
         params: parameters of the layer.
         before, after: carry into the layer and out of it.
         local: rows of the layer on the device, including the current token's.
-        own: place of the layer's rows on the host; None for a layer on the device.
+        place: place of the layer's rows on the host; None for a layer on the device.
         selection: target that the layer's rows are selected for; None if none are selected.
         host: host cache.
         positions: positions of the current tokens.
@@ -50,7 +51,7 @@ class Watched(NamedTuple):
     before: Carry
     after: Carry
     local: Local
-    own: HostLayer | None
+    place: HostLayer | None
     selection: Target | None
     host: Array | None
     positions: Array

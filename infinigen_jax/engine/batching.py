@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
+from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, read_block, shared_slots, write_block
-from infinigen_jax.cache.layers import Cache
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
 

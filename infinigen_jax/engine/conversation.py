@@ -33,7 +33,7 @@ from infinigen_jax.engine.saved_file import SavedFile, write_saved
 from infinigen_jax.engine.snapshot import arrays, layout, restore
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import Model
-from infinigen_jax.models.joined import split
+from infinigen_jax.models.packed import split
 from infinigen_jax.numeric import check_range
 from infinigen_jax.prefill.prefill import chunk_for
 from infinigen_jax.sampling import Sampling

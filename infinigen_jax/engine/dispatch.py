@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax.cache.cache import Cache, ReadCache, StepCache
 from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.cache.layers import Cache, ReadCache, StepCache
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch, flush_cache, step, steps
 from infinigen_jax.engine.runtime import Runtime

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.cache.layers import Cache
 from infinigen_jax.decode.finite_check import refuse
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch

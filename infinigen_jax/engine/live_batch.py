@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.cache.layers import Cache
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.batching import admission

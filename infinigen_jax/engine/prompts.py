@@ -9,14 +9,14 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
+from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.cache.layers import Cache
 from infinigen_jax.decode.finite_check import Places, refuse
 from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
 from infinigen_jax.engine.dispatch import Dispatcher
 from infinigen_jax.engine.memory_plan import MemoryPlan, most_rows, plan_cache
 from infinigen_jax.engine.runtime import Runtime
-from infinigen_jax.engine.shared_prefix import common_prefix, may_share, plan_sharing, spread
+from infinigen_jax.engine.shared_prefix import broadcast, common_prefix, may_share, plan_sharing
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
 from infinigen_jax.prefill.prefill import Notify, chunk_for, extend, prefill
 
@@ -123,7 +123,7 @@ class PromptReader:
         plan = plan_cache(self.decoder, rows, self.capacity, self.slots)
         if self._sharing is None:
             return plan
-        slots = self._sharing.host_rows(rows) * self._sharing.own
+        slots = self._sharing.host_rows(rows) * self._sharing.unshared
         host = plan.host_cache // (rows * self.capacity) * slots
         return dataclasses.replace(plan, host_cache=host)
 
@@ -163,7 +163,7 @@ class PromptReader:
         """
         if self._prefix is not None:
             assert self._sharing is not None
-            cache = spread(self.decoder, self._prefix, len(numbers), self._sharing)
+            cache = broadcast(self.decoder, self._prefix, len(numbers), self._sharing)
             begun = Begun(cache, [self._sharing.tokens] * len(numbers))
             if last:
                 self._prefix = None

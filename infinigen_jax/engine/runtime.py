@@ -15,7 +15,7 @@ from infinigen_jax.engine.settings import EngineSettings
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import DENSE_UNKNOWN, Model
 from infinigen_jax.models import Params
-from infinigen_jax.models.joined import join, split
+from infinigen_jax.models.packed import join, split
 from infinigen_jax.policies import InfiniGen, Policy
 from infinigen_jax.programs.program import Program
 from infinigen_jax.selection.select import budget_fraction
@@ -78,13 +78,13 @@ def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = Non
         settings = dataclasses.replace(settings, schedule="layerwise" if layerwise else "fused")
     decoder = make_decoder(model, settings, transfer, mesh)
     prepared, whole = prepare(decoder, model), Placement(mesh).whole
-    joined = transfer.in_place and settings.weights == "device"
+    packed = transfer.in_place and settings.weights == "device"
     width = model.config.query_width
-    layers = [join(x) if joined else split(x, width) for x in model.params["layers"]]
+    layers = [join(x) if packed else split(x, width) for x in model.params["layers"]]
     places = {"embedding": whole, "layers": placement(layers, settings.weights, mesh)}
     params = jax.device_put(model.params | {"layers": layers}, places)
     weights = Weights(params, jax.device_put(prepared, whole))
-    if joined:
+    if packed:
         # Each matrix is stored only once if the caller drops its model.
         tokenizer = {n: x for n, x in vars(model).items() if n == "tokenizer"}
         model = dataclasses.replace(model, params=params)

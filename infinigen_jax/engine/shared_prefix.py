@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
+from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, allocate_host
-from infinigen_jax.cache.layers import Cache
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.batching import copy_rows
 from infinigen_jax.errors import ParameterError
@@ -34,17 +34,17 @@ class Sharing(NamedTuple):
     Attributes:
         tokens: length of the prefix.
         rows: rows of the host's array that hold shared slots, `own` slots each.
-        own: number of unshared slots of each sequence on the host.
+        unshared: number of unshared slots of each sequence on the host.
     """
 
     tokens: int
     rows: int
-    own: int
+    unshared: int
 
     @property
     def capacity(self) -> int:
         """Number of slots of each sequence, shared or not."""
-        return (self.rows + 1) * self.own
+        return (self.rows + 1) * self.unshared
 
     def host_rows(self, batch: int) -> int:
         """Return the number of rows of the host's array for a batch size."""
@@ -84,11 +84,11 @@ def plan_sharing(decoder: Decoder, prefix: int, tokens: int, batch: int) -> Shar
         choices.append(Sharing(prefix, rows, unshared))
     return min(
         (choice for choice in choices if choice.capacity >= slots),
-        key=lambda choice: (choice.host_rows(batch) * choice.own, choice.rows),
+        key=lambda choice: (choice.host_rows(batch) * choice.unshared, choice.rows),
     )
 
 
-def spread(decoder: Decoder, one: Cache, batch: int, sharing: Sharing) -> Cache:
+def broadcast(decoder: Decoder, one: Cache, batch: int, sharing: Sharing) -> Cache:
     """Return the cache of `batch` sequences with the prefix cached in `one`.
 
     Args:
@@ -99,7 +99,7 @@ def spread(decoder: Decoder, one: Cache, batch: int, sharing: Sharing) -> Cache:
     if one.host is None:
         return cache
     layers, _, heads, _, width = one.host.shape
-    rows, slots = sharing.host_rows(batch), sharing.own
+    rows, slots = sharing.host_rows(batch), sharing.unshared
     host = allocate_host((layers, rows, heads, slots, width), one.host.dtype, decoder.mesh)
     # First slot of `one` that each row holds.
     starts = [sharing.rows * slots] * batch + [i * slots for i in range(sharing.rows)]

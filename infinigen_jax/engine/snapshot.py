@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, write_block
-from infinigen_jax.cache.layers import Cache, DenseLayer
+from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
 from infinigen_jax.engine.saved_file import SavedFile

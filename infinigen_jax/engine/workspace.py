@@ -4,7 +4,7 @@ from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.prefill.attention import CPU_WIDE_TILE, DEVICE_TILE_BYTES
-from infinigen_jax.prefill.earlier_rows import BLOCK
+from infinigen_jax.prefill.prior_rows import BLOCK
 from infinigen_jax.transfer.host_weights import in_host_memory
 
 FLOAT32 = 4  # bytes

@@ -59,7 +59,7 @@ def likelihoods(
     first = [i for i, one in enumerate(cut) if len(one.context) == 1]
     result, total = np.array([[0.0, 1.0]] * len(asked)).reshape(-1, 2), Traffic()
     for i in first:
-        result[i] = _behind_one(engine, cut[i].context[0], cut[i].text[0])
+        result[i] = _first_token(engine, cut[i].context[0], cut[i].text[0])
         cut[i] = Continuation([*cut[i].context, cut[i].text[0]], cut[i].text[1:])
     advance(sum(not one.text for one in cut))
     for rows in _batches(cut, batch, positions):
@@ -75,7 +75,7 @@ def likelihoods(
     return result, total
 
 
-def _behind_one(engine: "Engine", token: int, target: int) -> tuple[float, float]:
+def _first_token(engine: "Engine", token: int, target: int) -> tuple[float, float]:
     """Return a token's log-likelihood after a single one, and whether it is the most likely."""
     model = engine.model
     logits = _forward(model.config, model.dtype)(model.params, np.array([[token]], np.int32))

@@ -30,7 +30,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.answers import answer
 from infinigen_jax.evaluation.likelihood import Continuation, likelihoods
 from infinigen_jax.evaluation.scoring import Traffic
-from infinigen_jax.evaluation.texts import beginning, prefixed, split_behind
+from infinigen_jax.evaluation.texts import beginning, prefixed, split_context
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -86,7 +86,7 @@ class InfiniGenLM(LM):
         asked = []
         for request in requests:
             context, text = request.args
-            asked.append(Continuation(*split_behind(tokenizer, context, text, self._first)))
+            asked.append(Continuation(*split_context(tokenizer, context, text, self._first)))
         scores = self._score(asked, disable_tqdm)
         found = [(float(score), bool(greedy)) for score, greedy in scores]
         for request, one in zip(requests, found, strict=True):

@@ -34,8 +34,8 @@ def statistics(nats: Nats, compared: Compared | None, context: int, chunk: int) 
     """
 
     def part(start: int, end: int) -> dict[str, Any]:
-        beside = None if compared is None else Compared(*(x[:, start:end] for x in compared))
-        return _mean(nats[:, start:end], beside)
+        part_compared = None if compared is None else Compared(*(x[:, start:end] for x in compared))
+        return _mean(nats[:, start:end], part_compared)
 
     total = nats.shape[1]
     ends = [(start, min(start + chunk, total)) for start in range(0, total, chunk)]
@@ -90,9 +90,9 @@ def divergence(
         float64, at least 0, and 0 where the two are equal.
     """
     p, q = (np.exp(x.astype(np.float64)) for x in (reference, other))
-    apart = reference.astype(np.float64) - other
+    log_ratio = reference.astype(np.float64) - other
     # p log(p / q) + (q - p) is not negative; the second term sums to zero over all tokens.
-    known = np.sum(p * apart + (q - p), axis=-1)
+    known = np.sum(p * log_ratio + (q - p), axis=-1)
     # Bound the remaining probability by the rounding of float32 sums.
     p, q = (np.maximum(1 - x.sum(axis=-1), 1e-6) for x in (p, q))
     return np.maximum(known + p * np.log(p / q) + (q - p), 0)

@@ -57,7 +57,7 @@ class Seen(NamedTuple):
 
 def watch(decoder: Decoder, watched: Watched) -> tuple[Carry, Seen | None]:
     """Compare, and continue with the policy's output of the layer."""
-    if watched.own is None or watched.selection is None:
+    if watched.place is None or watched.selection is None:
         return watched.after, None  # no selection
     assert watched.host is not None
     config, slots, positions = decoder.config, decoder.slots, watched.positions
@@ -66,9 +66,9 @@ def watch(decoder: Decoder, watched: Watched) -> tuple[Carry, Seen | None]:
     q = config.grouped(layer.query(a, positions))
     capacity = watched.host.shape[3]
     eligible = slots.eligible(positions, capacity)
-    rows = read_block(watched.host, watched.own.number, jnp.int32(0), capacity, decoder.mesh)
+    rows = read_block(watched.host, watched.place.number, jnp.int32(0), capacity, decoder.mesh)
     # Slots that were never written may hold NaN, and 0 * NaN is NaN.
-    rows = decoder.row_format.decode(watched.own.scales, rows)
+    rows = decoder.row_format.decode(watched.place.scales, rows)
     rows = jnp.where(eligible[:, None, :, None], rows, 0)
 
     assert isinstance(watched.local, Resident)
@@ -131,12 +131,12 @@ def _with_tail(
     resident: Part,
 ) -> Float[Array, "b k g d"]:
     """Return the step's attention: fetched rows, and the tail term for the others."""
-    own, local = watched.own, watched.local
-    assert watched.host is not None and own is not None and isinstance(local, Resident)
+    place, local = watched.place, watched.local
+    assert watched.host is not None and place is not None and isinstance(local, Resident)
     fetched = watched.before.fetched or Fetched(request, None)
-    part = fetched_part(decoder, fetched, watched.host, own)
+    part = fetched_part(decoder, fetched, watched.host, place)
     taken, cap = part.taken(q.shape[-1]), decoder.config.attention_softcap
-    tail = tail_term(decoder, q, request, taken, local, own, watched.positions)
+    tail = tail_term(decoder, q, request, taken, local, place, watched.positions)
     return attend_weighted(q, resident, part, tail=tail, cap=cap)[0]
 
 

@@ -140,7 +140,7 @@ def beginning(tokenizer: Any, config: "ModelConfig") -> int:
     return next((mark for mark in marks if mark is not None), 0)
 
 
-def split_behind(
+def split_context(
     tokenizer: Any, context: str, text: str, first: int
 ) -> tuple[list[int], list[int]]:
     """Split a context and a text into the tokens of a prompt and those to score, at least one each.

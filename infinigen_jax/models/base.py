@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.family import family
-from infinigen_jax.models.joined import part_of, split
+from infinigen_jax.models.packed import part_of, split
 from infinigen_jax.models.products import dot_general
 from infinigen_jax.models.rope import Rope, rotation
 
@@ -182,7 +182,7 @@ class Blueprint(NamedTuple):
     embedding_shapes: Params
 
     def layer(self, params: Params) -> Layer:
-        """Return the module of a layer; parameters may have either form of `models.joined`."""
+        """Return the module of a layer; parameters may have either form of `models.packed`."""
         module: Any = nnx.merge(self.layer_graph, split(params, self.config.query_width))
         if "qkv" in params:
             module.q = part_of(params["qkv"], 0, self.config.query_width)
@@ -194,7 +194,7 @@ class Blueprint(NamedTuple):
 
         Args:
             number: number of the layer.
-            params: parameters as a checkpoint stores them: in either form of `models.joined`, and
+            params: parameters as a checkpoint stores them: in either form of `models.packed`, and
                 without those that follow from the configuration.
         """
         params = split(params, self.config.query_width)

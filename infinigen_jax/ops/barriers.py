@@ -29,11 +29,11 @@ def compute_once(compute: Callable[[], Result]) -> Result:
     return lax.cond(always, compute, zeros)
 
 
-def after(x: Shaped[Array, "*b w"], earlier: Float[Array, "*b d"]) -> Shaped[Array, "*b w"]:
-    """Return x, computed after `earlier`; w is a multiple of d.
+def after(x: Shaped[Array, "*b w"], read: Float[Array, "*b d"]) -> Shaped[Array, "*b w"]:
+    """Return x, computed after `read`; w is a multiple of d.
 
-    A later write into the array that `earlier` was read from then needs no copy of that array.
+    A later write into the array that `read` was read from then needs no copy of that array.
     """
-    never = jnp.isnan(earlier) & jnp.isinf(earlier)
-    parts = x.reshape(*earlier.shape[:-1], -1, earlier.shape[-1])
+    never = jnp.isnan(read) & jnp.isinf(read)
+    parts = x.reshape(*read.shape[:-1], -1, read.shape[-1])
     return jnp.where(never[..., None, :], jnp.zeros((), x.dtype), parts).reshape(x.shape)

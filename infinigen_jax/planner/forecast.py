@@ -25,7 +25,7 @@ from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
 from infinigen_jax.loading.load import Model
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.models import ModelConfig, blueprint
-from infinigen_jax.models.joined import split
+from infinigen_jax.models.packed import split
 from infinigen_jax.planner.traffic import Traffic, planned_traffic
 from infinigen_jax.policies import Policy
 from infinigen_jax.prefill.prefill import chunk_for

@@ -186,14 +186,14 @@ class Policy(Protocol):
         self,
         state: Any,
         queries: Float[Array, "b c h d"],
-        received: Float[Array, "b k t"],
+        mass: Float[Array, "b k t"],
         span: Span,
     ) -> Any:
         """Update the state with a chunk's queries; called only if the policy `observes`.
 
         Args:
             queries: queries of the chunk, scaled and rotated.
-            received: attention weight of each slot, summed over these queries.
+            mass: attention weight of each slot, summed over these queries.
             span: positions of the chunk's tokens.
         """
         ...
@@ -300,7 +300,7 @@ class Defaults:
         self,
         state: Any,
         queries: Float[Array, "b c h d"],
-        received: Float[Array, "b k t"],
+        mass: Float[Array, "b k t"],
         span: Span,
     ) -> Any:
         return state

@@ -45,7 +45,7 @@ class PreviousQuery(Oracle):
         self,
         state: Remembered,
         queries: Float[Array, "b c h d"],
-        received: Float[Array, "b k t"],
+        mass: Float[Array, "b k t"],
         span: Span,
     ) -> Remembered:
         last = jnp.maximum(span.count - 1, 0)[:, None, None, None]

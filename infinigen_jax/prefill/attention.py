@@ -6,7 +6,7 @@ query heads of a KV head, over one block of keys.
     CPU      one KV head of one sequence at a time, so that a tile stays in the processor's cache
              (the memory traffic of scores dominates)
     NVIDIA   in half precision, cuDNN's kernel: scores stay on chip (`prefill.cudnn_attention`)
-    others   all heads together; the next block of earlier rows is read during attention to the
+    others   all heads together; the next block of prior rows is read during attention to the
              current one
 """
 
@@ -21,11 +21,11 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.ops.attention import MASKED, Softmax, soft_capped
 from infinigen_jax.prefill import cudnn_attention as fused_attention
-from infinigen_jax.prefill.earlier_rows import BLOCK, NOWHERE, Attended, Block, Earlier
+from infinigen_jax.prefill.prior_rows import BLOCK, NOWHERE, Attended, Block, PriorRows
 
 OWN_BLOCK = 256  # for the chunk's own keys; small, as blocks on the diagonal are half masked
 CPU_TILE = 256  # rows of a tile: queries times query heads of a KV head
-CPU_WIDE_TILE = 1024  # the same, for blocks of earlier rows
+CPU_WIDE_TILE = 1024  # the same, for blocks of prior rows
 DEVICE_TILE_BYTES = 1 << 26  # for all tiles processed together
 
 
@@ -40,7 +40,7 @@ def causal_attention(
     Padded positions affect only outputs at padded positions.
 
     Args:
-        window: number of tokens, including itself, that a token attends to; None for all earlier
+        window: number of tokens, including itself, that a token attends to; None for all prior
             ones.
     """
     return attend_chunk(q, keys, values, window=window).output
@@ -50,7 +50,7 @@ def attend_chunk(
     q: Float[Array, "b c h d"],
     keys: Float[Array, "b c k d"],
     values: Float[Array, "b c k d"],
-    earlier: Earlier | None = None,
+    prior: PriorRows | None = None,
     window: int | None = None,
     cap: float | None = None,
 ) -> Attended:
@@ -59,18 +59,18 @@ def attend_chunk(
     Args:
         q: scaled queries; query head h reads KV head h // (h / k).
         keys, values: keys and values of the chunk.
-        earlier: rows before the chunk; None for none.
+        prior: rows before the chunk; None for none.
         window: see `causal_attention`.
         cap: bound of the scores, see `ops.attention.soft_capped`.
     """
-    cpu, default = (functools.partial(_attend, earlier, window, cap, all) for all in (False, True))
-    if cap is None and fused_attention.usable(q, keys.shape[2], earlier, window):
-        default = functools.partial(fused_attention.attend, earlier, window)
+    cpu, default = (functools.partial(_attend, prior, window, cap, all) for all in (False, True))
+    if cap is None and fused_attention.usable(q, keys.shape[2], prior, window):
+        default = functools.partial(fused_attention.attend, prior, window)
     return lax.platform_dependent(q, keys, values, cpu=cpu, default=default)
 
 
 def _attend(
-    earlier: Earlier | None,
+    prior: PriorRows | None,
     window: int | None,
     cap: float | None,
     together: bool,
@@ -85,9 +85,9 @@ def _attend(
     chunk_columns = (_columns(x) for x in (keys, values))
     attend_own = functools.partial(_attend_own, h // k, window, cap)
     state = _each(attend_own, together)((tiles, *chunk_columns))
-    if earlier is not None:
-        first = _tile_positions(earlier.start, k, tile, h // k, tiles.shape[1])
-        state = _attend_earlier(earlier, window, cap, (tiles, first), state, together)
+    if prior is not None:
+        first = _tile_positions(prior.start, k, tile, h // k, tiles.shape[1])
+        state = _attend_prior(prior, window, cap, (tiles, first), state, together)
     output = (state.weighted / state.total[..., None]).astype(q.dtype)
     log_sum = (state.peak + jnp.log(state.total))[..., None]
     return Attended(_untiled(output, q.shape), _untiled(log_sum, (b, c, h, 1))[..., 0])
@@ -172,8 +172,8 @@ def _attend_own(
     return lax.map(attend, (jnp.arange(count, dtype=jnp.int32), tiles))
 
 
-def _attend_earlier(
-    earlier: Earlier,
+def _attend_prior(
+    prior: PriorRows,
     window: int | None,
     cap: float | None,
     queries: tuple[Float[Array, "n tiles m d"], Int[Array, "n tiles m"]],
@@ -190,19 +190,19 @@ def _attend_earlier(
         return attend((state, tiles, rows, *_heads(block)))
 
     def visit(number: Array, state: Softmax) -> Softmax:
-        return update(state, earlier.block(number))
+        return update(state, prior.block(number))
 
     def visit_ahead(number: Array, carry: tuple[Softmax, Block]) -> tuple[Softmax, Block]:
         state, block = carry
-        following = earlier.block(number + 1)  # read during attention to this block
+        following = prior.block(number + 1)  # read during attention to this block
         return update(state, block), following
 
     first = jnp.int32(0)
     if together:
-        carry = (state, earlier.block(first))
-        state = lax.fori_loop(first, earlier.blocks, visit_ahead, carry)[0]
+        carry = (state, prior.block(first))
+        state = lax.fori_loop(first, prior.blocks, visit_ahead, carry)[0]
     else:
-        state = lax.fori_loop(first, earlier.blocks, visit, state)
+        state = lax.fori_loop(first, prior.blocks, visit, state)
     return jax.tree.map(lambda x: _regrouped(x, narrow), state)
 
 

@@ -6,15 +6,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
+from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.cache.layers import Cache, DenseLayer, Local, Resident, Sliding
+from infinigen_jax.cache.layers import DenseLayer, Local, Resident, Sliding
 from infinigen_jax.decode.compiler_options import layer_options
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.pool_flush import start_kept, start_pool
 from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
+from infinigen_jax.prefill.attention_mass import attention_mass
 from infinigen_jax.prefill.layer import chunk_layer, device_rows, host_rows, keep_rows
-from infinigen_jax.prefill.received_attention import attention_received
 from infinigen_jax.programs.program import Program
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.transfer.host_weights import await_copy, start_next
@@ -96,9 +97,9 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         window: int | None,
     ) -> tuple[Array, Array, Any]:
         upcoming, x = start_next(stored, x)
-        earlier = device_rows(local, span, decoder.dtype)
+        prior = device_rows(local, span, decoder.dtype)
         layer = decoder.blueprint.layer(params)
-        result = chunk_layer(layer, x, span, lengths, earlier, window, cap)
+        result = chunk_layer(layer, x, span, lengths, prior, window, cap)
         upcoming, x = await_copy(upcoming, result.x)
         return x, result.rows, upcoming
 
@@ -120,15 +121,15 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         observed: bool,
     ) -> tuple[Array, Array, Any, Any]:
         upcoming, x = start_next(stored, x)
-        earlier = host_rows(decoder, host, number, scales, span)
+        prior = host_rows(decoder, host, number, scales, span)
         layer = decoder.blueprint.layer(params)
-        result = chunk_layer(layer, x, span, lengths, earlier, cap=cap)
+        result = chunk_layer(layer, x, span, lengths, prior, cap=cap)
         upcoming, x = await_copy(upcoming, result.x)
         if not observed:
             return x, result.rows, None, upcoming
         log_sum = result.attended.log_sum
-        received = attention_received(result.queries, result.keys, log_sum, span, earlier, cap)
-        return x, result.rows, (result.queries, received), upcoming
+        mass = attention_mass(result.queries, result.keys, log_sum, span, prior, cap)
+        return x, result.rows, (result.queries, mass), upcoming
 
     def last(
         x: Float[Array, "b c e"], span: Span, before: Float[Array, "b e"]

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float
 
 from infinigen_jax.cuda.first_use import OFF, SWITCH
 from infinigen_jax.ops.attention import Softmax, join_softmax
-from infinigen_jax.prefill.earlier_rows import NOWHERE, Attended, Block, Earlier, Rows
+from infinigen_jax.prefill.prior_rows import NOWHERE, Attended, Block, PriorRows, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ TOLERANCE, LOG_TOLERANCE = 0.03, 0.005
 def usable(
     q: Float[Array, "b c h d"],
     kv_heads: int,
-    earlier: Earlier | None = None,
+    prior: PriorRows | None = None,
     window: int | None = None,
 ) -> bool:
     """Whether attention of these queries, traced now, should use the kernel."""
@@ -47,7 +47,7 @@ def usable(
     mesh = jax.typeof(q).sharding.mesh
     if not mesh.empty and mesh.size > 1:
         return False
-    dtype, block = q.dtype.name, None if earlier is None else earlier.size
+    dtype, block = q.dtype.name, None if prior is None else prior.size
     if unavailable(dtype, q.shape[-1], window is not None) is not None:
         return False
     return refusal(dtype, q.shape, kv_heads, block, window) is None
@@ -91,7 +91,7 @@ def refusal(
         dtype: name of the queries' dtype.
         shape: shape of the queries [b, c, h, d].
         kv_heads: number of KV heads.
-        block: earlier rows per block; None without earlier rows.
+        block: prior rows per block; None without prior rows.
         window: sliding window, if any.
     """
     b, c, h, d = shape
@@ -122,7 +122,7 @@ def _warn(what: str, reason: str) -> None:
 
 
 def attend(
-    earlier: Earlier | None,
+    prior: PriorRows | None,
     window: int | None,
     q: Float[Array, "b c h d"],
     keys: Float[Array, "b c k d"],
@@ -131,44 +131,44 @@ def attend(
     """Return the result of `prefill.attention.attend_chunk`."""
     q, keys, values = (x.swapaxes(1, 2) for x in (q, keys, values))
     state = _kernel(q, keys, values, causal=True, window=window)
-    if earlier is not None:
-        state = _attend_earlier(earlier, window, q, state)
+    if prior is not None:
+        state = _attend_prior(prior, window, q, state)
     output = (state.weighted / state.total[..., None]).astype(q.dtype)
     log_sum = state.peak + jnp.log(state.total)
     return Attended(output.swapaxes(1, 2), log_sum.swapaxes(1, 2))
 
 
-def _attend_earlier(
-    earlier: Earlier, window: int | None, q: Float[Array, "b h c d"], state: Softmax
+def _attend_prior(
+    prior: PriorRows, window: int | None, q: Float[Array, "b h c d"], state: Softmax
 ) -> Softmax:
     """Attend to the blocks before the chunk as well; each is read during attention to the last."""
 
     def visit(number: Array, carry: tuple[Softmax, Rows], whole: bool) -> tuple[Softmax, Rows]:
         state, rows = carry
-        next_rows = earlier.rows(number + 1)
+        next_rows = prior.rows(number + 1)
         if whole:
             part = _kernel(q, rows.keys, rows.values)
         else:
-            part = _attend_block(earlier.placed(number, rows), earlier, window, q)
+            part = _attend_block(prior.placed(number, rows), prior, window, q)
         return join_softmax(state, part), next_rows
 
     first = jnp.int32(0)
-    carry = (state, earlier.rows(first))
+    carry = (state, prior.rows(first))
     # With a sliding window every block may need a mask.
-    whole = first if window is not None else earlier.whole_blocks
+    whole = first if window is not None else prior.whole_blocks
     carry = lax.fori_loop(first, whole, functools.partial(visit, whole=True), carry)
-    carry = lax.fori_loop(whole, earlier.blocks, functools.partial(visit, whole=False), carry)
+    carry = lax.fori_loop(whole, prior.blocks, functools.partial(visit, whole=False), carry)
     return carry[0]
 
 
 def _attend_block(
-    block: Block, earlier: Earlier, window: int | None, q: Float[Array, "b h c d"]
+    block: Block, prior: PriorRows, window: int | None, q: Float[Array, "b h c d"]
 ) -> Softmax:
     visible = (block.positions < NOWHERE)[:, None, None]
     # The mask is added to the scores, so keys in unwritten slots must not be NaN.
     keys = jnp.where(visible.swapaxes(2, 3), block.keys, 0)
     if window is not None:
-        row = earlier.start[:, None] + jnp.arange(q.shape[2], dtype=jnp.int32)[None]
+        row = prior.start[:, None] + jnp.arange(q.shape[2], dtype=jnp.int32)[None]
         distance = row[:, None, :, None] - block.positions[:, None, None]
         visible = visible & (distance < window)
     mask = jnp.broadcast_to(visible, (q.shape[0], 1, q.shape[2], keys.shape[2]))
@@ -221,8 +221,8 @@ def _error(dtype: Any, head_dim: int, window: int | None) -> float:
         keys, values = (lax.dynamic_slice_in_dim(x, at, size, axis=2) for x in before)
         return keys, values
 
-    earlier = Earlier(read, size, capacity, jnp.asarray(start))
-    run = jax.jit(functools.partial(attend, earlier, window))
+    prior = PriorRows(read, size, capacity, jnp.asarray(start))
+    run = jax.jit(functools.partial(attend, prior, window))
     result = run(*(x.swapaxes(1, 2) for x in (q, *chunk_rows)))
     seen_rows = [np.where(written, x, 0) for x in before]
     rows = [

@@ -15,7 +15,7 @@ from infinigen_jax.models.base import Layer
 from infinigen_jax.ops.bit_storage import from_kept
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.attention import attend_chunk
-from infinigen_jax.prefill.earlier_rows import BLOCK, Attended, Earlier
+from infinigen_jax.prefill.prior_rows import BLOCK, Attended, PriorRows
 
 
 class Done(NamedTuple):
@@ -40,7 +40,7 @@ def chunk_layer(
     x: Float[Array, "b c e"],
     span: Span,
     lengths: Int[Array, " b"] | None = None,
-    earlier: Earlier | None = None,
+    prior: PriorRows | None = None,
     window: int | None = None,
     cap: float | None = None,
 ) -> Done:
@@ -51,8 +51,8 @@ def chunk_layer(
         x: hidden states of the chunk.
         span: positions of the chunk's tokens.
         lengths: lengths of the sequences after all chunks; by default the span's end.
-        earlier: rows before the chunk; None for none.
-        window: number of tokens that a token attends to; None for all earlier ones.
+        prior: rows before the chunk; None for none.
+        window: number of tokens that a token attends to; None for all prior ones.
         cap: bound of the scores, see `ops.attention.soft_capped`.
     """
     positions = span.positions(x.shape[1])
@@ -61,14 +61,14 @@ def chunk_layer(
     keys, values = layer.key_value(a, positions, whole)
     queries = layer.query(a, positions, whole)
     with jax.named_scope("attention"):
-        attended = attend_chunk(queries, keys, values, earlier, window, cap)
+        attended = attend_chunk(queries, keys, values, prior, window, cap)
     x = x + layer.attention_output(attended.output)
     x = x + layer.mlp(x)
     rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
     return Done(x, rows, queries, keys, attended)
 
 
-def device_rows(local: DenseLayer | Sliding, span: Span, dtype: Any) -> Earlier:
+def device_rows(local: DenseLayer | Sliding, span: Span, dtype: Any) -> PriorRows:
     """Return the rows before a chunk of a layer whose cache is on the device."""
     capacity = local.keys.shape[2]
 
@@ -80,12 +80,12 @@ def device_rows(local: DenseLayer | Sliding, span: Span, dtype: Any) -> Earlier:
     positions = None
     if isinstance(local, Sliding):
         positions = local.slots.positions(span.start - 1)
-    return Earlier(read, min(BLOCK, capacity), capacity, span.start, positions)
+    return PriorRows(read, min(BLOCK, capacity), capacity, span.start, positions)
 
 
 def host_rows(
     decoder: Decoder, host: Shaped[Array, "l a k t w"], number: Array, scales: Any, span: Span
-) -> Earlier:
+) -> PriorRows:
     """Return a host layer's rows before a chunk."""
     batch = span.start.shape[0]
     capacity = capacity_of(host, batch)
@@ -95,7 +95,7 @@ def host_rows(
         keys, values = jnp.split(decoder.row_format.decode(scales, stored), 2, axis=-1)
         return keys, values
 
-    return Earlier(read, min(BLOCK, capacity), capacity, span.start)
+    return PriorRows(read, min(BLOCK, capacity), capacity, span.start)
 
 
 def keep_rows(

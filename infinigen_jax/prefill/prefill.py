@@ -1,7 +1,7 @@
 """Prefill: read prompts, or add tokens to an existing cache, chunk by chunk and layer by layer.
 
     for each chunk          the same compiled functions for all of them
-        for each layer      attention over the chunk itself and over all earlier rows, which
+        for each layer      attention over the chunk itself and over all prior rows, which
                             come from the host block by block; then its rows are stored
     draw                    sample from the last token of each sequence
 
@@ -14,7 +14,7 @@ the result of one does not depend on the others (see `ops.span`). A host pool is
 and cannot be extended, because rows that it dropped are no longer available.
 
 With exact rows the result equals that of one piece except for rounding. With int8 or int4 rows a
-chunk attends to earlier rows in their stored form, scaled by the sequence's first chunk. Their
+chunk attends to prior rows in their stored form, scaled by the sequence's first chunk. Their
 chunk length is therefore fixed, independent of the longest sequence. Every policy attends to all
 rows during prefill.
 """
@@ -25,8 +25,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
+from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, allocate_host
-from infinigen_jax.cache.layers import Cache, DenseLayer
+from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.decode.steps import flush_cache
@@ -270,7 +271,7 @@ def _layers(
 ) -> tuple[Array, Cache]:
     """Compute all layers over a chunk.
 
-    Reading earlier rows and writing the chunk's rows are two programs: in one program XLA would
+    Reading prior rows and writing the chunk's rows are two programs: in one program XLA would
     copy the whole cache between them.
     """
     run, policy = prefill_steps(decoder), decoder.policy

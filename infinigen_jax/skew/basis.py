@@ -123,9 +123,9 @@ def balanced_basis(
     queries = statistics.query_gram / (statistics.tokens * statistics.group)
     query_root, query_inverse = _roots(queries, QUERY_RIDGE)
     key_root, key_inverse = _roots(statistics.key_covariance, KEY_RIDGE)
-    u, spread, vt = np.linalg.svd(query_root @ key_root)
-    v, scale = vt.swapaxes(1, 2), np.sqrt(spread)[:, None, :]
-    return query_inverse @ u * scale, key_inverse @ v * scale, spread
+    u, singular, vt = np.linalg.svd(query_root @ key_root)
+    v, scale = vt.swapaxes(1, 2), np.sqrt(singular)[:, None, :]
+    return query_inverse @ u * scale, key_inverse @ v * scale, singular
 
 
 class GuessMoments(NamedTuple):
@@ -181,9 +181,9 @@ def reduced_rank_basis(
     count = statistics.tokens * statistics.group
     _, guess_inverse = _roots(guess.gram / count, QUERY_RIDGE)
     key_root, key_inverse = _roots(statistics.key_covariance, KEY_RIDGE)
-    u, spread, vt = np.linalg.svd(guess_inverse @ (guess.cross / count) @ key_root)
-    v, scale = vt.swapaxes(1, 2), np.sqrt(spread)[:, None, :]
-    return guess_inverse @ u * scale, key_inverse @ v * scale, spread
+    u, singular, vt = np.linalg.svd(guess_inverse @ (guess.cross / count) @ key_root)
+    v, scale = vt.swapaxes(1, 2), np.sqrt(singular)[:, None, :]
+    return guess_inverse @ u * scale, key_inverse @ v * scale, singular
 
 
 def absorb(

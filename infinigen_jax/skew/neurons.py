@@ -134,9 +134,9 @@ class Mlp:
             query: the later layer's query projection, including its norm's scale.
             number: number of neurons.
         """
-        spread = np.asarray(_variances(config, whole, stand_in, valid), np.float64)
+        variances = np.asarray(_variances(config, whole, stand_in, valid), np.float64)
         effect = np.square(np.asarray(self.down, np.float64) @ np.asarray(query, np.float64))
-        best = np.sort(np.argsort(-spread * effect.sum(axis=1), kind="stable")[:number])
+        best = np.sort(np.argsort(-variances * effect.sum(axis=1), kind="stable")[:number])
         return {name: picked(config, part, best) for name, part in whole.items()}
 
 

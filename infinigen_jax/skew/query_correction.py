@@ -61,8 +61,8 @@ def corrected_projection(
         h = np.asarray(neurons, np.float64)
         # Scaled to the inputs' variance, so that a ridge affects both equally; neurons that vary
         # most are shrunk least.
-        spread = np.mean(np.var(x, axis=0)), np.mean(np.var(h, axis=0))
-        unit = np.sqrt(spread[0] / spread[1]) if min(spread) > 0 else 0.0
+        variances = np.mean(np.var(x, axis=0)), np.mean(np.var(h, axis=0))
+        unit = np.sqrt(variances[0] / variances[1]) if min(variances) > 0 else 0.0
         x = np.concatenate([x, h * unit], axis=1)
     train = len(x) - len(x) // HELD_OUT
     ridge = np.inf

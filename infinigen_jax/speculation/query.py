@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.models.joined import split
+from infinigen_jax.models.packed import split
 from infinigen_jax.ops.attention import soft_capped
 from infinigen_jax.skew.neurons import INNER, projected
 

@@ -1,7 +1,7 @@
 """Transfer protocol: move requested rows from host to device during a layer's work.
 
     ticket = transfer.start(host, layer, request, hot_rows, plan, mesh)    after the speculation
-    ticket, q = transfer.behind(ticket, q)
+    ticket, q = transfer.order(ticket, q)
     ...                                                                    attention and MLP
     x, rows, hot_rows = transfer.wait(ticket, x)                           for the next layer
 
@@ -57,11 +57,11 @@ class Transfer(Protocol):
             mesh: mesh of the host cache.
 
         Returns:
-            A ticket for `behind` and `wait`.
+            A ticket for `order` and `wait`.
         """
         ...
 
-    def behind(self, ticket: Any, q: Array) -> tuple[Any, Array]:
+    def order(self, ticket: Any, q: Array) -> tuple[Any, Array]:
         """Order the start before the overlapping work, which begins with q."""
         ...
 

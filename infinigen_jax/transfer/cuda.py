@@ -72,7 +72,7 @@ class CudaTransfer:
         out = _gather_specs(plan is not None)
         return Ticket(_sharded(local, mesh, _specs(len(arrays)), out)(*arrays), mesh)
 
-    def behind(self, ticket: Ticket, q: Array) -> tuple[Ticket, Array]:
+    def order(self, ticket: Ticket, q: Array) -> tuple[Ticket, Array]:
         """Order the start before the work that it should overlap with.
 
         XLA orders launches by data dependencies alone. Without this one the start could be launched

@@ -59,7 +59,7 @@ class XlaTransfer:
         )
         return rows, hot_rows
 
-    def behind(self, ticket: Any, q: Array) -> tuple[Any, Array]:
+    def order(self, ticket: Any, q: Array) -> tuple[Any, Array]:
         return ticket, q  # XLA starts copies as early as possible
 
     def wait(

@@ -91,11 +91,11 @@ def test_error_of_each_group_is_bounded(name, dtype):
     _, back = round_trip(form, rows)
     assert back.dtype == jnp.dtype(dtype)
     exact, back = (np.asarray(x.astype(jnp.float32), np.float64) for x in (rows, back))
-    centre, spread = (np.asarray(x)[:, :, None] for x in scales)
-    groups = ((exact - centre) / spread).reshape(2, 2, 40, 2 * form.groups, -1)
+    centre, scale = (np.asarray(x)[:, :, None] for x in scales)
+    groups = ((exact - centre) / scale).reshape(2, 2, 40, 2 * form.groups, -1)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     step = (1 + 2.0**-7) * (high - low + 2.0**-7 * np.abs(low)) / (2 ** BITS[name] - 1)
-    bound = np.broadcast_to(step / 2, groups.shape).reshape(exact.shape) * spread
+    bound = np.broadcast_to(step / 2, groups.shape).reshape(exact.shape) * scale
     rounding = float(jnp.finfo(dtype).eps) / 2 * np.abs(back) + 1e-5
     assert (np.abs(back - exact) <= bound + rounding).all()
 
@@ -121,7 +121,7 @@ def test_centred_keys_stand_large_means_that_plain_groups_do_not():
         rows = random_rows(n=200, d=d, outliers=outliers)
         scales = fit(form, rows, jnp.asarray([200, 200]))
         plain = scales._replace(
-            centre=jnp.zeros_like(scales.centre), spread=jnp.ones_like(scales.spread)
+            centre=jnp.zeros_like(scales.centre), scale=jnp.ones_like(scales.scale)
         )
         for chosen in (scales, plain):
             back = decode(form, chosen, encode(form, chosen, rows))
@@ -133,10 +133,10 @@ def test_centred_keys_stand_large_means_that_plain_groups_do_not():
 def test_values_are_stored_as_they_are():
     rows = random_rows(outliers=5.0)
     scales = fit(row_format("int4", "float32", 32), rows, jnp.asarray([40, 3]))
-    assert not scales.centre[..., 32:].any() and (scales.spread[..., 32:] == 1).all()
-    exponent = np.log2(np.asarray(scales.spread))
+    assert not scales.centre[..., 32:].any() and (scales.scale[..., 32:] == 1).all()
+    exponent = np.log2(np.asarray(scales.scale))
     np.testing.assert_array_equal(exponent, np.round(exponent))
-    assert scales.centre.shape == scales.spread.shape == (2, 2, 64)
+    assert scales.centre.shape == scales.scale.shape == (2, 2, 64)
 
 
 @pytest.mark.parametrize("name", BITS)
@@ -194,7 +194,7 @@ def test_prompts_of_one_token_and_of_equal_tokens(name, number):
     for length in (1, 6):
         scales = fit(form, rows, jnp.asarray([length]))
         assert all(bool(jnp.isfinite(x).all()) for x in scales)
-        assert (scales.spread > 0).all()
+        assert (scales.scale > 0).all()
         back = decode(form, scales, encode(form, scales, rows))
         np.testing.assert_allclose(back, rows, rtol=2.0**-9)
     scales = fit(form, rows, jnp.asarray([1]))

@@ -160,7 +160,7 @@ def test_refusals_in_one_line(ask):
         "org/sharded@odd@": "has no revision 'odd' on the hub",
         "org/quantised@@": "name a .gguf file of it as org/quantised/FILE.gguf",
         "org/quantised/c.gguf@@": "no such file on the hub",
-        "./org/sharded@main@": "--revision main: ./org/sharded is not a model on the hub",
+        "./org/sharded@main@": "revision main: ./org/sharded is not a model on the hub",
     }
     for (request, message), line in zip(wanted.items(), ask(*wanted), strict=True):
         assert message in line and request.partition("@")[0] in line
@@ -174,5 +174,5 @@ def test_a_path_goes_first(tmp_path, monkeypatch):
     (tmp_path / "org" / "sharded").mkdir(parents=True)
     assert fetched("org/sharded") == Path("org/sharded")
     assert fetched(tmp_path / "a" / "b") == tmp_path / "a" / "b"
-    with pytest.raises(InputError, match="--revision x: org/sharded is not"):
+    with pytest.raises(InputError, match="revision x: org/sharded is not"):
         fetched("org/sharded", "x")

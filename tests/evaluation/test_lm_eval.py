@@ -13,7 +13,7 @@ from runtime import SPARSE, engine, random_model
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.likelihood import Continuation, likelihoods
-from infinigen_jax.evaluation.texts import beginning, prefixed, split_behind
+from infinigen_jax.evaluation.texts import beginning, prefixed, split_context
 from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.models import blueprint
 from infinigen_jax.models.forward import forward
@@ -88,18 +88,18 @@ def test_contexts_and_texts_are_told_apart():
 
     tokenizer = AutoTokenizer.from_pretrained(str(embedded()))
     for context, text in (("The cat sat on", " the mat."), ("The cat ", "sat"), ("A", "b")):
-        head, tail = split_behind(tokenizer, context, text, 7)
+        head, tail = split_context(tokenizer, context, text, 7)
         assert head + tail == prefixed(tokenizer, context + text)
         assert head and tail and tokenizer.decode(tail).endswith(text.strip())
         assert head[0] == tokenizer.encode("a")[0]  # the mark in front
     assert prefixed(tokenizer, "") == tokenizer.encode("")
-    assert split_behind(tokenizer, "", "A word.", 7) == (
+    assert split_context(tokenizer, "", "A word.", 7) == (
         tokenizer.encode(""),
         tokenizer.encode("A word.", add_special_tokens=False),
     )
     for context in ("", "A cat"):
         with pytest.raises(InputError, match="nothing to score"):
-            split_behind(tokenizer, context, "", 7)
+            split_context(tokenizer, context, "", 7)
 
 
 def test_without_a_mark_in_front_a_text_is_behind_the_one_that_ends_texts():
@@ -119,9 +119,9 @@ def test_without_a_mark_in_front_a_text_is_behind_the_one_that_ends_texts():
     first = beginning(Bare, config)
     assert first == 2
     for context, text in (("", "yes"), ("  ", "yes, it is"), ("", " ")):
-        head, tail = split_behind(Bare, context, text, first)
+        head, tail = split_context(Bare, context, text, first)
         assert head == [2] and tail == Bare.encode(context + text)
-    assert split_behind(Bare, "A", " b", first)[0] == Bare.encode("A")
+    assert split_context(Bare, "A", " b", first)[0] == Bare.encode("A")
 
 
 class Request(NamedTuple):
@@ -138,7 +138,7 @@ def test_the_harness():
     lm: Any = InfiniGenLM(Engine(model, policy=Full()), batch_size=2)
     pairs = [("The old man", " went home."), ("", "A word.")]
     found = lm.loglikelihood([Request(pair) for pair in pairs], disable_tqdm=True)
-    head, tail = split_behind(tokenizer, *pairs[0], first=0)
+    head, tail = split_context(tokenizer, *pairs[0], first=0)
     assert found[0][0] == pytest.approx(expected(model, Continuation(head, tail))[0], abs=1e-3)
     (total,) = lm.loglikelihood_rolling([Request(("A word.",))], disable_tqdm=True)
     assert found[1][0] == pytest.approx(total, abs=1e-3)

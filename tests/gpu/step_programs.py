@@ -18,8 +18,8 @@ from compile_for_gpu import Program, compile_for_gpu
 from jax._src.cudnn import fused_attention_stablehlo
 
 from infinigen_jax import cuda
+from infinigen_jax.cache.cache import Cache, HostLayer
 from infinigen_jax.cache.host_array import Placement, default_mesh
-from infinigen_jax.cache.layers import Cache, HostLayer
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.pool_flush import start_kept
 from infinigen_jax.decode.state import (

@@ -19,7 +19,7 @@ from reading import (
     schedule,
 )
 
-from infinigen_jax.prefill.earlier_rows import BLOCK
+from infinigen_jax.prefill.prior_rows import BLOCK
 
 BLOCK_BYTES = sp.HEADS * BLOCK * sp.ROW  # of earlier rows that a prompt's layer reads
 CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax")  # without a mask, with one
@@ -121,7 +121,7 @@ def test_flush_into_a_pool_is_in_place():
 
 
 def test_prompt_layer_reads_the_host_cache_where_it_is():
-    """Earlier rows come block by block, whatever the capacity."""
+    """PriorRows rows come block by block, whatever the capacity."""
     program = sp.prompt_layer()
     assert program.memory["host_temp"] == 0
     assert_no_copy_larger_than(program, sp.LAYER_BYTES // 4)

@@ -18,8 +18,9 @@ from placeholders import register_placeholder
 from reading import schedule
 
 from infinigen_jax import cuda
+from infinigen_jax.cache.cache import HostLayer
 from infinigen_jax.cache.host_array import default_mesh
-from infinigen_jax.cache.layers import HostLayer, Resident
+from infinigen_jax.cache.layers import Resident
 from infinigen_jax.cuda.launch import LAUNCH
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.sparse_attention import tail_blocks

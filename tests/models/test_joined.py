@@ -11,7 +11,7 @@ from runtime import SPARSE, engine, random_model
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.models import blueprint
-from infinigen_jax.models.joined import join, split
+from infinigen_jax.models.packed import join, split
 from infinigen_jax.transfer import XlaTransfer
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from runtime import SPARSE, random_model
 
+from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, default_mesh
-from infinigen_jax.cache.layers import Cache
 from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.engine import Engine

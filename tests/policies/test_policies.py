@@ -165,15 +165,15 @@ def test_h2o_evicts_for_good():
     """Steps against a list of what each head still has."""
     policy = H2O(**settings())
     rng = np.random.default_rng(0)
-    received = rng.random((B, K, T)).astype(np.float32)
-    state, gone = jnp.asarray(received), [[set() for _ in range(K)] for _ in range(B)]
+    mass = rng.random((B, K, T)).astype(np.float32)
+    state, gone = jnp.asarray(mass), [[set() for _ in range(K)] for _ in range(B)]
     global POSITIONS
     before = POSITIONS
     try:
         for _ in range(6):
             got = chosen(policy, state)
             for i, j in np.ndindex(B, K):
-                alive = np.where(np.isin(np.arange(T), list(gone[i][j])), -1.0, received[i, j])
+                alive = np.where(np.isin(np.arange(T), list(gone[i][j])), -1.0, mass[i, j])
                 left = [slot for slot in eligible(i) if slot not in gone[i][j]]
                 order = sorted(left, key=lambda slot: (-alive[slot], slot))
                 assert got[i][j] == set(order[: budget(i)])
@@ -185,8 +185,8 @@ def test_h2o_evicts_for_good():
             resident = np.asarray(Slots(SINKS, RECENT).positions(at))
             recent = rng.random((B, K, resident.shape[1])).astype(np.float32)
             for i, j in np.ndindex(B, K):
-                np.add.at(received[i, j], np.asarray(request.slots)[i, j], weights[i, j])
-                np.add.at(received[i, j], resident[i], recent[i, j])
+                np.add.at(mass[i, j], np.asarray(request.slots)[i, j], weights[i, j])
+                np.add.at(mass[i, j], resident[i], recent[i, j])
             seen = Attended(
                 jnp.zeros((B, K, G, D)),
                 request.slots,
@@ -197,7 +197,7 @@ def test_h2o_evicts_for_good():
             state = policy.observe(state, seen)
             for i, j in np.ndindex(B, K):
                 left = [slot for slot in eligible(i) if slot not in gone[i][j]]
-                order = sorted(left, key=lambda slot: (-received[i, j][slot], slot))
+                order = sorted(left, key=lambda slot: (-mass[i, j][slot], slot))
                 gone[i][j] |= set(order[budget(i) :])
             POSITIONS = POSITIONS + 1
     finally:

@@ -11,7 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from infinigen_jax.prefill import attention as prompt_attention
 from infinigen_jax.prefill import cudnn_attention as fused_attention
-from infinigen_jax.prefill.earlier_rows import Earlier
+from infinigen_jax.prefill.prior_rows import PriorRows
 
 TOLERANCE = 4e-6  # float32, sums over at most some hundred terms of size 1
 D = 16
@@ -67,7 +67,7 @@ def chunk(b: int, c: int, h: int, k: int) -> Any:
     return tuple(drawn(b, c, n, D, seed=i) for i, n in enumerate((h, k, k)))
 
 
-def before(start: list[int], k: int, size: int, capacity: int, ring: bool = False) -> Earlier:
+def before(start: list[int], k: int, size: int, capacity: int, ring: bool = False) -> PriorRows:
     """Rows before a chunk; NaN where none was written."""
     slots = np.arange(capacity)
     ends = np.array(start, np.int32)[:, None]
@@ -83,7 +83,7 @@ def before(start: list[int], k: int, size: int, capacity: int, ring: bool = Fals
         return tuple(jax.lax.dynamic_slice_in_dim(x, at, n, axis=2) for x in (keys, values))
 
     kept = jnp.asarray(np.where(there, positions, -1), jnp.int32) if ring else None
-    return Earlier(read, size, capacity, jnp.asarray(start, jnp.int32), kept)
+    return PriorRows(read, size, capacity, jnp.asarray(start, jnp.int32), kept)
 
 
 CASES: dict[str, tuple[Any, int | None]] = {  # of `before`, and the window

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from runtime import ALL, NEW, RAGGED, SPARSE, engine, random_model, tokens_of
 
-from infinigen_jax.cache.layers import Cache, Resident
+from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.layers import Resident
 from infinigen_jax.decode.steps import flush_cache, steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import H2O, Full, InfiniGenPaper, Oracle, Policy, PreviousQuery, Quest

@@ -14,9 +14,9 @@ from infinigen_jax.cache.layers import Sliding
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import attention as prompt_attention
 from infinigen_jax.prefill.attention import attend_chunk, causal_attention
-from infinigen_jax.prefill.earlier_rows import Earlier
+from infinigen_jax.prefill.attention_mass import attention_mass
 from infinigen_jax.prefill.layer import device_rows
-from infinigen_jax.prefill.received_attention import attention_received
+from infinigen_jax.prefill.prior_rows import PriorRows
 
 TOLERANCE = 4e-6  # float32, sums over at most some hundred terms of size 1
 
@@ -54,7 +54,7 @@ def attend(request) -> Any:
     """`attend_chunk`, both ways of going through the heads: the accelerators' is the second."""
 
     def run(
-        q: Any, keys: Any, values: Any, earlier: Earlier | None = None, window: int | None = None
+        q: Any, keys: Any, values: Any, earlier: PriorRows | None = None, window: int | None = None
     ) -> Any:
         together = request.param == "together"
         attend = functools.partial(prompt_attention._attend, earlier, window, together)
@@ -134,12 +134,12 @@ def stored(keys: Any, values: Any, capacity: int) -> list[jax.Array]:
     ]
 
 
-def earlier_rows(tables: list[jax.Array], size: int, starts: Any) -> Earlier:
+def earlier_rows(tables: list[jax.Array], size: int, starts: Any) -> PriorRows:
     def read(at: jax.Array, size: int) -> tuple[Any, Any]:
         keys, values = (jax.lax.dynamic_slice_in_dim(x, at, size, axis=2) for x in tables)
         return keys, values
 
-    return Earlier(read, size, tables[0].shape[2], jnp.asarray(starts, jnp.int32))
+    return PriorRows(read, size, tables[0].shape[2], jnp.asarray(starts, jnp.int32))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_attention_that_slots_receive(starts, counts):
     span = Span(jnp.array(starts, jnp.int32), jnp.array(counts, jnp.int32))
     before = earlier_rows(stored(keys, values, 45), 8, starts)
     log_sum = attend_chunk(own[0], own[1], own[2], before).log_sum
-    got = attention_received(own[0], own[1], log_sum, span, before)
+    got = attention_mass(own[0], own[1], log_sum, span, before)
     weights = weights_of(q, keys).sum(axis=2)  # [b, k, query, key]
     expected = np.zeros((2, 2, 45))
     for i in range(2):

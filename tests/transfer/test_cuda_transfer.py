@@ -64,7 +64,7 @@ def step(transfer: Any, host: Any, layer: Any, wanted: Request, hot: Any, planne
     """Rows and hot rows, with work between start and wait; padding is made zeros."""
     ticket = transfer.start(host, layer, wanted, hot, planned, default_mesh())
     if isinstance(transfer, CudaTransfer):
-        ticket, x = transfer.behind(ticket, x)
+        ticket, x = transfer.order(ticket, x)
     x = jnp.tanh(x)
     x, rows, hot = transfer.wait(ticket, x)
     return x, jnp.where(wanted.valid[..., None], rows, 0), hot

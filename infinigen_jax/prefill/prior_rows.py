@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-BLOCK = 1024  # tokens in a block of earlier rows
+BLOCK = 1024  # tokens in a block of prior rows
 NOWHERE = 2**30  # position of invalid rows, larger than that of any token
 
 
-class Earlier(NamedTuple):
+class PriorRows(NamedTuple):
     """Rows before a chunk, read in blocks.
 
     Attributes:

@@ -6,17 +6,17 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.ops.attention import soft_capped
 from infinigen_jax.ops.span import Span
-from infinigen_jax.prefill.earlier_rows import Earlier
+from infinigen_jax.prefill.prior_rows import PriorRows
 
 QUERIES = 256  # queries per tile
 
 
-def attention_received(
+def attention_mass(
     q: Float[Array, "b c h d"],
     keys: Float[Array, "b c k d"],
     log_sum: Float[Array, "b c h"],
     span: Span,
-    earlier: Earlier,
+    prior: PriorRows,
     cap: float | None = None,
 ) -> Float[Array, "b k t"]:
     """Return the attention weight of each slot, summed over queries and query heads of a KV head.
@@ -28,7 +28,7 @@ def attention_received(
         keys: keys of the chunk, rotated.
         log_sum: from `attend_chunk`.
         span: positions of the chunk's tokens.
-        earlier: rows before the chunk.
+        prior: rows before the chunk.
         cap: bound of the scores, see `ops.attention.soft_capped`.
     """
     position = span.positions(q.shape[1])
@@ -37,14 +37,14 @@ def attention_received(
     queries = (q, log_sum, position)
 
     def visit(number: Array, total: Array) -> Array:
-        block = earlier.block(number)
+        block = prior.block(number)
         weights = _received(queries, block.keys, block.positions, cap)
-        previous = lax.dynamic_slice_in_dim(total, block.at, earlier.size, axis=2)
+        previous = lax.dynamic_slice_in_dim(total, block.at, prior.size, axis=2)
         return lax.dynamic_update_slice_in_dim(total, previous + weights, block.at, axis=2)
 
     b, k = q.shape[0], keys.shape[2]
-    total = jnp.zeros((b, k, earlier.capacity), jnp.float32)
-    total = lax.fori_loop(jnp.int32(0), earlier.blocks, visit, total)
+    total = jnp.zeros((b, k, prior.capacity), jnp.float32)
+    total = lax.fori_loop(jnp.int32(0), prior.blocks, visit, total)
     own_weights = _received(queries, keys.swapaxes(1, 2), position, cap)
     at = (jnp.arange(b)[:, None, None], jnp.arange(k)[None, :, None], position[:, None])
     return total.at[at].add(own_weights, mode="drop")
