@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from infinigen_jax.checkpoint.safetensors import countable, map_file
+from infinigen_jax.checkpoint.safetensors import countable, map_file, release_pages
 from infinigen_jax.errors import InputError, UnsupportedModelError
 
 VERSIONS = (2, 3)
@@ -88,6 +88,11 @@ class GgufFile:
         with np.errstate(all="ignore"):  # damaged scales; the caller checks that values are finite
             whole = self._package.quants.dequantize(raw.reshape(rows, -1), tensor.kind)
         return whole.reshape(tensor.shape)
+
+    def release(self, name: str) -> None:
+        """Drop a tensor's pages from this process's memory."""
+        tensor = self.tensors[name]
+        release_pages(self._map, tensor.begin, tensor.begin + tensor.size)
 
     def _placed(
         self, entries: Mapping[str, tuple[tuple[int, ...], int, int]], end: int

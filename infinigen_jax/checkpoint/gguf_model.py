@@ -135,7 +135,8 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
         shift = found[1].shift if name.endswith("norm.weight") else 0
         read = functools.partial(_read, file, name, turned, shift)
         full = _full_name(name, found[1])
-        sources[full] = TensorSource(full, file.path, tensor.shape, tensor.dtype, read)
+        release = functools.partial(file.release, name)
+        sources[full] = TensorSource(full, file.path, tensor.shape, tensor.dtype, read, release)
     return sources
 
 

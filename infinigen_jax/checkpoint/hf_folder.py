@@ -43,13 +43,17 @@ SIDE_FILES = (
 
 
 class TensorSource(NamedTuple):
-    """A tensor in a checkpoint: its name, file, shape and dtype, and a function that reads it."""
+    """A tensor in a checkpoint: its name, file, shape and dtype, and functions for its data.
+
+    `read` may return a view of the mapped file; `release` drops the pages that were read.
+    """
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[], np.ndarray]
+    release: Callable[[], None] = lambda: None
 
 
 def checked_folder(path: str | Path) -> Path:
@@ -142,12 +146,14 @@ def open_file(path: Path) -> dict[str, TensorSource]:
     """Open the tensors of one file, keyed by name."""
     file: SafetensorsFile | TorchFile
     file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
-    return {
-        name: TensorSource(
-            name, path, tensor.shape, tensor.dtype, functools.partial(file.read, name)
-        )
-        for name, tensor in file.tensors.items()
-    }
+    sources = {}
+    for name, tensor in file.tensors.items():
+        read = functools.partial(file.read, name)
+        sources[name] = TensorSource(name, path, tensor.shape, tensor.dtype, read)
+        if isinstance(file, SafetensorsFile):
+            release = functools.partial(file.release, name)
+            sources[name] = sources[name]._replace(release=release)
+    return sources
 
 
 def _why_no_weights(folder: Path) -> str:

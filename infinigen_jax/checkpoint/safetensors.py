@@ -83,6 +83,11 @@ class SafetensorsFile:
         flat = np.frombuffer(self._map, info.dtype, count=count, offset=info.begin)
         return flat.reshape(info.shape)
 
+    def release(self, name: str) -> None:
+        """Drop a tensor's pages from this process's memory; views stay valid and read again."""
+        info = self.tensors[name]
+        release_pages(self._map, info.begin, info.end)
+
     @property
     def content(self) -> mmap.mmap | bytes:
         """Bytes of the whole file."""
@@ -168,6 +173,13 @@ def map_file(path: Path) -> mmap.mmap | bytes:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def release_pages(mapped: mmap.mmap | bytes, begin: int, end: int) -> None:
+    """Drop the pages of a mapped range, which count as memory of the process once they are read."""
+    if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        begin -= begin % mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 class SafetensorsWriter:

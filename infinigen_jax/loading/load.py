@@ -277,14 +277,19 @@ def _load_converted(
         # Never alias the mapped file, which may be overwritten while the model is in use.
         return _joined([jax.device_put(p, may_alias=False) for p in parts], transform, dtype)
 
+    def tree(tensors: list[Slot]) -> Params:
+        # The file may change, and its pages may be dropped, after the copies are complete.
+        read = jax.block_until_ready(read_tree(tensors, sources, join))
+        for tensor in tensors:
+            sources[tensor.name].release()
+        return read
+
     def layer(number: int, tensors: list[Slot]) -> Params:
-        return placed(plan.complete(number, read_tree(tensors, sources, join)), weights)
+        return placed(plan.complete(number, tree(tensors)), weights)
 
     with ThreadPoolExecutor(READERS) as pool:
         layers = pool.map(layer, itertools.count(), slots.layers)
-        embedding = read_tree(slots.embedding, sources, join)
-        params = {"embedding": embedding, "layers": list(layers)}
-    # Copies may be in progress; the file may change after this line.
+        params = {"embedding": tree(slots.embedding), "layers": list(layers)}
     jax.block_until_ready(params)
     return Model(config, params, dtype, skew=manifest.skew, path=folder, **skewing)
 
