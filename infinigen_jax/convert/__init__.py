@@ -3,12 +3,13 @@
 Imports checkpoint, skew, speculation, text, models, files. Start reading at pipeline.py.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SKEW
 
-__all__ = ["convert"]
+__all__ = ["convert", "progress_bar"]
 
 
 def convert(
@@ -73,3 +74,17 @@ def convert(
         sidecar=sidecar,
         progress=progress,
     )
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """Show a bar with the time left on stderr if it is a terminal; yields `convert`'s progress."""
+    from tqdm import tqdm
+
+    with tqdm(desc="converting", unit="layer", leave=False, disable=None, delay=0.1) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress

@@ -62,19 +62,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    from tqdm import tqdm
+    from infinigen_jax.convert import convert, progress_bar
 
-    from infinigen_jax.convert import convert
-
-    say = Messages()
-    # disable=None: a bar on terminals only, so that a log gets the lines that matter.
-    bar = tqdm(desc="converting", unit="layer", leave=False, disable=None, delay=0.1)
-
-    def progress(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-
-    with bar, say.working(f"converting {arguments.source} into {arguments.destination}"):
+    say, bar = Messages(), progress_bar()
+    with (
+        say.working(f"converting {arguments.source} into {arguments.destination}"),
+        bar as progress,
+    ):
         folder = convert(
             arguments.source,
             arguments.destination,

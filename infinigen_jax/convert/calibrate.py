@@ -6,6 +6,7 @@ input, queries, keys and values of another. All arithmetic is float32 with full-
 whatever the checkpoint's dtype.
 """
 
+import concurrent.futures
 import functools
 import hashlib
 from collections.abc import Callable
@@ -227,28 +228,29 @@ class Calibrator:
             queries, scaled, rotated and extended to all positions as in `layer`.
         """
         config, valid = self._config, np.asarray(self._valid)
-        stand_in, attention_input = (
-            np.asarray(x)[valid] for x in (self._stand_in, self._attention_input)
-        )
-        query, hidden = params["q"], None
+        assert self._stand_in is not None and self._attended is not None
+        sources = [self._stand_in] if self._input is None else [self._stand_in, self._input]
+        stand_ins = [np.asarray(source)[valid] for source in sources]
+        hidden: list[Array | None] = [None, None]  # only the first sees neurons
         if self._neuron_params:
             with jax.default_matmul_precision("highest"):
-                hidden = activations(config, self._neuron_params, jnp.asarray(stand_in))
-        kernel, bias = query["kernel"], query.get("bias")
-        fitted = corrected_projection(stand_in, attention_input, kernel, bias, hidden)
-        assert self._attended is not None
-        projection = {"kernel": fitted.kernel, "bias": fitted.bias, "outer": fitted.outer}
-        projection = {
-            n: jnp.asarray(p, jnp.float32) for n, p in projection.items() if p is not None
-        }
-        projection |= self._neuron_params
-        assert self._stand_in is not None
-        self._guesses = (self._guess(params, projection, self._stand_in),)
-        if self._input is not None:
-            seen = np.asarray(self._input)[valid]
-            plain = corrected_projection(seen, attention_input, kernel, bias)
-            plain = {n: jnp.asarray(getattr(plain, n), jnp.float32) for n in ("kernel", "bias")}
-            self._guesses += (self._guess(params, plain, self._input),)
+                hidden[0] = activations(config, self._neuron_params, jnp.asarray(stand_ins[0]))
+
+        def fit(stand_in: np.ndarray, hidden: Array | None) -> Params:
+            target, query = np.asarray(self._attention_input)[valid], params["q"]
+            fitted = corrected_projection(
+                stand_in, target, query["kernel"], query.get("bias"), hidden
+            )
+            arrays = {"kernel": fitted.kernel, "bias": fitted.bias, "outer": fitted.outer}
+            return {n: jnp.asarray(x, jnp.float32) for n, x in arrays.items() if x is not None}
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            projections = list(pool.map(fit, stand_ins, hidden))
+        projection = projections[0] = projections[0] | self._neuron_params
+        self._guesses = tuple(
+            self._guess(params, projection, source)
+            for projection, source in zip(projections, sources, strict=True)
+        )
         guesses, queries = (np.asarray(x)[valid] for x in (self._guesses[0], self._attended[1]))
         moments = guess_moments(guesses, queries, config.num_kv_heads)
         if self._places == 1:
@@ -291,7 +293,7 @@ class Calibrator:
             return {}
         mlp, norm = self._before.mlp, params["attention_norm"]
         whole = mlp.under(mlp.attention_norm if self._source == "input" else norm)
-        query = np.asarray(norm["scale"])[:, None] * np.asarray(params["q"]["kernel"])
+        query = norm["scale"][:, None] * params["q"]["kernel"]
         assert self._stand_in is not None
         valid = self._valid.astype(jnp.float32)
         return mlp.chosen(self._config, whole, self._stand_in, valid, query, self._neurons)

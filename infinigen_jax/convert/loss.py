@@ -53,8 +53,9 @@ def squared_errors(
     """
     layer, cap = blueprint(config, jnp.float32).layer(params), config.attention_softcap
 
-    def output(o: Float[Array, "n k g d"]) -> Float[Array, "n e"]:
-        return layer.attention_output(o.reshape(len(o), config.num_heads, config.head_dim))
+    def output(o: Float[Array, "*b k n g d"]) -> Float[Array, "*b n e"]:
+        o = jnp.moveaxis(o, -4, -3)
+        return layer.attention_output(o.reshape(*o.shape[:-3], config.num_heads, -1))
 
     def window(arrays: Any) -> tuple[Float[Array, ""], Float[Array, "n m"]]:
         x, *choosers, key, value, valid_tokens = arrays
@@ -62,62 +63,70 @@ def squared_errors(
         at = count - 1 - jnp.arange(STEPS, dtype=jnp.int32) * (count // 2) // STEPS
         at = jnp.maximum(at, 0)
         choosers = tuple(config.grouped(q[at]) for q in choosers)
-        exact, *sparse = map(output, _attended(choosers[0], choosers, key, value, at, cap))
-        errors = jnp.stack([jnp.sum(jnp.square(o - exact)) for o in sparse])
+        exact, sparse = _attended(choosers, key, value, at, cap)
+        exact, sparse = output(exact), output(sparse)
+        errors = jnp.sum(jnp.square(sparse - exact[None, None]), axis=(-2, -1))
         norm = jnp.sum(jnp.square(x[at] + exact))
         long = count >= SHORTEST
-        errors = jnp.where(long, errors, 0.0).reshape(len(choosers), -1)
-        return jnp.where(long, norm, 0.0), errors
+        return jnp.where(long, norm, 0.0), jnp.where(long, errors, 0.0)
 
     return jax.lax.map(window, (hidden, queries, *guesses, keys, values, valid))
 
 
 def _attended(
-    query: Float[Array, "n k g d"],
     choosers: tuple[Float[Array, "n k g d"], ...],
     keys: Float[Array, "s k d"],
     values: Float[Array, "s k d"],
     at: Int[Array, " n"],
     cap: float | None,
-) -> list[Float[Array, "n k g d"]]:
-    """Return full attention, then sparse attention for each chooser and each of BUDGETS.
+) -> tuple[Float[Array, "k n g d"], Float[Array, "c b k n g d"]]:
+    """Return full attention of the first chooser, then its sparse attention.
 
-    Sparse attention reads the rows that the chooser selects, and block means of the others.
+    Sparse attention reads the rows that one of the c choosers selects, at each of the b BUDGETS,
+    and block means of the others. KV heads come first, as the products are computed by KV head.
     """
     place = jnp.arange(len(keys), dtype=jnp.int32)
     distance = at[:, None] - place[None]
     seen = distance >= 0
     far = seen & (place >= SINKS)[None] & (distance >= RECENT)
+    rows = jnp.outer(at.astype(jnp.float32), jnp.asarray(BUDGETS, jnp.float32)).astype(jnp.int32)
+    last = jnp.maximum(rows - 1, 0)[None]
+    keys, values = keys.swapaxes(0, 1), values.swapaxes(0, 1)
 
     def weights(q: Float[Array, "n k g d"], mask: Bool[Array, "n s"]) -> Array:
-        scores = soft_capped(jnp.einsum("nkgd,skd->nkgs", q, keys), cap)
-        return jax.nn.softmax(jnp.where(mask[:, None, None], scores, -jnp.inf), axis=-1)
+        scores = soft_capped(jnp.einsum("nkgd,ksd->kngs", q, keys), cap)
+        return jax.nn.softmax(jnp.where(mask[None, :, None], scores, -jnp.inf), axis=-1)
 
-    def summed(weight: Float[Array, "n k g s"], values: Float[Array, "s k d"]) -> Array:
-        return jnp.einsum("nkgs,skd->nkgd", weight, values)
+    weight, means = weights(choosers[0], seen), _block_means(values, at)
+    in_blocks = _by_block(weight).sum(axis=-1)
 
-    weight = weights(query, seen)
-    means, by_block = _block_means(values, far)
-    outputs = [summed(weight, values)]
-    for chooser in choosers:
-        rank = jnp.where(far[:, None], jnp.sum(weights(chooser, far), axis=2), -1.0)
-        order = jnp.argsort(jnp.argsort(-rank, axis=-1), axis=-1)
-        for budget in BUDGETS:
-            rows = (at.astype(jnp.float32) * budget).astype(jnp.int32)
-            left = far[:, None] & (order >= rows[:, None, None])
-            kept = jnp.where(left[:, :, None], 0.0, weight)
-            rest = jnp.einsum("nkgs,sm->nkgm", weight - kept, by_block)
-            outputs.append(summed(kept, values) + jnp.einsum("nkgm,nmkd->nkgd", rest, means))
-    return outputs
+    def sparse(q: Float[Array, "n k g d"]) -> Float[Array, "b k n g d"]:
+        rank = jnp.where(far[None], jnp.sum(weights(q, far), axis=2), -1.0)
+        highest = jax.lax.top_k(rank, max(1, int(BUDGETS[-1] * len(place))))[0]
+        lowest = jnp.take_along_axis(highest, last, axis=-1).swapaxes(1, 2)
+        read = (seen & ~far)[None, None] | (rank[:, None] >= lowest[..., None])
+        kept = jnp.where(read[:, :, :, None], weight[:, None], 0.0)
+        rest = in_blocks[:, None] - _by_block(kept).sum(axis=-1)
+        output = jnp.einsum("kbngs,ksd->kbngd", kept, values)
+        return (output + jnp.einsum("kbngm,knmd->kbngd", rest, means)).swapaxes(0, 1)
+
+    exact = jnp.einsum("kngs,ksd->kngd", weight, values)
+    return exact, jnp.stack([sparse(q) for q in choosers])
 
 
-def _block_means(
-    values: Float[Array, "s k d"], far: Bool[Array, "n s"]
-) -> tuple[Float[Array, "n m k d"], Float[Array, "s m"]]:
-    """Return the mean value of each block's far tokens, and each token's block, one-hot."""
-    blocks = -(-len(values) // BLOCK)
-    place = jnp.arange(len(values), dtype=jnp.int32)
-    by_block = jax.nn.one_hot(place // BLOCK, blocks, dtype=values.dtype)
-    far = far.astype(values.dtype)
-    total = jnp.einsum("ns,sm,skd->nmkd", far, by_block, values)
-    return total / jnp.maximum(far @ by_block, 1.0)[..., None, None], by_block
+def _block_means(values: Float[Array, "k s d"], at: Int[Array, " n"]) -> Float[Array, "k n m d"]:
+    """Return the mean value of the far tokens in each block, for queries at some positions."""
+    place = jnp.arange(values.shape[1])[None, :, None]
+    blocks = _by_block(jnp.where(place < SINKS, 0.0, values).swapaxes(1, 2))
+    sums = jnp.pad(jnp.cumsum(blocks, axis=-1), ((0, 0), (0, 0), (0, 0), (1, 0)))
+    block = jnp.arange(sums.shape[2], dtype=jnp.int32)[None]
+    count = jnp.clip(at[:, None] - RECENT + 1 - block * BLOCK, 0, BLOCK)  # [n, m], sinks included
+    total = sums.transpose(2, 3, 0, 1)[jnp.broadcast_to(block, count.shape), count]
+    tokens = jnp.maximum(count - jnp.clip(SINKS - block * BLOCK, 0, BLOCK), 1)
+    return (total / tokens[..., None, None].astype(total.dtype)).transpose(2, 0, 1, 3)
+
+
+def _by_block(x: Float[Array, "*b s"]) -> Float[Array, "*b m block"]:
+    """Split the last axis into blocks; pad the last block with zeros."""
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % BLOCK)])
+    return padded.reshape(*x.shape[:-1], -1, BLOCK)

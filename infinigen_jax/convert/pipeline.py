@@ -1,13 +1,16 @@
 """Conversion pipeline: read, run, skew and write one layer before the next."""
 
 import contextlib
+import ctypes
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from infinigen_jax.checkpoint.gguf_file import GgufFile
 from infinigen_jax.checkpoint.hf_folder import (
@@ -48,7 +51,7 @@ from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.atomic import copy_file, link_or_copy, staged, write_text
 from infinigen_jax.files.regular import expanded, open_regular
 from infinigen_jax.machine.backend import start_backend
-from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.numeric import check_value, listed, number
 from infinigen_jax.settings.policy import SOURCES
 from infinigen_jax.skew.basis import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
@@ -112,7 +115,7 @@ def run(
     check_space(target, _needed(config, weights, stored, copied, skew, neuron_count))
     tokens = _tokens(calibration, folder, config) if skew != "none" else None
     # Another process may have written the destination while this one waited for the lock.
-    with staged(target, lambda: check_destination(folder, target, force)) as out:
+    with blas_threads(), staged(target, lambda: check_destination(folder, target, force)) as out:
         job = _Job(config, sources, stored, skew, speculate_from, neuron_count, tokens)
         files = job.write_weights(out, progress or (lambda done, total: None), own)
         files[SKEW_FILE] = job.write_skew(out)
@@ -137,6 +140,11 @@ def run(
         )
         write_text(out / MANIFEST_FILE, manifest.to_json())
     return target
+
+
+def blas_threads() -> threadpool_limits:
+    """Limit NumPy's threads: two fits run at a time, and threads that wait for a core spin."""
+    return threadpool_limits(max(1, len(os.sched_getaffinity(0)) // 2), "blas")
 
 
 class _Job:
@@ -183,6 +191,7 @@ class _Job:
             if own:
                 self._add(files[SAFETENSORS], self.slots.embedding, None)
             calibrator = self._calibrator()
+            self._release(self.slots.embedding)
             for done, slots in enumerate(self.slots.layers):
                 extra = self._calibrate(calibrator, done)
                 if own:
@@ -191,11 +200,20 @@ class _Job:
                     for name in projection_shapes(self.config, done, self.neurons):
                         tensor = np.asarray(extra[name]).astype(self.dtype)
                         files[AHEAD_FILE].add(f"layers.{done}.{name}", tensor)
+                self._release(slots)
                 progress(done + 1, self.config.num_layers)
             return {
                 name: {"sha256": writer.close(), "size": writer.size}
                 for name, writer in files.items()
             }
+
+    def _release(self, slots: list[Slot]) -> None:
+        """Return the memory of a layer to the system, where freed pieces would add up."""
+        for slot in slots:
+            self.sources[slot.name].release()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
+        if trim is not None:
+            trim(0)
 
     def _ahead_layout(self) -> dict[str, Any]:
         return {
@@ -223,8 +241,16 @@ class _Job:
     def _calibrator(self) -> Calibrator | None:
         if self.tokens is None:
             return None
-        params = read_tree(self.slots.embedding, self.sources, _joined)
-        return Calibrator(self.config, self.tokens, params, self.source, self.neurons)
+        used, ids = np.unique(self.tokens.ids, return_inverse=True)
+        params: Params = {}
+        for slot in self.slots.embedding:
+            module, name = slot.row.path
+            # The text reads few of the rows, and neither the norm nor the head.
+            tensor = self.sources[slot.name].read() if name == "embedding" else np.zeros(0)
+            tensor = tensor[used] if module == "tokens" else tensor
+            params.setdefault(module, {})[name] = jnp.asarray(tensor.astype(np.float32))
+        tokens = self.tokens._replace(ids=ids.reshape(self.tokens.ids.shape).astype(np.int32))
+        return Calibrator(self.config, tokens, params, self.source, self.neurons)
 
     def _calibrate(self, calibrator: Calibrator | None, number: int) -> Any:
         """Run a layer and keep its statistics.
@@ -299,7 +325,7 @@ class _Job:
             if basis is not None and (row.path[0] == "q" or (row.path[0], row.part) == ("kv", 0)):
                 turn = TRANSFORMS[row.transform]
                 tensor = turn(absorb(turn(tensor), basis))
-            writer.add(slot.name, tensor.astype(self.dtype))
+            writer.add(slot.name, tensor.astype(self.dtype, copy=False))
 
 
 def _joined(parts: list[np.ndarray], transform: str) -> Any:

@@ -363,7 +363,7 @@ def _load_through_cache(
     notify: Callable[[str], None],
     weights: str,
 ) -> Model:
-    from infinigen_jax.convert import convert
+    from infinigen_jax.convert import convert, progress_bar
 
     read_source_config(source)  # refuse a foreign model before announcing anything
     destination = cache_folder(source)
@@ -383,7 +383,8 @@ def _load_through_cache(
                 notify(f"the cached conversion is unusable; converting again ({error})")
         else:
             notify(f"{source} is not converted yet: converting it into {destination}")
-        convert(source, destination, force=True, sidecar=True)
+        with progress_bar() as progress:
+            convert(source, destination, force=True, sidecar=True, progress=progress)
         model = load_cached()
         prune(destination.parent)
         return model

@@ -39,39 +39,52 @@ def causal_attention(
     queries: Float[Array, "s h d"],
     keys: Float[Array, "s k d"],
     values: Float[Array, "s k d"],
-    block: int = 256,
+    block: int = 64,
     window: int | None = None,
     sinks: int = 0,
     cap: float | None = None,
 ) -> Float[Array, "s h d"]:
-    """Compute causal attention of one sequence in blocks of queries, which keeps scores small.
+    """Compute causal attention of one sequence, by KV head and in blocks of queries.
+
+    A block is small, so that its scores stay in a processor's cache.
 
     Args:
         queries: scaled queries; query head h reads KV head h // (h / k).
-        block: queries per step; the temporary is [h, block, s] float32.
+        block: queries per step; the temporary is [h / k, block, s] float32.
         window: number of tokens, itself included, that a token attends to; None for all.
         sinks: number of first tokens that every token also attends to.
         cap: bound of the scores, see `ops.attention.soft_capped`.
     """
     length, heads, size = queries.shape
-    kv_heads = keys.shape[1]
-    blocks = -(-length // block) if length > block else 1
     block = min(block, length)
+    blocks = -(-length // block)
     padded = jnp.pad(queries, ((0, blocks * block - length), (0, 0), (0, 0)))
-    grouped = padded.reshape(blocks, block, kv_heads, heads // kv_heads, size)
+    tiles = padded.reshape(blocks, block, keys.shape[1], -1, size).transpose(2, 0, 3, 1, 4)
     positions = jnp.arange(blocks * block).reshape(blocks, block)
+    span = length if window is None else min(length, block + window - 1)
+    is_sink = jnp.arange(sinks + span) < sinks
 
-    def attend(queries_and_positions: tuple[Array, Array]) -> Array:
-        q, position = queries_and_positions
-        scores = jnp.einsum("skgd,tkd->kgst", q, keys, preferred_element_type=jnp.float32)
-        scores = soft_capped(scores, cap)
-        place = jnp.arange(length)[None, None, None, :]
-        distance = position[None, None, :, None] - place
-        visible = distance >= 0
-        if window is not None:
-            visible &= (distance < window) | (place < sinks)
-        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-        return jnp.einsum("kgst,tkd->skgd", weights.astype(values.dtype), values)
+    def attend_head(arrays: tuple[Array, Array, Array]) -> Array:
+        tiles, keys, values = arrays
 
-    attended = jax.lax.map(attend, (grouped, positions))
+        def attend(tile_and_positions: tuple[Array, Array]) -> Array:
+            q, position = tile_and_positions
+            near_keys, near_values, place = keys, values, jnp.arange(length)
+            if window is not None:
+                first = jnp.clip(position[0] - window + 1, 0, length - span)
+                place = jnp.concatenate([jnp.arange(sinks), first + jnp.arange(span)])
+                near_keys, near_values = keys[place], values[place]
+            scores = jnp.einsum("gsd,td->gst", q, near_keys, preferred_element_type=jnp.float32)
+            scores = soft_capped(scores, cap)
+            distance = position[:, None] - place[None]
+            visible = distance >= 0
+            if window is not None:
+                visible &= (distance < window) != is_sink[None]
+            weights = jax.nn.softmax(jnp.where(visible[None], scores, -jnp.inf), axis=-1)
+            return jnp.einsum("gst,td->gsd", weights.astype(values.dtype), near_values)
+
+        return jax.lax.map(attend, (tiles, positions))
+
+    by_head = (tiles, keys.swapaxes(0, 1), values.swapaxes(0, 1))
+    attended = jax.lax.map(attend_head, by_head).transpose(1, 3, 0, 2, 4)
     return attended.reshape(blocks * block, heads, size)[:length]

@@ -71,15 +71,20 @@ def moments(queries: Float[Matrix, "t h d"], keys: Float[Matrix, "t k d"]) -> Mo
         queries, keys: vectors of every token as they enter the dot product: after bias, rotation
             and scale. Exclude padding.
     """
-    q, k = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
-    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
+    q, k = (_by_kv_head(x, keys.shape[1]) for x in (queries, keys))
     return Moments(
-        tokens=q.shape[0],
-        group=grouped.shape[2],
-        query_gram=np.einsum("tkgd,tkge->kde", grouped, grouped, optimize=True),
-        key_gram=np.einsum("tkd,tke->kde", k, k, optimize=True),
-        key_sum=k.sum(axis=0),
+        tokens=keys.shape[0],
+        group=queries.shape[1] // keys.shape[1],
+        query_gram=q.swapaxes(1, 2) @ q,
+        key_gram=k.swapaxes(1, 2) @ k,
+        key_sum=k.sum(axis=1),
     )
+
+
+def _by_kv_head(x: Float[Matrix, "t h d"], kv_heads: int) -> Float[np.ndarray, "k tg d"]:
+    """Return the vectors of all heads that share a KV head, in float64."""
+    grouped = np.asarray(x, np.float64).reshape(x.shape[0], kv_heads, -1, x.shape[2])
+    return grouped.swapaxes(0, 1).reshape(kv_heads, -1, x.shape[2])
 
 
 def svd_basis(
@@ -149,12 +154,8 @@ def guess_moments(
         guesses, queries: predicted and true queries, as in `moments`.
         kv_heads: number k of KV heads.
     """
-    shape = (queries.shape[0], kv_heads, -1, queries.shape[2])
-    h, q = (np.asarray(x, np.float64).reshape(shape) for x in (guesses, queries))
-    return GuessMoments(
-        np.einsum("tkgd,tkge->kde", h, h, optimize=True),
-        np.einsum("tkgd,tkge->kde", h, q, optimize=True),
-    )
+    h, q = (_by_kv_head(x, kv_heads) for x in (guesses, queries))
+    return GuessMoments(h.swapaxes(1, 2) @ h, h.swapaxes(1, 2) @ q)
 
 
 def reduced_rank_basis(

@@ -103,17 +103,15 @@ class Mlp:
         Args:
             norm: parameters of that norm. Channels that it scales to zero are lost and set to zero.
         """
-        scale, own_scale = (np.asarray(n["scale"], np.float64) for n in (norm, self.norm))
-        nonzero = np.abs(scale) > 1e-6 * np.abs(scale).max(initial=0)
-        ratio = np.where(nonzero, own_scale / np.where(nonzero, scale, 1), 0.0)
-        kernel = np.asarray(self.inner["kernel"], np.float64)
-        shift = np.zeros_like(scale)
+        scale, own_scale = norm["scale"], self.norm["scale"]
+        nonzero = jnp.abs(scale) > 1e-6 * jnp.max(jnp.abs(scale))
+        ratio = jnp.where(nonzero, own_scale / jnp.where(nonzero, scale, 1), 0.0)
+        kernel = self.inner["kernel"]
+        bias = self.inner.get("bias", jnp.zeros(kernel.shape[1], kernel.dtype))
         if "bias" in self.norm:
-            shift = np.asarray(self.norm["bias"], np.float64)
-            shift = shift - np.asarray(norm["bias"], np.float64) * ratio
-        bias = shift @ kernel + np.asarray(self.inner.get("bias", 0.0), np.float64)
-        folded = {"inner_kernel": ratio[:, None] * kernel, "inner_bias": bias}
-        return {name: jnp.asarray(part, jnp.float32) for name, part in folded.items()}
+            shift = self.norm["bias"] - norm["bias"] * ratio
+            bias = bias + jnp.matmul(shift, kernel, precision="highest")
+        return {"inner_kernel": ratio[:, None] * kernel, "inner_bias": bias}
 
     def chosen(
         self,
@@ -134,10 +132,9 @@ class Mlp:
             query: the later layer's query projection, including its norm's scale.
             number: number of neurons.
         """
-        variances = np.asarray(_variances(config, whole, stand_in, valid), np.float64)
-        effect = np.square(np.asarray(self.down, np.float64) @ np.asarray(query, np.float64))
-        best = np.sort(np.argsort(-variances * effect.sum(axis=1), kind="stable")[:number])
-        return {name: picked(config, part, best) for name, part in whole.items()}
+        query = jnp.asarray(query, jnp.float32)
+        best = _strongest(config, number, whole, stand_in, valid, self.down, query)
+        return {name: picked(config, part, np.asarray(best)) for name, part in whole.items()}
 
 
 def picked(config: ModelConfig, inner: Float[Array, "*e f"], neurons: Int[Any, " r"]) -> Array:
@@ -147,14 +144,17 @@ def picked(config: ModelConfig, inner: Float[Array, "*e f"], neurons: Int[Any, "
     return inner[..., columns]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _variances(
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _strongest(
     config: ModelConfig,
+    number: int,
     projection: Params,
     a: Float[Array, "w s e"],
     valid: Float[Array, "w s"],
-) -> Float[Array, " f"]:
-    """Return the variances of all neurons' activations, computed one window at a time."""
+    down: Float[Array, "f e"],
+    query: Float[Array, "e c"],
+) -> Int[Array, " r"]:
+    """Return the neurons whose variance, weighted by their effect on the query, is largest."""
 
     def window(pair: tuple[Array, Array]) -> tuple[Array, Array]:
         h = activations(config, projection, pair[0])
@@ -162,5 +162,7 @@ def _variances(
 
     with jax.default_matmul_precision("highest"):
         sums, squares = jax.lax.map(window, (a, valid))
+        effect = jnp.sum(jnp.square(down @ query), axis=1)
     count = jnp.sum(valid)
-    return jnp.sum(squares, axis=0) / count - jnp.square(jnp.sum(sums, axis=0) / count)
+    variance = jnp.sum(squares, axis=0) / count - jnp.square(jnp.sum(sums, axis=0) / count)
+    return jnp.sort(jax.lax.top_k(variance * effect, number)[1])

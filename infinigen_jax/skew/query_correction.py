@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import scipy.linalg
 from jaxtyping import Float
 
 Matrix = np.ndarray | jax.Array
@@ -64,51 +65,61 @@ def corrected_projection(
         variances = np.mean(np.var(x, axis=0)), np.mean(np.var(h, axis=0))
         unit = np.sqrt(variances[0] / variances[1]) if min(variances) > 0 else 0.0
         x = np.concatenate([x, h * unit], axis=1)
-    train = len(x) - len(x) // HELD_OUT
-    ridge = np.inf
-    if train < len(x):
-        fit = _Regression(x[:train], missing[:train])
-        held_out = fit.features(x[train:])
-        errors = [np.square(missing[train:] - fit.predict(held_out, r)).sum() for r in RIDGES]
-        ridge = RIDGES[int(np.argmin(errors))]
+    ridge = _best_ridge(x, missing)
     slope, intercept = _Regression(x, missing).affine(ridge)
     offset = np.zeros(w.shape[1]) if bias is None else np.asarray(bias, np.float64)
     outer = None if neurons is None else slope[width:] * unit
     return Projection(w + slope[:width], offset + intercept, float(ridge), outer)
 
 
-class _Regression:
-    """Ridge regression y ~ x, using the smaller of the two Gram matrices.
+def _best_ridge(x: Float[np.ndarray, "n e"], y: Float[np.ndarray, "n c"]) -> float:
+    """Return the one of RIDGES with the smallest error on the end of the text."""
+    train = len(x) - len(x) // HELD_OUT
+    if train == len(x):
+        return np.inf
+    fit = _Regression(x[:train], y[:train])
+    errors = fit.squared_errors(x[train:], y[train:])
+    return RIDGES[int(np.argmin(errors))]
 
-    Each ridge solves one linear system; all of RIDGES together cost a fraction of an
-    eigendecomposition.
-    """
+
+class _Regression:
+    """Ridge regression y ~ x, using the smaller of the two Gram matrices."""
 
     def __init__(self, x: Float[np.ndarray, "n e"], y: Float[np.ndarray, "n c"]):
         self._mean, self._y_mean = x.mean(axis=0), y.mean(axis=0)
         self._x, y = x - self._mean, y - self._y_mean
-        self._scale = np.square(self._x).sum() / x.shape[1]
         self._by_token = x.shape[0] < x.shape[1]
         self._gram = self._x @ self._x.T if self._by_token else self._x.T @ self._x
         self._right = y if self._by_token else self._x.T @ y
+        self._scale = np.trace(self._gram) / x.shape[1]
 
-    def features(self, x: Float[np.ndarray, "m e"]) -> Float[np.ndarray, "m f"]:
-        """Return the features that a prediction is linear in."""
-        centred = x - self._mean
-        return centred @ self._x.T if self._by_token else centred
+    def squared_errors(
+        self, x: Float[np.ndarray, "m e"], y: Float[np.ndarray, "m c"]
+    ) -> Float[np.ndarray, " r"]:
+        """Return the squared error of a prediction of y for each of RIDGES, up to a constant.
 
-    def predict(self, features: Float[np.ndarray, "m f"], ridge: float) -> np.ndarray:
-        """Return the prediction of y [m, c]; the mean of y for a ridge of `inf`."""
-        return self._y_mean + features @ self._coefficients(ridge)
+        In the eigenvectors of the Gram matrix a ridge only scales the coefficients, so the errors
+        of all ridges together cost less than a solution for each.
+        """
+        x, y = x - self._mean, y - self._y_mean
+        values, vectors = np.linalg.eigh(self._gram)
+        features = (x @ self._x.T if self._by_token else x) @ vectors
+        right = vectors.T @ self._right
+        products = (features.T @ features) * (right @ right.T)
+        cross = ((features.T @ y) * right).sum(axis=1)
+        errors = []
+        for ridge in RIDGES:
+            damped = np.maximum(values, 0.0) + ridge * self._scale if self._scale else np.inf
+            shrunk = np.ones_like(values) / damped
+            errors.append(shrunk @ products @ shrunk - 2 * shrunk @ cross)
+        return np.array(errors)
 
     def affine(self, ridge: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return slope [e, c] and intercept [c]."""
-        coefficients = self._coefficients(ridge)
-        slope = self._x.T @ coefficients if self._by_token else coefficients
-        return slope, self._y_mean - self._mean @ slope
-
-    def _coefficients(self, ridge: float) -> Float[np.ndarray, "f c"]:
+        """Return slope [e, c] and intercept [c]; a slope of 0 for a ridge of `inf`."""
         if np.isinf(ridge) or self._scale == 0:
-            return np.zeros_like(self._right)
-        damped = self._gram + np.diag(np.full(len(self._gram), ridge * self._scale))
-        return np.linalg.solve(damped, self._right)
+            slope = np.zeros((self._x.shape[1], self._right.shape[1]))
+        else:
+            self._gram.flat[:: len(self._gram) + 1] += ridge * self._scale
+            slope = scipy.linalg.solve(self._gram, self._right, assume_a="pos")
+            slope = self._x.T @ slope if self._by_token else slope
+        return slope, self._y_mean - self._mean @ slope

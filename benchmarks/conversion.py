@@ -1,0 +1,89 @@
+"""Time and memory of a conversion: of a model, and of one layer in the shape of LLaMA-8B.
+
+    python -m benchmarks.conversion --model F --json benchmarks/results/conversion-cpu.json
+
+The model is converted by a process of its own with an empty cache. The layer has random weights
+and a preceding layer, whose neurons its query sees. Processor seconds hardly depend on what else
+the machine does; wall seconds do.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.machine import describe
+from benchmarks.shapes import SHAPES
+from infinigen_jax.convert.calibrate import DEFAULT_TOKENS, CalibrationTokens, Calibrator
+from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SOURCE
+from infinigen_jax.convert.pipeline import blas_threads
+from infinigen_jax.models import config_from_hf
+from infinigen_jax.models.base import random_params
+from infinigen_jax.skew.neurons import number_of
+
+
+def convert(model: Path) -> dict[str, float]:
+    """Convert a model folder in a new process."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "infinigen_jax.convert", str(model), f"{folder}/out"]
+        start = time.perf_counter()
+        process = subprocess.Popen(command, env=os.environ | {"XDG_CACHE_HOME": folder})
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise SystemExit(f"convert ended with status {status}")
+        return {
+            "wall_seconds": time.perf_counter() - start,
+            "processor_seconds": usage.ru_utime + usage.ru_stime,
+            "peak_bytes": usage.ru_maxrss * 1024,
+            "weight_bytes": sum(file.stat().st_size for file in model.glob("*.safetensors")),
+        }
+
+
+def layer(shape: str) -> dict[str, float]:
+    """Calibrate the second of two layers; the first includes compilation."""
+    config = config_from_hf(SHAPES[shape].settings(8192))
+    config = dataclasses.replace(config, num_layers=1, vocab_size=256)
+    params = random_params(config, jnp.float32)
+    ids = np.random.default_rng(0).integers(0, 256, (1, DEFAULT_TOKENS)).astype(np.int32)
+    tokens = CalibrationTokens(ids, np.ones_like(ids, bool), "")
+    neurons = number_of(config, DEFAULT_NEURONS)
+    calibrator = Calibrator(config, tokens, params["embedding"], DEFAULT_SOURCE, neurons)
+    record: dict[str, float] = {}
+    for _ in range(2):
+        start = time.perf_counter(), time.process_time()
+        with blas_threads():
+            calibrator.layer(params["layers"][0])
+            calibrator.ahead(params["layers"][0])
+            calibrator.loss(params["layers"][0])
+        record["wall_seconds"] = time.perf_counter() - start[0]
+        record["processor_seconds"] = time.process_time() - start[1]
+        print(f"layer of {shape}: {record}", file=sys.stderr, flush=True)
+    return record
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, metavar="F", help="Hugging Face folder to convert")
+    parser.add_argument("--json", metavar="F")
+    chosen = parser.parse_args(argv)
+    record: dict[str, Any] = {"machine": describe()}
+    if chosen.model:  # first: a child's peak starts at its parent's
+        record[chosen.model.name] = convert(chosen.model)
+    record["llama-8b layer"] = layer("llama-8b")
+    print(json.dumps(record, indent=1))
+    if chosen.json:
+        Path(chosen.json).write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
