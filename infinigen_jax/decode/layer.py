@@ -129,6 +129,7 @@ class Decoder(Layout):
                 a=a,
                 positions=positions,
                 size=self.request_size(capacity),
+                capacity=capacity,
                 share=target.weights.get("share"),
                 held=held(self, target.positions, positions),
             )

@@ -11,11 +11,13 @@ keeps that state, one per layer on the host, and calls, in this order:
     observe_queries(...)         after `append` of a chunk, if it `observes`: the chunk's queries
     select(...)                  in each step: choose the rows that a layer requests
     observe(...)                 in each step after attention, if it `observes`
+
+A policy derived from `Budgeted` needs `name` and `select`, and with a state `init` and `append`.
 """
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -23,8 +25,9 @@ from jaxtyping import Array, Bool, Float, Int
 from infinigen_jax import cuda
 from infinigen_jax.cache.layers import Slots, values_of
 from infinigen_jax.cuda import calls
-from infinigen_jax.models.base import Layer, ModelConfig, Params
+from infinigen_jax.models.base import ModelConfig, Params
 from infinigen_jax.ops.span import Span
+from infinigen_jax.policies.lookup import Attended, Lookup
 from infinigen_jax.selection.select import (
     Request,
     Rest,
@@ -37,58 +40,6 @@ from infinigen_jax.settings.policy import BudgetSettings
 
 if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
-
-
-class Attended(NamedTuple):
-    """Rows that a layer attended to in a step, with their attention weights.
-
-    Attributes:
-        query: queries of the current tokens, scaled and rotated.
-        slots: requested host slots; those beyond the request's count have weight 0.
-        weights: attention weights of these slots, summed over each KV head's query heads.
-        resident: positions of the rows that stay on the device; -1 for an empty slot.
-        resident_weights: their attention weights, summed likewise.
-    """
-
-    query: Float[Array, "b k g d"]
-    slots: Int[Array, "b k n"]
-    weights: Float[Array, "b k n"]
-    resident: Int[Array, "b m"]
-    resident_weights: Float[Array, "b k m"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Lookup:
-    """Inputs of a policy's selection for one layer in one step.
-
-    Attributes:
-        config: architecture of the model.
-        layer: module of the layer that rows are selected for.
-        weights: arrays that `Policy.prepare` returned for the layer.
-        state: the policy's state of the layer.
-        a: attention input of the layer `lead` earlier; see `Policy.source`.
-        positions: positions of the current tokens.
-        size: static number of rows in a request, equal for all layers.
-        share: numerator and denominator of the layer's budget; None if all layers use the
-            policy's budget.
-        held: with a pool, position of the row in each slot, -1 if the slot has no row to fetch.
-            None without a pool: slot = position, and every host-only row may be fetched.
-    """
-
-    config: ModelConfig
-    layer: Layer
-    weights: Params
-    state: Any
-    a: Float[Array, "b e"]
-    positions: Int[Array, " b"]
-    size: int
-    share: Int[Array, " 2"] | None = None
-    held: Int[Array, "b k t"] | None = None
-
-    @property
-    def query(self) -> Float[Array, "b k g d"]:
-        """Query computed from `a`, scaled and rotated; the layer's true query if `lead` is 0."""
-        return self.config.grouped(self.layer.query(self.a, self.positions))
 
 
 @runtime_checkable
@@ -296,6 +247,19 @@ class Defaults:
     def prepare(self, model: "Model", layer: int) -> Params:
         return {}
 
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Any:
+        return ()
+
+    def append(
+        self,
+        weights: Params,
+        state: Any,
+        keys: Float[Array, "b k n d"],
+        span: Span,
+        slots: Int[Array, "b k n"] | None = None,
+    ) -> Any:
+        return state
+
     def observe_queries(
         self,
         state: Any,
@@ -357,7 +321,8 @@ class Budgeted(BudgetSettings, Defaults):
         """Select rows within the budget among the host-only rows.
 
         Args:
-            scores: speculated attention logits.
+            scores: float32; the highest are selected. They are attention logits of g query heads,
+                or any order of the slots with g = 1.
             alpha, mode: see `selection.select`.
             masked: whether the scores of all ineligible rows are already -inf.
         """

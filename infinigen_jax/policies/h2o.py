@@ -10,9 +10,9 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.ops.indexing import put
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Attended, Budgeted, Lookup
@@ -58,13 +58,3 @@ class H2O(Budgeted):
         slots = jnp.where(request.valid, request.slots, capacity)
         kept = put(jnp.zeros(state.shape, jnp.bool), slots, jnp.ones(slots.shape, jnp.bool))
         return jnp.where(eligible & ~kept, EVICTED, state)
-
-    def append(
-        self,
-        weights: Params,
-        state: Float[Array, "b k t"],
-        keys: Float[Array, "b k n d"],
-        span: Span,
-        slots: Int[Array, "b k n"] | None = None,
-    ) -> Float[Array, "b k t"]:
-        return state

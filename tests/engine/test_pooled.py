@@ -295,7 +295,7 @@ def test_a_window_of_the_most_recent_rows_in_the_pool():
     nothing = jnp.zeros((3, 4))
     given = run.decoder.config, layer, {}, run.cache.states[0], nothing, run.cache.lengths
     size = policy.request_size(run.slots)
-    request = policy.select(Lookup(*given, size=size, held=jnp.asarray(there)))
+    request = policy.select(Lookup(*given, size=size, capacity=run.slots, held=jnp.asarray(there)))
     for i, j in np.ndindex(3, 2):
         count = int(request.count[i, j])
         slots = np.asarray(request.slots)[i, j, :count]

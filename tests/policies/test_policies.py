@@ -57,7 +57,7 @@ def settings(**more):
 def lookup(policy, layer: Any, state, at) -> Lookup:
     """What a policy without weights of its own sees."""
     size = policy.request_size(T)
-    return Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, size)
+    return Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, size, T)
 
 
 def chosen(policy, state, query=None) -> list[list[set[int]]]:

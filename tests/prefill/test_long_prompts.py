@@ -102,7 +102,7 @@ def test_an_index_of_128k_tokens_chooses_what_numpy_does():
     a = jnp.asarray(np.random.default_rng(1).normal(size=(1, config.hidden_size)), jnp.float32)
     size = policy.request_size(tokens)
     select = jax.jit(
-        lambda a, state: policy.select(Lookup(config, layer, weights, state, a, at, size))
+        lambda a, state: policy.select(Lookup(config, layer, weights, state, a, at, size, tokens))
     )
     request = select(a, state)
     query = np.asarray(config.grouped(layer.query(a, at)))[0]

@@ -147,7 +147,7 @@ def test_selections_hardly_change():
             weights, policy.init(config, 2, 200), keys, Span.whole(2, keys.shape[2])
         )
         size = policy.request_size(200)
-        given = config, layer, weights, state, inputs[:, -1], positions[:, -1], size
+        given = config, layer, weights, state, inputs[:, -1], positions[:, -1], size, 200
         return policy.select(Lookup(*given))
 
     chosen = {}
