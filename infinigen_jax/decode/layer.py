@@ -3,6 +3,9 @@
     decode_layer:   norm -> speculate layer l+1 -> start its transfer
                          -> attend (sinks, window, fetched rows) -> MLP -> await the transfer
 
+`a` is an attention input (a normalised hidden state) and `q` a query. `inputs.place` is where the
+host keeps the current layer's rows; `inputs.target` is the layer that rows are requested for.
+
 The policy decides when rows are requested. With `Policy.source` "resident" it speculates after
 attention to the resident rows and before attention to the fetched rows. With `Policy.lead` 0 a
 layer selects by its own query: it starts and awaits its own transfer before its attention.
@@ -57,21 +60,23 @@ class Decoder(Layout):
         Args:
             inputs: arrays that the layer reads.
             state: arrays that the layer replaces.
-            carry: output of the previous layer; `carry.fetched` holds this layer's rows.
+            carry: output of the previous layer; `carry.fetched` holds this layer's rows, if an
+                earlier layer requested them.
 
         Returns:
             The carry for the next layer, with the rows fetched for it, and the new state.
         """
         layer, rows = self.blueprint.layer(inputs.params), layer_rows(self, inputs, state)
-        ahead, positions = lookahead(self, inputs), inputs.positions
+        timing, positions = lookahead(self, inputs), inputs.positions
         a = layer.attention_input(carry.x)
-        carry, started, hot = ahead.from_input(a, carry, state.hot)
+        # `hot` is the target's hot set. With an own query, `carry` now has this layer's rows.
+        carry, started, hot = timing.from_input(a, carry, state.hot)
         with jax.named_scope("attention"):
             q = self.config.grouped(layer.query(a, positions))
             key, value = layer.key_value(a, positions)
             started, q = self.tie(started, q)
             rows = rows.write(key, value)
-            started, q = ahead.from_resident(started, layer, carry.x, q, rows, hot)
+            started, q = timing.from_resident(started, layer, carry.x, q, rows, hot)
             o, rows, counts = rows.attend(q, carry)
             x = carry.x + self.output(layer, o)
         with jax.named_scope("mlp"):
@@ -109,6 +114,7 @@ class Decoder(Layout):
             with jax.named_scope("reuse"):
                 hot, plan = plan_reuse(hot, request, inputs.positions, self.mesh)
                 moved = jnp.sum(plan.miss, axis=-1, dtype=jnp.int32)
+        # Only attention that reads rows in the host cache uses marks.
         marks = request.marks if self.in_chunks and hot is None else None
         request = request._replace(chosen=None, marks=marks)
         rows = None if hot is None else hot.rows

@@ -80,7 +80,7 @@ class Pieces(NamedTuple):
 
 def step(
     decoder: Decoder,
-    run: Pieces,
+    pieces: Pieces,
     numbers: Sequence[Int[Array, ""]],
     weights: Weights,
     read: ReadCache,
@@ -92,7 +92,7 @@ def step(
 
     Args:
         decoder: functions of a layer.
-        run: functions that make up the step.
+        pieces: functions that make up the step.
         numbers: indices of the host layers, as device scalars.
         weights: constant arrays.
         read: cache arrays that the step reads.
@@ -104,35 +104,38 @@ def step(
         The last layer's output; the new cache arrays, with `lengths` unchanged; rows selected
         and moved; and the records of `watch`, one per layer.
     """
+    # `local` is indexed by layer of the model; `hot` and `states` by host layer. A `target` is the
+    # host layer that rows are requested for, -1 for none.
     local, hot, states = list(live.local), list(live.hot), list(live.states)
-    stored, records = weights.params["layers"], []
-    carry = run.embed(weights.params["embedding"], tokens, live.lengths)
-    params, x = run.bring(stored[0], carry.x)
+    stored, records = weights.params["layers"], []  # parameters, on the device or in host memory
+    carry = pieces.embed(weights.params["embedding"], tokens, live.lengths)
+    params, x = pieces.bring(stored[0], carry.x)
     carry = carry._replace(x=x)
 
     def inputs_of(layer: int, params: Params, target: int) -> LayerInputs:
         host_index, all_states = decoder.host_number(layer), states or read.states
         place_index = numbers[host_index] if host_index >= 0 else None
-        ahead = target if decoder.policy.lead else -1  # its own query needs `place` alone
-        target_index = None if ahead < 0 else numbers[ahead]
+        if not decoder.policy.lead:
+            target = -1  # a layer that selects by its own query is described by `place`
+        target_index = None if target < 0 else numbers[target]
         return LayerInputs(
             params,
             stored[layer + 1 : layer + 2] if decoder.weights_on_host else [],
             read.host,
             decoder.place(weights, read, host_index, place_index),
-            decoder.target(weights, read, all_states, ahead, target_index),
+            decoder.target(weights, read, all_states, target, target_index),
             live.lengths,
         )
 
     if decoder.requests_first:
-        carry, hot[0] = run.first(inputs_of(0, params, 0)._replace(upcoming=[]), hot[0], carry)
+        carry, hot[0] = pieces.first(inputs_of(0, params, 0)._replace(upcoming=[]), hot[0], carry)
     for i in range(len(stored)):
         host_index, target = decoder.host_number(i), decoder.fetches_for(i)
         inputs, before = inputs_of(i, params, target), carry
         observed = states[host_index] if host_index >= 0 and states else None
         state = LayerState(local[i], hot[target] if target >= 0 else None, observed)
         with jax.named_scope(f"layer{i}"):
-            carry, state, brought = run.layer(inputs, state, carry)
+            carry, state, brought = pieces.layer(inputs, state, carry)
         local[i] = state.local
         if target >= 0:
             hot[target] = state.hot
@@ -140,12 +143,12 @@ def step(
             states[host_index] = state.observed
         if watch is not None:
             at = numbers[host_index] if host_index >= 0 else None
-            chosen = decoder.target(weights, read, states or read.states, host_index, at)
-            read_arrays = inputs.place, chosen, read.host, live.lengths
+            selection = decoder.target(weights, read, states or read.states, host_index, at)
+            read_arrays = inputs.place, selection, read.host, live.lengths
             watched = Watched(i, params, before, carry, local[i], *read_arrays)
             carry, record = watch(decoder, watched)
             records.append(record)
-        if i + 1 < len(stored):
+        if i + 1 < len(stored):  # `brought`: the next layer's parameters, if from host memory
             params = stored[i + 1] if brought is None else merged(stored[i + 1], brought)
     live = StepCache(tuple(local), tuple(hot), tuple(states), live.lengths)
     return carry.x, live, carry.counts, tuple(records)
