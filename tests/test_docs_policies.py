@@ -11,11 +11,12 @@ from types import ModuleType
 import pytest
 from tiny import ROOT
 
-from infinigen_jax import policies
+from infinigen_jax import generate, policies
 from infinigen_jax.policies.base import Defaults
 
 PAGE = ROOT / "docs" / "policies.md"
 BLOCK = re.compile(r"^```python\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OUTSIDE = "my_policy.py"
 POLICY, TEST = "infinigen_jax/policies/key_norm.py", "tests/test_key_norm.py"
 BLOCKS = dict(BLOCK.findall(PAGE.read_text()))
 TESTS = re.findall(r"^def (test_\w+)", BLOCKS[TEST], re.MULTILINE)
@@ -25,8 +26,8 @@ TESTS = re.findall(r"^def (test_\w+)", BLOCKS[TEST], re.MULTILINE)
 def example(tmp_path_factory) -> Iterator[ModuleType]:
     """The page's test, while its policy is one more file of the policies."""
     folder: Path = tmp_path_factory.mktemp("page")
-    for name, code in BLOCKS.items():
-        (folder / Path(name).name).write_text(code)
+    for name in (POLICY, TEST):
+        (folder / Path(name).name).write_text(BLOCKS[name])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policies, "__path__", [*policies.__path__, str(folder)])
         for name, kind in policies._found().items():
@@ -56,7 +57,16 @@ def test_the_page_tells_every_flag():
 
 
 def test_it_is_one_file_and_one_test():
-    assert list(BLOCKS) == [POLICY, TEST] and len(TESTS) == 4
+    assert list(BLOCKS) == [OUTSIDE, POLICY, TEST] and len(TESTS) == 4
+
+
+def test_a_file_outside_the_package(tmp_path, monkeypatch, command):
+    (tmp_path / OUTSIDE).write_text(BLOCKS[OUTSIDE])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    prompt = "The old man and the sea " * 9
+    asked = ("--prompt", prompt, "--max-new-tokens", "2", "--ignore-eos", "--policy")
+    status, _, err = command(generate.main, *asked, "my_policy.MyPolicy:stride=8")
+    assert status == 0 and "my-policy" in err and "fetched 0.0 %" not in err
 
 
 @pytest.mark.parametrize("name", TESTS)
