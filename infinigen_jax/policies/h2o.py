@@ -1,6 +1,6 @@
 """H2O (NeurIPS 2023): keep the tokens with the most accumulated attention and discard the others.
 
-The state sums the attention weights that each cached token mass from all queries, per KV head.
+The state sums the attention weights that each cached token received from all queries, per KV head.
 When a token leaves the recent window and the budget is full, the token with the smallest sum is
 evicted for good: its row is never read again. The weights are those of the engine's steps, computed
 over the tokens kept.
