@@ -1,78 +1,226 @@
-"""Sampling of the next token from logits: greedy, temperature, top-k, top-p.
+"""Sampling of the next token from logits, with settings of its own for each sequence of a batch.
 
-A row's draw depends only on the seed, the row's number and the step. The engine gives every row the
-same number, so a prompt continues the same way alone and in a batch.
+Settings are arrays, so that changing them compiles nothing. A sequence's draw depends only on its
+logits, settings, stream and step, not on the rest of the batch.
 """
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Integer, Key
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from infinigen_jax.settings.sampling import Sampling
+from infinigen_jax.settings.sampling import GREEDY_BELOW, Sampling
+
+BLOCK = 256  # tokens whose probabilities are summed first when drawing
 
 
-def row_keys(
-    seed: int | Integer[Array, ""],
-    rows: Integer[Array, " b"],
-    step: int | Integer[Array, ""] | Integer[Array, " b"],
-) -> Key[Array, " b"]:
-    """Return one random key for each row of a batch.
+class RowSettings(NamedTuple):
+    """Sampling settings of each sequence as arrays, see `Sampling`; from `settings_of`."""
+
+    temperature: Float[Array, " b"]
+    top_k: Int[Array, " b"]
+    top_p: Float[Array, " b"]
+    min_p: Float[Array, " b"]
+    repetition_penalty: Float[Array, " b"]
+    presence_penalty: Float[Array, " b"]
+    frequency_penalty: Float[Array, " b"]
+    seed: UInt32[Array, " b"]
+
+
+class History(NamedTuple):
+    """Earlier tokens of each sequence, for penalties.
+
+    Attributes:
+        prompt: whether the prompt has the token.
+        drawn: number of times that the token was drawn.
+    """
+
+    prompt: Bool[Array, "b v"]
+    drawn: Int[Array, "b v"]
+
+
+class LogProbs(NamedTuple):
+    """Natural log-probabilities of tokens, before penalties and temperature.
+
+    Attributes:
+        drawn: those of the drawn tokens.
+        top: those of the likeliest tokens, descending.
+        tokens: the likeliest tokens.
+    """
+
+    drawn: Float[Array, " b"]
+    top: Float[Array, "b n"]
+    tokens: Int[Array, "b n"]
+
+
+def settings_of(rows: Sequence[Sampling]) -> RowSettings:
+    """Return the settings of sequences as NumPy arrays."""
+    kinds = {"top_k": np.int32, "seed": np.uint32}
+    arrays: Any = (
+        np.array([getattr(row, name) for row in rows], kinds.get(name, np.float32))
+        for name in RowSettings._fields
+    )
+    return RowSettings(*arrays)
+
+
+def uniforms(
+    seed: UInt32[Array, " b"], stream: Int[Array, " b"], step: Int[Array, " b"]
+) -> Float[Array, " b"]:
+    """Return a random number in [0, 1) for each sequence.
 
     Args:
-        seed: random seed of the generation.
-        rows: number of each row, such as `jnp.arange(b)`. A row keeps its number when the batch
-            around it changes.
-        step: number of tokens drawn before, one for all rows or one per row; may be traced.
+        stream: number of the sequence among those with the same seed that should differ.
+        step: number of tokens drawn before.
     """
-    key = jax.random.key(seed)
-    steps = jnp.broadcast_to(jnp.asarray(step), rows.shape)
-    return jax.vmap(lambda row, step: jax.random.fold_in(jax.random.fold_in(key, row), step))(
-        rows, steps
-    )
+
+    def one(seed: Array, stream: Array, step: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)
+        return jax.random.uniform(key)
+
+    return jax.vmap(one)(seed, stream, step)
 
 
 def sample(
-    logits: Float[Array, "b v"], sampling: Sampling, keys: Key[Array, " b"] | None = None
+    logits: Float[Array, "b v"],
+    settings: RowSettings,
+    uniform: Float[Array, " b"],
+    history: History | None = None,
 ) -> Int[Array, " b"]:
-    """Draw one token for each row.
+    """Draw one token for each sequence.
 
     Args:
         logits: any floating dtype; computed in float32. Among equal logits the lower token id
             counts as more likely.
-        sampling: settings, static under jit.
-        keys: from `row_keys`; unused when `sampling.greedy`.
+        settings: settings of each sequence.
+        uniform: random numbers in [0, 1), from `uniforms`.
+        history: earlier tokens; None if no sequence has penalties.
 
     Returns:
         Token ids, int32.
-
-    Raises:
-        ValueError: `keys` is missing.
     """
-    if sampling.greedy:
-        return lax.argmax(logits, 1, jnp.int32)
-    if keys is None:
-        raise ValueError("sample: keys are needed unless sampling.greedy")
     logits = logits.astype(jnp.float32)
+    if history is not None:
+        logits = penalised(logits, settings, history)
     # With a maximum of 0 the division cannot overflow to +inf.
-    logits = (logits - logits.max(axis=1, keepdims=True)) / sampling.temperature
-    draw = jax.vmap(jax.random.categorical)
-    vocabulary = logits.shape[1]
-    count = min(sampling.top_k or vocabulary, vocabulary)
-    if count == vocabulary and sampling.top_p == 1:
-        return draw(keys, logits).astype(jnp.int32)
-    candidates, tokens = lax.top_k(logits, count)
-    chosen = draw(keys, _keep_mass(candidates, sampling.top_p))
-    return jnp.take_along_axis(tokens, chosen[:, None], axis=1)[:, 0].astype(jnp.int32)
+    best = lax.argmax(logits, 1, jnp.int32)
+    scaled = logits - jnp.take_along_axis(logits, best[:, None], axis=1)
+    scaled /= jnp.maximum(settings.temperature, GREEDY_BELOW)[:, None]
+    scaled = jnp.pad(scaled, ((0, 0), (0, -scaled.shape[1] % BLOCK)), constant_values=-jnp.inf)
+    weights = jnp.where(candidates(scaled, settings), jnp.exp(scaled), 0)
+    drawn = _locate(weights, uniform)
+    return jnp.where((settings.temperature < GREEDY_BELOW) | (drawn < 0), best, drawn)
 
 
-def _keep_mass(logits: Float[Array, "b n"], mass: float) -> Float[Array, "b n"]:
-    """Keep the fewest leading logits, of descending ones, whose probabilities sum to `mass`.
+def penalised(
+    logits: Float[Array, "b v"], settings: RowSettings, history: History
+) -> Float[Array, "b v"]:
+    """Return the logits with the penalties of earlier tokens."""
+    _, _, _, _, repetition, presence, frequency, _ = (x[:, None] for x in settings)
+    times = history.drawn.astype(jnp.float32)
+    smaller = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(history.prompt | (times > 0), smaller, logits)
+    return logits - presence * jnp.minimum(times, 1) - frequency * times
 
-    A token stays if those before it do not reach `mass`, so the first one always stays.
+
+def candidates(scaled: Float[Array, "b v"], settings: RowSettings) -> Bool[Array, "b v"]:
+    """Return which tokens may be drawn.
+
+    Args:
+        scaled: logits after temperature, at most 0.
     """
-    if mass == 1:
-        return logits
-    probabilities = jax.nn.softmax(logits, axis=1)
-    preceding = jnp.cumsum(probabilities, axis=1) - probabilities
-    return jnp.where((preceding < mass).at[:, 0].set(True), logits, -jnp.inf)
+    v = scaled.shape[1]
+    count = jnp.where(settings.top_k == 0, v, jnp.minimum(settings.top_k, v))
+    probabilities = jnp.exp(scaled)
+
+    def keep(phase: Array, kept: Array) -> Array:
+        """Keep the top-k tokens in phase 0 and the top-p tokens in phase 1."""
+        weights = jnp.where(kept, jnp.where(phase == 0, 1, probabilities), 0)
+        needed = jnp.where(phase == 0, count.astype(jnp.float32), settings.top_p * _sum(weights))
+        off = jnp.where(phase == 0, count == v, settings.top_p == 1)
+        return kept & leading(scaled, weights, needed, off)
+
+    # A loop, so that the search is compiled once.
+    kept = lax.fori_loop(0, 2, keep, scaled > -jnp.inf)
+    return kept & (scaled >= jnp.log(settings.min_p)[:, None])
+
+
+def leading(
+    values: Float[Array, "b v"],
+    weights: Float[Array, "b v"],
+    needed: Float[Array, " b"],
+    off: Bool[Array, " b"],
+) -> Bool[Array, "b v"]:
+    """Mark the fewest largest values whose weights sum to at least `needed`.
+
+    Args:
+        values: at most 0, not NaN. Of equal values, the first ones are marked.
+        weights: at least 0; equal for equal values, unless 0.
+        needed: above 0.
+        off: rows in which every value is marked.
+    """
+    bits = lax.bitcast_convert_type(values, jnp.int32)
+    # Order-preserving integers, on which bisection ends exactly.
+    keys = jnp.where(values == 0, 0, bits ^ jnp.int32(0x7FFFFFFF))
+
+    def is_open(low: Array, high: Array) -> Array:
+        return (low < high - 1) & ~off
+
+    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        enough = _sum(jnp.where(keys >= middle[:, None], weights, 0)) >= needed
+        up, down = enough & is_open(low, high), ~enough & is_open(low, high)
+        return jnp.where(up, middle, low), jnp.where(down, middle, high)
+
+    lowest = jnp.full_like(keys[:, 0], -(2**31))
+    bounds = lowest, jnp.ones_like(lowest)
+    threshold = lax.while_loop(lambda x: jnp.any(is_open(*x)), halve, bounds)[0][:, None]
+    above, ties = keys > threshold, jnp.where(keys == threshold, weights, 0)
+    missing = needed - _sum(jnp.where(above, weights, 0))
+    last = _locate(ties, jnp.nextafter(missing / _sum(ties), -jnp.inf))
+    place = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
+    return above | ((ties > 0) & (place <= last[:, None])) | off[:, None]
+
+
+def _sum(x: Float[Array, "b v"]) -> Float[Array, " b"]:
+    # By columns first, which XLA vectorises on a CPU.
+    return x.reshape(len(x), -1, BLOCK).sum(axis=1).sum(axis=1)
+
+
+def _locate(weights: Float[Array, "b v"], share: Float[Array, " b"]) -> Int[Array, " b"]:
+    """Return the first index at which the cumulative weight exceeds a share of the sum.
+
+    The sums of blocks are searched first: cumulative sums over the vocabulary are slow on a CPU.
+
+    Args:
+        weights: at least 0; the number of columns is a multiple of BLOCK.
+
+    Returns:
+        Indices of positive weights, int32; -1 if rounding leaves none.
+    """
+    blocks = weights.reshape(len(weights), -1, BLOCK)
+    sums = blocks.sum(axis=2)
+    ends = jnp.cumsum(sums, axis=1)
+    goal = share * ends[:, -1]
+    block = _first((ends > goal[:, None]) & (sums > 0))
+    place = jnp.maximum(block, 0)[:, None]
+    inside = jnp.take_along_axis(blocks, place[:, :, None], axis=1)[:, 0]
+    goal -= jnp.take_along_axis(ends - sums, place, axis=1)[:, 0]
+    index = _first((jnp.cumsum(inside, axis=1) > goal[:, None]) & (inside > 0))
+    return jnp.where((block < 0) | (index < 0), -1, block * BLOCK + index)
+
+
+def _first(mask: Bool[Array, "b n"]) -> Int[Array, " b"]:
+    """Return the index of the first true element, -1 without one."""
+    return jnp.where(mask.any(axis=1), jnp.argmax(mask, axis=1), -1).astype(jnp.int32)
+
+
+def log_probs_of(logits: Float[Array, "b v"], tokens: Int[Array, " b"], top: int) -> LogProbs:
+    """Return log-probabilities of tokens, and of the `top` likeliest tokens (static)."""
+    all_ = jax.nn.log_softmax(logits.astype(jnp.float32), axis=1)
+    values, likeliest = lax.top_k(all_, min(top, all_.shape[1]))
+    return LogProbs(jnp.take_along_axis(all_, tokens[:, None], axis=1)[:, 0], values, likeliest)

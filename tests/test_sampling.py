@@ -1,7 +1,7 @@
-"""Sampling against its definition, on logits that hypothesis makes up."""
+"""Sampling against its definition, on logits that hypothesis makes up, and against transformers."""
 
 import dataclasses
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from infinigen_jax.errors import InputError
-from infinigen_jax.sampling import Sampling, row_keys, sample
+from infinigen_jax.sampling import (
+    History,
+    candidates,
+    log_probs_of,
+    penalised,
+    sample,
+    settings_of,
+    uniforms,
+)
+from infinigen_jax.settings.sampling import Sampling
 
 ROWS, VOCABULARY = 3, 17
 
@@ -25,49 +34,53 @@ LOGITS = arrays(
 STEPS = st.integers(0, 1000)
 
 
-def keys(step=0, seed=0, rows=ROWS):
-    return row_keys(seed, jnp.arange(rows), step)
+@jax.jit
+def draw_arrays(logits, settings, step):
+    streams = jnp.zeros(len(logits), jnp.int32)
+    return sample(logits, settings, uniforms(settings.seed, streams, step))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def draw(logits, sampling, step):
-    return sample(logits, sampling, keys(step))
+def draw(logits, *sampling, step: Any = 0):
+    """Tokens of each row, with settings of its own or the same ones."""
+    rows = sampling * (1 if len(sampling) > 1 else len(logits))
+    steps = jnp.broadcast_to(jnp.asarray(step, jnp.int32), (len(logits),))
+    return draw_arrays(jnp.asarray(logits), jax.device_put(settings_of(rows)), steps)
 
 
 def draw_many(logits, sampling, count=4000):
-    """Frequencies of each token, from rows with the same logits."""
+    """Frequencies of each token, one step after the other."""
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, len(logits)))
-    tokens = sample(rows, sampling, keys(rows=count))
+    tokens = draw(rows, sampling, step=np.arange(count, dtype=np.int32))
     return np.bincount(np.asarray(tokens), minlength=len(logits)) / count
 
 
 @given(LOGITS, STEPS, st.sampled_from([0.01, 1.0, 50.0]))
 def test_only_the_likeliest_left_is_greedy(logits, step, temperature):
-    expected = logits.argmax(axis=1)
-    for top_k, top_p in ((1, 1.0), (0, 1e-9), (5, 1e-9)):
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        tokens = draw(logits, sampling, step)
-        assert tokens.dtype == jnp.int32
-        np.testing.assert_array_equal(tokens, expected)
+    settings: tuple[dict[str, Any], ...]
+    settings = {"top_k": 1}, {"top_p": 1e-9}, {"top_k": 5, "top_p": 1e-9}
+    tokens = draw(logits, *(Sampling(temperature=temperature, **s) for s in settings), step=step)
+    assert tokens.dtype == jnp.int32
+    np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
 
 
 @given(LOGITS, STEPS)
-def test_zero_temperature_is_greedy_and_needs_no_keys(logits, step):
+def test_rows_of_temperature_zero_are_greedy_in_a_batch_that_samples(logits, step):
     for dtype in (jnp.float32, jnp.bfloat16):
-        tokens = sample(jnp.asarray(logits, dtype), Sampling(top_k=3, top_p=0.5))
-        assert tokens.dtype == jnp.int32
-        expected = np.asarray(jnp.asarray(logits, dtype).astype(jnp.float32)).argmax(axis=1)
-        np.testing.assert_array_equal(tokens, expected)
+        rounded = jnp.asarray(logits, dtype)
+        greedy = Sampling(top_k=3, top_p=0.5)
+        tokens = draw(rounded, greedy, Sampling(temperature=3.0), greedy, step=step)
+        expected = np.asarray(rounded.astype(jnp.float32)).argmax(axis=1)
+        np.testing.assert_array_equal(tokens[::2], expected[::2])
 
 
-def allowed_tokens(logits, temperature, top_k, top_p):
+def allowed_tokens(logits, temperature, top_k, top_p, min_p):
     """The tokens that may be drawn, in plain NumPy and float64."""
     order = np.argsort(-logits, kind="stable")[: top_k or len(logits)]
     weights = np.exp((logits[order].astype(np.float64) - logits.max()) / temperature)
     mass = np.cumsum(weights) / weights.sum()
     # The tolerance admits a token whose need hangs on float32 rounding of the mass.
     needed = np.concatenate([[True], mass[:-1] < top_p + 1e-5])
-    return set(order[needed & (weights > 0)])
+    return set(order[needed & (weights > 0) & (weights >= min_p * (1 - 1e-5))])
 
 
 @given(
@@ -76,11 +89,14 @@ def allowed_tokens(logits, temperature, top_k, top_p):
     st.sampled_from([0.3, 1.0, 4.0]),
     st.sampled_from([0, 2, 5, VOCABULARY, 10 * VOCABULARY]),
     st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.2, 1.0]),
 )
-def test_draws_stay_among_the_allowed_tokens(logits, step, temperature, top_k, top_p):
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    for row, token in zip(logits, np.asarray(draw(logits, sampling, step)), strict=True):
-        assert token in allowed_tokens(row, temperature, top_k, top_p)
+def test_draws_stay_among_the_allowed_tokens(logits, step, temperature, top_k, top_p, min_p):
+    values = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for row, token in zip(
+        logits, np.asarray(draw(logits, Sampling(**values), step=step)), strict=True
+    ):
+        assert token in allowed_tokens(row, **values)
 
 
 @pytest.mark.parametrize(
@@ -92,49 +108,110 @@ def test_draws_stay_among_the_allowed_tokens(logits, step, temperature, top_k, t
         ({"top_p": 0.75}, [0, 2 / 9, 3 / 9, 4 / 9]),
         # Of the three tokens left the likeliest two have 7/9 of the mass, above 0.75.
         ({"top_k": 3, "top_p": 0.75}, [0, 0, 3 / 7, 4 / 7]),
+        ({"min_p": 0.6}, [0, 0, 3 / 7, 4 / 7]),
         ({"temperature": 0.5}, [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
     ],
 )
 def test_frequencies(settings, expected):
+    count, expected = 4000, np.asarray(expected)
     sampling = dataclasses.replace(Sampling(temperature=1.0), **settings)
-    found = draw_many(np.log([0.1, 0.2, 0.3, 0.4]), sampling)
-    # Four standard deviations of a frequency of 1/2 among 4000.
-    np.testing.assert_allclose(found, expected, atol=4 * 0.5 / 4000**0.5)
-    assert not found[np.asarray(expected) == 0].any()
+    drawn = draw_many(np.log([0.1, 0.2, 0.3, 0.4]), sampling, count)
+    assert not drawn[expected == 0].any()
+    drawn, expected = drawn[expected > 0], expected[expected > 0]
+    # The statistic's quantile of 0.9999 for 3 degrees of freedom.
+    assert count * np.sum((drawn - expected) ** 2 / expected) < 21.1
+
+
+def test_frequencies_of_a_large_vocabulary():
+    """Several blocks, a part of one, and settings that differ by row."""
+    size, count = 700, 4000
+    weights = np.random.default_rng(0).random(size) + 0.01
+    weights[size // 2 :] = 0
+    drawn = draw_many(np.log(np.maximum(weights, 1e-30)), Sampling(temperature=1.0), count)
+    expected = weights / weights.sum()
+    assert not drawn[expected < 1e-20].any()
+    halves = [np.add.reduceat(x, range(0, size // 2, 25)) for x in (drawn[:350], expected[:350])]
+    # The quantile of 0.9999 for 13 degrees of freedom.
+    assert count * np.sum((halves[0] - halves[1]) ** 2 / halves[1]) < 40
 
 
 @given(LOGITS, STEPS, st.integers(0, 2**32 - 1))
 def test_a_row_does_not_depend_on_the_others(logits, step, seed):
-    sampling = Sampling(temperature=1.5, top_k=9, top_p=0.95)
-    together = sample(jnp.asarray(logits), sampling, keys(step, seed))
+    rows = [
+        Sampling(temperature=1.5, top_k=9, top_p=0.95, seed=seed),
+        Sampling(temperature=0.7, min_p=0.1, seed=seed),
+        Sampling(),
+    ]
+    together = draw(logits, *rows, step=step)
     for row in range(ROWS):
-        own = row_keys(seed, jnp.array([row]), step)
-        alone = sample(jnp.asarray(logits[row : row + 1]), sampling, own)
-        assert alone[0] == together[row]
+        assert draw(logits[row : row + 1], rows[row], step=step)[0] == together[row]
 
 
-def test_keys_differ_by_seed_row_and_step():
-    every = [keys(step, seed) for step in range(4) for seed in (0, 1, 2**32 - 1)]
-    data = np.concatenate([jax.random.key_data(some) for some in every])
-    assert len(np.unique(data, axis=0)) == len(data)
-
-
-def test_keys_under_jit_with_traced_arguments():
-    steps = jnp.array([4, 7, 9], jnp.int32)
-    traced = jax.jit(row_keys)(jnp.uint32(5), jnp.arange(ROWS), steps)
-    for row, step in enumerate([4, 7, 9]):
-        assert traced[row] == row_keys(5, jnp.arange(ROWS), step)[row]
-
-
-def test_keys_are_required_for_drawing():
-    with pytest.raises(ValueError, match="keys"):
-        sample(jnp.zeros((1, 4)), Sampling(temperature=1.0))
+def test_random_numbers_differ_by_seed_stream_and_step():
+    seeds, streams, steps = (x.ravel() for x in np.meshgrid([0, 1, 2**32 - 1], range(4), range(4)))
+    given = seeds.astype(np.uint32), streams.astype(np.int32), steps.astype(np.int32)
+    numbers = np.asarray(uniforms(*map(jnp.asarray, given)))
+    assert len(np.unique(numbers)) == len(numbers)
+    assert 0 <= numbers.min() and numbers.max() < 1
 
 
 def test_tiny_temperatures_stay_finite():
     logits = jnp.array([[1e30, -1e30, 1e30 * 0.99]], jnp.float32)
     for temperature in (1e-5, 1e-30):
-        assert sample(logits, Sampling(temperature=temperature), keys(rows=1))[0] == 0
+        assert draw(logits, Sampling(temperature=temperature))[0] == 0
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.7])
+def test_penalties(penalty):
+    """Repetition as in transformers; presence and frequency as OpenAI defines them."""
+    torch = pytest.importorskip("torch")
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(ROWS, VOCABULARY)).astype(np.float32)
+    prompt, answer = rng.integers(0, VOCABULARY, (2, ROWS, 6))
+    presence, frequency = rng.uniform(-2, 2, (2, ROWS)).astype(np.float32)
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    both = torch.tensor(np.concatenate([prompt, answer], axis=1))
+    expected = processor(both, torch.tensor(logits)).numpy()
+    counts = np.stack([np.bincount(row, minlength=VOCABULARY) for row in answer])
+    expected = expected - presence[:, None] * (counts > 0) - frequency[:, None] * counts
+    rows = [
+        Sampling(repetition_penalty=penalty, presence_penalty=p, frequency_penalty=f)
+        for p, f in zip(presence.tolist(), frequency.tolist(), strict=True)
+    ]
+    seen = np.stack([np.bincount(row, minlength=VOCABULARY) > 0 for row in prompt])
+    history = History(jnp.asarray(seen), jnp.asarray(counts, jnp.int32))
+    settings = jax.device_put(settings_of(rows))
+    changed = penalised(jnp.asarray(logits), settings, history)
+    np.testing.assert_allclose(changed, expected, rtol=1e-6, atol=1e-6)
+    drawn = sample(jnp.asarray(logits), settings, jnp.zeros(ROWS), history)
+    np.testing.assert_array_equal(drawn, expected.argmax(axis=1))
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.3}])
+def test_candidates_are_those_of_transformers(settings):
+    torch = pytest.importorskip("torch")
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
+    logits = np.random.default_rng(2).normal(size=(ROWS, 512)).astype(np.float32)
+    ((name, value),) = settings.items()
+    expected = warpers[name](value)(None, torch.tensor(logits)).numpy() > -np.inf
+    scaled = jnp.asarray(logits - logits.max(axis=1, keepdims=True))
+    rows = jax.device_put(settings_of([Sampling(temperature=1.0, **settings)] * ROWS))
+    np.testing.assert_array_equal(candidates(scaled, rows), expected)
+
+
+def test_log_probabilities():
+    logits = np.random.default_rng(3).normal(size=(ROWS, VOCABULARY)).astype(np.float32)
+    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    tokens = jnp.array([4, 0, 16], jnp.int32)
+    drawn, top, likeliest = log_probs_of(jnp.asarray(logits), tokens, 5)
+    order = np.argsort(-logits, axis=1)[:, :5]
+    np.testing.assert_allclose(drawn, expected[np.arange(ROWS), tokens], rtol=1e-5)
+    np.testing.assert_array_equal(likeliest, order)
+    np.testing.assert_allclose(top, np.take_along_axis(expected, order, axis=1), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +224,10 @@ def test_tiny_temperatures_stay_finite():
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_p", float("nan")),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", float("nan")),
         ("seed", -1),
         ("seed", 2**32),
     ],

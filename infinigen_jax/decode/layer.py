@@ -19,7 +19,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped, UInt
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax.cache.cache import HostLayer, ReadCache
 from infinigen_jax.cache.host_array import capacity_of, write_span
@@ -44,7 +45,6 @@ from infinigen_jax.models import Params
 from infinigen_jax.models.base import Layer
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Lookup
-from infinigen_jax.sampling import Sampling, row_keys, sample
 from infinigen_jax.selection.select import Request
 
 
@@ -215,31 +215,6 @@ class Decoder(Layout):
         attention_input = self.blueprint.layer(inputs.params).attention_input(carry.x)
         return self.wait(self.start(inputs, inputs.target, attention_input, hot), carry, hot)
 
-    def draw(
-        self,
-        params: Params,
-        x: Float[Array, "b e"],
-        seed: UInt[Array, ""],
-        step: Int[Array, " b"],
-        sampling: Sampling,
-    ) -> Int[Array, " b"]:
-        """Sample the next tokens from the last layer's output.
-
-        Args:
-            params: parameters of the embedding.
-            x: output of the last layer.
-            seed: seed of the run.
-            step: number of tokens drawn so far, per sequence; see `row_keys`.
-            sampling: sampling settings.
-        """
-        with jax.named_scope("sample"):
-            logits = self.logits(params, x)
-            # Every sequence uses the same stream of random numbers, so that a prompt continues the
-            # same way in any slot of any batch. Equal prompts therefore continue equally.
-            rows = jnp.zeros(x.shape[0], jnp.int32)
-            keys = None if sampling.greedy else row_keys(seed, rows, step)
-            return sample(logits, sampling, keys)
-
     def logits(self, params: Params, x: Float[Array, "b e"]) -> Float[Array, "b v"]:
         """Return the logits of the next tokens, float32, from the last layer's output."""
         return self.blueprint.embedding(params).logits(x)
@@ -247,10 +222,15 @@ class Decoder(Layout):
     def predict(
         self, params: Params, x: Float[Array, "b e"]
     ) -> tuple[Float[Array, "b v"], Int[Array, " b"]]:
-        """Return natural log-probabilities of all next tokens, float32, and the likeliest token."""
-        logits = self.logits(params, x).astype(jnp.float32)
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return jax.nn.log_softmax(logits, axis=-1), best
+        """Return the logits of the next tokens, float32, and the most likely tokens.
+
+        Args:
+            params: parameters of the embedding.
+            x: output of the last layer.
+        """
+        with jax.named_scope("sample"):
+            logits = self.logits(params, x).astype(jnp.float32)
+            return logits, lax.argmax(logits, 1, jnp.int32)
 
     def flush(
         self,

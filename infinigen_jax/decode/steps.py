@@ -28,7 +28,6 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Carry, Counts, LayerInputs, LayerState, Target, Weights
 from infinigen_jax.models import Params
 from infinigen_jax.programs.program import Program
-from infinigen_jax.sampling import Sampling
 from infinigen_jax.transfer.host_weights import await_copy, merged, start_copy, start_next
 
 
@@ -199,22 +198,19 @@ class Steps(NamedTuple):
     """Compiled functions of a Decoder; they donate the cache arrays that they replace.
 
     Attributes:
-        fused: a whole step that samples the next tokens.
+        fused: a whole step; returns logits of the next tokens and the most likely ones.
         checked: `fused`, with the first stage that is not finite (see `decode.finite_check`).
-        forced: a step over given tokens that returns log-probabilities of all next tokens.
-        watched: `forced`, with the records of a `Watch`.
+        watched: `fused`, with the records of a `Watch`.
         pieces: programs of the layerwise schedule.
-        draw, predict: last programs of a layerwise step, which sample or return log-probabilities.
+        predict: logits and most likely tokens, the last program of a layerwise step.
         flush: write one host layer's ring to the host.
         flush_pool: write the rings of a cache with a pool to the host.
     """
 
     fused: Any
     checked: Any
-    forced: Any
     watched: Any
     pieces: Pieces
-    draw: Any
     predict: Any
     flush: Any
     flush_pool: Any
@@ -236,54 +232,26 @@ def steps(decoder: Decoder) -> Steps:
         numbers = [jnp.int32(i) for i in range(decoder.host_layers)]
         return step(decoder, inner, numbers, weights, read, live, tokens, watch)
 
-    def fused(
-        weights: Weights,
-        read: ReadCache,
-        live: StepCache,
-        tokens: Array,
-        seed: Array,
-        draws: Array,
-        *,
-        sampling: Sampling,
-    ) -> tuple:
+    def fused(weights: Weights, read: ReadCache, live: StepCache, tokens: Array) -> tuple:
         x, new, counts, _ = layers(weights, read, live, tokens)
-        drawn = decoder.draw(weights.params["embedding"], x, seed, draws, sampling)
-        return new._replace(lengths=live.lengths + 1), drawn, draws + 1, counts
+        predicted = decoder.predict(weights.params["embedding"], x)
+        return new._replace(lengths=live.lengths + 1), *predicted, counts
 
-    def checked(
-        weights: Weights,
-        read: ReadCache,
-        live: StepCache,
-        tokens: Array,
-        seed: Array,
-        draws: Array,
-        *,
-        sampling: Sampling,
-    ) -> tuple:
+    def checked(weights: Weights, read: ReadCache, live: StepCache, tokens: Array) -> tuple:
         embedding, positions = weights.params["embedding"], live.lengths
         x, new, counts, finite = layers(weights, read, live, tokens, finite_after)
-        drawn = decoder.draw(embedding, x, seed, draws, sampling)
-        ends = decoder.embed(embedding, tokens, positions).x, decoder.logits(embedding, x)
+        logits, best = decoder.predict(embedding, x)
+        ends = decoder.embed(embedding, tokens, positions).x, logits
         first, last = (jnp.all(jnp.isfinite(end), axis=-1) for end in ends)
         place = first_place((first, *finite, last), positions)
-        return new._replace(lengths=positions + 1), drawn, draws + 1, counts, place
-
-    def forced(weights: Weights, read: ReadCache, live: StepCache, tokens: Array) -> tuple:
-        x, new, counts, _ = layers(weights, read, live, tokens)
-        log_probs, best = decoder.predict(weights.params["embedding"], x)
-        return new._replace(lengths=live.lengths + 1), log_probs, best, counts
+        return new._replace(lengths=positions + 1), logits, best, counts, place
 
     def watched(
         weights: Weights, read: ReadCache, live: StepCache, tokens: Array, *, watch: Watch
     ) -> tuple:
         x, new, counts, records = layers(weights, read, live, tokens, watch)
-        log_probs, best = decoder.predict(weights.params["embedding"], x)
-        return new._replace(lengths=live.lengths + 1), log_probs, best, counts, records
-
-    def draw(
-        params: Params, x: Array, seed: Array, draws: Array, lengths: Array, *, sampling: Sampling
-    ) -> tuple:
-        return decoder.draw(params, x, seed, draws, sampling), draws + 1, lengths + 1
+        predicted = decoder.predict(weights.params["embedding"], x)
+        return new._replace(lengths=live.lengths + 1), *predicted, counts, records
 
     def predict(params: Params, x: Array, lengths: Array) -> tuple:
         return *decoder.predict(params, x), lengths + 1
@@ -311,18 +279,17 @@ def steps(decoder: Decoder) -> Steps:
     at: Any = Placement(decoder.mesh)
     counts, live = Counts(at.batch, at.batch), StepCache(at.rows, at.rows, at.rows, at.batch)
     carry, state = Carry(at.batch, at.rows, counts), LayerState(at.rows, at.rows, at.rows)
-    drawn = (live, at.batch, at.batch, counts)
+    predicted = (live, at.batch, at.batch, counts)
     whole = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
     bring = program(pieces.bring, (at.whole, at.batch)) if decoder.weights_on_host else pieces.bring
     return Steps(
-        fused=program(fused, drawn, static_argnames="sampling", donate_argnums=2),
-        checked=program(checked, (*drawn, at.batch), static_argnames="sampling", donate_argnums=2),
-        forced=program(forced, drawn, donate_argnums=2),
+        fused=program(fused, predicted, donate_argnums=2),
+        checked=program(checked, (*predicted, at.batch), donate_argnums=2),
         watched=jax.jit(
             watched,
             static_argnames="watch",
             donate_argnums=2,
-            out_shardings=(*drawn, at.batch),
+            out_shardings=(*predicted, at.batch),
             compiler_options=step_options(decoder),
         ),
         pieces=Pieces(
@@ -332,7 +299,6 @@ def steps(decoder: Decoder) -> Steps:
             # Fetched rows are not donated: no output could reuse their buffer.
             layer=program(pieces.layer, (carry, state, at.whole), donate_argnums=1),
         ),
-        draw=program(draw, (at.batch,) * 3, static_argnames="sampling"),
         predict=program(predict, (at.batch,) * 3),
         flush=program(flush, (at.host, at.rows), donate_argnums=(2, 3), static_argnames="streams"),
         flush_pool=program(flush_pool, whole, donate_argnums=1),

@@ -13,7 +13,7 @@ resumed by another process, with the same continuation.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,9 @@ from infinigen_jax.loading.load import Model
 from infinigen_jax.models.packed import split
 from infinigen_jax.numeric import check_range
 from infinigen_jax.prefill.prefill import chunk_for
-from infinigen_jax.sampling import Sampling
+from infinigen_jax.settings.sampling import Sampling
+from infinigen_jax.settings.setting import defaults_of
+from infinigen_jax.text.stops import checked_stops
 
 CONTEXT = 4096  # default size in tokens, if the model has that many positions
 
@@ -79,7 +81,12 @@ class Conversation:
         return 0 if self._begun is None else self._begun.cached[0]
 
     def turn(
-        self, prompt: Prompt, max_new_tokens: int = 64, *, ignore_eos: bool = False
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 64,
+        *,
+        ignore_eos: bool = False,
+        stop: str | Sequence[str] = (),
     ) -> Generator[Step, None, None]:
         """Add a prompt, and yield the answer as `Engine.stream` does.
 
@@ -88,14 +95,18 @@ class Conversation:
         Args:
             prompt: text or token numbers. Text after the first turn gets no special tokens.
             max_new_tokens: maximum number of new tokens; the end of the context also limits it.
+            stop: strings that end the answer's text before them; the tokens stay in the context.
 
         Raises:
             InputError: if the context has no room for the prompt and one token, or memory is too
                 small for the context. The conversation does not change.
         """
         check_range("max_new_tokens", max_new_tokens, 1)
+        stops = checked_stops(stop)
         if self._begun is None:
-            raise InputError("this conversation is in the middle of a turn, or a turn of it failed")
+            raise InputError(
+                "this conversation is in the middle of a turn, or a turn of it failed; reset it"
+            )
         new = encode(self.runtime.model, prompt, first=not self.tokens)
         room = self.context - len(self.tokens) - len(new)
         if room < 1:
@@ -107,9 +118,9 @@ class Conversation:
             )
         begun, self._begun = self._begun, None  # its arrays are donated
         room = min(room, max_new_tokens)
-        settings = (self.runtime, [self.tokens + new], room, self.sampling)
+        settings = (self.runtime, [self.tokens + new], room, [self.sampling])
         try:
-            run = Run(*settings, begun=begun, capacity=self.capacity)
+            run = Run(*settings, begun=begun, capacity=self.capacity, stops=stops)
             run.start()
         except InputError:
             if begun.cache is None:  # refused before a donation
@@ -128,6 +139,11 @@ class Conversation:
             self._keep(run, begun.drawn)
             raise
         self._keep(run, begun.drawn)
+
+    def reset(self) -> None:
+        """Forget all tokens; the random stream goes on. The caller's messages are left alone."""
+        drawn = 0 if self._begun is None else self._begun.drawn
+        self.tokens, self._begun = [], Begun(None, [0], drawn)
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a file, whole or not at all.
@@ -164,8 +180,9 @@ class Conversation:
         record = file.record
         with file.interpreting():
             _check_settings(path, record, runtime)
-            kinds = {"temperature": float, "top_k": int, "top_p": float, "seed": int}
-            sampling = Sampling(**{k: kind(record["sampling"][k]) for k, kind in kinds.items()})
+            defaults = defaults_of(Sampling)
+            saved = defaults | record["sampling"]  # older files lack some settings
+            sampling = Sampling(**{n: type(x)(saved[n]) for n, x in defaults.items()})
             context, tokens = record["context"], record["tokens"]
             cached, drawn = record["cached"], record["drawn"]
             numbers = [context, cached, drawn, *tokens]

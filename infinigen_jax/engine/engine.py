@@ -30,7 +30,25 @@ from infinigen_jax.loading.load import Model
 from infinigen_jax.numeric import check_range
 from infinigen_jax.policies import Policy
 from infinigen_jax.prefill.prefill import Notify
-from infinigen_jax.sampling import Sampling
+from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
+from infinigen_jax.text.stops import checked_stops
+
+
+def samplings(given: Sampling | Sequence[Sampling] | None, prompts: int) -> list[Sampling]:
+    """Return the settings of each prompt.
+
+    Raises:
+        InputError: for other types, or another number of settings than prompts.
+    """
+    if given is None or isinstance(given, Sampling):
+        return [given or Sampling()] * prompts
+    if not isinstance(given, Sequence) or not all(isinstance(s, Sampling) for s in given):
+        raise ParameterError(
+            "sampling", f"{given!r} is not a Sampling; give Sampling(temperature=0.7)"
+        )
+    if len(given) != prompts:
+        raise ParameterError("sampling", f"{len(given)} for {prompts} prompts; give one each")
+    return list(given)
 
 
 class Engine:
@@ -100,19 +118,22 @@ class Engine:
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling | None = None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
         max_new_tokens: int = 64,
         *,
         batch: int | None = None,
         notify: Notify | None = None,
         prefix: int = 0,
         fit: bool = False,
+        log_probs: int | None = None,
+        stop: str | Sequence[str] = (),
     ) -> Run:
         """Process prompts, given as token numbers, and draw their first tokens.
 
         Args:
             prompts: token numbers of each prompt.
-            sampling: sampling method; greedy by default.
+            sampling: settings, also one for each prompt; greedy by default. Equal prompts draw
+                differently.
             max_new_tokens: maximum number of new tokens per prompt.
             batch: batch size; further prompts wait until another one ends. By default all prompts
                 are decoded together.
@@ -124,16 +145,15 @@ class Engine:
                 the batch.
             fit: if `batch` is None and memory is too small for all prompts, reduce the batch size
                 until it fits, and log a warning.
+            log_probs: number of likeliest tokens whose log-probabilities are returned with those of
+                each drawn token, at most 20; None for no log-probabilities.
+            stop: strings that end a text before them; see `Run.push_text`.
 
         Raises:
             InputError: if the model has too few positions or memory is too small.
         """
         if not prompts:
             raise ParameterError("prompts", "give at least one prompt")
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise ParameterError(
-                "sampling", f"{sampling!r} is not a Sampling; give Sampling(temperature=0.7)"
-            )
         check_range("max_new_tokens", max_new_tokens, 1)
         if batch is not None:
             check_range("batch", batch, 1)
@@ -164,10 +184,14 @@ class Engine:
                 f"{short + 1 - max(grown)} new tokens or a longer prompt",
                 max_new_tokens,
             )
-        sampling = sampling or Sampling()
+        if log_probs is not None:
+            check_range("log_probs", log_probs, 0, MOST_LOG_PROBS)
+        settings = samplings(sampling, len(prompts))
         sequences = [list(prompt) for prompt in prompts]
         fit = fit and batch is None and self.mesh.shape["data"] == 1
-        run = Run(self.runtime, sequences, max_new_tokens, sampling, batch, prefix=prefix, fit=fit)
+        options: Any = {"batch": batch, "prefix": prefix, "fit": fit, "log_probs": log_probs}
+        options["stops"] = checked_stops(stop)
+        run = Run(self.runtime, sequences, max_new_tokens, settings, **options)
         run.start(notify)
         return run
 
@@ -198,38 +222,43 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         prefix: Prompt,
         max_new_tokens: int,
-        sampling: Sampling | None,
+        sampling: Sampling | Sequence[Sampling] | None,
         batch: int | None,
+        log_probs: int | None,
+        stop: str | Sequence[str],
     ) -> Run:
         """Encode prompts and start a run."""
         encoded = self.encode_with_prefix(prefix, prompt_list(prompts))
-        shared = self.prefix_tokens(prefix)
-        given = (sampling, max_new_tokens)
-        return self.start(encoded, *given, batch=batch, prefix=shared, fit=True)
+        options: Any = {"fit": True, "log_probs": log_probs, "stop": stop}
+        options["prefix"] = self.prefix_tokens(prefix)
+        return self.start(encoded, sampling, max_new_tokens, batch=batch, **options)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: Sampling | None = None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
         max_new_tokens: int = 64,
         *,
         ignore_eos: bool = False,
         batch: int | None = None,
         prefix: Prompt = "",
+        log_probs: int | None = None,
+        stop: str | Sequence[str] = (),
     ) -> Iterator[Step]:
         """Yield a Step per token until every sequence has ended or has `max_new_tokens`.
 
         Args:
             prompts: text or token numbers of each prompt, or a single prompt.
-            sampling: sampling method; greedy by default.
+            sampling: settings, also one for each prompt; greedy by default.
             max_new_tokens: maximum number of new tokens per prompt.
             ignore_eos: whether to continue after the end-of-sequence token.
             batch: batch size, see `start`; by default as many prompts as fit into memory.
             prefix: common beginning of all prompts, text if they are text; read and stored once.
+            log_probs, stop: see `start`.
         """
-        run = self._begin(prompts, prefix, max_new_tokens, sampling, batch)
+        run = self._begin(prompts, prefix, max_new_tokens, sampling, batch, log_probs, stop)
         for tokens in run.tokens(ignore_eos=ignore_eos):
-            yield Step(tokens, run.push_text(tokens))
+            yield Step(tokens, run.push_text(tokens), run.choices(tokens))
         tail = run.finish_text()
         if any(tail):
             yield Step([None] * len(tail), tail)
@@ -237,16 +266,18 @@ class Engine:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: Sampling | None = None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
         max_new_tokens: int = 64,
         *,
         ignore_eos: bool = False,
         batch: int | None = None,
         prefix: Prompt = "",
+        log_probs: int | None = None,
+        stop: str | Sequence[str] = (),
     ) -> Generation:
         """Return the complete result, in the order of the prompts; arguments as for `stream`."""
-        run = self._begin(prompts, prefix, max_new_tokens, sampling, batch)
+        run = self._begin(prompts, prefix, max_new_tokens, sampling, batch, log_probs, stop)
         for tokens in run.tokens(ignore_eos=ignore_eos):
             run.push_text(tokens)
         run.finish_text()
-        return Generation(run.new_tokens, run.texts, run.stats())
+        return Generation(run.new_tokens, run.texts, run.stats(), run.log_probs)

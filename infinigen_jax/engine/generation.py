@@ -4,7 +4,7 @@ For each token, Python dispatches the next step and then reads the tokens of the
 only synchronisation per token. Python never reads which rows are fetched.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,17 +18,20 @@ from infinigen_jax.decode.finite_check import refuse
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch
 from infinigen_jax.engine.batching import IDLE, Owners, admission
-from infinigen_jax.engine.dispatch import Dispatcher, Progress
+from infinigen_jax.engine.dispatch import Dispatcher
 from infinigen_jax.engine.memory_plan import check_memory
 from infinigen_jax.engine.prompts import Begun, PromptReader, rows_that_fit
 from infinigen_jax.engine.remedies import LENGTHS, Remedies
+from infinigen_jax.engine.results import Choice, choices_of
 from infinigen_jax.engine.runtime import Runtime
+from infinigen_jax.engine.sampler import Drawn, Sampler, repetitions
 from infinigen_jax.engine.stats import Clock, Stats, stats_of
 from infinigen_jax.errors import InputError
 from infinigen_jax.prefill.prefill import Notify
 from infinigen_jax.programs.compilations import compilations
-from infinigen_jax.sampling import Sampling
-from infinigen_jax.text.detokenize import Texts
+from infinigen_jax.sampling import LogProbs
+from infinigen_jax.settings.sampling import Sampling
+from infinigen_jax.text.texts import Texts
 
 
 class Run:
@@ -44,6 +47,7 @@ class Run:
         owners: record of which prompt occupies each batch row.
         capacity, slots: sizes of the cache, see `PromptReader`.
         new_tokens: tokens drawn and read back so far, per prompt.
+        log_probs: log-probabilities of each new token, per prompt, if asked for.
     """
 
     cache: Cache
@@ -53,16 +57,19 @@ class Run:
         runtime: Runtime,
         prompts: list[list[int]],
         max_new_tokens: int,
-        sampling: Sampling,
+        sampling: Sequence[Sampling],
         batch: int | None = None,
         begun: Begun | None = None,
         capacity: int | None = None,
         prefix: int = 0,
         fit: bool = False,
+        log_probs: int | None = None,
+        stops: Sequence[str] = (),
     ):
         """Plan a run; arguments not listed are those of `Engine.start`.
 
         Args:
+            sampling: settings of each prompt.
             begun: cache of the first prompts to continue with.
             capacity: capacity of the cache; by default the size of the prompts and new tokens.
             prefix: number of leading tokens of all prompts, to be read and stored once.
@@ -73,12 +80,14 @@ class Run:
         self.decoder = runtime.decoder
         self.max_new_tokens = max_new_tokens
         self.prompt_lengths = np.array([len(p) for p in prompts], np.int32)
-        self.dispatcher = Dispatcher(runtime, sampling)
+        self.dispatcher = Dispatcher(runtime)
+        self._prompts, self._sampling = prompts, sampling
+        self._streams = repetitions(prompts, sampling)
         longest = int(self.prompt_lengths.max())
 
         def reader(rows: int) -> PromptReader:
             room = longest + max_new_tokens
-            return PromptReader(runtime, self.dispatcher, prompts, room, rows, capacity, prefix)
+            return PromptReader(runtime, prompts, room, rows, capacity, prefix)
 
         rows = min(batch or len(prompts), len(prompts))
         if fit:
@@ -97,25 +106,38 @@ class Run:
             for plan in self.phases:
                 check_memory(plan, runtime.device, remedies)
         compilations()
-        at = Placement(runtime.mesh)
-        self._draws = jax.device_put(np.full(rows, begun.drawn + 1, np.int32), at.batch)
         self._since_flush = 0
         self.counts: list[Counts] = []
-        self._place: list[jax.Array] = []
-        self._begun = begun
+        self._place: Sequence[jax.Array] = ()
+        self._begun, self._alternatives = begun, log_probs
         self._admitted_lengths: set[int] = set()
         self._compiled = None
         self.new_tokens: list[list[int]] = [[] for _ in prompts]
-        self._texts = Texts(runtime.model, len(prompts))
+        self.log_probs: list[list[Choice]] = [[] for _ in prompts]
+        self._texts = Texts(runtime.model, len(prompts), stops)
 
     def start(self, notify: Notify | None = None) -> None:
         """Read the first prompts, draw their first tokens and wait for them."""
         rows, waiting = range(self.owners.rows), bool(self.owners.waiting)
         self._reader.read_prefix(notify)
-        self.cache, self.drawn = self._reader.read(rows, self._begun, notify, last=not waiting)
-        self._begun = None  # its arrays were donated
+        read = self._reader.read(rows, self._begun, notify, last=not waiting)
+        self.cache, self._sampler = read.cache, self._make_sampler(rows, self._begun.drawn)
+        self.drawn, self._log_probs = self._sampler.draw(read.logits, read.best)
+        self._begun = Begun.empty(0)  # its arrays were donated
         self.drawn.block_until_ready()
         self.clock.read_prompts()
+
+    def _make_sampler(self, numbers: Sequence[int], drawn: int = 0) -> Sampler:
+        """Return the sampler of prompts that have drawn the same number of tokens before."""
+        return Sampler(
+            self.runtime.mesh,
+            self.runtime.model.config.vocab_size,
+            [self._sampling[i] for i in numbers],
+            [self._prompts[i] for i in numbers],
+            [self._streams[i] for i in numbers],
+            drawn,
+            log_probs=self._alternatives is not None,
+        )
 
     @property
     def tokens_read(self) -> int:
@@ -129,11 +151,10 @@ class Run:
             InputError: if the cache is full.
         """
         self._make_room()
-        progress = Progress(self.cache, self.drawn, self._draws)
-        (self.cache, self.drawn, self._draws), counts, self._place = self.dispatcher.advance(
-            progress
-        )
-        self.counts.append(counts)
+        stepped = self.dispatcher.step(self.cache, self.drawn)
+        self.cache, self._place = stepped.cache, stepped.place
+        self.drawn, self._log_probs = self._sampler.draw(stepped.logits, stepped.best)
+        self.counts.append(stepped.counts)
 
     def predict(self, tokens: np.ndarray) -> jax.Array:
         """Dispatch one decode step over given tokens instead of drawn ones, without waiting.
@@ -179,10 +200,10 @@ class Run:
         self, tokens: np.ndarray, watch: Watch | None = None
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         self._make_room()
-        forced = self.dispatcher.force(self.cache, tokens, watch)
-        self.cache, self.drawn = forced.cache, forced.drawn
-        self.counts.append(forced.counts)
-        return forced.log_probs, forced.records
+        stepped = self.dispatcher.step(self.cache, self.dispatcher.place(tokens), watch)
+        self.cache, self.drawn = stepped.cache, stepped.best
+        self.counts.append(stepped.counts)
+        return _log_softmax(stepped.logits), stepped.records
 
     def settle(self) -> None:
         """Write all cached rows to the host."""
@@ -242,12 +263,13 @@ class Run:
         self.drawn.block_until_ready()
         self.clock.step_went_on()
         before = compilations()
-        one, first = self._reader.read([prompt])
+        read, sampler = self._reader.read([prompt]), self._make_sampler([prompt])
+        first = sampler.draw(read.logits, read.best)
+        self._sampler.replace(row, sampler)
         at = jax.device_put(np.int32(row), Placement(self.runtime.mesh).whole)
-        draws = jax.device_put(np.ones(1, np.int32), Placement(self.runtime.mesh).batch)
-        self.cache, (self.drawn, self._draws) = self._admission.insert(
-            self.cache, (self.drawn, self._draws), one, (first, draws), at
-        )
+        drawn = Drawn(self.drawn, self._log_probs)
+        self.cache, drawn = self._admission.insert(self.cache, drawn, read.cache, first, at)
+        self.drawn, self._log_probs = drawn
         self.owners.give(row, prompt)
         self.drawn.block_until_ready()
         self.clock.read_prompts()
@@ -260,15 +282,15 @@ class Run:
 
     def tokens(self, *, ignore_eos: bool = False) -> Iterator[list[int | None]]:
         """Yield the drawn tokens of each step; None for prompts that wait or have ended."""
-        eos = set() if ignore_eos else set(self.runtime.model.config.eos_ids)
+        eos = frozenset() if ignore_eos else self.runtime.model.eos_ids
         while True:
-            drawn, place = self.drawn, self._place
+            drawn, place, log_probs = self.drawn, self._place, self._log_probs
             # Once compiled, the next step is dispatched before the tokens of this step are read.
             ahead = self._compiled is not None and self._goes_on(1)
             if ahead:
                 self.advance()
             refuse(place, self.decoder.config.num_layers, self.owners.owner)
-            values = self._take(np.asarray(drawn), eos)
+            values = self._take(np.asarray(drawn), eos, log_probs)
             yield values
             if self.owners.idle.all() and not self.owners.waiting:
                 return
@@ -282,9 +304,12 @@ class Run:
         lengths = [len(self.new_tokens[i]) for i in self.owners.owner if i != IDLE]
         return any(length + unread < self.max_new_tokens for length in lengths)
 
-    def _take(self, drawn: np.ndarray, eos: set[int]) -> list[int | None]:
+    def _take(
+        self, drawn: np.ndarray, eos: frozenset[int], log_probs: LogProbs | None
+    ) -> list[int | None]:
         """Store the tokens of a step; the row of a prompt that ends becomes idle."""
         values: list[int | None] = [None] * len(self.new_tokens)
+        choices = None if log_probs is None else choices_of(log_probs, self._alternatives or 0)
         decoded = 0
         for row, prompt in enumerate(self.owners.owner):
             if prompt == IDLE:
@@ -293,10 +318,23 @@ class Run:
             values[prompt] = token
             decoded += bool(answer)
             answer.append(token)
+            if choices is not None:
+                self.log_probs[prompt].append(choices[row])
             if token in eos or len(answer) == self.max_new_tokens:
-                self.owners.leave(row)
+                self._leave(row)
         self.clock.step(decoded)
         return values
+
+    def _leave(self, row: int) -> None:
+        self.owners.leave(row)
+        self._sampler.leave(row)
+
+    def choices(self, tokens: list[int | None]) -> list[Choice | None] | None:
+        """Return the choices of one step's tokens; None if they were not asked for."""
+        if self._alternatives is None:
+            return None
+        pairs = zip(tokens, self.log_probs, strict=True)
+        return [None if token is None else choices[-1] for token, choices in pairs]
 
     @property
     def texts(self) -> list[str]:
@@ -304,8 +342,15 @@ class Run:
         return self._texts.whole
 
     def push_text(self, tokens: list[int | None]) -> list[str]:
-        """Return the text completed by the tokens of one step, per prompt."""
-        return self._texts.push(tokens)
+        """Return the text completed by the tokens of one step, per prompt.
+
+        A prompt whose text comes to a stop string ends.
+        """
+        pieces = self._texts.push(tokens)
+        for row, prompt in enumerate(self.owners.owner):
+            if prompt != IDLE and self._texts.stopped(int(prompt)):
+                self._leave(row)
+        return pieces
 
     def finish_text(self) -> list[str]:
         """Return the text withheld because of an incomplete character, per prompt."""
@@ -319,6 +364,11 @@ class Run:
     def stats(self) -> Stats:
         """Return the statistics of the generation so far."""
         return stats_of(self)
+
+
+@jax.jit
+def _log_softmax(logits: Float[Array, "b v"]) -> Float[Array, "b v"]:
+    return jax.nn.log_softmax(logits, axis=-1)
 
 
 @jax.jit

@@ -23,7 +23,6 @@ from infinigen_jax.engine.dispatch import Dispatcher
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.prefill.prefill import CHUNK_UNIT, empty_cache, read_chunk
-from infinigen_jax.sampling import Sampling
 
 
 class Reading:
@@ -85,11 +84,12 @@ class Reading:
         )
         self.done = end
 
-    def log_probs(self) -> Float[Array, "1 v"]:
-        """Return the log-probabilities of the first new token of a complete prompt."""
+    def predict(self) -> tuple[Float[Array, "1 v"], Int[Array, " 1"]]:
+        """Return logits of the first new token of a complete prompt, and the most likely token."""
         assert self.complete and self._last is not None
         embedding = self._runtime.weights.params["embedding"]
-        return steps(self._runtime.decoder).predict(embedding, self._last, self.cache.lengths)[0]
+        run = steps(self._runtime.decoder).predict
+        return run(embedding, self._last, self.cache.lengths)[:2]
 
     def _put(self, array: np.ndarray) -> Array:
         return jax.device_put(array, Placement(self._runtime.mesh).batch)
@@ -100,7 +100,8 @@ class LiveBatch:
 
     Attributes:
         cache: cache of all rows; replaced by every step.
-        log_probs: [rows, v] natural log-probabilities of each row's next token, float32.
+        logits: [rows, v] logits of each row's next token, float32; see `Sampler`.
+        best: [rows] most likely next tokens.
         active: [rows] mask of the rows that hold a sequence.
         cached: [rows] tokens in the cache, including those of all dispatched steps.
     """
@@ -113,12 +114,12 @@ class LiveBatch:
             )
             raise ParameterError("context", remedy, capacity)
         self._runtime, self._at = runtime, Placement(runtime.mesh)
-        self._dispatcher = Dispatcher(runtime, Sampling())
+        self._dispatcher = Dispatcher(runtime)
         self._admission = admission(runtime.decoder)
         self.cache = empty_cache(runtime.decoder, rows, capacity)
         vocabulary = runtime.model.config.vocab_size
-        zeros = np.zeros((rows, vocabulary), np.float32)
-        self.log_probs = jax.device_put(zeros, self._at.batch)
+        zeros = np.zeros((rows, vocabulary), np.float32), np.zeros(rows, np.int32)
+        self.logits, self.best = jax.device_put(zeros, self._at.batch)
         self.active = np.zeros(rows, bool)
         self.cached = np.zeros(rows, np.int32)
         self._since_flush, self._left = 0, False
@@ -139,8 +140,8 @@ class LiveBatch:
         at = jax.device_put(np.int32(row), self._at.whole)
         if not self.active.any():
             self._flush()
-        self.cache, self.log_probs = self._admission.insert(
-            self.cache, self.log_probs, reading.cache, reading.log_probs(), at
+        self.cache, (self.logits, self.best) = self._admission.insert(
+            self.cache, (self.logits, self.best), reading.cache, reading.predict(), at
         )
         self.active[row], self.cached[row] = True, len(reading.tokens)
 
@@ -158,11 +159,11 @@ class LiveBatch:
             self._rest()
         if due:
             self._flush()
-        forced = self._dispatcher.force(self.cache, tokens)
-        self.cache, self.log_probs = forced.cache, forced.log_probs
+        stepped = self._dispatcher.step(self.cache, tokens)
+        self.cache, self.logits, self.best = stepped.cache, stepped.logits, stepped.best
         self.cached += 1
         self._since_flush += 1
-        return forced.counts
+        return stepped.counts
 
     def _rest(self) -> None:
         """Set the lengths of idle rows to 0, so that they never fill the cache."""

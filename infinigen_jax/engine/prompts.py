@@ -5,20 +5,16 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
-from jaxtyping import Array, Int
 
 from infinigen_jax.cache.cache import Cache
-from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.decode.finite_check import Places, refuse
 from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
-from infinigen_jax.engine.dispatch import Dispatcher
 from infinigen_jax.engine.memory_plan import MemoryPlan, most_rows, plan_cache
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.shared_prefix import broadcast, common_prefix, may_share, plan_sharing
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
-from infinigen_jax.prefill.prefill import Notify, chunk_for, extend, prefill
+from infinigen_jax.prefill.prefill import Notify, Prefilled, chunk_for, extend, prefill
 
 logger = logging.getLogger("infinigen_jax")
 
@@ -53,7 +49,6 @@ class PromptReader:
     def __init__(
         self,
         runtime: Runtime,
-        dispatcher: Dispatcher,
         prompts: list[list[int]],
         tokens: int,
         rows: int,
@@ -70,7 +65,6 @@ class PromptReader:
         self.decoder = runtime.decoder
         self.tokens_read = 0
         self._runtime = runtime
-        self._dispatcher = dispatcher
         self._prompts = prompts
         self._sharing = None
         self._longest = max(map(len, prompts))
@@ -143,7 +137,7 @@ class PromptReader:
         """Read the shared prefix, if any, which `read` continues from."""
         if self._sharing is not None:
             prefix = [self._prompts[0][: self._sharing.tokens]]
-            self._prefix = self._read(prefix, [0], Begun.empty(1), notify)[0]
+            self._prefix = self._read(prefix, [0], Begun.empty(1), notify).cache
 
     def read(
         self,
@@ -152,8 +146,8 @@ class PromptReader:
         notify: Notify | None = None,
         *,
         last: bool = False,
-    ) -> tuple[Cache, Int[Array, " b"]]:
-        """Read prompts, and return their cache and first tokens.
+    ) -> Prefilled:
+        """Read prompts.
 
         Args:
             numbers: indices of the prompts.
@@ -176,7 +170,7 @@ class PromptReader:
         numbers: Sequence[int],
         begun: Begun,
         notify: Notify | None,
-    ) -> tuple[Cache, Int[Array, " b"]]:
+    ) -> Prefilled:
         """Process the tokens of prompts that are not cached."""
         rest = [prompt[n:] for prompt, n in zip(prompts, begun.cached, strict=True)]
         lengths = np.array([len(prompt) for prompt in rest], np.int32)
@@ -184,23 +178,16 @@ class PromptReader:
         for row, prompt in zip(tokens, rest, strict=True):
             row[: len(prompt)] = prompt
         self.tokens_read += int(lengths.sum())
-        runtime, weights, sampling = (
-            self._runtime,
-            self._dispatcher.weights,
-            self._dispatcher.sampling,
-        )
-        seed = self._dispatcher.seed
+        runtime, weights = self._runtime, self._runtime.weights
         places = Places(self.decoder, weights.params["embedding"], len(prompts))
         chunk = runtime.prefill_chunk
         look = places if runtime.settings.check else None
         if begun.cache is None:
             inputs = (self.decoder, weights, tokens, lengths, self.capacity)
-            outcome = prefill(*inputs, sampling, seed, self.slots, chunk, notify, look)
+            outcome = prefill(*inputs, self.slots, chunk, notify, look)
         else:
-            step = np.full(len(prompts), begun.drawn, np.int32)
-            step = jax.device_put(step, Placement(runtime.mesh).batch)
             inputs = (self.decoder, weights, begun.cache, tokens, lengths)
-            outcome = extend(*inputs, sampling, seed, step, chunk, notify, look)
+            outcome = extend(*inputs, chunk, notify, look)
         refuse([places.place], self.decoder.config.num_layers, numbers)
         return outcome
 

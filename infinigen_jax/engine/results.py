@@ -1,8 +1,33 @@
 """Results that a generation returns."""
 
 import dataclasses
+from typing import NamedTuple
+
+import numpy as np
 
 from infinigen_jax.engine.stats import Stats
+from infinigen_jax.sampling import LogProbs
+
+
+class Choice(NamedTuple):
+    """A drawn token's place in the model's distribution, before penalties and temperature.
+
+    Attributes:
+        log_prob: natural log-probability of the token.
+        top: the likeliest tokens with their log-probabilities, descending.
+    """
+
+    log_prob: float
+    top: list[tuple[int, float]]
+
+
+def choices_of(log_probs: LogProbs, alternatives: int) -> list[Choice]:
+    """Return the choice of each row, with the given number of likeliest tokens."""
+    rows = zip(*(np.asarray(array).tolist() for array in log_probs), strict=True)
+    return [
+        Choice(drawn, list(zip(tokens, top, strict=True))[:alternatives])
+        for drawn, top, tokens in rows
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,16 +38,25 @@ class Step:
         tokens: new token of each prompt; None if it has ended or not begun yet.
         texts: text completed by the new tokens, possibly empty. Empty strings for a model without
             a tokenizer.
+        log_probs: choice of each new token, if asked for.
     """
 
     tokens: list[int | None]
     texts: list[str]
+    log_probs: list[Choice | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Result of `Engine.generate`: new tokens and text of each prompt, and the statistics."""
+    """Result of `Engine.generate`.
+
+    Attributes:
+        tokens, texts: new tokens and text of each prompt.
+        stats: statistics of the run.
+        log_probs: choice of each new token, per prompt; empty lists unless asked for.
+    """
 
     tokens: list[list[int]]
     texts: list[str]
     stats: Stats
+    log_probs: list[list[Choice]] = dataclasses.field(default_factory=list)

@@ -80,7 +80,7 @@ def _answer_batch(
     tokens = np.full((kept, size), -1, np.int32)
     generated = np.stack([np.asarray(step) for step in drawn], axis=1)[:kept]
     for row, answer in zip(tokens, generated, strict=True):
-        ends = np.flatnonzero(np.isin(answer, engine.model.config.eos_ids))
+        ends = np.flatnonzero(np.isin(answer, list(engine.model.eos_ids)))
         end = ends[0] if len(ends) else len(answer)
         row[:end] = answer[:end]
     return tokens, traffic(run, kept)
@@ -89,4 +89,4 @@ def _answer_batch(
 def _ended(engine: "Engine", drawn: Sequence[Any]) -> bool:
     """Return whether every text has ended."""
     tokens = np.stack([np.asarray(step) for step in drawn])
-    return bool(np.isin(tokens, engine.model.config.eos_ids).any(axis=0).all())
+    return bool(np.isin(tokens, list(engine.model.eos_ids)).any(axis=0).all())

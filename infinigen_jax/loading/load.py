@@ -3,6 +3,7 @@
 Models that are not converted yet are first converted into the user's cache.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -170,6 +171,13 @@ class Model:
         if self.given_tokenizer is not None or self.path is None:
             return self.given_tokenizer
         return load_tokenizer(self.path)
+
+    @functools.cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a generation: the configuration's, and those that the tokenizer knows."""
+        with contextlib.suppress(InputError):  # without a tokenizer, the configuration's
+            return frozenset({*self.config.eos_ids, *getattr(self.tokenizer, "end_ids", ())})
+        return frozenset(self.config.eos_ids)
 
     @classmethod
     def from_params(

@@ -4,7 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped, UInt
+from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
@@ -17,7 +17,6 @@ from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.attention_mass import attention_mass
 from infinigen_jax.prefill.layer import chunk_layer, device_rows, host_rows, keep_rows
 from infinigen_jax.programs.program import Program
-from infinigen_jax.sampling import Sampling
 from infinigen_jax.transfer.host_weights import await_copy, start_next
 
 
@@ -35,7 +34,6 @@ class PrefillSteps(NamedTuple):
             with its queries and received attention), and store its rows.
         last: take the output of each sequence's last token.
         pool, kept: initial state of a pool.
-        draw: sample the first tokens.
     """
 
     empty: Any
@@ -48,7 +46,6 @@ class PrefillSteps(NamedTuple):
     last: Any
     pool: Any
     kept: Any
-    draw: Any
 
 
 @functools.lru_cache(maxsize=64)
@@ -139,16 +136,6 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         rows = jnp.take_along_axis(x, place, axis=1)[:, 0]
         return jnp.where(span.count[:, None] > 0, rows, before), span.end
 
-    def draw(
-        params: Params,
-        x: Float[Array, "b e"],
-        seed: UInt[Array, ""],
-        step: Int[Array, " b"],
-        *,
-        sampling: Sampling,
-    ) -> Int[Array, " b"]:
-        return decoder.draw(params, x, seed, step, sampling)
-
     at: Any = Placement(decoder.mesh)
     options = layer_options(decoder)
 
@@ -190,5 +177,4 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         last=program(last, (at.batch, at.batch)),
         pool=program(functools.partial(start_pool, decoder), at.rows, static_argnames="slots"),
         kept=program(functools.partial(start_kept, decoder), at.rows),
-        draw=program(draw, at.batch, static_argnames="sampling"),
     )

@@ -3,7 +3,7 @@
     for each chunk          the same compiled functions for all of them
         for each layer      attention over the chunk itself and over all prior rows, which
                             come from the host block by block; then its rows are stored
-    draw                    sample from the last token of each sequence
+    predict                 logits after the last token of each sequence
 
 The device holds one chunk's activations and a few blocks of rows for any prompt length, in addition
 to device caches and policy state. A prompt of at most one chunk is read in one piece.
@@ -20,21 +20,21 @@ rows during prefill.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, Int
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, allocate_host
 from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
-from infinigen_jax.decode.steps import flush_cache
+from infinigen_jax.decode.steps import flush_cache, steps
 from infinigen_jax.errors import InputError
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.compiled import prefill_steps
-from infinigen_jax.sampling import Sampling
 from infinigen_jax.transfer.host_weights import bring, merged
 
 CHUNK = 1024  # most tokens of a sequence in a chunk on the CPU
@@ -46,20 +46,32 @@ Notify = Callable[[int, int], None]  # (tokens read of the longest sequence, its
 Look = Callable[[int, Array, Array, Array], None]
 
 
+class Prefilled(NamedTuple):
+    """Result of a prefill.
+
+    Attributes:
+        cache: cache with the tokens.
+        logits: logits of the next token of each sequence.
+        best: most likely next tokens; not in the cache.
+    """
+
+    cache: Cache
+    logits: Float[Array, "b v"]
+    best: Int[Array, " b"]
+
+
 def prefill(
     decoder: Decoder,
     weights: Weights,
     prompts: Int[np.ndarray | Array, "b s"],
     lengths: Int[np.ndarray | Array, " b"],
     capacity: int,
-    sampling: Sampling,
-    seed: UInt[Array, ""],
     slots: int | None = None,
     chunk: int | None = None,
     notify: Notify | None = None,
     look: Look | None = None,
-) -> tuple[Cache, Int[Array, " b"]]:
-    """Process the prompts and sample the first token of each.
+) -> Prefilled:
+    """Process the prompts.
 
     Args:
         decoder: functions of a step.
@@ -67,24 +79,16 @@ def prefill(
         prompts: token ids, padded on the right.
         lengths: tokens of each prompt, at least 1.
         capacity: tokens per sequence that the cache has room for; at least s.
-        sampling: sampling settings.
-        seed: seed of the run.
         slots: slots of the host cache, for a decoder with a pool; else `capacity`.
         chunk: most tokens of a sequence in a chunk; by default `longest_chunk`.
         notify: called after each chunk, if there are several.
         look: called with every stage's output for every chunk, see `decode.finite_check.Places`.
-
-    Returns:
-        The cache, and the sampled tokens, which are not in the cache yet.
     """
     batch = prompts.shape[0]
     cache = empty_cache(decoder, batch, capacity, slots)
     if cache.host is not None and decoder.pool is not None:
         cache = _with_pool(decoder, cache, np.asarray(lengths))
-    step = jax.device_put(np.zeros(batch, np.int32), Placement(decoder.mesh).batch)
-    return _read(
-        decoder, weights, cache, prompts, lengths, sampling, seed, step, chunk, notify, look
-    )
+    return _read(decoder, weights, cache, prompts, lengths, chunk, notify, look)
 
 
 def extend(
@@ -93,28 +97,23 @@ def extend(
     cache: Cache,
     tokens: Int[np.ndarray | Array, "b s"],
     counts: Int[np.ndarray | Array, " b"],
-    sampling: Sampling,
-    seed: UInt[Array, ""],
-    step: Int[Array, " b"],
     chunk: int | None = None,
     notify: Notify | None = None,
     look: Look | None = None,
-) -> tuple[Cache, Int[Array, " b"]]:
-    """Add tokens to the sequences of a cache, and sample the next token of each.
+) -> Prefilled:
+    """Add tokens to the sequences of a cache.
 
     Args:
-        decoder, weights, sampling, seed: as in `prefill`.
+        decoder, weights: as in `prefill`.
         cache: from `prefill`, `extend` or decode steps; its arrays are donated. Each sequence's
             length plus count must be at most its capacity.
         tokens: token ids, padded on the right.
-        counts: tokens that each sequence gets. A sequence with none is unchanged, and its sampled
+        counts: tokens that each sequence gets. A sequence with none is unchanged, and its next
             token is meaningless.
-        step: number of tokens sampled so far per sequence, for the random stream.
         chunk, notify, look: as in `prefill`.
 
     Returns:
-        The cache, and the sampled tokens, which are not in the cache yet. All rows are on the host:
-        the next flush is due in `window` steps.
+        The new state. All rows are on the host: the next flush is due in `window` steps.
 
     Raises:
         InputError: for a decoder with a pool.
@@ -124,7 +123,7 @@ def extend(
     if cache.host is not None:  # the rings may hold rows of the last steps
         numbers = [_number(decoder, i) for i in range(decoder.host_layers)]
         cache = flush_cache(decoder, weights, numbers, cache)
-    return _read(decoder, weights, cache, tokens, counts, sampling, seed, step, chunk, notify, look)
+    return _read(decoder, weights, cache, tokens, counts, chunk, notify, look)
 
 
 def longest_chunk(decoder: Decoder, batch: int) -> int:
@@ -189,13 +188,10 @@ def _read(
     cache: Cache,
     tokens: Int[np.ndarray | Array, "b s"],
     counts: Int[np.ndarray | Array, " b"],
-    sampling: Sampling,
-    seed: UInt[Array, ""],
-    step: Int[Array, " b"],
     chunk: int | None,
     notify: Notify | None,
     look: Look | None,
-) -> tuple[Cache, Int[Array, " b"]]:
+) -> Prefilled:
     """Add tokens to a cache whose rows are all on the host."""
     at = Placement(decoder.mesh)
     tokens, counts = np.asarray(tokens), np.asarray(counts)
@@ -209,8 +205,8 @@ def _read(
         if notify is not None and longest > size:
             last.block_until_ready()
             notify(min(begin + size, longest), longest)
-    draw = prefill_steps(decoder).draw
-    return cache, draw(weights.params["embedding"], last, seed, step, sampling=sampling)
+    logits, best, _ = steps(decoder).predict(weights.params["embedding"], last, cache.lengths)
+    return Prefilled(cache, logits, best)
 
 
 def read_chunk(

@@ -1,12 +1,8 @@
 """Streaming detokenisation: text from tokens, without decoding all of them for each new token."""
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from infinigen_jax.errors import InputError, ParameterError
-
-if TYPE_CHECKING:
-    from infinigen_jax.loading.load import Model
+from infinigen_jax.errors import ParameterError
 
 REPLACEMENT = "\ufffd"  # decoded from bytes that are not, or not yet, a character
 
@@ -120,51 +116,3 @@ class TextStream:
             byte = len(name) == 6 and name.startswith("<0x") and name.endswith(">")
             known = self._anchor_memo[token] = not byte and self._raw([token, token]) != ""
         return known
-
-
-class Texts:
-    """Streaming text of several sequences.
-
-    Attributes:
-        whole: final text of each sequence so far.
-    """
-
-    def __init__(self, model: "Model", sequences: int):
-        self.whole = [""] * sequences
-        self._model = model
-        self._streams: dict[int, TextStream] = {}
-
-    def push(self, tokens: list[int | None]) -> list[str]:
-        """Append one step's tokens, None for an ended sequence; return each sequence's new text."""
-        pieces = [""] * len(tokens)
-        for i, token in enumerate(tokens):
-            if token is not None and self._tokenizer is not None:
-                stream = self._streams.get(i) or TextStream(self._tokenizer)
-                self._streams[i] = stream
-                pieces[i] = stream.push([token])
-            elif i in self._streams:
-                # Text that was held back comes before the text of later tokens.
-                pieces[i] = self._streams.pop(i).finish()
-        return self._add(pieces)
-
-    def finish(self) -> list[str]:
-        """Return the text that was held back because of an incomplete character, per sequence."""
-        pieces = [""] * len(self.whole)
-        while self._streams:
-            i, stream = self._streams.popitem()
-            pieces[i] = stream.finish()
-        return self._add(pieces)
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
-        try:
-            return self._model.tokenizer
-        except InputError:
-            # Missing or damaged. A prompt of text would have been refused with this error; a
-            # prompt of token ids does not need a tokenizer.
-            return None
-
-    def _add(self, pieces: list[str]) -> list[str]:
-        for i, piece in enumerate(pieces):
-            self.whole[i] += piece
-        return pieces

@@ -1,6 +1,5 @@
 """Chat templates of model folders, rendered within limits of time, memory and length."""
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -34,10 +33,8 @@ def render_chat(
         seconds: limit of the template's processor time.
 
     Raises:
-        InputError: the template fails or exceeds a limit, or jinja2 is not installed.
+        InputError: the template fails or exceeds a limit.
     """
-    if importlib.util.find_spec("jinja2") is None:
-        raise InputError("chat templates need jinja2; pip install jinja2")
     inputs = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     task = {
         "template": template,

@@ -25,6 +25,8 @@ SETTINGS_FILE = "tokenizer_config.json"
 AGAIN = "copy the model's files again"
 SAMPLE = "A sample, 123 \u00e9\u4e2d\U0001f600.\n"  # text that reveals a damaged tokenizer
 NAMED = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+# Tokens that end a turn, in the templates of common families.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
 TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -58,6 +60,12 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         """Token that ends a text; None if the folder names none."""
         return self._id("eos_token")
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Tokens that end a text or a turn of a chat, by name."""
+        ids = (self.backend.token_to_id(name) for name in TURN_ENDS)
+        return [i for i in (self.eos_token_id, *ids) if i is not None]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.

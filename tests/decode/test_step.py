@@ -85,10 +85,7 @@ def copies(hlo: str) -> list[int]:
 
 def compiled_fused(run: Run) -> str:
     parts = run.cache.parts(run.decoder.policy.observes)
-    seed, sampling = run.dispatcher.seed, run.dispatcher.sampling
-    lowered = steps(run.decoder).fused.lower(
-        run.runtime.weights, *parts, run.drawn, seed, run._draws, sampling=sampling
-    )
+    lowered = steps(run.decoder).fused.lower(run.runtime.weights, *parts, run.drawn)
     return lowered.compile().as_text()
 
 

@@ -25,8 +25,8 @@ from infinigen_jax.policies.h2o import H2O
 from infinigen_jax.policies.previous_query import PreviousQuery
 from infinigen_jax.policies.quest import Quest
 from infinigen_jax.programs.compilations import compilations
-from infinigen_jax.sampling import Sampling
 from infinigen_jax.settings.pool import Pool
+from infinigen_jax.settings.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -185,11 +185,10 @@ def test_nothing_is_compiled_or_moved_behind_the_first_admission():
 
 
 def _insertion(run: Run) -> str:
-    one, first = run._reader.read([0])
+    read = run._reader.read([0])
     at = jax.device_put(np.int32(0))
     insert = admission(run.decoder).insert
-    batch, new = (run.drawn, run._draws), (first, first)
-    return insert.lower(run.cache, batch, one, new, at).compile().as_text()
+    return insert.lower(run.cache, run.drawn, read.cache, read.best, at).compile().as_text()
 
 
 @settings(max_examples=60, deadline=None)

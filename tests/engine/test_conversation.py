@@ -22,8 +22,8 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.policies import H2O, Full, InfiniGen, Policy, PreviousQuery, Quest
 from infinigen_jax.programs.compilations import compilations
-from infinigen_jax.sampling import Sampling
 from infinigen_jax.settings.pool import Pool
+from infinigen_jax.settings.sampling import Sampling
 
 CONTEXT = 200
 TURNS = [[int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 1, 12, 23)]

@@ -25,7 +25,7 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.policies import Full, InfiniGenPaper, Policy
-from infinigen_jax.sampling import Sampling
+from infinigen_jax.settings.sampling import Sampling
 
 LAYER = first_layers("gqa")
 
@@ -252,3 +252,19 @@ def test_text_of_a_stream_is_that_of_its_tokens():
     assert texts == got.texts
     for text, tokens in zip(got.texts, got.tokens, strict=True):
         assert text == model.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.usefixtures("shallow")
+def test_a_stop_string_ends_a_prompt_and_not_the_others():
+    """Before the string, which no step shows, even if it spans tokens."""
+    made = Engine(load(embedded()), policy=SPARSE)
+    prompts = ["The", "When the old man saw"]
+    hot = Sampling(temperature=2.0, seed=1)
+    whole = made.generate(prompts, hot, 20, ignore_eos=True)
+    stop = whole.texts[1][10:16]
+    assert stop not in whole.texts[0]
+    steps = list(made.stream(prompts, hot, 20, ignore_eos=True, stop=stop))
+    texts = ["".join(step.texts[i] for step in steps) for i in range(2)]
+    assert texts == [whole.texts[0], whole.texts[1].split(stop)[0]]
+    ended = [step.tokens[1] is None for step in steps].index(True)
+    assert 1 < ended < 20 and all(step.tokens[1] is None for step in steps[ended:])

@@ -21,8 +21,8 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded
 from infinigen_jax.policies import H2O, Full, Policy
 from infinigen_jax.programs.compilations import compilations
-from infinigen_jax.sampling import Sampling
 from infinigen_jax.settings.pool import Pool
+from infinigen_jax.settings.sampling import Sampling
 from infinigen_jax.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("shallow")

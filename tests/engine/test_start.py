@@ -44,9 +44,8 @@ def test_a_kind_of_layer_is_traced_once_however_many_there_are(monkeypatch):
         run.advance()
         layerwise = traces.copy()
         traces.clear()
-        parts, dispatcher = run.cache.parts(run.decoder.policy.observes), run.dispatcher
-        given = engine.weights, *parts, run.drawn, dispatcher.seed, run._draws
-        steps(run.decoder).fused.trace(*given, sampling=dispatcher.sampling)
+        parts = run.cache.parts(run.decoder.policy.observes)
+        steps(run.decoder).fused.trace(engine.weights, *parts, run.drawn)
         traced.append((layerwise, traces.copy()))
     assert traced[0] == traced[1]
     # On the device, on the host, and on the host without a layer after it.

@@ -39,7 +39,6 @@ from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.prefill import cudnn_attention as fused_attention
 from infinigen_jax.prefill.compiled import prefill_steps
-from infinigen_jax.sampling import Sampling
 from infinigen_jax.selection.select import Request
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.skew.neurons import projection_shapes
@@ -198,9 +197,6 @@ def fused(
             weights(weights_on, config),
             *cache.parts(observes=False),
             cache.lengths,
-            _scalar(jnp.uint32),
-            cache.lengths,
-            keywords={"sampling": Sampling()},
         )
 
 

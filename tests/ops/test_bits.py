@@ -53,7 +53,7 @@ def cache_of(engine: Engine) -> Cache:
 
 
 def step(engine: Engine, cache: Cache) -> Any:
-    return steps(engine.decoder).forced.lower(engine.weights, *cache.parts(False), cache.lengths)
+    return steps(engine.decoder).fused.lower(engine.weights, *cache.parts(False), cache.lengths)
 
 
 def flush(engine: Engine, cache: Cache) -> Any:

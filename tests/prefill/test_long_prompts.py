@@ -143,5 +143,5 @@ def test_a_step_with_a_million_slots_compiles():
     lengths = shaped(cache.lengths, at.batch)
     cache = shaped(cache._replace(lengths=None), at.rows)._replace(host=host, lengths=lengths)
     parts = cache.parts(observes=False)
-    lowered = steps(decoder).forced.lower(chosen.weights, *parts, lengths)
+    lowered = steps(decoder).fused.lower(chosen.weights, *parts, lengths)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 2**31

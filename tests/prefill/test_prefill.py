@@ -17,7 +17,6 @@ from infinigen_jax.policies import H2O, Full, InfiniGenPaper, Oracle, Policy, Pr
 from infinigen_jax.prefill import layer as prompt_layer
 from infinigen_jax.prefill.prefill import chunk_length, extend, prefill
 from infinigen_jax.programs.compilations import compilations
-from infinigen_jax.sampling import Sampling
 
 LONG = [[int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (150, 40, 97)]
 POLICIES: dict[str, Policy] = {
@@ -41,33 +40,15 @@ def small_blocks(monkeypatch):
 def read(chosen: Engine, prompts: list[list[int]], chunk: int | None = None) -> tuple[Cache, Any]:
     """A cache with these prompts."""
     tokens, lengths = padded(prompts)
-    seed = jnp.uint32(0)
-    return prefill(
-        chosen.decoder,
-        chosen.weights,
-        tokens,
-        lengths,
-        CAPACITY,
-        Sampling(),
-        seed,
-        chunk=chunk,
-    )
+    given = chosen.decoder, chosen.weights, tokens, lengths, CAPACITY
+    outcome = prefill(*given, chunk=chunk)
+    return outcome.cache, outcome.best
 
 
 def add(chosen: Engine, cache: Cache, pieces: list[list[int]], chunk: int | None = None):
     tokens, counts = padded(pieces)
-    step = jnp.zeros(len(pieces), jnp.int32)
-    return extend(
-        chosen.decoder,
-        chosen.weights,
-        cache,
-        tokens,
-        counts,
-        Sampling(),
-        jnp.uint32(0),
-        step,
-        chunk,
-    )
+    outcome = extend(chosen.decoder, chosen.weights, cache, tokens, counts, chunk)
+    return outcome.cache, outcome.best
 
 
 def padded(prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -176,20 +157,14 @@ def test_more_tokens_behind_decoding_are_as_if_read_at_once(policy):
 
 def decode(chosen: Engine, cache: Cache, drawn: Any, number: int) -> np.ndarray:
     """Tokens of a few steps, with flushes in between."""
-    run, step, tokens = steps(chosen.decoder), jnp.ones(cache.lengths.shape, jnp.int32), []
+    run, tokens = steps(chosen.decoder), []
     for i in range(number):
         if i and i % chosen.decoder.policy.window == 0:
             numbers = [jnp.int32(i) for i in range(chosen.decoder.host_layers)]
             cache = flush_cache(chosen.decoder, chosen.weights, numbers, cache)
         tokens.append(np.asarray(drawn))
-        new, drawn, step, _ = run.fused(
-            chosen.weights,
-            *cache.parts(chosen.decoder.policy.observes),
-            drawn,
-            jnp.uint32(0),
-            step,
-            sampling=Sampling(),
-        )
+        parts = cache.parts(chosen.decoder.policy.observes)
+        new, _, drawn, _ = run.fused(chosen.weights, *parts, drawn)
         cache = cache.stepped(new)
     return np.stack(tokens)
 

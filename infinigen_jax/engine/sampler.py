@@ -1,0 +1,185 @@
+"""Draws of a batch's next tokens: one program for all settings, and none for a greedy batch."""
+
+import collections
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.programs.program import Program
+from infinigen_jax.sampling import (
+    History,
+    LogProbs,
+    RowSettings,
+    log_probs_of,
+    sample,
+    settings_of,
+    uniforms,
+)
+from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
+
+
+class Drawn(NamedTuple):
+    """Tokens of one step.
+
+    Attributes:
+        tokens: the tokens.
+        log_probs: their log-probabilities, if asked for.
+    """
+
+    tokens: Int[Array, " b"]
+    log_probs: LogProbs | None
+
+
+class Sampler:
+    """Sampling of the sequences in a batch's rows.
+
+    The draws of a sequence depend on its own settings and number of draws, not on its row or the
+    rest of the batch. Settings are data: a change compiles nothing. While all sequences are greedy,
+    the step's most likely tokens are taken as they are.
+
+    Args:
+        mesh: devices of the batch.
+        samplings: settings of the sequence in each row.
+        prompts: tokens of each sequence so far, for the repetition penalty.
+        streams: stream of random numbers of each sequence; 0 by default, see `sampling.uniforms`.
+        drawn: number of tokens drawn before.
+        log_probs: whether to compute log-probabilities.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        vocabulary: int,
+        samplings: Sequence[Sampling],
+        prompts: Sequence[Sequence[int]],
+        streams: Sequence[int] | None = None,
+        drawn: int = 0,
+        log_probs: bool = False,
+    ):
+        self._at, self._programs = Placement(mesh), sampling_programs(mesh)
+        self._vocabulary, self._log_probs = vocabulary, log_probs
+        self._rows = list(samplings)
+        self._streams = np.array(streams or [0] * len(self._rows), np.int32)
+        self._steps = np.full(len(self._rows), drawn, np.int32)
+        self._history: History | None = None
+        if any(sampling.penalises for sampling in self._rows):
+            self._history = self._put(self._empty_history(prompts))
+        self._place()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token of every row is taken."""
+        return all(sampling.greedy and not sampling.penalises for sampling in self._rows)
+
+    def draw(self, logits: Float[Array, "b v"], best: Int[Array, " b"]) -> Drawn:
+        """Draw the next token of each row, without waiting.
+
+        Args:
+            logits: logits of the next tokens.
+            best: the most likely tokens.
+        """
+        tokens = best
+        if not self.greedy:
+            tokens, self._count, self._history = self._programs.draw(
+                logits, self._settings, self._stream, self._count, self._history
+            )
+        self._steps += 1
+        log_probs = self._programs.log_probs(logits, tokens) if self._log_probs else None
+        return Drawn(tokens, log_probs)
+
+    def replace(self, row: int, other: "Sampler") -> None:
+        """Replace the sequence of a row by that of a sampler with a single one."""
+        self._rows[row] = other._rows[0]
+        self._streams[row], self._steps[row] = other._streams[0], other._steps[0]
+        if self._history is None and other._history is not None:
+            self._history = self._put(self._empty_history([()] * len(self._rows)))
+        if self._history is not None:
+            one = other._history or self._put(self._empty_history([()]))
+            at = jax.device_put(np.int32(row), self._at.whole)
+            self._history = self._programs.put(self._history, one, at)
+        self._place()
+
+    def leave(self, row: int) -> None:
+        """Forget the settings of a row whose sequence has ended."""
+        self._rows[row] = Sampling()
+        if not any(sampling.penalises for sampling in self._rows):
+            self._history = None
+
+    def _place(self) -> None:
+        """Copy the settings of all rows to the device."""
+        self._settings = self._put(settings_of(self._rows))
+        # Copies, because the transfer may still read them when the originals change.
+        self._stream, self._count = self._put((self._streams.copy(), self._steps.copy()))
+
+    def _empty_history(self, prompts: Sequence[Sequence[int]]) -> History:
+        prompt = np.zeros((len(prompts), self._vocabulary), bool)
+        for row, tokens in zip(prompt, prompts, strict=True):
+            row[np.asarray(tokens, np.int32)] = True
+        return History(prompt, np.zeros(prompt.shape, np.int32))  # pyright: ignore
+
+    def _put(self, arrays: Any) -> Any:
+        return jax.device_put(arrays, self._at.batch, may_alias=False)
+
+
+class SamplingPrograms(NamedTuple):
+    """Compiled functions of `Sampler`.
+
+    Attributes:
+        draw: sample the next tokens, count them, and add them to the history, which is donated.
+        log_probs: `log_probs_of`, with MOST_LOG_PROBS alternatives.
+        put: replace a row of a history, which is donated.
+    """
+
+    draw: Any
+    log_probs: Any
+    put: Any
+
+
+@functools.lru_cache(maxsize=8)
+def sampling_programs(mesh: Mesh) -> SamplingPrograms:
+    """Return the jitted functions for batches on a mesh."""
+
+    def draw(
+        logits: Float[Array, "b v"],
+        settings: RowSettings,
+        stream: Int[Array, " b"],
+        step: Int[Array, " b"],
+        history: History | None,
+    ) -> tuple[Int[Array, " b"], Int[Array, " b"], History | None]:
+        tokens = sample(logits, settings, uniforms(settings.seed, stream, step), history)
+        if history is not None:
+            drawn = history.drawn.at[jnp.arange(len(tokens)), tokens].add(1)
+            history = history._replace(drawn=drawn)
+        return tokens, step + 1, history
+
+    def log_probs(logits: Float[Array, "b v"], tokens: Int[Array, " b"]) -> LogProbs:
+        return log_probs_of(logits, tokens, MOST_LOG_PROBS)
+
+    def put(history: History, one: History, row: Int[Array, ""]) -> History:
+        return jax.tree.map(
+            lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, 0), history, one
+        )
+
+    at = Placement(mesh)
+    return SamplingPrograms(
+        draw=Program(draw, (), out_shardings=at.batch, donate_argnums=4),
+        log_probs=Program(log_probs, (), out_shardings=at.batch),
+        put=Program(put, (), out_shardings=at.batch, donate_argnums=0),
+    )
+
+
+def repetitions(prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> list[int]:
+    """Return how many equal prompts with equal settings precede each, so that they can differ."""
+    counts: collections.Counter[Any] = collections.Counter()
+    numbers = []
+    for prompt, settings in zip(prompts, sampling, strict=True):
+        numbers.append(counts[tuple(prompt), settings])
+        counts[tuple(prompt), settings] += 1
+    return numbers

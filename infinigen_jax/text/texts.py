@@ -1,0 +1,69 @@
+"""Streaming text of several sequences, up to their stop strings."""
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.text.detokenize import TextStream
+from infinigen_jax.text.stops import StopFilter
+
+if TYPE_CHECKING:
+    from infinigen_jax.loading.load import Model
+
+
+class Texts:
+    """Streaming text of several sequences.
+
+    Args:
+        stops: stop strings, see `stops.StopFilter`.
+
+    Attributes:
+        whole: final text of each sequence so far.
+    """
+
+    def __init__(self, model: "Model", sequences: int, stops: Sequence[str] = ()):
+        self.whole = [""] * sequences
+        self._model = model
+        self._streams: dict[int, TextStream] = {}
+        self._filters = [StopFilter(stops) for _ in self.whole]
+
+    def push(self, tokens: list[int | None]) -> list[str]:
+        """Append one step's tokens, None for an ended sequence; return each sequence's new text."""
+        pieces = [""] * len(tokens)
+        for i, token in enumerate(tokens):
+            if token is not None and self._tokenizer is not None:
+                stream = self._streams.get(i) or TextStream(self._tokenizer)
+                self._streams[i] = stream
+                pieces[i] = self._add(i, stream.push([token]))
+            elif i in self._streams:
+                # Text that was held back comes before the text of later tokens.
+                pieces[i] = self._end(i)
+        return pieces
+
+    def finish(self) -> list[str]:
+        """Return the text that was held back, per sequence: an incomplete character, or the
+        beginning of a stop string."""
+        return [self._end(i) if i in self._streams else "" for i in range(len(self.whole))]
+
+    def stopped(self, i: int) -> bool:
+        """Return whether a sequence has come to a stop string."""
+        return self._filters[i].stopped
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            return self._model.tokenizer
+        except InputError:
+            # Missing or damaged. A prompt of text would have been refused with this error; a
+            # prompt of token ids does not need a tokenizer.
+            return None
+
+    def _end(self, i: int) -> str:
+        piece = self._filters[i].push(self._streams.pop(i).finish())
+        return self._add(i, "", piece + self._filters[i].finish())
+
+    def _add(self, i: int, piece: str, rest: str = "") -> str:
+        piece = self._filters[i].push(piece) + rest
+        self.whole[i] += piece
+        return piece
