@@ -11,10 +11,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options, interrupts, rate
+from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options, interrupts
+from infinigen_jax.cli.dialogue import rate
 from infinigen_jax.cli.options import (
     DEFAULT_MODEL,
     add_engine_options,
@@ -27,11 +27,19 @@ from infinigen_jax.cli.options import (
     options_without_effect,
     unused_options,
 )
+from infinigen_jax.cli.prompts import (
+    ANSWER_TOKENS,
+    NEW_TOKENS,
+    prepare_prompts,
+    read_prefix,
+    read_prompts,
+)
 from infinigen_jax.errors import InputError, Parser, one_line, run_command
 from infinigen_jax.files.output import checked_output, write_json
 from infinigen_jax.messages import READING, Messages
 from infinigen_jax.numeric import whole_number
 from infinigen_jax.settings.engine import EngineOptions
+from infinigen_jax.settings.sampling import MOST_LOG_PROBS
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -42,7 +50,6 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 Step = TypeVar("Step")
 
-DEFAULT_PROMPT = "It was a dark and stormy night, and the old man"
 LABEL = 60  # characters of a prompt that name its text
 
 
@@ -71,17 +78,26 @@ def build_parser() -> Parser:
     add(
         "--max-new-tokens",
         type=whole_number(1),
-        default=64,
         metavar="N",
-        help="most tokens to generate for each prompt (default 64); 1k is 1024",
+        help=f"most tokens to generate for each prompt (default {NEW_TOKENS}; {ANSWER_TOKENS} with "
+        "a chat template; in a chat, the context's); 1k is 1024",
     )
-    add_sampling_options(group)
+    add_sampling_options(group, parser.experts)
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
+    add("--raw", action="store_true", help="prompts as they are, without the chat template")
     add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     add_engine_options(parser)
     add_chat_options(parser)
     add = parser.add_argument_group("output").add_argument
     add("--stats-json", metavar="F", help="write tokens, texts and measurements to a file")
     add("--quiet", action="store_true", help="no messages on stderr but errors")
+    parser.experts.add_argument(
+        "--logprobs",
+        dest="log_probs",
+        type=whole_number(0, MOST_LOG_PROBS),
+        metavar="N",
+        help="log-probabilities of new tokens and of the N likeliest, in --stats-json",
+    )
     add_settings(parser.experts, EngineOptions, ("schedule", "check"))
     return parser
 
@@ -99,23 +115,29 @@ def generate(arguments: argparse.Namespace) -> None:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     check_chat_options(arguments)
     prompts, prefix = read_prompts(arguments, say), read_prefix(arguments)
+    if arguments.log_probs is not None and arguments.stats_json is None:
+        raise InputError("--logprobs: they are written to --stats-json; give that, too")
     stats_file = checked_output("stats_json", arguments.stats_json)
     with say.working(f"loading {arguments.model or DEFAULT_MODEL}"):
         engine, sampling = load_engine(arguments, say)
     if arguments.chat:
         chat(engine, arguments, sampling, prompts, say)
         return
-    encoded = engine.encode_with_prefix(prefix, prompts)
+    prepared = prepare_prompts(engine, arguments, prompts, prefix)
     progress = None if arguments.quiet else prompt_progress()
-    given = {"batch": arguments.batch, "notify": progress, "fit": True}
+    given: Any = {"batch": arguments.batch, "notify": progress, "fit": True}
+    given |= {"log_probs": arguments.log_probs, "stop": arguments.stop or ()}
     with only_errors() if arguments.quiet else contextlib.nullcontext(), say.working(READING):
-        shared = engine.prefix_tokens(prefix)
-        run = engine.start(encoded, sampling, arguments.max_new_tokens, prefix=shared, **given)
+        run = engine.start(
+            prepared.tokens, sampling, prepared.most, prefix=prepared.shared, **given
+        )
     label = say if len(prompts) > 1 else lambda message: None
     print_texts(run, prompts, label, say.decoding(run.tokens(ignore_eos=arguments.ignore_eos)))
     say(summary(run))
     if stats_file is not None:
         record = {"tokens": run.new_tokens, "texts": run.texts} | dataclasses.asdict(run.stats())
+        if arguments.log_probs is not None:
+            record["logprobs"] = [[choice._asdict() for choice in line] for line in run.log_probs]
         write_json("stats_json", stats_file, record)
 
 
@@ -163,62 +185,6 @@ def prompt_progress() -> "Notify":
             bars.pop().close()
 
     return notify
-
-
-def read_prompts(arguments: argparse.Namespace, say: Messages) -> list[str]:
-    """The prompts of --prompt and --prompt-file, else of stdin, else the default one.
-
-    A chat reads stdin itself, and has no default.
-    """
-    prompts = list(arguments.prompt or [])
-    if arguments.prompt_file is not None:
-        prompts.append(read_text("--prompt-file", arguments.prompt_file))
-    if prompts or arguments.chat:
-        return prompts
-    return [read_stdin(say) or DEFAULT_PROMPT]
-
-
-def read_stdin(say: Messages) -> str:
-    """The text that is piped into the command, without the line break at its end.
-
-    Empty at a terminal, and where nothing can be read.
-    """
-    with contextlib.suppress(OSError), say.working("reading the prompt from stdin"):
-        if not sys.stdin.isatty():
-            try:
-                return sys.stdin.read().removesuffix("\n")
-            except UnicodeDecodeError:
-                raise InputError("stdin: not UTF-8 text; convert it first") from None
-    return ""
-
-
-def read_prefix(arguments: argparse.Namespace) -> str:
-    """The text of --prefix or --prefix-file, empty without them."""
-    if arguments.prefix is not None and arguments.prefix_file is not None:
-        raise InputError("--prefix: not with --prefix-file; leave one of them out")
-    if arguments.prefix == "":
-        raise InputError("--prefix: it is empty; give at least one character")
-    if arguments.prefix_file is not None:
-        return read_text("--prefix-file", arguments.prefix_file)
-    return arguments.prefix or ""
-
-
-def read_text(option: str, name: str) -> str:
-    """A file's text, not empty.
-
-    Raises:
-        InputError: naming the option.
-    """
-    path = Path(name)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise InputError(f"{option} {path}: not UTF-8 text; convert it first") from None
-    except OSError as error:
-        raise InputError(f"{option} {path}: {error.strerror}; give a text file") from None
-    if not text:
-        raise InputError(f"{option} {path}: the file is empty; give some text")
-    return text
 
 
 def print_texts(

@@ -36,6 +36,7 @@ POLICY_EXPERTS = (
     *("index_dtype", "basis", "query", "speculate_from", "count", "layer_budgets", "tail"),
 )
 MEMORY_OPTIONS = ("rows", "dense_layers", "weights")
+SAMPLING_EXPERTS = ("presence_penalty", "frequency_penalty")
 ENGINE_EXPERTS = ("transfer", "prefill_chunk", "hot_set")
 POOL_OPTIONS = ("tokens", "eviction", "sinks")
 LIMIT = {"tokens": Limit(1, LARGEST, whole=True)}  # or a share, the setting next to it
@@ -104,9 +105,12 @@ def given(
     return {name: value for name, value in values.items() if value is not None}
 
 
-def add_sampling_options(group: Any) -> None:
-    """Add the options that `make_sampling` reads."""
-    add_settings(group, Sampling, tuple(options_of(Sampling)))
+def add_sampling_options(group: Any, experts: Any) -> None:
+    """Add the options that `make_sampling` reads, those that few need to another group."""
+    add_settings(
+        group, Sampling, tuple(n for n in options_of(Sampling) if n not in SAMPLING_EXPERTS)
+    )
+    add_settings(experts, Sampling, SAMPLING_EXPERTS)
 
 
 def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:

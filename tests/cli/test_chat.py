@@ -1,11 +1,14 @@
 """Chatting: what the model is given of the messages, and the command line."""
 
+import argparse
 import io
 import os
+import pty
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,13 @@ import pytest
 from tiny import ROOT
 
 from infinigen_jax import generate
-from infinigen_jax.cli.chat import Chat
+from infinigen_jax.cli import chat
+from infinigen_jax.cli.chat import COMMANDS, Talk
+from infinigen_jax.cli.dialogue import Dialogue
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded, load
+from infinigen_jax.messages import Messages
 from infinigen_jax.policies import Full
 
 pytestmark = pytest.mark.usefixtures("shallow")
@@ -55,7 +61,7 @@ def test_the_model_gets_the_template_of_all_messages(engine, template):
     tokenizer = engine.model.tokenizer
     for ends in (False, True):
         conversation = engine.conversation(context=300)
-        chat = Chat(conversation, str(template), "Be brief.")
+        chat = Dialogue(conversation, str(template), "Be brief.")
         for text in ("The king said", "And then?", "Who?"):
             answer = "".join(chat.answer(text, 7, ignore_eos=True))
             assert conversation.messages[-1] == {"role": "assistant", "content": answer}
@@ -77,7 +83,7 @@ def test_the_model_gets_the_template_of_all_messages(engine, template):
 
 def test_plain_text_goes_on(engine):
     conversation = engine.conversation(context=300)
-    chat = Chat(conversation, "plain")
+    chat = Dialogue(conversation, "plain")
     first = "".join(chat.answer("The king said", 5))
     second = "".join(chat.answer("and the queen", 5))
     text = engine.model.tokenizer.decode(conversation.tokens, skip_special_tokens=True)
@@ -112,10 +118,11 @@ def test_a_conversation_at_the_command_line(talk, template, tmp_path):
 def test_a_full_context(talk, tmp_path):
     saved = tmp_path / "saved"
     given = ("--chat-template", "plain", "--context", 16, "--save", saved)
-    status, out, err = talk("The king said\n" * 9, *given)
+    status, out, err = talk("The king said\n" * 3 + "word " * 20, *given)
     assert status == 2 and "Traceback" not in err
+    assert err.count("the context is full: the oldest 2 messages are dropped") == 2
     assert err.splitlines()[-1].startswith("error: --context 16: the conversation has 1")
-    assert f"tokens saved to {saved}" in err and saved.is_file() and out
+    assert f"tokens saved to {saved}" in err and saved.is_file() and out.count("\n") == 3
     os.mkfifo(tmp_path / "pipe")
     status, out, err = talk("The king said\n", "--save", tmp_path / "pipe")
     assert (status, out) == (2, "") and f"{tmp_path / 'pipe'}: it is not a file" in err
@@ -127,6 +134,12 @@ def test_a_full_context(talk, tmp_path):
         (("--chat",), "--chat-template plain"),
         (("--chat", "--batch", "2"), "--batch: not with --chat"),
         (("--chat", "--stats-json", "x"), "--stats-json: not with --chat"),
+        (("--chat", "--raw"), "--raw: not with --chat"),
+        (("--chat", "--logprobs", "2"), "--logprobs: not with --chat"),
+        (("--raw", "--system", "x"), "--raw: not with --system"),
+        (("--system", "x"), "--system: no chat template"),
+        (("--logprobs", "2"), "--logprobs: they are written to --stats-json"),
+        (("--stop", ""), "--stop '': give a text"),
         (("--save", "x"), "--save: only with --chat"),
         (("--context", "9"), "--context: only with --chat"),
         (("--chat", "--resume", "x", "--context", "9"), "--context: a resumed conversation"),
@@ -146,6 +159,133 @@ def test_what_is_refused(arguments, wanted, command, monkeypatch):
     assert err.startswith("error: ") and wanted in err
 
 
+def test_forgotten_messages_are_not_read_again(engine, template):
+    """Afterwards the model is given what a new conversation would be given."""
+
+    def said(chosen):
+        return engine.model.tokenizer.decode(chosen.tokens)
+
+    conversation, other = engine.conversation(context=300), engine.conversation(context=300)
+    dialogue = Dialogue(conversation, str(template), "Be brief.")
+    first, second = ("".join(dialogue.answer(text, 6)) for text in ("The king said", "And then?"))
+    assert dialogue.undo() and len(conversation.messages) == 3
+    assert "".join(dialogue.answer("And then?", 6)) == second
+    assert said(conversation).count("[user]") == 2 and first in said(conversation)
+    dialogue.clear()
+    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
+    answer = "".join(dialogue.answer("The king said", 6))
+    assert (
+        answer
+        == first
+        == "".join(Dialogue(other, str(template), "Be brief.").answer("The king said", 6))
+    )
+    assert said(conversation) == said(other)
+    assert dialogue.undo() and not dialogue.undo()
+
+
+def test_a_full_context_drops_the_oldest_turns(engine, template):
+    messages, conversation = [], engine.conversation(context=128)
+    dialogue = Dialogue(conversation, str(template), "Be brief.", messages.append)
+    for number in range(6):
+        assert "".join(dialogue.answer(f"The king said {number}", 8, ignore_eos=True))
+    kept = [m["content"] for m in conversation.messages]
+    assert messages and all("the oldest" in message for message in messages)
+    assert kept[0] == "Be brief." and kept[-2] == "The king said 5"
+    assert "The king said 0" not in kept and len(conversation.tokens) <= 128
+    with pytest.raises(InputError, match="leave no room"):
+        list(dialogue.answer("word " * 200, 8))
+    assert [m["content"] for m in conversation.messages] == kept
+    assert "".join(dialogue.answer("And then?", 8))
+
+
+class Stub(Dialogue):
+    """A dialogue that repeats what it is told."""
+
+    def __init__(self):
+        self.calls = []
+
+    def answer(self, text, *arguments, **options):
+        self.calls.append(text)
+        yield f"<{text}>"
+
+    def undo(self):
+        self.calls.append("undo")
+        return True
+
+    def clear(self):
+        self.calls.append("clear")
+
+    def save(self, path):
+        self.calls.append(("save", path.name))
+        return f"saved to {path.name}"
+
+    def summary(self, seconds):
+        return "summary"
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_commands(by_hand, monkeypatch, capsys, tmp_path):
+    inputs = ["one", "/undo", "/clear", f"/save {tmp_path}/x", "/save", "/stats", "/what is it"]
+    inputs += ["/help", " ", "/etc/passwd: what is it?", "two\nlines", "/quit", "later"]
+    read = iter(inputs)
+    monkeypatch.setattr(chat, "line_reader", lambda: lambda: next(read))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: by_hand)
+    arguments = argparse.Namespace(max_new_tokens=None, ignore_eos=False, stop=None)
+    stub: Any = Stub()
+    Talk(stub, arguments, Messages(quiet=True)).read()
+    passed = "/etc/passwd: what is it?"
+    assert stub.calls == ["one", "undo", "clear", ("save", "x"), passed, "two\nlines"]
+    out, err = capsys.readouterr()
+    assert out == f"<one>\n<{passed}>\n<two\nlines>\n"
+    for expected in ("summary", "saved to x", "/save: give the name", "/what: no such command"):
+        assert expected in err
+    assert all(f"/{name}" in err for name in COMMANDS)
+
+
+def test_a_refused_turn_ends_a_script_and_not_a_chat_by_hand(monkeypatch, capsys):
+    def refuse(text, *arguments, **options):
+        raise InputError("too long")
+        yield
+
+    arguments = argparse.Namespace(max_new_tokens=None, ignore_eos=False, stop=None)
+    for by_hand in (True, False):
+        stub: Any = Stub()
+        stub.answer = refuse
+        read = iter(["one", "/undo", None])
+        monkeypatch.setattr(chat, "line_reader", lambda read=read: lambda: next(read))
+        monkeypatch.setattr(sys.stdin, "isatty", lambda by_hand=by_hand: by_hand)
+        with nullcontext() if by_hand else pytest.raises(InputError, match="too long"):
+            Talk(stub, arguments, Messages()).read()
+        assert stub.calls == (["undo"] if by_hand else [])
+    assert "error: too long" in capsys.readouterr().err
+
+
+def test_the_line_editor_at_a_terminal():
+    """Editing, a pasted text of several lines as one input, and the end."""
+    pytest.importorskip("prompt_toolkit")
+    program = (
+        "from infinigen_jax.cli.line_editor import line_reader\nread = line_reader()\n"
+        "print([text for text in iter(read, None)])"
+    )
+    parent, child = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
+        stdin=child,
+        stdout=subprocess.PIPE,
+        stderr=child,
+    ) as process:
+        os.close(child)
+        assert process.stdout is not None
+        for keys in (b"hallo\x1b[D\x1b[D\x1b[D\x7fe\r", b"\x1b[200~two\nlines\x1b[201~\r", b"\x04"):
+            shown = b""
+            while b"\x1b[?2004h" not in shown:  # ready for pasted text
+                shown += os.read(parent, 4096)
+            os.write(parent, keys)
+        assert process.stdout.read() == b"['hello', 'two\\nlines']\n"
+        os.close(parent)
+
+
 def test_a_line_that_is_not_utf8_comes_too_late_to_lose_anything(talk, tmp_path):
     """As in the C locale, where what is not UTF-8 becomes lone surrogates."""
     saved = tmp_path / "saved"
@@ -159,7 +299,7 @@ def test_a_template_that_refuses(engine, tmp_path):
     path = tmp_path / "template"
     path.write_text("{{ raise_exception('no\nsystem') }}")
     with pytest.raises(InputError, match=r"refuses this \(no system\)"):
-        list(Chat(engine.conversation(), str(path)).answer("The king"))
+        list(Dialogue(engine.conversation(), str(path)).answer("The king"))
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation():

@@ -8,8 +8,8 @@ import pytest
 from infinigen_jax import generate
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.sampling import Sampling
 from infinigen_jax.settings.pool import Pool
+from infinigen_jax.settings.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("shallow")
 

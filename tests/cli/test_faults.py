@@ -17,8 +17,8 @@ from infinigen_jax.convert import __main__ as convert
 from infinigen_jax.errors import OUT_OF_MEMORY, InputError, Parser, run_command, with_options
 from infinigen_jax.loading.load import embedded
 from infinigen_jax.policies.quest import Quest
-from infinigen_jax.sampling import Sampling
 from infinigen_jax.settings.pool import Pool
+from infinigen_jax.settings.sampling import Sampling
 
 
 def python(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 import infinigen_jax as ig
 from infinigen_jax import evaluate, generate, messages, plan
-from infinigen_jax.cli.chat import rate
+from infinigen_jax.cli.dialogue import rate
 from infinigen_jax.cli.options import DEFAULT_MODEL, make_policy, make_pool
 from infinigen_jax.convert.__main__ import main as convert_main
 from infinigen_jax.engine import memory_plan as planning

@@ -1,0 +1,212 @@
+"""Conversations of messages: what the model is given of them, and what it answers.
+
+The chat template renders the messages. Cached text is not rendered again: a later turn adds only
+the template's text after the last answer. After `clear`, `undo`, or in a full context, the next
+turn renders all messages that are left, and the model reads them anew. The template "plain" is for
+models without one: the conversation is one running text, and the user's lines are lines of it.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinigen_jax.errors import InputError
+from infinigen_jax.text.templates import render_chat
+
+if TYPE_CHECKING:
+    from infinigen_jax.engine.conversation import Conversation
+    from infinigen_jax.engine.generation import Run
+
+PLAIN = "plain"
+
+Message = dict[str, str]
+
+
+class Dialogue:
+    """A conversation of messages.
+
+    Args:
+        template: a file with a Jinja template, or "plain"; by default the model's own.
+        system: the system message; only before the first turn.
+        say: called with a line of text when old messages are dropped.
+
+    Raises:
+        InputError: if the model has no template, or there is no such file.
+    """
+
+    def __init__(
+        self,
+        conversation: "Conversation",
+        template: str | None = None,
+        system: str | None = None,
+        say: Callable[[str], None] = lambda message: None,
+    ):
+        self._conversation, self._say = conversation, say
+        self._tokenizer: Any = conversation.runtime.model.tokenizer
+        self._plain = template == PLAIN
+        self._template = find_template(self._tokenizer, template)
+        if not self._plain and self._template is None:
+            raise InputError(
+                "--chat: this model has no chat template; give a file with one as --chat-template, "
+                "or --chat-template plain to have your lines continued"
+            )
+        if system is not None:
+            conversation.messages.append({"role": "system", "content": system})
+
+    def answer(
+        self,
+        text: str,
+        max_new_tokens: int | None = None,
+        *,
+        ignore_eos: bool = False,
+        stop: Sequence[str] = (),
+    ) -> Generator[str, None, None]:
+        """Say something; yields the answer piece by piece. Closing the iterator ends the answer.
+
+        In a full context the oldest turns are dropped first.
+
+        Args:
+            max_new_tokens: most tokens of the answer; None for as many as the context takes.
+        """
+        conversation = self._conversation
+        most = max_new_tokens or conversation.context
+        asked = [*conversation.messages, {"role": "user", "content": text}]
+        asked, tokens = self._fitted(asked, min(most, conversation.context // 4))
+        pieces: list[str] = []
+        steps = conversation.turn(tokens, most, ignore_eos=ignore_eos, stop=stop)
+        try:
+            with contextlib.closing(steps):
+                for step in steps:
+                    pieces.append(step.texts[0])
+                    yield step.texts[0]
+        finally:
+            if pieces:
+                answer = {"role": "assistant", "content": "".join(pieces)}
+                conversation.messages = [*asked, answer]
+
+    def clear(self) -> None:
+        """Forget all messages but the system's."""
+        conversation = self._conversation
+        conversation.messages = _system(conversation.messages)
+        conversation.reset()
+
+    def undo(self) -> bool:
+        """Forget the last message of the user and its answer; return whether there was one."""
+        conversation = self._conversation
+        asked = [i for i, m in enumerate(conversation.messages) if m["role"] == "user"]
+        if asked:
+            conversation.messages = conversation.messages[: asked[-1]]
+            conversation.reset()
+        return bool(asked)
+
+    def save(self, path: str | Path) -> str:
+        """Write the conversation to a file, for `--resume`; return a line that says so."""
+        self._conversation.save(path)
+        return f"{len(self._conversation.tokens)} tokens saved to {path}"
+
+    def summary(self, seconds: float) -> str:
+        """A line for a person about the last turn."""
+        run, conversation = self._conversation.run, self._conversation
+        if run is None:
+            return "no answer yet"
+        stats = run.stats()
+        return (
+            f"[{len(conversation.tokens)} of {conversation.context} tokens; {seconds:.2f} s: "
+            f"{run.tokens_read} read in {stats.prefill_seconds:.2f} s, {stats.new_tokens} answered"
+            f"{rate(run, ' at ')}; fetched "
+            f"{100 * stats.fetched_fraction:.1f} % of the cached rows]"
+        )
+
+    def render(self, messages: list[Message]) -> list[int]:
+        """The tokens that the messages add to what was said."""
+        said = self._conversation.tokens
+        text = self._text(messages, fresh=not said)
+        if said and said[-1] in self._conversation.runtime.model.eos_ids:
+            # The answer ended with the token that the template puts after it.
+            text = text.removeprefix(self._tokenizer.decode(said[-1:]))
+        return self._encode(text, fresh=not said)
+
+    def _fitted(self, messages: list[Message], room: int) -> tuple[list[Message], list[int]]:
+        """The messages without the oldest turns that leave no room for an answer, and their tokens.
+
+        Half of the turns are dropped at a time: what is left has to be read again.
+        """
+        conversation, system = self._conversation, _system(messages)
+        turns, tokens = messages[len(system) :], self.render(messages)
+        kept = tokens
+        size = len(conversation.tokens) + len(tokens)
+        while size + room > conversation.context:
+            begins = [i for i, m in enumerate(turns) if m["role"] == "user"]
+            if len(begins) < 2:
+                break
+            turns = turns[begins[(len(begins) + 1) // 2] :]
+            kept = self._encode(self._text([*system, *turns], fresh=True), fresh=True)
+            size = len(kept)
+        dropped = len(messages) - len(system) - len(turns)
+        if not dropped or size >= conversation.context:  # the last message alone is too long
+            return messages, tokens
+        conversation.reset()
+        self._say(f"[the context is full: the oldest {dropped} messages are dropped]")
+        return [*system, *turns], kept
+
+    def _encode(self, text: str, *, fresh: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=self._plain and fresh)
+
+    def _text(self, messages: list[Message], *, fresh: bool) -> str:
+        """The text after the last answer; all of it if nothing is cached."""
+        answered = _answered(messages)
+        if self._plain and not fresh:
+            return "\n".join(["", *(m["content"] for m in messages[answered:])])
+        if self._plain:
+            breaks = ("" if m["role"] == "assistant" else "\n" for m in messages)
+            lines = (b + m["content"] for b, m in zip(breaks, messages, strict=True))
+            return "".join(lines).removeprefix("\n")
+        if fresh or not answered:
+            return self._rendered(messages)
+        # A template may alter an answer's text; a mark shows where it ends.
+        mark = secrets.token_hex(16)
+        marked = {"role": "assistant", "content": mark}
+        text = self._rendered([*messages[: answered - 1], marked, *messages[answered:]])
+        return text.rpartition(mark)[2]
+
+    def _rendered(self, messages: list[Message]) -> str:
+        assert self._template is not None
+        return render_chat(self._template, messages, self._tokenizer.special_tokens)
+
+
+def find_template(tokenizer: Any, name: str | None) -> str | None:
+    """A chat template: that of a file, or by default the model's; None for none."""
+    if name == PLAIN:
+        return None
+    if name is None:
+        return tokenizer.chat_template
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise InputError(f"--chat-template {name}: {reason}; give a file, or plain") from None
+
+
+def rate(run: "Run", before: str = ", ") -> str:
+    """The speed of decoding, after the first step, which may compile; empty if it is the only one.
+
+    Args:
+        before: text between what comes first and the number.
+    """
+    stats = run.stats()
+    if max(map(len, run.new_tokens)) <= 2 or not stats.decode_seconds:
+        return ""
+    return f"{before}{stats.decode_tokens_per_second:.1f} tokens/s"
+
+
+def _system(messages: list[Message]) -> list[Message]:
+    """The messages before the first turn."""
+    return [message for message in messages[:1] if message["role"] == "system"]
+
+
+def _answered(messages: list[Message]) -> int:
+    """How many messages there are up to the last answer."""
+    roles = [message["role"] for message in messages]
+    return len(roles) - roles[::-1].index("assistant") if "assistant" in roles else 0

@@ -1,0 +1,65 @@
+"""Lines that a person types or pastes, and lines of a file or pipe."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from infinigen_jax.errors import InputError
+
+PROMPT = "> "
+
+
+def line_reader() -> Callable[[], str | None]:
+    """Return a function that reads the next input; it returns None at the end.
+
+    At a terminal with `prompt_toolkit`, lines can be edited and recalled, and pasted text with
+    several lines, or with breaks by Alt+Enter, is one input. Elsewhere each line of stdin is one.
+    """
+    terminal = sys.stdin.isatty() and sys.stderr.isatty()
+    if terminal and importlib.util.find_spec("prompt_toolkit") is not None:
+        return _editor()
+    return _plain_line
+
+
+def _editor() -> Callable[[], str | None]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import create_output
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    # stdout is for the answers.
+    session: PromptSession[str] = PromptSession(
+        key_bindings=keys, output=create_output(stdout=sys.stderr), enable_open_in_editor=True
+    )
+
+    def read() -> str | None:
+        while True:
+            try:
+                return session.prompt(PROMPT, prompt_continuation=". ")
+            except EOFError:
+                return None
+            except KeyboardInterrupt:  # drops what is typed; on an empty line, ends
+                if not session.default_buffer.text:
+                    return None
+
+    return read
+
+
+def _plain_line() -> str | None:
+    """The next line of stdin. Ctrl-C while it is waited for ends the input, too."""
+    if sys.stdin.isatty():
+        sys.stderr.write(PROMPT)
+        sys.stderr.flush()
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError:
+        raise InputError("stdin: not UTF-8 text; convert it first") from None
+    except KeyboardInterrupt:
+        return None
+    return line.rstrip("\r\n") if line else None

@@ -1,0 +1,123 @@
+"""Prompts of the command line: where they come from, and what the model is given of them."""
+
+import argparse
+import contextlib
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from infinigen_jax.cli.dialogue import find_template
+from infinigen_jax.errors import InputError
+from infinigen_jax.messages import Messages
+from infinigen_jax.text.detokenize import checked_text
+from infinigen_jax.text.templates import render_chat
+
+if TYPE_CHECKING:
+    from infinigen_jax.engine.engine import Engine
+
+DEFAULT_PROMPT = "It was a dark and stormy night, and the old man"
+NEW_TOKENS = 64
+ANSWER_TOKENS = 512  # in place of NEW_TOKENS with a chat template, which lets a model end by itself
+
+
+class Prepared(NamedTuple):
+    """Prompts for the engine.
+
+    Attributes:
+        tokens: token numbers of each prompt.
+        shared: number of leading tokens that all share, to be read once.
+        most: most new tokens.
+    """
+
+    tokens: list[list[int]]
+    shared: int
+    most: int
+
+
+def prepare_prompts(
+    engine: "Engine", arguments: argparse.Namespace, prompts: list[str], prefix: str
+) -> Prepared:
+    """The prompts as they are, or as messages of a user if the model has a chat template."""
+    from infinigen_jax.engine.encoding import UNSETTLED
+
+    template = None
+    if not arguments.raw and engine.model.tokenizer is not None:
+        template = find_template(engine.model.tokenizer, arguments.chat_template)
+    if template is None:
+        if arguments.system is not None:
+            raise InputError("--system: no chat template takes it; give one as --chat-template")
+        most = arguments.max_new_tokens or NEW_TOKENS
+        tokens = engine.encode_with_prefix(prefix, prompts)
+        return Prepared(tokens, engine.prefix_tokens(prefix), most)
+
+    def rendered(content: str) -> str:
+        system = [] if arguments.system is None else [("system", arguments.system)]
+        turn = [{"role": r, "content": c} for r, c in (*system, ("user", content))]
+        return render_chat(template, turn, engine.model.tokenizer.special_tokens)
+
+    def encode(text: str) -> list[int]:
+        return engine.encode(text, first=False)
+
+    tokens = [encode(rendered(prefix + checked_text("prompts", prompt))) for prompt in prompts]
+    room = engine.model.config.max_positions - max(map(len, tokens))
+    most = arguments.max_new_tokens or max(1, min(ANSWER_TOKENS, room))
+    mark = secrets.token_hex(16)
+    shared = rendered(prefix + mark).partition(mark)[0] if prefix else ""
+    return Prepared(tokens, max(0, len(encode(shared)) - UNSETTLED) if shared else 0, most)
+
+
+def read_prompts(arguments: argparse.Namespace, say: Messages) -> list[str]:
+    """The prompts of --prompt and --prompt-file, else of stdin, else the default one.
+
+    A chat reads stdin itself, and has no default.
+    """
+    prompts = list(arguments.prompt or [])
+    if arguments.prompt_file is not None:
+        prompts.append(read_text("--prompt-file", arguments.prompt_file))
+    if prompts or arguments.chat:
+        return prompts
+    return [read_stdin(say) or DEFAULT_PROMPT]
+
+
+def read_stdin(say: Messages) -> str:
+    """The text that is piped into the command, without the line break at its end.
+
+    Empty at a terminal, and where nothing can be read.
+    """
+    with contextlib.suppress(OSError), say.working("reading the prompt from stdin"):
+        if not sys.stdin.isatty():
+            try:
+                return sys.stdin.read().removesuffix("\n")
+            except UnicodeDecodeError:
+                raise InputError("stdin: not UTF-8 text; convert it first") from None
+    return ""
+
+
+def read_prefix(arguments: argparse.Namespace) -> str:
+    """The text of --prefix or --prefix-file, empty without them."""
+    if arguments.prefix is not None and arguments.prefix_file is not None:
+        raise InputError("--prefix: not with --prefix-file; leave one of them out")
+    if arguments.prefix == "":
+        raise InputError("--prefix: it is empty; give at least one character")
+    if arguments.prefix_file is not None:
+        return read_text("--prefix-file", arguments.prefix_file)
+    return arguments.prefix or ""
+
+
+def read_text(option: str, name: str) -> str:
+    """A file's text, not empty.
+
+    Raises:
+        InputError: naming the option.
+    """
+    path = Path(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{option} {path}: not UTF-8 text; convert it first") from None
+    except OSError as error:
+        raise InputError(f"{option} {path}: {error.strerror}; give a text file") from None
+    if not text:
+        raise InputError(f"{option} {path}: the file is empty; give some text")
+    return text

@@ -1,0 +1,76 @@
+"""What the model is given of the prompts of a command line."""
+
+import argparse
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from runtime import random_model
+
+from infinigen_jax.cli.prompts import ANSWER_TOKENS, NEW_TOKENS, prepare_prompts
+from infinigen_jax.engine.encoding import encode, encode_with_prefix, prefix_tokens
+from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import embedded
+from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}"
+    "[assistant]"
+)
+PROMPTS = ["The king said", "The sea"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(embedded())
+
+
+def prepared(tokenizer, template, prefix="", **options):
+    """With a model whose tokenizer has this template."""
+    model = random_model("one")
+    config = dataclasses.replace(model.config, max_positions=200, vocab_size=10**6)
+    own = Tokenizer(tokenizer.backend, tokenizer.special_tokens, template)
+    model = dataclasses.replace(model, config=config, given_tokenizer=own)
+    engine: Any = SimpleNamespace(
+        model=model,
+        encode=lambda text, first: encode(model, text, first=first),
+        encode_with_prefix=lambda *given: encode_with_prefix(model, *given),
+        prefix_tokens=lambda prefix: prefix_tokens(model, prefix),
+    )
+    given = {"raw": False, "system": None, "chat_template": None, "max_new_tokens": None}
+    return prepare_prompts(engine, argparse.Namespace(**given | options), PROMPTS, prefix)
+
+
+def test_a_template_makes_messages_of_prompts(tokenizer):
+    given = prepared(tokenizer, TEMPLATE, system="Be brief.")
+    texts = [tokenizer.decode(tokens) for tokens in given.tokens]
+    assert texts == [f"<s>[system] Be brief.</s>[user] {p}</s>[assistant]" for p in PROMPTS]
+    assert all(tokens.count(tokenizer.bos_token_id) == 1 for tokens in given.tokens)
+    assert given.shared == 0 and given.most == 200 - max(map(len, given.tokens)) < ANSWER_TOKENS
+
+
+def test_a_prefix_is_within_the_message_and_shared(tokenizer):
+    prefix = "Once upon a time there was a king of a far country. "
+    given = prepared(tokenizer, TEMPLATE, prefix, max_new_tokens=5)
+    first, second = given.tokens
+    assert tokenizer.decode(first) == f"<s>[user] {prefix}{PROMPTS[0]}</s>[assistant]"
+    assert given.shared > 10 and first[: given.shared] == second[: given.shared]
+    assert given.most == 5
+
+
+def test_prompts_without_a_template(tokenizer):
+    expected = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    for template, options in ((None, {}), (TEMPLATE, {"raw": True})):
+        given = prepared(tokenizer, template, **options)
+        assert given == (expected, 0, NEW_TOKENS)
+    with pytest.raises(InputError, match="--system: no chat template"):
+        prepared(tokenizer, None, system="Be brief.")
+
+
+def test_tokens_that_end_a_turn(tokenizer):
+    assert tokenizer.end_ids == [tokenizer.eos_token_id]
+    backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
+    backend.add_special_tokens(["<|im_end|>"])
+    chatting = Tokenizer(backend, tokenizer.special_tokens)
+    assert chatting.end_ids == [tokenizer.eos_token_id, backend.token_to_id("<|im_end|>")]
