@@ -2,8 +2,10 @@
 
     python -m benchmarks.decode --preset cpu
     python -m benchmarks.decode --shape llama --contexts 1024 4096 --systems infinigen transformers
+    python -m benchmarks.decode --model FOLDER --gguf FILE --text book.txt --contexts 1024 8192
 
-All systems use one random model with the same weights and prompts; their logits are compared first.
+All systems use one model, random or real, with the same weights and prompts; the logits of this
+package and of transformers are compared first.
 `benchmarks.measure` describes the timing, `python -m benchmarks.decode --help` lists the systems. A
 JSON file is written after every set of systems, and a Markdown table at the end.
 
@@ -13,6 +15,7 @@ in two processes, as `benchmarks.on_gpu` does.
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -27,7 +30,7 @@ from benchmarks.measure import measure_context, model_facts
 from benchmarks.report import table
 from benchmarks.waves import Bench
 from infinigen_jax.cache.host_array import Placement, default_mesh
-from infinigen_jax.loading.load import Model
+from infinigen_jax.loading.load import Model, load
 from infinigen_jax.planner import bandwidths
 
 SETTINGS = (
@@ -59,10 +62,8 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         jax.config.update("jax_enable_compilation_cache", False)
     began = time.monotonic()
     deadline = float("inf") if options.cap_seconds is None else began + options.cap_seconds
-    shape = shapes.SHAPES[options.shape]
     unlimited = Bench(options, None, None, (1.0, None), deadline, note)  # type: ignore[arg-type]
-    config = shape.settings(max(options.contexts) + unlimited.new_tokens + 2)
-    model = shapes.peaked_model(shape, config["max_position_embeddings"], options.dtype)
+    model, config = _model(options, max(options.contexts) + unlimited.new_tokens + 2)
     # Place them where engines want them, or each engine would make a copy.
     placed = jax.device_put(model.params, Placement(default_mesh()).whole)
     model = dataclasses.replace(model, params=placed)
@@ -76,7 +77,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         "device": described["device"].partition(":")[0],
         "machine": described,
         "settings": {name: getattr(options, name) for name in SETTINGS},
-        "model": config | model_facts(model),
+        "model": {"name": options.model and Path(options.model).name} | config | model_facts(model),
         "score_deviation": shapes.SCORE_DEVIATION,
         "common_share_of_queries": shapes.COMMON,
         "logits_relative_difference": difference,
@@ -92,6 +93,17 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
             result["seconds"] = time.monotonic() - began
             write_json(path, result)
     return result
+
+
+def _model(options: argparse.Namespace, positions: int) -> tuple[Model, dict[str, Any]]:
+    """Return the model and the contents of its `config.json`."""
+    if options.model:
+        model = load(options.model, dtype=options.dtype)
+        assert model.path is not None
+        return model, json.loads((model.path / "config.json").read_text())
+    shape = shapes.SHAPES[options.shape]
+    config = shape.settings(positions)
+    return shapes.peaked_model(shape, config["max_position_embeddings"], options.dtype), config
 
 
 def _other(model: Model, config: dict[str, Any]) -> tuple[Any, float]:

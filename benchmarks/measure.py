@@ -13,8 +13,10 @@ import functools
 import gc
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,7 +32,7 @@ from benchmarks.physics import (
     traffic_of,
     weight_bytes,
 )
-from benchmarks.presets import is_ours
+from benchmarks.presets import LLAMA_CPP, is_ours
 from benchmarks.systems import Ours, StepTime, System, settings
 from benchmarks.waves import FEWEST_STEPS, Bench, absent_entry, needs_of, room_of, waves_of
 from infinigen_jax.engine.engine import Engine
@@ -40,15 +42,16 @@ from infinigen_jax.programs.compilations import compilations
 
 EXACT = ("transformers", "transformers-static", "full-device", "full-streamed")  # equal tokens
 STEP_SECONDS = 10.0  # limit of a system's single steps
+GGUF_COPIES = Path(tempfile.gettempdir())  # copies of a GGUF file with other weights
 
 
 def measure_context(bench: Bench, context: int) -> Iterator[dict[str, Any]]:
     """Yield the result of one prompt length, for all systems so far, after every wave."""
-    options, model = bench.options, bench.model
+    options = bench.options
     result: dict[str, Any] = {"context": context, "waves": [], "systems": {}}
     needs, absent = needs_of(bench, context)
     result["systems"] |= absent
-    tokens = [shapes.prompt(model.config, context, seed) for seed in range(options.batch)]
+    tokens = prompts(bench, context)
     reference: list[int] = []
     for names in waves_of(needs, room_of(bench)):
         if bench.late:
@@ -62,6 +65,17 @@ def measure_context(bench: Bench, context: int) -> Iterator[dict[str, Any]]:
     order = [name for name in options.systems if name in result["systems"]]
     result["systems"] = {name: result["systems"][name] for name in order}
     yield result
+
+
+def prompts(bench: Bench, context: int) -> list[list[int]]:
+    """Return the batch's prompts: consecutive parts of the text, or random tokens."""
+    options, model = bench.options, bench.model
+    if not options.model:
+        return [shapes.prompt(model.config, context, seed) for seed in range(options.batch)]
+    ids = model.tokenizer.encode(options.text.read_text(encoding="utf-8"))
+    if len(ids) < context * options.batch:
+        raise InputError(f"{options.text}: {len(ids)} tokens; give a longer text")
+    return [ids[i * context : (i + 1) * context] for i in range(options.batch)]
 
 
 def _measure_wave(
@@ -142,6 +156,10 @@ def _start(
     if is_ours(name):
         engine = Engine(model, **settings(name, options, model, context))
         return Ours(engine.start(tokens, max_new_tokens=room))
+    if name in LLAMA_CPP:
+        from benchmarks.llama_cpp import LlamaCpp
+
+        return LlamaCpp(options.gguf, name, tokens, room, GGUF_COPIES)
     from benchmarks.torch_systems import Transformers
 
     return Transformers(bench.other, name, tokens, room, options.torch_threads)

@@ -24,8 +24,12 @@ SYSTEMS = {
     "infinigen-fixed": "infinigen with --budget-rows rows at any context",
     "infinigen-layerwise": "infinigen, one call per layer",
     "full-streamed-layerwise": "full-streamed, one call per layer",
+    "llama.cpp": "the GGUF file as it is, with an f16 cache",
+    "llama.cpp-f16": "the GGUF file with f16 weights and cache",
+    "llama.cpp-f32": "the GGUF file with f32 weights and cache",
 }
 THEIRS = ("transformers", "transformers-static", "transformers-offloaded")
+LLAMA_CPP = ("llama.cpp", "llama.cpp-f16", "llama.cpp-f32")
 
 _CPU: dict[str, Any] = {"contexts": [4096, 16384, 32768], "batch": 1, "dtype": "float32"}
 # bfloat16 has the size of the paper's float16, and random weights do not overflow it.
@@ -78,6 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="named settings; further options override them")
     add("--shape", choices=shapes.SHAPES, default="llama", help="shape of the random model")
+    add("--model", metavar="M", help="a real model in place of a random one; needs --text")
+    add("--gguf", type=Path, metavar="FILE", help="file of the same model, for llama.cpp")
+    add("--text", type=Path, metavar="FILE", help="text of the prompts of a real model")
     add("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], metavar="N")
     add("--batch", type=int, default=1, help="sequences (default 1)")
     add("--dtype", choices=DTYPES, default="float32")
@@ -116,7 +123,7 @@ def system(name: str) -> str:
 
 def is_ours(name: str) -> bool:
     """Whether a system is this package."""
-    return name not in THEIRS
+    return name not in THEIRS and name not in LLAMA_CPP
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -130,4 +137,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')}: it must be at least 1")
     if min(options.contexts) < 1:
         parser.error("--contexts: each must be at least 1")
+    if options.model and not options.text:
+        parser.error("--model: give --text as well, for the prompts")
+    if set(options.systems) & set(LLAMA_CPP) and not options.gguf:
+        options.systems = [name for name in options.systems if name not in LLAMA_CPP]
     return options

@@ -36,8 +36,9 @@ def table(result: dict[str, Any]) -> str:
     """Format the whole result in Markdown."""
     settings, described = result["settings"], result["machine"]
     link = result["host_to_device_bytes_per_second"]
+    model = result["model"].get("name") or f"{settings['shape']} shape"
     lines = [
-        f"{settings['shape']} shape, batch {settings['batch']}, {settings['dtype']}; "
+        f"{model}, batch {settings['batch']}, {settings['dtype']}; "
         f"{described['cpu']}, {described['cores']} cores, {described['device']}; memory read at "
         f"{result['memory_read_bytes_per_second'] / 1e9:.1f} GB/s"
         + (f", host to device at {link / 1e9:.1f} GB/s" if link else "")

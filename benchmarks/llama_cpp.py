@@ -1,0 +1,120 @@
+"""llama.cpp on the same GGUF file, through the server in the wheel `xllamacpp`.
+
+Each round decodes after the prompt, whose rows the server keeps, so the context does not grow from
+round to round as it does in the other systems. Times are the server's own, without HTTP.
+"""
+
+import concurrent.futures
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmarks.systems import MARGIN, StepTime
+
+# Name of a system -> type of the weights (None: as in the file) and of the cache.
+KINDS = {
+    "llama.cpp": (None, "F16"),
+    "llama.cpp-f16": ("F16", "F16"),
+    "llama.cpp-f32": ("F32", "F32"),
+}
+
+
+class LlamaCpp:
+    """A generation in progress.
+
+    Args:
+        path: GGUF file.
+        name: one of KINDS.
+        prompts: token ids of equal lengths.
+        new_tokens: capacity for new tokens.
+        folder: folder for a copy of the file with other weights.
+    """
+
+    def __init__(
+        self, path: Path, name: str, prompts: list[list[int]], new_tokens: int, folder: Path
+    ):
+        import xllamacpp
+
+        weights, rows = KINDS[name]
+        self.prompts, self.drawn = prompts, []
+        parameters = xllamacpp.CommonParams()
+        parameters.model.path = str(path if weights is None else converted(path, weights, folder))
+        parameters.n_ctx = len(prompts) * (len(prompts[0]) + new_tokens + 1)
+        parameters.n_parallel = len(prompts)
+        parameters.warmup = False
+        parameters.verbosity = 0
+        parameters.ctx_shift = False
+        parameters.cache_type_k = parameters.cache_type_v = getattr(
+            xllamacpp.ggml_type, f"GGML_TYPE_{rows}"
+        )
+        enabled = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        parameters.flash_attn_type = enabled
+        for threads in (parameters.cpuparams, parameters.cpuparams_batch):
+            threads.n_threads = len(os.sched_getaffinity(0))
+        self.server = xllamacpp.Server(parameters)
+        first = self._complete(1)
+        self.prefill_seconds = max(each["prompt_ms"] for each in first) / 1e3
+
+    def warm_up(self, rounds: int, tokens: int) -> None:
+        for _ in range(rounds):
+            self.round(tokens)
+
+    def round(self, tokens: int) -> float:
+        timings = self._complete(tokens + MARGIN)
+        # The first token comes with the prompt's last one and is not in the predicted time.
+        return max(each["predicted_ms"] for each in timings) / 1e3 * tokens / (tokens + MARGIN)
+
+    def step(self) -> StepTime:
+        return StepTime(self.round(1))
+
+    def facts(self) -> dict[str, Any]:
+        import xllamacpp
+
+        return {"prefill_seconds": self.prefill_seconds, "build": xllamacpp.__version__}
+
+    def _complete(self, tokens: int) -> list[dict[str, float]]:
+        """Decode after every prompt concurrently; return the server's times."""
+
+        def one(prompt: list[int]) -> dict[str, float]:
+            request = {
+                "prompt": prompt,
+                "n_predict": tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "cache_prompt": True,
+            }
+            answer = self.server.handle_completions(request)
+            answer = json.loads(answer) if isinstance(answer, str) else answer
+            return answer["timings"]
+
+        with concurrent.futures.ThreadPoolExecutor(len(self.prompts)) as pool:
+            return list(pool.map(one, self.prompts))
+
+
+def converted(path: Path, name: str, folder: Path) -> Path:
+    """Return a copy of a GGUF file with all quantised weights as F32 or F16, made once."""
+    import gguf
+    import numpy as np
+
+    copy = folder / f"{path.stem}-{name}.gguf"
+    if copy.exists():
+        return copy
+    reader = gguf.GGUFReader(path)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(copy, architecture)
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
+            continue
+        kinds = field.types
+        inner = kinds[-1] if kinds[0] is gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(key, field.contents(), kinds[0], sub_type=inner)
+    kind = {"F32": np.float32, "F16": np.float16}[name]
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        writer.add_tensor(tensor.name, values.astype(kind) if values.ndim > 1 else values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return copy
