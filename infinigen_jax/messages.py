@@ -1,6 +1,7 @@
 """Messages of a command line to the person who waits for it, on stderr."""
 
 import contextlib
+import itertools
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -45,11 +46,13 @@ class Messages:
         Args:
             first: message for the first step, if it has work to do.
         """
-        iterator = iter(steps)
+        iterator, ready = iter(steps), []
+        # At a terminal the text of the first step waits, so that no message interrupts its line.
+        terminal = not self.quiet and sys.stdout.isatty() and sys.stderr.isatty()
         for message in (first, COMPILING):
             with self.working(message) if message else contextlib.nullcontext():
-                step = next(iterator, None)
-            if step is None:
-                return
-            yield step
+                ready += itertools.islice(iterator, 1)
+            if not terminal or message == COMPILING:
+                yield from ready
+                ready = []
         yield from iterator

@@ -239,8 +239,8 @@ def read_chunk(
     span = Span(cache.lengths, jax.device_put(counts.astype(np.int32), at.batch))
     x = run.embed(weights.params["embedding"], jax.device_put(tokens, at.batch), span)
     x, cache = _layers(decoder, weights, cache, x, span, lengths, look)
-    last, ends = run.last(x, span, last)
-    return cache._replace(lengths=ends), last
+    newest, ends = run.last(x, span, last)
+    return cache._replace(lengths=ends), newest
 
 
 def _number(decoder: Decoder, number: int) -> Int[Array, ""]:

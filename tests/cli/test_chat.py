@@ -216,8 +216,8 @@ class Stub(Dialogue):
         self.calls.append("clear")
 
     def save(self, path):
-        self.calls.append(("save", path.name))
-        return f"saved to {path.name}"
+        self.calls.append(("save", Path(path).name))
+        return f"saved to {Path(path).name}"
 
     def summary(self, seconds):
         return "summary"

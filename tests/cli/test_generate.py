@@ -241,6 +241,18 @@ def test_work_that_takes_long_is_announced(monkeypatch, capsys):
         assert capsys.readouterr().err == ("" if quiet else "loading it ...\n")
 
 
+def test_no_message_interrupts_a_line_at_a_terminal(monkeypatch, capsys):
+    """The first step is passed on with the second one, which may compile."""
+    for terminal in (False, True):
+        for stream in (sys.stdout, sys.stderr):
+            monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal)
+        made: list[int] = []
+        steps = Messages().decoding(made.append(i) or i for i in range(3))
+        assert next(steps) == 0 and made == ([0, 1] if terminal else [0])
+        assert list(steps) == [1, 2]
+        assert list(Messages().decoding([5])) == [5] and not list(Messages().decoding([]))
+
+
 @pytest.mark.parametrize("tokens, said", [([7, 7], ""), ([7, 7, 7], ", 2.0 tokens/s")])
 def test_a_speed_leaves_compilation_out(tokens, said):
     """Of the first decode step, which may be the only one."""

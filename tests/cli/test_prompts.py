@@ -61,8 +61,7 @@ def test_a_prefix_is_within_the_message_and_shared(tokenizer):
 
 def test_prompts_without_a_template(tokenizer):
     expected = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    for template, options in ((None, {}), (TEMPLATE, {"raw": True})):
-        given = prepared(tokenizer, template, **options)
+    for given in (prepared(tokenizer, None), prepared(tokenizer, TEMPLATE, raw=True)):
         assert given == (expected, 0, NEW_TOKENS)
     with pytest.raises(InputError, match="--system: no chat template"):
         prepared(tokenizer, None, system="Be brief.")
