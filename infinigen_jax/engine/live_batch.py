@@ -16,10 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.decode.state import Counts
-from infinigen_jax.decode.steps import steps
+from infinigen_jax.decode.steps import Watch, steps
 from infinigen_jax.engine.batching import admission
-from infinigen_jax.engine.dispatch import Dispatcher
+from infinigen_jax.engine.dispatch import Dispatcher, Stepped
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.prefill.prefill import CHUNK_UNIT, empty_cache, read_chunk
@@ -40,7 +39,7 @@ class Reading:
     def __init__(
         self,
         runtime: Runtime,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
         capacity: int,
         chunk: int,
         cache: Cache | None = None,
@@ -149,21 +148,30 @@ class LiveBatch:
         """Make a row idle."""
         self.active[row], self._left = False, True
 
-    def step(self, tokens: Int[Array, " b"]) -> Counts:
+    def step(self, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
         """Dispatch a decode step over the next token of each row, without waiting.
 
         An active row must have room for the token.
+
+        Args:
+            watch: see `Dispatcher.watch_layers`; results are equal.
+
+        Returns:
+            The step's counts and records; its other arrays belong to the batch.
         """
         due = self._since_flush == self._runtime.decoder.policy.window
         if due or self._left:
             self._rest()
         if due:
             self._flush()
-        stepped = self._dispatcher.step(self.cache, tokens)
+        if watch is None:
+            stepped = self._dispatcher.step(self.cache, tokens)
+        else:
+            stepped = self._dispatcher.watch_layers(self.cache, tokens, watch)
         self.cache, self.logits, self.best = stepped.cache, stepped.logits, stepped.best
         self.cached += 1
         self._since_flush += 1
-        return stepped.counts
+        return stepped
 
     def _rest(self) -> None:
         """Set the lengths of idle rows to 0, so that they never fill the cache."""

@@ -76,7 +76,7 @@ def restore(decoder: Decoder, capacity: int, length: int, file: SavedFile) -> Ca
     states, local, lengths, scales = jax.tree.unflatten(tree, leaves)
     host = cache.host
     for layer in range(decoder.host_layers):
-        host = _fill(decoder, host, layer, saved[f"host.{layer}"])
+        host = fill_layer(decoder, host, layer, saved[f"host.{layer}"])
     return cache._replace(host=host, states=states, local=local, lengths=lengths, scales=scales)
 
 
@@ -97,7 +97,7 @@ def _leaves(cache: Cache) -> list[tuple[Any, bool]]:
     return [(leaf, id(leaf) in by_token) for leaf in jax.tree.leaves(_kept(cache))]
 
 
-def _fill(decoder: Decoder, host: Any, layer: int, rows: np.ndarray) -> Any:
+def fill_layer(decoder: Decoder, host: Any, layer: int, rows: np.ndarray) -> Any:
     """Write the rows of a layer block by block, so that one program serves all lengths."""
     at, block = Placement(decoder.mesh), min(host.shape[3], STREAM_BLOCK)
     for start in range(0, rows.shape[1], block):

@@ -1,0 +1,158 @@
+"""Command line: serve a model over HTTP, by OpenAI's interface. `infinigen-serve --help`"""
+
+import argparse
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infinigen_jax.cli.options import (
+    DEFAULT_MODEL,
+    add_engine_options,
+    add_model_options,
+    make_engine,
+    make_policy,
+    options_without_effect,
+    unused_options,
+)
+from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.messages import Messages
+from infinigen_jax.numeric import number, whole_number
+
+if TYPE_CHECKING:
+    from infinigen_jax.engine.engine import Engine
+
+KEY_VARIABLE = "INFINIGEN_API_KEY"
+
+
+def build_parser() -> Parser:
+    """Return the parser; part of the options is a contract with other programs."""
+    parser = Parser(
+        prog="python -m infinigen_jax.serve",
+        usage="%(prog)s [--model M] [--host H] [--port P] [options]",
+        description="Serve a model by OpenAI's HTTP interface, with the KV cache in host memory.",
+    )
+    add = parser.add_argument_group("model").add_argument
+    add_model_options(add)
+    add("--served-model-name", metavar="NAME", help="name for clients (default: the folder's)")
+    add = parser.add_argument_group("network").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    add("--port", type=whole_number(0, 65535), default=8000, help="default 8000; 0: any free one")
+    add("--api-key", metavar="K", help=f"key that clients must send (default: ${KEY_VARIABLE})")
+    add("--allow-origin", action="append", default=[], metavar="O", help="web page that may call")
+    add = parser.add_argument_group("capacity").add_argument
+    add("--batch", type=whole_number(1), default=8, metavar="N", help="answers at a time (8)")
+    add(
+        "--context",
+        type=whole_number(2),
+        metavar="N",
+        help="most tokens of a prompt and its answer (default 4096, or the model's positions)",
+    )
+    add("--max-waiting", type=whole_number(1), default=64, metavar="N", help="queue length (64)")
+    add(
+        "--prefix-cache-gib",
+        type=number(0),
+        default=1.0,
+        metavar="G",
+        help="host memory for rows of earlier prompts, in GiB (default 1); 0: none",
+    )
+    add("--no-page", action="store_true", help="neither the chat page at / nor heat maps")
+    add(
+        "--shutdown-seconds",
+        type=number(0),
+        default=30.0,
+        metavar="S",
+        help="time for running requests at the end (default 30)",
+    )
+    add_engine_options(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--quiet", action="store_true", help="no messages on stderr but errors")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = build_parser()
+    return run_command(lambda: serve(parser.parse_args(argv)), parser)
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Load a model and serve it until SIGINT or SIGTERM."""
+    say = Messages(arguments.quiet)
+    try:
+        import uvicorn
+
+        from infinigen_jax.server.app import Service, create_app
+        from infinigen_jax.server.limits import Limits
+        from infinigen_jax.server.metrics import Metrics
+        from infinigen_jax.server.scheduler import Scheduler
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"the server needs {error.name}; pip install 'infinigen-jax[serve]'"
+        ) from None
+    listening = listen(arguments.host, arguments.port)
+    with listening, say.working(f"loading {arguments.model or DEFAULT_MODEL}"):
+        engine = load_engine(arguments, say)
+        sizes = arguments.batch, arguments.context, arguments.max_waiting
+        limits = Limits.of(
+            engine, *sizes, int(arguments.prefix_cache_gib * 2**30), not arguments.no_page
+        )
+        scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        logging.getLogger("infinigen_jax").setLevel("WARNING" if arguments.quiet else "INFO")
+        service = Service(
+            model=arguments.served_model_name or Path(arguments.model or DEFAULT_MODEL).name,
+            api_key=arguments.api_key or os.environ.get(KEY_VARIABLE) or None,
+            origins=tuple(arguments.allow_origin),
+        )
+        config = uvicorn.Config(
+            create_app(scheduler, service),
+            log_config=None,
+            access_log=False,
+            limit_concurrency=arguments.max_waiting + arguments.batch + 64,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=int(arguments.shutdown_seconds),
+        )
+        host, port = listening.getsockname()[:2]
+        say(f"http://{host}:{port}")
+        uvicorn.Server(config).run(sockets=[listening])
+    if scheduler.failure is not None:
+        raise InputError(scheduler.failure)
+
+
+def load_engine(arguments: argparse.Namespace, say: Messages) -> "Engine":
+    """Return the engine that the options ask for."""
+    # Checked before the model is loaded, so that a bad option is reported early.
+    from infinigen_jax.loading.load import load
+    from infinigen_jax.machine.backend import widen_pinned_pool
+
+    policy = make_policy(arguments)
+    for line in unused_options(arguments):
+        say(line)
+    widen_pinned_pool()
+    given = {"weights": arguments.weights or "device", "revision": arguments.revision}
+    model = load(arguments.model, arguments.dtype, notify=say, **given)
+    engine = make_engine(model, policy, arguments)
+    for line in options_without_effect(arguments, engine):
+        say(line)
+    return engine
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        InputError: if the address cannot be used.
+    """
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"--host {host} --port {port}: {reason}; use another address") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Text of one answer: pieces that are final, cut at stop strings, with their log-probabilities."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from infinigen_jax.engine.results import Choice
+from infinigen_jax.text.detokenize import TextStream
+from infinigen_jax.text.stops import StopFilter
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenScore:
+    """Token of an answer with its place in the model's distribution.
+
+    Attributes:
+        offset: number of characters of the answer before the token.
+    """
+
+    token: int
+    choice: Choice
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Text of an answer that became final.
+
+    Attributes:
+        choice: number of the answer within its request.
+        scores: tokens whose text is complete with this piece, if they were asked for.
+        finish: "stop" or "length" if this is the last piece, else None.
+        token: token that was drawn.
+        heat: [l, t] KV heads that fetched each of the t tokens before it in each selecting layer,
+            uint8; None unless asked for.
+    """
+
+    choice: int
+    text: str
+    scores: tuple[TokenScore, ...] = ()
+    finish: str | None = None
+    token: int = -1
+    heat: np.ndarray | None = None
+
+
+class Answer:
+    """An answer in progress.
+
+    Attributes:
+        tokens: tokens drawn so far, including one that ended the answer.
+    """
+
+    def __init__(
+        self, tokenizer: Any, number: int, most: int, stops: Sequence[str], ends: frozenset[int]
+    ):
+        """Start an answer.
+
+        Args:
+            number: number of the answer within its request.
+            most: maximum number of tokens.
+            stops: texts that end the answer and are not part of it.
+            ends: tokens that end the answer.
+        """
+        self.tokens: list[int] = []
+        self._number, self._most, self._ends = number, most, ends
+        self._stream, self._filter = TextStream(tokenizer), StopFilter(stops)
+        self._received, self._sent = 0, 0  # characters before and after the filter
+        self._scores: list[TokenScore] = []
+
+    def push(self, token: int, choice: Choice | None = None) -> Piece:
+        """Append a token and return the text that is final; the last piece has a `finish`."""
+        self.tokens.append(token)
+        ended = token in self._ends
+        last = ended or len(self.tokens) == self._most
+        if choice is not None and not ended:
+            self._scores.append(TokenScore(token, choice, self._received))
+        piece = "" if ended else self._stream.push([token])
+        piece += self._stream.finish() if last else ""
+        self._received += len(piece)
+        text = self._filter.push(piece) + (self._filter.finish() if last else "")
+        self._sent += len(text)
+        if self._filter.stopped or ended:
+            return self._piece(text, "stop")
+        return self._piece(text, "length" if last else None)
+
+    def _piece(self, text: str, finish: str | None) -> Piece:
+        begun = sum(score.offset < self._sent for score in self._scores)
+        # Tokens without text of their own belong to the text before them.
+        count = len(self._scores) if self._sent == self._received else begun
+        ready, self._scores = self._scores[:count], self._scores[count:]
+        return Piece(self._number, text, tuple(ready), finish, self.tokens[-1])

@@ -1,0 +1,295 @@
+"""HTTP interface: OpenAI's completions and chat completions, health, metrics and the page."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+import infinigen_jax
+from infinigen_jax.errors import InputError
+from infinigen_jax.server.answer import Piece
+from infinigen_jax.server.guard import Guard, error_body
+from infinigen_jax.server.job import BusyError, Job, UnavailableError
+from infinigen_jax.server.prompts import Prompts, RefusedError
+from infinigen_jax.server.protocol import NEUTRAL, ChatCompletion, Completion
+from infinigen_jax.server.scheduler import Scheduler
+from infinigen_jax.server.wire import ChatWire, CompletionWire, Wire
+
+PAGE = Path(__file__).parent / "page"
+RETRY_AFTER = "1"  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Service:
+    """Settings of the HTTP interface.
+
+    Attributes:
+        model: name of the model, which requests repeat.
+        api_key: key that requests must present; None for no check.
+        body_limit: maximum size of a request in bytes.
+        body_seconds: maximum time to receive a request.
+        origins: origins of web pages that may send requests; none by default.
+        drain_seconds: time that unfinished requests get at shutdown.
+    """
+
+    model: str
+    api_key: str | None = None
+    body_limit: int = 32 << 20
+    body_seconds: float = 30.0
+    origins: tuple[str, ...] = ()
+    drain_seconds: float = 30.0
+
+
+class GoneError(Exception):
+    """The client has gone away."""
+
+
+def create_app(scheduler: Scheduler, service: Service) -> FastAPI:
+    """Return the application; its start starts the scheduler, its end stops it."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        scheduler.start()
+        yield
+        await asyncio.to_thread(scheduler.stop, service.drain_seconds)
+
+    app = FastAPI(
+        title="infinigen_jax", version=infinigen_jax.__version__, lifespan=lifespan, redoc_url=None
+    )
+    app.add_middleware(
+        Guard,
+        api_key=service.api_key,
+        body_limit=service.body_limit,
+        body_seconds=service.body_seconds,
+    )
+    if service.origins:
+        from fastapi.middleware.cors import CORSMiddleware
+
+        app.add_middleware(
+            CORSMiddleware, allow_origins=service.origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    _add_error_handlers(app)
+    _add_status(app, scheduler, service)
+    _add_completions(app, scheduler, service)
+    if scheduler.limits.heat_maps:
+        app.mount("/", StaticFiles(directory=PAGE, html=True))
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Answer every error in OpenAI's format, without paths or traces."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        path = [str(part) for part in first["loc"] if part != "body"]
+        field, message = (path or ["body"])[0], first["msg"].removeprefix("Value error, ")
+        if first["type"] == "json_invalid":
+            return _refusal(400, "body: it is not JSON", None)
+        if first["type"] == "extra_forbidden" or field in NEUTRAL:
+            message = "this parameter is not supported"
+        if field == "prompt":
+            message, path = "give a text, token numbers, or a list of either", [field]
+        named, separator, _ = message.partition(": ")
+        if not path and separator:  # of a check of several fields
+            return _refusal(400, message, named)
+        return _refusal(400, f"{'.'.join(path) or field}: {message}", field if path else None)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(request: Request, error: StarletteHTTPException) -> Response:
+        return _refusal(error.status_code, str(error.detail), None, dict(error.headers or {}))
+
+    @app.exception_handler(RefusedError)
+    async def unusable(request: Request, error: RefusedError) -> Response:
+        return _refusal(error.status, str(error), error.param, code=error.code)
+
+    @app.exception_handler(BusyError)
+    async def busy(request: Request, error: BusyError) -> Response:
+        headers = {"Retry-After": RETRY_AFTER}
+        return _refusal(429, "too many requests wait; try again later", None, headers)
+
+    @app.exception_handler(UnavailableError)
+    async def unavailable(request: Request, error: UnavailableError) -> Response:
+        headers = {"Retry-After": RETRY_AFTER}
+        return _refusal(503, "the server is starting or stopping", None, headers)
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return _refusal(500, "internal error", None)
+
+
+def _refusal(
+    status: int,
+    message: str,
+    param: str | None,
+    headers: dict[str, str] | None = None,
+    code: str | None = None,
+) -> Response:
+    return JSONResponse(error_body(status, message, param, code), status, headers)
+
+
+def _add_status(app: FastAPI, scheduler: Scheduler, service: Service) -> None:
+    created = int(time.time())
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 once the server is warm, else 503."""
+        if scheduler.failure is not None:
+            return JSONResponse({"status": "failed"}, 503)
+        ready = scheduler.ready.is_set()
+        return JSONResponse({"status": "ok" if ready else "starting"}, 200 if ready else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": infinigen_jax.__version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(scheduler.metrics_text(), media_type="text/plain; version=0.0.4")
+
+    entry = {
+        "id": service.model,
+        "object": "model",
+        "created": created,
+        "owned_by": "infinigen_jax",
+        "max_model_len": scheduler.limits.context,
+        "has_chat_template": bool(scheduler.engine.model.tokenizer.chat_template),
+    }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        _check_model(name, service)
+        return entry
+
+
+def _check_model(name: str, service: Service) -> None:
+    if name != service.model:
+        message = f"model: {name!r} is not served here; use {service.model!r}"
+        raise RefusedError(message, "model", 404, "model_not_found")
+
+
+def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> None:
+    prompts = Prompts(scheduler.engine, scheduler.limits)
+
+    @app.post("/v1/completions")
+    async def completions(body: Completion, request: Request) -> Response:
+        """Continue one or several prompts."""
+        _check_model(body.model, service)
+        encoded = await asyncio.to_thread(prompts.completion, body)
+        wire = CompletionWire(service.model, body, prompts.tokenizer, encoded)
+        return await _answer(scheduler, request, wire, prompts.jobs(body, encoded))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatCompletion, request: Request) -> Response:
+        """Answer a conversation."""
+        _check_model(body.model, service)
+        encoded = [await asyncio.to_thread(prompts.chat, body)]
+        wire = ChatWire(service.model, body, prompts.tokenizer, encoded)
+        return await _answer(scheduler, request, wire, prompts.jobs(body, encoded))
+
+
+async def _answer(scheduler: Scheduler, request: Request, wire: Wire, jobs: list[Job]) -> Response:
+    """Submit the jobs of a request, and stream or collect their pieces."""
+    exchange = Exchange(scheduler, request, jobs)
+    exchange.submit()
+    if wire.body.stream:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        events = _events(exchange, wire)
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    try:
+        async for prompt, piece in exchange.pieces():
+            wire.add(prompt, piece)
+    except GoneError:
+        return Response(status_code=499)
+    return JSONResponse(wire.whole(jobs))
+
+
+async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
+    """Yield server-sent events."""
+
+    def event(content: Any) -> str:
+        return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+    with contextlib.suppress(GoneError):
+        try:
+            for part in wire.opening():
+                yield event(part)
+            async for prompt, piece in exchange.pieces():
+                if (part := wire.part(prompt, piece)) is not None:
+                    yield event(part)
+            if wire.body.with_usage:
+                yield event(wire.usage_part(exchange.jobs))
+        except UnavailableError:
+            yield event(error_body(503, "the server is stopping"))
+        except InputError as error:
+            yield event(error_body(500, str(error)))
+        yield "data: [DONE]\n\n"
+
+
+class Exchange:
+    """Jobs of one HTTP request, and the way of their pieces from the scheduler's thread."""
+
+    def __init__(self, scheduler: Scheduler, request: Request, jobs: list[Job]):
+        self.jobs = jobs
+        self._scheduler, self._request = scheduler, request
+        self._queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        for number, job in enumerate(jobs):
+            job.send = functools.partial(self._send, loop, number)
+
+    def _send(self, loop: asyncio.AbstractEventLoop, number: int, piece: Piece | Exception) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self._queue.put_nowait, (number, piece))
+
+    def submit(self) -> None:
+        """Queue all jobs, or none."""
+        try:
+            for job in self.jobs:
+                self._scheduler.submit(job)
+        except (BusyError, UnavailableError):
+            self._cancel()
+            raise
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """Yield pieces with the number of their job; cancel the jobs if the caller ends early.
+
+        Raises:
+            GoneError: if the client goes away.
+        """
+        gone = asyncio.ensure_future(self._gone())
+        gone.add_done_callback(lambda _: self._queue.put_nowait((0, GoneError())))
+        left = sum(job.answers for job in self.jobs)
+        try:
+            while left:
+                number, piece = await self._queue.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                left -= piece.finish is not None
+                yield number, piece
+        finally:
+            gone.cancel()
+            if left:
+                self._cancel()
+
+    async def _gone(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+
+    def _cancel(self) -> None:
+        for job in self.jobs:
+            self._scheduler.cancel(job)

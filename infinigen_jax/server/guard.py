@@ -1,0 +1,83 @@
+"""Checks before a request is read: API key, size and time of the body."""
+
+import asyncio
+import hmac
+import json
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return an error in OpenAI's format."""
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Guard:
+    """ASGI middleware.
+
+    Paths that hold no data of the model stay open: the page and its files, and /health.
+
+    Args:
+        app: application.
+        api_key, body_limit, body_seconds: see `Service`.
+    """
+
+    def __init__(self, app: Any, api_key: str | None, body_limit: int, body_seconds: float):
+        self._app, self._limit, self._seconds = app, body_limit, body_seconds
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if not self._admits(scope, headers.get(b"authorization", b"")):
+            await _refuse(send, 401, "the API key is missing or wrong", "invalid_api_key")
+            return
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._limit:
+            await _refuse(send, 413, f"the body is larger than {self._limit} bytes")
+            return
+        await self._app(scope, self._limited(receive), send)
+
+    def _admits(self, scope: Any, presented: bytes) -> bool:
+        guarded = scope["path"].startswith(("/v1", "/metrics", "/version", "/docs", "/openapi"))
+        if self._expected is None or not guarded or scope["method"] == "OPTIONS":
+            return True
+        return hmac.compare_digest(presented, self._expected)
+
+    def _limited(self, receive: Any) -> Any:
+        """Return `receive` with limits on the size and the time of the whole body."""
+        loop = asyncio.get_running_loop()
+        deadline, size, complete = loop.time() + self._seconds, 0, False
+
+        async def limited() -> Any:
+            nonlocal size, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, "the body did not arrive in time") from None
+            size += len(message.get("body", b""))
+            if size > self._limit:
+                raise HTTPException(413, f"the body is larger than {self._limit} bytes")
+            complete = not message.get("more_body", False)
+            return message
+
+        return limited
+
+
+async def _refuse(send: Any, status: int, message: str, code: str | None = None) -> None:
+    body = json.dumps(error_body(status, message, code=code)).encode()
+    kinds = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*kinds, length]})
+    await send({"type": "http.response.body", "body": body})

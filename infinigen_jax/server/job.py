@@ -1,0 +1,91 @@
+"""Requests on their way through the scheduler."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from infinigen_jax.engine.live_batch import Reading
+from infinigen_jax.sampling import Sampling
+from infinigen_jax.server.answer import Answer, Piece
+from infinigen_jax.server.prefix_cache import Node
+
+
+class BusyError(Exception):
+    """The queue is full."""
+
+
+class UnavailableError(Exception):
+    """The server is starting, stopping or out of order."""
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request.
+
+    Attributes:
+        tokens: prompt.
+        most: maximum number of new tokens of each answer.
+        sampling: sampling settings; each answer has its own stream of random numbers.
+        answers: number of answers.
+        stop, ends: see `Answer`.
+        top: number of most likely tokens to report for each token; None to report nothing.
+        heat: whether to report the heat map of each token.
+        send: called in the scheduler's thread with each piece, or an error that ended the job.
+        cancelled: set by other threads; no piece is sent afterwards.
+    """
+
+    tokens: list[int]
+    most: int
+    sampling: Sampling
+    answers: int
+    stop: tuple[str, ...]
+    ends: frozenset[int]
+    top: int | None
+    heat: bool
+    send: Callable[[Piece | Exception], None]
+    cancelled: bool = False
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    finished: int = 0
+    moved: float = 0.0  # sum over steps of fetched rows over cached rows
+    steps: int = 0
+    arrived: float = dataclasses.field(default_factory=time.perf_counter)
+    first: float = 0.0
+    last: float = 0.0
+
+    @property
+    def fetched_fraction(self) -> float:
+        """Fetched rows over cached rows, averaged over the steps."""
+        return self.moved / max(1, self.steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Rate of all answers after the first token; 0 for a single token."""
+        return (self.new_tokens - 1) / (self.last - self.first) if self.last > self.first else 0.0
+
+
+@dataclasses.dataclass(eq=False)
+class Intake:
+    """A prompt that is read, or complete and waiting for rows.
+
+    Attributes:
+        node: node of the prefix cache for the tokens read so far; None without one.
+        joined: number of answers that have a row.
+    """
+
+    job: Job
+    reading: Reading | None = None
+    node: Node | None = None
+    joined: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.reading is not None and self.reading.complete
+
+
+@dataclasses.dataclass(eq=False)
+class Running:
+    """An answer in a row of the batch."""
+
+    job: Job
+    answer: Answer

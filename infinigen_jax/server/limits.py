@@ -1,0 +1,90 @@
+"""Sizes of a server, checked against the model and the memory."""
+
+import dataclasses
+
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.memory_plan import check_memory, plan_cache
+from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.engine.remedies import Remedies
+from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
+from infinigen_jax.errors import InputError, ParameterError
+
+CONTEXT = 4096  # default, if the model has that many positions
+CHUNK_ON_CPU, CHUNK = 512, 2048  # default chunk lengths
+READERS = 2  # prompts that are read in turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Sizes of a server.
+
+    Attributes:
+        rows: number of answers decoded together.
+        context: maximum number of tokens of a prompt and its answer.
+        capacity: tokens that a row has room for, `context` rounded up.
+        chunk: maximum number of prompt tokens read between two decode steps.
+        waiting: maximum number of requests in the queue.
+        prefix_bytes: maximum size of the prefix cache; 0 for none.
+        heat_maps: whether requests may ask for heat maps, which need programs of their own.
+    """
+
+    rows: int
+    context: int
+    capacity: int
+    chunk: int
+    waiting: int
+    prefix_bytes: int
+    heat_maps: bool
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        rows: int = 8,
+        context: int | None = None,
+        waiting: int = 64,
+        prefix_bytes: int = 1 << 30,
+        heat_maps: bool = True,
+    ) -> "Limits":
+        """Return checked sizes.
+
+        Args:
+            context: by default 4096, or the model's positions if fewer.
+
+        Raises:
+            InputError: if the engine cannot serve, the model has too few positions, or memory is
+                too small.
+        """
+        decoder, positions = engine.decoder, engine.model.config.max_positions
+        if decoder.pool is not None:
+            raise ParameterError("pool.tokens", "a server keeps every row; leave it out")
+        if engine.mesh.shape["data"] > 1:
+            raise InputError("a server's sequences come and go; give a mesh without a data axis")
+        if engine.model.tokenizer is None:
+            raise InputError("this model has no tokenizer; serve one that has")
+        if context is not None and not 2 <= context <= positions:
+            raise ParameterError(
+                "context", f"give 2 to {positions}, the model's positions", context
+            )
+        context = context or min(CONTEXT, positions)
+        capacity = round_up_capacity(max(context, decoder.policy.window))
+        default = CHUNK_ON_CPU if decoder.transfer.in_place else CHUNK
+        chunk = min(engine.prefill_chunk or default, capacity)
+        limits = cls(rows, context, capacity, chunk, waiting, prefix_bytes, heat_maps)
+        limits.check_memory(engine)
+        return limits
+
+    def check_memory(self, engine: Engine) -> None:
+        """Check that the batch and the prompts in progress fit.
+
+        Raises:
+            InputError: if memory is too small.
+        """
+        decoder, plan = engine.decoder, plan_cache(engine.decoder, self.rows, self.capacity)
+        for _ in range(READERS):
+            plan += plan_cache(decoder, 1, self.capacity)
+        plan = dataclasses.replace(plan, host_cache=plan.host_cache + self.prefix_bytes)
+        reading = prefill_bytes(decoder, 1, self.chunk, self.capacity)
+        work = max(reading, decode_bytes(decoder, self.rows, self.capacity))
+        remedies = Remedies(decoder, ("--context", "--prefix-cache-gib"), self.rows, may_pool=False)
+        check_memory(plan.at_work(work), engine.runtime.device, remedies)

@@ -1,0 +1,97 @@
+"""Metrics of a server, in Prometheus' text format, and the log line of a request."""
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from infinigen_jax.decode.layer import Decoder
+
+if TYPE_CHECKING:
+    from infinigen_jax.server.job import Job
+
+logger = logging.getLogger("infinigen_jax.requests")
+disable_created_metrics()
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TOKENS = tuple(4.0**n for n in range(2, 9))
+
+
+class Metrics:
+    """Counters, gauges and histograms; used by one thread, read by any."""
+
+    def __init__(self, decoder: Decoder):
+        self._registry = registry = CollectorRegistry()
+        self._bytes_per_row = decoder.row_format.width * decoder.row_format.storage.itemsize
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"infinigen_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"infinigen_{name}", text, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"infinigen_{name}", text, registry=registry, buckets=buckets)
+
+        self._requests = counter("requests", "Requests by outcome", "outcome")
+        self._prompt = counter("prompt_tokens", "Prompt tokens, cached ones included")
+        self._cached = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache")
+        self._new = counter("new_tokens", "Tokens drawn")
+        self._moved = counter("fetched_bytes", "Bytes of rows moved to the device by decode steps")
+        self._waiting = gauge("waiting_requests", "Requests whose prompt is not complete")
+        self._running = gauge("running_answers", "Rows of the batch in use")
+        self.prefix_bytes = gauge("prefix_cache_bytes", "Host bytes of the prefix cache")
+        self.host_bytes = gauge("host_cache_bytes", "Host bytes of the batch's KV cache")
+        self.compilations = gauge("compilations_after_warmup", "XLA compilations; 0 is expected")
+        self._first = histogram("first_token_seconds", "Time to the first token", SECONDS)
+        self._between = histogram("token_seconds", "Time between two tokens of a request", SECONDS)
+        self._whole = histogram("request_seconds", "Time of a request", SECONDS)
+        self._length = histogram("request_prompt_tokens", "Length of a prompt", TOKENS)
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def queue(self, waiting: int, running: int) -> None:
+        """Set the lengths of the queue and the batch."""
+        self._waiting.set(waiting)
+        self._running.set(running)
+
+    def token(self, seconds: float, *, first: bool) -> None:
+        """Count a drawn token, and the time since the one before or the request's arrival."""
+        self._new.inc()
+        (self._first if first else self._between).observe(seconds)
+
+    def rows(self, moved: int) -> None:
+        """Count rows moved to the device."""
+        self._moved.inc(moved * self._bytes_per_row)
+
+    def done(self, job: "Job", outcome: str) -> None:
+        """Count a request that ended, and log it as one line of JSON."""
+        seconds = time.perf_counter() - job.arrived
+        self._requests.labels(outcome).inc()
+        self._prompt.inc(len(job.tokens))
+        self._cached.inc(job.cached_tokens)
+        self._whole.observe(seconds)
+        self._length.observe(len(job.tokens))
+        record = {
+            "outcome": outcome,
+            "prompt_tokens": len(job.tokens),
+            "cached_tokens": job.cached_tokens,
+            "new_tokens": job.new_tokens,
+            "first_token_seconds": round(job.first - job.arrived, 4) if job.first else None,
+            "tokens_per_second": round(job.tokens_per_second, 2),
+            "fetched_fraction": round(job.fetched_fraction, 5),
+            "seconds": round(seconds, 4),
+        }
+        logger.info(json.dumps(record))

@@ -1,0 +1,120 @@
+"""Prompts of requests: encoded, checked against the context, and made into jobs."""
+
+import secrets
+from typing import Any
+
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.errors import InputError
+from infinigen_jax.sampling import Sampling
+from infinigen_jax.server.job import Job
+from infinigen_jax.server.limits import Limits
+from infinigen_jax.server.protocol import ChatCompletion, Completion, Generating
+from infinigen_jax.text.templates import render_chat
+
+MAX_TOKENS = 16  # of a completion, as in OpenAI's interface
+
+
+class RefusedError(Exception):
+    """A request that cannot be served.
+
+    Attributes:
+        param: name of the parameter at fault.
+        status, code: HTTP status, and OpenAI's error code.
+    """
+
+    def __init__(self, message: str, param: str, status: int = 400, code: str | None = None):
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+
+class Prompts:
+    """Encoder of a server's requests.
+
+    Attributes:
+        tokenizer: tokenizer of the model.
+    """
+
+    def __init__(self, engine: Engine, limits: Limits):
+        self.tokenizer: Any = engine.model.tokenizer
+        self._engine, self._context, self._heat_maps = engine, limits.context, limits.heat_maps
+        self._template = self.tokenizer.chat_template
+
+    def completion(self, body: Completion) -> list[list[int]]:
+        """Return the tokens of each prompt.
+
+        Raises:
+            RefusedError: for a prompt that cannot be encoded or exceeds the context.
+        """
+        return [self._checked(prompt, body, "prompt") for prompt in body.prompts]
+
+    def chat(self, body: ChatCompletion) -> list[int]:
+        """Return the tokens of a chat, rendered by the model's template.
+
+        Raises:
+            RefusedError: likewise, or if the model has no template or its template refuses.
+        """
+        if not self._template:
+            raise RefusedError(
+                "messages: this model has no chat template; use /v1/completions", "messages"
+            )
+        messages: list[Any] = [message.for_template() for message in body.messages]
+        try:
+            text = render_chat(self._template, messages, self.tokenizer.special_tokens)
+            tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        except InputError as error:
+            message = str(error).partition("; give another")[0]
+            raise RefusedError(f"messages: {message}", "messages") from None
+        return self._checked(tokens, body, "messages")
+
+    def _checked(self, prompt: str | list[int], body: Generating, param: str) -> list[int]:
+        if body.heat_map and not self._heat_maps:
+            raise RefusedError("heat_map: this server makes none", "heat_map")
+        try:
+            tokens = self._engine.encode(prompt)
+        except InputError as error:
+            problem = getattr(error, "problem", str(error))  # without the library's name for it
+            raise RefusedError(f"{param}: {problem}", param) from None
+        needed = len(tokens) + (most_tokens(body) or 1)
+        if needed > self._context:
+            code = "context_length_exceeded"
+            message = (
+                f"{param}: {len(tokens)} tokens and {needed - len(tokens)} new ones exceed the "
+                f"context of {self._context} tokens; shorten the prompt or lower max_tokens"
+            )
+            raise RefusedError(message, param, code=code)
+        return tokens
+
+    def jobs(self, body: Generating, encoded: list[list[int]]) -> list[Job]:
+        """Return a job for each encoded prompt."""
+        ends = frozenset(() if body.ignore_eos else self._engine.model.eos_ids)
+        return [
+            Job(
+                tokens=tokens,
+                most=most_tokens(body) or self._context - len(tokens),
+                sampling=sampling_of(body),
+                answers=body.answers,
+                stop=body.stops,
+                ends=ends,
+                top=body.top,
+                heat=body.heat_map,
+                send=lambda piece: None,
+            )
+            for tokens in encoded
+        ]
+
+
+def most_tokens(body: Generating) -> int | None:
+    """Return the maximum number of new tokens; None for all that the context has room for."""
+    if isinstance(body, ChatCompletion):
+        return body.max_completion_tokens or body.max_tokens
+    return body.max_tokens or MAX_TOKENS
+
+
+def sampling_of(body: Generating) -> Sampling:
+    """Return the sampling settings of a request; without a seed, a random one."""
+    names = "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature, seed=seed, **given
+    )

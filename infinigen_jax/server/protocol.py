@@ -1,0 +1,169 @@
+"""Requests of OpenAI's interface, checked. What is not supported is refused, never ignored."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MOST_ANSWERS = 8
+MOST_STOPS = 16
+MOST_LOG_PROBS = 20
+
+# Parameters that only their neutral value is accepted for.
+NEUTRAL = (
+    *("best_of", "logit_bias", "modalities", "response_format", "service_tier", "store"),
+    *("suffix", "tool_choice", "tools"),
+)
+Tokens = Annotated[list[int], Field(min_length=1)]
+Stop = str | Annotated[list[str], Field(max_length=MOST_STOPS)]
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class TextFormat(BaseModel):
+    """Format of an answer; only text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+
+
+class Generating(BaseModel):
+    """Parameters that both kinds of completions share.
+
+    Parameters in NEUTRAL are accepted with their neutral value alone.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 for all")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    seed: int | None = None
+    n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
+    stop: Stop | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    ignore_eos: bool = Field(False, description="Go on after the end-of-text token")
+    heat_map: bool = Field(False, description="Stream which cached tokens each token fetched")
+    user: str | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings; none of them empty."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(text for text in given if text)
+
+    @property
+    def answers(self) -> int:
+        """Number of answers for each prompt."""
+        return self.n or 1
+
+    @property
+    def top(self) -> int | None:
+        """Number of most likely tokens to report for each token; None to report nothing."""
+        raise NotImplementedError
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether the last part of a stream has the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> "Generating":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream")
+        if self.heat_map and not (self.stream and self.answers == 1):
+            raise ValueError("heat_map: only with stream, and one answer")
+        return self
+
+
+class Completion(Generating):
+    """Body of /v1/completions."""
+
+    prompt: str | Tokens | Annotated[list[str | Tokens], Field(min_length=1)]
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
+    echo: bool = False
+    suffix: Literal[""] | None = None
+    best_of: Literal[1] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as text or token numbers."""
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> "Completion":
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo: not with logprobs")
+        return self
+
+
+class TextPart(BaseModel):
+    """Part of a message; only text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """Message of a chat; further fields, such as `tool_calls`, go to the model's template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message with its content as one text."""
+        text = self.content
+        if not isinstance(text, str):
+            text = "".join(part.text for part in text or ())
+        return self.model_dump(exclude_none=True) | {"content": text}
+
+
+class ChatCompletion(Generating):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
+    response_format: TextFormat | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> "ChatCompletion":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs")
+        return self

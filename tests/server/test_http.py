@@ -1,0 +1,182 @@
+"""What the server refuses, reports and survives, by plain HTTP."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import CONTEXT, ROWS, Running, Served, small_engine
+
+from infinigen_jax.sampling import Sampling
+from infinigen_jax.server.job import BusyError, Job, UnavailableError
+from infinigen_jax.server.limits import Limits
+from infinigen_jax.server.metrics import Metrics
+from infinigen_jax.server.scheduler import Scheduler
+
+BODY = {"model": "small", "prompt": "Once upon a time", "max_tokens": 2}
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def strict(served: Served) -> Iterator[Served]:
+    """A server with a key and narrow limits."""
+    limits = {"body_limit": 1000, "body_seconds": 0.5, "origins": ("http://friend",)}
+    with Running(prefix_bytes=0, api_key="secret", **limits) as server:
+        yield server
+
+
+def test_status_pages(served: Served):
+    assert served.request("GET", "/health")[::2] == (200, {"status": "ok"})
+    assert "version" in served.request("GET", "/version")[2]
+    assert "/v1/completions" in served.request("GET", "/openapi.json")[2]["paths"]
+    names = "infinigen_new_tokens_total", "infinigen_compilations_after_warmup"
+    before = [served.metric(name) for name in names]  # `generate` compiles in this process, too
+    served.request("POST", "/v1/completions", BODY)
+    assert [served.metric(name) for name in names] == [before[0] + 2, before[1]]
+    assert served.metric("infinigen_host_cache_bytes") > 0
+    status, headers, page = served.request("GET", "/")
+    assert status == 200 and headers["content-type"].startswith("text/html")
+    assert b"://" not in page, "the page needs no other host"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b'{"prompt": 1e999, "model": "small"}',
+        b"[" * 100_000,
+        json.dumps(BODY | {"prompt": "\ud800"}).encode(),
+        json.dumps(BODY | {"prompt": [99999]}).encode(),
+        json.dumps(BODY | {"prompt": [-1]}).encode(),
+        json.dumps(BODY | {"prompt": []}).encode(),
+        json.dumps(BODY | {"temperature": float("nan")}).encode(),
+    ],
+)
+def test_malformed_bodies(served: Served, body):
+    status, _, content = served.request("POST", "/v1/completions", body)
+    assert status == 400
+    assert set(content["error"]) == {"message", "type", "param", "code"}
+    assert "/" not in content["error"]["message"] and "Traceback" not in str(content)
+
+
+def test_api_key(strict: Served):
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+        for path in ("/v1/models", "/metrics"):
+            status, _, content = strict.request("GET", path, headers=headers)
+            assert (status, content["error"]["code"]) == (401, "invalid_api_key")
+        assert strict.request("POST", "/v1/completions", BODY, headers)[0] == 401
+    assert strict.request("POST", "/v1/completions", BODY, KEY)[0] == 200
+    assert strict.request("GET", "/health")[0] == strict.request("GET", "/")[0] == 200
+
+
+def test_origins(strict: Served, served: Served):
+    for server, origin, allowed in (
+        (strict, "http://friend", "http://friend"),
+        (strict, "http://stranger", None),
+        (served, "http://friend", None),
+    ):
+        headers = server.request("GET", "/health", headers={"Origin": origin})[1]
+        assert headers.get("access-control-allow-origin") == allowed
+
+
+def test_bodies_too_large_or_too_slow(strict: Served):
+    body = json.dumps(BODY | {"prompt": "x" * 1000}).encode()
+    assert strict.request("POST", "/v1/completions", body, KEY)[0] == 413
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+    chunk = "a0\r\n" + "x" * 160 + "\r\n"
+    chunked = _raw(strict, f"{head}Transfer-Encoding: chunked\r\n\r\n{chunk * 10}")
+    assert chunked.startswith("HTTP/1.1 413")
+    # The rest of the body never comes.
+    slow = _raw(strict, f"{head}Content-Length: 100\r\n\r\n{{")
+    assert slow.startswith("HTTP/1.1 408")
+    assert strict.request("POST", "/v1/completions", BODY, KEY)[0] == 200
+
+
+def _raw(server: Served, text: str) -> str:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(text.encode())
+        return connection.recv(1000).decode()
+
+
+def job(most: int, send: Any, tokens: int = 5) -> Job:
+    """A job that does not end early."""
+    return Job([7] * tokens, most, Sampling(), 1, (), frozenset(), None, False, send)
+
+
+def test_full_queue_and_shutdown(served: Served, monkeypatch):
+    """Waiting requests are bounded, and those that are unfinished at the end fail."""
+    with Running(waiting=1, prefix_bytes=0) as server:
+        ended: list[Any] = []
+        scheduler = server.scheduler
+        live, step = scheduler._live, scheduler._live.step
+        monkeypatch.setattr(live, "step", lambda *a: (time.sleep(0.02), step(*a))[1])
+
+        def send(piece: Any) -> None:
+            if isinstance(piece, Exception):
+                ended.append(piece)
+
+        def is_full() -> bool:
+            """Three answers run, two prompts are read ahead, and one waits."""
+            try:
+                scheduler.submit(job(240, send))
+            except BusyError:
+                return server.metric("infinigen_waiting_requests") == 3
+            return False
+
+        server.wait(is_full)
+        status, headers, content = server.request("POST", "/v1/completions", BODY)
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert content["error"]["type"] == "rate_limit_error"
+    assert ended and all(isinstance(error, UnavailableError) for error in ended)
+    with pytest.raises(UnavailableError):
+        scheduler.submit(job(1, send))
+
+
+def test_not_ready_before_the_warm_up(served: Served):
+    engine = small_engine()
+    scheduler = Scheduler(engine, Limits.of(engine, ROWS, CONTEXT), Metrics(engine.decoder))
+    with pytest.raises(UnavailableError):
+        scheduler.submit(job(1, print))
+    scheduler.stop(1.0)
+
+
+def test_a_failed_step_ends_its_requests_alone(served: Served, monkeypatch):
+    """The server goes on with an empty batch."""
+    with Running(prefix_bytes=0) as server:
+        live, step = server.scheduler._live, server.scheduler._live.step
+        calls = []
+
+        def fail(*arguments: Any) -> Any:
+            calls.append(0)
+            if len(calls) == 3:
+                raise RuntimeError("/secret/path: broken")
+            return step(*arguments)
+
+        monkeypatch.setattr(live, "step", fail)
+        status, _, content = server.request("POST", "/v1/completions", BODY | {"max_tokens": 9})
+        assert status == 500 and "secret" not in str(content)
+        assert server.request("POST", "/v1/completions", BODY)[0] == 200
+
+
+def test_a_long_prompt_stalls_no_stream(served: Served):
+    """Between two of its chunks, running answers get a token."""
+    times: list[str] = []
+
+    def of(name: str) -> Any:
+        def send(piece: Any) -> None:
+            times.append(name)
+
+        return send
+
+    running = job(200, of("running"))
+    served.scheduler.submit(running)
+    served.wait(lambda: len(times) > 2)
+    before = len(times)
+    chunks = 3
+    served.scheduler.submit(job(1, of("long"), chunks * 64 - 5))
+    served.wait(lambda: "long" in times)
+    served.scheduler.cancel(running)
+    assert times[before:].index("long") >= chunks - 1

@@ -1,0 +1,244 @@
+"""OpenAI's client against the server: results equal those of `generate`."""
+
+import concurrent.futures
+import json
+from typing import Any
+
+import openai
+import pytest
+from serving import CONTEXT, LONG, ROWS, Served
+
+from infinigen_jax.sampling import Sampling
+
+PROMPT = "Once upon a time"
+
+
+def test_completion(served: Served):
+    expected = served.expected([PROMPT, LONG])
+    answer = served.complete([PROMPT, LONG])
+    assert [choice.text for choice in answer.choices] == expected.texts
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    tokens = [len(served.engine.encode(prompt)) for prompt in (PROMPT, LONG)]
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (sum(tokens), 40)
+    assert usage.total_tokens == sum(tokens) + 40
+    assert 0 < answer.infinigen["fetched_fraction"] < 1
+
+
+def test_stream(served: Served):
+    expected = served.expected([PROMPT]).texts[0]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    parts = list(served.complete(PROMPT, **options))
+    assert "".join(part.choices[0].text for part in parts[:-1]) == expected
+    assert len(parts) > 10
+    assert [part.choices[0].finish_reason for part in parts[:-1]][-1] == "length"
+    assert parts[-1].choices == [] and parts[-1].usage.completion_tokens == 20
+
+
+def test_chat(served: Served):
+    messages = [{"role": "system", "content": "Tell"}, {"role": "user", "content": "a story"}]
+    prompt = served.engine.model.tokenizer.encode(
+        "<system> Tell\n<user> a story\n<assistant>", add_special_tokens=False
+    )
+    expected = served.expected([prompt]).texts[0]
+    create = served.client.chat.completions.create
+    settings = {"model": "small", "messages": messages, "temperature": 0}
+    answer = create(**settings, max_completion_tokens=20)
+    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].message.role == "assistant"
+    parts = list(create(**settings, max_tokens=20, stream=True))
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
+    assert parts[0].choices[0].delta.role == "assistant"
+    content = [{"type": "text", "text": "a "}, {"type": "text", "text": "story"}]
+    settings["messages"] = [messages[0], {"role": "user", "content": content}]
+    assert create(**settings, max_tokens=20).choices[0].message.content == expected
+
+
+def test_samples_depend_on_the_seed_alone(served: Served):
+    sampling = Sampling(
+        temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, presence_penalty=0.5, seed=7
+    )
+    expected = served.expected([PROMPT] * 2, sampling, ignore_eos=True).texts
+    settings = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.5, "seed": 7, "n": 2}
+    extra = {"top_k": 50, "min_p": 0.01, "ignore_eos": True}
+    answer = served.complete(PROMPT, **settings, extra_body=extra)
+    assert [choice.text for choice in answer.choices] == expected
+    assert expected[0] != expected[1]
+    assert served.complete(PROMPT, temperature=1).choices[0].text != expected[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(served: Served, stream):
+    """They end the text where they begin, also in the middle of a token."""
+    expected = served.expected([PROMPT]).texts[0]
+    stop = expected[9:14]
+    before = expected[: expected.index(stop)]
+    answer = served.complete(PROMPT, stop=[stop, "@@@"], stream=stream)
+    parts = list(answer) if stream else [answer]
+    assert "".join(part.choices[0].text for part in parts) == before
+    assert parts[-1].choices[0].finish_reason == "stop"
+    assert served.complete(PROMPT, stop="@@@").choices[0].text == expected
+
+
+def test_log_probs(served: Served):
+    expected = served.expected([PROMPT], log_probs=3).log_probs[0]
+    answer = served.complete(PROMPT, logprobs=3).choices[0]
+    values = [choice.log_prob for choice in expected]
+    assert answer.logprobs.token_logprobs == pytest.approx(values, abs=1e-4)
+    assert "".join(answer.logprobs.tokens) == answer.text
+    assert [len(top) for top in answer.logprobs.top_logprobs] == [3] * 20
+    best = [max(top.values()) for top in answer.logprobs.top_logprobs]
+    assert best == pytest.approx(values, abs=1e-4)
+    offsets = answer.logprobs.text_offset
+    texts = zip(answer.logprobs.tokens, offsets, strict=True)
+    assert all(answer.text[at : at + len(token)] == token for token, at in texts)
+    chat = served.client.chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": "x"}],
+        max_tokens=4,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    content = chat.choices[0].logprobs.content
+    assert [len(entry.top_logprobs) for entry in content] == [2] * 4
+    assert "".join(entry.token for entry in content) == chat.choices[0].message.content
+
+
+def test_echo(served: Served):
+    expected = PROMPT + served.expected([PROMPT]).texts[0]
+    assert served.complete(PROMPT, echo=True).choices[0].text == expected
+    parts = served.complete(PROMPT, echo=True, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == expected
+
+
+REFUSED = {
+    "temperature": {"temperature": 3},
+    "top_p": {"top_p": 0},
+    "n": {"n": 99},
+    "logprobs": {"logprobs": 21},
+    "logit_bias": {"logit_bias": {"1": 5}},
+    "suffix": {"suffix": "x"},
+    "best_of": {"best_of": 2},
+    "stream_options": {"stream_options": {"include_usage": True}},
+    "echo": {"echo": True, "logprobs": 1},
+    "max_tokens": {"max_tokens": 0},
+    "new": {"extra_body": {"new": 1}},
+    "prompt": {"prompt": ""},
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_refused_parameters_are_named(served: Served, field):
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.complete(**({"prompt": PROMPT} | REFUSED[field]))
+    error: Any = caught.value.body
+    assert error["param"] == field and field in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_other_refusals(served: Served):
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.complete(PROMPT, max_tokens=CONTEXT)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError) as missing:
+        served.client.completions.create(model="other", prompt=PROMPT)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        served.client.models.retrieve("other")
+    with pytest.raises(openai.BadRequestError) as image:
+        part = {"type": "image_url", "image_url": {"url": "x"}}
+        served.client.chat.completions.create(
+            model="small", messages=[{"role": "user", "content": [part]}]
+        )
+    assert image.value.param == "messages"
+
+
+def test_models(served: Served):
+    (model,) = served.client.models.list().data
+    assert (model.id, model.max_model_len) == ("small", CONTEXT)
+    assert served.client.models.retrieve("small").id == "small"
+
+
+def test_a_client_that_goes_away_frees_its_row(served: Served):
+    settings = {"max_tokens": 200, "stream": True, "extra_body": {"ignore_eos": True}}
+    streams = [served.complete(PROMPT, **settings) for _ in range(ROWS)]
+    for stream in streams:
+        next(iter(stream))
+        stream.close()
+    served.wait(lambda: not served.metric("infinigen_running_answers"))
+    with pytest.raises(openai.APITimeoutError):
+        served.client.with_options(timeout=0.05).completions.create(
+            model="small", prompt=PROMPT, max_tokens=230, extra_body={"ignore_eos": True}
+        )
+    served.wait(lambda: not served.metric("infinigen_running_answers"))
+    expected = served.expected([PROMPT]).texts[0]
+    assert served.complete(PROMPT).choices[0].text == expected
+
+
+def load(served: Served, number: int) -> None:
+    """Send requests of mixed lengths, some cancelled and some malformed, sixteen at a time."""
+    words = LONG.split()
+    prompts = [" ".join(words[i % 7 : i % 7 + 1 + i * i % 60]) for i in range(24)]
+    expected = served.expected(prompts, max_new_tokens=24)
+    compilations = served.scheduler.late_compilations
+
+    def one(i: int) -> None:
+        prompt, most = prompts[i % 24], 3 + i % 22
+        if i % 8 == 5:
+            with pytest.raises(openai.BadRequestError):
+                served.complete(prompt, top_p=2)
+        elif i % 8 == 7:
+            stream = served.complete(prompt, max_tokens=100, stream=True)
+            next(iter(stream))
+            stream.close()
+        else:
+            text = served.engine.model.tokenizer.decode(
+                expected.tokens[i % 24][:most], skip_special_tokens=True
+            )
+            answer = served.complete(prompt, max_tokens=most).choices[0]
+            assert answer.text == text, (i, prompt)
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, range(number)))
+    served.wait(lambda: not served.metric("infinigen_running_answers"))
+    assert served.scheduler.late_compilations == compilations  # `generate` compiles before
+
+
+def test_many_requests(served: Served):
+    load(served, 24)
+
+
+@pytest.mark.slow
+def test_200_requests_leave_no_memory(served: Served):
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1])
+
+    load(served, 200)
+    before = resident()
+    load(served, 200)
+    assert resident() < 1.02 * before
+
+
+def test_cached_prefix(served: Served):
+    """A prompt's beginning is read once; the result is the same."""
+    first = served.complete(LONG + "The end", max_tokens=8)
+    second = served.complete(LONG + "Then he", max_tokens=8)
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    shared = len(served.engine.encode(LONG))
+    assert shared - 64 <= cached <= shared
+    texts = served.expected([LONG + "The end", LONG + "Then he"], max_new_tokens=8).texts
+    assert [first.choices[0].text, second.choices[0].text] == texts
+    again = served.complete(LONG + "The end" + first.choices[0].text, max_tokens=8)
+    whole = len(served.engine.encode(LONG + "The end"))
+    assert again.usage.prompt_tokens_details.cached_tokens in range(cached, whole + 1)
+
+
+def test_events_are_json(served: Served):
+    body = {"model": "small", "prompt": PROMPT, "max_tokens": 2, "stream": True}
+    status, headers, content = served.request("POST", "/v1/completions", body)
+    assert status == 200 and headers["content-type"].startswith("text/event-stream")
+    events = content.decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])

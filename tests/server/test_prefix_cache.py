@@ -1,0 +1,86 @@
+"""The prefix cache gives back the state that reading a prompt leaves, within its limit."""
+
+import jax
+import numpy as np
+import pytest
+from runtime import SPARSE, TAILED, engine
+
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.live_batch import Reading
+from infinigen_jax.policies.h2o import H2O
+from infinigen_jax.server.prefix_cache import PrefixCache
+
+CAPACITY, CHUNK = 256, 64
+PROMPT = np.random.default_rng(0).integers(3, 96, 150).astype(np.int32)
+
+
+def read(made: Engine, prefixes: PrefixCache, tokens: np.ndarray) -> tuple[Reading, int]:
+    """Read a prompt as the scheduler does; also the number of cached tokens."""
+    node = prefixes.find(tokens)
+    done = node.end
+    cache = prefixes.restore(node)
+    reading = Reading(made.runtime, tokens, CAPACITY, CHUNK, cache, done)
+    while not reading.complete:
+        reading.advance()
+        node = None if node is None else prefixes.store(node, reading)
+    return reading, done
+
+
+def stored(prefixes: PrefixCache, tokens: np.ndarray) -> int:
+    """How many of the tokens are stored."""
+    return prefixes.find(np.append(tokens, tokens[:1])).end
+
+
+@pytest.mark.parametrize(
+    "policy, settings",
+    [
+        pytest.param(SPARSE, {}, id="exact"),
+        pytest.param(TAILED, {"rows": "int8", "hot_set": 1.5}, id="int8-tail"),
+        pytest.param(H2O(budget=0.2, window=4), {}, id="observing", marks=pytest.mark.slow),
+    ],
+)
+def test_restored_states_are_equal_bits(policy, settings):
+    made = engine("one", policy, 0, prefill_chunk=CHUNK, **settings)
+    prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
+    whole, cached = read(made, prefixes, PROMPT)
+    assert cached == 0
+    again, cached = read(made, prefixes, PROMPT)
+    assert cached == 128
+    one, two = (
+        (r.predict(), r.cache._replace(host=None, hot=()), np.asarray(r.cache.host)[..., :150, :])
+        for r in (whole, again)
+    )
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    longer = np.concatenate([PROMPT, PROMPT[:30]])
+    exact = made.decoder.row_format.exact
+    assert read(made, prefixes, longer)[1] == (150 if exact else 128)
+
+
+def test_the_least_recently_used_chunks_are_evicted():
+    made = engine("one", SPARSE, 0, prefill_chunk=CHUNK)
+    everything = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
+    other = PROMPT[::-1].copy()
+    read(made, everything, PROMPT)
+    limit = everything.bytes
+    prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, limit)
+    for tokens in (PROMPT, other[:64], PROMPT[:65]):
+        read(made, prefixes, tokens)
+        assert 0 < prefixes.bytes <= limit
+    # The end of the first prompt made room for the other one.
+    assert stored(prefixes, PROMPT) < 150 and stored(prefixes, other[:64]) == 64
+    read(made, prefixes, other)
+    assert stored(prefixes, other) > 64
+    for limit in (10, everything.bytes // 2):  # no chunk, and not all of them
+        small = PrefixCache(made.decoder, CAPACITY, CHUNK, limit)
+        read(made, small, PROMPT)
+        assert small.bytes <= limit and bool(small.bytes) == bool(stored(small, PROMPT))
+
+
+def test_warming_up_leaves_nothing():
+    made = engine("one", SPARSE, 0, prefill_chunk=CHUNK)
+    prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
+    reading = Reading(made.runtime, PROMPT[:64], CAPACITY, CHUNK)
+    reading.advance()
+    prefixes.warm_up(reading)
+    assert prefixes.bytes == 0
+    assert prefixes.find(PROMPT).end == 0
