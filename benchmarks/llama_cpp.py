@@ -34,7 +34,7 @@ class LlamaCpp:
     def __init__(
         self, path: Path, name: str, prompts: list[list[int]], new_tokens: int, folder: Path
     ):
-        import xllamacpp
+        import xllamacpp  # pyright: ignore[reportMissingImports]
 
         weights, rows = KINDS[name]
         self.prompts, self.drawn = prompts, []
@@ -69,7 +69,7 @@ class LlamaCpp:
         return StepTime(self.round(1))
 
     def facts(self) -> dict[str, Any]:
-        import xllamacpp
+        import xllamacpp  # pyright: ignore[reportMissingImports]
 
         return {"prefill_seconds": self.prefill_seconds, "build": xllamacpp.__version__}
 

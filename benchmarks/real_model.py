@@ -34,7 +34,7 @@ SYSTEMS = (
 
 def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the command of each measurement, without Python itself and the result file."""
-    texts = dict(zip(("wiki", "book"), options.texts, strict=False))
+    texts: dict[str, Path] = dict(zip(("wiki", "book"), options.texts, strict=False))
     texts["python"] = options.out / "python-source.txt"
     chosen: dict[str, list[str]] = {}
     evaluate = ["infinigen_jax.evaluate", "perplexity", "--model", options.model]

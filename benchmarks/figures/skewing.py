@@ -101,7 +101,7 @@ def unskewed(model: "Model", folder: Any) -> "Model":
     if model.skew != "balanced":
         raise InputError(f"--model: it was converted with --skew {model.skew}; use balanced")
     config = model.config
-    tokens = read_text(DEFAULT_TEXT, model.path or folder, config, CALIBRATION_TOKENS)
+    tokens = read_text(DEFAULT_TEXT, model.tokenizer, config, CALIBRATION_TOKENS)
     embedding, *layers = (
         jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
         for tree in (model.params["embedding"], *model.params["layers"])

@@ -33,7 +33,7 @@ class Sharing(NamedTuple):
 
     Attributes:
         tokens: length of the prefix.
-        rows: rows of the host's array that hold shared slots, `own` slots each.
+        rows: rows of the host's array that hold shared slots, `unshared` slots each.
         unshared: number of unshared slots of each sequence on the host.
     """
 

@@ -240,9 +240,9 @@ def test_what_is_refused():
 def test_plans_have_room_and_waste_nothing(prefix, own, batch):
     decoder = engine("gqa").decoder
     plan = plan_sharing(decoder, prefix, prefix + own, batch)
-    assert plan.capacity >= prefix + own and plan.own % UNIT == 0
-    assert plan.rows * plan.own <= max(0, prefix - decoder.policy.window)
-    slots = plan.host_rows(batch) * plan.own
+    assert plan.capacity >= prefix + own and plan.unshared % UNIT == 0
+    assert plan.rows * plan.unshared <= max(0, prefix - decoder.policy.window)
+    slots = plan.host_rows(batch) * plan.unshared
     assert slots <= batch * -(-(prefix + own) // UNIT) * UNIT
     if prefix > 4 * (own + UNIT) and batch > 8:
         assert slots < 0.6 * batch * (prefix + own)

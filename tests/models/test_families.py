@@ -110,7 +110,8 @@ def test_the_language_model_of_a_model_of_text_and_images(tokens, tmp_path):
         **{"num_attention_heads": 2, "patch_size": 14},
     }
     parts = {"text_config": sizes, "vision_config": vision, "mm_tokens_per_image": 4}
-    config = transformers.Gemma3Config(**parts | {"eos_token_id": [1, 2]})
+    ends: dict = parts | {"eos_token_id": [1, 2]}
+    config = transformers.Gemma3Config(**ends)
     torch.manual_seed(0)
     model = transformers.Gemma3ForConditionalGeneration(config).eval()
     model.save_pretrained(tmp_path / "source")

@@ -266,8 +266,8 @@ def test_int4_rows_are_as_exact_ones_of_the_same_numbers(name):
         got, expected = (
             run.dispatcher.step(x, tokens) for run, x in ((mine, cache), (other, twin))
         )
-        log_probs = (jax.nn.log_softmax(each.logits) for each in (got, expected))
-        np.testing.assert_allclose(*log_probs, atol=1e-4)
+        mine_log, other_log = (jax.nn.log_softmax(each.logits) for each in (got, expected))
+        np.testing.assert_allclose(mine_log, other_log, atol=1e-4)
         np.testing.assert_array_equal(got.counts.selected, expected.counts.selected)
         np.testing.assert_array_equal(got.best, expected.best)
         cache, twin, tokens = got.cache, expected.cache, got.best
