@@ -15,7 +15,7 @@ COMPILER_VENV := .venv-gpu-compile
 RUN := $(VENV)/bin/python -m
 FUZZ_LIMIT ?= 15m
 # Paths whose language is checked.
-LANGUAGE := infinigen_jax benchmarks docs README.md CONTRIBUTING.md CHANGELOG.md
+LANGUAGE := infinigen_jax benchmarks tests docs README.md CONTRIBUTING.md CHANGELOG.md
 FUZZERS := $(wildcard tests/*/test_*fuzz*.py)
 ARGS ?= --prompt "Once upon a time" --max-new-tokens 200 --temperature 0.7 --top-p 0.9 --seed 1
 
@@ -52,7 +52,7 @@ test: $(VENV)/.test
 
 # All cases, those that `make test` leaves out as slow included; their numbers are printed.
 fuzz: $(VENV)/.test
-	@timeout $(FUZZ_LIMIT) $(RUN) pytest -q -m "not gpu" --hypothesis-show-statistics $(FUZZERS)
+	@timeout $(FUZZ_LIMIT) $(RUN) pytest -q -m "not gpu" --hypothesis-profile=ci --hypothesis-show-statistics $(FUZZERS)
 
 lint: $(VENV)/.dev
 	@$(RUN) ruff check

@@ -1,4 +1,4 @@
-"""Strict numerics, checked shapes, and small Hugging Face models made on the spot."""
+"""Strict numerics, checked shapes, and small Hugging Face models."""
 
 import gc
 import mmap
@@ -15,10 +15,10 @@ import jaxlib
 import jaxtyping
 import numpy as np
 import pytest
+from hypothesis import settings
 
-# Most of the time of these tests is compilation of programs that run once: neither LLVM's
-# optimisation nor XLA's newer emitters of CPU code, which take twice as long as the older ones.
-# What is in the environment has precedence, and an unknown flag would end the process.
+# Programs run once, and compilation takes most of the time: no LLVM optimisation, and XLA's older
+# emitters of CPU code, which are twice as fast. An unknown flag would end the process.
 FASTER = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": "false",
@@ -26,7 +26,7 @@ FASTER = {
 }
 with open(Path(jaxlib.__file__).parent / "libjax_common.so", "rb") as library:
     with mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ) as code:
-        # Names as strings of their own: those of former flags are kept as parts of one.
+        # Names that are whole strings: those of former flags are kept as parts of one.
         flags = [
             f"--{name}={value}"
             for name, value in FASTER.items()
@@ -34,11 +34,14 @@ with open(Path(jaxlib.__file__).parent / "libjax_common.so", "rb") as library:
         ]
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 
-# Tracing makes millions of objects that live, and collections of them took a tenth of the time.
+# Fewer examples of each property than Hypothesis' own profile "ci", which `make fuzz` uses.
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=25)
+
+# Tracing makes millions of objects that live; collections of them took a tenth of the time.
 gc.set_threshold(100_000, 20, 50)
 
-# Programs are compiled once for all modules, workers and processes of a run. (Without a folder of
-# their own: the first process to come here makes one, and the others inherit its environment.)
+# Programs are compiled once for all modules, workers and processes of a run: the first process
+# creates a folder, and the others inherit its environment.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     programs = tempfile.TemporaryDirectory(prefix="infinigen-jax-tests-")
     os.environ |= {
@@ -50,7 +53,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-# Before anything imports the package: its annotations are checked on every call.
+# Before the package is imported: annotations are checked on every call.
 jaxtyping.install_import_hook("infinigen_jax", "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -59,17 +62,14 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays, and no later collection looks at it."""
+    """Exempt everything imported so far from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def few_collections() -> Iterator[None]:
-    """Evaluations collect garbage between engines, whose arrays are large; not those of tests.
-
-    Among all that torch and compiled programs keep it took a fifth of an evaluation's time.
-    """
+    """Skip the garbage collections between an evaluation's engines: tests have small arrays."""
     with pytest.MonkeyPatch.context() as patch:
         nothing = types.SimpleNamespace(collect=lambda: 0)
         patch.setattr("infinigen_jax.evaluation.session.gc", nothing)
@@ -78,7 +78,7 @@ def few_collections() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def patience() -> Iterator[None]:
-    """Commands announce no work that takes long: on a busy machine any may."""
+    """Commands announce no slow work, because on a busy machine any work may be slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infinigen_jax.messages.PATIENCE", 600)
         yield
@@ -86,10 +86,10 @@ def patience() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs() -> Iterator[None]:
-    """Free compiled programs in time: a process may have only so many memory mappings.
+    """Free compiled programs before a process has too many memory mappings.
 
-    Not behind every module: what the next one uses as well would be traced again. 65,530 are
-    allowed, and with 6,000 they take 2 GiB.
+    Not after every module, because modules share programs. Linux allows 65,530 mappings; 6,000
+    take 2 GiB.
     """
     yield
     if Path("/proc/self/maps").read_bytes().count(b"\n") > 6_000:
@@ -98,7 +98,7 @@ def forget_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the embedded models, with fewer layers."""
+    """Folder of the embedded models with fewer layers."""
     from shallow import make_shallow
 
     from infinigen_jax.loading.load import EMBEDDED, EMBEDDED_FOLDER
@@ -111,7 +111,7 @@ def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shallow(shallow_folder: Path) -> Iterator[None]:
-    """The embedded models are those, in this process: for tests of what is around a model."""
+    """Replace the embedded models by shallow ones in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infinigen_jax.loading.load.EMBEDDED_FOLDER", shallow_folder)
         yield
@@ -119,7 +119,7 @@ def shallow(shallow_folder: Path) -> Iterator[None]:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Callable[..., Any]:
-    """`tiny(family, **config)` saves a tiny random model under tmp_path/<family>."""
+    """Return `tiny(family, **config)`, which saves a tiny random model under tmp_path/<family>."""
     from tiny import make_tiny
 
     return lambda family, **settings: make_tiny(tmp_path / family, family, **settings)
@@ -127,7 +127,7 @@ def tiny(tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def tiny_with_tokenizer(tmp_path: Path) -> Callable[..., Any]:
-    """Like `tiny`, with a vocabulary of 1024 and the embedded models' tokenizer."""
+    """Return a function like `tiny`, with a vocabulary of 1024 and the embedded tokenizer."""
 
     def make(family: str, **settings: Any) -> Any:
         from tiny import make_tiny
@@ -144,7 +144,7 @@ def tiny_with_tokenizer(tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
-    """`command(main, *arguments)` gives exit status, stdout and stderr, in this process."""
+    """Return `command(main, *arguments)`, which gives exit status, stdout and stderr."""
 
     def call(main: Callable[..., Any], *arguments: str | Path) -> tuple[Any, str, str]:
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Runs the package's CUDA kernels on the CPU: compiled as C++ behind cuda_emulation.h."""
+"""Run the package's CUDA kernels on the CPU: compiled as C++ with cuda_emulation.h."""
 
 import ctypes
 import shutil
@@ -38,7 +38,7 @@ class Emulator:
         self.library = ctypes.CDLL(str(library))
 
     def launch(self, kernel: str, blocks: int, threads: int, parameters: int, seed: int) -> None:
-        """As cuLaunchKernel: `parameters` is the address of an array of their addresses."""
+        """Launch like cuLaunchKernel: `parameters` points to an array of their addresses."""
         run = getattr(self.library, f"run_{kernel}")
         run(blocks, threads, ctypes.c_void_p(parameters), ctypes.c_uint64(seed))
 

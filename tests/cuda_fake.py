@@ -1,8 +1,8 @@
 """A stand-in for the CUDA driver, so that handlers and transfer run on the CPU.
 
-It keeps what it is asked in `calls`. Kernels on XLA's stream run at once. Those on the own stream
-run when XLA's stream waits for them and not before: whoever reads their results too early, or lets
-go of their operands, gets garbage. The kernels themselves are the emulation's.
+It records its calls in `calls`. Kernels on XLA's stream run immediately. Kernels on the own stream
+run only when XLA's stream waits for them: a program that reads their results too early, or frees
+their operands, gets garbage. The kernels themselves are the emulation's.
 """
 
 import collections
@@ -53,7 +53,7 @@ class FakeCuda:
         self.failing: set[str] = set()
         self.kernel = kernel
         self.queue: list[Callable[[], None]] = []
-        self.recorded: dict[int, list[Callable[[], None]]] = {}  # what an event comes behind
+        self.recorded: dict[int, list[Callable[[], None]]] = {}  # the work before each event
         self.events = 0
         self.current = 0
         for name in SIGNATURES:

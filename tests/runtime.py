@@ -47,7 +47,7 @@ COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 24,
-    # Behind one dense layer, one that the device speculates for and one that the host does not
+    # After one dense layer, one that the device speculates for and one that the host does not
     # hand on: every kind of layer, in little to compile.
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -173,11 +173,7 @@ def engine(
     if dense_layers == -1:
         dense_layers = min(1, random_model(name).config.num_layers - 1)
     return Engine(
-        random_model(name),
-        policy=policy,
-        dense_layers=dense_layers,
-        schedule=schedule,
-        **settings,
+        random_model(name), policy=policy, dense_layers=dense_layers, schedule=schedule, **settings
     )
 
 

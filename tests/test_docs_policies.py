@@ -42,7 +42,7 @@ def example(tmp_path_factory) -> Iterator[ModuleType]:
 
 
 def test_the_page_lists_every_policy():
-    """That the package exports by name; one that is added beside those is listed or not."""
+    """The policies that the package exports by name."""
     rows = re.findall(r"^\| `([a-z0-9-]+)` \|", PAGE.read_text(), re.MULTILINE)
     found = policies._found()
     exported = {name for name, kind in found.items() if kind.__name__ in policies.__all__}

@@ -27,7 +27,7 @@ def modules() -> dict[str, Path]:
 
 
 class Imports(ast.NodeVisitor):
-    """Modules of the package that a module imports, anywhere but for type checkers."""
+    """Modules of the package that a module imports, except for type checkers."""
 
     def __init__(self, known: set[str]):
         self.known, self.names = known, set[str]()

@@ -80,7 +80,7 @@ def logits_of(model: Model, tokens: np.ndarray) -> np.ndarray:
 
 
 def only(folder: Path, *names: str) -> list[str]:
-    """What is in a folder beside `names`, hidden files included."""
+    """Names in a folder except `names`, hidden files included."""
     return sorted(path.name for path in folder.iterdir() if path.name not in names)
 
 

@@ -4,16 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import (
-    loads,
-    machine,
-    on_gpu,
-    prefill,
-    presets,
-    trace,
-    transfer,
-    xplane,
-)
+from benchmarks import loads, machine, on_gpu, prefill, presets, trace, transfer, xplane
 from infinigen_jax.transfer import XlaTransfer
 
 

@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from benchmarks import (
-    decode,
-    machine,
-    memory,
-    pictures,
-    presets,
-    report,
-    shapes,
-)
+from benchmarks import decode, machine, memory, pictures, presets, report, shapes
 from benchmarks.measure import turns
 from benchmarks.physics import Memory, resident_traffic, traffic_of
 from benchmarks.systems import MARGIN, settings
@@ -311,7 +303,7 @@ def test_attention_is_peaked_and_mostly_common_to_all_queries(name):
     assert 0.5 < float(scores.std()) / shapes.SCORE_DEVIATION < 1.5
     # Queries mostly agree on which keys they like, near or far from each other.
     pairs = np.stack([np.corrcoef(head[::16]) for head in np.asarray(scores)])
-    assert 0.5 < np.median(pairs) < 0.95  # COMMON, but for the few channels of a toy
+    assert 0.5 < np.median(pairs) < 0.95  # COMMON, except that a toy has few channels
     basis = model.bases[0]
     assert basis is not None
     quarter = model.config.head_dim // 4

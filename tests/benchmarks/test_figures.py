@@ -61,6 +61,7 @@ def test_relative_sizes():
     assert kv_size.relative_size(line("int4", 0.5), 64) == 0.5 * 80 / 256
 
 
+@pytest.mark.slow
 def test_kv_size(figure):
     asked = ("--policy", "full", "infinigen:alpha=inf,budget=0.1", "--rows", "auto", "int8")
     table, record = figure("kv-size", *SMALL, *asked, "--dense-layers", "1")

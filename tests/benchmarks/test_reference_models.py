@@ -340,7 +340,7 @@ def test_wrong_input_is_one_line(
 
 
 def test_training_in_bfloat16_has_float32_gradients(corpus: Corpus) -> None:
-    """What a GPU computes, and recomputed layers, are the same model up to rounding."""
+    """The GPU's dtype and recomputed layers give the same gradients up to rounding."""
     config = config_from_hf(hf_config(SMOKE, 320))
     params = initial_params(config, 0)
     tokens = jnp.asarray(windows(corpus.val, 65, 4))

@@ -1,4 +1,4 @@
-"""What a reference model's training starts from."""
+"""The start of a reference model's training."""
 
 from typing import Any
 

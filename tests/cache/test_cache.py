@@ -26,7 +26,7 @@ MESH = default_mesh()
 
 
 class Ring:
-    """What `Slots` is meant to be: tokens written one after the other, in plain Python."""
+    """The model of `Slots`: tokens written one after the other, in plain Python."""
 
     def __init__(self, sinks: int, window: int):
         self.sinks, self.window = sinks, window
@@ -43,7 +43,8 @@ class Ring:
         self.next = self.next + 1 if self.next + 1 < len(self.slots) else self.sinks
 
 
-geometry = st.tuples(st.integers(0, 5), st.integers(1, 9))
+# Few, because every one has shapes of its own to compile.
+geometry = st.sampled_from([(0, 1), (0, 4), (2, 3), (5, 1), (4, 9)])
 
 
 @settings(max_examples=40)

@@ -29,7 +29,7 @@ def random_rows(b=2, k=2, n=40, d=32, seed=0, dtype="float32", outliers=0.0) -> 
 
 
 def round_trip(form: RowFormat, rows: jax.Array, lengths=None) -> tuple[jax.Array, jax.Array]:
-    """What is stored, and what is read back."""
+    """Return the stored rows and the rows read back."""
     if lengths is None:
         lengths = [rows.shape[2]] * rows.shape[0]
     scales = fit(form, rows, jnp.asarray(lengths, jnp.int32))
@@ -142,7 +142,7 @@ def test_values_are_stored_as_they_are():
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_gives_the_same_bytes_whenever_it_is_written(name, dtype):
-    """As part of a prompt or of a flushed window, in whatever program, alone or with others."""
+    """In a prompt or a flushed window, in any program, alone or with other rows."""
     form = row_format(name, dtype, 32)
     rows = random_rows(dtype=dtype)
     scales = fit(form, rows, jnp.asarray([40, 17]))

@@ -44,7 +44,7 @@ from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 
 class Edit(NamedTuple):
-    """One damage: `cut` bytes at a place, a share of the file, give way to others."""
+    """One damage: `cut` bytes at a place, a share of the file, are replaced."""
 
     place: float
     cut: int
@@ -77,7 +77,7 @@ def damage(path: Path, changes: list[Edit]) -> bool:
 
 
 def attempt(read: Callable[[], Any]) -> Any:
-    """What `read` returns; None after an InputError of one line. Anything else is a failure."""
+    """Return the result of `read`, or None after an InputError of one line."""
     try:
         return read()
     except InputError as error:
@@ -120,7 +120,7 @@ def same(a: Any, b: Any) -> bool:
     return tree == other_tree and all(map(np.array_equal, leaves, others))
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(data=st.data(), changes=damages)
 def test_converted_folders(folders, data, changes):
     """Checksums find everything but changes that mean nothing."""
@@ -229,7 +229,7 @@ def test_tokenizer(folders, name, changes):
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """What it makes of texts, and of any tokens, are tokens and text, or one error."""
+    """Check that encoding and decoding give tokens and text, or one error."""
     for text in ("The king said", " <s>\n", "😀é", ""):
         assert all(
             type(token) is int for token in attempt(lambda t=text: tokenizer.encode(t)) or ()
@@ -316,7 +316,7 @@ def test_saved_measurements(tmp_path_factory, changes):
 
 @pytest.fixture(scope="module")
 def conversation(tmp_path_factory) -> Path:
-    """A saved one; beside it, what its arrays are."""
+    """A saved conversation."""
     talk = engine("gqa").conversation(context=60)
     list(talk.turn([5, 6, 7], 5))
     talk.save(path := tmp_path_factory.mktemp("talk") / "whole")

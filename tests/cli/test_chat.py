@@ -51,7 +51,8 @@ def talk(command, monkeypatch) -> Callable[..., tuple[Any, str, str]]:
 
     def call(lines: str, *arguments: Any) -> tuple[Any, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        return command(generate.main, "--chat", "--max-new-tokens", 6, *arguments)
+        few = ("--max-new-tokens", 6, "--policy", "full")
+        return command(generate.main, "--chat", *few, *arguments)
 
     return call
 
@@ -287,7 +288,7 @@ def test_the_line_editor_at_a_terminal():
 
 
 def test_a_line_that_is_not_utf8_comes_too_late_to_lose_anything(talk, tmp_path):
-    """As in the C locale, where what is not UTF-8 becomes lone surrogates."""
+    """In the C locale, bytes that are not UTF-8 become lone surrogates."""
     saved = tmp_path / "saved"
     lines = "The king said\n\udcff\n"
     status, out, err = talk(lines, "--chat-template", "plain", "--context", 64, "--save", saved)
@@ -302,8 +303,9 @@ def test_a_template_that_refuses(engine, tmp_path):
         list(Dialogue(engine.conversation(), str(path)).answer("The king"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_not_the_conversation():
-    """A long answer is broken off; the next line is answered behind what was said of it."""
+    """A long answer is broken off; the next line is answered after that part."""
     arguments = ("--chat", "--chat-template", "plain", "--context", "1000")
     arguments += ("--model", str(embedded()), "--schedule", "layerwise")
     with subprocess.Popen(
@@ -321,7 +323,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation():
 
 
 def break_off_twice(process: subprocess.Popen[bytes]) -> tuple[list[str], tuple[bytes, bytes]]:
-    """What is said on stderr behind each turn, and what comes after both."""
+    """Return the message after each turn, and the output after both."""
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     summaries = []
     for _ in range(2):

@@ -121,10 +121,9 @@ def source_of_model(folder: Path) -> Path:
 # What it prints and writes.
 
 
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-def test_text_on_stdout_and_stats_in_a_file(schedule, run, tmp_path):
+def test_text_on_stdout_and_stats_in_a_file(run, tmp_path):
     stats = tmp_path / "stats.json"
-    status, out, err = run(*SHORT, "--schedule", schedule, "--stats-json", stats)
+    status, out, err = run(*SHORT, "--stats-json", stats)
     record = json.loads(stats.read_text())
     assert status == 0 and out == record["texts"][0] + "\n" and "tokens/s" in err
     assert set(KEYS) <= set(record)
@@ -134,7 +133,7 @@ def test_text_on_stdout_and_stats_in_a_file(schedule, run, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(str(embedded()))
     assert record["texts"] == [tokenizer.decode(record["tokens"][0], skip_special_tokens=True)]
     assert record["prompt_tokens"] == len(tokenizer.encode("The king said"))
-    assert record["policy"] == "infinigen" and record["schedule"] == schedule
+    assert record["policy"] == "infinigen" and record["schedule"] == "fused"
     assert record["transfer"] in ("xla", "cuda") and record["compilations_after_warmup"] == 0
     assert 0 <= record["fetched_fraction"] <= 0.1 and record["host_cache_bytes"] > 0
     assert min(record["prefill_seconds"], record["decode_seconds"]) > 0
@@ -187,14 +186,6 @@ def test_several_prompts_come_in_order(run, tmp_path):
     labels = ["[1] One", "[2] It was a", "[3] A third prompt, of two lines."]
     assert err.splitlines()[:3] == labels and "tokens/s" in err
     assert record["fetched_fraction"] == 1.0 and record["policy"] == "full"
-
-
-def test_seeds_temperatures_and_types(run):
-    arguments = (*SHORT, "--temperature", "1.5", "--top-k", "50", "--top-p", "0.9", "--quiet")
-    texts = [run(*arguments, "--seed", seed) for seed in ("1", "1", "2")]
-    assert texts[0] == texts[1] != texts[2] and texts[0][0] == 0 and texts[0][2] == ""
-    status, out, _ = run(*SHORT, "--dtype", "bfloat16", "--alpha", "inf", "--budget", "1")
-    assert status == 0 and out
 
 
 def test_a_folder_that_was_never_converted(run, tmp_path):
@@ -255,7 +246,7 @@ def test_no_message_interrupts_a_line_at_a_terminal(monkeypatch, capsys):
 
 @pytest.mark.parametrize("tokens, said", [([7, 7], ""), ([7, 7, 7], ", 2.0 tokens/s")])
 def test_a_speed_leaves_compilation_out(tokens, said):
-    """Of the first decode step, which may be the only one."""
+    """The first decode step compiles, and may be the only one."""
     stats = SimpleNamespace(decode_seconds=0.5, decode_tokens_per_second=2.0)
     assert rate(cast(Any, SimpleNamespace(new_tokens=[tokens, [7]], stats=lambda: stats))) == said
 
@@ -314,6 +305,7 @@ def test_an_option_error_is_quick_and_one_line():
     assert "/nonexistent/prompt" in err
 
 
+@pytest.mark.slow
 def test_interrupted_in_the_middle(tmp_path):
     stats = tmp_path / "stats.json"
     arguments = ("--prompt", "The", "--ignore-eos", "--max-new-tokens", "1000")
@@ -326,8 +318,9 @@ def test_interrupted_in_the_middle(tmp_path):
     assert only(tmp_path) == []
 
 
-def test_a_reader_that_goes_away():
-    """Before the first text, so that no process has to be overtaken."""
+@pytest.mark.slow
+def test_a_reader_that_closes_the_pipe():
+    """Before the first text, so the process cannot finish earlier."""
     reader, writer = os.pipe()
     os.close(reader)
     process = command(*SHORT, "--schedule", "layerwise", stdout=writer)
@@ -389,7 +382,7 @@ def test_prompts(refused, tmp_path):
     assert "--prompt" in refused("--prompt", "")
     assert "/absent" in refused("--prompt-file", tmp_path / "absent")
     assert "--prompt-file" in refused("--prompt-file", tmp_path)
-    assert "leaves room" in refused("--prompt", "and so on " * 500)  # and no remark beside it
+    assert "leaves room" in refused("--prompt", "and so on " * 500)  # and no other message
     binary = tmp_path / "binary"
     binary.write_bytes(b"\x80\xff\x00")
     assert "not UTF-8" in refused("--prompt-file", binary)

@@ -1,4 +1,4 @@
-"""What a layer loses with few rows, as a conversion measures it, and which layers stay dense."""
+"""The loss of a layer with few rows, as a conversion measures it, and the dense layers."""
 
 import dataclasses
 

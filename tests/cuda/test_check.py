@@ -138,13 +138,13 @@ class Machine:
         ]
 
     def check(self, code: str) -> None:
-        """What the process does, when it has left a line of what it was told."""
+        """Set the code of the process, which first logs its environment."""
         variables = ("CUDA_VISIBLE_DEVICES", first_use.SWITCH, "XLA_PYTHON_CLIENT_PREALLOCATE")
         told = f"print(*map(os.environ.get, {variables}), file=open({str(self.log)!r}, 'a'))"
         self.patch.setattr(first_use, "CHECK", ("-c", f"import os, sys\n{told}\n{code}"))
 
     def start(self) -> str | None:
-        """What `unavailable` says to a new process."""
+        """Return the answer of `unavailable` in a new process."""
         cuda.unavailable.cache_clear()
         return cuda.unavailable()
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels, run on the CPU behind cuda_emulation.h, against NumPy and the JAX reference."""
+"""The CUDA kernels, run on the CPU with cuda_emulation.h, against NumPy and the JAX reference."""
 
 import math
 from typing import Any
@@ -45,7 +45,7 @@ def gathers(draw: Any) -> tuple:
 
 
 def gathered(host: np.ndarray, layer: np.ndarray, slots: np.ndarray, counts: np.ndarray):
-    """What the kernel is to return."""
+    """Return the expected result of the kernel."""
     rows = np.take_along_axis(host[layer], slots[..., None].astype(np.int64), axis=1)
     rows[np.arange(slots.shape[1])[None] >= counts[:, None]] = 0
     return rows

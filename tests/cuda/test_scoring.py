@@ -62,7 +62,7 @@ def assert_close(own: Any, reference: Any, query: np.ndarray, keys: float) -> No
 
 
 def steps_and_lows(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What an index has of each token beside its codes, as the bits of float32 numbers."""
+    """Return the step and start of each token's codes, as the bits of float32 numbers."""
     return index[:, :, -1] >> 16 << 16, index[:, :, -1] << 16
 
 
@@ -147,7 +147,7 @@ def test_rest(
 
 
 def marked(wanted: Request, capacity: int) -> np.ndarray:
-    """[b, k, t]: the slots that are meant."""
+    """Return a mask of the requested slots: [b, k, t]."""
     slots = np.where(np.asarray(wanted.valid), np.asarray(wanted.slots), capacity)
     return (slots[..., None] == np.arange(capacity)).any(axis=2)
 

@@ -1,4 +1,4 @@
-"""What a step moves, allocates and compiles to."""
+"""Transfers, allocations and compiled programs of a step."""
 
 import re
 from typing import Any
@@ -24,11 +24,10 @@ def made(policy: Policy | str, dense_layers: int = 2, schedule: str = "fused") -
     return engine("gqa", policy, dense_layers, schedule)
 
 
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-def test_bytes_and_fractions(schedule):
-    full = finished(engine("gqa", Full(), 1, schedule)).stats()
+def test_bytes_and_fractions():
+    full = finished(engine("gqa", Full(), 1)).stats()
     assert full.fetched_fraction == 1.0
-    run = finished(engine("gqa", SPARSE, 1, schedule))
+    run = finished(engine("gqa", SPARSE, 1))
     stats = run.stats()
     assert 0 < stats.fetched_fraction <= SPARSE.budget
     layers, heads, d, capacity = 2, 2, 8, run.capacity
@@ -44,11 +43,7 @@ def test_bytes_and_fractions(schedule):
     assert stats.device_index_bytes == sum(x.nbytes for x in jax.tree.leaves(run.cache.states))
     assert stats.device_index_bytes == layers * 3 * heads * capacity * 4 * 4  # half the columns
     assert (stats.prompt_tokens, stats.new_tokens) == (sum(map(len, RAGGED)), 3 * NEW)
-    assert (stats.policy, stats.schedule, stats.transfer) == ("infinigen", schedule, "xla")
-
-
-def test_the_plan_is_what_is_allocated():
-    run = finished(engine("gqa", SPARSE, 1))
+    assert (stats.policy, stats.schedule, stats.transfer) == ("infinigen", "fused", "xla")
     local = run.cache.local
     dense = sum(x.nbytes for x in jax.tree.leaves([p for p in local if isinstance(p, DenseLayer)]))
     ring = [p for p in local if not isinstance(p, DenseLayer)]
@@ -89,7 +84,14 @@ def compiled_fused(run: Run) -> str:
     return lowered.compile().as_text()
 
 
-@pytest.mark.parametrize("policy", [SPARSE, HOT, Full()], ids=["infinigen", "hot", "full"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(SPARSE, id="infinigen"),
+        pytest.param(HOT, id="hot", marks=pytest.mark.slow),
+        pytest.param(Full(), id="full", marks=pytest.mark.slow),
+    ],
+)
 def test_the_fused_step_copies_neither_cache_nor_weights(policy):
     run = made(policy).start(RAGGED, max_new_tokens=NEW)
     assert run.cache.host is not None

@@ -2,29 +2,19 @@
 
 import copy
 import dataclasses
-import json
-import re
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import ALL, NEW, SPARSE, engine, random_model, tokens_of
+from runtime import NEW, SPARSE, engine, random_model, tokens_of
 
-from infinigen_jax import generate
 from infinigen_jax.engine import memory_plan as planning
-from infinigen_jax.engine.batching import IDLE, Owners, admission
+from infinigen_jax.engine.batching import IDLE, Owners
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.generation import Run
-from infinigen_jax.engine.memory_plan import FILLED, MemoryPlan, Shortage
+from infinigen_jax.engine.memory_plan import FILLED
 from infinigen_jax.errors import InputError
-from infinigen_jax.machine.memory_limits import Device
-from infinigen_jax.policies import Full, InfiniGenPaper
-from infinigen_jax.policies.h2o import H2O
-from infinigen_jax.policies.previous_query import PreviousQuery
 from infinigen_jax.policies.quest import Quest
-from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.settings.sampling import Sampling
 
@@ -33,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("shallow")
 PROMPTS = [
     [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 5, 21, 9, 50, 3, 12)
 ]
-HOT = {"hot_set": 1.5, "rows": "int8"}
 
 
 def alone(engine: Engine, **settings) -> list[list[int]]:
@@ -41,7 +30,7 @@ def alone(engine: Engine, **settings) -> list[list[int]]:
 
 
 def ending(name: str = "one", share: int = 8) -> Engine:
-    """With so many of the 96 tokens ending a text that sequences end at different times."""
+    """An engine where `share` of the 96 tokens end a text, so lengths differ."""
     model = random_model(name)
     eos = tuple(range(0, 96, 96 // share))
     return Engine(
@@ -51,45 +40,18 @@ def ending(name: str = "one", share: int = 8) -> Engine:
     )
 
 
-@pytest.mark.parametrize(
-    "settings, schedule",
-    [
-        pytest.param({}, "fused", id="plain-fused"),
-        pytest.param(HOT, "layerwise", id="hot-layerwise", marks=pytest.mark.slow),
-    ],
-)
-def test_more_prompts_than_rows(schedule, settings):
-    made = engine("one", SPARSE, 0, schedule, **settings)
-    expected = alone(made)
-    for batch in (1, 3):
-        run = made.start(PROMPTS, max_new_tokens=NEW, batch=batch)
-        assert run.cache.lengths.shape == (batch,)
-        assert [sum(t is not None for t in step) for step in run.tokens()][0] == batch
-        assert run.new_tokens == expected
-    if schedule == "layerwise":
-        return
-    # Rows are counted as if all had been together from the beginning.
+def test_more_prompts_than_batch_rows():
+    made = engine("one", SPARSE, 0)
+    run = made.start(PROMPTS, max_new_tokens=NEW, batch=3)
+    assert run.cache.lengths.shape == (3,)
+    assert [sum(t is not None for t in step) for step in run.tokens()][0] == 3
+    assert run.new_tokens == alone(made)
+    # Rows are counted as if all prompts had been decoded together.
     whole = made.generate(PROMPTS, max_new_tokens=NEW).stats
     stats = run.stats()
     assert stats.selected_fraction == pytest.approx(whole.selected_fraction, rel=1e-6)
     assert stats.host_cache_bytes == whole.host_cache_bytes * 3 // 7
     assert (stats.new_tokens, stats.prompt_tokens) == (whole.new_tokens, whole.prompt_tokens)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [pytest.param(ALL, marks=pytest.mark.slow), Full()]
-    + [pytest.param(InfiniGenPaper(alpha=2.0, count="head"), marks=pytest.mark.slow)]
-    + [H2O(budget=0.2, window=4, sinks=2)]
-    + [
-        pytest.param(kind(budget=0.2, window=4, sinks=2), marks=pytest.mark.slow)
-        for kind in (Quest, PreviousQuery)
-    ],
-    ids=lambda policy: policy.name,
-)
-def test_every_kind_of_state_is_replaced(policy):
-    made = engine("one", policy)
-    assert tokens_of(made, PROMPTS, batch=2) == alone(made)
 
 
 def test_sequences_that_end_at_different_times():
@@ -113,9 +75,8 @@ def test_a_prompt_that_ends_with_its_first_token():
     assert tokens_of(stopping, PROMPTS, batch=1) == alone(stopping)
 
 
-@pytest.mark.parametrize("schedule", ["fused", pytest.param("layerwise", marks=pytest.mark.slow)])
-def test_sampling_does_not_depend_on_the_batch(schedule):
-    made = engine("one", SPARSE, 0, schedule)
+def test_sampling_does_not_depend_on_the_batch():
+    made = engine("one", SPARSE, 0)
     sampling = Sampling(temperature=1.0, top_k=40, seed=5)
     expected = alone(made, sampling=sampling)
     assert tokens_of(made, PROMPTS, sampling=sampling, batch=2) == expected != alone(made)
@@ -146,8 +107,10 @@ def test_idle_rows_rest():
 
 @pytest.mark.parametrize(
     "policy, settings",
-    [(Quest(budget=0.2, window=4, sinks=2), {}), (SPARSE, {"pool": Pool(tokens=40)})],
-    ids=["pages", "pool"],
+    [
+        pytest.param(Quest(budget=0.2, window=4, sinks=2), {}, id="pages"),
+        pytest.param(SPARSE, {"pool": Pool(tokens=40)}, id="pool", marks=pytest.mark.slow),
+    ],
 )
 def test_rows_that_end_between_flushes(policy, settings):
     """The second row ends at the full capacity of 128, one step before prompts are admitted."""
@@ -164,31 +127,6 @@ def test_rows_that_end_between_flushes(policy, settings):
         assert np.array_equal(run.owners.cached, run.cache.lengths)
         assert run.owners.cached.max() <= run.capacity == 128
     assert run.new_tokens == [expected[0][: end + 1], *expected[1:]]
-
-
-def test_nothing_is_compiled_or_moved_behind_the_first_admission():
-    made = engine("one", **HOT)
-    tokens_of(made, PROMPTS, batch=3)
-    before = compilations()
-    run = made.start([prompt[1:] for prompt in PROMPTS], max_new_tokens=NEW, batch=3)
-    assert run.cache.host is not None
-    address = run.cache.host.unsafe_buffer_pointer()
-    for _ in run.tokens(ignore_eos=True):
-        assert run.cache.host.unsafe_buffer_pointer() == address
-        assert run.cache.host.sharding.memory_kind == "pinned_host"
-    assert compilations() == before
-    assert run.stats().compilations_after_warmup == 0
-    lowered = _insertion(run)
-    shapes = re.findall(r"= \w+\[([\d,]*)\][^ ]* copy(?:-start)?\(", lowered)
-    sizes = [int(np.prod([int(n) for n in shape.split(",") if n] or [1])) for shape in shapes]
-    assert max(sizes, default=0) < run.cache.host[0, 0].size
-
-
-def _insertion(run: Run) -> str:
-    read = run._reader.read([0])
-    at = jax.device_put(np.int32(0))
-    insert = admission(run.decoder).insert
-    return insert.lower(run.cache, run.drawn, read.cache, read.best, at).compile().as_text()
 
 
 @settings(max_examples=60, deadline=None)
@@ -221,15 +159,8 @@ def test_owners_against_a_list(data):
     assert len(kept) == len(history)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"pool": Pool(tokens=18)}, id="pool", marks=pytest.mark.slow),
-    ],
-)
-def test_as_many_at_once_as_fit(settings, monkeypatch, caplog):
-    made = engine("one", **settings)
+def test_as_many_prompts_together_as_fit(monkeypatch, caplog):
+    made = engine("one")
     expected = tokens_of(made, PROMPTS)
     three, one = (
         max(plan.total for plan in made.start(PROMPTS, max_new_tokens=1 + NEW, batch=n).phases)
@@ -243,7 +174,7 @@ def test_as_many_at_once_as_fit(settings, monkeypatch, caplog):
     caplog.clear()
     run = made.start(PROMPTS, max_new_tokens=NEW, fit=True)
     assert len(caplog.messages) == 1 and run.owners.rows == 3
-    assert "3 of 7 prompts at once, as many as fit, and the others as these" in caplog.text
+    assert "3 of 7 prompts" in caplog.text and "as many as fit" in caplog.text
     assert [*run.tokens()] and run.new_tokens == expected == tokens_of(made, PROMPTS)
     with pytest.raises(InputError, match="`batch`") as refused:  # all rows, or those asked for
         made.start(PROMPTS, max_new_tokens=NEW)
@@ -259,28 +190,6 @@ def test_as_many_at_once_as_fit(settings, monkeypatch, caplog):
         free(1000)
         made.generate(PROMPTS[:1], max_new_tokens=NEW)
     assert "`batch`" not in str(refused.value) and "number of prompts" not in str(refused.value)
-
-
-@pytest.mark.slow
-def test_the_command_says_how_many_fit(command, monkeypatch, tmp_path, caplog):
-    prompts = [x for text in ("The king", "It was", "At sea") for x in ("--prompt", text)]
-    shared = (*prompts, "--max-new-tokens", "5", "--ignore-eos")
-    stats = ("--batch", "1", "--stats-json", tmp_path / "stats")
-    status, expected, _ = command(generate.main, *shared, *stats)
-    room = 2 * json.loads((tmp_path / "stats").read_text())["host_cache_bytes"]
-
-    def shortage(plan: MemoryPlan, device: Device, share: float = 1.0) -> Shortage | None:
-        return Shortage("much of host memory", "host") if plan.host_cache > room else None
-
-    monkeypatch.setattr(planning, "shortage", shortage)
-    assert command(generate.main, *shared)[:2] == (0, expected)
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("1 of 3 prompts at once")
-    assert caplog.messages[0].endswith("all at once need much of host memory")
-    assert command(generate.main, *shared, "--quiet") == (0, expected, "")
-    assert len(caplog.messages) == 1
-    status, out, err = command(generate.main, *shared, "--batch", "2")
-    assert (status, out) == (2, "") and "--max-new-tokens, --batch" in err or "or --batch" in err
 
 
 def test_batches_out_of_range():

@@ -26,17 +26,18 @@ from infinigen_jax.policies import H2O, Full, InfiniGen
 from infinigen_jax.settings.pool import Pool
 from runtime import random_model
 
-model, rng = random_model("gqa"), np.random.default_rng(0)
+size, *names = sys.argv[1:]
+model, rng = random_model(size), np.random.default_rng(0)
 prompts = [[int(t) for t in rng.integers(3, 90, n)] for n in (60, 47, 72, 33)]
 ahead = InfiniGen(budget=0.2, window=8, query="plain")
 cases = {
     "own query": (InfiniGen(budget=0.2, window=8), {"rows": "int8", "prefill_chunk": 32}),
-    "moved": (ahead, {"dense_layers": 1, "hot_set": 2.0}),
+    "hot set": (ahead, {"dense_layers": model.config.num_layers // 2, "hot_set": 2.0}),
     "pool": (ahead, {"dense_layers": 0, "pool": Pool(tokens=40), "weights": "host"}),
     "streamed": (Full(), {"schedule": "layerwise"}),
     "observed": (H2O(budget=0.2, window=8), {}),
 }
-for name in sys.argv[1:]:
+for name in names:
     policy, settings = cases[name]
     found = []
     for shape in ((1, 1), (2, 2)):
@@ -55,18 +56,21 @@ with pytest.raises(InputError, match="KV heads"):
 
 
 @pytest.mark.parametrize(
-    "names",
+    "model, names",
     [
-        ("moved",),
-        pytest.param(("own query", "pool", "streamed", "observed"), marks=pytest.mark.slow),
+        ("one", ["hot set"]),
+        pytest.param(
+            *("gqa", ["own query", "hot set", "pool", "streamed", "observed"]),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_several_devices_give_what_one_gives(names):
+def test_several_devices_give_the_tokens_of_one(model, names):
     flags = "--xla_force_host_platform_device_count=4"
     path = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
     environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
-    command = [sys.executable, "-c", PROGRAM, *names]
+    command = [sys.executable, "-c", PROGRAM, model, *names]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

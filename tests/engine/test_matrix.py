@@ -17,7 +17,7 @@ from runtime import ALL, NEW, RAGGED, SPARSE, counts_of, finished, random_model
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
-from infinigen_jax.policies import Full, InfiniGenPaper, Oracle, Policy
+from infinigen_jax.policies import H2O, Full, InfiniGenPaper, Oracle, Policy
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.transfer.host_weights import STAYS
@@ -43,6 +43,7 @@ FAMILIES = {
     "resident": Family(RESIDENT, dtype="bfloat16", dense_layers=0),
     "small-rows": Family(TAIL, settings={"rows": "int8"}),
     "opt": Family(SPARSE, model="opt", dense_layers=0),
+    "h2o": Family(H2O(budget=0.2, window=4, sinks=2), dense_layers=2),
     "pool": Family(
         dataclasses.replace(SPARSE, tail=True, tail_tokens=0), settings={"pool": Pool(tokens=18)}
     ),
@@ -50,12 +51,12 @@ FAMILIES = {
 
 
 class Case(NamedTuple):
-    """What differs from the family's reference.
+    """Differences from the family's reference.
 
     Attributes:
         policy, dense_layers: for the family "full": another that fetches everything.
         crosses: rows are copied to the device, as where its memory is not the host's.
-        batch: prompts at once; the others wait. None for all.
+        batch: prompts decoded together; the others wait. None for all.
     """
 
     family: str
@@ -108,6 +109,7 @@ CASES = {
     "small-rows": Case("small-rows", "layerwise", HOT | HOST),
     "opt": Case("opt", "layerwise", HOT | HOST | CHUNKS),
     "pool": Case("pool", "layerwise", HOT, batch=2),
+    "h2o": Case("h2o", "layerwise", CHUNKS, batch=2),
 }
 
 

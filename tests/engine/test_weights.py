@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runtime import NEW, RAGGED, SPARSE, engine
+from runtime import engine
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
@@ -13,8 +13,6 @@ from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.transfer.host_weights import STAYS
 
 pytestmark = pytest.mark.usefixtures("shallow")
-
-HOT: dict[str, Any] = {"hot_set": 1.5, "rows": "int8"}
 
 
 def kinds(layers: Any) -> dict[str, set[str | None]]:
@@ -32,20 +30,6 @@ def assert_on_host(layers: Any) -> None:
             for x in jax.tree.leaves(part):
                 moved = name not in STAYS and x.ndim == 2
                 assert x.sharding.memory_kind == ("pinned_host" if moved else "device"), name
-
-
-@pytest.mark.slow
-def test_scores_and_batches():
-    made = engine("gqa", SPARSE, 1, weights="host")
-    scores = [
-        np.asarray(
-            e.start(RAGGED, max_new_tokens=NEW).score(np.array([5, 6, 7]), np.array([8, 9, 10]))
-        )
-        for e in (made, engine("gqa", SPARSE, 1))
-    ]
-    np.testing.assert_array_equal(scores[0], scores[1])
-    whole = made.generate(RAGGED, max_new_tokens=NEW).tokens
-    assert made.generate(RAGGED, max_new_tokens=NEW, batch=2).tokens == whole
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", pytest.param("tiny-opt", marks=pytest.mark.slow)])

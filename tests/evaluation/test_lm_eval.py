@@ -37,7 +37,7 @@ def compiled(model: Any) -> Any:
 
 def plain(model: Any, context: Any, text: Any) -> np.ndarray:
     """Logits of the plain forward pass, for each token of the text and one more."""
-    row = np.zeros((1, 256), np.int32)  # one shape, one compilation; what is behind has no effect
+    row = np.zeros((1, 256), np.int32)  # one shape, one compilation; the padding has no effect
     row[0, : len(context) + len(text)] = [*context, *text]
     logits = np.asarray(compiled(model)(model.params, row))[0].astype(np.float64)
     return logits[len(context) - 1 : len(context) + len(text)]
@@ -103,7 +103,7 @@ def test_contexts_and_texts_are_told_apart():
 
 
 def test_without_a_mark_in_front_a_text_is_behind_the_one_that_ends_texts():
-    """As with Qwen: all of its tokens are scored."""
+    """Qwen has no such mark: all of its tokens are scored."""
     from transformers import AutoTokenizer
 
     whole = AutoTokenizer.from_pretrained(str(embedded()))

@@ -35,7 +35,7 @@ NARROW = {"budget": 0.2, "sinks": 2, "window": 4}
 
 
 def plain(name: str, tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, Any, np.ndarray]]:
-    """Of each layer: weights [b, h, s, s], values [b, s, h, d], module, output [b, s, e]."""
+    """Return each layer's weights [b, h, s, s], values [b, s, h, d], module, output [b, s, e]."""
     model = random_model(name)
     plan, config = blueprint(model.config, model.dtype), model.config
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -71,7 +71,7 @@ def attended_by_window(position: int) -> tuple[np.ndarray, np.ndarray, int]:
 
 @pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
 def test_window_against_numpy(name):
-    """What `window` attends to is known; the first layer that selects has the exact input."""
+    """The rows of `window` are known; the first layer that selects has the exact input."""
     arrays, _ = study_windows(engine(name, Window(**NARROW)), WINDOWS, SETTINGS)
     config = random_model(name).config
     steps = range(CONTEXT - 1, SIZE - 1)
@@ -110,11 +110,11 @@ def test_window_against_numpy(name):
 
 
 def test_the_oracle_finds_everything_and_a_budget_of_one_loses_nothing():
-    line = summary(study_windows(engine("gqa", Oracle(**NARROW)), WINDOWS, SETTINGS)[0], SETTINGS)
+    line = summary(study_windows(engine("one", Oracle(**NARROW)), WINDOWS, SETTINGS)[0], SETTINGS)
     assert line["top_k_recall"] == pytest.approx(1) and line["of_oracle"] == pytest.approx(1)
     assert line["mass"] < 1 and line["error"] == pytest.approx(line["oracle_error"])
     assert line["error"] > 1e-3
-    line = summary(study_windows(engine("gqa", ALL), WINDOWS, SETTINGS)[0], SETTINGS)
+    line = summary(study_windows(engine("one", ALL), WINDOWS, SETTINGS)[0], SETTINGS)
     assert line["top_k_recall"] == 1 and line["mass"] == pytest.approx(1)
     assert line["error"] < 1e-5
 
@@ -137,7 +137,7 @@ def test_a_tail_term_changes_the_error_and_nothing_else():
 
 
 def test_nothing_selected_is_everything_attended():
-    arrays, traffic = study_windows(engine("gqa", Full()), WINDOWS, SETTINGS)
+    arrays, traffic = study_windows(engine("one", Full()), WINDOWS, SETTINGS)
     line = summary(arrays, SETTINGS)
     assert line["layers"] == [] and line["mass"] == line["of_oracle"] == 1 and line["error"] == 0
     assert traffic.tokens == 3 * 16 and lost_most(line) == ""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import ALL, SPARSE, engine, random_model
+from runtime import SPARSE, engine, random_model
 from tiny import logits_of
 
 from infinigen_jax.engine.engine import Engine
@@ -25,7 +25,7 @@ WINDOWS = np.random.default_rng(3).integers(3, 96, (5, 40)).astype(np.int32)
 
 
 def reference_nats(model: Model, windows: np.ndarray, context: int) -> np.ndarray:
-    """Of the plain forward pass, in float64."""
+    """Return the losses of the plain forward pass, in float64."""
     logits = logits_of(model, windows).astype(np.float64)[:, context - 1 : -1]
     logits -= logits.max(axis=-1, keepdims=True)
     chosen = np.take_along_axis(logits, windows[:, context:, None], axis=-1)[..., 0]
@@ -35,8 +35,8 @@ def reference_nats(model: Model, windows: np.ndarray, context: int) -> np.ndarra
 # Scores.
 
 
-@pytest.mark.parametrize("name", ["gqa", "opt"])
-def test_the_full_cache_scores_as_the_plain_forward_pass(name):
+@pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
+def test_full_cache_scores_equal_the_plain_forward_pass(name):
     (nats, *_), traffic = score_windows(engine(name, Full()), WINDOWS, CONTEXT, batch=2)
     expected = reference_nats(random_model(name), WINDOWS, CONTEXT)
     assert nats.shape == expected.shape == (5, 28) and nats.dtype == np.float64
@@ -77,15 +77,6 @@ def test_scores_and_traffic_do_not_depend_on_the_batch():
     assert there.host_cache_bytes == here.host_cache_bytes * 5 // 2
 
 
-def test_without_a_limit_infinigen_is_the_full_cache():
-    full, _ = score_windows(engine("one", Full()), WINDOWS, CONTEXT, batch=2)
-    everything, _ = score_windows(engine("one", ALL), WINDOWS, CONTEXT, batch=2)
-    np.testing.assert_allclose(everything.nats, full.nats, rtol=1e-5, atol=1e-4)
-    sparse, traffic = score_windows(engine("one", SPARSE), WINDOWS, CONTEXT, batch=2)
-    assert np.abs(sparse.nats - full.nats).max() > 1e-2
-    assert 0 < traffic.selected / traffic.tokens <= SPARSE.budget
-
-
 def test_traffic_is_what_a_run_says_of_itself():
     chosen = engine("one", SPARSE)
     _, traffic = score_windows(chosen, WINDOWS[:2], CONTEXT, batch=2)
@@ -101,7 +92,7 @@ def test_traffic_is_what_a_run_says_of_itself():
     assert traffic.attended == pytest.approx(traffic.selected + resident * traffic.tokens)
     assert traffic.host_cache_bytes == run.plan.host_cache
     assert traffic.device_index_bytes == run.plan.index > 0
-    # On a CPU what is meant moves, in exact rows in float32.
+    # On a CPU the valid rows move, exact and in float32.
     moved = sum(int(counts.moved.sum()) for counts in run.counts)
     assert traffic.moved_bytes == moved * 2 * chosen.decoder.config.head_dim * 4
 

@@ -17,7 +17,7 @@ from infinigen_jax.files.atomic import staged, whole_file, write_text
 
 
 def killed(what: str, folder: Path) -> tuple[list[str], list[str]]:
-    """What a program that is killed at each of its operations leaves; at which it was killed."""
+    """Kill a program at each file operation; return the states found and the operations."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/kills.py"), what, str(folder)],
@@ -33,8 +33,7 @@ def killed(what: str, folder: Path) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["conversion", pytest.param("conversion_without_exchange", marks=pytest.mark.slow)],
+    "how", ["conversion", pytest.param("conversion_without_exchange", marks=pytest.mark.slow)]
 )
 def test_a_conversion_killed_anywhere_leaves_the_old_one_or_the_new_one(how, tmp_path):
     make_tiny(tmp_path / "llama", "llama", num_hidden_layers=1)

@@ -116,11 +116,7 @@ def test_sizes_that_a_file_claims_take_no_memory(tmp_path):
         with archive.open("archive/data.pkl", "w") as member:
             for _ in range(1 << 7):
                 member.write(bytes(1 << 20))
-    shapes = {
-        "many": [1 << 62] * 200_000,
-        "large": [0, 10**4000],
-        "strides": [0, 1 << 40, 1 << 40],
-    }
+    shapes = {"many": [1 << 62] * 200_000, "large": [0, 10**4000], "strides": [0, 1 << 40, 1 << 40]}
     for name, shape in shapes.items():
         files.append(tmp_path / f"{name}.safetensors")
         entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}

@@ -68,7 +68,7 @@ dnn_version_info { major: 9 minor: 12 }
 
 
 class Program(NamedTuple):
-    """What came out of the compiler.
+    """The compiler's output.
 
     hlo: text of the optimised module. `is_scheduled=true`: inside a computation, instructions stand
         in the order in which they are launched.
@@ -112,7 +112,7 @@ def compile_for_gpu(
         *args: pytrees of arrays or of `on_host(...)` / `on_device(...)`. For a sharded program, use
             `jax.ShapeDtypeStruct` with a NamedSharding over a mesh of CPU devices
             (XLA_FLAGS=--xla_force_host_platform_device_count=N): it is compiled for N GPUs.
-        options: compiler options by name, beside the jitted function's own, such as
+        options: compiler options by name, in addition to the jitted function's own, such as
             {"xla_gpu_enable_latency_hiding_scheduler": True} or
             {"xla_disable_automatic_host_compute_offload": True}; the latter turns arithmetic and
             gathers on host memory into a compile error.

@@ -1,4 +1,4 @@
-"""Tests that compile for a GPU where none is: they need JAX's CUDA plugin beside a CPU-only JAX.
+"""Tests that compile for a GPU where none is: they need JAX's CUDA plugin and a CPU-only JAX.
 
 `make compile-gpu` makes such an environment; in any other the tests of this folder are skipped.
 """

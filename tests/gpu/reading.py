@@ -1,4 +1,4 @@
-"""What a compiled program launches, copies, makes anew and overlaps.
+"""Launches, copies, allocations and overlap of a compiled program.
 
 assert_no_copy_larger_than(program, 1 << 20)
 assert_updated_in_place(program, cache_bytes)
@@ -27,7 +27,7 @@ class AsyncPair(NamedTuple):
 
 
 def schedule(program: Program) -> dict[str, list[Instruction]]:
-    """What is launched, by computation: no fused bodies and no bookkeeping."""
+    """Launches by computation, without fused bodies and bookkeeping."""
     everything = computations(program.hlo)
     inlined = {i.inlines for body in everything.values() for i in body}
     return {

@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu .venv-gpu-compile/bin/python tests/gpu/show_schedule.py [--all] [PROGRAM]...
 
 PROGRAM is one of fused (the default), fetching_layer, flush, prompt_layer, and, to see what is
-avoided, untied (no barrier behind a layer) and scanned (stacked weights). `make compile-gpu` makes
-the environment. `--all` lists every launch, not only those beside a transfer.
+avoided, untied (no barrier after a layer) and scanned (stacked weights). `make compile-gpu` makes
+the environment. `--all` lists every launch, not only those next to a transfer.
 """
 
 import argparse

@@ -94,7 +94,7 @@ WEIGHT_BYTES = CONFIG.hidden_size * CONFIG.query_width * DTYPE.itemsize
 
 @dataclasses.dataclass(frozen=True)
 class UntiedTransfer(XlaTransfer):
-    """What the package does not do: hand the rows over without a barrier behind the layer."""
+    """An alternative to the package's step: pass rows on without a barrier after the layer."""
 
     name: ClassVar[str] = "untied"
 
@@ -205,8 +205,7 @@ def _carry() -> Carry:
     at = Placement(default_mesh())
     b, k = BATCH, CONFIG.num_kv_heads
     request = Request(
-        _shaped((b, k, FETCHED), jnp.int32, at.rows),
-        _shaped((b, k), jnp.int32, at.rows),
+        _shaped((b, k, FETCHED), jnp.int32, at.rows), _shaped((b, k), jnp.int32, at.rows)
     )
     rows = _shaped((b, k, FETCHED, 2 * CONFIG.head_dim), DTYPE, at.rows)
     x = _shaped((b, CONFIG.hidden_size), DTYPE, at.batch)
@@ -216,7 +215,7 @@ def _carry() -> Carry:
 
 @functools.cache
 def scanned() -> Program:
-    """What the package does not do: the layers on the host as a scan over stacked weights."""
+    """An alternative to the package's step: a scan over the stacked weights of host layers."""
     cache, constant = _cache(), weights()
 
     def stacked(trees: Any) -> Any:
@@ -290,7 +289,7 @@ def flush() -> Program:
 
 @functools.cache
 def flush_pool() -> Program:
-    """The same into a pool of so many slots as there were positions."""
+    """The flush into a pool with one slot for each position."""
     at, cache, on_host = Placement(default_mesh()), _cache(), LAYERS - DENSE
     policy = dataclasses.replace(POLICY, tail_tokens=0)
     limited = dataclasses.replace(decoder(), policy=policy, pool=Pool(tokens=CAPACITY))
@@ -325,7 +324,7 @@ def prompt_layer(weights_on: str = "device", by_cudnn: bool = False) -> Program:
 
 @contextlib.contextmanager
 def cudnn_attention() -> Iterator[None]:
-    """As on a GPU with cuDNN, which JAX asks about the GPU before it calls it."""
+    """Act like a GPU with cuDNN: JAX asks about the GPU before it calls cuDNN."""
     answers = {
         "check_cudnn_version": 91200,
         "check_compute_capability": True,
@@ -343,7 +342,7 @@ def cudnn_attention() -> Iterator[None]:
 
 @functools.cache
 def keep_rows() -> Program:
-    """What that layer writes."""
+    """Return the rows that the layer writes."""
     at = Placement(default_mesh())
     cache, constant = _cache(), weights()
     return compile_for_gpu(

@@ -1,4 +1,4 @@
-"""What XLA makes of the package's own functions: a decode step, a flush and a prompt's layer.
+"""XLA's programs for the package's functions: a decode step, a flush and a prompt's layer.
 
 The claims of docs/gpu.md, each a test, with the two alternatives that were rejected. To look at a
 schedule: `python tests/gpu/show_schedule.py`.
@@ -56,7 +56,7 @@ def assert_work_overlaps(program: Program, pair: AsyncPair, layer: str) -> None:
     beside = [i for i in products(pair.between) if f"/{layer}attention/" in i.op_name]
     assert len(beside) >= 3 and beside == attention
     last = max(i for i, each in enumerate(pair.between) if each.name in mlp)
-    assert last >= len(pair.between) - 2, "the copy is awaited behind the MLP"
+    assert last >= len(pair.between) - 2, "the copy is awaited after the MLP"
 
 
 def test_fused_step_overlaps_every_transfer():
@@ -112,7 +112,7 @@ def test_flush_is_in_place():
 
 
 def test_flush_into_a_pool_is_in_place():
-    """One scatter to the host; the rows that give way are read before."""
+    """One scatter to the host; evicted rows are read before it."""
     program, flushed = sp.flush_pool(), (sp.LAYERS - sp.DENSE) * sp.FLUSHED_BYTES
     assert program.memory["host_alias"] == sp.HOST_BYTES
     assert_no_copy_larger_than(program, flushed)

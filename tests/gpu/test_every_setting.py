@@ -71,10 +71,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     },
     **{
         f"hot set, {name}": ("gqa", INFINIGEN, {"hot_set": 2.0, **settings})
-        for name, settings in {
-            "lru": {},
-            "layerwise": {"schedule": "layerwise"},
-        }.items()
+        for name, settings in {"lru": {}, "layerwise": {"schedule": "layerwise"}}.items()
     },
     **{
         f"pool, {name}": (
@@ -134,7 +131,7 @@ def _shaped(x: Any) -> Any:
 
 @pytest.fixture
 def calls(gpu_compiler: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Call]]:
-    """What is called of the package's functions from now on."""
+    """Record the calls of the package's functions from now on."""
     register_placeholder(LAUNCH, START, WAIT)
     found: dict[str, Call] = {}
     jit = jax.jit

@@ -1,4 +1,4 @@
-"""What XLA makes of a cache in pinned host memory, on the smallest programs that show it.
+"""XLA's programs for a cache in pinned host memory: the smallest ones that show it.
 
 These hold the facts that the package rests on, one operation at a time, and at the same time check
 `compile_for_gpu` itself: that it finds the copies it is there to find.
@@ -107,7 +107,7 @@ def test_gathering_moves_only_the_rows(gather_arguments):
 
 
 def test_gathering_on_the_device_copies_the_cache(gather_arguments):
-    """What a careless gather costs, and that the helper sees it."""
+    """The helper sees the cost of a careless gather."""
     cache, _, slots = gather_arguments
     program = compile_for_gpu(
         lambda cache, slots: jnp.take_along_axis(to_device(cache[0]), slots[..., None], axis=2),

@@ -12,7 +12,7 @@ from infinigen_jax.transfer import Transfer, XlaTransfer
 from infinigen_jax.transfer.cuda import CudaTransfer
 
 MATRICES = len(sp.MOVED)
-# Beside the weights: activations, fetched rows, and what a step makes of its index.
+# In addition to the weights: activations, fetched rows, and what a step makes of its index.
 REST = sp.FETCHED_BYTES + sum(sp.MOVED) // 4
 
 
@@ -35,7 +35,7 @@ def launched(program: Program) -> list[Instruction]:
 
 
 def assert_beside(program: Program, pair: AsyncPair, layer: str) -> None:
-    """The copy is started before what the layer computes with its rows, and awaited behind it."""
+    """The copy starts before the layer's work on its rows, and is awaited after it."""
     everything, between = launched(program), list(pair.between)
     attention = products(everything, f"{layer}attention")
     mlp = products(everything, f"{layer}mlp")

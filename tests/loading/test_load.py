@@ -272,7 +272,7 @@ def test_a_cache_that_cannot_be_written(tiny, tmp_path, monkeypatch):
 
 
 def test_a_user_without_a_home_folder(tiny, monkeypatch):
-    """As in a container: everything but the cache works, and the message says what to set."""
+    """In such a container everything except the cache works; the message names the remedy."""
 
     def unknown(_: int) -> None:
         raise KeyError

@@ -103,7 +103,7 @@ def test_device():
 
 
 def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
-    """Of host memory, of the pool of pinned memory, and of the device's."""
+    """Host memory, the pool of pinned memory, and device memory are checked."""
     monkeypatch.setattr(planning, "available_host_bytes", lambda: 100 * GIB)
     device = FakeDevice("gpu", {"bytes_limit": 10 * GIB, "bytes_in_use": GIB})
 

@@ -1,6 +1,6 @@
 """LLaMA's relatives and stretched rotary embeddings against transformers, in float32.
 
-Logits of a whole pass; then through convert, load and the engine, token by token, beside
+Logits of a whole pass; then through convert, load and the engine, token by token, next to
 transformers' own decoding with its cache.
 """
 
@@ -130,7 +130,7 @@ NEW = 12
 
 
 def greedy(reference: Any, prompt: list[int]) -> tuple[list[int], np.ndarray]:
-    """What transformers generates with its cache, and the logits [NEW, v] that it draws from."""
+    """Generate with transformers and its cache; return tokens and logits [NEW, v]."""
     import torch
     import transformers
 
@@ -150,7 +150,7 @@ def record_output(decoder, layer):
 
 
 def decoded(engine: Engine, tokens: list[list[int]]) -> np.ndarray:
-    """Logits [b, NEW - 1, v] of decode steps over given tokens, behind PROMPTS."""
+    """Logits [b, NEW - 1, v] of decode steps over given tokens, after PROMPTS."""
     run, steps = engine.start(PROMPTS, max_new_tokens=NEW), []
     embedding = engine.decoder.blueprint.embedding(engine.weights.params["embedding"])
     for column in np.array(tokens).T[:-1]:
@@ -194,7 +194,7 @@ def test_layers_with_a_window_stay_on_the_device():
     on_device = jax.tree.leaves(run.cache.local[:2])
     assert run.plan.dense_cache == sum(x.nbytes for x in on_device)
     counts = counts_of(run)
-    assert counts.any()  # the layer behind the window is speculated by the window's input
+    assert counts.any()  # the layer after the window is speculated from the window's input
     layerwise = finished(
         Engine(model, policy=SPARSE, dense_layers=1, schedule="layerwise"), PROMPTS, NEW
     )
@@ -202,6 +202,7 @@ def test_layers_with_a_window_stay_on_the_device():
     np.testing.assert_array_equal(counts_of(layerwise), counts)
 
 
+@pytest.mark.slow
 def test_a_first_layer_on_the_host_before_a_window():
     model = random_model("windows")
     made = [

@@ -9,13 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infinigen_jax.ops.compaction import (
-    compact,
-    compact_by_row,
-    marked,
-    pack_marks,
-    unpack_marks,
-)
+from infinigen_jax.ops.compaction import compact, compact_by_row, marked, pack_marks, unpack_marks
 
 compiled_compact = jax.jit(compact, static_argnames="size")
 

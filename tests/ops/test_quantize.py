@@ -42,7 +42,7 @@ def test_half_a_step_bounds_the_error(bits, seed, offset, scale):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_extremes_of_a_group_come_back_nearly_exactly(bits):
-    """What makes per-row groups good at rows with one outlier."""
+    """Per-row groups keep rows with one outlier accurate."""
     x = np.random.default_rng(0).normal(size=(40, GROUP)).astype(np.float32)
     x[:, 3] = 100
     codes, step, low = (np.asarray(y) for y in codes_of(jnp.asarray(x), bits=bits))

@@ -9,7 +9,7 @@ from infinigen_jax.ops.reductions import AT_ONCE, LANES, best, summed
 
 @pytest.mark.parametrize("groups", [1, 6, AT_ONCE, AT_ONCE + 3, 2 * AT_ONCE + 6])
 def test_sums_of_terms(groups):
-    """Of numbers of groups that have a divisor to cut by, and that have none."""
+    """Numbers of groups with and without a suitable divisor."""
     random = np.random.default_rng(groups)
     x, y = random.normal(size=(2, 3, groups * LANES)).astype(np.float32)
     found = summed(lambda x, y: x * y, jnp.asarray(x), jnp.asarray(y))

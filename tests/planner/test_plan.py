@@ -172,7 +172,7 @@ def test_weights_go_to_the_host_only_where_they_have_to(opt):
 
 
 def test_weights_in_host_memory(folder):
-    """Of a model that the device has no room for."""
+    """The device has no room for the model."""
     machine = Machine(12 * GIB, 256 * GIB, 2e12, 5e10)
     here, there = (planner(folder, machine, f"--weights={place}") for place in ("device", "host"))
     here, there = (made.forecast(made.asked, 1, 4096) for made in (here, there))
@@ -266,7 +266,7 @@ def test_command_line(folder, tmp_path, command):
 
 @pytest.mark.parametrize("option", [None, "--device-bandwidth", "--copy-bandwidth"])
 def test_bytes_need_no_bandwidths(folder, tmp_path, command, option):
-    """Of a device that is not here; times do, and with one of them there are none either."""
+    """Times need both bandwidths; sizes of an absent device need none."""
     known = [] if option is None else [option, "100"]
     out = tmp_path / "plan.json"
     options = ("--model", folder, "--context", "65536", "--host-memory", "256", "--json", out)
@@ -290,7 +290,7 @@ def test_bytes_need_no_bandwidths(folder, tmp_path, command, option):
 
 
 def test_what_fits_without_bandwidths(folder, command):
-    """What is nearest to what was asked for; else how much would."""
+    """The nearest settings that fit; else the largest batch and context that would."""
     options = ("--model", folder, "--context", "65536", "--host-memory", "256")
     status, text, _ = command(plan.main, *options, "--device-memory", "19.5")
     assert status == 0 and "too much" in text

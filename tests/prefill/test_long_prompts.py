@@ -35,7 +35,7 @@ def shaped(tree: Any, sharding: Any) -> Any:
 
 @pytest.mark.parametrize(("rows", "batch"), [("auto", 1), ("int4", 1), ("auto", 3)])
 def test_temporaries_do_not_grow_with_the_prompt(rows, batch):
-    """Of 16 chunks, and of 256. What stays is the cache, and the device's part of it the index."""
+    """With 16 and with 256 chunks, only the cache remains; on the device, the index."""
     chosen = engine("gqa", SPARSE, 1, rows=rows)
     short, long = (temporaries(chosen, CHUNK, n * CHUNK, batch) for n in (16, 256))
     assert len(short) == 4  # of a layer on the host and one on the device: itself, what it keeps

@@ -79,7 +79,7 @@ def test_causal_attention(h, k, attend, monkeypatch):
 
 @pytest.mark.parametrize("window", [1, 5, 13])
 def test_windows(window, attend, monkeypatch):
-    """Of a chunk alone, and behind a ring that holds the window before it."""
+    """A chunk alone, and after a ring that holds the window before it."""
     small_blocks(monkeypatch)
     q, keys, values = prompts(2, 40, 4, 2)
     expected = dense(q, keys, values, window)
@@ -120,13 +120,13 @@ def test_half_precision_keeps_its_type_and_a_float32_softmax():
 
 
 def cut(x: Any, starts: list[int], size: int) -> Any:
-    """`size` tokens of each sequence; zeros behind the end."""
+    """`size` tokens of each sequence; zeros after the end."""
     rows = [row[start : start + size] for row, start in zip(np.asarray(x), starts, strict=True)]
     return jnp.asarray(np.stack([np.pad(r, ((0, size - len(r)), (0, 0), (0, 0))) for r in rows]))
 
 
 def stored(keys: Any, values: Any, capacity: int) -> list[jax.Array]:
-    """[b, k, t, d], NaN behind the rows."""
+    """[b, k, t, d], NaN after the rows."""
     shape = ((0, 0), (0, 0), (0, capacity - keys.shape[1]), (0, 0))
     return [
         jnp.asarray(np.pad(np.asarray(x).swapaxes(1, 2), shape, constant_values=np.nan))

@@ -47,7 +47,7 @@ def run_select(scores, alpha, cap=None, size=None, eligible=None, mode="head") -
 
 
 def chosen(request: Request) -> list[list[set[int]]]:
-    """The slots that are meant, as sets [b][k]; checks that each is there once."""
+    """The valid slots, as sets [b][k]; checks that each occurs once."""
     slots, counts = np.asarray(request.slots), np.asarray(request.count)
     sets = [
         [set(slots[i, j, : counts[i, j]].tolist()) for j in range(slots.shape[1])]
@@ -223,7 +223,7 @@ def numpy_top(rank: np.ndarray, count: int) -> list[int]:
 
 def check_top(rank: np.ndarray, count: np.ndarray, size: int) -> None:
     got = np.asarray(compiled_top(jnp.asarray(rank), jnp.asarray(count, jnp.int32), size=size))
-    # + 0.0: of equal zeros lax.top_k would put -0.0 behind 0.0.
+    # + 0.0: of equal zeros lax.top_k would put -0.0 after 0.0.
     by_rank = np.asarray(lax.top_k(jnp.asarray(rank) + 0.0, size)[1])
     for place in np.ndindex(*count.shape):
         n = int(count[place])

@@ -1,6 +1,5 @@
 """Neurons of a skipped MLP in a query that looks ahead."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,11 @@ from infinigen_jax import convert
 from infinigen_jax.checkpoint.hf_folder import read_config
 from infinigen_jax.checkpoint.manifest import AHEAD_FILE, MANIFEST_FILE, file_record
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
-from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.loading.load import load
 from infinigen_jax.models import Params, blueprint
 from infinigen_jax.models.llama import ACTIVATIONS
-from infinigen_jax.policies import InfiniGen
 from infinigen_jax.skew.neurons import (
     Mlp,
     activations,
@@ -92,18 +89,13 @@ def test_those_are_chosen_that_a_query_would_notice(name: str):
         np.testing.assert_array_equal(chosen[part], picked(config, value, np.array(seen)))
     # Padding does not count: what it holds changes nothing.
     padded = mlp.chosen(
-        config,
-        whole,
-        a.at[1, 20:].set(1e3),
-        there.at[1, 20:].set(0.0),
-        query,
-        len(seen),
+        config, whole, a.at[1, 20:].set(1e3), there.at[1, 20:].set(0.0), query, len(seen)
     )
     np.testing.assert_array_equal(padded["inner_kernel"], chosen["inner_kernel"])
 
 
 def test_a_relation_through_neurons_is_recovered():
-    """What is missing is a function of neurons alone, which no linear map has."""
+    """The missing part is a function of neurons alone, which no linear map has."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(600, 8))
     h = np.maximum(x @ rng.normal(size=(8, 5)), 0)
@@ -161,13 +153,6 @@ def test_a_conversion_has_them_or_not(tiny: Any, tmp_path: Path):
         for i, ahead in enumerate(model.ahead):
             shapes = {part: value.shape for part, value in ahead.projection.items()}
             assert shapes == projection_shapes(config, i, wanted)
-    policy = InfiniGen(query="corrected", sinks=1, window=4)
-    prompt = [[int(i) for i in np.random.default_rng(0).integers(3, 96, 40)]]
-    drawn = [
-        Engine(model, policy=policy, dense_layers=0).generate(prompt, max_new_tokens=8)
-        for model in models.values()
-    ]
-    assert all(len(each.tokens[0]) == 8 for each in drawn)
 
 
 def test_neurons_of_another_number_are_refused(tiny: Any, tmp_path: Path):
@@ -206,9 +191,3 @@ def test_projected_is_what_it_says(name: str):
     without = {n: parts[n] for n in ("kernel",)}
     with jax.default_matmul_precision("highest"):
         np.testing.assert_allclose(projected(config, without, a), a @ parts["kernel"], rtol=1e-4)
-
-
-def test_they_are_not_settings_of_an_engine():
-    """A model has them or not; the program follows."""
-    names = {field.name for field in dataclasses.fields(InfiniGen)}
-    assert not any("neuron" in name for name in names)

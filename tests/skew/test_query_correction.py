@@ -1,18 +1,26 @@
 """The corrected layer-ahead query: regression, its shrinkage, and what conversion makes of it."""
 
+import functools
+import json
+import shutil
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny import make_tiny
 
+from infinigen_jax.checkpoint.manifest import file_record
 from infinigen_jax.convert import convert
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import blueprint
+from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper
+from infinigen_jax.prefill.layer import chunk_layer
 from infinigen_jax.skew.query_correction import RIDGES, corrected_projection
 from infinigen_jax.speculation.query import projected_query, speculate_query, speculation_weights
 
@@ -57,24 +65,33 @@ def test_an_unrelated_input_keeps_its_own_kernel():
     np.testing.assert_allclose(same.bias, 0, atol=1e-12)
 
 
-@pytest.fixture(scope="module", params=["llama", "opt", "qwen2", "qwen3"])
-def converted(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("balanced")
-    settings = {} if request.param == "opt" else {"num_key_value_heads": 2}
-    if request.param == "qwen3":
-        settings["head_dim"] = 20
-    made = make_tiny(folder / "source", request.param, num_hidden_layers=3, **settings)
-    return convert(made.folder, folder / "out", calibration=IDS, speculate_from="input")
+FAMILIES = {"llama": {"num_key_value_heads": 2}, "opt": {}}
+FAMILIES["qwen3"] = {"num_key_value_heads": 2, "head_dim": 20}
+
+
+@pytest.fixture(scope="module")
+def conversions(tmp_path_factory):
+    """`conversions(family)` returns the folder of a converted model."""
+
+    @functools.cache
+    def make(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        made = make_tiny(folder / "source", family, num_hidden_layers=3, **FAMILIES[family])
+        return convert(made.folder, folder / "out", calibration=IDS, speculate_from="input")
+
+    return make
+
+
+@pytest.fixture
+def converted(conversions):
+    return conversions("llama")
 
 
 def attention_inputs(model) -> list[jax.Array]:
-    """Of every layer, over the calibration text, in the windows that conversion cuts it into."""
+    """Attention inputs of every layer over the calibration text, in a conversion's windows."""
     plan = blueprint(model.config, model.dtype)
     windows = jnp.asarray(IDS[:392]).reshape(7, 56)
     positions = jnp.broadcast_to(jnp.arange(56), windows.shape)
-    from infinigen_jax.ops.span import Span
-    from infinigen_jax.prefill.layer import chunk_layer
-
     x, found = plan.embedding(model.params["embedding"]).embed(windows, positions), []
     for params in model.params["layers"]:
         layer = plan.layer(params)
@@ -83,8 +100,9 @@ def attention_inputs(model) -> list[jax.Array]:
     return found
 
 
-def test_the_corrected_query_is_nearer_to_the_true_one(converted):
-    model = checkpoint.load(converted)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_corrected_query_is_nearer_to_the_true_one(conversions, family):
+    model = checkpoint.load(conversions(family))
     config, inputs = model.config, attention_inputs(model)
     assert model.ahead is not None
     positions = jnp.broadcast_to(jnp.arange(56), (7, 56))
@@ -102,10 +120,10 @@ def test_the_corrected_query_is_nearer_to_the_true_one(converted):
             assert distances[0] < 0.9 * distances[1]
 
 
-@pytest.mark.parametrize("basis", ["svd", "balanced"])
-def test_all_columns_give_the_scores_of_the_corrected_query(converted, basis):
+@pytest.mark.parametrize("family, basis", [("llama", "svd"), ("opt", "svd"), ("qwen3", "balanced")])
+def test_all_columns_give_the_scores_of_the_corrected_query(conversions, family, basis):
     """q^ . k^ is h . k with the orthogonal basis, and h M (k - mean), M near I, with the other."""
-    model = checkpoint.load(converted)
+    model = checkpoint.load(conversions(family))
     config = model.config
     d, k = config.head_dim, config.num_kv_heads
     rng = np.random.default_rng(0)
@@ -163,22 +181,12 @@ def test_the_paper_preset_keeps_the_paper_basis(converted):
             np.testing.assert_array_equal(found[name], value)
 
 
-def test_balanced_conversions_of_old_still_load(converted, tmp_path):
+def test_earlier_balanced_conversions_still_load(converted, tmp_path):
     """They lack the corrected query and the orthogonal bases."""
-    import json
-    import shutil
-
-    from infinigen_jax.checkpoint.manifest import file_record
-    from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
-
     old = shutil.copytree(converted, tmp_path / "old")
     arrays = load_file(old / "infinigen.safetensors")
     arrays = {n: x for n, x in arrays.items() if n != "svd_basis" and not n.startswith("ahead")}
-    layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    with SafetensorsWriter(old / "infinigen.safetensors", layout) as writer:
-        for name, array in arrays.items():
-            writer.add(name, array)
-        writer.close()
+    save_file(arrays, old / "infinigen.safetensors")
     (old / "infinigen_ahead.safetensors").unlink()
     manifest = json.loads((old / "infinigen.json").read_text())
     del manifest["files"]["infinigen_ahead.safetensors"]
@@ -193,8 +201,6 @@ def test_balanced_conversions_of_old_still_load(converted, tmp_path):
 
 @pytest.mark.parametrize("damage", ["kernel", "basis"])
 def test_damaged_corrections_are_named(converted, damage, tmp_path):
-    import shutil
-
     folder = shutil.copytree(converted, tmp_path / "copy")
     name = {"kernel": "infinigen_ahead.safetensors", "basis": "infinigen.safetensors"}[damage]
     data = bytearray((folder / name).read_bytes())

@@ -1,7 +1,6 @@
 """The tail: against NumPy, and what must hold for any scores."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,9 @@ import pytest
 from runtime import ALL, TAILED, engine, finished, first_layers, random_model, scores_of
 
 from infinigen_jax.cache.layers import Resident, Slots
-from infinigen_jax.errors import InputError
 from infinigen_jax.ops.attention import Tail, attend, attend_weighted, packed
 from infinigen_jax.ops.span import Span
-from infinigen_jax.policies import Full, InfiniGen
+from infinigen_jax.policies import Full
 from infinigen_jax.selection.rest import log_rest
 from infinigen_jax.selection.select import Request, select
 
@@ -106,22 +104,17 @@ def test_the_sum_of_values_is_that_of_what_only_the_host_has(block):
         resident = resident.write(jnp.asarray(new), position, slots)
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"), [("one", "int8"), pytest.param("opt", "auto", marks=pytest.mark.slow)]
-)
-def test_a_tail_is_nothing_when_everything_is_fetched(name, rows):
+def test_the_tail_is_empty_when_everything_is_fetched():
     with_tail = dataclasses.replace(ALL, tail=True)
-    settings = {} if rows == "auto" else {"rows": rows}
-    got = finished(engine(name, with_tail, **settings))
-    assert got.new_tokens == finished(engine(name, ALL, **settings)).new_tokens
+    got, without = (finished(engine("one", policy, rows="int8")) for policy in (with_tail, ALL))
+    assert got.new_tokens == without.new_tokens
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens"),
-    [("gqa", 0), ("opt", 8)] + [pytest.param("gqa", n, marks=pytest.mark.slow) for n in (8, 64)],
+    ("name", "tokens"), [("gqa", 8), pytest.param("opt", 0, marks=pytest.mark.slow)]
 )
 def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
-    """Of the first layer alone: on the host, it is speculated from its own input, so exactly."""
+    """The first layer alone: on the host, its query is its own, so speculation is exact."""
     model = first_layers(name)
     full = scores_of(model, Full())
     without = scores_of(model, dataclasses.replace(TAILED, tail=False))
@@ -129,13 +122,11 @@ def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
     assert np.abs(with_tail - full).mean() < 0.9 * np.abs(without - full).mean()
 
 
-@pytest.mark.parametrize(
-    ("name", "alpha"), [("one", 4.0), pytest.param("opt", math.inf, marks=pytest.mark.slow)]
-)
-def test_a_tail_of_single_tokens_is_the_full_cache(name, alpha):
-    """The index has every key, and the sums every value: whatever is fetched, nothing is lost."""
+@pytest.mark.parametrize("name", ["one", pytest.param("opt", marks=pytest.mark.slow)])
+def test_a_tail_of_single_tokens_equals_the_full_cache(name):
+    """The index has every key, and the sums every value, so nothing is lost."""
     model = random_model(name)
-    policy = dataclasses.replace(TAILED, tail_tokens=1, alpha=alpha, budget=0.05)
+    policy = dataclasses.replace(TAILED, tail_tokens=1, alpha=4.0, budget=0.05)
     np.testing.assert_allclose(
         scores_of(model, policy), scores_of(model, Full()), rtol=1e-4, atol=1e-4
     )
@@ -154,9 +145,7 @@ def test_a_tail_of_single_tokens_is_the_full_cache_under_a_soft_cap(query):
     assert np.abs(scores_of(dataclasses.replace(model, config=free), Full()) - full).max() > 0.01
 
 
-@pytest.mark.parametrize(
-    ("name", "policy"), [("gqa", TAILED), ("gqa", ONE_MEAN), ("gemma2", ONE_MEAN)]
-)
+@pytest.mark.parametrize(("name", "policy"), [("gqa", TAILED), ("gemma2", ONE_MEAN)])
 def test_the_mean_key_does_not_enter_a_tail_twice(name, policy):
     """Scores of centred keys, and the constant added at the end, are the scores as they were."""
     config = random_model(name).config
@@ -164,11 +153,6 @@ def test_the_mean_key_does_not_enter_a_tail_twice(name, policy):
     mean = np.random.default_rng(4).normal(size=shape).astype(np.float32)
     found = [scores_of(first_layers(name, key_mean=x), policy) for x in (None, mean)]
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4)
-
-
-def test_settings_out_of_range_are_named():
-    with pytest.raises(InputError, match="count median: use head or mean"):
-        InfiniGen(count="median")
 
 
 @pytest.mark.parametrize("blocks", [1, 8])

@@ -23,11 +23,7 @@ from infinigen_jax.settings.policy import INDEX_DTYPES
 from infinigen_jax.skew.positions import spread_blocks
 from infinigen_jax.skew.tail_moments import BlockMoments, block_products
 from infinigen_jax.speculation.index import IndexFormat
-from infinigen_jax.speculation.tail import (
-    fit_slope,
-    predicted,
-    without_predicted,
-)
+from infinigen_jax.speculation.tail import fit_slope, predicted, without_predicted
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -52,7 +48,7 @@ def test_products_are_of_what_differs_from_the_block(length, seed):
 
 
 def test_the_slope_is_the_one_of_least_squares():
-    """Of any basis, and of some of its columns."""
+    """For any basis, and for some of its columns."""
     keys, basis = normal(2, 500, 6), np.linalg.qr(normal(2, 6, 6, seed=1))[0]
     values = np.einsum("ksd,kde->kse", keys, normal(2, 6, 6, seed=2)) + normal(2, 500, 6, seed=3)
     gram = np.einsum("ksd,kse->kde", keys, keys)
@@ -85,9 +81,7 @@ def test_moments_turn_with_the_keys_alone():
     np.testing.assert_allclose(spread.cross_covariance, cross, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("family", "skew"), [("opt", "svd"), ("opt", "balanced"), ("llama", "svd")]
-)
+@pytest.mark.parametrize(("family", "skew"), [("opt", "svd"), ("llama", "balanced")])
 def test_a_conversion_measures_the_keys_and_values_that_are_cached(tiny, tmp_path, family, skew):
     """In the coordinates of the cache: an absorbed basis has turned the keys."""
     made, tokens = tiny(family, max_position_embeddings=128), list(range(3, 67))
@@ -174,7 +168,7 @@ def test_sums_of_entries(name, columns, tokens):
 
 
 def rounding(entries: jnp.ndarray) -> np.ndarray:
-    """What scores by unit vectors are less by [b, k, 1, t]."""
+    """Variance of a code's rounding, missing in scores by unit vectors: [b, k, 1, t]."""
     step = (np.asarray(entries)[:, :, -1:] >> 16 << 16).view(np.float32)
     return np.square(step) / 24
 
@@ -195,13 +189,10 @@ def test_a_trained_model_comes_nearer_to_the_full_cache():
     assert np.abs(both - full).mean() < 0.5 * np.abs(means - full).mean()
 
 
-@pytest.mark.parametrize("name", ["one", pytest.param("opt", marks=pytest.mark.slow)])
-def test_blocks_of_one_token_are_the_full_cache_still(name):
-    model = random_model(name)
-    policy = dataclasses.replace(EXACT, tail_tokens=1, budget=0.05)
-    np.testing.assert_allclose(
-        scores_of(model, policy), scores_of(model, Full()), rtol=1e-4, atol=1e-4
-    )
+def test_blocks_of_one_token_equal_the_full_cache():
+    model, policy = random_model("one"), dataclasses.replace(EXACT, tail_tokens=1, budget=0.05)
+    scores, full = (scores_of(model, each) for each in (policy, Full()))
+    np.testing.assert_allclose(scores, full, rtol=1e-4, atol=1e-4)
 
 
 def test_a_prompt_in_chunks_and_decoded_tokens_leave_the_same_sums():

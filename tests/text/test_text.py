@@ -1,4 +1,4 @@
-"""Streaming text against decoding everything at once, for both kinds of tokenizer."""
+"""Streaming text against decoding all tokens together, for both kinds of tokenizer."""
 
 import functools
 
@@ -14,7 +14,7 @@ BYTES = ["<0xE2>", "<0x82>", "<0xAC>", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "
 
 @functools.cache
 def byte_level():
-    """As GPT-2, OPT and LLaMA 3: each byte a token, some merges, two special tokens."""
+    """A tokenizer like GPT-2's: each byte a token, some merges, two special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -33,7 +33,7 @@ def byte_level():
 
 @functools.cache
 def byte_fallback():
-    """As LLaMA 1 and 2: words with a mark for the space, bytes as tokens for the rest."""
+    """A tokenizer like LLaMA 2's: words with a mark for the space, bytes for the rest."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -64,7 +64,7 @@ def cut_up(tokens, sizes):
 
 
 def stream(tokenizer, pieces):
-    """What each push returned, and what finish did."""
+    """The results of each push and of finish."""
     text = TextStream(tokenizer)
     return [text.push(piece) for piece in pieces], text.finish()
 
