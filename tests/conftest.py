@@ -38,7 +38,7 @@ os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=25)
 
 # Tracing makes millions of objects that live; collections of them took a tenth of the time.
-gc.set_threshold(100_000, 20, 50)
+gc.set_threshold(200_000, 50, 100)
 
 # Programs are compiled once for all modules, workers and processes of a run: the first process
 # creates a folder, and the others inherit its environment.

@@ -110,9 +110,9 @@ def random_model(name: str, dtype: str = "float32", with_basis: bool | None = No
     return dataclasses.replace(model, tail_moments=moments)
 
 
-def first_layers(name: str, number: int = 1, **changes: Any) -> Model:
-    """`random_model(name)` without its other layers."""
-    model = dataclasses.replace(random_model(name), **changes)
+def first_layers(name: str, number: int = 1, dtype: str = "float32", **changes: Any) -> Model:
+    """The first layers of `random_model(name)`."""
+    model = dataclasses.replace(random_model(name, dtype), **changes)
     return dataclasses.replace(
         model,
         config=dataclasses.replace(model.config, num_layers=number),

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file
 from tiny import LLAMA, as_torch, only
 
 from infinigen_jax.checkpoint.hf_folder import open_tensors, read_config
-from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
 from infinigen_jax.checkpoint.tensor_names import expected, match, write_tree
 from infinigen_jax.convert import convert
 from infinigen_jax.errors import InputError, UnsupportedModelError
@@ -41,9 +40,9 @@ def test_every_format_gives_the_same_weights(form, tiny, tmp_path):
     FORMATS[form](made)
     assert ("sharded" in form) == bool(list(made.folder.glob("*.index.json")))
     convert(made.folder, tmp_path / "out", skew="none")
-    written = load_file(tmp_path / "out" / "model.safetensors")
+    written = open_tensors(tmp_path / "out")  # in as many shards as the source
     for name, parameter in made.model.named_parameters():
-        np.testing.assert_array_equal(written[name], parameter.detach().numpy())
+        np.testing.assert_array_equal(written[name].read(), parameter.detach().numpy())
 
 
 @pytest.mark.parametrize("prefix", ["", "decoder.", "model.decoder."])
@@ -138,31 +137,6 @@ def test_damaged_safetensors(kind, tiny, tmp_path):
         convert(made.folder, tmp_path / "out", skew="none")
     assert str(made.folder / "model.safetensors") in str(caught.value)
     assert only(tmp_path) == ["llama"]
-
-
-def test_safetensors_with_any_byte_of_the_header_changed(tmp_path):
-    """Whatever a damaged header says, the answer is InputError or tensors inside the file."""
-    from infinigen_jax.checkpoint.safetensors import SafetensorsFile
-
-    path = tmp_path / "a.safetensors"
-    layout = {"a": (np.dtype(np.float32), (2, 3)), "b": (np.dtype(np.int8), (4,))}
-    with SafetensorsWriter(path, layout) as writer:
-        writer.add("a", np.ones((2, 3), np.float32))
-        writer.add("b", np.ones(4, np.int8))
-        writer.close()
-    whole = path.read_bytes()
-    rng, refused = np.random.default_rng(0), 0
-    for position in range(8 + int.from_bytes(whole[:8], "little")):
-        damaged = bytearray(whole)
-        damaged[position] ^= int(rng.integers(1, 256))
-        path.write_bytes(damaged)
-        try:
-            file = SafetensorsFile(path)
-            for name in file.tensors:
-                assert file.read(name).nbytes <= len(whole)
-        except InputError:
-            refused += 1
-    assert refused > 50
 
 
 def test_index_problems(tiny, tmp_path):
@@ -309,27 +283,6 @@ def test_damaged_torch_files(tiny, tmp_path):
     refused(file.read_bytes(), "no dictionary")
     torch.save({"a": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
     refused(file.read_bytes(), "before 1.6")
-
-
-def test_torch_files_with_any_byte_of_the_pickle_changed(tmp_path):
-    from infinigen_jax.checkpoint.torch_file import TorchFile
-
-    path = tmp_path / "a.bin"
-    torch.save({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}, path)
-    whole = path.read_bytes()
-    start = whole.index(b"\x80\x02")
-    rng, refused = np.random.default_rng(0), 0
-    for position in range(start, start + 400):
-        damaged = bytearray(whole)
-        damaged[position] ^= int(rng.integers(1, 256))
-        path.write_bytes(damaged)
-        try:
-            file = TorchFile(path)
-            for name in file.tensors:
-                assert file.read(name).nbytes <= len(whole)
-        except InputError:
-            refused += 1
-    assert refused > 50
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "ministral", "qwen2", "qwen3", "opt"])

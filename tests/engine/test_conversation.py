@@ -64,7 +64,7 @@ def engine_of(policy: Policy, **settings: Any) -> Callable[[], Engine]:
     [
         ("one", Full(window=5), "fused"),
         pytest.param("opt", ALL, "layerwise", marks=pytest.mark.slow),
-        ("windows", Full(window=5), "fused"),
+        pytest.param("windows", Full(window=5), "fused", marks=pytest.mark.slow),
     ],
 )
 def test_a_turn_gives_what_a_prefill_of_all_that_was_said_gives(name, policy, schedule):

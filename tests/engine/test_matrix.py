@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from runtime import ALL, NEW, RAGGED, SPARSE, counts_of, finished, random_model
+from runtime import ALL, NEW, RAGGED, SPARSE, counts_of, finished, first_layers
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
@@ -34,18 +34,21 @@ class Family(NamedTuple):
     dense_layers: int = 1
     model: str = "gqa"
     dtype: str = "float32"
+    layers: int = 3
     settings: dict[str, Any] = {}
 
 
 FAMILIES = {
     "full": Family(Full(), dense_layers=3),  # everything on the device
     "sparse": Family(SPARSE),
-    "resident": Family(RESIDENT, dtype="bfloat16", dense_layers=0),
+    "resident": Family(RESIDENT, dtype="bfloat16", dense_layers=0, layers=2),
     "small-rows": Family(TAIL, settings={"rows": "int8"}),
-    "opt": Family(SPARSE, model="opt", dense_layers=0),
-    "h2o": Family(H2O(budget=0.2, window=4, sinks=2), dense_layers=2),
+    "opt": Family(SPARSE, model="opt", dense_layers=0, layers=2),
+    "h2o": Family(H2O(budget=0.2, window=4, sinks=2), layers=2),
     "pool": Family(
-        dataclasses.replace(SPARSE, tail=True, tail_tokens=0), settings={"pool": Pool(tokens=18)}
+        dataclasses.replace(SPARSE, tail=True, tail_tokens=0),
+        layers=2,
+        settings={"pool": Pool(tokens=18)},
     ),
 }
 
@@ -114,7 +117,7 @@ CASES = {
 
 
 def engine_of(family: Family, schedule: str = "fused", **settings: Any) -> Engine:
-    model = random_model(family.model, family.dtype)
+    model = first_layers(family.model, family.layers, family.dtype)
     settings = {"policy": family.policy, "dense_layers": family.dense_layers} | settings
     return Engine(model, schedule=schedule, **family.settings, **settings)
 

@@ -99,17 +99,17 @@ class Masked:
 )
 def test_evicted_rows_are_masked_in_full_attention(policy, eviction):
     """Every live row is fetched, so attention is over exactly the live rows."""
-    dense, steps = 1, 22
-    made = engine("gqa", policy, dense, pool=Pool(tokens=14, eviction=eviction, sinks=2))
+    steps = 22
+    made = engine("one", policy, 0, pool=Pool(tokens=14, eviction=eviction, sinks=2))
     seen = []
     _, scores = scored(made, steps, lambda run: seen.append(live(run)))
     for i, prompt in enumerate(PROMPTS):
-        model = Masked("gqa")
+        model = Masked("one")
         for position, token in enumerate(prompt):
             model.step(token, position, {})  # prompts attend to all of themselves
         for step in range(steps):
             position = len(prompt) + step
-            allowed = {dense + layer: heads[i] for layer, heads in enumerate(seen[step])}
+            allowed = {layer: heads[i] for layer, heads in enumerate(seen[step])}
             sizes = [len(head) for heads in allowed.values() for head in heads]
             assert max(sizes) <= 14 + policy.window + policy.sinks
             assert position < 24 or max(sizes) < position + 1  # something is gone

@@ -39,18 +39,14 @@ def test_a_kind_of_layer_is_traced_once_however_many_there_are(monkeypatch):
     traced = []
     for layers in (3, 5):
         traces.clear()
-        engine = Engine(deep(layers), policy=SPARSE, dense_layers=1, schedule="layerwise")
+        engine = Engine(deep(layers), policy=SPARSE, dense_layers=1)
         run = engine.start(RAGGED, max_new_tokens=3)
-        run.advance()
-        layerwise = traces.copy()
-        traces.clear()
         parts = run.cache.parts(run.decoder.policy.observes)
         steps(run.decoder).fused.trace(engine.weights, *parts, run.drawn)
-        traced.append((layerwise, traces.copy()))
-    assert traced[0] == traced[1]
+        traced.append(traces.copy())
+    assert traced[0] == traced[1] and "chunk_layer" in traced[0]
     # On the device, on the host, and on the host without a layer after it.
-    layerwise, fused = traced[0]
-    assert fused == ["decode_layer"] * 3 == layerwise[-3:]
+    assert traced[0].count("decode_layer") == 3
 
 
 PROGRAM = """

@@ -2,10 +2,6 @@
 
 import json
 import math
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,6 @@ from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.perplexity import markdown
 from infinigen_jax.evaluation.session import Session, measurements
 from infinigen_jax.evaluation.texts import read_text
-from infinigen_jax.loading.load import embedded
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest, Window
 
 pytestmark = pytest.mark.usefixtures("shallow")
@@ -85,15 +80,6 @@ def refused(run, text):
         return err
 
     return call
-
-
-def test_the_command_alone():
-    """A process of its own; that it starts quickly is test_generate's."""
-    arguments = [sys.executable, "-m", "infinigen_jax.evaluate", "perplexity", "--text", "/absent"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "/absent" in done.stderr
 
 
 def test_table_and_record(tmp_path, text, run):
@@ -342,31 +328,6 @@ def test_help(run):
     assert "--budget F [F ...]" in out and "--dense-layers" in out
 
 
-@pytest.mark.parametrize(
-    "option, values",
-    {
-        "--window": ["2", "0", "-5", "x", "1025"],
-        "--context": ["1", "-1", "512"],
-        "--windows": ["0", "some"],
-        "--batch": ["0", "-1"],
-        "--chunk": ["0"],
-        "--policy": ["best", "", "window:window=x"],
-        "--budget": ["0", "1.1", "nan"],
-        "--alpha": ["-1"],
-        "--partial-ratio": ["0"],
-        "--rows": ["int3"],
-        "--dense-layers": ["-1"],
-        "--hot-set": ["0.5"],
-        "--transfer": ["pigeon"],
-        "--dtype": ["float8"],
-    }.items(),
-)
-def test_values_out_of_range(option, values, refused):
-    size = [] if option == "--window" else ["--window", "64"]
-    for value in values:
-        assert option in refused(*size, option, value)
-
-
 def test_a_wrong_value_at_the_end_of_a_list_is_told_before_the_work(refused, text):
     assert "--rows int3" in refused("--window", "64", "--rows", "auto", "int3")
     assert "--budget 7" in refused("--window", "64", "--budget", "0.1", "7")
@@ -401,18 +362,6 @@ def test_texts_that_cannot_be(run, refused, text):
     for arguments in ([], ["perplexity"], ["recal"], ["perplexity", "--no-such"]):
         status, out, err = run(*arguments)
         assert status == 2 and out == "" and err.count("\n") == 1 and err.startswith("error: ")
-
-
-def test_models_that_cannot_be(refused, text):
-    assert "no such folder" in refused("--model", "/absent")
-    model = text.parent / "model"
-    shutil.copytree(embedded(), model)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (model / name).unlink()
-    manifest = json.loads((model / "infinigen.json").read_text())
-    manifest["files"] = {k: v for k, v in manifest["files"].items() if "tokenizer" not in k}
-    (model / "infinigen.json").write_text(json.dumps(manifest))
-    assert "has no tokenizer" in refused("--model", model)
 
 
 def test_more_memory_than_there_is(refused, monkeypatch):

@@ -125,6 +125,7 @@ def test_policies_that_wait_for_their_rows_are_observed_too():
     assert quest["error"] > quest["oracle_error"] > 0
 
 
+@pytest.mark.slow
 def test_a_tail_term_changes_the_error_and_nothing_else():
     found = []
     for tail in (False, True):
@@ -206,6 +207,7 @@ def test_parts(tmp_path):
 # The command.
 
 
+@pytest.mark.slow
 def test_command_and_its_interruption(tmp_path, capsys, monkeypatch):
     text, result, plot = tmp_path / "t.txt", tmp_path / "r.json", tmp_path / "p.svg"
     text.write_text("The old man went down to the sea, and nobody asked him why. " * 30)

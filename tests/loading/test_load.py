@@ -9,11 +9,10 @@ import jax
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny import ROOT, TEXT, logits_of, only
 
 from infinigen_jax import evaluate, generate, plan
-from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
 from infinigen_jax.convert import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.files.user_cache import keep_programs
@@ -113,40 +112,33 @@ def test_every_damaged_file_of_a_conversion_is_named(tiny, tmp_path):
     checkpoint.load(out)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_damaged_manifest(tiny, tmp_path):
+    out = convert(tiny("llama").folder, tmp_path / "out", calibration=TEXT)
+    file = out / "infinigen.json"
+    whole = json.loads(file.read_text())
+    for change, message in (
         ({"format_version": 2}, "format version 2"),
         ({"skew": "other"}, "'other' is unknown"),
         ({"files": {}}, "damaged"),
         ({"files": None}, "damaged"),
         ({"files": {"../x": {"sha256": "", "size": 1}}}, "'../x' is not a file name"),
         ({"files": {"config.json": {"sha256": "", "size": 1}}}, "without infinigen.safetensors"),
-    ],
-)
-def test_damaged_manifest(change, message, tiny, tmp_path):
-    out = convert(tiny("llama").folder, tmp_path / "out", calibration=TEXT)
-    file = out / "infinigen.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(InputError, match=message):
-        checkpoint.load(out)
+    ):
+        file.write_text(json.dumps(whole | change))
+        with pytest.raises(InputError, match=message):
+            checkpoint.load(out)
     file.write_text("{")
     with pytest.raises(InputError, match="not valid JSON"):
         checkpoint.load(out)
 
 
-@pytest.mark.parametrize("skew", ["svd", "balanced"])
-def test_damaged_bases(skew, tiny, tmp_path):
-    out = convert(tiny("llama").folder, tmp_path / "out", calibration=TEXT, skew=skew)
+def test_damaged_bases(tiny, tmp_path):
+    out = convert(tiny("llama").folder, tmp_path / "out", calibration=TEXT)
     path = out / "infinigen.safetensors"
     whole = load_file(path)
 
     def refused(arrays: dict[str, np.ndarray], message: str) -> None:
-        layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-        with SafetensorsWriter(path, layout) as writer:
-            for name, array in arrays.items():
-                writer.add(name, array)
-            writer.close()
+        save_file(arrays, path)
         resign(out, path.name)
         with pytest.raises(InputError, match=message) as caught:
             checkpoint.load(out)

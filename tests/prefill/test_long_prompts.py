@@ -33,7 +33,9 @@ def shaped(tree: Any, sharding: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-@pytest.mark.parametrize(("rows", "batch"), [("auto", 1), ("int4", 1), ("auto", 3)])
+@pytest.mark.parametrize(
+    ("rows", "batch"), [("int4", 1), pytest.param("auto", 3, marks=pytest.mark.slow)]
+)
 def test_temporaries_do_not_grow_with_the_prompt(rows, batch):
     """With 16 and with 256 chunks, only the cache remains; on the device, the index."""
     chosen = engine("gqa", SPARSE, 1, rows=rows)

@@ -1,7 +1,6 @@
 """The index in its dtypes: scores, which tokens they find, and an engine that uses them."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +8,8 @@ import numpy as np
 import pytest
 from runtime import random_model
 
-from infinigen_jax.engine.engine import Engine
-from infinigen_jax.models import blueprint
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen
-from infinigen_jax.policies.base import Lookup
 from infinigen_jax.settings.policy import INDEX_DTYPES
 from infinigen_jax.speculation.index import BITS, IndexFormat
 from infinigen_jax.speculation.query import partial_keys, speculation_weights
@@ -130,36 +126,6 @@ def test_appending_writes_the_entries_that_a_prompt_would():
         np.testing.assert_array_equal(state[sequence, ..., :stop], whole[sequence, ..., :stop])
 
 
-def test_selections_hardly_change():
-    """Rows that layer 2 fetches, with each index in place of the float32 one."""
-    model = random_model("gqa")
-    config, rng = model.config, np.random.default_rng(4)
-    layer = blueprint(config, model.dtype).layer(model.params["layers"][2])
-    inputs = jnp.asarray(rng.normal(size=(2, 200, config.hidden_size)), jnp.float32)
-    positions = jnp.broadcast_to(jnp.arange(200, dtype=jnp.int32)[None], (2, 200))
-
-    @functools.partial(jax.jit, static_argnames="name")
-    def select(name: str, inputs, positions):
-        keys = layer.key_value(inputs, positions)[0].swapaxes(1, 2)
-        policy = InfiniGen(alpha=np.inf, budget=0.25, window=8, partial_ratio=1.0, index_dtype=name)
-        weights = policy.prepare(model, 2)
-        state = policy.append(
-            weights, policy.init(config, 2, 200), keys, Span.whole(2, keys.shape[2])
-        )
-        size = policy.request_size(200)
-        given = config, layer, weights, state, inputs[:, -1], positions[:, -1], size, 200
-        return policy.select(Lookup(*given))
-
-    chosen = {}
-    for name in ("float32", "int4"):
-        request = select(name, inputs, positions)
-        assert (request.count == 49).all()  # a quarter of the 199 tokens before the current one
-        chosen[name] = np.asarray(request.slots)[..., :49].reshape(-1, 49)
-
-    pairs = zip(chosen["float32"], chosen["int4"], strict=True)
-    assert np.mean([len(set(a) & set(b)) / 49 for a, b in pairs]) >= 0.85
-
-
 def test_a_mean_key_is_left_out_of_an_integer_index():
     """It adds the same to all scores of a query, and would take the range that keys differ in."""
     model = random_model("gqa")
@@ -176,27 +142,3 @@ def test_a_mean_key_is_left_out_of_an_integer_index():
         errors[name] = scores - scores.mean(axis=-1, keepdims=True)
     assert np.abs(errors["int4"] - errors["float32"]).max() < 3
     assert np.abs(errors["float32"]).max() > 5
-
-
-@pytest.fixture(scope="module")
-def generated():
-    """The same prompts with each index; the whole budget is always taken."""
-    model = random_model("one")
-    prompts = [list(range(3, 90)), list(range(20, 70))]
-
-    def run(name: str):
-        policy = InfiniGen(alpha=np.inf, budget=0.5, window=8, partial_ratio=1.0, index_dtype=name)
-        engine = Engine(model, policy=policy, dense_layers=0)
-        return engine.generate(prompts, max_new_tokens=12, ignore_eos=True)
-
-    return {name: run(name) for name in ("float32", "int4")}
-
-
-def test_an_engine_with_an_integer_index(generated):
-    exact, other = generated["float32"], generated["int4"]
-    assert other.stats.device_index_bytes > 0 < other.stats.fetched_fraction
-    assert other.stats.device_index_bytes == exact.stats.device_index_bytes * 2 / 8
-    assert other.stats.compilations_after_warmup == 0
-    assert other.stats.fetched_fraction == exact.stats.fetched_fraction
-    # Selections differ by a few rows of nearly equal weight.
-    assert [x[:4] for x in exact.tokens] == [x[:4] for x in other.tokens]
