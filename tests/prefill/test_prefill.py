@@ -194,7 +194,7 @@ def test_small_rows_are_scaled_by_the_first_chunk():
     for i in range(3):
         for of_chunks, of_first in zip(cache.scales, first.scales, strict=True):
             if len(LONG[i]) >= 64:
-                np.testing.assert_array_equal(of_chunks.spread[i], of_first.spread[i])
+                np.testing.assert_array_equal(of_chunks.scale[i], of_first.scale[i])
     # Later chunks read each layer's rows as stored: near, not equal.
     for x, y in zip(cache.local, whole.local, strict=True):
         if isinstance(x, Resident) and isinstance(y, Resident):

@@ -215,5 +215,5 @@ def test_without_moments_or_blocks_there_is_nothing_to_predict_by():
             expected, model.config.head_dim
         ), (pooled, expected)
     assert InfiniGen(tail=False).fitted(with_, True, False).tail_columns == 0
-    with pytest.raises(InputError, match="tail_columns 17: use 0 to 16"):
+    with pytest.raises(InputError, match="tail_columns 17: it must be at least 0 and at most 16"):
         InfiniGen(tail_columns=17)
