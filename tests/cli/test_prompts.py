@@ -1,4 +1,4 @@
-"""What the model is given of the prompts of a command line."""
+"""The text of a command line's prompts that reaches the model."""
 
 import argparse
 import dataclasses

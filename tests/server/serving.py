@@ -48,7 +48,7 @@ class Served:
         return self.client.completions.create(model="small", prompt=prompt, **settings)
 
     def expected(self, prompts: list[Any], *sampling: Any, **settings: Any) -> Generation:
-        """What `generate` makes of the prompts.
+        """Return the results of `generate` for the prompts.
 
         The long prompt is added, which gives the cache the server's shapes.
         """

@@ -1,4 +1,4 @@
-"""What the server refuses, reports and survives, by plain HTTP."""
+"""Requests that the server refuses, reports and survives, by plain HTTP."""
 
 import json
 import socket
