@@ -31,12 +31,13 @@ MODEL_HELP = (
 REVISION_HELP = "branch, tag or commit of a model on the hub (default: its main branch)"
 # Settings of InfiniGen that are options; `evaluate`, which takes lists of them, has the experts'
 # too. Elsewhere these follow the policy's name.
-POLICY_OPTIONS = ("budget", "alpha", "partial_ratio")
+COMMON_POLICY_OPTIONS = ("budget", "alpha")
+POLICY_OPTIONS = (*COMMON_POLICY_OPTIONS, "partial_ratio")
 POLICY_EXPERTS = (
     *("index_dtype", "basis", "query", "speculate_from", "count", "layer_budgets", "tail"),
 )
 MEMORY_OPTIONS = ("rows", "dense_layers", "weights")
-SAMPLING_EXPERTS = ("presence_penalty", "frequency_penalty")
+SAMPLING_EXPERTS = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 ENGINE_EXPERTS = ("transfer", "prefill_chunk", "hot_set")
 POOL_OPTIONS = ("tokens", "eviction", "sinks")
 LIMIT = {"tokens": Limit(1, LARGEST, whole=True)}  # or a share, the setting next to it
@@ -139,13 +140,14 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         "class, package.module.MyPolicy; other settings follow its name: quest:page=8,window=64",
         nargs="+" if several else None,
     )
-    add_settings(group, InfiniGenSettings, POLICY_OPTIONS, several=several)
+    add_settings(group, InfiniGenSettings, COMMON_POLICY_OPTIONS, several=several)
     group = parser.add_argument_group("memory and precision")
     group.add_argument(
         "--dtype", help="float32, bfloat16 or float16 (default: float32 on the CPU, else bfloat16)"
     )
     add_settings(group, EngineOptions, MEMORY_OPTIONS, several=several)
     experts = parser.experts if isinstance(parser, Parser) else parser
+    add_settings(experts, InfiniGenSettings, ("partial_ratio",), several=several)
     add_settings(experts, EngineOptions, ENGINE_EXPERTS, several=several)
     add_settings(experts, Pool, POOL_OPTIONS, several=several, prefix="pool-", types=LIMIT)
     if several:

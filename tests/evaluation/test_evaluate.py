@@ -172,9 +172,9 @@ def test_settings_behind_a_policy():
         "quest:": "",
         "infinigen:tail=yes": "'yes' is not true or false",
         "infinigen:alpha": "'' is not a number",
-        "infinigen:count=most": "--policy infinigen:count=most: count most: use head or mean",
+        "infinigen:count=most": "policy infinigen:count=most: count most: use head or mean",
         "window:window=0": "window 0: it must be at least 1",
-        "best:window=8": "--policy best",
+        "best:window=8": "policy best",
     }.items():
         if message:
             with pytest.raises(InputError, match=message):

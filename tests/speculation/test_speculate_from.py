@@ -232,7 +232,7 @@ def test_the_option(command: Any, tmp_path: Any):
     named = "infinigen:speculate_from=output"
     status, out, err = command(generate.main, "--prompt", "The", "--policy", named)
     assert status == 2 and not out
-    assert err.startswith(f"error: --policy {named}: speculate-from output: use auto")
+    assert err.startswith(f"error: --policy {named}: speculate_from output: use auto")
     with pytest.raises(InputError, match="speculate_from resident: .* svd has none"):
         convert(tmp_path, tmp_path / "x", speculate_from="resident", skew="svd")
     with pytest.raises(InputError, match="speculate_from output: use input or resident"):
