@@ -57,7 +57,7 @@ def attend(request) -> Any:
         q: Any, keys: Any, values: Any, earlier: PriorRows | None = None, window: int | None = None
     ) -> Any:
         together = request.param == "together"
-        attend = functools.partial(prompt_attention._attend, earlier, window, together)
+        attend = functools.partial(prompt_attention._attend, earlier, window, None, together)
         return jax.jit(attend)(q, keys, values).output
 
     return run
