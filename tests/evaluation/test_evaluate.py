@@ -350,7 +350,7 @@ def test_a_pool_too_small_is_told_with_its_own_remedy(refused):
 
 def test_texts_that_cannot_be(run, refused, text):
     message = refused("--window", "1000")
-    assert "the text has only" in message and "lower --window to at most" in message
+    assert "the text has only" in message and "lower it to at most" in message
     text.write_bytes(b"\x80\xff")
     assert "not UTF-8" in refused()
     text.write_bytes(b"")
