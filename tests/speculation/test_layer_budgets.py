@@ -119,5 +119,5 @@ def test_the_default_and_the_papers_form():
     looking = Engine(model, policy=InfiniGen(query="plain")).decoder
     assert looking.curves == model.curves(ahead=True)
     assert looking.policy.layer_budgets == "calibrated"  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(InputError, match="auto or equal or calibrated"):
+    with pytest.raises(InputError, match="use auto, equal or calibrated"):
         InfiniGen(layer_budgets="uniform")
