@@ -23,7 +23,10 @@ from infinigen_jax.errors import InputError, Parser, run_command
 
 SCORED = 256  # tokens scored at the end of each window
 POLICIES = "full infinigen quest window h2o infinigen-paper previous-query oracle".split()
-SETTINGS = ("infinigen:layer_budgets=equal", "infinigen:query=corrected", "infinigen:alpha=inf")
+SETTINGS = (
+    *("infinigen", "infinigen:layer_budgets=equal", "infinigen:query=corrected"),
+    *("infinigen:query=corrected,layer_budgets=equal", "infinigen:alpha=inf"),
+)
 LENGTHS = (2048, 4096, 8192)
 CONTEXTS = ("1024", "4096", "7680")  # with the new tokens, within 8,192 positions
 SYSTEMS = (
