@@ -89,6 +89,22 @@ def conversion_without_exchange(folder: Path) -> tuple[Callable[[], None], Calla
     return work, check_aside
 
 
+def folder(place: Path) -> tuple[Callable[[], None], Callable[[], str]]:
+    """Replacing the folder FOLDER/folder."""
+    from infinigen_jax.files.atomic import staged, write_text
+
+    def work() -> None:
+        with staged(place / "folder") as out:
+            for name in "ab":
+                write_text(out / name, "new")
+
+    def check() -> str:
+        texts = {file.read_text() for file in (place / "folder").iterdir()}
+        return texts.pop() if len(texts) == 1 else "mixed"
+
+    return work, check
+
+
 def file(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     """Replacing a file."""
     from infinigen_jax.files.atomic import whole_file
@@ -152,7 +168,7 @@ def saved(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
 
 
 if __name__ == "__main__":
-    kinds = (conversion, conversion_without_exchange, file, parts, saved)
+    kinds = (conversion, conversion_without_exchange, folder, file, parts, saved)
     what = {made.__name__: made for made in kinds}
     chosen = Path(sys.argv[2])
     kill_everywhere(*what[sys.argv[1]](chosen), chosen)

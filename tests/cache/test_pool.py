@@ -176,7 +176,7 @@ def read(
     [pytest.param(e, marks=() if e == "lru" else pytest.mark.slow) for e in POOL_EVICTIONS],
 )
 @given(st.data())
-@settings(max_examples=6)
+@settings(max_examples=3)
 def test_an_evicted_row_is_never_read(eviction, data):
     """Nor through a hot set, which must not keep it.
 

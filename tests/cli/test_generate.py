@@ -188,6 +188,7 @@ def test_several_prompts_come_in_order(run, tmp_path):
     assert record["fetched_fraction"] == 1.0 and record["policy"] == "full"
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_never_converted(run, tmp_path):
     source = source_of_model(tmp_path / "source")
     before = only(source)

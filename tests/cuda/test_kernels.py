@@ -124,7 +124,7 @@ def selections(draw: Any) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(selections(), st.sampled_from([32, 64, 256]), st.integers(0, 1000))
 def test_select(emulator: Emulator, case: dict[str, Any], threads: int, seed: int):
     scores, positions = case["scores"], case["positions"]
@@ -160,7 +160,7 @@ def test_select(emulator: Emulator, case: dict[str, Any], threads: int, seed: in
         )
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.data())
 def test_plan(emulator: Emulator, data: st.DataObject):
     """Steps of a growing sequence, the directory carried from step to step."""

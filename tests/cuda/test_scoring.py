@@ -72,7 +72,7 @@ def largest(case: dict[str, Any]) -> float:
     return float(np.max(np.abs(low) + step * (2**BITS - 1)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(cases())
 def test_scores(emulator: Emulator, case: dict[str, Any]):
     query, index = case["query"], case["index"]
@@ -95,7 +95,7 @@ def request(random: np.random.Generator, b: int, k: int, n: int, t: int) -> Requ
     return Request(jnp.asarray(slots, jnp.int32), jnp.asarray(count, jnp.int32))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     case=cases(),
     run=st.sampled_from([1, 16, 64, 128]),

@@ -36,7 +36,7 @@ SETTINGS: dict[str, tuple[Policy, dict[str, Any]]] = {
     "quest": (Quest(budget=0.3, window=4, sinks=2), {}),
     "previous-query": (PreviousQuery(budget=0.2, window=4, sinks=2), {}),
 }
-OFTEN = ("hot-int8", "h2o")  # the others are slow tests
+OFTEN = ("hot-int8",)  # the others are slow tests
 
 
 def say(conversation: Conversation, turn: list[int], new: int, stop: int = 1000) -> list[int]:

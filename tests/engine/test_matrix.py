@@ -154,7 +154,12 @@ def decoded(engine: Engine, batch: int | None) -> Run:
     return run
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("everything-pool", "sparse-moved", "streamed-moved")  # pairs that other cases cover as well
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES]
+)
 def test_only_the_family_decides_about_tokens(name, monkeypatch):
     case = CASES[name]
     tokens, counts = reference(case.family)

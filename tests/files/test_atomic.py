@@ -32,9 +32,16 @@ def killed(what: str, folder: Path) -> tuple[list[str], list[str]]:
     return [line["found"] for line in found], [line["at"] for line in lines if "at" in line]
 
 
-@pytest.mark.parametrize(
-    "how", ["conversion", pytest.param("conversion_without_exchange", marks=pytest.mark.slow)]
-)
+def test_a_folder_killed_anywhere_is_the_old_one_or_the_new_one(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a").write_text("old")
+    found, at = killed("folder", tmp_path)
+    assert len(at) > 5 and found == sorted(found, reverse=True) and set(found) == {"old", "new"}
+    assert only(tmp_path) == ["folder"] and only(tmp_path / "folder") == ["a", "b"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["conversion", "conversion_without_exchange"])
 def test_a_conversion_killed_anywhere_leaves_the_old_one_or_the_new_one(how, tmp_path):
     make_tiny(tmp_path / "llama", "llama", num_hidden_layers=1)
     convert(tmp_path / "llama", tmp_path / "out", skew="none")

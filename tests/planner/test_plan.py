@@ -214,7 +214,7 @@ def test_a_small_host_takes_small_rows(folder):
     assert best.plan.host_cache <= 9 * GIB
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(device=st.integers(1, 200), host=st.integers(1, 200), batch=st.integers(1, 8))
 def test_what_is_recommended_fits(folder, device, host, batch):
     machine = Machine(device * GIB, host * GIB, 2e12, 5e10)

@@ -161,7 +161,7 @@ def test_h2o_evicts_for_good():
     global POSITIONS
     before = POSITIONS
     try:
-        for _ in range(6):
+        for _ in range(4):
             got = chosen(policy, state)
             for i, j in np.ndindex(B, K):
                 alive = np.where(np.isin(np.arange(T), list(gone[i][j])), -1.0, mass[i, j])
@@ -193,7 +193,7 @@ def test_h2o_evicts_for_good():
             POSITIONS = POSITIONS + 1
     finally:
         POSITIONS = before
-    assert all(len(slots) > 5 for row in gone for slots in row)
+    assert all(len(slots) > 3 for row in gone for slots in row)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_everything_fetched_is_the_full_cache(kind):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "infinigen" else pytest.mark.slow) for n in POLICIES]
+    "name", [pytest.param(n, marks=() if n == "full" else pytest.mark.slow) for n in POLICIES]
 )
 def test_int4_rows_act_as_exact_rows_of_the_same_numbers(name):
     """Greedy generation; before each step, the other host cache gets what this one's rows mean.

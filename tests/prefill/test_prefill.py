@@ -104,6 +104,7 @@ def test_policies_decode_alike_after_chunks(name):
     assert tokens_of(chunked, LONG) == tokens_of(chosen, LONG)
 
 
+@pytest.mark.slow
 def test_opt_in_chunks():
     """Its table of positions ends before the padding does."""
     chunked = engine("opt", prefill_chunk=64)

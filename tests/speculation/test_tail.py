@@ -104,6 +104,7 @@ def test_the_sum_of_values_is_that_of_what_only_the_host_has(block):
         resident = resident.write(jnp.asarray(new), position, slots)
 
 
+@pytest.mark.slow
 def test_the_tail_is_empty_when_everything_is_fetched():
     with_tail = dataclasses.replace(ALL, tail=True)
     got, without = (finished(engine("one", policy, rows="int8")) for policy in (with_tail, ALL))
@@ -132,7 +133,7 @@ def test_a_tail_of_single_tokens_equals_the_full_cache(name):
     )
 
 
-@pytest.mark.parametrize("query", ["plain", "own"])
+@pytest.mark.parametrize("query", [pytest.param("plain", marks=pytest.mark.slow), "own"])
 def test_a_tail_of_single_tokens_is_the_full_cache_under_a_soft_cap(query):
     model = random_model("gemma2")
     config, rng = model.config, np.random.default_rng(4)
@@ -145,7 +146,9 @@ def test_a_tail_of_single_tokens_is_the_full_cache_under_a_soft_cap(query):
     assert np.abs(scores_of(dataclasses.replace(model, config=free), Full()) - full).max() > 0.01
 
 
-@pytest.mark.parametrize(("name", "policy"), [("gqa", TAILED), ("gemma2", ONE_MEAN)])
+@pytest.mark.parametrize(
+    ("name", "policy"), [("gqa", TAILED), pytest.param("gemma2", ONE_MEAN, marks=pytest.mark.slow)]
+)
 def test_the_mean_key_does_not_enter_a_tail_twice(name, policy):
     """Scores of centred keys, and the constant added at the end, are the scores as they were."""
     config = random_model(name).config
