@@ -1,5 +1,6 @@
 """One server for all tests of this folder that do not change it."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,15 +8,11 @@ import pytest
 from serving import Running, Served
 
 
-@pytest.fixture(scope="package")
-def shallow(shallow_folder: Path) -> Iterator[None]:
-    """Replace the embedded models by shallow ones as long as the server runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("infinigen_jax.loading.load.EMBEDDED_FOLDER", shallow_folder)
-        yield
-
-
-@pytest.fixture(scope="package")
-def served(shallow: None) -> Iterator[Served]:
-    with Running() as server:
+@pytest.fixture(scope="session")
+def served(shallow_folder: Path) -> Iterator[Served]:
+    with contextlib.ExitStack() as stack:
+        # Undone when the model is loaded: other tests of this process need the whole models.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("infinigen_jax.loading.load.EMBEDDED_FOLDER", shallow_folder)
+            server = stack.enter_context(Running())
         yield server
