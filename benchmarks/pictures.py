@@ -76,21 +76,6 @@ def speeds(result: dict[str, Any], path: Path) -> None:
     draw(path, [Panel("context, tokens", "tokens per second", lines)], title)
 
 
-def losses(result: dict[str, Any], path: Path) -> None:
-    """Draw the losses of a training, from its loss.json."""
-    names = {
-        "books": ("books, training", result["curve"]),
-        "answers": ("answers of retrieval tasks", result["curve"]),
-        "val": ("held-out books", result["validations"]),
-    }
-    lines = {
-        title: [(point["tokens"], point[name]) for point in points if name in point]
-        for name, (title, points) in names.items()
-    }
-    title = f"{result['size']}: {result['parameters']:,} parameters"
-    draw(path, [Panel("tokens", "nats per token", lines)], title)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser: argparse.ArgumentParser = Parser(
         prog="python -m benchmarks.pictures", description="Draw the documentation's pictures."
