@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from infinigen_jax.checkpoint.safetensors import countable, map_file, release_pages
 from infinigen_jax.errors import InputError, UnsupportedModelError
+from infinigen_jax.files.mapped import countable, map_file, release_pages
 
 VERSIONS = (2, 3)
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}

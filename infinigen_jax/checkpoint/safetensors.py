@@ -4,10 +4,9 @@
     n bytes   JSON: {"name": {"dtype": "F32", "shape": [..], "data_offsets": [begin, end]}, ...}
     the rest  the tensors, back to back, row major
 
-The reader maps the file, so a tensor costs memory only while it is in use. The writer emits the
-header first, because every shape is known beforehand, and then hashes and writes one tensor after
-another. Thus a conversion holds one tensor at a time. The `safetensors` package cannot do this: its
-`save_file` takes all tensors of a file.
+The `safetensors` package checks files, but copies each tensor that it reads, and writes a file from
+all of its tensors. Here a tensor costs memory only while it is in use: the reader maps the file,
+and the writer hashes and writes one tensor after another.
 """
 
 import hashlib
@@ -16,15 +15,16 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from infinigen_jax.errors import InputError
-from infinigen_jax.files.regular import open_regular
+from infinigen_jax.files.mapped import countable, map_file, release_pages
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -41,10 +41,6 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Parsed JSON takes up to twenty times its size. The header of 100,000 tensors has 12 MB.
-MAX_HEADER = 32 << 20
-MAX_DIMENSIONS, MAX_ELEMENTS = 32, 1 << 60  # below NumPy's limits
-
 _OTHER_FORMATS = {
     b"version https://git-lfs": "it is a Git LFS pointer: fetch the real file with `git lfs pull`",
     b"PK\x03\x04": "it is a zip archive, perhaps a torch file under a wrong name",
@@ -56,7 +52,7 @@ _OTHER_FORMATS = {
 
 
 class TensorInfo(NamedTuple):
-    """One header entry: NumPy dtype, shape, and byte range in the file."""
+    """NumPy dtype, shape, and byte range in the file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -74,7 +70,16 @@ class SafetensorsFile:
     def __init__(self, path: Path):
         self.path = path
         self._map = map_file(path)
-        self.tensors = self._parse()
+        try:
+            safe_open(path, "np")  # checks the whole header; its tensors would be copies
+        except MemoryError:
+            raise InputError(f"{path}: too large for the memory; free some") from None
+        except (SafetensorError, OSError) as error:
+            raise self._damaged(self._kind() or f"or truncated ({str(error)[:200]})") from None
+        (length,) = struct.unpack("<Q", self._map[:8])
+        header = json.loads(self._map[8 : 8 + length])
+        header.pop("__metadata__", None)
+        self.tensors = {name: self._info(name, entry, 8 + length) for name, entry in header.items()}
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor as a read-only view of the mapped file, in its stored dtype."""
@@ -93,56 +98,13 @@ class SafetensorsFile:
         """Bytes of the whole file."""
         return self._map
 
-    def _parse(self) -> dict[str, TensorInfo]:
-        size = len(self._map)
-        if size < 8:
-            raise self._damaged(f"it is {size} bytes long, so it is truncated")
-        (length,) = struct.unpack("<Q", self._map[:8])
-        if length > size - 8:
-            raise self._damaged(self._kind() or "its header is longer than the file: truncated")
-        if length > MAX_HEADER:
-            raise self._damaged(f"its header has {length:,} bytes, more than {MAX_HEADER:,}")
-        try:
-            header = json.loads(bytes(self._map[8 : 8 + length]).decode("utf-8"))
-        except (ValueError, RecursionError):
-            raise self._damaged("its header is not JSON") from None
-        if not isinstance(header, dict):
-            raise self._damaged("its header is not a JSON object")
-        header.pop("__metadata__", None)
-        tensors = {name: self._entry(name, entry, 8 + length) for name, entry in header.items()}
-        self._check_coverage(tensors, 8 + length, size)
-        return tensors
-
-    def _entry(self, name: str, entry: Any, start: int) -> TensorInfo:
-        try:
-            dtype_name, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            whole = all(type(n) is int and n >= 0 for n in [*shape, begin, end])
-        except (TypeError, KeyError, ValueError):
-            raise self._damaged(f"the header entry of {name} is malformed") from None
-        if not whole:
-            raise self._damaged(f"the header entry of {name} holds an invalid size")
-        if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
-            raise InputError(
-                f"{self.path}: {name} is stored as {dtype_name}, which is not supported"
-            )
-        dtype = DTYPES[dtype_name]
+    def _info(self, name: str, entry: Mapping[str, Any], start: int) -> TensorInfo:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if dtype not in DTYPES:
+            raise InputError(f"{self.path}: {name} is stored as {dtype}, which is not supported")
         if not countable(shape):
             raise self._damaged(f"{name} has an impossible shape")
-        if end - begin != math.prod(shape) * dtype.itemsize:
-            raise self._damaged(f"the offsets of {name} do not fit its shape {tuple(shape)}")
-        return TensorInfo(dtype, tuple(shape), start + begin, start + end)
-
-    def _check_coverage(self, tensors: Mapping[str, TensorInfo], start: int, size: int) -> None:
-        """Check that the tensors cover the file without overlap, gap or trailing bytes."""
-        position = start
-        for name, info in sorted(tensors.items(), key=lambda item: item[1][2:]):
-            if info.begin != position:
-                raise self._damaged(f"the data of {name} overlaps another tensor or leaves a hole")
-            position = info.end
-        if position > size:
-            raise self._damaged(f"it is {size} bytes long instead of {position}: truncated")
-        if position < size:
-            raise self._damaged(f"it has {size - position} bytes after its last tensor")
+        return TensorInfo(DTYPES[dtype], shape, start + begin, start + end)
 
     def _kind(self) -> str | None:
         start = bytes(self._map[:64])
@@ -150,36 +112,6 @@ class SafetensorsFile:
 
     def _damaged(self, why: str) -> InputError:
         return InputError(f"{self.path}: not a valid safetensors file, {why}; get it again")
-
-
-def countable(shape: Sequence[int]) -> bool:
-    """Return whether an array can have this shape, without computing a much larger number."""
-    if len(shape) > MAX_DIMENSIONS:
-        return False
-    count = 1
-    for size in shape:
-        count *= max(size, 1)  # empty arrays have strides too
-        if size < 0 or count > MAX_ELEMENTS:
-            return False
-    return True
-
-
-def map_file(path: Path) -> mmap.mmap | bytes:
-    """Map a file read-only. Return b"" for an empty file, which cannot be mapped."""
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return b""
-        try:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def release_pages(mapped: mmap.mmap | bytes, begin: int, end: int) -> None:
-    """Drop the pages of a mapped range, which count as memory of the process once they are read."""
-    if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        begin -= begin % mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 class SafetensorsWriter:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from infinigen_jax.checkpoint.safetensors import map_file
 from infinigen_jax.checkpoint.torch_pickle import Refused, Storage, TorchTensor, read_pickle
 from infinigen_jax.errors import InputError
+from infinigen_jax.files.mapped import map_file
 from infinigen_jax.files.regular import open_regular
 
 LARGEST_PICKLE = 32 << 20  # bytes; 100,000 tensors take 15 MB

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from infinigen_jax.checkpoint.safetensors import countable
+from infinigen_jax.files.mapped import countable
 
 STORAGES = {
     "DoubleStorage": np.dtype(np.float64),

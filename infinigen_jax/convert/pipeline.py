@@ -27,7 +27,7 @@ from infinigen_jax.checkpoint.manifest import (
     Manifest,
     file_record,
 )
-from infinigen_jax.checkpoint.safetensors import DTYPES, SafetensorsWriter, tensor_bytes
+from infinigen_jax.checkpoint.safetensors import SafetensorsWriter, tensor_bytes
 from infinigen_jax.checkpoint.source import (
     checked_source,
     content_files,
@@ -60,10 +60,7 @@ from infinigen_jax.skew.tail_moments import BlockMoments
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer, tokenizer_files
 from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
-WEIGHT_DTYPES = {
-    name: DTYPES[kind]
-    for name, kind in (("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16"))
-}
+WEIGHT_DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
 # Fields of config.json that would reveal a path of the machine that wrote it.
 PATHS = ("_name_or_path", "name_or_path")
 
