@@ -3,7 +3,7 @@
     python -m benchmarks.conversion --model F --json benchmarks/results/conversion-cpu.json
 
 The model is converted by a process of its own with an empty cache. The layer has random weights
-and a preceding layer, whose neurons its query sees. Processor seconds hardly depend on what else
+and a preceding layer. Processor seconds hardly depend on what else
 the machine does; wall seconds do.
 """
 
@@ -24,11 +24,10 @@ import numpy as np
 from benchmarks.machine import describe
 from benchmarks.shapes import SHAPES
 from infinigen_jax.convert.calibrate import DEFAULT_TOKENS, CalibrationTokens, Calibrator
-from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SOURCE
+from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.convert.pipeline import blas_threads
 from infinigen_jax.models import config_from_hf
 from infinigen_jax.models.base import random_params
-from infinigen_jax.skew.neurons import number_of
 
 
 def convert(model: Path) -> dict[str, float]:
@@ -55,8 +54,7 @@ def layer(shape: str) -> dict[str, float]:
     params = random_params(config, jnp.float32)
     ids = np.random.default_rng(0).integers(0, 256, (1, DEFAULT_TOKENS)).astype(np.int32)
     tokens = CalibrationTokens(ids, np.ones_like(ids, bool), "")
-    neurons = number_of(config, DEFAULT_NEURONS)
-    calibrator = Calibrator(config, tokens, params["embedding"], DEFAULT_SOURCE, neurons)
+    calibrator = Calibrator(config, tokens, params["embedding"], DEFAULT_SOURCE)
     record: dict[str, float] = {}
     for _ in range(2):
         start = time.perf_counter(), time.process_time()

@@ -5,7 +5,7 @@ every token, and consecutive tokens would select different rows. In trained mode
 queries and keys carry most of a score, and few tokens hold most of the weight. These tokens mostly
 stay the same from step to step, because a few outlier channels give all queries a common part.
 `peaked_model` plants only these properties; the text it writes and the accuracy of its speculation
-are meaningless. It has the corrected query of a default conversion, a projection and neurons
+are meaningless. It has the corrected query of a default conversion, a projection
 applied to the state after resident attention, so a step costs the same as with a real model.
 """
 
@@ -19,12 +19,11 @@ import numpy as np
 
 from infinigen_jax.checkpoint.skew_file import Ahead
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
-from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SOURCE
+from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.loading.load import Basis, Model
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf
 from infinigen_jax.skew.basis import svd_basis
-from infinigen_jax.skew.neurons import gated, number_of, picked, projection_shapes
 
 # Deviation of attention logits over tokens; plain random weights have 1. With 3.0 about 4 % of 2048
 # tokens are within 4 of the best one; the paper fetches 3.6 % there.
@@ -127,28 +126,18 @@ def peaked_model(shape: Shape, positions: int, dtype: str, seed: int = 0) -> Mod
         sparse_loss=losses[:, :, BUDGETS.index(BUDGET)],
         tail_moments=blocks,
         ahead=tuple(
-            Ahead(_projection_ahead(config, params["layers"], layer), basis)
-            for layer, basis in enumerate(bases)
+            Ahead(_projection_ahead(config, layer), basis)
+            for layer, basis in zip(layers, bases, strict=True)
         ),
         speculate_from=DEFAULT_SOURCE,
     )
 
 
-def _projection_ahead(config: ModelConfig, layers: list[Params], layer: int) -> Params:
-    """Return a layer's query projection, with neurons of the previous layer that add nothing.
-
-    All norms are equal, so the neurons see the input of their MLP.
-    """
-    query, count = layers[layer]["q"], number_of(config, DEFAULT_NEURONS)
-    shapes = projection_shapes(config, layer, count)
-    dtype = query["kernel"].dtype
-    arrays = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
-    arrays |= {name: np.asarray(part) for name, part in query.items()}
-    if "inner_kernel" in shapes:
-        previous = layers[layer - 1]
-        inner = previous["gate_up"] if gated(config) else previous["up"]
-        arrays["inner_kernel"] = np.asarray(picked(config, inner["kernel"], np.arange(count)))
-    return arrays
+def _projection_ahead(config: ModelConfig, layer: Params) -> Params:
+    """Return a layer's own query projection, with a bias."""
+    kernel = np.asarray(layer["q"]["kernel"])
+    bias = np.zeros(config.query_width, kernel.dtype)
+    return {"kernel": kernel, "bias": np.asarray(layer["q"].get("bias", bias))}
 
 
 def prompt(config: ModelConfig, tokens: int, seed: int = 1) -> list[int]:

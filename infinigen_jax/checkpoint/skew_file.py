@@ -12,7 +12,6 @@ from infinigen_jax.checkpoint.manifest import AGAIN, AHEAD_FILE, SKEW_FILE, Mani
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import ModelConfig, Params
-from infinigen_jax.skew.neurons import projection_shapes
 
 TAIL_MOMENTS = ("tail_keys", "tail_values")  # `Model.tail_moments`
 DTYPES = ("float32", "bfloat16", "float16")
@@ -32,8 +31,8 @@ class Ahead(NamedTuple):
     """Projection that speculates a layer's query one layer earlier, corrected on calibration text.
 
     Attributes:
-        projection: {"kernel" [e, h*d], "bias" [h*d]} in place of W_Q and its bias, plus the arrays
-            of `skew.neurons`. Not on the device until a policy asks for it.
+        projection: {"kernel" [e, h*d], "bias" [h*d]} in place of W_Q and its bias. Not on the
+            device until a policy asks for it.
         basis: balanced basis for this query; query @ key.T is close to I.
     """
 
@@ -119,20 +118,19 @@ def _ascending(shares: np.ndarray) -> bool:
 def _read_projections(path: Path, config: ModelConfig) -> list[Params]:
     """Return the corrected query projections as views of the mapped file."""
     file = SafetensorsFile(path)
-    neurons = neurons_in(file)
+    if any(name.endswith(".outer") for name in file.tensors):  # written by earlier releases
+        raise InputError(f"{path}: its queries see neurons of an MLP, which are not read; {AGAIN}")
     projections = []
     for i in range(config.num_layers):
-        shapes = projection_shapes(config, i, neurons)
-        for name, shape in shapes.items():
+        for name, shape in projection_shapes(config).items():
             _check_tensor(file, f"layers.{i}.{name}", shape, DTYPES)
-        projections.append({name: file.read(f"layers.{i}.{name}") for name in shapes})
+        projections.append({n: file.read(f"layers.{i}.{n}") for n in projection_shapes(config)})
     return projections
 
 
-def neurons_in(file: SafetensorsFile) -> int:
-    """Return how many neurons the queries of AHEAD_FILE see; 0 for older conversions."""
-    outer = file.tensors.get("layers.1.outer")
-    return outer.shape[0] if outer is not None and len(outer.shape) == 2 else 0
+def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's corrected query projection."""
+    return {"kernel": (config.hidden_size, config.query_width), "bias": (config.query_width,)}
 
 
 def _check_tensor(

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SKEW
+from infinigen_jax.convert.defaults import DEFAULT_SKEW
 
 __all__ = ["convert", "progress_bar"]
 
@@ -20,7 +20,6 @@ def convert(
     dtype: str | None = None,
     skew: str = DEFAULT_SKEW,
     speculate_from: str | None = None,
-    neurons: float = DEFAULT_NEURONS,
     force: bool = False,
     revision: str | None = None,
     sidecar: bool = False,
@@ -44,8 +43,6 @@ def convert(
         speculate_from: hidden state of the previous layer that the corrected query is computed
             from: "input", its attention input, or "resident", the hidden state after attention to
             sinks and recent tokens alone. The default is "resident" with skew "balanced".
-        neurons: neurons of the previous layer's MLP that the corrected query also sees, as a share
-            of its width; 0 for none.
         force: replace an earlier conversion at the destination once the new one is complete.
         revision: branch, tag or commit of a model on the hub.
         sidecar: leave out weights that the conversion does not change, for a caller that has the
@@ -69,7 +66,6 @@ def convert(
         dtype=dtype,
         skew=skew,
         speculate_from=speculate_from,
-        neurons=neurons,
         force=force,
         sidecar=sidecar,
         progress=progress,

@@ -3,10 +3,9 @@
 import argparse
 import sys
 
-from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SOURCE
+from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.messages import Messages
-from infinigen_jax.numeric import number
 
 
 def build_parser() -> Parser:
@@ -42,14 +41,6 @@ def build_parser() -> Parser:
         f"(default: {DEFAULT_SOURCE})",
     )
     parser.add_argument(
-        "--neurons",
-        type=number(0, 1),
-        default=DEFAULT_NEURONS,
-        metavar="SHARE",
-        help="share of the MLP's neurons that the corrected query also sees; 0: none "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
         "--force", action="store_true", help="replace an earlier conversion at DESTINATION"
     )
     return parser
@@ -76,7 +67,6 @@ def _convert(arguments: argparse.Namespace) -> None:
             dtype=arguments.dtype,
             skew=arguments.skew,
             speculate_from=arguments.speculate_from,
-            neurons=arguments.neurons,
             force=arguments.force,
             revision=arguments.revision,
             progress=progress,

@@ -23,11 +23,10 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.models.forward import causal_attention
 from infinigen_jax.skew.basis import GuessMoments, Moments, guess_moments
-from infinigen_jax.skew.neurons import Mlp, activations
 from infinigen_jax.skew.positions import offsets, spread_blocks, spread_guess, spread_moments
 from infinigen_jax.skew.query_correction import corrected_projection
 from infinigen_jax.skew.tail_moments import BlockMoments, block_products
-from infinigen_jax.speculation.query import projected_query
+from infinigen_jax.speculation.query import projected
 from infinigen_jax.text.tokenizer import Tokenizer
 
 DEFAULT_TEXT = Path(__file__).parent / "calibration.txt"
@@ -121,12 +120,10 @@ class Before(NamedTuple):
     Attributes:
         input: input of its attention.
         source: substitute for the next layer's input, see `_step`.
-        mlp: its MLP.
     """
 
     input: Float[Array, "w s e"]
     source: Float[Array, "w s e"]
-    mlp: Mlp
 
 
 class Calibrator:
@@ -141,7 +138,6 @@ class Calibrator:
         embedding: the embedding's parameters, float32.
         speculate_from: hidden state that the next layer's query is computed from, one of
             `settings.policy.SOURCES`; None if neither `ahead` nor `loss` will be called.
-        neurons: number of the previous layer's neurons that the query also sees.
     """
 
     def __init__(
@@ -150,15 +146,12 @@ class Calibrator:
         tokens: CalibrationTokens,
         embedding: Params,
         speculate_from: str | None = None,
-        neurons: int = 0,
     ):
         self._config = config
         self._count = tokens.count
         self._source = speculate_from
         self._layers_done = 0
-        self._neurons = neurons
         self._before: Before | None = None
-        self._neuron_params: Params = {}  # neurons that a query of this layer sees
         self._attention_input: Array | None = None  # this layer's attention input
         self._stand_in: Array | None = None  # its substitute
         self._attended: tuple[Array, ...] | None = None  # hidden states, queries, keys, values
@@ -198,8 +191,7 @@ class Calibrator:
                 self._input = attention_input if before is None else before.input
                 if before is not None:
                     self._stand_in = _normed(self._config, params, before.source)
-            self._neuron_params = self._chosen(params)
-            self._before = Before(attention_input, source, Mlp(params))
+            self._before = Before(attention_input, source)
         # Summed over windows on the host, in float64.
         query_gram, key_gram, key_sum, *blocks = (
             np.asarray(s, np.float64).sum(axis=0) for s in sums
@@ -224,29 +216,23 @@ class Calibrator:
         The first layer speculates from its own input, so its query is the true one.
 
         Returns:
-            The corrected projection, float32, see `skew.neurons.projected`, and the moments of its
-            queries, scaled, rotated and extended to all positions as in `layer`.
+            The corrected projection {"kernel", "bias"}, float32, and the moments of its queries,
+            scaled, rotated and extended to all positions as in `layer`.
         """
         config, valid = self._config, np.asarray(self._valid)
         assert self._stand_in is not None and self._attended is not None
         sources = [self._stand_in] if self._input is None else [self._stand_in, self._input]
         stand_ins = [np.asarray(source)[valid] for source in sources]
-        hidden: list[Array | None] = [None, None]  # only the first sees neurons
-        if self._neuron_params:
-            with jax.default_matmul_precision("highest"):
-                hidden[0] = activations(config, self._neuron_params, jnp.asarray(stand_ins[0]))
 
-        def fit(stand_in: np.ndarray, hidden: Array | None) -> Params:
+        def fit(stand_in: np.ndarray) -> Params:
             target, query = np.asarray(self._attention_input)[valid], params["q"]
-            fitted = corrected_projection(
-                stand_in, target, query["kernel"], query.get("bias"), hidden
-            )
-            arrays = {"kernel": fitted.kernel, "bias": fitted.bias, "outer": fitted.outer}
-            return {n: jnp.asarray(x, jnp.float32) for n, x in arrays.items() if x is not None}
+            fitted = corrected_projection(stand_in, target, query["kernel"], query.get("bias"))
+            arrays = {"kernel": fitted.kernel, "bias": fitted.bias}
+            return {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            projections = list(pool.map(fit, stand_ins, hidden))
-        projection = projections[0] = projections[0] | self._neuron_params
+            projections = list(pool.map(fit, stand_ins))
+        projection = projections[0]
         self._guesses = tuple(
             self._guess(params, projection, source)
             for projection, source in zip(projections, sources, strict=True)
@@ -287,17 +273,6 @@ class Calibrator:
         """Number of positions where the text can start, see `skew.positions`."""
         return offsets(self._rope, self._config.max_positions, self._valid.shape[1])
 
-    def _chosen(self, params: Params) -> Params:
-        """Return the previous layer's neurons that a query of this layer sees."""
-        if not self._neurons or self._before is None:
-            return {}
-        mlp, norm = self._before.mlp, params["attention_norm"]
-        whole = mlp.under(mlp.attention_norm if self._source == "input" else norm)
-        query = norm["scale"][:, None] * params["q"]["kernel"]
-        assert self._stand_in is not None
-        valid = self._valid.astype(jnp.float32)
-        return mlp.chosen(self._config, whole, self._stand_in, valid, query, self._neurons)
-
     def _guess(
         self, params: Params, projection: Params, stand_in: Float[Array, "w s e"]
     ) -> Float[Array, "w s h d"]:
@@ -322,9 +297,8 @@ def _projected(
     windows, length, _ = inputs.shape
     positions = jnp.broadcast_to(jnp.arange(length), (windows, length))
     layer = blueprint(config, jnp.float32).layer(params)
-    return projected_query(
-        config, layer, projection, inputs, positions, jnp.full_like(positions, length)
-    )
+    lengths = jnp.full_like(positions, length)
+    return layer.finish_query(projected(projection, inputs), positions, lengths)
 
 
 Products = Float[Array, "w k d d"]

@@ -28,6 +28,7 @@ from infinigen_jax.checkpoint.manifest import (
     file_record,
 )
 from infinigen_jax.checkpoint.safetensors import SafetensorsWriter, tensor_bytes
+from infinigen_jax.checkpoint.skew_file import projection_shapes
 from infinigen_jax.checkpoint.source import (
     checked_source,
     content_files,
@@ -52,10 +53,9 @@ from infinigen_jax.files.atomic import copy_file, link_or_copy, staged, write_te
 from infinigen_jax.files.regular import expanded, open_regular
 from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.models import ModelConfig, Params, blueprint
-from infinigen_jax.numeric import check_value, listed, number
+from infinigen_jax.numeric import listed
 from infinigen_jax.settings.policy import SOURCES
 from infinigen_jax.skew.basis import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
-from infinigen_jax.skew.neurons import number_of, projection_shapes
 from infinigen_jax.skew.tail_moments import BlockMoments
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer, tokenizer_files
 from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -73,7 +73,6 @@ def run(
     dtype: str | None,
     skew: str,
     speculate_from: str | None,
-    neurons: float,
     force: bool,
     progress: Callable[[int, int], None] | None,
     sidecar: bool = False,
@@ -90,7 +89,6 @@ def run(
         speculate_from = DEFAULT_SOURCE if skew == "balanced" else "input"
     if speculate_from not in SOURCES:
         raise ParameterError("speculate_from", f"use {listed(SOURCES)}", speculate_from)
-    check_value("neurons", neurons, number(0, 1))
     if speculate_from != "input" and skew != "balanced":
         raise ParameterError(
             "speculate_from",
@@ -104,16 +102,15 @@ def run(
     stored = _weight_dtype(dtype, sources)
     copied = _side_files(folder)
     start_backend()
-    neuron_count = number_of(config, neurons) if skew == "balanced" else 0
     absorbs = _absorbs(skew, config)
     linked = [] if sidecar or absorbs else _unchanged_files(folder, sources, dtype)
     own = absorbs or not (sidecar or linked)
     weights = sources if own else {}
-    check_space(target, _needed(config, weights, stored, copied, skew, neuron_count))
+    check_space(target, _needed(config, weights, stored, copied, skew))
     tokens = _tokens(calibration, folder, config) if skew != "none" else None
     # Another process may have written the destination while this one waited for the lock.
     with blas_threads(), staged(target, lambda: check_destination(folder, target, force)) as out:
-        job = _Job(config, sources, stored, skew, speculate_from, neuron_count, tokens)
+        job = _Job(config, sources, stored, skew, speculate_from, tokens)
         files = job.write_weights(out, progress or (lambda done, total: None), own)
         files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(_config(hf, stored), indent=2) + "\n")
@@ -154,11 +151,10 @@ class _Job:
         dtype: np.dtype,
         skew: str,
         source: str,
-        neurons: int,
         tokens: CalibrationTokens | None,
     ):
         self.config, self.sources, self.dtype, self.skew = config, sources, dtype, skew
-        self.source, self.neurons, self.tokens = source, neurons, tokens
+        self.source, self.tokens = source, tokens
         self.plan = blueprint(config, jnp.float32)
         self.slots = expected(self.plan)
         self.absorbs = _absorbs(skew, config)
@@ -194,7 +190,7 @@ class _Job:
                 if own:
                     self._add(files[SAFETENSORS], slots, extra if self.absorbs else None)
                 if AHEAD_FILE in files:
-                    for name in projection_shapes(self.config, done, self.neurons):
+                    for name in projection_shapes(self.config):
                         tensor = np.asarray(extra[name]).astype(self.dtype)
                         files[AHEAD_FILE].add(f"layers.{done}.{name}", tensor)
                 self._release(slots)
@@ -216,7 +212,7 @@ class _Job:
         return {
             f"layers.{i}.{name}": (self.dtype, shape)
             for i in range(self.config.num_layers)
-            for name, shape in projection_shapes(self.config, i, self.neurons).items()
+            for name, shape in projection_shapes(self.config).items()
         }
 
     def write_skew(self, out: Path) -> dict[str, Any]:
@@ -247,7 +243,7 @@ class _Job:
             tensor = tensor[used] if module == "tokens" else tensor
             params.setdefault(module, {})[name] = jnp.asarray(tensor.astype(np.float32))
         tokens = self.tokens._replace(ids=ids.reshape(self.tokens.ids.shape).astype(np.int32))
-        return Calibrator(self.config, tokens, params, self.source, self.neurons)
+        return Calibrator(self.config, tokens, params, self.source)
 
     def _calibrate(self, calibrator: Calibrator | None, number: int) -> Any:
         """Run a layer and keep its statistics.
@@ -401,7 +397,6 @@ def _needed(
     dtype: np.dtype,
     copied: Mapping[str, Path | str],
     skew: str,
-    neurons: int,
 ) -> int:
     """Return the bytes that the destination will take, with room for headers."""
     weights = sum(tensor_bytes(dtype, tensor.shape) for tensor in sources.values())
@@ -410,9 +405,8 @@ def _needed(
     bases = 4 * heads * (matrices * size * size + 2 * size)
     bases += 8 * config.num_layers * (1 + len(BUDGETS)) + 4 * len(BUDGETS)
     if skew == "balanced":
-        for layer in range(config.num_layers):
-            for shape in projection_shapes(config, layer, neurons).values():
-                bases += tensor_bytes(dtype, shape)
+        shapes = projection_shapes(config).values()
+        bases += config.num_layers * sum(tensor_bytes(dtype, shape) for shape in shapes)
     copies = sum(_size(content) for content in copied.values())
     return weights + bases + copies + 200 * len(sources)
 

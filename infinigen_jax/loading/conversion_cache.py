@@ -29,7 +29,7 @@ from infinigen_jax.files.user_cache import cache_root
 
 # Increases when conversions measure more, which invalidates cached conversions. Folders that the
 # user converted stay valid.
-REVISION = 3
+REVISION = 4
 LIMIT = 64 << 30  # bytes of conversions, excluding those in use
 HASHES = "hashes.json"
 LARGE = 16 << 20  # bytes of the smallest file whose hash is remembered

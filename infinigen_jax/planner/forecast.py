@@ -14,9 +14,9 @@ import numpy as np
 
 from infinigen_jax.checkpoint.manifest import AHEAD_FILE, MANIFEST_FILE, SKEW_FILE, read_manifest
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
-from infinigen_jax.checkpoint.skew_file import Ahead, Basis, neurons_in, predicts, read_loss
+from infinigen_jax.checkpoint.skew_file import Ahead, Basis, predicts, projection_shapes, read_loss
 from infinigen_jax.cli.options import given, make_engine
-from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SKEW, DEFAULT_SOURCE
+from infinigen_jax.convert.defaults import DEFAULT_SKEW, DEFAULT_SOURCE
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.memory_plan import MemoryPlan, plan_memory
@@ -31,7 +31,6 @@ from infinigen_jax.policies import Policy
 from infinigen_jax.prefill.prefill import chunk_for
 from infinigen_jax.settings.engine import EngineOptions
 from infinigen_jax.settings.setting import options_of
-from infinigen_jax.skew.neurons import number_of, projection_shapes
 from infinigen_jax.transfer.cuda import CudaTransfer
 from infinigen_jax.transfer.host_weights import in_host_memory
 from infinigen_jax.transfer.xla import XlaTransfer
@@ -122,7 +121,6 @@ class Conversion(NamedTuple):
         losses: fields of `Model` with losses of sparse attention.
         speculate_from: hidden state that the corrected query is computed from.
         predicts: whether it has the moments that predict a tail's values.
-        neurons: number of neurons that the corrected query sees.
     """
 
     skew: str
@@ -130,7 +128,6 @@ class Conversion(NamedTuple):
     losses: Mapping[str, np.ndarray] = types.MappingProxyType({})
     speculate_from: str = "input"
     predicts: bool = True
-    neurons: int = 0
 
 
 class Planner:
@@ -265,29 +262,21 @@ def model_shapes(config: ModelConfig, dtype: jnp.dtype, conversion: Conversion) 
     shape = jax.ShapeDtypeStruct
     square: Any = shape((config.num_kv_heads, config.head_dim, config.head_dim), jnp.float32)
     pairs = tuple(Basis(square, square) for _ in range(count))
-    skew, corrected, neurons = conversion.skew, conversion.corrected, conversion.neurons
-    projections = [
-        {name: shape(size, dtype) for name, size in projection_shapes(config, i, neurons).items()}
-        for i in range(count)
-    ]
+    skew, corrected = conversion.skew, conversion.corrected
+    projection = {name: shape(size, dtype) for name, size in projection_shapes(config).items()}
     absorbed = skew == "none" or (skew == "svd" and config.rope is None)
     return {
         "params": {"embedding": plan.embedding_shapes, "layers": [plan.layer_shapes] * count},
         "bases": (None,) * count if absorbed else pairs,
         "svd_bases": pairs if corrected else None,
-        "ahead": tuple(map(Ahead, projections, pairs)) if corrected else None,
+        "ahead": tuple(Ahead(projection, pair) for pair in pairs) if corrected else None,
     }
 
 
 def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
     """Return the properties of a folder's conversion, or those of a default conversion."""
     if not (folder / MANIFEST_FILE).exists():
-        return Conversion(
-            DEFAULT_SKEW,
-            DEFAULT_SKEW == "balanced",
-            speculate_from=DEFAULT_SOURCE,
-            neurons=number_of(config, DEFAULT_NEURONS),
-        )
+        return Conversion(DEFAULT_SKEW, DEFAULT_SKEW == "balanced", speculate_from=DEFAULT_SOURCE)
     manifest = read_manifest(folder)
     file = SafetensorsFile(folder / SKEW_FILE)
     return Conversion(
@@ -296,7 +285,6 @@ def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
         read_loss(file, config),
         manifest.speculate_from,
         predicts(file),
-        neurons_in(SafetensorsFile(folder / AHEAD_FILE)) if AHEAD_FILE in manifest.files else 0,
     )
 
 

@@ -31,13 +31,11 @@ class Projection(NamedTuple):
         kernel: [e, c].
         bias: [c].
         ridge: selected one of RIDGES; `inf` keeps the layer's own kernel.
-        outer: [r, c], weights of the neurons' activations; None without neurons.
     """
 
     kernel: np.ndarray
     bias: np.ndarray
     ridge: float
-    outer: np.ndarray | None = None
 
 
 def corrected_projection(
@@ -45,7 +43,6 @@ def corrected_projection(
     targets: Float[Matrix, "n e"],
     kernel: Float[Matrix, "e c"],
     bias: Float[Matrix, " c"] | None = None,
-    neurons: Float[Matrix, "n r"] | None = None,
 ) -> Projection:
     """Fit the projection of `inputs` that best approximates the layer's projection of `targets`.
 
@@ -53,23 +50,13 @@ def corrected_projection(
         inputs: inputs at run time: an earlier layer's normalised input, for n calibration tokens.
         targets: the layer's own inputs, which the projection was trained for.
         kernel, bias: the layer's W_Q and its bias.
-        neurons: activations of additional neurons, see `skew.neurons`.
     """
     x, y, w = (np.asarray(m, np.float64) for m in (inputs, targets, kernel))
     missing = (y - x) @ w
-    unit, width = 1.0, x.shape[1]
-    if neurons is not None:
-        h = np.asarray(neurons, np.float64)
-        # Scaled to the inputs' variance, so that a ridge affects both equally; neurons that vary
-        # most are shrunk least.
-        variances = np.mean(np.var(x, axis=0)), np.mean(np.var(h, axis=0))
-        unit = np.sqrt(variances[0] / variances[1]) if min(variances) > 0 else 0.0
-        x = np.concatenate([x, h * unit], axis=1)
     ridge = _best_ridge(x, missing)
     slope, intercept = _Regression(x, missing).affine(ridge)
     offset = np.zeros(w.shape[1]) if bias is None else np.asarray(bias, np.float64)
-    outer = None if neurons is None else slope[width:] * unit
-    return Projection(w + slope[:width], offset + intercept, float(ridge), outer)
+    return Projection(w + slope, offset + intercept, float(ridge))
 
 
 def _best_ridge(x: Float[np.ndarray, "n e"], y: Float[np.ndarray, "n c"]) -> float:

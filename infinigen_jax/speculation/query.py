@@ -12,8 +12,7 @@ Three options are not in the paper; a conversion prepares the second and the thi
   normalised with layer l+1's parameters. It waits for no rows, so the transfer for layer l+1 still
   overlaps with all of layer l except the projections.
 - A balanced basis (`skew.basis`).
-- A query corrected on calibration text (`skew.query_correction`), which may use some neurons of
-  layer l's MLP (`skew.neurons`).
+- A query corrected on calibration text (`skew.query_correction`).
 """
 
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from infinigen_jax.errors import ParameterError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
 from infinigen_jax.models.packed import split
 from infinigen_jax.ops.attention import soft_capped
-from infinigen_jax.skew.neurons import INNER, projected
 
 if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
@@ -104,8 +102,7 @@ def speculation_weights(
     [e, h*r], "bias" [h*r]}, and {"key" [k, d, r]} unless the cached keys already are in the basis.
     With rotary positions the basis follows the rotation: {"query" [k, d, r], "key" [k, d, r]};
     empty if the keys' own leading columns are used. A corrected query's projection replaces the
-    layer's: {"ahead": {"kernel" [e, h*d], "bias" [h*d]}}, in either form with its arrays of
-    `skew.neurons`.
+    layer's: {"ahead": {"kernel" [e, h*d], "bias" [h*d]}}.
 
     Args:
         model: converted model.
@@ -173,16 +170,10 @@ def _inverse(basis: Float[Array, "k d r"]) -> Float[Array, "k r d"]:
     return jnp.where(significant, inverse.mT / jnp.where(significant, length, 1.0), 0.0).mT
 
 
-def projected_query(
-    config: ModelConfig,
-    layer: Layer,
-    projection: Params,
-    a: Float[Array, "*b e"],
-    positions: Int[Array, "*b"],
-    lengths: Int[Array, "*b"] | None = None,
-) -> Float[Array, "*b h d"]:
-    """Return `Layer.query` with another projection of another input, see `neurons.projected`."""
-    return layer.finish_query(projected(config, projection, a), positions, lengths)
+def projected(projection: Params, a: Float[Array, "*b e"]) -> Float[Array, "*b c"]:
+    """Return a projection {"kernel" [e, c], "bias" [c]} of an approximate attention input."""
+    q = a @ projection["kernel"]
+    return q + jnp.broadcast_to(projection["bias"], q.shape) if "bias" in projection else q
 
 
 def _partial_projection(config: ModelConfig, q: Params, basis: Any, columns: int) -> Params:
@@ -197,7 +188,7 @@ def _partial_projection(config: ModelConfig, q: Params, basis: Any, columns: int
             heads = jnp.einsum("...kgd,kdr->...kgr", heads, basis.query[..., :columns])
         return heads.reshape(*x.shape[:-1], -1).astype(x.dtype)
 
-    return {name: x if name in INNER else restrict(x) for name, x in q.items()}
+    return {name: restrict(x) for name, x in q.items()}
 
 
 def speculate_query(
@@ -219,10 +210,10 @@ def speculate_query(
         columns: columns r of the index.
     """
     if "kernel" in weights:
-        q = projected(config, weights, a)
+        q = projected(weights, a)
         return q.reshape(a.shape[0], config.num_kv_heads, config.group_size, columns)
     if "ahead" in weights:
-        q = projected_query(config, layer, weights["ahead"], a, positions)
+        q = layer.finish_query(projected(weights["ahead"], a), positions)
     else:
         q = layer.query(a, positions)
     q = config.grouped(q)

@@ -16,12 +16,12 @@ from benchmarks.measure import turns
 from benchmarks.physics import Memory, resident_traffic, traffic_of
 from benchmarks.systems import MARGIN, settings
 from benchmarks.waves import Bench, needs_of, waves_of
-from infinigen_jax.convert.defaults import DEFAULT_NEURONS, DEFAULT_SOURCE
+from infinigen_jax.checkpoint.skew_file import projection_shapes
+from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.models import blueprint
 from infinigen_jax.planner import bandwidths
 from infinigen_jax.policies import InfiniGen
-from infinigen_jax.skew.neurons import number_of, projection_shapes
 
 CONTEXT = 96
 SYSTEMS = [
@@ -251,9 +251,9 @@ def test_infinigen_with_other_settings_is_a_system_of_its_own(capsys):
 @pytest.mark.parametrize("name", ["toy", "toy-opt"])
 def test_a_random_model_has_what_a_conversion_gives_a_query_ahead(name):
     model = model_of(name)
-    with_neurons = projection_shapes(model.config, 1, number_of(model.config, DEFAULT_NEURONS))
-    assert model.ahead is not None and "outer" in with_neurons
-    assert {n: x.shape for n, x in model.ahead[1].projection.items()} == with_neurons
+    assert model.ahead is not None
+    shapes = projection_shapes(model.config)
+    assert {n: x.shape for n, x in model.ahead[1].projection.items()} == shapes
 
 
 @pytest.mark.bench

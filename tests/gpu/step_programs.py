@@ -20,6 +20,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from infinigen_jax import cuda
 from infinigen_jax.cache.cache import Cache, HostLayer
 from infinigen_jax.cache.host_array import Placement, default_mesh
+from infinigen_jax.checkpoint.skew_file import projection_shapes
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.pool_flush import start_kept
 from infinigen_jax.decode.state import (
@@ -41,12 +42,10 @@ from infinigen_jax.prefill import cudnn_attention as fused_attention
 from infinigen_jax.prefill.compiled import prefill_steps
 from infinigen_jax.selection.select import Request
 from infinigen_jax.settings.pool import Pool
-from infinigen_jax.skew.neurons import projection_shapes
 from infinigen_jax.transfer import Transfer, XlaTransfer
 from infinigen_jax.transfer.host_weights import in_host_memory, placement
 
 LAYERS, DENSE, BATCH, CAPACITY, PROMPT = 6, 2, 2, 8192, 128
-NEURONS = 64  # that a query ahead sees
 DTYPE = jnp.dtype(jnp.bfloat16)
 CONFIG = ModelConfig(
     family="llama",
@@ -141,16 +140,13 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights
     }
     square = jnp.zeros((CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.head_dim), jnp.float32)
     basis = Basis(square, square)
-    projections = [
-        {n: np.zeros(s, np.float32) for n, s in projection_shapes(CONFIG, i, NEURONS).items()}
-        for i in range(LAYERS)
-    ]
+    projection = {n: np.zeros(s, np.float32) for n, s in projection_shapes(CONFIG).items()}
 
     def prepare(params: Any) -> Any:
         model = Model.from_params(config, params, DTYPE, bases=[basis] * LAYERS, skew="balanced")
         model = dataclasses.replace(
             model,
-            ahead=tuple(Ahead(projection, basis) for projection in projections),
+            ahead=(Ahead(projection, basis),) * LAYERS,
             key_mean=np.zeros((LAYERS, *square.shape[:2]), np.float32),
         )
         return tuple(POLICY.prepare(model, i) for i in decoder(config=config).on_host)

@@ -118,8 +118,8 @@ def test_behind_what_is_resident_dense_layers_are_told_by_the_input(tiny: Any, t
     ids = np.random.default_rng(0).integers(3, 96, (1, 400)).astype(np.int32)
     text = CalibrationTokens(ids, np.ones_like(ids, bool), "")
     found: dict[str, list[np.ndarray]] = {}
-    for source, neurons in (("resident", 16), ("input", 0)):
-        calibrator = Calibrator(model.config, text, model.params["embedding"], source, neurons)
+    for source in ("resident", "input"):
+        calibrator = Calibrator(model.config, text, model.params["embedding"], source)
         for params in model.params["layers"]:
             calibrator.layer(params)
             calibrator.ahead(params)
