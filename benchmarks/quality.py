@@ -101,12 +101,6 @@ NEEDLES = (
     *("--dense-layers", "0", "--budget", "0.02", "0.05", "0.1", "--policy"),
     *("full", "infinigen", "quest", "h2o", "window", "previous-query", "oracle"),
 )
-# Inputs of a corrected query, other than the default.
-SEEN = {
-    "input": ("--speculate-from", "input"),
-    "no-neurons": ("--neurons", "0"),
-    "input-no-neurons": ("--speculate-from", "input", "--neurons", "0"),
-}
 EXPERIMENTS = {
     "perplexity": _perplexity(*BUDGETS, "--policy", *POLICIES),
     "perplexity-tail": _perplexity(
@@ -151,19 +145,10 @@ EXPERIMENTS = {
         )
         for layers in range(3)
     },
-    **{
-        f"perplexity-{name}": _perplexity(
-            *(*BUDGETS, "--policy", "full", CORRECTED), conversion=conversion
-        )
-        for name, conversion in SEEN.items()
-    },
-    "recall": Experiment(("infinigen_jax.evaluate", "recall"), (*RECALL, "--policy", *POLICIES)),
-    "recall-no-neurons": Experiment(
-        ("infinigen_jax.evaluate", "recall"),
-        (*RECALL, "--policy", "full", CORRECTED),
-        models=("books-llama",),
-        conversion=SEEN["no-neurons"],
+    "perplexity-input": _perplexity(
+        *(*BUDGETS, "--policy", "full", CORRECTED), conversion=("--speculate-from", "input")
     ),
+    "recall": Experiment(("infinigen_jax.evaluate", "recall"), (*RECALL, "--policy", *POLICIES)),
     "retrieval": _retrieval(None, *NEEDLES),
     "retrieval-haystack": _retrieval("--haystack", *NEEDLES),
     "retrieval-dense": _retrieval(

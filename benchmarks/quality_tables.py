@@ -66,10 +66,8 @@ TAILS: Titled = [
 COLUMNS = {"all columns": 1.0, "three quarters, the default": 0.75, "half": 0.5, "a quarter": 0.25}
 # Inputs of a corrected query, and the names of their results.
 SEEN: Titled = [
-    ("input", {"result": "perplexity-input-no-neurons-{model}"}),
-    ("input, neurons", {"result": "perplexity-input-{model}"}),
-    ("after resident rows", {"result": "perplexity-no-neurons-{model}"}),
-    ("**after resident rows, neurons**", {"result": "perplexity-{model}"}),
+    ("input", {"result": "perplexity-input-{model}"}),
+    ("**after resident rows**", {"result": "perplexity-{model}"}),
 ]
 DENSE: Titled = [
     (title, INFINIGEN | {"result": f"perplexity-dense-{layers}-{{model}}"})

@@ -12,7 +12,7 @@ import pytest
 from tiny import ROOT
 
 from infinigen_jax import generate, policies
-from infinigen_jax.policies.base import Defaults
+from infinigen_jax.policies.base import Policy
 
 PAGE = ROOT / "docs" / "policies.md"
 BLOCK = re.compile(r"^```python\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -52,8 +52,8 @@ def test_the_page_lists_every_policy():
 def test_the_page_tells_every_flag():
     flags = re.findall(r"^ - (`\w+`.*?):", PAGE.read_text(), re.MULTILINE)
     told = {name for flag in flags for name in re.findall(r"`(\w+)`", flag)}
-    public = {name for name in vars(Defaults) if not name.startswith("_")}
-    assert told == {name for name in public if not inspect.isfunction(getattr(Defaults, name))}
+    public = {name for name in vars(Policy) if not name.startswith("_")}
+    assert told == {name for name in public if not inspect.isfunction(getattr(Policy, name))}
 
 
 def test_it_is_one_file_and_one_test():

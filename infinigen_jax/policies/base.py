@@ -1,4 +1,4 @@
-"""Policy protocol: the choice of the cached rows that a layer attends to.
+"""Base of policies: the choice of the cached rows that a layer attends to.
 
 A policy is a frozen dataclass (static under jit) with pure functions over device state. The engine
 keeps that state, one per layer on the host, and calls, in this order:
@@ -17,7 +17,7 @@ A policy derived from `Budgeted` needs `name` and `select`, and with a state `in
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -42,13 +42,14 @@ if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """Interface of a policy; see the module's docstring.
+class Policy:
+    """Base of all policies, with what most of them do; see the module's docstring.
 
     Attributes:
         name: name on the command line.
         sinks: number of first tokens that stay on the device.
+        window: number of most recent tokens that stay on the device, including the current one;
+            at least 1.
         dense_layers: leading layers that stay on the device in full, unless set on the engine;
             None uses the model's measured `Model.dense_layers`.
         lead: 1 if `select` sees the attention input of the previous layer, so that the transfer
@@ -61,146 +62,18 @@ class Policy(Protocol):
         reuses: default of the engine's hot set: whether fetched rows stay on the device.
         paged: whether the selection depends on when rows were flushed, as with pages filled row
             by row. A sequence then joins a batch only at a flush.
-        window: number of most recent tokens that stay on the device, including the current one;
-            at least 1.
         pools: whether the host cache may be limited (`cache.pool`). The policy's state must then
             be indexed by slot and independent of positions.
+        has_tail: whether requests carry `Request.rest`, the weight of the rows left out, for the
+            tail.
+        tail_block: number of positions in a block of the tail, which has one mean per block.
+            Blocks are scored by `own_rest` unless `Request.rest` is set. 0 for one mean or no
+            tail.
     """
 
     name: ClassVar[str]
-    dense_layers: ClassVar[int | None]
-    reuses: ClassVar[bool]
-    observes: ClassVar[bool]
-    paged: ClassVar[bool]
-    pools: ClassVar[bool]
-
-    @property
-    def lead(self) -> int: ...
-
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def has_tail(self) -> bool:
-        """Whether requests carry `Request.rest`, the weight of the rows left out, for the tail."""
-        ...
-
-    @property
-    def tail_block(self) -> int:
-        """Number of positions in a block of the tail, which has one mean per block.
-
-        Blocks are scored by `own_rest` unless `Request.rest` is set. 0 for one mean or no tail.
-        """
-        ...
-
-    @property
-    def sinks(self) -> int: ...
-    @property
-    def window(self) -> int: ...
-
-    def streams(self, layer: int) -> bool:
-        """Whether this layer, if on the host, attends to all its rows, block by block.
-
-        A streamed layer selects nothing and has no state. `layer` is its number in the model.
-        """
-        ...
-
-    def request_size(self, capacity: int) -> int:
-        """Return the static number of rows in a request per sequence, KV head and layer.
-
-        Args:
-            capacity: tokens that the cache has room for.
-        """
-        ...
-
-    def fitted(self, model: "Model", in_place: bool, pooled: bool) -> "Policy":
-        """Return the policy with all settings resolved that depend on the model and the engine.
-
-        The result is stable: fitting it again, even to another engine, keeps these settings.
-
-        Args:
-            in_place: attention reads rows in host memory, or copies them without overlap, so that
-                a prefetch has nothing to hide.
-            pooled: the host cache is limited; its slots are in no order.
-        """
-        ...
-
-    def prepare(self, model: "Model", layer: int) -> Params:
-        """Return the constant arrays for selection in a layer of the model; empty for none."""
-        ...
-
-    def init(self, config: ModelConfig, batch: int, capacity: int) -> Any:
-        """Return the state of a host layer without tokens, for `capacity` slots."""
-        ...
-
-    def observe_queries(
-        self,
-        state: Any,
-        queries: Float[Array, "b c h d"],
-        mass: Float[Array, "b k t"],
-        span: Span,
-    ) -> Any:
-        """Update the state with a chunk's queries; called only if the policy `observes`.
-
-        Args:
-            queries: queries of the chunk, scaled and rotated.
-            mass: attention weight of each slot, summed over these queries.
-            span: positions of the chunk's tokens.
-        """
-        ...
-
-    def observe(self, state: Any, attended: Attended) -> Any:
-        """Update the state with the attended rows; called only if the policy `observes`."""
-        ...
-
-    def select(self, lookup: Lookup) -> Request:
-        """Return the rows that a layer requests in the current step."""
-        ...
-
-    def own_rest(
-        self,
-        weights: Params,
-        state: Any,
-        query: Float[Array, "b k g d"],
-        request: Request,
-        positions: Int[Array, " b"],
-    ) -> Rest:
-        """Return an approximate `log_rest` of each `tail_block`, from the layer's own query."""
-        ...
-
-    def tail_values(
-        self, weights: Params, rows: Float[Array, "b k n w"]
-    ) -> Float[Array, "b k n d"]:
-        """Return the values of rows (K and V concatenated) that the tail sums.
-
-        A policy may subtract the part of a value that it predicts from the index; `Rest.entry` then
-        restores it.
-        """
-        ...
-
-    def append(
-        self,
-        weights: Params,
-        state: Any,
-        keys: Float[Array, "b k n d"],
-        span: Span,
-        slots: Int[Array, "b k n"] | None = None,
-    ) -> Any:
-        """Add the keys of some tokens to the state; the result must not depend on padding.
-
-        Args:
-            weights: arrays from `prepare`.
-            keys: keys of the tokens, rotated.
-            span: positions of the tokens.
-            slots: with a pool, slot of each row, replacing the entry of the slot's earlier row; t
-                for a token that is left out.
-        """
-        ...
-
-
-class Defaults:
-    """Implementation of `Policy` shared by most policies."""
-
+    sinks: int
+    window: int
     dense_layers: ClassVar[int | None] = 2
     reuses: ClassVar[bool] = True
     observes: ClassVar[bool] = False
@@ -223,31 +96,39 @@ class Defaults:
     def tail_block(self) -> int:
         return 0
 
-    def own_rest(
-        self,
-        weights: Params,
-        state: Any,
-        query: Float[Array, "b k g d"],
-        request: Request,
-        positions: Int[Array, " b"],
-    ) -> Rest:
-        raise TypeError(f"{type(self).__name__} has no tail in blocks to be scored")
-
-    def tail_values(
-        self, weights: Params, rows: Float[Array, "b k n w"]
-    ) -> Float[Array, "b k n d"]:
-        return values_of(rows)
-
     def streams(self, layer: int) -> bool:
+        """Whether this layer, if on the host, attends to all its rows, block by block.
+
+        A streamed layer selects nothing and has no state. `layer` is its number in the model.
+        """
         return False
 
-    def fitted(self, model: "Model", in_place: bool, pooled: bool) -> Any:
+    def request_size(self, capacity: int) -> int:
+        """Return the static number of rows in a request per sequence, KV head and layer.
+
+        Args:
+            capacity: tokens that the cache has room for.
+        """
+        raise NotImplementedError
+
+    def fitted(self, model: "Model", in_place: bool, pooled: bool) -> "Policy":
+        """Return the policy with all settings resolved that depend on the model and the engine.
+
+        The result is stable: fitting it again, even to another engine, keeps these settings.
+
+        Args:
+            in_place: attention reads rows in host memory, or copies them without overlap, so that
+                a prefetch has nothing to hide.
+            pooled: the host cache is limited; its slots are in no order.
+        """
         return self
 
     def prepare(self, model: "Model", layer: int) -> Params:
+        """Return the constant arrays for selection in a layer of the model; empty for none."""
         return {}
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Any:
+        """Return the state of a host layer without tokens, for `capacity` slots."""
         return ()
 
     def append(
@@ -258,6 +139,15 @@ class Defaults:
         span: Span,
         slots: Int[Array, "b k n"] | None = None,
     ) -> Any:
+        """Add the keys of some tokens to the state; the result must not depend on padding.
+
+        Args:
+            weights: arrays from `prepare`.
+            keys: keys of the tokens, rotated.
+            span: positions of the tokens.
+            slots: with a pool, slot of each row, replacing the entry of the slot's earlier row; t
+                for a token that is left out.
+        """
         return state
 
     def observe_queries(
@@ -267,14 +157,47 @@ class Defaults:
         mass: Float[Array, "b k t"],
         span: Span,
     ) -> Any:
+        """Update the state with a chunk's queries; called only if the policy `observes`.
+
+        Args:
+            queries: queries of the chunk, scaled and rotated.
+            mass: attention weight of each slot, summed over these queries.
+            span: positions of the chunk's tokens.
+        """
         return state
 
+    def select(self, lookup: Lookup) -> Request:
+        """Return the rows that a layer requests in the current step."""
+        raise NotImplementedError
+
     def observe(self, state: Any, attended: Attended) -> Any:
+        """Update the state with the attended rows; called only if the policy `observes`."""
         return state
+
+    def own_rest(
+        self,
+        weights: Params,
+        state: Any,
+        query: Float[Array, "b k g d"],
+        request: Request,
+        positions: Int[Array, " b"],
+    ) -> Rest:
+        """Return an approximate `log_rest` of each `tail_block`, from the layer's own query."""
+        raise NotImplementedError
+
+    def tail_values(
+        self, weights: Params, rows: Float[Array, "b k n w"]
+    ) -> Float[Array, "b k n d"]:
+        """Return the values of rows (K and V concatenated) that the tail sums.
+
+        A policy may subtract the part of a value that it predicts from the index; `Rest.entry` then
+        restores it.
+        """
+        return values_of(rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Budgeted(BudgetSettings, Defaults):
+class Budgeted(BudgetSettings, Policy):
     """Policy that fetches a fixed share of the rows."""
 
     def request_size(self, capacity: int) -> int:

@@ -3,13 +3,13 @@
 import dataclasses
 from typing import ClassVar
 
-from infinigen_jax.policies.base import Defaults, Lookup
+from infinigen_jax.policies.base import Lookup, Policy
 from infinigen_jax.selection.select import Request
 from infinigen_jax.settings.policy import ResidentSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Full(ResidentSettings, Defaults):
+class Full(ResidentSettings, Policy):
     """Policy that attends to every row; host layers stream through the device block by block.
 
     New rows are flushed to the host in blocks of `window` rows.
