@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infinigen_jax.checkpoint.tensor_names import Slot
 from infinigen_jax.loading.load import Model
-from infinigen_jax.models import blueprint
+from infinigen_jax.models import Params, blueprint
 from infinigen_jax.models.forward import forward
 
 COMMON: dict[str, Any] = {
@@ -101,3 +103,11 @@ def as_torch(folder: Path, shards: int = 1) -> None:
         weight_map |= {n: file for n in names[i::shards]}
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def write_tree(slots: Sequence[Slot], params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the parameters of a layer as named tensors in the layout of a Hugging Face file."""
+    for slot in slots:
+        whole = np.asarray(params[slot.row.path[0]][slot.row.path[1]])
+        part = np.split(whole, slot.row.parts, axis=-1)[slot.row.part]
+        yield slot.name, part.T if slot.row.transform == "transpose" else part

@@ -300,7 +300,8 @@ def write_block(
 ) -> Shaped[Array, "l a k t w"]:
     """Write n rows of one layer and one row of axis a, from its slot `start`; in place if donated.
 
-    Requires a mesh with one device on the axis "data". `start` is clamped as in `append_rows`.
+    Requires a mesh with one device on the axis "data". `start` is clamped to the last
+    slots.
     """
 
     def local(cache: Array, layer: Array, sequence: Array, start: Array, rows: Array) -> Array:
@@ -311,30 +312,6 @@ def write_block(
     one = PartitionSpec()
     specs = (CACHE_SPEC, one, one, one, PartitionSpec(None, "model"))
     return _sharded(local, mesh, specs, CACHE_SPEC)(cache, layer, sequence, start, rows)
-
-
-def append_rows(
-    cache: Shaped[Array, "l a k t w"],
-    rows: Shaped[Array, "l b k n w"],
-    positions: Int[Array, " b"],
-    mesh: Mesh,
-) -> Shaped[Array, "l a k t w"]:
-    """Write n rows of every layer at each sequence's own position; in place if donated.
-
-    A position beyond t - n would be clamped and overwrite older rows. The caller checks the
-    capacity outside jit.
-    """
-
-    def local(cache: Array, rows: Array, positions: Array) -> Array:
-        zero, positions = jnp.int32(0), positions - shared_slots(cache, rows.shape[1])
-        for sequence in range(rows.shape[1]):
-            one = to_host(lax.slice_in_dim(rows, sequence, sequence + 1, axis=1))
-            at = (zero, jnp.int32(sequence), zero, positions[sequence], zero)
-            cache = lax.dynamic_update_slice(cache, one, at)
-        return cache
-
-    specs = (CACHE_SPEC, CACHE_SPEC, BATCH_SPEC)
-    return _sharded(local, mesh, specs, CACHE_SPEC)(cache, rows, positions)
 
 
 def store_rows(

@@ -1,4 +1,4 @@
-"""Table of Hugging Face tensor names and parameter paths for each family, used in both directions.
+"""Table of Hugging Face tensor names and parameter paths for each family.
 
 A row says: the tensor `name`, through `transform`, is part `part` of `parts` of the parameter at
 `path`. Parts are joined on the last (output) axis. Matching is strict: one error lists all missing,
@@ -6,7 +6,7 @@ unexpected, duplicate and mis-shaped tensors.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -155,7 +155,6 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "transpose": lambda x: x.T,
     "add one": lambda x: x.astype("float32") + 1,
 }
-INVERSES = TRANSFORMS | {"add one": lambda x: x - 1}
 
 
 class Slot(NamedTuple):
@@ -269,14 +268,6 @@ def read_tree(
         parts = [sources[slot.name].read() for slot in rows]
         params.setdefault(path[0], {})[path[1]] = join(parts, rows[0].row.transform)
     return params
-
-
-def write_tree(slots: Sequence[Slot], params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the parameters of a layer as named tensors in the file's layout."""
-    for slot in slots:
-        whole = np.asarray(params[slot.row.path[0]][slot.row.path[1]])
-        part = np.split(whole, slot.row.parts, axis=-1)[slot.row.part]
-        yield slot.name, INVERSES[slot.row.transform](part)
 
 
 def _full_name(name: str, prefix: str) -> str:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from infinigen_jax.cache.host_array import (
     allocate_host,
-    append_rows,
     default_mesh,
     gather_rows,
     read_block,
+    store_rows,
     write_span,
 )
 from infinigen_jax.cache.layers import DenseLayer, Resident, Slots
@@ -226,28 +226,16 @@ def test_blocks():
         np.testing.assert_array_equal(rows, expected[layer][:, :, start : start + size])
 
 
-append = jax.jit(functools.partial(append_rows, mesh=MESH), donate_argnums=0)
-
-
-@settings(max_examples=20)
-@given(st.lists(st.tuples(st.integers(0, 35), st.integers(0, 35)), max_size=4))
-def test_appended_rows(positions):
-    cache, expected = filled()
-    rng = np.random.default_rng(2)
-    for at in positions:
-        rows = rng.normal(size=(3, 2, 2, 5, 6)).astype(np.float32)
-        cache = append(cache, jnp.asarray(rows), jnp.array(at, jnp.int32))
-        for i, start in enumerate(at):
-            expected[:, i, :, start : start + 5] = rows[:, i]
-    np.testing.assert_array_equal(copied(cache), expected)
+store = jax.jit(functools.partial(store_rows, mesh=MESH), donate_argnums=0)
 
 
 def test_updates_are_in_place():
     cache, _ = filled()
-    rows, at = jnp.ones((3, 2, 2, 5, 6)), jnp.array([1, 7], jnp.int32)
-    append(*(filled()[0], rows, at))  # compiled before
+    rows = jnp.ones((3, 2, 2, 5, 6))
+    slots = jnp.broadcast_to(jnp.arange(5), (3, 2, 2, 5))
+    store(filled()[0], rows, slots)  # compiled before
     address = cache.unsafe_buffer_pointer()
-    cache = append(cache, rows, at)
+    cache = store(cache, rows, slots)
     assert cache.unsafe_buffer_pointer() == address
     cache = write(cache, jnp.int32(2), jnp.ones((2, 2, 9, 6)), Span.whole(2, 9))
     assert cache.unsafe_buffer_pointer() == address
@@ -287,9 +275,9 @@ def test_a_token_is_written_to_the_ring_where_it_lies():
 def test_the_programs_hold_no_copy_of_a_layer():
     shape = (3, 2, 2, 4096, 16)
     cache = allocate_host(shape, jnp.float32, MESH)
-    layer, at = jnp.int32(1), jnp.array([1, 7], jnp.int32)
+    layer, slots = jnp.int32(1), jnp.zeros((3, 2, 2, 5), jnp.int32)
     donated = {
-        append_rows: (jnp.ones((3, 2, 2, 5, 16)), at),
+        store_rows: (jnp.ones((3, 2, 2, 5, 16)), slots),
         write_span: (layer, jnp.ones((2, 2, 9, 16)), Span.whole(2, 9)),
     }
     read = {

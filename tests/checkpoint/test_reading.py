@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from tiny import LLAMA, as_torch, only
+from tiny import LLAMA, as_torch, only, write_tree
 
 from infinigen_jax.checkpoint.hf_folder import open_tensors, read_config
-from infinigen_jax.checkpoint.tensor_names import expected, match, write_tree
+from infinigen_jax.checkpoint.tensor_names import expected, match
 from infinigen_jax.convert import convert
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.loading import load as checkpoint

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from tiny import LLAMA, ROOT, TEXT, logits_of, only
+from tiny import LLAMA, ROOT, TEXT, logits_of, only, write_tree
 
 from infinigen_jax.checkpoint.hf_folder import open_tensors
 from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
-from infinigen_jax.checkpoint.tensor_names import expected, write_tree
+from infinigen_jax.checkpoint.tensor_names import expected
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.__main__ import main
 from infinigen_jax.errors import InputError
