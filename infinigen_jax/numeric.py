@@ -97,21 +97,13 @@ def share() -> Range:
 
 
 def check_value(parameter: str, value: Any, check: Check) -> None:
-    """Refuse a value that does not pass a check.
-
-    Raises:
-        ParameterError: naming the parameter.
-    """
+    """Refuse a value that does not pass a check."""
     if problem := check.problem(value):
         raise ParameterError(parameter, problem, value)
 
 
 def check_range(parameter: str, value: Any, least: int, most: int = LARGEST) -> None:
-    """Refuse anything but a whole number in a range.
-
-    Raises:
-        ParameterError: naming the parameter.
-    """
+    """Refuse anything but a whole number in a range."""
     check_value(parameter, value, whole_number(least, most))
 
 

@@ -60,10 +60,6 @@ class GgufFile:
     Attributes:
         metadata: settings by name; arrays of numbers are NumPy arrays, arrays of strings are lists.
         tensors: places and formats by name.
-
-    Raises:
-        InputError: the file is missing, damaged or has a format that cannot be dequantised, or the
-            gguf package is not installed.
     """
 
     def __init__(self, path: Path):

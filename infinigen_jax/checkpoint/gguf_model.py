@@ -99,12 +99,7 @@ ARCHITECTURES = {
 
 
 def read_config(file: GgufFile) -> tuple[dict[str, Any], ModelConfig]:
-    """Return the settings as parsed JSON of a `config.json`, and as a ModelConfig.
-
-    Raises:
-        InputError, UnsupportedModelError: the architecture or a setting is not supported, or a
-            setting is missing.
-    """
+    """Return the settings as parsed JSON of a `config.json`, and as a ModelConfig."""
     architecture(file)
     try:
         hf = _settings(file)
@@ -141,11 +136,7 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
 
 
 def architecture(file: GgufFile) -> tuple[str, Architecture]:
-    """Return the file's architecture by llama.cpp's name.
-
-    Raises:
-        UnsupportedModelError: names an architecture that is not implemented.
-    """
+    """Return the file's architecture by llama.cpp's name."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -238,11 +229,7 @@ def _rope(file: GgufFile, name: str) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Recover the settings of the rope type "llama3" from its factors of the frequencies.
-
-    Raises:
-        UnsupportedModelError: LLaMA 3's settings, with any factor, do not give these factors.
-    """
+    """Recover the settings of the rope type "llama3" from its factors of the frequencies."""
     factors = file.read("rope_freqs.weight").astype(np.float64)
     scaling = {
         "rope_type": "llama3",

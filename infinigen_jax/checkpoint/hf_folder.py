@@ -57,11 +57,7 @@ class TensorSource(NamedTuple):
 
 
 def checked_folder(path: str | Path) -> Path:
-    """Check that a path is a folder whose tokenizer files, if any, are safe to open.
-
-    Raises:
-        InputError: names the path at fault.
-    """
+    """Check that a path is a folder whose tokenizer files, if any, are safe to open."""
     folder = expanded(path)
     if not _is_text(folder):
         raise InputError(f"{folder}: the name is not UTF-8, as tokenizers need; rename the folder")
@@ -89,11 +85,7 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the weight files, an index first. Safetensors take precedence over torch files.
-
-    Raises:
-        InputError: a file is missing or the index is damaged.
-    """
+    """List the weight files, an index first. Safetensors take precedence over torch files."""
     for single in (SAFETENSORS, TORCH):
         index = folder / f"{single}.index.json"
         if os.path.lexists(index):
@@ -108,9 +100,6 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
     End-of-sequence tokens in `generation_config.json` take precedence, because instruction-tuned
     models list the tokens that end a turn only in it.
-
-    Raises:
-        InputError, UnsupportedModelError: raised before any weight file is opened.
     """
     remedy = "a Hugging Face model folder has one: give such a folder, or get the file again"
     hf = language_model(read_json(folder / "config.json", remedy))
@@ -132,12 +121,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 
 def open_tensors(folder: Path) -> dict[str, TensorSource]:
-    """Open all tensors of a model folder, keyed by name; see `weight_files`.
-
-    Raises:
-        InputError: a file is missing or damaged, the index does not fit its shards, or two shards
-            hold the same tensor.
-    """
+    """Open all tensors of a model folder, keyed by name; see `weight_files`."""
     first, *shards = weight_files(folder)
     return _open_shards(first, shards) if shards else open_file(first)
 

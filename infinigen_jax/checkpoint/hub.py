@@ -29,10 +29,6 @@ def fetched(name: str | Path, revision: str | None = None, weights: bool = True)
         name: a path; or, if there is none, `org/name` or `org/name/file.gguf` on the hub.
         revision: branch, tag or commit on the hub; None for its main branch.
         weights: whether weights are needed, in addition to configuration and tokenizer.
-
-    Raises:
-        InputError: the hub has no such model or revision, cannot be reached, or denies access; or
-            `revision` is given with a path.
     """
     matched = HUB_ID.fullmatch(str(name))
     if matched is None or expanded(name).exists():

@@ -80,11 +80,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Parse and check `infinigen.json`.
-
-    Raises:
-        InputError: the file is missing, damaged or of another format version.
-    """
+    """Parse and check `infinigen.json`."""
     path = folder / MANIFEST_FILE
     value = read_json(path, AGAIN)
     version = value.pop("format_version", None)
@@ -117,12 +113,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Compare the size and SHA-256 of every file with the manifest.
-
-    Raises:
-        InputError: names the first file that is missing, differs from the manifest, or would be
-            read although the conversion did not write it.
-    """
+    """Compare the size and SHA-256 of every file with the manifest."""
     for name in {"generation_config.json"} - manifest.files.keys():
         if os.path.lexists(folder / name):
             raise InputError(f"{folder / name}: not of this conversion; remove it, or {AGAIN}")

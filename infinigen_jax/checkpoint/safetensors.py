@@ -61,11 +61,7 @@ class TensorInfo(NamedTuple):
 
 
 class SafetensorsFile:
-    """A safetensors file, memory-mapped; `read` returns read-only views into the map.
-
-    Raises:
-        InputError: the file is missing, truncated or of another format, or its header is damaged.
-    """
+    """A safetensors file, memory-mapped; `read` returns read-only views into the map."""
 
     def __init__(self, path: Path):
         self.path = path

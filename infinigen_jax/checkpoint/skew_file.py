@@ -41,11 +41,7 @@ class Ahead(NamedTuple):
 
 
 def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str, Any]:
-    """Read the skewing results as keyword arguments of Model.
-
-    Raises:
-        InputError: a shape, a dtype or an inverse is wrong.
-    """
+    """Read the skewing results as keyword arguments of Model."""
     path = folder / SKEW_FILE
     file = SafetensorsFile(path)
     square = (config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)

@@ -16,43 +16,27 @@ def is_gguf(path: Path) -> bool:
 
 
 def checked_source(path: str | Path) -> Path:
-    """Check that a path is a GGUF file or a folder whose tokenizer files are safe to open.
-
-    Raises:
-        InputError: names the path at fault.
-    """
+    """Check that a path is a GGUF file or a folder whose tokenizer files are safe to open."""
     source = expanded(path)
     return source if is_gguf(source) and source.exists() else hf_folder.checked_folder(source)
 
 
 def read_config(source: Path) -> tuple[dict[str, Any], ModelConfig]:
-    """Return `config.json`, or its equivalent, as parsed JSON and as a ModelConfig.
-
-    Raises:
-        InputError, UnsupportedModelError: raised before any weight is read.
-    """
+    """Return `config.json`, or its equivalent, as parsed JSON and as a ModelConfig."""
     if is_gguf(source):
         return gguf_model.read_config(GgufFile(source))
     return hf_folder.read_config(source)
 
 
 def open_tensors(source: Path) -> dict[str, TensorSource]:
-    """Return all tensors by their names in a Hugging Face folder.
-
-    Raises:
-        InputError: a file is missing or damaged.
-    """
+    """Return all tensors by their names in a Hugging Face folder."""
     if is_gguf(source):
         return gguf_model.open_tensors(GgufFile(source))
     return hf_folder.open_tensors(source)
 
 
 def content_files(source: Path) -> dict[str, Path]:
-    """Return the files whose contents determine a conversion, by names independent of the source's.
-
-    Raises:
-        InputError: a file is missing or the index is damaged.
-    """
+    """Return the files whose contents determine a conversion, by names of their roles."""
     if is_gguf(source):
         return {f"model{gguf_model.SUFFIX}": source}
     files = [*hf_folder.weight_files(source), *hf_folder.side_files(source)]

@@ -209,9 +209,6 @@ def match(
 
     Returns:
         The source of each tensor, by its name in `expected`.
-
-    Raises:
-        InputError: one line that lists all missing, unexpected, duplicate and mis-shaped tensors.
     """
     slots = {_stem(slot.name): slot for slot in expected(blueprint).flat()}
     matches: dict[str, TensorSource] = {}

@@ -21,11 +21,7 @@ LARGEST_PICKLE = 32 << 20  # bytes; 100,000 tensors take 15 MB
 
 
 class TorchFile:
-    """Tensors of a torch file; `read` returns read-only views of the mapped file.
-
-    Raises:
-        InputError: the file is damaged, of another format, or holds other objects than tensors.
-    """
+    """Tensors of a torch file; `read` returns read-only views of the mapped file."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -63,11 +63,7 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_chat_options(arguments: argparse.Namespace) -> None:
-    """Refuse combinations that make no sense.
-
-    Raises:
-        InputError: naming the option.
-    """
+    """Refuse combinations that make no sense."""
     for name in OTHERS if arguments.chat else OWN_OPTIONS:
         if getattr(arguments, name) not in (None, False):
             option = "--logprobs" if name == "log_probs" else f"--{name.replace('_', '-')}"
@@ -94,11 +90,7 @@ def chat(
     turns: list[str],
     say: Messages,
 ) -> None:
-    """Answer `turns`, then each input until it ends; then save.
-
-    Raises:
-        InputError: when a turn does not fit; the conversation is saved before.
-    """
+    """Answer `turns`, then each input until it ends; then save."""
     conversation = begin(engine, arguments, sampling, say)
     dialogue = Dialogue(conversation, arguments.chat_template, arguments.system, say)
     talk, refusal = Talk(dialogue, arguments, say), None

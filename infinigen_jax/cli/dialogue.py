@@ -31,9 +31,6 @@ class Dialogue:
         template: a file with a Jinja template, or "plain"; by default the model's own.
         system: the system message; only before the first turn.
         say: called with a line of text when old messages are dropped.
-
-    Raises:
-        InputError: if the model has no template, or there is no such file.
     """
 
     def __init__(

@@ -155,11 +155,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
 
 
 def make_policy(arguments: argparse.Namespace) -> "Policy":
-    """The policy of that name, with the options that were given; all of them single values.
-
-    Raises:
-        InputError: for an unknown name or a value out of range.
-    """
+    """The policy of that name, with the options that were given; all of them single values."""
     kind, named = read_policy(arguments.policy)
     try:
         policy = kind(**named)
@@ -182,9 +178,6 @@ def _chosen(kind: Any, named: dict[str, Any], arguments: argparse.Namespace) -> 
 def unused_options(arguments: argparse.Namespace) -> list[str]:
     """A line for each given option that no chosen policy takes: the policy has no such setting, or
     its value follows the policy's name; see `make_policy`.
-
-    Raises:
-        InputError: for a policy that does not exist.
     """
     several = isinstance(arguments.policy, list)
     names = arguments.policy if several else [arguments.policy]
@@ -225,11 +218,7 @@ def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> l
 
 
 def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
-    """A policy's class, and the settings that follow its name: "quest:page=8,window=64".
-
-    Raises:
-        InputError: for a name, a setting or a value that does not exist.
-    """
+    """A policy's class, and the settings that follow its name: "quest:page=8,window=64"."""
     from infinigen_jax.policies import find_policy
 
     name, _, rest = text.partition(":")
@@ -263,11 +252,7 @@ def _value(text: str, value: str, kind: Any) -> Any:
 
 
 def make_pool(arguments: argparse.Namespace) -> Pool | None:
-    """The limit of the host's cache, if there is to be one; its options are single values.
-
-    Raises:
-        InputError: for a value out of range, or an option of a limit without a limit.
-    """
+    """The limit of the host's cache, if there is to be one; its options are single values."""
     others = given(arguments, POOL_OPTIONS[1:], "pool_")
     limit = arguments.pool_tokens
     if limit is None and others:
@@ -279,11 +264,7 @@ def make_pool(arguments: argparse.Namespace) -> Pool | None:
 def make_engine(
     model: "Model", policy: "Policy", arguments: argparse.Namespace, **settings: Any
 ) -> "Engine":
-    """An engine with the options of `add_engine_options`; `settings` go to it as they are.
-
-    Raises:
-        InputError: for a value out of range.
-    """
+    """An engine with the options of `add_engine_options`; `settings` go to it as they are."""
     from infinigen_jax.engine.engine import Engine
 
     chosen = given(arguments, tuple(options_of(EngineOptions)))

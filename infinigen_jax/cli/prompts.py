@@ -106,11 +106,7 @@ def read_prefix(arguments: argparse.Namespace) -> str:
 
 
 def read_text(option: str, name: str) -> str:
-    """A file's text, not empty.
-
-    Raises:
-        InputError: naming the option.
-    """
+    """A file's text, not empty."""
     path = Path(name)
     try:
         text = path.read_text(encoding="utf-8")

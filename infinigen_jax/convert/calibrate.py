@@ -56,9 +56,6 @@ def read_text(
         path: UTF-8 text; the beginning is used.
         tokenizer: the model's tokenizer.
         limit: maximum number of tokens.
-
-    Raises:
-        InputError: the text cannot be read or has fewer tokens than the head size.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -82,9 +79,6 @@ def windows(
     and a basis from the first positions is poor at later ones (docs/quality.md). `skew.positions`
     extends the moments to positions that no window reaches. If the text starts with the
     beginning-of-sequence token, every window does.
-
-    Raises:
-        InputError: the text has too few tokens, or a token outside the vocabulary.
     """
     ids = ids[:limit]
     if len(ids) < config.head_dim:
@@ -167,9 +161,6 @@ class Calibrator:
         """Run the next layer with these float32 parameters; return its query and key moments.
 
         The moments are extended to all positions of the model.
-
-        Raises:
-            InputError: queries, keys or values are not finite.
         """
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
             sliding = self._config.window_of(self._layers_done)

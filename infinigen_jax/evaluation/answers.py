@@ -42,9 +42,6 @@ def answer(
 
     Returns:
         The new tokens, int32, with -1 after the end of a text; and the traffic.
-
-    Raises:
-        InputError: memory or the model's positions are too few.
     """
     answers, total = [], Traffic()
     for rows, kept in batches(len(prompts), batch):

@@ -69,9 +69,6 @@ def configurations(arguments: argparse.Namespace, *, reference: bool) -> list[Co
     Args:
         arguments: options of `add_engine_options(parser, several=True)`.
         reference: prepend the full cache with exact rows.
-
-    Raises:
-        InputError: a policy or a value does not exist.
     """
     values = [getattr(arguments, name) or [None] for name in LISTS]
     combinations: list[Any] = list(itertools.product(*values))
@@ -91,11 +88,7 @@ def configurations(arguments: argparse.Namespace, *, reference: bool) -> list[Co
 
 
 def check(chosen: list[Configuration], model: "Model") -> None:
-    """Refuse at the start any configuration that its engine would refuse later.
-
-    Raises:
-        InputError: the model cannot have a row format, or the policy cannot have a limit.
-    """
+    """Refuse at the start any configuration that its engine would refuse later."""
     from infinigen_jax.cache.row_format import row_format
     from infinigen_jax.engine.runtime import curves_for
     from infinigen_jax.engine.settings import check_pool

@@ -56,9 +56,6 @@ def make_items(
     Args:
         filler: sentences of the texts, taken cyclically from a random start.
         tokens: counts the tokens of a prompt.
-
-    Raises:
-        ParameterError: a length is too short.
     """
     return [
         _fitted(number, seed, depth, length, filler, tokens)

@@ -43,9 +43,6 @@ def likelihoods(
     Returns:
         [n, 2] float64, the natural log-likelihood, and 1 if every token of the text is the most
         likely one, else 0; and the traffic.
-
-    Raises:
-        InputError: a text is longer than the model's positions, or memory is too small.
     """
     positions = engine.model.config.max_positions
     longest = max((len(one.text) for one in asked), default=0)

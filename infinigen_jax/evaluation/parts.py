@@ -57,11 +57,7 @@ class Parts:
             return None  # it is measured again
 
     def save(self, settings: dict[str, Any], measured: Measurement) -> None:
-        """Write a measurement, whole or not at all.
-
-        Raises:
-            InputError: it cannot be written.
-        """
+        """Write a measurement, whole or not at all."""
         path = self._file(settings)
         if path is None:
             return

@@ -16,11 +16,7 @@ Point = tuple[float | int, float | int]
 
 
 def checked_plot(name: str | None) -> Path | None:
-    """Return the path of a plot after checking, before the work, that it can be written.
-
-    Raises:
-        InputError: the file cannot be written or has another format, or matplotlib is missing.
-    """
+    """Return the path of a plot after checking, before the work, that it can be written."""
     path = checked_output("plot", name)
     if path is None:
         return None
@@ -54,11 +50,7 @@ def against_fraction(lines: list[dict[str, Any]], name: str, title: str) -> Pane
 
 
 def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
-    """Draw panels side by side into a file, written whole or not at all.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Draw panels side by side into a file, written whole or not at all."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -96,9 +96,6 @@ def score_windows(
 
     Returns:
         The scores [w, n - c], nats in float64; and the traffic.
-
-    Raises:
-        InputError: memory is too small, or the model's numbers are not finite.
     """
     parts, total = [], Traffic()
     for rows, kept in batches(len(windows), batch):
@@ -166,11 +163,7 @@ def batches(count: int, size: int) -> Iterator[tuple[Int[np.ndarray, " b"], int]
 
 
 def start_run(engine: "Engine", windows: Int[np.ndarray, "b n"], context: int) -> "Run":
-    """Prefill the context except its last token.
-
-    Raises:
-        InputError: memory is too small; names --batch and --window.
-    """
+    """Prefill the context except its last token."""
     batch, size = windows.shape
     try:
         return engine.start(windows[:, : context - 1].tolist(), max_new_tokens=size - context)

@@ -53,9 +53,6 @@ class TokenizedText:
 
         Args:
             most: maximum number of windows; a longer text is sampled evenly.
-
-        Raises:
-            InputError: the text is too short for one window.
         """
         available = self.windows(size)
         if not available:
@@ -77,9 +74,6 @@ def read_text(path: str, parameter: str = "text") -> Text:
 
     Args:
         option: option to name in errors.
-
-    Raises:
-        InputError: names the file if it cannot be read, is empty or is not UTF-8.
     """
     try:
         data = Path(path).read_bytes()
@@ -97,11 +91,7 @@ def read_text(path: str, parameter: str = "text") -> Text:
 
 
 def tokenize(text: Text, tokenizer: Any, vocabulary: int) -> TokenizedText:
-    """Tokenise a text.
-
-    Raises:
-        InputError: the model lacks a token.
-    """
+    """Tokenise a text."""
 
     def encode(content: str, special: bool) -> list[int]:
         return tokenizer.encode(content, add_special_tokens=special)
@@ -150,9 +140,6 @@ def split_context(
 
     Args:
         first: token to use as the context if that is empty, see `beginning`.
-
-    Raises:
-        InputError: the text is empty.
     """
     stripped = context.rstrip(" ")
     whole = prefixed(tokenizer, context + text)

@@ -81,9 +81,6 @@ def staged(destination: Path, check: Callable[[], object] | None = None) -> Iter
 
     Args:
         check: called while the destination is locked; may raise to refuse it.
-
-    Raises:
-        InputError: the destination cannot be written or the disk is full.
     """
     created = [parent for parent in destination.parents if not parent.exists()]
     finished = False

@@ -10,11 +10,7 @@ from infinigen_jax.files.atomic import whole_file
 
 
 def checked_output(parameter: str, name: str | None) -> Path | None:
-    """Return the path of a result file after checking, before the work, that it can be written.
-
-    Raises:
-        InputError: names the parameter if no file can be written at this path.
-    """
+    """Return the path of a result file after checking, before the work, that it can be written."""
     if name is None:
         return None
     path = Path(name)
@@ -25,11 +21,7 @@ def checked_output(parameter: str, name: str | None) -> Path | None:
 
 
 def write_json(parameter: str, path: Path, record: dict[str, Any]) -> None:
-    """Write a record whole or not at all.
-
-    Raises:
-        InputError: names the parameter if writing fails.
-    """
+    """Write a record whole or not at all."""
     text = json.dumps(record, indent=2) + "\n"
     try:
         if path.exists() and not path.is_file():  # never replace /dev/stdout or a pipe

@@ -47,11 +47,7 @@ def open_regular(path: Path, most: int | None = None) -> io.BufferedReader:
 
 
 def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        InputError: the file is missing, unreadable or not a JSON object.
-    """
+    """Read a JSON object from a file."""
     if not os.path.lexists(path):
         raise InputError(f"{path}: missing; {remedy}")
     try:

@@ -41,11 +41,7 @@ _used: dict[Path, int] = {}  # descriptors of folders in use, which hold shared 
 
 @contextlib.contextmanager
 def cache_lock(destination: Path) -> Iterator[None]:
-    """Hold the lock of a conversion; other processes that need it wait.
-
-    Raises:
-        InputError: the cache cannot be written.
-    """
+    """Hold the lock of a conversion; other processes that need it wait."""
     with contextlib.ExitStack() as stack:
         with _writable(destination.parent):
             destination.parent.mkdir(parents=True, exist_ok=True)
@@ -54,11 +50,7 @@ def cache_lock(destination: Path) -> Iterator[None]:
 
 
 def cache_folder(source: Path) -> Path:
-    """Return the path of a source's conversion, named by the source's contents.
-
-    Raises:
-        InputError: a file of the model is missing, or the user has no cache folder.
-    """
+    """Return the path of a source's conversion, named by the source's contents."""
     with _writable():
         root = cache_root()
     settings = {"format": FORMAT_VERSION, "revision": REVISION, "skew": DEFAULT_SKEW}

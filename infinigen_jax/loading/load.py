@@ -312,11 +312,7 @@ def _own_tensors(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
 
 
 def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
-    """Refuse a model whose weights do not fit, before reading any.
-
-    Raises:
-        MemoryShortageError: device, host or pinned memory is too small.
-    """
+    """Refuse a model whose weights do not fit, before reading any."""
     device, layers_on_device = jax.devices()[0], plan.config.num_layers
     layer = tree_bytes(plan.layer_shapes)
     if weights == "host" and device.platform != "cpu":
@@ -348,11 +344,7 @@ def _joined(parts: list[Array], transform: str, dtype: jnp.dtype) -> Array:
 
 
 def checked_dtype(dtype: Any) -> jnp.dtype:
-    """Return a supported dtype; by default float32 on the CPU and bfloat16 elsewhere.
-
-    Raises:
-        InputError: the dtype is not supported.
-    """
+    """Return a supported dtype; by default float32 on the CPU and bfloat16 elsewhere."""
     if dtype is None:
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     try:  # only dtype names: NumPy would parse other text as an expression

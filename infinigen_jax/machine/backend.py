@@ -21,11 +21,7 @@ def widen_pinned_pool() -> None:
 
 
 def start_backend() -> None:
-    """Start JAX's backend if it has not started.
-
-    Raises:
-        InputError: names JAX_PLATFORMS if this machine has no such backend.
-    """
+    """Start JAX's backend if it has not started."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError if a plugin is missing

@@ -61,9 +61,6 @@ def pinned_pool_limit_bytes(device: Device | None = None) -> int | None:
 
     Args:
         device: device of the pool; JAX's first device by default.
-
-    Raises:
-        InputError: the variable is not a positive whole number.
     """
     platform = (device or jax.devices()[0]).platform
     if platform == "cpu":

@@ -139,9 +139,6 @@ class Planner:
         conversion: properties of the model's conversion.
         policy, arguments: policy and options of the engine, see `cli.options`.
         machine: the machine to plan for.
-
-    Raises:
-        InputError: an engine would refuse the options.
     """
 
     def __init__(

@@ -100,9 +100,6 @@ class Pool(Settings):
         Args:
             tokens: most tokens of a sequence in the run.
             sinks, window: numbers of first and recent tokens that the policy keeps on the device.
-
-        Raises:
-            ParameterError: if the slots are too few to flush a window.
         """
         if self.tokens is not None:
             slots = min(self.tokens, tokens)

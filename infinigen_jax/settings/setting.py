@@ -50,11 +50,7 @@ class Settings:
 
 
 def check_setting(kind: type[Settings], name: str, value: Any) -> None:
-    """Refuse a value that a setting cannot have.
-
-    Raises:
-        ParameterError: naming the setting.
-    """
+    """Refuse a value that a setting cannot have."""
     check = options_of(kind)[name].check
     if check is not None:
         check_value(f"{kind.room}{name}", value, check)

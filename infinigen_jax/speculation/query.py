@@ -40,9 +40,6 @@ def choose_basis(model: "Model", basis: str) -> str:
     """Return the basis to use, "svd" or "balanced"; "auto" uses the one of the conversion.
 
     Returns "none" for a model that was converted without a basis.
-
-    Raises:
-        InputError: names the conversion that the requested basis needs.
     """
     if basis == "auto":
         return model.skew
@@ -56,11 +53,7 @@ def choose_basis(model: "Model", basis: str) -> str:
 
 
 def choose_query(model: "Model", query: str) -> str:
-    """Return the query to use; "auto" is the corrected one if the model stores a correction.
-
-    Raises:
-        InputError: names the conversion that the corrected query needs.
-    """
+    """Return the query to use; "auto" is the corrected one if the model stores a correction."""
     if query == "auto":
         return "plain" if model.ahead is None else "corrected"
     if query == "corrected" and model.ahead is None:
@@ -70,11 +63,7 @@ def choose_query(model: "Model", query: str) -> str:
 
 
 def choose_source(model: "Model", query: str, source: str) -> str:
-    """Return the source of the prediction; "auto" is the source that the model was converted for.
-
-    Raises:
-        InputError: names the conversion that a corrected query needs.
-    """
+    """Return the source of the prediction; "auto" is the one that the model was converted for."""
     if query != "corrected":
         return model.speculate_from if source == "auto" else source
     if source not in ("auto", model.speculate_from):

@@ -11,9 +11,6 @@ def checked_text(parameter: str, text: str) -> str:
     """Return a text after checking that it is UTF-8.
 
     Arguments and stdin that are not UTF-8 arrive with lone surrogates.
-
-    Raises:
-        InputError: the text has lone surrogates; the message names the parameter.
     """
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise ParameterError(parameter, "not UTF-8 text; convert it first")

@@ -53,12 +53,7 @@ SPECIAL = {
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
-    """Build the tokenizer of a GGUF file.
-
-    Raises:
-        InputError, UnsupportedModelError: the file has no tokenizer, a damaged one, or one of
-            another kind.
-    """
+    """Build the tokenizer of a GGUF file."""
     settings = {
         name.removeprefix("tokenizer.ggml."): value
         for name, value in file.metadata.items()

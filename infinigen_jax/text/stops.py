@@ -7,11 +7,7 @@ from infinigen_jax.text.detokenize import checked_text
 
 
 def checked_stops(stops: str | Sequence[str]) -> tuple[str, ...]:
-    """Return stop strings, a single one as a tuple.
-
-    Raises:
-        ParameterError: one is empty or not text.
-    """
+    """Return stop strings, a single one as a tuple."""
     stops = (stops,) if isinstance(stops, str) else tuple(stops)
     for stop in stops:
         if not isinstance(stop, str) or not stop:

@@ -31,9 +31,6 @@ def render_chat(
         messages: role and content of each message.
         special_tokens: variables of the template, such as `bos_token`.
         seconds: limit of the template's processor time.
-
-    Raises:
-        InputError: the template fails or exceeds a limit.
     """
     inputs = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     task = {

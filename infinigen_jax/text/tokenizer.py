@@ -68,11 +68,7 @@ class Tokenizer:
         return [i for i in (self.eos_token_id, *ids) if i is not None]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text.
-
-        Raises:
-            InputError: the tokenizer is damaged, or the text has lone surrogates.
-        """
+        """Return the token ids of a text."""
         checked_text("the text to tokenise", text)
         with refused(self._where), silent_panics():
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -92,11 +88,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a model folder, without downloads and without code of the folder.
-
-    Raises:
-        InputError: the folder has no tokenizer or a damaged one.
-    """
+    """Load the tokenizer of a model folder, without downloads and without code of the folder."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         names = ", ".join(TOKENIZER_FILES)
         raise InputError(f"{folder}: has no tokenizer ({names}); copy the model's files into it")
