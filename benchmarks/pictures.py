@@ -13,22 +13,33 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.files import RESULTS, note
+from benchmarks.plots import Panel, checked_plot, draw
 from benchmarks.quality_tables import BUDGETS, DOCS, MODELS, STEPS
 from benchmarks.tables import find, read
 from infinigen_jax.errors import Parser, run_command
-from infinigen_jax.evaluation.plots import Panel, checked_plot, draw
-from infinigen_jax.evaluation.recall import panels
+from infinigen_jax.evaluation.report import labels
 
 
 def recall(folder: Path, path: Path) -> None:
-    """Draw recall and mass by layer and position, at the smaller budget."""
+    """Draw the attention mass by layer and position, at the smaller budget."""
     result = json.loads((folder / "recall-tiny-llama.json").read_text())
     lines = [
         line
         for line in result["configurations"]
         if line["settings"].get("budget") == BUDGETS[0] and line["policy"] != "oracle"
     ]
-    draw(path, panels(lines), f"Recall and mass, {result['model']['name']}, budget 5 %")
+    named = list(zip(labels(lines), lines, strict=True))
+
+    def panel(part: str, key: str, title: str) -> Panel:
+        points = {
+            label: [(entry[key], entry["of_oracle"]) for entry in line[part]]
+            for label, line in named
+            if line["layers"]
+        }
+        return Panel(title, "mass, share of the oracle's", points)
+
+    panels = [panel("layers", "layer", "layer"), panel("chunks", "from", "position, tokens")]
+    draw(path, panels, f"Attention covered, {result['model']['name']}, budget 5 %")
 
 
 def step_points(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.figures.common import add_options as add_evaluation_options
 from benchmarks.figures.common import finish, measure
-from infinigen_jax.evaluation.naming import labels
-from infinigen_jax.evaluation.plots import Panel
+from benchmarks.plots import Panel
+from infinigen_jax.evaluation.report import labels
 from infinigen_jax.evaluation.session import Session
 
 SUMMARY = "perplexity by position, against H2O (figure 12)"

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.figures import accuracy
+from benchmarks.plots import Panel, Point, checked_plot, draw
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation import perplexity
-from infinigen_jax.evaluation.plots import Panel, Point, draw
 from infinigen_jax.evaluation.session import Session, add_common_options, result_table
 from infinigen_jax.evaluation.windows import add_window_options
 
@@ -41,6 +41,7 @@ def add_options(parser: argparse.ArgumentParser, *, tasks: bool, **defaults: Any
     if tasks:
         accuracy.add_options(parser)
     add_common_options(parser, batch=8, of="windows or choices" if tasks else "windows")
+    parser.add_argument("--plot", metavar="F", help="diagram: .png, .svg or .pdf; needs matplotlib")
     parser.set_defaults(**defaults)
 
 
@@ -50,6 +51,7 @@ def measure(arguments: argparse.Namespace, session: Session) -> Measured:
     Raises:
         InputError: neither or both are given.
     """
+    checked_plot(arguments.plot)
     names = getattr(arguments, "tasks", None)
     if (arguments.text is None) == (names is None):
         raise InputError("give either --text F for perplexity or --tasks NAME for accuracy")
@@ -73,9 +75,9 @@ def finish(
     session = measured.session
     session.record["figure"] = f"InfiniGen (OSDI 2024), {number}"
     session.finish(measured.lines)
-    if session.plot is not None:
+    if (plot := checked_plot(session.arguments.plot)) is not None:
         name = session.record["model"]["name"]
-        draw(session.plot, panels, f"{name}: as the paper's {number}")
+        draw(plot, panels, f"{name}: as the paper's {number}")
     print(
         result_table(
             measured.lines,

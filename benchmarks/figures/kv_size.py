@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from benchmarks.figures.common import add_options as add_evaluation_options
 from benchmarks.figures.common import finish, level, measure, over
+from benchmarks.plots import Panel
 from infinigen_jax.cache.row_format import row_format
-from infinigen_jax.evaluation.plots import Panel
 from infinigen_jax.evaluation.report import percent
 from infinigen_jax.evaluation.session import Session
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks.figures.common import Measured, finish, measure
 from benchmarks.figures.common import add_options as add_evaluation_options
+from benchmarks.plots import Panel
 from infinigen_jax.errors import InputError
-from infinigen_jax.evaluation.plots import Panel
 from infinigen_jax.evaluation.session import Session
 from infinigen_jax.numeric import check_range
 from infinigen_jax.policies import POLICIES

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.figures.common import add_options as add_evaluation_options
 from benchmarks.figures.common import finish, measure, over
-from infinigen_jax.evaluation.plots import Panel
+from benchmarks.plots import Panel
 from infinigen_jax.evaluation.session import Session
 from infinigen_jax.settings.pool import POOL_EVICTIONS
 

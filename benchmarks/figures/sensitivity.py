@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.figures.common import add_options as add_evaluation_options
 from benchmarks.figures.common import finish, level, measure, nothing, over
-from infinigen_jax.evaluation.plots import Panel
+from benchmarks.plots import Panel
 from infinigen_jax.evaluation.session import Session
 
 SUMMARY = "sensitivity to alpha and partial ratio (figure 17)"

@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks.figures.common import add_options as add_evaluation_options
 from benchmarks.figures.common import finish, level, measure, nothing, over
+from benchmarks.plots import Panel
 from infinigen_jax.errors import InputError
-from infinigen_jax.evaluation.plots import Panel
 from infinigen_jax.evaluation.session import Session
 from infinigen_jax.numeric import OneOf, listed
 

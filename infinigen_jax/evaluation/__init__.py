@@ -3,8 +3,7 @@
     configurations  combinations of the requested policies, budgets and formats
     session         common options, and one measurement per configuration
     parts           finished measurements of an interrupted run
-    report, plots   tables, provenance, diagrams
-    naming          labels that distinguish the lines of a result
+    report          tables, provenance
 
     perplexity      perplexity of a text: scoring, statistics
     recall          attention compared with exact top-k: study

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from infinigen_jax.evaluation.naming import labels
 from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.plots import Panel, against_fraction, draw
 from infinigen_jax.evaluation.report import percent, with_error
 from infinigen_jax.evaluation.session import (
     Line,
@@ -49,12 +47,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Evaluate all configurations, print the table and write the files."""
+    """Evaluate all configurations, print the table and write the result."""
     session = Session.of(arguments, say)
     lines = measured_lines(session)
     session.finish(lines)
-    if session.plot is not None:
-        draw(session.plot, panels(lines), f"Perplexity, {session.record['model']['name']}")
     print(markdown(lines), flush=True)
 
 
@@ -150,15 +146,3 @@ def quality(lines: list[dict[str, Any]]) -> tuple[list[str], Callable[[dict[str,
 
     head = ["perplexity", "nats/token", "Δ nats", "Δ perplexity", "KL, nats", "same best"]
     return head, cells
-
-
-def panels(lines: list[dict[str, Any]]) -> list[Panel]:
-    """Return the panels of --plot."""
-    chunks = {
-        label: [(c["from"], c["nats_per_token"]) for c in line["chunks"]]
-        for label, line in zip(labels(lines), lines, strict=True)
-    }
-    return [
-        against_fraction(lines, "perplexity", "perplexity"),
-        Panel("position, tokens", "nats per token", chunks),
-    ]

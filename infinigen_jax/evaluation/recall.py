@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from infinigen_jax.errors import ParameterError
-from infinigen_jax.evaluation.naming import labels
 from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.plots import Panel, against_fraction, draw
 from infinigen_jax.evaluation.report import percent
 from infinigen_jax.evaluation.session import (
     Session,
@@ -54,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Evaluate all configurations, print the table and write the files."""
+    """Evaluate all configurations, print the table and write the result."""
     text = read_text(arguments.text)
     session = Session.of(arguments, say)
     if any(configuration.pool is not None for configuration in session.chosen):
@@ -70,8 +68,6 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         for line in measured
     ]
     session.finish(lines)
-    if session.plot is not None:
-        draw(session.plot, panels(lines), f"Attention covered, {session.record['model']['name']}")
     print(markdown(lines), flush=True)
 
 
@@ -242,22 +238,3 @@ def lost_most(line: dict[str, Any]) -> str:
         return ""
     worst = min(line["layers"], key=lambda layer: layer["of_oracle"])
     return f"layer {worst['layer']}: {percent(worst['of_oracle'], 1)}"
-
-
-def panels(lines: list[dict[str, Any]]) -> list[Panel]:
-    """Return the panels of --plot."""
-    selecting = [line for line in lines if line["layers"]]
-    named = list(zip(labels(selecting), selecting, strict=True))
-    layers = {
-        label: [(layer["layer"], layer["of_oracle"]) for layer in line["layers"]]
-        for label, line in named
-    }
-    chunks = {
-        label: [(chunk["from"], chunk["of_oracle"]) for chunk in line["chunks"]]
-        for label, line in named
-    }
-    return [
-        against_fraction(selecting, "mass", "attention mass covered"),
-        Panel("layer", "mass, share of the oracle's", layers),
-        Panel("position, tokens", "mass, share of the oracle's", chunks),
-    ]

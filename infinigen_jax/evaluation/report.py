@@ -1,4 +1,4 @@
-"""Provenance of a result, and formatting of tables."""
+"""Provenance of a result, names of its lines, and formatting of tables."""
 
 import datetime
 import hashlib
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
 
+# Headings of settings in tables.
+COLUMNS = {"index_dtype": "index", "partial_ratio": "columns", "dense_layers": "dense"}
 PACKAGES = ("infinigen-jax", "jax", "jaxlib", "flax", "numpy", "transformers")
 
 
@@ -50,6 +52,44 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None  # a checkout that is not installed
+
+
+def name_columns(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the headings of the columns that name a line, and their cells for each line."""
+    settings = _distinguishing(lines)
+    head = ["policy", "budget", *(COLUMNS.get(s, s.replace("_", " ")) for s in settings)]
+    cells = [
+        [line["policy"], *(_cell(line["settings"].get(s)) for s in ("budget", *settings))]
+        for line in lines
+    ]
+    return head, cells
+
+
+def labels(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a label for each line: the cells that name it."""
+    return [" ".join(filter(None, cells)) for cells in name_columns(lines)[1]]
+
+
+def _distinguishing(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the settings, except the budget, in which lines of the same policy differ.
+
+    A policy's name implies its defaults, so other settings distinguish no lines.
+    """
+    names: dict[str, None] = {}
+    for policy in dict.fromkeys(line["policy"] for line in lines):
+        settings = [line["settings"] for line in lines if line["policy"] == policy]
+        for name in settings[0]:
+            if name != "budget" and any(s[name] != settings[0][name] for s in settings):
+                names.setdefault(name)
+    return list(names)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "" if value is None else str(value)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:

@@ -15,9 +15,7 @@ import numpy as np
 
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.evaluation.haystacks import GRASS, Item, answer_tokens, make_items, sentences
-from infinigen_jax.evaluation.naming import labels
 from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.plots import Panel, against_fraction, draw
 from infinigen_jax.evaluation.report import percent, with_error
 from infinigen_jax.evaluation.session import (
     Line,
@@ -75,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Evaluate all configurations, print the table and write the files."""
+    """Evaluate all configurations, print the table and write the result."""
     haystack = None if arguments.haystack is None else read_text(arguments.haystack, "haystack")
     filler = sentences(GRASS if haystack is None else haystack.content)
     if not filler:
@@ -105,8 +103,6 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     measured = list(session.measure(model, measure, len(items), "items"))
     lines = with_scores(measured, items, model)
     session.finish(lines)
-    if session.plot is not None:
-        draw(session.plot, panels(lines), f"Retrieval, {session.record['model']['name']}")
     print(markdown(lines), flush=True)
 
 
@@ -208,16 +204,3 @@ def markdown(lines: list[dict[str, Any]]) -> str:
         ]
 
     return result_table(lines, ["found, %", "same"], cells)
-
-
-def panels(lines: list[dict[str, Any]]) -> list[Panel]:
-    """Return the panels of --plot."""
-    depths: dict[str, list[Any]] = {}
-    for label, line in zip(labels(lines), lines, strict=True):
-        for depth in sorted({cell["depth"] for cell in line["cells"]}):
-            accuracy = [cell["accuracy"] for cell in line["cells"] if cell["depth"] == depth]
-            depths.setdefault(label, []).append((depth, float(np.mean(accuracy))))
-    return [
-        against_fraction(lines, "accuracy", "accuracy"),
-        Panel("depth of the number", "accuracy", depths),
-    ]

@@ -22,10 +22,8 @@ from infinigen_jax.evaluation.configurations import (
     configurations,
     settings_of,
 )
-from infinigen_jax.evaluation.naming import name_columns
 from infinigen_jax.evaluation.parts import Measurement, Parts
-from infinigen_jax.evaluation.plots import checked_plot
-from infinigen_jax.evaluation.report import percent, provenance, table
+from infinigen_jax.evaluation.report import name_columns, percent, provenance, table
 from infinigen_jax.files.output import checked_output, write_json
 from infinigen_jax.numeric import whole_number
 
@@ -62,7 +60,6 @@ def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> 
         metavar="F",
         help="file for all measurements; the same command resumes after an interruption",
     )
-    add("--plot", metavar="F", help="diagram of the result: .png, .svg or .pdf; needs matplotlib")
     add("--quiet", action="store_true", help="no progress on stderr")
 
 
@@ -79,7 +76,6 @@ class Session:
     arguments: argparse.Namespace
     chosen: list[Configuration]
     output: Path | None
-    plot: Path | None
     say: Callable[[str], None]
     record: dict[str, Any]
     folder: Any = None
@@ -95,7 +91,6 @@ class Session:
             arguments,
             chosen,
             checked_output("json", arguments.json),
-            checked_plot(arguments.plot),
             say,
             {"command": arguments.command},
         )

@@ -7,10 +7,10 @@ refused by name.
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax.models import llama
 from infinigen_jax.models.base import ModelConfig, linear
 from infinigen_jax.models.hf import common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.llama import ACTIVATIONS
@@ -44,7 +44,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-class Layer(nnx.Module):
+class Layer(llama.Layer):
     """See `models.base.Layer`."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
@@ -59,46 +59,19 @@ class Layer(nnx.Module):
         self.down = linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype, rngs)
         self.config = config
 
-    def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        return self.attention_norm(x)
-
-    def query(
+    def rotated(
         self,
-        a: Float[Array, "*b e"],
+        x: Float[Array, "*b heads d"],
         positions: Int[Array, "*b"],
         lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b h d"]:
-        return self.finish_query(self.q(a), positions)
-
-    def finish_query(
-        self,
-        projected: Float[Array, "*b w"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b h d"]:
-        c = self.config
-        q = projected * jnp.asarray(c.scale, projected.dtype)
-        return q.reshape(*projected.shape[:-1], c.num_heads, c.head_dim)
-
-    def key_value(
-        self,
-        a: Float[Array, "*b e"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
-    ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
-        c = self.config
-        kv = self.kv(a).reshape(*a.shape[:-1], 2 * c.num_kv_heads, c.head_dim)
-        key, value = jnp.split(kv, 2, axis=-2)
-        return key, value
-
-    def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
-        return self.o(o.reshape(*o.shape[:-2], -1))
+    ) -> Float[Array, "*b heads d"]:
+        return x
 
     def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         return self.down(ACTIVATIONS[self.config.activation](self.up(self.mlp_norm(x))))
 
 
-class Embedding(nnx.Module):
+class Embedding(llama.Embedding):
     """See `models.base.Embedding`."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
@@ -113,8 +86,3 @@ class Embedding(nnx.Module):
 
     def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
         return self.tokens(tokens) + self.positions(positions + POSITION_OFFSET)
-
-    def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
-        x = self.norm(x)
-        y = self.tokens.attend(x) if self.config.tie_embeddings else self.head(x)
-        return y.astype(jnp.float32)

@@ -17,9 +17,9 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.configurations import Configuration, configurations
-from infinigen_jax.evaluation.naming import labels, labels_over_budgets, name_columns
 from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.perplexity import markdown
+from infinigen_jax.evaluation.report import labels, name_columns
 from infinigen_jax.evaluation.session import Session, measurements
 from infinigen_jax.evaluation.texts import read_text
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest, Window
@@ -201,21 +201,12 @@ def test_what_tells_lines_apart():
         ["infinigen", "0.1", "mean", "no"],
         ["window", "0.1", "", ""],
     ]
-    named = ["infinigen 0.05 head tail", "infinigen 0.1 mean no tail", "window 0.1"]
-    assert labels(a)[1:] == named
-    assert labels_over_budgets(a)[1] == "infinigen head tail"
+    assert labels(a) == ["full", "infinigen 0.05 head yes", "infinigen 0.1 mean no", "window 0.1"]
     # A preset's name says what is different in it.
     b = [line("infinigen", budget=0.1, alpha=4.0), line("infinigen-paper", budget=0.1, alpha=5.0)]
     assert name_columns(b)[0] == ["policy", "budget"]
     c = [line("infinigen", budget=0.1, alpha=alpha) for alpha in (4.0, "inf")]
     assert name_columns(c)[1] == [["infinigen", "0.1", "4"], ["infinigen", "0.1", "inf"]]
-    assert labels(c) == ["infinigen alpha 4", "infinigen alpha inf"]
-    d = [
-        line("infinigen", budget=0.1, query=query, speculate_from=source)
-        for query, source in (("own", "input"), ("corrected", "resident"), ("corrected", "input"))
-    ]
-    assert labels(d[:2]) == ["infinigen own", "infinigen corrected"]
-    assert labels(d)[2] == "infinigen corrected speculate from input"
 
 
 @pytest.mark.parametrize(

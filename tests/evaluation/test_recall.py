@@ -1,7 +1,6 @@
 """Recall: what is observed of the engine's steps, against NumPy over the plain forward pass."""
 
 import dataclasses
-import importlib.util
 import json
 from typing import Any
 
@@ -15,7 +14,7 @@ from tiny import logits_of, only
 
 from infinigen_jax import evaluate
 from infinigen_jax.evaluation.parts import Measurement, Parts
-from infinigen_jax.evaluation.recall import lost_most, markdown, panels, study_windows, summary
+from infinigen_jax.evaluation.recall import lost_most, markdown, study_windows, summary
 from infinigen_jax.evaluation.study import watch
 from infinigen_jax.loading.load import embedded
 from infinigen_jax.models import blueprint
@@ -207,19 +206,10 @@ def test_parts(tmp_path):
 
 @pytest.mark.slow
 def test_command_and_its_interruption(tmp_path, capsys, monkeypatch):
-    text, result, plot = tmp_path / "t.txt", tmp_path / "r.json", tmp_path / "p.svg"
+    text, result = tmp_path / "t.txt", tmp_path / "r.json"
     text.write_text("The old man went down to the sea, and nobody asked him why. " * 30)
     arguments = ["recall", "--model", str(embedded()), "--text", str(text), "--json", str(result)]
-    drawn = [] if importlib.util.find_spec("matplotlib") is None else [plot.name]
-    arguments += [
-        *(["--plot", str(plot)] if drawn else []),
-        "--window",
-        "64",
-        "--context",
-        "56",
-        "--windows",
-        "2",
-    ]
+    arguments += ["--window", "64", "--context", "56", "--windows", "2"]
     arguments += [
         "--policy",
         "window",
@@ -251,20 +241,10 @@ def test_command_and_its_interruption(tmp_path, capsys, monkeypatch):
     rows = [[c.strip() for c in row.split("|")][1:-1] for row in captured.out.splitlines()]
     assert [row[0] for row in rows[2:]] == ["full", "window", "oracle"] and len(rows) == 5
     assert rows[4][4] == "100.0 %" and rows[4][7] == "100.0 %"
-    assert only(tmp_path) == [*drawn, "r.json", "t.txt"]
+    assert only(tmp_path) == ["r.json", "t.txt"]
     record = json.loads(result.read_text())
     assert record["command"] == "recall"
     window = record["configurations"][1]
     assert [layer["layer"] for layer in window["layers"]] == [LAYERS - 1]
     assert 0 < window["mass"] <= window["oracle_mass"] < 1
-    assert len(panels(record["configurations"])) == 3 and markdown(record["configurations"])
-
-
-def test_a_plot_that_cannot_be(tmp_path, capsys):
-    text = tmp_path / "t.txt"
-    text.write_text("A text.")
-    for plot in (str(tmp_path / "p.txt"), str(tmp_path / "absent" / "p.png")):
-        assert evaluate.main(["recall", "--text", str(text), "--plot", plot, "--quiet"]) == 2
-        error = capsys.readouterr().err
-        assert "--plot" in error and error.count("\n") == 1
-    assert only(tmp_path) == ["t.txt"]
+    assert markdown(record["configurations"])

@@ -1,12 +1,10 @@
-"""Diagrams of results; the only module that needs matplotlib."""
+"""Diagrams of results; needs matplotlib."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from infinigen_jax.errors import ParameterError
-from infinigen_jax.evaluation.naming import labels_over_budgets
 from infinigen_jax.files.output import checked_output
 from infinigen_jax.numeric import listed
 
@@ -37,16 +35,6 @@ class Panel:
 
     def __init__(self, x: str, y: str, lines: Mapping[str, Sequence[Point]]):
         self.x, self.y, self.lines = x, y, lines
-
-
-def against_fraction(lines: list[dict[str, Any]], name: str, title: str) -> Panel:
-    """Plot a value over the fraction fetched; lines connect the budgets of a configuration."""
-    points: dict[str, list[Point]] = {}
-    for label, line in zip(labels_over_budgets(lines), lines, strict=True):
-        if line[name] is not None:
-            fetched = 100 * line["fetched_fraction"]
-            points.setdefault(label, []).append((fetched, line[name]))
-    return Panel("fetched, % of the rows", title, {k: sorted(v) for k, v in points.items()})
 
 
 def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
