@@ -3,28 +3,18 @@
 import secrets
 from typing import Any
 
+from llguidance import LLMatcher
+
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.sampling import Sampling
-from infinigen_jax.server.job import Job
+from infinigen_jax.server.grammar import Grammars
+from infinigen_jax.server.job import Job, RefusedError
 from infinigen_jax.server.limits import Limits
 from infinigen_jax.server.protocol import ChatCompletion, Completion, Generating
 from infinigen_jax.text.templates import render_chat
 
 MAX_TOKENS = 16  # of a completion, as in OpenAI's interface
-
-
-class RefusedError(Exception):
-    """A request that cannot be served.
-
-    Attributes:
-        param: name of the parameter at fault.
-        status, code: HTTP status, and OpenAI's error code.
-    """
-
-    def __init__(self, message: str, param: str, status: int = 400, code: str | None = None):
-        super().__init__(message)
-        self.param, self.status, self.code = param, status, code
 
 
 class Prompts:
@@ -38,6 +28,8 @@ class Prompts:
         self.tokenizer: Any = engine.model.tokenizer
         self._engine, self._context, self._heat_maps = engine, limits.context, limits.heat_maps
         self._template = self.tokenizer.chat_template
+        model = engine.model
+        self._grammars = Grammars(self.tokenizer, model.config.vocab_size, model.eos_ids)
 
     def completion(self, body: Completion) -> list[list[int]]:
         """Return the tokens of each prompt.
@@ -85,7 +77,12 @@ class Prompts:
         return tokens
 
     def jobs(self, body: Generating, encoded: list[list[int]]) -> list[Job]:
-        """Return a job for each encoded prompt."""
+        """Return a job for each encoded prompt.
+
+        Raises:
+            RefusedError: for a schema that answers cannot be held to.
+        """
+        matcher = self._matcher(body)
         ends = frozenset(() if body.ignore_eos else self._engine.model.eos_ids)
         return [
             Job(
@@ -95,12 +92,22 @@ class Prompts:
                 answers=body.answers,
                 stop=body.stops,
                 ends=ends,
+                matcher=matcher,
                 top=body.top,
                 heat=body.heat_map,
                 send=lambda piece: None,
             )
             for tokens in encoded
         ]
+
+    def _matcher(self, body: Generating) -> LLMatcher | None:
+        schema = body.schema_of_answer if isinstance(body, ChatCompletion) else None
+        if schema is None:
+            return None
+        try:
+            return self._grammars.matcher(schema)
+        except ValueError as error:
+            raise RefusedError(f"response_format: {error}", "response_format") from None
 
 
 def most_tokens(body: Generating) -> int | None:

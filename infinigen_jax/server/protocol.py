@@ -10,7 +10,7 @@ MOST_LOG_PROBS = 20
 
 # Parameters that only their neutral value is accepted for.
 NEUTRAL = (
-    *("best_of", "logit_bias", "modalities", "response_format", "service_tier", "store"),
+    *("best_of", "logit_bias", "modalities", "service_tier", "store"),
     *("suffix", "tool_choice", "tools"),
 )
 Tokens = Annotated[list[int], Field(min_length=1)]
@@ -26,12 +26,30 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
-class TextFormat(BaseModel):
-    """Format of an answer; only text."""
+class Schema(BaseModel):
+    """JSON schema of an answer; `strict` changes nothing, as every schema is enforced."""
 
     model_config = ConfigDict(extra="forbid")
 
-    type: Literal["text"]
+    name: str
+    description: str | None = None
+    json_schema: dict[str, Any] = Field({}, alias="schema")
+    strict: bool | None = None
+
+
+class Format(BaseModel):
+    """Format of an answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "Format":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("give json_schema with the type json_schema, and only then")
+        return self
 
 
 class Generating(BaseModel):
@@ -149,7 +167,7 @@ class ChatCompletion(Generating):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
-    response_format: TextFormat | None = None
+    response_format: Format | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
@@ -162,8 +180,18 @@ class ChatCompletion(Generating):
     def top(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """JSON schema that the answer follows; None for any text."""
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        given = self.response_format.json_schema
+        return {"type": "object"} if given is None else given.json_schema
+
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatCompletion":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
+        if self.schema_of_answer is not None and self.ignore_eos:
+            raise ValueError("response_format: not with ignore_eos")
         return self

@@ -104,7 +104,7 @@ def _raw(server: Served, text: str) -> str:
 
 def job(most: int, send: Any, tokens: int = 5) -> Job:
     """A job that does not end early."""
-    return Job([7] * tokens, most, Sampling(), 1, (), frozenset(), None, False, send)
+    return Job([7] * tokens, most, Sampling(), 1, (), frozenset(), None, None, False, send)
 
 
 def test_full_queue_and_shutdown(served: Served, monkeypatch):

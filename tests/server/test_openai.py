@@ -6,9 +6,11 @@ from typing import Any
 
 import openai
 import pytest
+from llguidance import LLMatcher, LLParserLimits
 from serving import CONTEXT, LONG, ROWS, Served
 
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.server.grammar import Grammars
 
 PROMPT = "Once upon a time"
 
@@ -103,6 +105,83 @@ def test_log_probs(served: Served):
     content = chat.choices[0].logprobs.content
     assert [len(entry.top_logprobs) for entry in content] == [2] * 4
     assert "".join(entry.token for entry in content) == chat.choices[0].message.content
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["old", "new"]},
+        "ages": {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 2},
+    },
+    "required": ["name", "kind", "ages"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+
+
+def ask(served: Served, **settings: Any) -> Any:
+    """A chat of one message."""
+    messages = [{"role": "user", "content": "a story"}]
+    settings = {"messages": messages, "temperature": 0} | settings
+    return served.client.chat.completions.create(model="small", **settings)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "seed": 1, "presence_penalty": 1}])
+def test_answers_follow_a_schema(served: Served, sampling):
+    """Next to them, free answers stay as they are, and nothing is compiled."""
+    expected = served.expected([PROMPT], max_new_tokens=100, ignore_eos=True).texts[0]
+    before = served.scheduler.late_compilations
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        extra = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
+        free = pool.submit(served.complete, PROMPT, **extra)
+        answer = ask(served, n=2, response_format=FORMAT, **sampling)
+        assert free.result().choices[0].text == expected
+    for choice in answer.choices:
+        content = json.loads(choice.message.content)
+        assert choice.finish_reason == "stop" and len(content["name"]) <= 12
+        assert content["kind"] in ("old", "new") and max(content["ages"], default=0) <= 99
+        assert len(content["ages"]) <= 2 and len(content) == 3
+    assert served.scheduler.late_compilations == before
+
+
+def test_json_objects(served: Served):
+    parts = list(ask(served, stream=True, response_format={"type": "json_object"}, max_tokens=30))
+    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert text.lstrip().startswith("{")
+    if parts[-1].choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+def test_a_schema_beyond_the_limits_ends_the_request(served: Served, monkeypatch):
+
+    def limited(grammars: Grammars, schema: Any) -> LLMatcher:
+        grammar = LLMatcher.grammar_from_json_schema(schema)
+        return LLMatcher(grammars._tokens, grammar, limits=LLParserLimits(max_lexer_states=20))
+
+    monkeypatch.setattr(Grammars, "matcher", limited)
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(served, response_format=FORMAT)
+    assert caught.value.param == "response_format" and "too many states" in caught.value.message
+    served.wait(lambda: not served.metric("infinigen_running_answers"))
+
+
+WRONG_FORMATS = [
+    {"type": "yaml"},
+    {"type": "json_schema"},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/a"}}},
+    {"type": "json_object", "json_schema": {"name": "x"}},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_FORMATS)
+def test_wrong_schemas_are_refused(served: Served, wrong):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(served, response_format=wrong)
+    error: Any = caught.value.body
+    assert error["param"] == "response_format" and "response_format" in error["message"]
 
 
 def test_echo(served: Served):
