@@ -300,7 +300,7 @@ class Budgeted(BudgetSettings, Defaults):
         positions: Int[Array, " b"],
         capacity: int,
         held: Int[Array, "b k t"] | None = None,
-        share: Int[Array, " 2"] | None = None,
+        share: Int[Array, "*n 2"] | None = None,
     ) -> Int[Array, " b"]:
         """Return the rows that the budget allows each sequence, per KV head.
 
@@ -335,7 +335,7 @@ class Budgeted(BudgetSettings, Defaults):
         positions: Int[Array, " b"],
         size: int,
         held: Int[Array, "b k t"] | None = None,
-        share: Int[Array, " 2"] | None = None,
+        share: Int[Array, "*n 2"] | None = None,
         *,
         alpha: float = math.inf,
         mode: str = "head",

@@ -45,6 +45,7 @@ class Job:
         stop, ends: see `Answer`.
         matcher: matcher of each answer's text, to be copied; None for any text.
         top: number of most likely tokens to report for each token; None to report nothing.
+        budget: see `RowBudgets.replace`.
         heat: whether to report the heat map of each token.
         send: called in the scheduler's thread with each piece, or an error that ended the job.
         cancelled: set by other threads; no piece is sent afterwards.
@@ -58,6 +59,7 @@ class Job:
     ends: frozenset[int]
     matcher: LLMatcher | None
     top: int | None
+    budget: float | None
     heat: bool
     send: Callable[[Piece | Exception], None]
     cancelled: bool = False

@@ -6,6 +6,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.row_budgets import budget_limit
 from infinigen_jax.errors import InputError
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.server.grammar import Grammars
@@ -27,6 +28,7 @@ class Prompts:
     def __init__(self, engine: Engine, limits: Limits):
         self.tokenizer: Any = engine.model.tokenizer
         self._engine, self._context, self._heat_maps = engine, limits.context, limits.heat_maps
+        self._most_budget = budget_limit(engine.decoder)
         self._template = self.tokenizer.chat_template
         model = engine.model
         self._grammars = Grammars(self.tokenizer, model.config.vocab_size, model.eos_ids)
@@ -50,8 +52,15 @@ class Prompts:
                 "messages: this model has no chat template; use /v1/completions", "messages"
             )
         messages: list[Any] = [message.for_template() for message in body.messages]
+        tools = None
+        if body.tools and body.tool_choice != "none":
+            tools = [tool.model_dump() for tool in body.tools]
+            if "tools" not in self._template:
+                raise RefusedError(
+                    "tools: this model's chat template has no place for them", "tools"
+                )
         try:
-            text = render_chat(self._template, messages, self.tokenizer.special_tokens)
+            text = render_chat(self._template, messages, self.tokenizer.special_tokens, tools=tools)
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
         except InputError as error:
             message = str(error).partition("; give another")[0]
@@ -61,6 +70,10 @@ class Prompts:
     def _checked(self, prompt: str | list[int], body: Generating, param: str) -> list[int]:
         if body.heat_map and not self._heat_maps:
             raise RefusedError("heat_map: this server makes none", "heat_map")
+        most = self._most_budget
+        if body.budget is not None and (most is None or body.budget > most):
+            remedy = "leave it out" if most is None else f"give at most {most:g}, the server's"
+            raise RefusedError(f"budget: {remedy}", "budget")
         try:
             tokens = self._engine.encode(prompt)
         except InputError as error:
@@ -94,6 +107,7 @@ class Prompts:
                 ends=ends,
                 matcher=matcher,
                 top=body.top,
+                budget=body.budget,
                 heat=body.heat_map,
                 send=lambda piece: None,
             )

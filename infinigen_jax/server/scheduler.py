@@ -254,7 +254,7 @@ class Scheduler:
                     return
                 row, number = int(idle[0]), intake.joined
                 assert intake.reading is not None
-                self._live.join(row, intake.reading)
+                self._live.join(row, intake.reading, job.budget)
                 sampler = self._sampler_of([job.sampling], [job.tokens], [number])
                 self._sampler.replace(row, sampler)
                 tokenizer = self.engine.model.tokenizer

@@ -1,13 +1,15 @@
 """OpenAI's client against the server: results equal those of `generate`."""
 
 import concurrent.futures
+import dataclasses
 import json
 from typing import Any
 
 import openai
 import pytest
 from llguidance import LLMatcher, LLParserLimits
-from serving import CONTEXT, LONG, ROWS, Served
+from runtime import SPARSE
+from serving import CONTEXT, LONG, ROWS, TEMPLATE, Served, small_engine
 
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.server.grammar import Grammars
@@ -107,6 +109,12 @@ def test_log_probs(served: Served):
     assert "".join(entry.token for entry in content) == chat.choices[0].message.content
 
 
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -204,6 +212,20 @@ REFUSED = {
     "max_tokens": {"max_tokens": 0},
     "new": {"extra_body": {"new": 1}},
     "prompt": {"prompt": ""},
+    "budget": {"extra_body": {"budget": 0.9}},
+    "lossless": {"extra_body": {"lossless": True}},
+}
+REFUSED_CHATS = {
+    "tools": {"tools": [{"type": "function", "function": {"description": "no name"}}]},
+    "tool_choice": {"tools": TOOLS, "tool_choice": "required"},
+    "parallel_tool_calls": {"tools": TOOLS, "parallel_tool_calls": False},
+    "response_format": {"response_format": FORMAT, "extra_body": {"ignore_eos": True}},
+    "messages": {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+        ]
+    },
+    "functions": {"functions": [{"name": "f"}]},
 }
 
 
@@ -214,6 +236,62 @@ def test_refused_parameters_are_named(served: Served, field):
     error: Any = caught.value.body
     assert error["param"] == field and field in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("field", REFUSED_CHATS)
+def test_refused_parameters_of_chats_are_named(served: Served, field):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(served, **REFUSED_CHATS[field])
+    error: Any = caught.value.body
+    assert error["param"] == field and field in error["message"]
+
+
+def test_tools_go_to_the_template(served: Served):
+    """Calls in earlier messages too; without tools, and with the choice none, it gets none."""
+    call = {"name": "weather", "arguments": '{"place": "Rome"}'}
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "1", "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "warm"},
+    ]
+    text = "<user> Hello\n<assistant> [weather Rome]\n<tool> warm\n<assistant>"
+
+    def length(**settings: Any) -> int:
+        return ask(served, messages=messages, max_tokens=1, **settings).usage.prompt_tokens
+
+    def expected(prompt: str) -> int:
+        return len(served.engine.model.tokenizer.encode(prompt, add_special_tokens=False))
+
+    assert length(tools=TOOLS) == expected("[weather]" + text)
+    assert length(tools=TOOLS, tool_choice="none") == length() == expected(text)
+
+
+def test_tools_need_a_template_with_tools(served: Served, monkeypatch):
+    template = TEMPLATE.replace("tools", "others")
+    monkeypatch.setattr(served.engine.model.tokenizer, "chat_template", template)
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(served, tools=TOOLS)
+    assert caught.value.param == "tools"
+
+
+def test_a_budget_of_a_request(served: Served):
+    """It changes this request's result, not that of a neighbour, and compiles nothing."""
+    policy = dataclasses.replace(SPARSE, budget=0.05)
+    small = dataclasses.replace(served, engine=small_engine(policy))
+    expected, usual = small.expected([LONG]), served.expected([LONG])
+    before = served.scheduler.late_compilations
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        other = pool.submit(served.complete, LONG)
+        answer = served.complete(LONG, extra_body={"budget": 0.05})
+    assert answer.choices[0].text == expected.texts[0]
+    assert other.result().choices[0].text == usual.texts[0]
+    fetched = [a.infinigen["fetched_fraction"] for a in (answer, other.result())]
+    assert 0 < fetched[0] <= 0.05 < fetched[1]
+    assert served.scheduler.late_compilations == before
+    assert served.complete(LONG).choices[0].text == usual.texts[0]
 
 
 def test_other_refusals(served: Served):
