@@ -1,4 +1,4 @@
-"""Replicas of the server on the machines of a Ray cluster, behind one address, by Ray Serve.
+"""Replicas of the server on the machines of a Ray cluster, with one address, by Ray Serve.
 
     pip install '.[serve]' 'ray[serve]>=2.60'
     python deploy/ray_serve.py --replicas 2 --model converted/Qwen2.5-7B --context 32k

@@ -104,10 +104,11 @@ class Running:
         engine = small_engine()
         limits = Limits.of(engine, ROWS, CONTEXT, waiting, prefix_bytes)
         self.scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
-        given = Service("small", **({"drain_seconds": 5.0} | service))
+        settings: dict[str, Any] = {"drain_seconds": 5.0} | service
+        given = Service("small", **settings)
         app = create_app(self.scheduler, given)
         self._socket = socket.create_server(("127.0.0.1", 0))
-        config = http_config(app, given.header_seconds, drain_seconds=1)
+        config = http_config(app, given.header_seconds, drain_seconds=1.0)
         self._server = uvicorn.Server(config)
         arguments = {"sockets": [self._socket]}
         self._thread = threading.Thread(target=self._server.run, kwargs=arguments, daemon=True)
