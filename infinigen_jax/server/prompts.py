@@ -29,7 +29,6 @@ class Prompts:
         self.tokenizer: Any = engine.model.tokenizer
         self._engine, self._context, self._heat_maps = engine, limits.context, limits.heat_maps
         self._most_budget = budget_limit(engine.decoder)
-        self._template = self.tokenizer.chat_template
         model = engine.model
         self._grammars = Grammars(self.tokenizer, model.config.vocab_size, model.eos_ids)
 
@@ -47,20 +46,17 @@ class Prompts:
         Raises:
             RefusedError: likewise, or if the model has no template or its template refuses.
         """
-        if not self._template:
+        template = self.tokenizer.chat_template
+        if not template:
             raise RefusedError(
                 "messages: this model has no chat template; use /v1/completions", "messages"
             )
         messages: list[Any] = [message.for_template() for message in body.messages]
-        tools = None
-        if body.tools and body.tool_choice != "none":
-            tools = [tool.model_dump() for tool in body.tools]
-            if "tools" not in self._template:
-                raise RefusedError(
-                    "tools: this model's chat template has no place for them", "tools"
-                )
+        tools = [tool.model_dump() for tool in body.tools_offered] or None
+        if tools and "tools" not in template:
+            raise RefusedError("tools: this model's chat template has no place for them", "tools")
         try:
-            text = render_chat(self._template, messages, self.tokenizer.special_tokens, tools=tools)
+            text = render_chat(template, messages, self.tokenizer.special_tokens, tools=tools)
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
         except InputError as error:
             message = str(error).partition("; give another")[0]
@@ -68,12 +64,7 @@ class Prompts:
         return self._checked(tokens, body, "messages")
 
     def _checked(self, prompt: str | list[int], body: Generating, param: str) -> list[int]:
-        if body.heat_map and not self._heat_maps:
-            raise RefusedError("heat_map: this server makes none", "heat_map")
-        most = self._most_budget
-        if body.budget is not None and (most is None or body.budget > most):
-            remedy = "leave it out" if most is None else f"give at most {most:g}, the server's"
-            raise RefusedError(f"budget: {remedy}", "budget")
+        self._check_options(body)
         try:
             tokens = self._engine.encode(prompt)
         except InputError as error:
@@ -88,6 +79,14 @@ class Prompts:
             )
             raise RefusedError(message, param, code=code)
         return tokens
+
+    def _check_options(self, body: Generating) -> None:
+        if body.heat_map and not self._heat_maps:
+            raise RefusedError("heat_map: this server makes none", "heat_map")
+        most = self._most_budget
+        if body.budget is not None and (most is None or body.budget > most):
+            remedy = "leave it out" if most is None else f"give at most {most:g}, the server's"
+            raise RefusedError(f"budget: {remedy}", "budget")
 
     def jobs(self, body: Generating, encoded: list[list[int]]) -> list[Job]:
         """Return a job for each encoded prompt.

@@ -220,6 +220,11 @@ class ChatCompletion(Generating):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def tools_offered(self) -> list[Tool]:
+        """Tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
     def schema_of_answer(self) -> dict[str, Any] | None:
         """JSON schema that the answer follows; None for any text."""
         if self.response_format is None or self.response_format.type == "text":

@@ -15,7 +15,7 @@ from runtime import SPARSE
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.results import Generation
-from infinigen_jax.loading.load import load
+from infinigen_jax.loading.load import Model, load
 from infinigen_jax.policies.base import Policy
 from infinigen_jax.server.app import Service, create_app
 from infinigen_jax.server.connection import http_config
@@ -29,7 +29,7 @@ TEMPLATE = (
     "{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
     "{% for m in messages %}<{{ m.role }}> {{ m.content }}"
     "{% for c in m.tool_calls or () %}[{{ c.function.name }} {{ c.function.arguments.place }}]"
-    "{% endfor %}\n{% endfor %}"
+    "{% endfor %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -90,10 +90,15 @@ class Served:
 
 
 @functools.cache
-def small_engine(policy: Policy = SPARSE) -> Engine:
+def small_engine() -> Engine:
     """An engine on the embedded model, with a chat template."""
     model = load("tiny-llama")
     model.tokenizer.chat_template = TEMPLATE
+    return engine_of(model, SPARSE)
+
+
+def engine_of(model: Model, policy: Policy) -> Engine:
+    """An engine with the settings of `small_engine`."""
     return Engine(model, policy=policy, dense_layers=1, schedule="fused", prefill_chunk=CHUNK)
 
 

@@ -36,5 +36,6 @@ def test_answers_and_streams(served: Served, model):
 
 
 def test_structured_output(model):
+    model.max_tokens = 150
     book = model.with_structured_output(SCHEMA, method="json_schema").invoke("a story")
     assert len(book["name"]) <= 9 and isinstance(book["old"], bool)

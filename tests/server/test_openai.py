@@ -9,7 +9,7 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 from runtime import SPARSE
-from serving import CONTEXT, LONG, ROWS, TEMPLATE, Served, small_engine
+from serving import CONTEXT, LONG, ROWS, TEMPLATE, Served, engine_of
 
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.server.grammar import Grammars
@@ -280,7 +280,7 @@ def test_tools_need_a_template_with_tools(served: Served, monkeypatch):
 def test_a_budget_of_a_request(served: Served):
     """It changes this request's result, not that of a neighbour, and compiles nothing."""
     policy = dataclasses.replace(SPARSE, budget=0.05)
-    small = dataclasses.replace(served, engine=small_engine(policy))
+    small = dataclasses.replace(served, engine=engine_of(served.engine.model, policy))
     expected, usual = small.expected([LONG]), served.expected([LONG])
     before = served.scheduler.late_compilations
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
