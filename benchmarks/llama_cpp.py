@@ -34,25 +34,9 @@ class LlamaCpp:
     def __init__(
         self, path: Path, name: str, prompts: list[list[int]], new_tokens: int, folder: Path
     ):
-        import xllamacpp  # pyright: ignore[reportMissingImports]
-
-        weights, rows = KINDS[name]
         self.prompts, self.drawn = prompts, []
-        parameters = xllamacpp.CommonParams()
-        parameters.model.path = str(path if weights is None else converted(path, weights, folder))
-        parameters.n_ctx = len(prompts) * (len(prompts[0]) + new_tokens + 1)
-        parameters.n_parallel = len(prompts)
-        parameters.warmup = False
-        parameters.verbosity = 0
-        parameters.ctx_shift = False
-        parameters.cache_type_k = parameters.cache_type_v = getattr(
-            xllamacpp.ggml_type, f"GGML_TYPE_{rows}"
-        )
-        enabled = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        parameters.flash_attn_type = enabled
-        for threads in (parameters.cpuparams, parameters.cpuparams_batch):
-            threads.n_threads = len(os.sched_getaffinity(0))
-        self.server = xllamacpp.Server(parameters)
+        context = len(prompts[0]) + new_tokens + 1
+        self.server = start_server(path, name, len(prompts), context, folder)
         first = self._complete(1)
         self.prefill_seconds = max(each["prompt_ms"] for each in first) / 1e3
 
@@ -90,6 +74,33 @@ class LlamaCpp:
 
         with concurrent.futures.ThreadPoolExecutor(len(self.prompts)) as pool:
             return list(pool.map(one, self.prompts))
+
+
+def start_server(path: Path, name: str, rows: int, context: int, folder: Path) -> Any:
+    """Return llama.cpp's server, which also listens on a loopback socket.
+
+    Args:
+        path, name, folder: see `LlamaCpp`.
+        rows: number of sequences decoded together.
+        context: maximum number of tokens of each.
+    """
+    import xllamacpp  # pyright: ignore[reportMissingImports]
+
+    weights, cache = KINDS[name]
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = str(path if weights is None else converted(path, weights, folder))
+    parameters.n_ctx, parameters.n_parallel = rows * context, rows
+    parameters.warmup = False
+    parameters.verbosity = 0
+    parameters.ctx_shift = False
+    parameters.cache_type_k = parameters.cache_type_v = getattr(
+        xllamacpp.ggml_type, f"GGML_TYPE_{cache}"
+    )
+    enabled = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    parameters.flash_attn_type = enabled
+    for threads in (parameters.cpuparams, parameters.cpuparams_batch):
+        threads.n_threads = len(os.sched_getaffinity(0))
+    return xllamacpp.Server(parameters)
 
 
 def converted(path: Path, name: str, folder: Path) -> Path:

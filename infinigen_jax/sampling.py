@@ -115,6 +115,22 @@ def sample(
     return jnp.where((settings.temperature < GREEDY_BELOW) | (drawn < 0), best, drawn)
 
 
+def limited(
+    logits: Float[Array, "b v"], best: Int[Array, " b"], allowed: Int[Array, "b w"]
+) -> tuple[Float[Array, "b v"], Int[Array, " b"]]:
+    """Return logits with -inf for the tokens that are not allowed, and the most likely tokens.
+
+    Args:
+        best: the most likely tokens of all, kept where every token is allowed.
+        allowed: int32, 32 tokens in each element, the first one in its lowest bit.
+    """
+    bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]
+    bits = bits.reshape(len(bits), -1)[:, : logits.shape[1]] & 1
+    logits = jnp.where(bits == 1, logits, -jnp.inf)
+    free = jnp.all(allowed == -1, axis=1)
+    return logits, jnp.where(free, best, lax.argmax(logits, 1, jnp.int32))
+
+
 def penalised(
     logits: Float[Array, "b v"], settings: RowSettings, history: History
 ) -> Float[Array, "b v"]:

@@ -24,6 +24,8 @@ from infinigen_jax.numeric import number, whole_number
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
+    from infinigen_jax.server.app import Service
+    from infinigen_jax.server.scheduler import Scheduler
 
 KEY_VARIABLE = "INFINIGEN_API_KEY"
 
@@ -85,42 +87,49 @@ def serve(arguments: argparse.Namespace) -> None:
     try:
         import uvicorn
 
-        from infinigen_jax.server.app import Service, create_app
-        from infinigen_jax.server.limits import Limits
-        from infinigen_jax.server.metrics import Metrics
-        from infinigen_jax.server.scheduler import Scheduler
+        from infinigen_jax.server.app import create_app
+        from infinigen_jax.server.connection import http_config
     except ModuleNotFoundError as error:
         raise InputError(
             f"the server needs {error.name}; pip install 'infinigen-jax[serve]'"
         ) from None
     listening = listen(arguments.host, arguments.port)
     with listening, say.working(f"loading {arguments.model or DEFAULT_MODEL}"):
-        engine = load_engine(arguments, say)
-        sizes = arguments.batch, arguments.context, arguments.max_waiting
-        limits = Limits.of(
-            engine, *sizes, int(arguments.prefix_cache_gib * 2**30), not arguments.no_page
-        )
-        scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
-        logging.getLogger("infinigen_jax").setLevel("WARNING" if arguments.quiet else "INFO")
-        service = Service(
-            model=arguments.served_model_name or Path(arguments.model or DEFAULT_MODEL).name,
-            api_key=arguments.api_key or os.environ.get(KEY_VARIABLE) or None,
-            origins=tuple(arguments.allow_origin),
-        )
-        config = uvicorn.Config(
-            create_app(scheduler, service),
-            log_config=None,
-            access_log=False,
-            limit_concurrency=arguments.max_waiting + arguments.batch + 64,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=int(arguments.shutdown_seconds),
-        )
+        scheduler, service = make_scheduler(arguments, say), make_service(arguments)
+        connections = arguments.max_waiting + arguments.batch + 64
+        app, seconds = create_app(scheduler, service), arguments.shutdown_seconds
+        config = http_config(app, service.header_seconds, connections, seconds)
         host, port = listening.getsockname()[:2]
         say(f"http://{host}:{port}")
         uvicorn.Server(config).run(sockets=[listening])
     if scheduler.failure is not None:
         raise InputError(scheduler.failure)
+
+
+def make_scheduler(arguments: argparse.Namespace, say: Messages) -> "Scheduler":
+    """Return a scheduler of the model and the sizes that the options ask for."""
+    from infinigen_jax.server.limits import Limits
+    from infinigen_jax.server.metrics import Metrics
+    from infinigen_jax.server.scheduler import Scheduler
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("infinigen_jax").setLevel("WARNING" if arguments.quiet else "INFO")
+    engine = load_engine(arguments, say)
+    sizes = arguments.batch, arguments.context, arguments.max_waiting
+    prefix_bytes = int(arguments.prefix_cache_gib * 2**30)
+    limits = Limits.of(engine, *sizes, prefix_bytes, not arguments.no_page)
+    return Scheduler(engine, limits, Metrics(engine.decoder))
+
+
+def make_service(arguments: argparse.Namespace) -> "Service":
+    """Return the settings of the HTTP interface."""
+    from infinigen_jax.server.app import Service
+
+    return Service(
+        model=arguments.served_model_name or Path(arguments.model or DEFAULT_MODEL).name,
+        api_key=arguments.api_key or os.environ.get(KEY_VARIABLE) or None,
+        origins=tuple(arguments.allow_origin),
+    )
 
 
 def load_engine(arguments: argparse.Namespace, say: Messages) -> "Engine":

@@ -15,6 +15,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.sampling import (
     History,
     candidates,
+    limited,
     log_probs_of,
     penalised,
     sample,
@@ -201,6 +202,20 @@ def test_candidates_are_those_of_transformers(settings):
     scaled = jnp.asarray(logits - logits.max(axis=1, keepdims=True))
     rows = jax.device_put(settings_of([Sampling(temperature=1.0, **settings)] * ROWS))
     np.testing.assert_array_equal(candidates(scaled, rows), expected)
+
+
+@given(LOGITS, arrays(bool, (ROWS, VOCABULARY)))
+def test_only_allowed_tokens_are_left(logits, allowed):
+    allowed[0], allowed[:, 3] = True, True
+    bits = np.full((ROWS, 32), False)
+    bits[:, :VOCABULARY] = allowed
+    bits[0] = True  # no limit
+    packed = np.packbits(bits, bitorder="little").view(np.int32).reshape(ROWS, 1)
+    best = np.array([5, 5, 5], np.int32)
+    left, likeliest = jax.jit(limited)(logits, best, packed)
+    expected = np.where(allowed, logits, -np.inf)
+    np.testing.assert_array_equal(left, expected)
+    assert list(likeliest) == [5, *expected.argmax(axis=1)[1:]]
 
 
 def test_log_probabilities():

@@ -19,6 +19,7 @@ from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.decode.steps import Watch, steps
 from infinigen_jax.engine.batching import admission
 from infinigen_jax.engine.dispatch import Dispatcher, Stepped
+from infinigen_jax.engine.row_budgets import RowBudgets
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.prefill.prefill import CHUNK_UNIT, empty_cache, read_chunk
@@ -102,6 +103,7 @@ class LiveBatch:
         logits: [rows, v] logits of each row's next token, float32; see `Sampler`.
         best: [rows] most likely next tokens.
         active: [rows] mask of the rows that hold a sequence.
+        budgets: budgets of the rows.
         cached: [rows] tokens in the cache, including those of all dispatched steps.
     """
 
@@ -114,6 +116,7 @@ class LiveBatch:
             raise ParameterError("context", remedy, capacity)
         self._runtime, self._at = runtime, Placement(runtime.mesh)
         self._dispatcher = Dispatcher(runtime)
+        self.budgets = RowBudgets(runtime, rows)
         self._admission = admission(runtime.decoder)
         self.cache = empty_cache(runtime.decoder, rows, capacity)
         vocabulary = runtime.model.config.vocab_size
@@ -133,8 +136,12 @@ class LiveBatch:
         waits = policy.paged and self._since_flush not in (0, policy.window)
         return not waits or not self.active.any()
 
-    def join(self, row: int, reading: Reading) -> None:
-        """Copy a complete prompt into an idle row; the reading can join further rows."""
+    def join(self, row: int, reading: Reading, budget: float | None = None) -> None:
+        """Copy a complete prompt into an idle row; the reading can join further rows.
+
+        Args:
+            budget: see `RowBudgets.replace`.
+        """
         assert self.can_join and not self.active[row]
         at = jax.device_put(np.int32(row), self._at.whole)
         if not self.active.any():
@@ -143,6 +150,8 @@ class LiveBatch:
             self.cache, (self.logits, self.best), reading.cache, reading.predict(), at
         )
         self.active[row], self.cached[row] = True, len(reading.tokens)
+        self.budgets.replace(row, budget)
+        self._dispatcher.weights = self.budgets.weights
 
     def leave(self, row: int) -> None:
         """Make a row idle."""

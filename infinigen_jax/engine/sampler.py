@@ -17,6 +17,7 @@ from infinigen_jax.sampling import (
     History,
     LogProbs,
     RowSettings,
+    limited,
     log_probs_of,
     sample,
     settings_of,
@@ -78,13 +79,21 @@ class Sampler:
         """Whether the most likely token of every row is taken."""
         return all(sampling.greedy and not sampling.penalises for sampling in self._rows)
 
-    def draw(self, logits: Float[Array, "b v"], best: Int[Array, " b"]) -> Drawn:
+    def draw(
+        self,
+        logits: Float[Array, "b v"],
+        best: Int[Array, " b"],
+        allowed: np.ndarray | None = None,
+    ) -> Drawn:
         """Draw the next token of each row, without waiting.
 
         Args:
             logits: logits of the next tokens.
             best: the most likely tokens.
+            allowed: tokens that may be drawn, see `sampling.limited`; None for all.
         """
+        if allowed is not None:
+            logits, best = self._programs.limit(logits, best, self._put(allowed))
         tokens = best
         if not self.greedy:
             tokens, self._count, self._history = self._programs.draw(
@@ -132,11 +141,13 @@ class SamplingPrograms(NamedTuple):
     """Compiled functions of `Sampler`.
 
     Attributes:
+        limit: `limited`.
         draw: sample the next tokens, count them, and add them to the history, which is donated.
         log_probs: `log_probs_of`, with MOST_LOG_PROBS alternatives.
         put: replace a row of a history, which is donated.
     """
 
+    limit: Any
     draw: Any
     log_probs: Any
     put: Any
@@ -169,6 +180,7 @@ def sampling_programs(mesh: Mesh) -> SamplingPrograms:
 
     at = Placement(mesh)
     return SamplingPrograms(
+        limit=Program(limited, (), out_shardings=at.batch),
         draw=Program(draw, (), out_shardings=at.batch, donate_argnums=4),
         log_probs=Program(log_probs, (), out_shardings=at.batch),
         put=Program(put, (), out_shardings=at.batch, donate_argnums=0),

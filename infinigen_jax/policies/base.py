@@ -223,7 +223,7 @@ class Budgeted(BudgetSettings, Policy):
         positions: Int[Array, " b"],
         capacity: int,
         held: Int[Array, "b k t"] | None = None,
-        share: Int[Array, " 2"] | None = None,
+        share: Int[Array, "*n 2"] | None = None,
     ) -> Int[Array, " b"]:
         """Return the rows that the budget allows each sequence, per KV head.
 
@@ -258,7 +258,7 @@ class Budgeted(BudgetSettings, Policy):
         positions: Int[Array, " b"],
         size: int,
         held: Int[Array, "b k t"] | None = None,
-        share: Int[Array, " 2"] | None = None,
+        share: Int[Array, "*n 2"] | None = None,
         *,
         alpha: float = math.inf,
         mode: str = "head",

@@ -41,8 +41,8 @@ class Lookup:
         positions: positions of the current tokens.
         size: static number of rows in a request, equal for all layers.
         capacity: number of slots t that the host cache has for each sequence.
-        share: numerator and denominator of the layer's budget; None if all layers use the
-            policy's budget.
+        share: numerator and denominator of the layer's budget, for all sequences or for each; None
+            if all use the policy's budget.
         held: with a pool, position of the row in each slot, -1 if the slot has no row to fetch.
             None without a pool: slot = position, and every host-only row may be fetched.
     """
@@ -55,7 +55,7 @@ class Lookup:
     positions: Int[Array, " b"]
     size: int
     capacity: int
-    share: Int[Array, " 2"] | None = None
+    share: Int[Array, "*n 2"] | None = None
     held: Int[Array, "b k t"] | None = None
 
     @property

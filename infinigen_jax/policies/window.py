@@ -27,7 +27,8 @@ class Window(Budgeted):
         if lookup.held is not None:
             return self.choose(lookup.held.astype(jnp.float32)[:, :, None], lookup)
         newest = positions - self.window
-        count = jnp.clip(newest - self.sinks + 1, 0, self.most_rows(positions, lookup.capacity))
+        most = self.most_rows(positions, lookup.capacity, share=lookup.share)
+        count = jnp.clip(newest - self.sinks + 1, 0, most)
         place = lax.broadcasted_iota(jnp.int32, (positions.shape[0], n), 1)
         slots = jnp.where(place < count[:, None], newest[:, None] - place, 0)
         shape = (positions.shape[0], lookup.config.num_kv_heads)

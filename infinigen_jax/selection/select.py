@@ -77,9 +77,13 @@ def budget_rows(budget: float, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
     return tokens * share.numerator // share.denominator
 
 
-def share_rows(share: Int[Array, " 2"], tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """Return floor(tokens * share[0] / share[1]): `budget_rows` for a share that is data."""
-    return tokens * share[0] // share[1]
+def share_rows(share: Int[Array, "*b 2"], tokens: Int[Array, "*n"]) -> Int[Array, "*n"]:
+    """Return floor(tokens * share[0] / share[1]): `budget_rows` for shares that are data.
+
+    Args:
+        share: numerator and denominator, for all sequences or for each.
+    """
+    return tokens * share[..., 0] // share[..., 1]
 
 
 def group_margin(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:

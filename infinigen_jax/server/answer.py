@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from llguidance import LLMatcher
 
 from infinigen_jax.engine.results import Choice
 from infinigen_jax.text.detokenize import TextStream
@@ -50,10 +51,17 @@ class Answer:
 
     Attributes:
         tokens: tokens drawn so far, including one that ended the answer.
+        matcher: matcher of the tokens that may follow; None if all may.
     """
 
     def __init__(
-        self, tokenizer: Any, number: int, most: int, stops: Sequence[str], ends: frozenset[int]
+        self,
+        tokenizer: Any,
+        number: int,
+        most: int,
+        stops: Sequence[str],
+        ends: frozenset[int],
+        matcher: LLMatcher | None = None,
     ):
         """Start an answer.
 
@@ -62,8 +70,10 @@ class Answer:
             most: maximum number of tokens.
             stops: texts that end the answer and are not part of it.
             ends: tokens that end the answer.
+            matcher: matcher of the whole text, which ends the answer.
         """
         self.tokens: list[int] = []
+        self.matcher = matcher
         self._number, self._most, self._ends = number, most, ends
         self._stream, self._filter = TextStream(tokenizer), StopFilter(stops)
         self._received, self._sent = 0, 0  # characters before and after the filter
@@ -73,7 +83,8 @@ class Answer:
         """Append a token and return the text that is final; the last piece has a `finish`."""
         self.tokens.append(token)
         ended = token in self._ends
-        last = ended or len(self.tokens) == self._most
+        complete = ended or self._completes(token)
+        last = complete or len(self.tokens) == self._most
         if choice is not None and not ended:
             self._scores.append(TokenScore(token, choice, self._received))
         piece = "" if ended else self._stream.push([token])
@@ -81,9 +92,16 @@ class Answer:
         self._received += len(piece)
         text = self._filter.push(piece) + (self._filter.finish() if last else "")
         self._sent += len(text)
-        if self._filter.stopped or ended:
+        if self._filter.stopped or complete:
             return self._piece(text, "stop")
         return self._piece(text, "length" if last else None)
+
+    def _completes(self, token: int) -> bool:
+        """Return whether nothing may follow the token."""
+        if self.matcher is None:
+            return False
+        self.matcher.consume_token(token)
+        return self.matcher.is_stopped() and not self.matcher.is_error()
 
     def _piece(self, text: str, finish: str | None) -> Piece:
         begun = sum(score.offset < self._sent for score in self._scores)

@@ -17,11 +17,10 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 import infinigen_jax
-from infinigen_jax.errors import InputError
 from infinigen_jax.server.answer import Piece
 from infinigen_jax.server.guard import Guard, error_body
-from infinigen_jax.server.job import BusyError, Job, UnavailableError
-from infinigen_jax.server.prompts import Prompts, RefusedError
+from infinigen_jax.server.job import BusyError, Job, RefusedError, UnavailableError
+from infinigen_jax.server.prompts import Prompts
 from infinigen_jax.server.protocol import NEUTRAL, ChatCompletion, Completion
 from infinigen_jax.server.scheduler import Scheduler
 from infinigen_jax.server.wire import ChatWire, CompletionWire, Wire
@@ -38,7 +37,7 @@ class Service:
         model: name of the model, which requests repeat.
         api_key: key that requests must present; None for no check.
         body_limit: maximum size of a request in bytes.
-        body_seconds: maximum time to receive a request.
+        header_seconds, body_seconds: maximum times to receive a request's headers and its body.
         origins: origins of web pages that may send requests; none by default.
         drain_seconds: time that unfinished requests get at shutdown.
     """
@@ -46,6 +45,7 @@ class Service:
     model: str
     api_key: str | None = None
     body_limit: int = 32 << 20
+    header_seconds: float = 10.0
     body_seconds: float = 30.0
     origins: tuple[str, ...] = ()
     drain_seconds: float = 30.0
@@ -192,7 +192,8 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
         _check_model(body.model, service)
         encoded = await asyncio.to_thread(prompts.completion, body)
         wire = CompletionWire(service.model, body, prompts.tokenizer, encoded)
-        return await _answer(scheduler, request, wire, prompts.jobs(body, encoded))
+        jobs = await asyncio.to_thread(prompts.jobs, body, encoded)
+        return await _answer(scheduler, request, wire, jobs)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatCompletion, request: Request) -> Response:
@@ -200,7 +201,8 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
         _check_model(body.model, service)
         encoded = [await asyncio.to_thread(prompts.chat, body)]
         wire = ChatWire(service.model, body, prompts.tokenizer, encoded)
-        return await _answer(scheduler, request, wire, prompts.jobs(body, encoded))
+        jobs = await asyncio.to_thread(prompts.jobs, body, encoded)
+        return await _answer(scheduler, request, wire, jobs)
 
 
 async def _answer(scheduler: Scheduler, request: Request, wire: Wire, jobs: list[Job]) -> Response:
@@ -236,8 +238,8 @@ async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
                 yield event(wire.usage_part(exchange.jobs))
         except UnavailableError:
             yield event(error_body(503, "the server is stopping"))
-        except InputError as error:
-            yield event(error_body(500, str(error)))
+        except RefusedError as error:
+            yield event(error_body(error.status, str(error), error.param, error.code))
         yield "data: [DONE]\n\n"
 
 

@@ -4,6 +4,8 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+from llguidance import LLMatcher
+
 from infinigen_jax.engine.live_batch import Reading
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.server.answer import Answer, Piece
@@ -18,6 +20,19 @@ class UnavailableError(Exception):
     """The server is starting, stopping or out of order."""
 
 
+class RefusedError(Exception):
+    """A request that cannot be served.
+
+    Attributes:
+        param: name of the parameter at fault.
+        status, code: HTTP status, and OpenAI's error code.
+    """
+
+    def __init__(self, message: str, param: str, status: int = 400, code: str | None = None):
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+
 @dataclasses.dataclass(eq=False)
 class Job:
     """A request.
@@ -28,7 +43,9 @@ class Job:
         sampling: sampling settings; each answer has its own stream of random numbers.
         answers: number of answers.
         stop, ends: see `Answer`.
+        matcher: matcher of each answer's text, to be copied; None for any text.
         top: number of most likely tokens to report for each token; None to report nothing.
+        budget: see `RowBudgets.replace`.
         heat: whether to report the heat map of each token.
         send: called in the scheduler's thread with each piece, or an error that ended the job.
         cancelled: set by other threads; no piece is sent afterwards.
@@ -40,7 +57,9 @@ class Job:
     answers: int
     stop: tuple[str, ...]
     ends: frozenset[int]
+    matcher: LLMatcher | None
     top: int | None
+    budget: float | None
     heat: bool
     send: Callable[[Piece | Exception], None]
     cancelled: bool = False

@@ -3,28 +3,19 @@
 import secrets
 from typing import Any
 
+from llguidance import LLMatcher
+
 from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.row_budgets import budget_limit
 from infinigen_jax.errors import InputError
 from infinigen_jax.sampling import Sampling
-from infinigen_jax.server.job import Job
+from infinigen_jax.server.grammar import Grammars
+from infinigen_jax.server.job import Job, RefusedError
 from infinigen_jax.server.limits import Limits
 from infinigen_jax.server.protocol import ChatCompletion, Completion, Generating
 from infinigen_jax.text.templates import render_chat
 
 MAX_TOKENS = 16  # of a completion, as in OpenAI's interface
-
-
-class RefusedError(Exception):
-    """A request that cannot be served.
-
-    Attributes:
-        param: name of the parameter at fault.
-        status, code: HTTP status, and OpenAI's error code.
-    """
-
-    def __init__(self, message: str, param: str, status: int = 400, code: str | None = None):
-        super().__init__(message)
-        self.param, self.status, self.code = param, status, code
 
 
 class Prompts:
@@ -37,7 +28,9 @@ class Prompts:
     def __init__(self, engine: Engine, limits: Limits):
         self.tokenizer: Any = engine.model.tokenizer
         self._engine, self._context, self._heat_maps = engine, limits.context, limits.heat_maps
-        self._template = self.tokenizer.chat_template
+        self._most_budget = budget_limit(engine.decoder)
+        model = engine.model
+        self._grammars = Grammars(self.tokenizer, model.config.vocab_size, model.eos_ids)
 
     def completion(self, body: Completion) -> list[list[int]]:
         """Return the tokens of each prompt.
@@ -53,13 +46,17 @@ class Prompts:
         Raises:
             RefusedError: likewise, or if the model has no template or its template refuses.
         """
-        if not self._template:
+        template = self.tokenizer.chat_template
+        if not template:
             raise RefusedError(
                 "messages: this model has no chat template; use /v1/completions", "messages"
             )
         messages: list[Any] = [message.for_template() for message in body.messages]
+        tools = [tool.model_dump() for tool in body.tools_offered] or None
+        if tools and "tools" not in template:
+            raise RefusedError("tools: this model's chat template has no place for them", "tools")
         try:
-            text = render_chat(self._template, messages, self.tokenizer.special_tokens)
+            text = render_chat(template, messages, self.tokenizer.special_tokens, tools=tools)
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
         except InputError as error:
             message = str(error).partition("; give another")[0]
@@ -67,8 +64,7 @@ class Prompts:
         return self._checked(tokens, body, "messages")
 
     def _checked(self, prompt: str | list[int], body: Generating, param: str) -> list[int]:
-        if body.heat_map and not self._heat_maps:
-            raise RefusedError("heat_map: this server makes none", "heat_map")
+        self._check_options(body)
         try:
             tokens = self._engine.encode(prompt)
         except InputError as error:
@@ -84,8 +80,21 @@ class Prompts:
             raise RefusedError(message, param, code=code)
         return tokens
 
+    def _check_options(self, body: Generating) -> None:
+        if body.heat_map and not self._heat_maps:
+            raise RefusedError("heat_map: this server makes none", "heat_map")
+        most = self._most_budget
+        if body.budget is not None and (most is None or body.budget > most):
+            remedy = "leave it out" if most is None else f"give at most {most:g}, the server's"
+            raise RefusedError(f"budget: {remedy}", "budget")
+
     def jobs(self, body: Generating, encoded: list[list[int]]) -> list[Job]:
-        """Return a job for each encoded prompt."""
+        """Return a job for each encoded prompt.
+
+        Raises:
+            RefusedError: for a schema that answers cannot be held to.
+        """
+        matcher = self._matcher(body)
         ends = frozenset(() if body.ignore_eos else self._engine.model.eos_ids)
         return [
             Job(
@@ -95,12 +104,23 @@ class Prompts:
                 answers=body.answers,
                 stop=body.stops,
                 ends=ends,
+                matcher=matcher,
                 top=body.top,
+                budget=body.budget,
                 heat=body.heat_map,
                 send=lambda piece: None,
             )
             for tokens in encoded
         ]
+
+    def _matcher(self, body: Generating) -> LLMatcher | None:
+        schema = body.schema_of_answer if isinstance(body, ChatCompletion) else None
+        if schema is None:
+            return None
+        try:
+            return self._grammars.matcher(schema)
+        except ValueError as error:
+            raise RefusedError(f"response_format: {error}", "response_format") from None
 
 
 def most_tokens(body: Generating) -> int | None:

@@ -1,18 +1,16 @@
 """Requests of OpenAI's interface, checked. What is not supported is refused, never ignored."""
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MOST_ANSWERS = 8
 MOST_STOPS = 16
 MOST_LOG_PROBS = 20
 
 # Parameters that only their neutral value is accepted for.
-NEUTRAL = (
-    *("best_of", "logit_bias", "modalities", "response_format", "service_tier", "store"),
-    *("suffix", "tool_choice", "tools"),
-)
+NEUTRAL = (*("best_of", "logit_bias", "modalities", "service_tier", "store", "suffix"),)
 Tokens = Annotated[list[int], Field(min_length=1)]
 Stop = str | Annotated[list[str], Field(max_length=MOST_STOPS)]
 
@@ -26,12 +24,30 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
-class TextFormat(BaseModel):
-    """Format of an answer; only text."""
+class Schema(BaseModel):
+    """JSON schema of an answer; `strict` changes nothing, as every schema is enforced."""
 
     model_config = ConfigDict(extra="forbid")
 
-    type: Literal["text"]
+    name: str
+    description: str | None = None
+    json_schema: dict[str, Any] = Field({}, alias="schema")
+    strict: bool | None = None
+
+
+class Format(BaseModel):
+    """Format of an answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "Format":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("give json_schema with the type json_schema, and only then")
+        return self
 
 
 class Generating(BaseModel):
@@ -57,6 +73,9 @@ class Generating(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     ignore_eos: bool = Field(False, description="Go on after the end-of-text token")
+    budget: float | None = Field(
+        None, gt=0, le=1, description="Rows fetched at most, as a share of those cached"
+    )
     heat_map: bool = Field(False, description="Stream which cached tokens each token fetched")
     user: str | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
@@ -117,6 +136,11 @@ class Completion(Generating):
         return self
 
 
+def _parsed(arguments: Any) -> Any:
+    """Return the arguments of a call, which clients send as the text of a JSON object."""
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
 class TextPart(BaseModel):
     """Part of a message; only text."""
 
@@ -126,13 +150,46 @@ class TextPart(BaseModel):
     text: str
 
 
+class Function(BaseModel):
+    """Function of a tool, or a call of one."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+
+
+class Tool(BaseModel):
+    """Tool that the model may call."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: Function
+
+
+class Called(Function):
+    """Call of a function; templates get the arguments as an object."""
+
+    arguments: Annotated[dict[str, Any], BeforeValidator(_parsed)]
+
+
+class ToolCall(BaseModel):
+    """Call of a tool in an earlier message."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: Called
+
+
 class Message(BaseModel):
-    """Message of a chat; further fields, such as `tool_calls`, go to the model's template."""
+    """Message of a chat; further fields, such as `tool_call_id`, go to the model's template."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return the message with its content as one text."""
@@ -149,10 +206,10 @@ class ChatCompletion(Generating):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
-    response_format: TextFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    response_format: Format | None = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Literal[True] | None = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -162,8 +219,23 @@ class ChatCompletion(Generating):
     def top(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def tools_offered(self) -> list[Tool]:
+        """Tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """JSON schema that the answer follows; None for any text."""
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        given = self.response_format.json_schema
+        return {"type": "object"} if given is None else given.json_schema
+
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatCompletion":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
+        if self.schema_of_answer is not None and self.ignore_eos:
+            raise ValueError("response_format: not with ignore_eos")
         return self

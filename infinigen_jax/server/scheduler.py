@@ -26,7 +26,15 @@ from infinigen_jax.engine.sampler import MOST_LOG_PROBS, Sampler, sampling_progr
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.server.answer import Answer, Piece
-from infinigen_jax.server.job import BusyError, Intake, Job, Running, UnavailableError
+from infinigen_jax.server.grammar import allowed_tokens
+from infinigen_jax.server.job import (
+    BusyError,
+    Intake,
+    Job,
+    RefusedError,
+    Running,
+    UnavailableError,
+)
 from infinigen_jax.server.limits import READERS, Limits
 from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.prefix_cache import Node, PrefixCache
@@ -167,12 +175,13 @@ class Scheduler:
             self._live.leave(0)
         assert reading is not None
         self._live.join(0, reading)
+        every = allowed_tokens({}, limits.rows, self.engine.model.config.vocab_size)
         log_probs = None
         to_flush = self.engine.decoder.policy.window + 1
         for sampling, number in zip(SAMPLINGS, (to_flush, 1, 1), strict=True):
             self._sampler.replace(0, self._sampler_of([sampling], [(0,)]))
             for _ in range(number):
-                tokens = self._sampler.draw(self._live.logits, self._live.best).tokens
+                tokens = self._sampler.draw(self._live.logits, self._live.best, every).tokens
                 log_probs = self._score(self._live.logits, tokens)
                 self._live.step(tokens)
         if limits.heat_maps:
@@ -245,11 +254,12 @@ class Scheduler:
                     return
                 row, number = int(idle[0]), intake.joined
                 assert intake.reading is not None
-                self._live.join(row, intake.reading)
+                self._live.join(row, intake.reading, job.budget)
                 sampler = self._sampler_of([job.sampling], [job.tokens], [number])
                 self._sampler.replace(row, sampler)
                 tokenizer = self.engine.model.tokenizer
-                answer = Answer(tokenizer, number, job.most, job.stop, job.ends)
+                matcher = None if job.matcher is None else job.matcher.deep_copy()
+                answer = Answer(tokenizer, number, job.most, job.stop, job.ends, matcher)
                 self._running[row] = Running(job, answer)
                 intake.joined += 1
             self._intakes.remove(intake)
@@ -260,7 +270,7 @@ class Scheduler:
         The device computes the step while the tokens are turned into text.
         """
         logits = self._live.logits
-        tokens = self._sampler.draw(logits, self._live.best).tokens
+        tokens = self._sampler.draw(logits, self._live.best, self._allowed()).tokens
         wanted = any(each.job.top is not None for each in self._running.values())
         log_probs = self._score(logits, tokens) if wanted else None
         heat = any(each.job.heat for each in self._running.values())
@@ -273,11 +283,23 @@ class Scheduler:
             self._count_rows(before)
         choices = None if log_probs is None else choices_of(log_probs, MOST_LOG_PROBS)
         for row, each in running.items():
+            matcher = each.answer.matcher
+            if matcher is not None and matcher.is_error():
+                self._refuse(each.job, matcher.get_error().splitlines()[0])
+                continue
             choice = None if each.job.top is None or choices is None else choices[row]
             piece = each.answer.push(int(drawn[row]), choice)
             if each.job.heat and before is not None and before.running.get(row) is each:
                 piece = dataclasses.replace(piece, heat=heat_of(before, row))
             self._send(row, each.job, piece)
+
+    def _allowed(self) -> np.ndarray | None:
+        """Return the tokens that each row may draw; None if all rows may draw all tokens."""
+        answers = {row: each.answer for row, each in self._running.items()}
+        matchers = {row: a.matcher for row, a in answers.items() if a.matcher is not None}
+        if not matchers:
+            return None
+        return allowed_tokens(matchers, self.limits.rows, self.engine.model.config.vocab_size)
 
     def _send(self, row: int, job: Job, piece: Piece) -> None:
         now = time.perf_counter()
@@ -291,6 +313,11 @@ class Scheduler:
             self._metrics.done(job, "ok")
         if not job.cancelled:
             job.send(piece)
+
+    def _refuse(self, job: Job, problem: str) -> None:
+        """End a request whose schema llguidance gave up on."""
+        job.send(RefusedError(f"response_format: {problem}", "response_format"))
+        job.cancelled = True
 
     def _leave(self, row: int) -> None:
         self._running.pop(row, None)

@@ -21,9 +21,10 @@ START = (
 
 def render_chat(
     template: str,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     special_tokens: dict[str, str],
     seconds: float = SECONDS,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """Render a chat template as `transformers` does, with a prompt for the next answer.
 
@@ -31,8 +32,14 @@ def render_chat(
         messages: role and content of each message.
         special_tokens: variables of the template, such as `bos_token`.
         seconds: limit of the template's processor time.
+        tools: functions that the model may call, in OpenAI's format.
     """
-    inputs = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    inputs = {
+        "messages": messages,
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": True,
+    }
     task = {
         "template": template,
         "variables": special_tokens | inputs,

@@ -15,8 +15,10 @@ from runtime import SPARSE
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.results import Generation
-from infinigen_jax.loading.load import load
+from infinigen_jax.loading.load import Model, load
+from infinigen_jax.policies.base import Policy
 from infinigen_jax.server.app import Service, create_app
+from infinigen_jax.server.connection import http_config
 from infinigen_jax.server.limits import Limits
 from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.scheduler import Scheduler
@@ -24,7 +26,10 @@ from infinigen_jax.server.scheduler import Scheduler
 ROWS, CONTEXT, CHUNK = 3, 256, 64
 LONG = "It was a dark and stormy night, and the old man looked at the sea. " * 6
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
+    "{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }}"
+    "{% for c in m.tool_calls or () %}[{{ c.function.name }} {{ c.function.arguments.place }}]"
+    "{% endfor %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -89,7 +94,12 @@ def small_engine() -> Engine:
     """An engine on the embedded model, with a chat template."""
     model = load("tiny-llama")
     model.tokenizer.chat_template = TEMPLATE
-    return Engine(model, policy=SPARSE, dense_layers=1, schedule="fused", prefill_chunk=CHUNK)
+    return engine_of(model, SPARSE)
+
+
+def engine_of(model: Model, policy: Policy) -> Engine:
+    """An engine with the settings of `small_engine`."""
+    return Engine(model, policy=policy, dense_layers=1, schedule="fused", prefill_chunk=CHUNK)
 
 
 class Running:
@@ -100,9 +110,10 @@ class Running:
         limits = Limits.of(engine, ROWS, CONTEXT, waiting, prefix_bytes)
         self.scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
         settings: dict[str, Any] = {"drain_seconds": 5.0} | service
-        app = create_app(self.scheduler, Service("small", **settings))
+        given = Service("small", **settings)
+        app = create_app(self.scheduler, given)
         self._socket = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)
+        config = http_config(app, given.header_seconds, drain_seconds=1.0)
         self._server = uvicorn.Server(config)
         arguments = {"sockets": [self._socket]}
         self._thread = threading.Thread(target=self._server.run, kwargs=arguments, daemon=True)

@@ -1,5 +1,6 @@
 """Requests that the server refuses, reports and survives, by plain HTTP."""
 
+import contextlib
 import json
 import socket
 import time
@@ -22,7 +23,8 @@ KEY = {"Authorization": "Bearer secret"}
 @pytest.fixture(scope="module")
 def strict(served: Served) -> Iterator[Served]:
     """A server with a key and narrow limits."""
-    limits = {"body_limit": 1000, "body_seconds": 0.5, "origins": ("http://friend",)}
+    limits = {"body_limit": 1000, "body_seconds": 0.5, "header_seconds": 0.5}
+    limits["origins"] = ("http://friend",)
     with Running(prefix_bytes=0, api_key="secret", **limits) as server:
         yield server
 
@@ -96,6 +98,37 @@ def test_bodies_too_large_or_too_slow(strict: Served):
     assert strict.request("POST", "/v1/completions", BODY, KEY)[0] == 200
 
 
+def test_connections_without_whole_headers_are_closed(strict: Served):
+    """A byte now and then does not help, and neither does an earlier request."""
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    for sent in (b"", b"GET /health HTTP/1.1\r\nHost: ", whole):
+        with socket.create_connection(("127.0.0.1", strict.port), timeout=5) as connection:
+            connection.sendall(sent)
+            if sent == whole:
+                assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+            begun = time.monotonic()
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() < begun + 5:
+                    if sent:
+                        connection.sendall(b"x")
+                    connection.settimeout(0.05)
+                    with contextlib.suppress(TimeoutError):
+                        if not connection.recv(1000):
+                            break
+            assert 0.3 < time.monotonic() - begun < 3
+    assert strict.request("GET", "/health")[0] == 200
+
+
+def test_headers_may_arrive_in_parts_and_connections_are_reused(strict: Served):
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=5) as connection:
+        for _ in range(2):
+            for part in (b"GET /health HTTP/1.1\r\n", b"Host: x\r\n\r\n"):
+                connection.sendall(part)
+                time.sleep(0.1)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+            time.sleep(0.7)
+
+
 def _raw(server: Served, text: str) -> str:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(text.encode())
@@ -104,7 +137,7 @@ def _raw(server: Served, text: str) -> str:
 
 def job(most: int, send: Any, tokens: int = 5) -> Job:
     """A job that does not end early."""
-    return Job([7] * tokens, most, Sampling(), 1, (), frozenset(), None, False, send)
+    return Job([7] * tokens, most, Sampling(), 1, (), frozenset(), None, None, None, False, send)
 
 
 def test_full_queue_and_shutdown(served: Served, monkeypatch):

@@ -1,0 +1,59 @@
+"""Budgets of the sequences in a live batch. They are data, so that a change compiles nothing."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.state import Weights
+from infinigen_jax.engine.runtime import Runtime
+from infinigen_jax.policies.base import Budgeted
+from infinigen_jax.selection.select import budget_fraction
+
+
+def budget_limit(decoder: Decoder) -> float | None:
+    """Return the policy's budget, the limit of a row's; None if rows cannot differ."""
+    policy = decoder.policy
+    if not isinstance(policy, Budgeted) or policy.observes or not decoder.selecting:
+        return None
+    return policy.budget
+
+
+class RowBudgets:
+    """Budgets by row, at most the policy's.
+
+    Attributes:
+        weights: weights of the model and the policy, with the budgets of all rows.
+    """
+
+    def __init__(self, runtime: Runtime, rows: int):
+        self._decoder, self._most = runtime.decoder, budget_limit(runtime.decoder)
+        self.weights, self._at = runtime.weights, Placement(runtime.mesh).batch
+        if self._most is not None:
+            self._budgets = np.full(rows, self._most)
+            self.weights = self._with_budgets()
+
+    def replace(self, row: int, budget: float | None) -> None:
+        """Set the budget of a row; None for the policy's."""
+        budget = budget or self._most
+        if budget is not None and budget != self._budgets[row]:
+            self._budgets[row] = budget
+            self.weights = self._with_budgets()
+
+    def _with_budgets(self) -> Weights:
+        assert self._most is not None
+        layers, shares = list(self.weights.policy), {}
+        for number in self._decoder.selecting:
+            budget = self._decoder.budgets.get(number, self._most)
+            if budget not in shares:
+                shares[budget] = self._shares(budget)
+            layers[number] = layers[number] | {"share": shares[budget]}
+        return self.weights._replace(policy=tuple(layers))
+
+    def _shares(self, budget: float) -> Any:
+        """Return a layer's budgets, scaled as the budgets of the rows are."""
+        scaled = [budget_fraction(budget * (row / self._most)) for row in self._budgets]
+        pairs = np.array([share.as_integer_ratio() for share in scaled], np.int32)
+        return jax.device_put(pairs, self._at)

@@ -1,0 +1,72 @@
+"""Connections of clients, with a limit on the time in which headers arrive."""
+
+import asyncio
+import functools
+import math
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class Connection(H11Protocol):
+    """HTTP connection, closed if a request's headers are incomplete for too long.
+
+    Uvicorn limits the time between two requests, but not that of headers: idle clients could use up
+    all connections. `Guard` limits the time of a body.
+
+    Args:
+        header_seconds: maximum time to receive headers.
+    """
+
+    def __init__(self, *arguments: Any, header_seconds: float, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self._header_seconds, self._timer = header_seconds, None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._timer is None:
+            self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _start_timer(self) -> None:
+        self._timer: asyncio.TimerHandle | None = self.loop.call_later(
+            self._header_seconds, self.transport.close
+        )
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+
+def http_config(
+    app: Any, header_seconds: float, connections: int | None = None, drain_seconds: float = 30.0
+) -> uvicorn.Config:
+    """Return uvicorn's configuration.
+
+    Args:
+        connections: maximum number of connections; further ones get status 503.
+        drain_seconds: time that unfinished requests get at shutdown.
+    """
+    http: Any = functools.partial(Connection, header_seconds=header_seconds)
+    return uvicorn.Config(
+        app,
+        http=http,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        limit_concurrency=connections,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=math.ceil(drain_seconds),
+    )

@@ -1,0 +1,59 @@
+"""Answers that follow a JSON schema: a mask of the tokens that may come next, by llguidance.
+
+A mask is computed on the host from the tokens drawn so far, while the device computes the step that
+gives the next logits. It therefore delays no step.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask
+
+# White space between two parts. Without a limit, a model may write it until `max_tokens`.
+SPACES = r"[ \n]{0,12}"
+
+
+class Grammars:
+    """Grammars over the tokens of a model.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        vocabulary: number of logits.
+        ends: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]):
+        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
+
+    def matcher(self, schema: Mapping[str, Any]) -> LLMatcher:
+        """Return a matcher of texts that follow a JSON schema.
+
+        Raises:
+            ValueError: if the schema is wrong or beyond llguidance, or the tokenizer is.
+        """
+        options: Any = {"whitespace_pattern": SPACES}
+        grammar = LLMatcher.grammar_from_json_schema(dict(schema), defaults=options)
+        matcher = LLMatcher(self._tokens, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error().splitlines()[0])
+        return matcher
+
+    @functools.cached_property
+    def _tokens(self) -> LLTokenizer:
+        text = self._tokenizer.backend.to_str()
+        return LLTokenizer(text, n_vocab=self._vocabulary, eos_token=sorted(self._ends) or None)
+
+
+def allowed_tokens(matchers: Mapping[int, LLMatcher], rows: int, vocabulary: int) -> np.ndarray:
+    """Return the tokens that each row may draw, one bit each, int32 [rows, vocabulary / 32].
+
+    Args:
+        matchers: matchers of some rows; the other rows may draw all tokens.
+    """
+    allowed = np.full((rows, -(-vocabulary // 32)), -1, np.int32)
+    for row, matcher in matchers.items():
+        fill_next_token_bitmask(matcher, allowed, row)
+    return allowed
