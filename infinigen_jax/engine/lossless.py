@@ -127,6 +127,10 @@ class LosslessRun(Run):
         self._taken = np.zeros(self.owners.rows, np.int32)
         self._mark = 0.0
 
+    def _put(self, array: np.ndarray | np.int32, sharding: Any) -> Array:
+        """Copy an array to the device; the original may change while the copy is under way."""
+        return jax.device_put(array, sharding, may_alias=False)
+
     def advance(self) -> None:
         raise InputError("a lossless run advances by rounds; take its tokens from `tokens`")
 
