@@ -83,6 +83,7 @@ def build_parser() -> Parser:
         "a chat template; in a chat, the context's); 1k is 1024",
     )
     add_sampling_options(group, parser.experts)
+    add_settings(group, EngineOptions, ("lossless",))
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
     add("--raw", action="store_true", help="prompts as they are, without the chat template")
     add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
@@ -98,7 +99,7 @@ def build_parser() -> Parser:
         metavar="N",
         help="log-probabilities of new tokens and of the N likeliest, in --stats-json",
     )
-    add_settings(parser.experts, EngineOptions, ("schedule", "check"))
+    add_settings(parser.experts, EngineOptions, ("draft_tokens", "schedule", "check"))
     return parser
 
 
@@ -213,13 +214,10 @@ def print_texts(
     for tokens in until_interrupted(steps):
         run.push_text(tokens)
         show(current)
-        # A prompt without a token is one that has ended, unless it has none at all yet.
-        ended = tokens[current] is None and run.new_tokens[current]
-        while current + 1 < len(run.texts) and ended:
+        while current + 1 < len(run.texts) and run.ended(current):
             current = end_line(current)
             begin(current)
             show(current)
-            ended = tokens[current] is None and run.new_tokens[current]
     run.finish_text()
     while current < len(run.texts):
         show(current)

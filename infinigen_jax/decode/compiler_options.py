@@ -30,6 +30,7 @@ LONG_VECTORS = "avx512_vbmi2"
 # loops, and their operands are materialised first.
 LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
 OWN_LOOPS: Options = {LIBRARY: ""}
+PRODUCTS: Options = {LIBRARY: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -51,6 +52,15 @@ def step_options(layout: Layout) -> Options:
     if layout.as_bits and layout.dtype.itemsize == 2:
         options = options | _known(ONE_AFTER_THE_OTHER, "weights in float32 take more memory")
     return options
+
+
+def attention_options(layout: Layout) -> Options:
+    """Return options for programs that attend with few queries: the library's products.
+
+    Rows are the longer side of these products. XLA's own would transpose them first.
+    """
+    options = layer_options(layout)
+    return options | (_known(PRODUCTS) if LIBRARY in options else {})
 
 
 def long_vectors() -> bool:

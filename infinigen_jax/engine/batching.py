@@ -57,6 +57,10 @@ class Owners:
         self._steps.append((self.owner, self.cached.copy()))
         self.cached += 1
 
+    def draft(self, owner: np.ndarray, steps: int) -> None:
+        """Record drafted steps, which add no tokens to the cache, and the owners at that time."""
+        self._steps += [(owner, self.cached + step) for step in range(steps)]
+
     def leave(self, row: int) -> None:
         """Record that the prompt of a row has ended."""
         self.owner = np.where(np.arange(self.rows) == row, IDLE, self.owner)

@@ -24,6 +24,7 @@ from infinigen_jax.checkpoint.manifest import read_manifest
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.encoding import Prompt, encode
 from infinigen_jax.engine.generation import Run
+from infinigen_jax.engine.lossless import make_run
 from infinigen_jax.engine.memory_plan import check_memory, plan_memory
 from infinigen_jax.engine.prompts import Begun, round_up_capacity
 from infinigen_jax.engine.remedies import Remedies
@@ -73,7 +74,8 @@ class Conversation:
     @property
     def capacity(self) -> int:
         """Capacity of the cache in tokens, `context` rounded up."""
-        return round_up_capacity(max(self.context, self.runtime.decoder.policy.window))
+        tokens = max(self.context, self.runtime.decoder.policy.window)
+        return round_up_capacity(tokens + self.runtime.draft_room)
 
     @property
     def cached(self) -> int:
@@ -120,7 +122,7 @@ class Conversation:
         room = min(room, max_new_tokens)
         settings = (self.runtime, [self.tokens + new], room, [self.sampling])
         try:
-            run = Run(*settings, begun=begun, capacity=self.capacity, stops=stops)
+            run = make_run(*settings, begun=begun, capacity=self.capacity, stops=stops)
             run.start()
         except InputError:
             if begun.cache is None:  # refused before a donation

@@ -22,6 +22,7 @@ from infinigen_jax.engine.encoding import (
     prompt_list,
 )
 from infinigen_jax.engine.generation import Run
+from infinigen_jax.engine.lossless import make_run
 from infinigen_jax.engine.results import Generation, Step
 from infinigen_jax.engine.runtime import make_runtime
 from infinigen_jax.engine.settings import EngineSettings
@@ -191,7 +192,7 @@ class Engine:
         fit = fit and batch is None and self.mesh.shape["data"] == 1
         options: Any = {"batch": batch, "prefix": prefix, "fit": fit, "log_probs": log_probs}
         options["stops"] = checked_stops(stop)
-        run = Run(self.runtime, sequences, max_new_tokens, settings, **options)
+        run = make_run(self.runtime, sequences, max_new_tokens, settings, **options)
         run.start(notify)
         return run
 

@@ -86,7 +86,7 @@ class Run:
         longest = int(self.prompt_lengths.max())
 
         def reader(rows: int) -> PromptReader:
-            room = longest + max_new_tokens
+            room = longest + max_new_tokens + runtime.draft_room
             return PromptReader(runtime, prompts, room, rows, capacity, prefix)
 
         rows = min(batch or len(prompts), len(prompts))
@@ -290,7 +290,9 @@ class Run:
             if ahead:
                 self.advance()
             refuse(place, self.decoder.config.num_layers, self.owners.owner)
+            decoded = sum(bool(self.new_tokens[i]) for i in self.owners.owner if i != IDLE)
             values = self._take(np.asarray(drawn), eos, log_probs)
+            self.clock.step(decoded)
             yield values
             if self.owners.idle.all() and not self.owners.waiting:
                 return
@@ -307,22 +309,23 @@ class Run:
     def _take(
         self, drawn: np.ndarray, eos: frozenset[int], log_probs: LogProbs | None
     ) -> list[int | None]:
-        """Store the tokens of a step; the row of a prompt that ends becomes idle."""
+        """Store the tokens of a step; the row of a prompt that ends becomes idle.
+
+        Args:
+            drawn: [b] token of each row, below 0 for none.
+        """
         values: list[int | None] = [None] * len(self.new_tokens)
         choices = None if log_probs is None else choices_of(log_probs, self._alternatives or 0)
-        decoded = 0
         for row, prompt in enumerate(self.owners.owner):
-            if prompt == IDLE:
+            if prompt == IDLE or drawn[row] < 0:
                 continue
             token, answer = int(drawn[row]), self.new_tokens[prompt]
             values[prompt] = token
-            decoded += bool(answer)
             answer.append(token)
             if choices is not None:
                 self.log_probs[prompt].append(choices[row])
             if token in eos or len(answer) == self.max_new_tokens:
                 self._leave(row)
-        self.clock.step(decoded)
         return values
 
     def _leave(self, row: int) -> None:
@@ -335,6 +338,15 @@ class Run:
             return None
         pairs = zip(tokens, self.log_probs, strict=True)
         return [None if token is None else choices[-1] for token, choices in pairs]
+
+    def ended(self, prompt: int) -> bool:
+        """Return whether a prompt gets no more tokens."""
+        return prompt not in self.owners.owner and prompt not in self.owners.waiting
+
+    @property
+    def decode_steps(self) -> int:
+        """Number of decode steps whose tokens were read."""
+        return self.clock.decode_steps
 
     @property
     def texts(self) -> list[str]:

@@ -108,6 +108,8 @@ class LiveBatch:
     """
 
     def __init__(self, runtime: Runtime, rows: int, capacity: int):
+        if runtime.settings.lossless:
+            raise ParameterError("lossless", "not where prompts arrive at any time; leave it out")
         limit = runtime.model.config.longest_short
         if limit is not None and capacity > limit:
             remedy = (

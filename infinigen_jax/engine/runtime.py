@@ -11,12 +11,13 @@ from infinigen_jax.cache.host_array import Placement, checked_mesh
 from infinigen_jax.cache.row_format import row_format
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
+from infinigen_jax.engine.draft_length import MOST, size_of
 from infinigen_jax.engine.settings import EngineSettings
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import DENSE_UNKNOWN, Model
 from infinigen_jax.models import Params
 from infinigen_jax.models.packed import join, split
-from infinigen_jax.policies import InfiniGen, Policy
+from infinigen_jax.policies import Full, InfiniGen, Policy
 from infinigen_jax.programs.program import Program
 from infinigen_jax.selection.select import budget_fraction
 from infinigen_jax.speculation.layer_budgets import Curves
@@ -53,6 +54,23 @@ class Runtime:
         return self.mesh.devices.flat[0]
 
     @property
+    def most_drafted(self) -> int:
+        """Most tokens drafted before a verification; 0 without verification.
+
+        A draft ends before rows reach the host, and with quantised rows before they leave the
+        window of a verified token.
+        """
+        if not self.settings.lossless:
+            return 0
+        window = self.decoder.policy.window - (not self.decoder.row_format.exact)
+        return min(self.settings.draft_tokens or MOST, window)
+
+    @property
+    def draft_room(self) -> int:
+        """Capacity beyond the text that drafts and verifications need."""
+        return size_of(self.most_drafted) if self.settings.lossless else 0
+
+    @property
     def prefill_chunk(self) -> int | None:
         """Maximum number of prompt tokens read at a time; None if not set."""
         return self.settings.prefill_chunk if self.settings.pool is None else None
@@ -77,6 +95,8 @@ def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = Non
         layerwise = transfer.in_place and model.config.num_layers > FUSED_LAYERS
         settings = dataclasses.replace(settings, schedule="layerwise" if layerwise else "fused")
     decoder = make_decoder(model, settings, transfer, mesh)
+    if settings.lossless:
+        check_lossless(decoder)
     prepared, whole = prepare(decoder, model), Placement(mesh).whole
     packed = transfer.in_place and settings.weights == "device"
     width = model.config.query_width
@@ -90,6 +110,24 @@ def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = Non
         model = dataclasses.replace(model, params=params)
         vars(model).update(tokenizer)
     return Runtime(model, settings, decoder, weights)
+
+
+def check_lossless(decoder: Decoder) -> None:
+    """Check that tokens drafted by a decoder can be verified.
+
+    Raises:
+        ParameterError: naming the setting that rules it out.
+    """
+    if decoder.pool is not None:
+        raise ParameterError("pool", "`lossless` verifies with every row; leave one of them out")
+    if isinstance(decoder.policy, Full):
+        raise ParameterError(
+            "lossless", "policy full is exact; choose the policy that drafts, such as infinigen"
+        )
+    if not decoder.row_format.exact and decoder.policy.window == 1:
+        raise ParameterError(
+            "lossless", f"`rows` {decoder.rows} needs a recent window; give `window` 2 or more"
+        )
 
 
 def make_decoder(model: Model, settings: EngineSettings, transfer: Transfer, mesh: Mesh) -> Decoder:

@@ -38,6 +38,22 @@ class Drawn(NamedTuple):
     log_probs: LogProbs | None
 
 
+class Draws(NamedTuple):
+    """Inputs of a sampler's draws, in addition to the logits.
+
+    Attributes:
+        settings: settings of each sequence.
+        stream: stream of random numbers of each sequence.
+        count: number of tokens drawn before.
+        history: earlier tokens; None if no sequence has penalties.
+    """
+
+    settings: RowSettings
+    stream: Int[Array, " b"]
+    count: Int[Array, " b"]
+    history: History | None
+
+
 class Sampler:
     """Sampling of the sequences in a batch's rows.
 
@@ -100,8 +116,27 @@ class Sampler:
                 logits, self._settings, self._stream, self._count, self._history
             )
         self._steps += 1
-        log_probs = self._programs.log_probs(logits, tokens) if self._log_probs else None
-        return Drawn(tokens, log_probs)
+        return Drawn(tokens, self.log_probs(logits, tokens))
+
+    @property
+    def draws(self) -> Draws | None:
+        """Inputs of the next draws; None while all sequences are greedy."""
+        if self.greedy:
+            return None
+        return Draws(self._settings, self._stream, self._count, self._history)
+
+    def drew(self, draws: Draws | None) -> None:
+        """Continue after tokens that were drawn elsewhere; `count_drawn` follows."""
+        if draws is not None:
+            self._count, self._history = draws.count, draws.history
+
+    def count_drawn(self, counts: np.ndarray) -> None:
+        """Record the numbers of tokens that were drawn elsewhere."""
+        self._steps += counts
+
+    def log_probs(self, logits: Float[Array, "b v"], tokens: Int[Array, " b"]) -> LogProbs | None:
+        """Return the log-probabilities of drawn tokens, if they are computed."""
+        return self._programs.log_probs(logits, tokens) if self._log_probs else None
 
     def replace(self, row: int, other: "Sampler") -> None:
         """Replace the sequence of a row by that of a sampler with a single one."""

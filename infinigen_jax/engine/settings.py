@@ -30,6 +30,8 @@ class EngineSettings(EngineOptions):
                 f"{', '.join(POLICIES)}",
             )
         check_pool(self.pool, self.policy)
+        if self.draft_tokens is not None and not self.lossless:
+            raise ParameterError("draft_tokens", "nothing is drafted; use `lossless` as well")
 
     @classmethod
     def of(cls, policy: Policy | str | None = None, **settings: object) -> "EngineSettings":

@@ -63,6 +63,13 @@ def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
     return moved + scores + ends + _converted_bytes(decoder, batch, capacity)
 
 
+def verification_bytes(decoder: Decoder, batch: int, tokens: int) -> int:
+    """Return the bytes of the rows and logits of `tokens` drafted tokens of each sequence."""
+    config = decoder.config
+    rows = config.num_layers * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
+    return batch * tokens * (rows + 2 * FLOAT32 * config.vocab_size)
+
+
 def _arriving_bytes(decoder: Decoder) -> int:
     """Return the device bytes of weights kept in host memory, two layers at a time."""
     if not decoder.weights_on_host:

@@ -1,5 +1,6 @@
 """One layer over a chunk of a prompt: the rows it reads and the rows it stores."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,8 @@ from infinigen_jax.ops.bit_storage import from_kept
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.attention import attend_chunk
 from infinigen_jax.prefill.prior_rows import BLOCK, Attended, PriorRows
+
+Attend = Callable[[Array, Array, Array], Attended]  # of queries, keys and values of a chunk
 
 
 class Done(NamedTuple):
@@ -57,11 +60,31 @@ def chunk_layer(
     """
     positions = span.positions(x.shape[1])
     whole = jnp.broadcast_to((span.end if lengths is None else lengths)[:, None], positions.shape)
+
+    def attend(queries: Array, keys: Array, values: Array) -> Attended:
+        return attend_chunk(queries, keys, values, prior, window, cap)
+
+    return layer_over(layer, x, positions, whole, attend)
+
+
+def layer_over(
+    layer: Layer,
+    x: Float[Array, "b c e"],
+    positions: Int[Array, "b c"],
+    lengths: Int[Array, "b c"],
+    attend: Attend,
+) -> Done:
+    """Compute one layer over a chunk with a given attention.
+
+    Args:
+        lengths: tokens of the sequence in the call of the model that each token belongs to.
+        attend: function of the chunk's queries, keys and values.
+    """
     a = layer.attention_input(x)
-    keys, values = layer.key_value(a, positions, whole)
-    queries = layer.query(a, positions, whole)
+    keys, values = layer.key_value(a, positions, lengths)
+    queries = layer.query(a, positions, lengths)
     with jax.named_scope("attention"):
-        attended = attend_chunk(queries, keys, values, prior, window, cap)
+        attended = attend(queries, keys, values)
     x = x + layer.attention_output(attended.output)
     x = x + layer.mlp(x)
     rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)

@@ -20,7 +20,7 @@ rows during prefill.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.decode.steps import flush_cache, steps
 from infinigen_jax.errors import InputError
+from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.compiled import prefill_steps
 from infinigen_jax.transfer.host_weights import bring, merged
@@ -44,6 +45,7 @@ LONG_CHUNK = 4096  # most tokens elsewhere: rows cross the bus, and more queries
 Notify = Callable[[int, int], None]  # (tokens read of the longest sequence, its length)
 # Arguments: stage, its output [b, c, e], each sequence's first position and number of tokens.
 Look = Callable[[int, Array, Array, Array], None]
+ComputeLayer = Callable[[int, Params, Array, tuple[Params, ...]], tuple[Array, Any]]
 
 
 class Prefilled(NamedTuple):
@@ -121,7 +123,7 @@ def extend(
     if decoder.pool is not None:
         raise InputError("a cache with a limit cannot be extended; leave the pool out")
     if cache.host is not None:  # the rings may hold rows of the last steps
-        numbers = [_number(decoder, i) for i in range(decoder.host_layers)]
+        numbers = [layer_number(decoder, i) for i in range(decoder.host_layers)]
         cache = flush_cache(decoder, weights, numbers, cache)
     return _read(decoder, weights, cache, tokens, counts, chunk, notify, look)
 
@@ -243,7 +245,7 @@ def read_chunk(
     return cache._replace(lengths=ends), newest
 
 
-def _number(decoder: Decoder, number: int) -> Int[Array, ""]:
+def layer_number(decoder: Decoder, number: int) -> Int[Array, ""]:
     """Return the index of a host layer, as a device scalar."""
     return jax.device_put(np.int32(number), Placement(decoder.mesh).whole)
 
@@ -254,6 +256,24 @@ def _room(decoder: Decoder, cache: Cache) -> int:
     if cache.host is not None and decoder.pool is None:
         room.append(cache.host.shape[3])
     return min(room, default=decoder.config.max_positions)
+
+
+def through_layers(decoder: Decoder, weights: Weights, x: Array, compute: ComputeLayer) -> Array:
+    """Compute all layers in turn; those in host memory arrive during the layer before.
+
+    Args:
+        compute: function of a layer's number, its parameters, its input, and the parameters of the
+            next layer if they are in host memory. It returns the layer's output and the copy.
+    """
+    layers, upcoming = weights.params["layers"], None
+    for i, params in enumerate(layers):
+        stored = tuple(layers[i + 1 : i + 2]) if decoder.weights_on_host else ()
+        if upcoming is not None:
+            params = merged(params, upcoming)
+        elif decoder.weights_on_host:
+            params, x = bring(decoder.mesh, params, x)
+        x, upcoming = compute(i, params, x, stored)
+    return x
 
 
 def _layers(
@@ -274,13 +294,9 @@ def _layers(
     local, states, scales = list(cache.local), list(cache.states), list(cache.scales)
     host, look = cache.host, look or (lambda stage, x, start, count: None)
     look(0, x, *span)
-    layers, upcoming = weights.params["layers"], None
-    for i, params in enumerate(layers):
-        stored = tuple(layers[i + 1 : i + 2]) if decoder.weights_on_host else ()
-        if upcoming is not None:
-            params = merged(params, upcoming)
-        elif decoder.weights_on_host:
-            params, x = bring(decoder.mesh, params, x)
+
+    def compute(i: int, params: Params, x: Array, stored: tuple[Params, ...]) -> tuple[Array, Any]:
+        nonlocal host
         number = decoder.host_number(i)
         if number < 0:
             window = decoder.config.window_of(i)
@@ -289,8 +305,8 @@ def _layers(
             )
             local[i] = run.keep_on_device(local[i], rows, span)
             look(i + 1, x, *span)
-            continue
-        streams, place = decoder.streams(number), _number(decoder, number)
+            return x, upcoming
+        streams, place = decoder.streams(number), layer_number(decoder, number)
         observed = policy.observes and not streams
         layer = run.observed_layer if observed else run.host_layer
         x, rows, observations, upcoming = layer(
@@ -310,6 +326,9 @@ def _layers(
             streams=streams,
         )
         look(i + 1, x, *span)
+        return x, upcoming
+
+    x = through_layers(decoder, weights, x, compute)
     return x, cache._replace(
         host=host, local=tuple(local), states=tuple(states), scales=tuple(scales)
     )

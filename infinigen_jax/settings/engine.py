@@ -28,6 +28,10 @@ class EngineOptions(Settings):
     `weights`: with "host" the layers' weights are moved for each step; results are equal. `load`
     takes it as well.
 
+    `lossless`: see `engine.lossless`. Not with policy full, a pool or a server.
+
+    `draft_tokens`: with a number, always as many are drafted.
+
     `check`: a NaN or an infinity ends a run with `finite_check.NotFiniteError`. Uses the fused
     schedule.
 
@@ -58,6 +62,15 @@ class EngineOptions(Settings):
     pool: Pool | None = None
     weights: str = setting(
         "device", "memory of the layers' weights: device or host", "W", OneOf(WEIGHTS)
+    )
+    lossless: bool = setting(
+        False, "verify the policy's tokens with the full cache: the same tokens as policy full"
+    )
+    draft_tokens: int | None = setting(
+        None,
+        "most tokens drafted before a verification, with lossless (default: by measured times)",
+        "N",
+        whole_number(1, 15),
     )
     check: bool = setting(False, "stop at a NaN or an infinity, and say where it is")
     prefill_chunk: int | None = setting(

@@ -1,0 +1,203 @@
+"""Speed and acceptance of the lossless mode, next to the full cache and to InfiniGen alone.
+
+    python -m benchmarks.lossless --contexts 4096 16384 --json benchmarks/results/lossless-cpu.json
+    python -m benchmarks.lossless --model FOLDER --text book.txt --contexts 1024 7680
+
+All systems continue the same prompt and take turns, so that other load on the machine affects all
+alike. A turn lasts until a number of tokens was drawn and the device is idle. `lossless:P` drafts
+with policy P within the same budget; tokens are compared with those of the full cache.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import machine, shapes
+from benchmarks.files import RESULTS, note, write_json
+from benchmarks.tables import entry_table
+from infinigen_jax.cli.options import read_policy
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
+from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.evaluation.plots import Panel, checked_plot, draw
+from infinigen_jax.loading.load import DTYPES, Model, load
+from infinigen_jax.policies import Full
+
+SYSTEMS = ("full", "infinigen", "lossless:infinigen")
+TOKENS = 32  # tokens of the first turn, which compiles and is not timed
+COLUMNS = {
+    "system": ("system", "{}"),
+    "tok/s": ("tokens_per_second", "{:.1f}"),
+    "over full": ("over_full", "{:.2f}"),
+    "accepted": ("acceptance_rate", "{:.1%}"),
+    "tokens per verification": ("tokens_per_verification", "{:.2f}"),
+    "drafted": ("draft_tokens", "{:.1f}"),
+    "draft s": ("draft_seconds", "{:.2f}"),
+    "verification s": ("verification_seconds", "{:.2f}"),
+    "equal tokens": ("equal_tokens", "{}"),
+}
+
+
+class System:
+    """One generation in progress.
+
+    Attributes:
+        drawn: tokens so far.
+        rates: tokens per second of each turn.
+    """
+
+    def __init__(self, name: str, model: Model, prompt: list[int], options: argparse.Namespace):
+        kind, _, policy = name.partition(":")
+        settings: dict[str, Any] = {"lossless": kind == "lossless", "weights": options.weights}
+        settings["policy"] = Full() if name == "full" else _policy(policy or kind, options.budget)
+        if kind == "lossless":
+            settings["draft_tokens"] = options.draft_tokens
+        tokens = TOKENS + options.tokens * options.rounds + 64
+        engine = Engine(model, **settings)
+        self.run: Run = engine.start([prompt], max_new_tokens=tokens)
+        self._tokens, self.drawn = self.run.tokens(ignore_eos=True), list[int]()
+        self.rates: list[float] = []
+        self.turn(TOKENS)
+        self.rates.clear()
+
+    def turn(self, tokens: int) -> None:
+        """Draw at least a number of tokens, and wait for everything that was dispatched."""
+        began, before = time.perf_counter(), len(self.drawn)
+        while len(self.drawn) < before + tokens:
+            self.drawn += [token for token in next(self._tokens) if token is not None]
+        jax.block_until_ready((self.run.drawn, self.run.cache))
+        self.rates.append((len(self.drawn) - before) / (time.perf_counter() - began))
+
+
+def _policy(text: str, budget: float | None) -> Any:
+    kind, settings = read_policy(text)
+    return kind(**({} if budget is None else {"budget": budget}) | settings)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all contexts and return the result, which is written as it grows."""
+    path = options.json or RESULTS / f"lossless-{machine.device_name()}.json"
+    longest = max(options.contexts) + TOKENS + options.tokens * options.rounds + 128
+    model = _model(options, longest)
+    names = "contexts tokens rounds budget weights dtype draft_tokens systems".split()
+    result: dict[str, Any] = {
+        "benchmark": "lossless",
+        "machine": machine.describe(),
+        "model": options.model and Path(options.model).name or f"{options.shape} shape",
+        "settings": {name: getattr(options, name) for name in names},
+        "contexts": [],
+    }
+    for context in options.contexts:
+        result["contexts"].append(_measure_context(model, context, options))
+        write_json(path, result)
+    note(f"written to {path}")
+    return result
+
+
+def _model(options: argparse.Namespace, positions: int) -> Model:
+    if options.model:
+        return load(options.model, dtype=options.dtype)
+    return shapes.peaked_model(shapes.SHAPES[options.shape], positions, options.dtype)
+
+
+def _prompt(model: Model, context: int, text: Path | None) -> list[int]:
+    if text is None:
+        return shapes.prompt(model.config, context)
+    ids = model.tokenizer.encode(text.read_text(encoding="utf-8")[: 16 * context])
+    if len(ids) < context:
+        raise InputError(f"{text}: {len(ids)} tokens; give a longer text")
+    return ids[:context]
+
+
+def _measure_context(model: Model, context: int, options: argparse.Namespace) -> dict[str, Any]:
+    prompt, systems = _prompt(model, context, options.text), dict[str, System]()
+    for name in options.systems:
+        note(f"{context} tokens: {name}")
+        systems[name] = System(name, model, prompt, options)
+    for number in range(options.rounds):
+        order = options.systems[number % len(systems) :] + options.systems[: number % len(systems)]
+        for name in order:
+            systems[name].turn(options.tokens)
+    return {"context": context, "systems": _entries(systems)}
+
+
+def _entries(systems: dict[str, System]) -> dict[str, Any]:
+    full = systems.get("full")
+    entries = {}
+    for name, system in systems.items():
+        stats, rate = system.run.stats(), statistics.median(system.rates)
+        entries[name] = {
+            "tokens_per_second": rate,
+            "all_tokens_per_second": system.rates,
+            "policy": str(system.run.decoder.policy),
+            "fetched_fraction": stats.fetched_fraction,
+        }
+        for key in COLUMNS.values():
+            if hasattr(stats, key[0]):
+                entries[name][key[0]] = getattr(stats, key[0])
+        if full is not None:
+            shorter = min(len(system.drawn), len(full.drawn))
+            pairs = zip(system.drawn[:shorter], full.drawn[:shorter], strict=True)
+            same = next((i for i, (one, other) in enumerate(pairs) if one != other), shorter)
+            entries[name]["over_full"] = rate / statistics.median(full.rates)
+            entries[name]["equal_tokens"] = f"{same} of {shorter}"
+    return entries
+
+
+def table(result: dict[str, Any]) -> str:
+    """Format the result in Markdown."""
+    lines = []
+    for context in result["contexts"]:
+        entries = [{"system": name} | entry for name, entry in context["systems"].items()]
+        lines += [f"### {context['context']} tokens of context", "", entry_table(COLUMNS, entries)]
+    return "\n".join(lines)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw tokens per second over the context."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for context in result["contexts"]:
+        for name, entry in context["systems"].items():
+            lines.setdefault(name, []).append((context["context"], entry["tokens_per_second"]))
+    draw(path, [Panel("context, tokens", "tokens per second", lines)], result["model"])
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m benchmarks.lossless", description="Measure lossless mode.")
+    add = parser.add_argument
+    add("--shape", choices=shapes.SHAPES, default="llama", help="shape of the random model")
+    add("--model", metavar="M", help="a real model in place of a random one; needs --text")
+    add("--text", type=Path, metavar="FILE", help="text of the prompt of a real model")
+    add("--contexts", type=int, nargs="+", default=[4096, 16384], metavar="N")
+    add("--dtype", choices=DTYPES, default="float32")
+    add("--systems", nargs="+", default=list(SYSTEMS), metavar="NAME")
+    add("--budget", type=float, help="maximum share of rows fetched (default: the policy's)")
+    add("--weights", choices=("device", "host"), default="device")
+    add("--draft-tokens", type=int, metavar="N", help="tokens per draft (default: by times)")
+    add("--tokens", type=int, default=48, help="tokens of a turn (default 48)")
+    add("--rounds", type=int, default=5, help="turns of each system (default 5)")
+    add("--json", type=Path, help="result file (default: benchmarks/results/lossless-DEVICE.json)")
+    add("--plot", type=Path, help="also draw tokens per second into this file")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+
+    def run() -> None:
+        path = checked_plot(str(options.plot)) if options.plot else None
+        result = measure(options)
+        print(table(result))
+        if path is not None:
+            plot(result, path)
+
+    return run_command(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

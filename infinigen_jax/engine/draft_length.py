@@ -1,0 +1,90 @@
+"""Number of tokens to draft before a verification, from measured acceptance and times.
+
+With acceptance rate p, k drafted tokens give on average
+
+    e(k) = 1 + p + ... + p^k = (1 - p^(k+1)) / (1 - p)
+
+tokens per round: those accepted, and the full model's own draw. A round takes k s + v(k + 1)
+seconds: k steps and one verification. The number that maximises e(k) / (k s + v(k + 1)) is chosen.
+0 drafts nothing, which is decoding with the full cache.
+"""
+
+import dataclasses
+
+SIZES = (1, 4, 8, 16)  # tokens of a verification that programs are compiled for
+MOST = SIZES[-1] - 1  # most tokens drafted
+KEPT = 0.9  # weight of what was measured before, per round
+START = 0.8  # acceptance rate before the first measurement, as of PRIOR tokens
+PRIOR = 8.0
+
+
+def size_of(drafted: int) -> int:
+    """Return the size of the program that verifies this number of drafted tokens."""
+    return next(size for size in SIZES if size > drafted)
+
+
+@dataclasses.dataclass
+class DraftLength:
+    """Chooser of the number of drafted tokens; see the module's docstring.
+
+    Attributes:
+        most: most tokens to draft.
+        fixed: whether always `most` tokens are drafted.
+    """
+
+    most: int
+    fixed: bool = False
+
+    def __post_init__(self):
+        self._accepted, self._tested = START * PRIOR, PRIOR
+        self._step: float | None = None
+        self._verification: dict[int, float] = {}
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes of verifications that may be needed."""
+        return [size_of(self.most)] if self.fixed else [n for n in SIZES if n <= size_of(self.most)]
+
+    @property
+    def acceptance(self) -> float:
+        """Rate at which a drafted token is accepted after accepted ones."""
+        return self._accepted / self._tested
+
+    def record(self, accepted: float, tested: int) -> None:
+        """Record accepted tokens, and those compared: the accepted ones and the first rejected.
+
+        Rounds without a draft move the rate towards its start, so that drafting is tried again.
+        """
+        if not tested:
+            accepted, tested = START, 1
+        self._accepted = KEPT * self._accepted + accepted
+        self._tested = KEPT * self._tested + tested
+
+    def time_verification(self, size: int, seconds: float) -> None:
+        """Record the seconds of a verification."""
+        before = self._verification.get(size, seconds)
+        self._verification[size] = KEPT * before + (1 - KEPT) * seconds
+
+    def time_draft(self, drafted: int, seconds: float) -> None:
+        """Record the seconds of a draft."""
+        if drafted:
+            step = seconds / drafted
+            self._step = KEPT * (self._step or step) + (1 - KEPT) * step
+
+    def choose(self, most: int) -> int:
+        """Return the number of tokens to draft, at most `most`."""
+        most = min(most, self.most)
+        if self.fixed or self._step is None:
+            return most
+        return max(range(most + 1), key=self.rate)
+
+    def rate(self, drafted: int) -> float:
+        """Return the expected tokens per second."""
+        p, step = min(self.acceptance, 0.999), self._step or 0.0
+        tokens = (1 - p ** (drafted + 1)) / (1 - p)
+        return tokens / (drafted * step + self._seconds(size_of(drafted)))
+
+    def _seconds(self, size: int) -> float:
+        """Return the time of a verification; of the next measured size if it has none."""
+        sizes = sorted(self._verification, key=lambda n: abs(n - size))
+        return self._verification[sizes[0]]

@@ -1,0 +1,67 @@
+"""Undo of drafted steps: what they destroy is copied before, and put back before a commit.
+
+    copied       rings of recent rows, sums over the rows that left them, lengths, and the state of
+                 a policy that observes
+    harmless     rows of device layers beyond the length; drafted rows never reach the host
+
+Hot sets stay: a draft of at most `window` steps requests only rows that were cached before it.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.cache.layers import DenseLayer, Local
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.programs.program import Program
+
+
+class Saved(NamedTuple):
+    """Copies of a cache's arrays; None for layers that steps only extend."""
+
+    local: tuple[Local | None, ...]
+    states: tuple[Any, ...]
+    lengths: Int[Array, " b"]
+
+
+def save(decoder: Decoder, cache: Cache) -> Saved:
+    """Copy what decode steps destroy."""
+    local = tuple(None if isinstance(x, DenseLayer) else x for x in cache.local)
+    states = cache.states if decoder.policy.observes else ()
+    return _programs(decoder)[0](Saved(local, states, cache.lengths))
+
+
+def restore(decoder: Decoder, cache: Cache, saved: Saved) -> Cache:
+    """Return the cache before the steps since `save`; both are used up."""
+    local = (now if old is None else old for now, old in zip(cache.local, saved.local, strict=True))
+    return cache._replace(
+        local=tuple(local),
+        states=saved.states or cache.states,
+        lengths=saved.lengths,
+        hot=_programs(decoder)[1](cache.hot, saved.lengths) if any(cache.hot) else cache.hot,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _programs(decoder: Decoder) -> tuple[Any, Any]:
+    def copied(saved: Saved) -> Saved:
+        return jax.tree.map(jnp.copy, saved)
+
+    def no_later(hot: Any, lengths: Int[Array, " b"]) -> Any:
+        """Return hot sets whose entries were used before the next token.
+
+        `cache.hot_set.plan` evicts the entries used longest ago, and the current use must be last.
+        """
+        newest = (lengths - 1)[:, None, None]
+        return tuple(x and x._replace(used=jnp.minimum(x.used, newest)) for x in hot)
+
+    at: Any = Placement(decoder.mesh)
+    return (
+        Program(copied, decoder, out_shardings=Saved(at.rows, at.rows, at.batch)),
+        Program(no_later, decoder, out_shardings=at.rows, donate_argnums=0),
+    )

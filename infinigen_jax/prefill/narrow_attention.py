@@ -1,0 +1,111 @@
+"""Attention of a few tokens of each sequence over a long cache, which is read once for all of them.
+
+Prompt chunks have hundreds of queries, and tiles of scores decide the time. Here the rows do: all
+queries of a KV head are the columns of one product with each block of rows.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from infinigen_jax.ops.attention import MASKED, Softmax, soft_capped
+from infinigen_jax.prefill.prior_rows import NOWHERE, Attended, Block, PriorRows
+
+
+class Seen(NamedTuple):
+    """Rows with the queries that see them.
+
+    Attributes:
+        visible: whether a row is visible to a query; c is 1 if it is the same for all.
+    """
+
+    keys: Float[Array, "b k n d"]
+    values: Float[Array, "b k n d"]
+    visible: Bool[Array, "b n c"]
+
+
+def attend_narrow(
+    q: Float[Array, "b c h d"],
+    near: list[Seen],
+    prior: PriorRows,
+    positions: Int[Array, "b c"],
+    window: int | None = None,
+    cap: float | None = None,
+    ahead: bool = False,
+) -> Attended:
+    """Return the attention of a few queries.
+
+    Args:
+        q: scaled queries; query head h reads KV head h // (h / k).
+        near: rows at hand; every query sees at least one of them.
+        prior: further rows, read in blocks; all queries see them if they are within the window.
+        positions: positions of the queries.
+        window: number of tokens, including itself, that a token attends to; None for all prior.
+        cap: bound of the scores, see `ops.attention.soft_capped`.
+        ahead: whether a block is read during attention to the one before.
+    """
+    b, c, h, d = q.shape
+    k = near[0].keys.shape[1]
+    grouped = q.reshape(b, c, k, h // k, d).transpose(0, 2, 4, 1, 3).reshape(b, k, d, -1)
+
+    def seen(block: Block) -> Seen:
+        visible = (block.positions < NOWHERE)[:, :, None]
+        if window is not None:
+            visible &= positions[:, None] - block.positions[:, :, None] < window
+        return Seen(block.keys, block.values, visible)
+
+    def visit(number: Array, state: Softmax) -> Softmax:
+        return _update(state, grouped, seen(prior.block(number)), cap)
+
+    def visit_ahead(number: Array, carry: tuple[Softmax, Block]) -> tuple[Softmax, Block]:
+        state, block = carry
+        following = prior.block(number + 1)
+        return _update(state, grouped, seen(block), cap), following
+
+    state = _empty(grouped)
+    for rows in near:
+        state = _update(state, grouped, rows, cap)
+    first = jnp.int32(0)
+    if ahead:
+        state, _ = lax.fori_loop(first, prior.blocks, visit_ahead, (state, prior.block(first)))
+    else:
+        state = lax.fori_loop(first, prior.blocks, visit, state)
+    output = (state.weighted / state.total[..., None]).astype(q.dtype)
+    log_sum = (state.peak + jnp.log(state.total))[..., None]
+    return Attended(_ungrouped(output, c), _ungrouped(log_sum, c)[..., 0])
+
+
+def _ungrouped(x: Float[Array, "b k m d"], c: int) -> Float[Array, "b c h d"]:
+    b, k, m, d = x.shape
+    return x.reshape(b, k, c, m // c, d).transpose(0, 2, 1, 3, 4).reshape(b, c, -1, d)
+
+
+def _empty(grouped: Float[Array, "b k d m"]) -> Softmax:
+    zeros = jnp.zeros(grouped.swapaxes(2, 3).shape, jnp.float32)
+    return Softmax(jnp.full(zeros.shape[:-1], MASKED, jnp.float32), zeros[..., 0], zeros)
+
+
+def _update(
+    state: Softmax, grouped: Float[Array, "b k d m"], rows: Seen, cap: float | None
+) -> Softmax:
+    """Attend to further rows.
+
+    Rows lead in the scores: a product that reads keys in their order needs no transposed copy.
+    """
+    scores = jnp.einsum("bknd,bkdm->bknm", rows.keys, grouped, preferred_element_type=jnp.float32)
+    queries = grouped.shape[-1] // rows.visible.shape[-1]
+    visible = jnp.repeat(rows.visible, queries, axis=-1)[:, None]
+    scores = jnp.where(visible, soft_capped(scores, cap), MASKED)
+    peak = jnp.maximum(state.peak, jnp.max(scores, axis=2))
+    kept = jnp.exp(state.peak - peak)
+    weights = jnp.where(visible, jnp.exp(scores - peak[:, :, None]), 0.0)
+    added = jnp.einsum(
+        "bknm,bknd->bkmd",
+        weights.astype(rows.values.dtype),
+        rows.values,
+        preferred_element_type=jnp.float32,
+    )
+    total = state.total * kept + jnp.sum(weights, axis=2)
+    return Softmax(peak, total, state.weighted * kept[..., None] + added)

@@ -1,0 +1,325 @@
+"""Verification: the full model over a few drafted tokens, and the commit of the accepted ones.
+
+    verify    all layers over the last accepted token and k drafted ones. Every layer attends to all
+              of its rows, which are read once for all of these tokens. Nothing is stored.
+    commit    the rows of the accepted tokens are stored, as prefill stores those of a chunk. Each
+              sequence accepts its own number; rows of rejected tokens are never written.
+
+A row counts as exact while it is in the recent window and in its stored form later, as in decode
+steps of the full cache. With int8 rows too, results therefore do not depend on how many tokens were
+drafted.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
+from infinigen_jax.decode.compiler_options import attention_options
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.state import Weights
+from infinigen_jax.models import Params
+from infinigen_jax.ops.span import Span
+from infinigen_jax.prefill.attention_mass import attention_mass
+from infinigen_jax.prefill.compiled import prefill_steps
+from infinigen_jax.prefill.layer import Done, device_rows, host_rows, layer_over
+from infinigen_jax.prefill.narrow_attention import Seen, attend_narrow
+from infinigen_jax.prefill.prefill import Look, layer_number, through_layers
+from infinigen_jax.prefill.prior_rows import Attended, PriorRows
+from infinigen_jax.programs.program import Program
+from infinigen_jax.transfer.host_weights import await_copy, start_next
+
+
+class Observed(NamedTuple):
+    """Queries of a layer and the sums of their softmax, for a policy that observes."""
+
+    queries: Float[Array, "b c h d"]
+    log_sum: Float[Array, "b c h"]
+
+
+class Verified(NamedTuple):
+    """Result of the layers over drafted tokens.
+
+    Attributes:
+        x: output of the last layer.
+        start: tokens cached before.
+        rows: rows of each layer, not stored yet.
+        observed: of each host layer, for a policy that observes; else None.
+    """
+
+    x: Float[Array, "b c e"]
+    start: Int[Array, " b"]
+    rows: list[Float[Array, "b k c w"]]
+    observed: list[Observed | None]
+
+
+class VerificationSteps(NamedTuple):
+    """Compiled functions of verification; layers donate x, and nothing of the cache.
+
+    Attributes:
+        embed: embed the tokens; negative ones are padding.
+        device_layer, host_layer: compute a layer whose rows are on the device, or on the host.
+        mass: attention that a layer's rows receive from the accepted tokens.
+        advance: lengths after a commit.
+    """
+
+    embed: Any
+    device_layer: Any
+    host_layer: Any
+    mass: Any
+    advance: Any
+
+
+def verify(
+    decoder: Decoder,
+    weights: Weights,
+    cache: Cache,
+    tokens: Int[Array, "b n"],
+    size: int,
+    look: Look | None = None,
+) -> Verified:
+    """Compute all layers over the next tokens of each sequence, without waiting.
+
+    Args:
+        cache: cache whose rows are all on the host; it does not change.
+        tokens: the last drawn token and drafted ones; negative tokens are padding.
+        size: number of leading tokens to compute.
+        look: see `prefill.prefill`.
+    """
+    run, start = verification_steps(decoder), cache.lengths
+    rows: list[Any] = []
+    observed: list[Any] = []
+    x = run.embed(weights.params["embedding"], tokens, start, size=size)
+    counts = jnp.full_like(start, size) if look is not None else start
+
+    def compute(i: int, params: Params, x: Array, stored: tuple[Params, ...]) -> tuple[Array, Any]:
+        number = decoder.host_number(i)
+        if number < 0:
+            window = decoder.config.window_of(i)
+            x, new, upcoming = run.device_layer(
+                params, x, cache.local[i], start, stored, window=window
+            )
+        else:
+            x, new, seen, upcoming = run.host_layer(
+                params,
+                x,
+                cache.local[i],
+                cache.scales[number],
+                cache.host,
+                layer_number(decoder, number),
+                start,
+                stored,
+            )
+            observed.append(None if decoder.streams(number) else seen)
+        rows.append(new)
+        if look is not None:
+            look(i + 1, x, start, counts)
+        return x, upcoming
+
+    if look is not None:
+        look(0, x, start, counts)
+    x = through_layers(decoder, weights, x, compute)
+    return Verified(x, start, rows, observed)
+
+
+def commit(
+    decoder: Decoder,
+    weights: Weights,
+    cache: Cache,
+    verified: Verified,
+    accepted: Int[Array, " b"],
+) -> Cache:
+    """Store the rows of the accepted tokens, without waiting.
+
+    Args:
+        cache: cache that was verified; its arrays are donated.
+        accepted: number of leading tokens to store, per sequence.
+    """
+    run, keep = verification_steps(decoder), prefill_steps(decoder)
+    local, states, scales = list(cache.local), list(cache.states), list(cache.scales)
+    host, span = cache.host, Span(verified.start, accepted)
+    for i, rows in enumerate(verified.rows):
+        number = decoder.host_number(i)
+        if number < 0:
+            local[i] = keep.keep_on_device(local[i], rows, span)
+            continue
+        place, observations = layer_number(decoder, number), None
+        if (seen := verified.observed[number]) is not None:
+            mass = run.mass(seen, rows, scales[number], host, place, span)
+            observations = seen.queries, mass
+        local[i], states[number], scales[number], host = keep.keep(
+            weights.policy[number],
+            rows,
+            span,
+            local[i],
+            states[number],
+            scales[number],
+            host,
+            place,
+            observations,
+            None,
+            streams=decoder.streams(number),
+        )
+    return cache._replace(
+        host=host,
+        local=tuple(local),
+        states=tuple(states),
+        scales=tuple(scales),
+        lengths=run.advance(verified.start, accepted),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def verification_steps(decoder: Decoder) -> VerificationSteps:
+    """Return a decoder's compiled functions of verification."""
+    config, observes = decoder.config, decoder.policy.observes
+
+    def embed(
+        params: Params, tokens: Int[Array, "b n"], start: Int[Array, " b"], *, size: int
+    ) -> Float[Array, "b c e"]:
+        tokens = jnp.maximum(tokens[:, :size], 0)
+        # Padding may lie beyond the last position, where an embedding table would give NaN.
+        positions = jnp.minimum(_positions(start, size), config.max_positions - 1)
+        return decoder.blueprint.embedding(params).embed(tokens, positions)
+
+    def device_layer(
+        params: Params,
+        x: Float[Array, "b c e"],
+        local: DenseLayer | Sliding,
+        start: Int[Array, " b"],
+        stored: tuple[Params, ...],
+        *,
+        window: int | None,
+    ) -> tuple[Array, Array, Any]:
+        upcoming, x = start_next(stored, x)
+        prior = device_rows(local, Span(start, start), decoder.dtype)
+        done = _layer(decoder, params, x, start, [], prior, window)
+        upcoming, x = await_copy(upcoming, done.x)
+        return x, done.rows, upcoming
+
+    def host_layer(
+        params: Params,
+        x: Float[Array, "b c e"],
+        local: Resident,
+        scales: Any,
+        host: Shaped[Array, "l a k t w"],
+        number: Int[Array, ""],
+        start: Int[Array, " b"],
+        stored: tuple[Params, ...],
+    ) -> tuple[Array, Array, Observed | None, Any]:
+        upcoming, x = start_next(stored, x)
+        near = resident_rows(decoder, local, scales, start, x.shape[1])
+        prior = host_only_rows(decoder, host, number, scales, start)
+        done = _layer(decoder, params, x, start, near, prior)
+        upcoming, x = await_copy(upcoming, done.x)
+        seen = Observed(done.queries, done.attended.log_sum) if observes else None
+        return x, done.rows, seen, upcoming
+
+    def mass(
+        seen: Observed,
+        rows: Float[Array, "b k c w"],
+        scales: Any,
+        host: Shaped[Array, "l a k t w"],
+        number: Int[Array, ""],
+        span: Span,
+    ) -> Float[Array, "b k t"]:
+        keys = rows[..., : config.head_dim].swapaxes(1, 2)
+        prior, cap = host_rows(decoder, host, number, scales, span), config.attention_softcap
+        return attention_mass(seen.queries, keys, seen.log_sum, span, prior, cap)
+
+    def advance(start: Int[Array, " b"], accepted: Int[Array, " b"]) -> Int[Array, " b"]:
+        return start + accepted
+
+    at: Any = Placement(decoder.mesh)
+    options: Any = {"compiler_options": attention_options(decoder)}
+    seen = Observed(at.batch, at.batch) if observes else None
+
+    def program(function: Any, out: Any, **options: Any) -> Program:
+        return Program(function, decoder, out_shardings=out, **options)
+
+    return VerificationSteps(
+        embed=program(embed, at.batch, static_argnames="size"),
+        device_layer=program(
+            device_layer,
+            (at.batch, at.rows, at.whole),
+            static_argnames="window",
+            donate_argnums=1,
+            **options,
+        ),
+        host_layer=program(
+            host_layer, (at.batch, at.rows, seen, at.whole), donate_argnums=1, **options
+        ),
+        mass=program(mass, at.rows, **options),
+        advance=program(advance, at.batch),
+    )
+
+
+def _positions(start: Int[Array, " b"], size: int) -> Int[Array, "b c"]:
+    return start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+
+
+def _layer(
+    decoder: Decoder,
+    params: Params,
+    x: Float[Array, "b c e"],
+    start: Int[Array, " b"],
+    near: list[Seen],
+    prior: PriorRows,
+    window: int | None = None,
+) -> Done:
+    """Compute one layer; every token attends to those before it in the chunk as well."""
+    positions, cap = _positions(start, x.shape[1]), decoder.config.attention_softcap
+    distance = positions[:, None] - positions[:, :, None]
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+
+    def attend(queries: Array, keys: Array, values: Array) -> Attended:
+        own = Seen(keys.swapaxes(1, 2), values.swapaxes(1, 2), visible)
+        ahead = not decoder.transfer.in_place
+        return attend_narrow(queries, [own, *near], prior, positions, window, cap, ahead)
+
+    return layer_over(decoder.blueprint.layer(params), x, positions, positions + 1, attend)
+
+
+def host_only_rows(
+    decoder: Decoder, host: Shaped[Array, "l a k t w"], number: Array, scales: Any, start: Array
+) -> PriorRows:
+    """Return the rows that only the host has when the next token is computed."""
+    prior = host_rows(decoder, host, number, scales, Span(start, start))
+    slots = jnp.arange(prior.capacity, dtype=jnp.int32)[None]
+    positions = jnp.where(slots < decoder.policy.sinks, -1, slots)
+    return prior._replace(
+        start=jnp.maximum(start - decoder.policy.window + 1, 0),
+        positions=jnp.broadcast_to(positions, (len(start), prior.capacity)),
+    )
+
+
+def resident_rows(
+    decoder: Decoder, local: Resident, scales: Any, start: Int[Array, " b"], size: int
+) -> list[Seen]:
+    """Return sinks and recent rows: exact within a token's window, else in their stored form.
+
+    Args:
+        size: number of tokens from `start` on that attend to them.
+    """
+    sinks, window, stored = decoder.policy.sinks, decoder.policy.window, decoder.row_format
+    places = decoder.slots.positions(start - 1)[:, :, None]
+    kept = places < sinks
+    # The oldest row of the ring has left it when the next token is computed.
+    valid = (places >= 0) & (kept | (places > start[:, None, None] - window))
+    keys, values = jnp.split(local.rows, 2, axis=-1)
+    if stored.exact:
+        return [Seen(keys, values, valid)]
+    recent = kept | (_positions(start, size)[:, None] - places < window)
+    old_keys, old_values = jnp.split(
+        stored.decode(scales, stored.encode(scales, local.rows)), 2, axis=-1
+    )
+    return [
+        Seen(keys, values, valid & recent),
+        Seen(old_keys, old_values, valid & ~recent),
+    ]

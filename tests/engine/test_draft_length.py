@@ -1,0 +1,57 @@
+"""The number of tokens to draft: the closed form, and what it learns from."""
+
+import numpy as np
+import pytest
+
+from infinigen_jax.engine.draft_length import MOST, SIZES, DraftLength, size_of
+
+
+def measured(acceptance: float, step: float, verification: dict[int, float]) -> DraftLength:
+    length = DraftLength(MOST)
+    for size, seconds in verification.items():
+        length.time_verification(size, seconds)
+    length.time_draft(1, step)
+    for _ in range(100):
+        length.record(round(1000 * acceptance), 1000)
+    return length
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9, 0.98])
+def test_it_maximises_the_simulated_rate(acceptance):
+    """Simulated with independent tokens; the choice is within 2 % of the best."""
+    step, verification = 1.0, {1: 3.0, 4: 4.0, 8: 5.0, 16: 8.0}
+    accepts = np.random.default_rng(0).random((20000, MOST)) < acceptance
+    accepted = np.cumprod(accepts, axis=1)
+
+    def rate(k: int) -> float:
+        tokens = 1 + accepted[:, :k].sum() / len(accepted)
+        return tokens / (k * step + verification[size_of(k)])
+
+    best = max(map(rate, range(MOST + 1)))
+    chosen = measured(acceptance, step, verification).choose(MOST)
+    assert rate(chosen) > 0.98 * best
+
+
+def test_it_drafts_nothing_where_steps_cost_as_much_as_verifications():
+    equal = dict.fromkeys(SIZES, 1.0)
+    assert measured(0.5, 1.0, equal).choose(MOST) == 0
+    assert measured(0.99, 0.01, equal).choose(MOST) == MOST
+    assert measured(0.99, 0.01, equal).choose(2) <= 2
+
+
+def test_rejections_shorten_the_draft_and_time_without_one_lengthens_it_again():
+    length = measured(0.95, 0.2, {1: 1.0, 4: 1.1, 8: 1.2, 16: 1.4})
+    long = length.choose(MOST)
+    for _ in range(30):
+        length.record(0, 3)
+    assert length.choose(MOST) < long
+    for _ in range(60):
+        length.record(0, 0)
+    assert length.acceptance > 0.7
+
+
+def test_a_fixed_length_ignores_measurements():
+    length = DraftLength(5, fixed=True)
+    length.time_verification(8, 1.0)
+    length.time_draft(5, 100.0)
+    assert (length.choose(MOST), length.choose(2), length.sizes) == (5, 2, [8])

@@ -1,0 +1,262 @@
+"""Lossless mode: the tokens are those of policy full, whatever the policy drafts."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+from runtime import ALL, NEW, RAGGED, SPARSE, TAILED, engine, finished, first_layers, tokens_of
+
+from infinigen_jax import generate
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.live_batch import LiveBatch
+from infinigen_jax.engine.lossless import LosslessRun, LosslessStats
+from infinigen_jax.errors import InputError
+from infinigen_jax.policies import H2O, Full, InfiniGen, Oracle, PreviousQuery, Quest, Window
+from infinigen_jax.settings.pool import Pool
+from infinigen_jax.settings.sampling import Sampling
+
+FULL = Full(window=4, sinks=2)  # rows are stored for the host when those of SPARSE are
+LONGER = 3 * NEW
+POOR = dataclasses.replace(SPARSE, budget=0.02)  # drafts that are often rejected
+HOT = Sampling(temperature=1.0, top_k=30, seed=4)
+PENALISED = Sampling(temperature=0.7, frequency_penalty=1.5, repetition_penalty=1.3, seed=9)
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": HOT,
+    "penalised": PENALISED,
+    "mixed": [Sampling(), HOT, PENALISED],
+}
+# Model, policy and settings of both engines; then of the lossless one alone.
+CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
+    "infinigen": ("gqa", SPARSE, {}, {}),
+    "poor": ("gqa", POOR, {}, {"draft_tokens": 4}),
+    "tail": ("gqa", TAILED, {}, {"draft_tokens": 2}),
+    "own-query": ("gqa", dataclasses.replace(POOR, query="own", tail=True), {}, {}),
+    "hot-set": ("gqa", POOR, {}, {"hot_set": 1.5, "draft_tokens": 4}),
+    "window": ("one", Window(budget=0.1, window=4, sinks=2), {}, {"draft_tokens": 3}),
+    "quest": ("one", Quest(budget=0.1, window=4, sinks=2), {}, {"draft_tokens": 3}),
+    "h2o": ("gqa", H2O(budget=0.1, window=4, sinks=2), {}, {"draft_tokens": 3}),
+    "previous-query": ("one", PreviousQuery(budget=0.1, window=4, sinks=2), {}, {}),
+    "oracle": ("one", Oracle(budget=0.05, window=4, sinks=2), {}, {"draft_tokens": 4}),
+    "int8": ("gqa", POOR, {"rows": "int8"}, {"draft_tokens": 3}),
+    "int4": ("one", POOR, {"rows": "int4"}, {"draft_tokens": 2}),
+    "weights": ("gqa", POOR, {"weights": "host"}, {"draft_tokens": 4}),
+    "layerwise": ("gqa", POOR, {"schedule": "layerwise"}, {}),
+    "windows": ("windows", POOR, {}, {"draft_tokens": 4}),
+    "opt": ("opt", POOR, {"dense_layers": 0}, {"draft_tokens": 4}),
+    "softcap": ("gemma2", POOR, {}, {"draft_tokens": 4}),
+    "check": ("one", POOR, {}, {"check": True, "draft_tokens": 4}),
+}
+OFTEN = ("infinigen", "poor", "hot-set", "h2o", "int8", "windows")
+
+
+def marked(names: Any, often: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(n, marks=() if n in often else pytest.mark.slow) for n in names]
+
+
+@functools.cache
+def pair(name: str) -> tuple[Engine, Engine]:
+    """The engine with the full cache, and the lossless one."""
+    model, policy, common, own = CASES[name]
+    return engine(model, FULL, **common), engine(model, policy, lossless=True, **common, **own)
+
+
+def stats_of(made: Engine, *arguments: Any, **settings: Any) -> tuple[Any, LosslessStats]:
+    generation = made.generate(*arguments, ignore_eos=True, **settings)
+    assert isinstance(generation.stats, LosslessStats)
+    return generation, generation.stats
+
+
+@pytest.mark.parametrize("name", marked(CASES, OFTEN))
+def test_the_tokens_are_those_of_the_full_cache(name):
+    """For all prompts together, and where some wait for others; nothing is compiled late."""
+    full, lossless = pair(name)
+    for batch in (None, 2):
+        expected = tokens_of(full, RAGGED, LONGER, ignore_eos=True, batch=batch)
+        generation, stats = stats_of(lossless, RAGGED, None, LONGER, batch=batch)
+        assert generation.tokens == expected
+        assert stats.compilations_after_warmup == 0
+        assert 1 <= stats.tokens_per_verification <= 1 + stats.draft_tokens
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_draws_are_those_of_the_full_cache_with_the_same_seed(kind):
+    full, lossless = pair("poor")
+    given = RAGGED, SAMPLINGS[kind], LONGER
+    generation, stats = stats_of(lossless, *given)
+    assert generation.tokens == full.generate(*given, ignore_eos=True).tokens
+    assert 0 < stats.acceptance_rate < 1  # or nothing was tested
+
+
+def test_a_perfect_draft_is_accepted_whole():
+    made = engine("gqa", ALL, lossless=True, draft_tokens=3)
+    _, stats = stats_of(made, RAGGED, None, 1 + 3 * 4)
+    assert (stats.acceptance_rate, stats.tokens_per_verification) == (1.0, 4.0)
+    assert stats.draft_tokens == 3
+
+
+def test_an_ending_token_ends_the_answer_within_a_round():
+    """The tokens after it were drafted and agree; they are neither returned nor cached."""
+    full, lossless = pair("infinigen")
+    answer = tokens_of(full, RAGGED[:1], LONGER, ignore_eos=True)[0]
+    end = next(i for i, token in enumerate(answer[4:], 4) if answer.index(token) == i)
+
+    def ending(made: Engine) -> list[list[int]]:
+        config = dataclasses.replace(made.model.config, eos_ids=(answer[end],))
+        model = dataclasses.replace(made.model, config=config)
+        given = dataclasses.asdict(made.runtime.settings) | {"policy": made.decoder.policy}
+        return Engine(model, **given).generate(RAGGED, None, LONGER).tokens
+
+    tokens = ending(lossless)
+    assert tokens == ending(full)
+    assert tokens[0] == answer[: end + 1]
+
+
+def test_log_probabilities_are_those_of_the_full_cache():
+    full, lossless = pair("poor")
+    runs = [made.generate(RAGGED, HOT, NEW, ignore_eos=True, log_probs=2) for made in pair("poor")]
+    for one, other in zip(runs[0].log_probs, runs[1].log_probs, strict=True):
+        np.testing.assert_allclose(
+            [choice.log_prob for choice in one], [choice.log_prob for choice in other], atol=2e-4
+        )
+        assert [c.top[0][0] for c in one] == [c.top[0][0] for c in other]
+    assert full.generate(RAGGED, HOT, NEW, ignore_eos=True).tokens == runs[1].tokens
+
+
+def test_a_shared_prefix_changes_nothing():
+    full, lossless = pair("poor")
+    prefix = RAGGED[0] * 4
+    prompts = [prefix + prompt for prompt in RAGGED]
+    given: dict[str, Any] = {"prefix": prefix, "ignore_eos": True}
+    rest = [prompt[len(prefix) :] for prompt in prompts]
+    expected = full.generate(rest, None, NEW, **given)
+    generation = lossless.generate(rest, None, NEW, **given)
+    assert generation.tokens == expected.tokens
+    assert generation.stats.prompt_tokens_read == expected.stats.prompt_tokens_read
+
+
+@pytest.mark.parametrize("name", marked(("poor", "int8", "h2o", "hot-set"), ("int8",)))
+def test_a_conversation_may_end_a_turn_at_any_token(name):
+    """The context then holds the tokens that were yielded, and the next turn follows them."""
+    engines = pair(name)
+    turns = [*RAGGED, RAGGED[0][:9]]
+
+    def talk(made: Engine) -> list[Any]:
+        talk, answers = made.conversation(context=200), []
+        for turn, stop in zip(turns, (5, 1, 12, 40), strict=True):
+            answer: list[Any] = []
+            with contextlib.closing(talk.turn(turn, 30, ignore_eos=True)) as steps:
+                for step in itertools.islice(steps, stop):
+                    answer += step.tokens
+            answers.append(answer)
+            assert talk.tokens[-len(answer) :] == answer
+            assert len(talk.tokens) - 1 <= talk.cached <= len(talk.tokens)
+        return answers
+
+    assert talk(engines[1]) == talk(engines[0])
+
+
+def test_the_cache_is_the_full_cache():
+    """Host rows are those that the full cache would hold, for every token but the last."""
+    caches = []
+    for made in pair("poor"):
+        run = finished(made, RAGGED, NEW)
+        run.settle()
+        assert run.cache.host is not None
+        caches.append(np.asarray(run.cache.host))
+    for row, prompt in enumerate(RAGGED):
+        cached = len(prompt) + NEW - 1
+        one, other = (host[:, row, :, :cached] for host in caches)
+        np.testing.assert_allclose(one, other, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seeds", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_sampling_has_the_distribution_of_the_full_model(seeds):
+    """A chi-square test over 1,000 draws per seed of three tokens after a prompt."""
+    rows, length, kept = 1000, 3, 3
+    warm = Sampling(temperature=1.5, top_k=kept)
+    model = first_layers("gqa", 2)
+    made = Engine(model, policy=POOR, dense_layers=0, lossless=True, draft_tokens=2)
+    counts: dict[tuple[int, ...], int] = {}
+    rates = []
+    for seed in range(seeds):
+        sampling = dataclasses.replace(warm, seed=seed)
+        generation, stats = stats_of(made, [RAGGED[0]] * rows, sampling, length)
+        rates.append(stats.acceptance_rate)
+        for tokens in map(tuple, generation.tokens):
+            counts[tokens] = counts.get(tokens, 0) + 1
+    assert 0 < np.mean(rates) < 1
+    expected = distribution(model, RAGGED[0], length, kept, warm.temperature)
+    assert set(counts) <= set(expected)
+    total = seeds * rows
+    found = np.array([counts.get(tokens, 0) for tokens in expected])
+    likely = np.array(list(expected.values())) * total
+    assert scipy.stats.chisquare(found, likely).pvalue > 1e-3
+
+
+def distribution(
+    model: Any, prompt: list[int], length: int, kept: int, temperature: float
+) -> dict[tuple[int, ...], float]:
+    """Probabilities of all continuations, by the logits of the whole model."""
+    from tiny import logits_of
+
+    found = {(): 1.0}
+    for _ in range(length):
+        texts = np.array([[*prompt, *tokens] for tokens in found], np.int32)
+        following = {}
+        for (tokens, share), logits in zip(found.items(), logits_of(model, texts), strict=True):
+            best = np.argsort(-logits[-1], kind="stable")[:kept]
+            weights = np.exp((logits[-1][best] - logits[-1].max()) / temperature)
+            for token, weight in zip(best, weights / weights.sum(), strict=True):
+                following[(*tokens, int(token))] = share * weight
+        found = following
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"policy": Full()}, "lossless: policy full"),
+        ({"pool": Pool(tokens=40)}, "pool"),
+        ({"rows": "int8", "policy": InfiniGen(window=1)}, "lossless: `rows` int8"),
+    ],
+)
+def test_settings_that_rule_it_out_are_named(settings, named):
+    model = first_layers("gqa")
+    with pytest.raises(InputError, match=named):
+        Engine(model, **({"policy": SPARSE} | settings), dense_layers=0, lossless=True)
+
+
+def test_drafts_belong_to_the_lossless_mode():
+    with pytest.raises(InputError, match="draft_tokens: nothing is drafted"):
+        Engine(first_layers("gqa"), draft_tokens=3)
+
+
+def test_a_batch_that_sequences_join_and_given_tokens_are_refused():
+    made = pair("poor")[1]
+    with pytest.raises(InputError, match="lossless"):
+        LiveBatch(made.runtime, 2, 128)
+    run = made.start(RAGGED, max_new_tokens=2)
+    assert isinstance(run, LosslessRun)
+    for use in (run.advance, lambda: run.predict(np.zeros(3, np.int32))):
+        with pytest.raises(InputError, match="lossless"):
+            use()
+
+
+def test_the_command_line_reports_it(command, tmp_path):
+    file = tmp_path / "stats.json"
+    options = ("--prompt", "The king was", "--max-new-tokens", "12", "--quiet", "--ignore-eos")
+    texts = []
+    for more in (("--lossless", "--draft-tokens", "3"), ("--policy", "full")):
+        status, out, err = command(generate.main, *options, *more, "--stats-json", file)
+        assert (status, err) == (0, "")
+        texts.append(out)
+        record = json.loads(file.read_text())
+        assert ("acceptance_rate" in record) == ("--lossless" in more)
+    assert texts[0] == texts[1]

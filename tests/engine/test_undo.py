@@ -1,0 +1,139 @@
+"""Undo of drafts: after a rejection, no array shows that anything was drafted."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies
+from runtime import RAGGED, SPARSE, TAILED, engine
+
+from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.cache.layers import DenseLayer
+from infinigen_jax.engine.dispatch import Dispatcher
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.undo import restore, save
+from infinigen_jax.policies import H2O, PreviousQuery, Quest
+from infinigen_jax.prefill.prefill import prefill
+from infinigen_jax.prefill.verification import commit, verify
+
+CAPACITY, SIZE = 128, 8
+WINDOW = SPARSE.window
+POLICIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "hot-set": ("gqa", SPARSE, {"hot_set": 1.5}),
+    "tail": ("gqa", dataclasses.replace(TAILED, tail_tokens=8), {"rows": "int8"}),
+    "quest": ("one", Quest(budget=0.2, window=WINDOW, sinks=2), {}),
+    "h2o": ("one", H2O(budget=0.2, window=WINDOW, sinks=2), {}),
+    "previous-query": ("one", PreviousQuery(budget=0.2, window=WINDOW, sinks=2), {}),
+    "windows": ("windows", SPARSE, {}),
+}
+TOKENS = strategies.lists(strategies.integers(0, 95), min_size=3 * SIZE, max_size=3 * SIZE)
+ACCEPTED = strategies.tuples(*[strategies.integers(0, SIZE)] * len(RAGGED))
+ROUND = strategies.tuples(strategies.integers(0, WINDOW), TOKENS, ACCEPTED)
+
+
+@functools.cache
+def made(name: str) -> Engine:
+    model, policy, others = POLICIES[name]
+    return engine(model, policy, **others)
+
+
+def read(name: str) -> Cache:
+    lengths = np.array([len(prompt) for prompt in RAGGED], np.int32)
+    tokens = np.zeros((len(RAGGED), lengths.max()), np.int32)
+    for row, prompt in zip(tokens, RAGGED, strict=True):
+        row[: len(prompt)] = prompt
+    parts = made(name).decoder, made(name).weights
+    return prefill(*parts, tokens, lengths, CAPACITY).cache
+
+
+def advance(name: str, cache: Cache, round_: Any, *, drafts: bool) -> Cache:
+    """A round of given tokens, of which each sequence accepts a given number."""
+    count, tokens, accepted = round_
+    runtime = made(name).runtime
+    parts = runtime.decoder, runtime.weights
+    at = Placement(runtime.mesh).batch
+    tokens = np.array(tokens, np.int32).reshape(len(RAGGED), SIZE)
+    if drafts and count:
+        saved, dispatcher = save(runtime.decoder, cache), Dispatcher(runtime)
+        for step in range(count):
+            drafted = jax.device_put(95 - tokens[:, step], at)  # other tokens: all are rejected
+            cache = dispatcher.step(cache, drafted).cache
+        cache = restore(runtime.decoder, cache, saved)
+    verified = verify(*parts, cache, jax.device_put(tokens, at), SIZE)
+    return commit(*parts, cache, verified, jax.device_put(np.array(accepted, np.int32), at))
+
+
+def comparable(name: str, cache: Cache) -> list[np.ndarray]:
+    """All arrays that a later step may read, without hot sets, whose entries are a choice."""
+    lengths, stored = np.asarray(cache.lengths), made(name).decoder.row_format
+    assert cache.host is not None
+
+    def valid(array: Any, axis: int, rows: int) -> np.ndarray:
+        places = np.arange(array.shape[axis]) < lengths[:, None]
+        shape = [1] * array.ndim
+        shape[rows], shape[axis] = len(lengths), array.shape[axis]
+        return np.where(places.reshape(shape), np.asarray(array), 0)
+
+    arrays: list[np.ndarray] = [lengths]
+    for scales, rows in zip(cache.scales, cache.host, strict=True):
+        arrays.append(valid(stored.decode(scales, jax.device_get(rows)), 2, 0))
+    for local in cache.local:
+        if isinstance(local, DenseLayer):
+            arrays += [valid(x, 2, 0) for x in local]
+        else:
+            arrays += [np.asarray(x) for x in jax.tree.leaves(local)]
+    return arrays + [np.asarray(x) for x in jax.tree.leaves((cache.states, cache.scales))]
+
+
+def check_hot_sets(cache: Cache) -> None:
+    """Every entry holds its slot's row of the host, and was used before the next token."""
+    lengths = np.asarray(cache.lengths)
+    for number, hot in enumerate(cache.hot):
+        if hot is None:
+            continue
+        host, slots = np.asarray(cache.host)[number], np.asarray(hot.slots)
+        assert (np.asarray(hot.used) < lengths[:, None, None]).all()
+        assert (slots < lengths[:, None, None]).all()
+        for row, head, entry in zip(*np.nonzero(slots >= 0), strict=True):
+            slot = slots[row, head, entry]
+            np.testing.assert_array_equal(hot.rows[row, head, entry], host[row, head, slot])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_rejected_drafts_leave_no_trace(name):
+    @settings(max_examples=12, deadline=None)
+    @given(strategies.lists(ROUND, min_size=1, max_size=4))
+    def check(rounds: list[Any]) -> None:
+        drafting, plain = read(name), read(name)
+        for round_ in rounds:
+            drafting = advance(name, drafting, round_, drafts=True)
+            plain = advance(name, plain, round_, drafts=False)
+            check_hot_sets(drafting)
+            for one, other in zip(comparable(name, drafting), comparable(name, plain), strict=True):
+                np.testing.assert_array_equal(one, other)
+
+    check()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_round_equals_its_tokens_read_one_by_one(name):
+    """However many tokens a verification computes, the accepted ones are stored alike."""
+
+    @settings(max_examples=6, deadline=None)
+    @given(TOKENS, ACCEPTED)
+    def check(tokens: list[int], accepted: tuple[int, ...]) -> None:
+        whole = advance(name, read(name), (0, tokens, accepted), drafts=False)
+        single, table = read(name), np.array(tokens).reshape(len(RAGGED), SIZE)
+        for place in range(SIZE):
+            rolled = np.roll(table, -place, axis=1).flatten().tolist()
+            one = tuple(int(place < count) for count in accepted)
+            single = advance(name, single, (0, rolled, one), drafts=False)
+        for array, other in zip(comparable(name, whole), comparable(name, single), strict=True):
+            differs = ~np.isclose(array, other, rtol=2e-3, atol=2e-3)
+            assert differs.mean() < 0.01  # a code of a row may round to its neighbour
+
+    check()
