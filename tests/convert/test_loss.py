@@ -105,7 +105,7 @@ def test_a_conversion_measures_every_layer(tmp_path, skew):
 
 
 def with_loss(own: list[float], ahead: list[float]) -> checkpoint.Model:
-    model = random_model("gqa")
+    model = random_model("three")
     loss = np.stack([own, ahead], axis=1).astype(np.float32)
     return dataclasses.replace(model, sparse_loss=loss)
 
@@ -116,7 +116,7 @@ def test_the_layers_up_to_the_last_that_loses_much_stay_on_the_device():
     assert with_loss([0.02, 0.02, 0.02], [0.02, 0.02, 0.02]).dense_layers(ahead=True) == 0
     late = [0.0] * checkpoint.DENSE_AMONG + [0.5]
     assert with_loss(late, late).dense_layers(ahead=True) == 0
-    assert random_model("gqa").dense_layers(ahead=True) == checkpoint.DENSE_UNKNOWN
+    assert random_model("three").dense_layers(ahead=True) == checkpoint.DENSE_UNKNOWN
     unknown = [0.0, float("nan"), 0.0]
     assert with_loss(unknown, unknown).dense_layers(ahead=True) == checkpoint.DENSE_UNKNOWN
 
