@@ -18,9 +18,8 @@ from infinigen_jax.policies import InfiniGenPaper, Quest
 IDS = np.random.default_rng(0).integers(3, 96, 700).tolist()
 
 
-@pytest.mark.parametrize("name", ["gqa", "opt"])
-def test_against_loops_over_tokens(name):
-    model = random_model(name)
+def test_against_loops_over_tokens():
+    model = random_model("gqa")
     config, params = model.config, model.params["layers"][0]
     rng = np.random.default_rng(1)
     count, length = 330, 340
@@ -44,7 +43,6 @@ def test_against_loops_over_tokens(name):
             heads = []
             for kv in range(config.num_kv_heads):
                 group = range(kv * config.group_size, (kv + 1) * config.group_size)
-                assert len(group) == 1 or name == "gqa"
                 heads += [
                     _group(np.asarray(q[0]), np.asarray(k[0, :, kv]), np.asarray(v[0, :, kv]),
                            group, h, at, rows)

@@ -201,7 +201,7 @@ def test_text_of_a_stream_is_that_of_its_tokens():
 @pytest.mark.usefixtures("shallow")
 def test_a_stop_string_ends_a_prompt_and_not_the_others():
     """Before the string, which no step shows, even if it spans tokens."""
-    made = Engine(load(embedded()), policy=SPARSE)
+    made = Engine(load(embedded()), policy=Full())
     prompts = ["The", "When the old man saw"]
     hot = Sampling(temperature=2.0, seed=1)
     whole = made.generate(prompts, hot, 20, ignore_eos=True)

@@ -85,7 +85,8 @@ def largest_numbers(hlo: str) -> int:
 )
 def test_no_program_converts_a_cache(program, dtype):
     """A product takes its factors in float32: a layer on the device is as much as is converted."""
-    engine = Engine(random_model("three", dtype), policy=SPARSE, dense_layers=1)
+    dense_layers = int(program is device_layer)
+    engine = Engine(random_model("gqa", dtype), policy=SPARSE, dense_layers=dense_layers)
     cache = cache_of(engine)
     assert cache.host is not None and cache.host.dtype == jnp.uint16
     compiled = program(engine, cache).compile()

@@ -22,7 +22,6 @@ compiled_select = jax.jit(select, static_argnames=("alpha", "size"))
 CASES = {
     "opt, absorbed": ("opt", False),
     "opt, with basis": ("opt", True),
-    "rope, mha": ("mha", True),
     "rope, gqa": ("gqa", True),
     "rope, mqa": ("mqa", True),
     "rope, no basis": ("gqa", False),
