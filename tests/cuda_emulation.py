@@ -1,8 +1,10 @@
 """Run the package's CUDA kernels on the CPU: compiled as C++ with cuda_emulation.h."""
 
 import ctypes
+import functools
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +52,10 @@ class Emulator:
         ]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         self.launch(kernel, blocks, threads, ctypes.addressof(addresses), seed)
+
+
+@functools.cache
+def emulated_kernels() -> Emulator:
+    """The kernels, compiled once for a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Emulator(Path(folder))

@@ -8,13 +8,11 @@ their operands, gets garbage. The kernels themselves are the emulation's.
 import collections
 import ctypes
 import functools
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
-from cuda_emulation import Emulator
+from cuda_emulation import emulated_kernels
 
 from infinigen_jax.cuda.driver import SIGNATURES, Driver
 from infinigen_jax.cuda.ffi import Frame
@@ -166,8 +164,7 @@ def install(kernel: Callable[[str, int, int, int], None]) -> FakeCuda:
 @functools.cache
 def emulated() -> FakeCuda:
     """The driver whose kernels are the emulation's. XLA keeps one set of handlers a process."""
-    with tempfile.TemporaryDirectory() as folder:
-        emulator = Emulator(Path(folder))
+    emulator = emulated_kernels()
     return install(
         lambda name, blocks, threads, parameters: emulator.launch(
             name, blocks, min(threads, 64), parameters, 1

@@ -1,5 +1,6 @@
 """Small random models in memory, and what the tests of the decode runtime do with them."""
 
+import copy
 import dataclasses
 import functools
 from typing import Any
@@ -17,13 +18,14 @@ from infinigen_jax.skew.tail_moments import block_products
 
 HF: dict[str, dict[str, Any]] = {
     "gqa": {"model_type": "llama", "num_key_value_heads": 2},
-    "mha": {"model_type": "llama"},
     "mqa": {"model_type": "llama", "num_key_value_heads": 1},
     "opt": {"model_type": "opt", "ffn_dim": 24},
 }
 RELATIVES: dict[str, dict[str, Any]] = {
     # For what does not depend on how layers hand over: little to compile.
     "one": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 1},
+    "opt-one": {"model_type": "opt", "ffn_dim": 24, "num_hidden_layers": 1},
+    "three": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 3},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12},
     "gemma2": {
@@ -39,17 +41,16 @@ RELATIVES: dict[str, dict[str, Any]] = {
         "model_type": "ministral",
         "num_key_value_heads": 2,
         "sliding_window": 9,
-        "num_hidden_layers": 4,
-        "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full", "full")],
+        "num_hidden_layers": 3,
+        "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full")],
     },
 }
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 24,
-    # After one dense layer, one that the device speculates for and one that the host does not
-    # hand on: every kind of layer, in little to compile.
-    "num_hidden_layers": 3,
+    # One on the device, which speculates for one on the host; or two on the host.
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
@@ -87,7 +88,9 @@ def random_model(name: str, dtype: str = "float32", with_basis: bool | None = No
         with_basis: as after conversion by default (RoPE models have one; OPT's is absorbed).
     """
     config = config_from_hf(COMMON | (HF | RELATIVES)[name])
-    params = random_params(config, dtype)
+    # However many layers there are, the first ones are the same.
+    params = random_params(dataclasses.replace(config, num_layers=3), dtype)
+    params = {**params, "layers": params["layers"][: config.num_layers]}
     rng = np.random.default_rng(5)
 
     def enlarge(path: Any, leaf: jax.Array) -> jax.Array:
@@ -110,20 +113,14 @@ def random_model(name: str, dtype: str = "float32", with_basis: bool | None = No
     return dataclasses.replace(model, tail_moments=moments)
 
 
-def first_layers(name: str, number: int = 1, dtype: str = "float32", **changes: Any) -> Model:
-    """The first layers of `random_model(name)`."""
-    model = dataclasses.replace(random_model(name, dtype), **changes)
-    return dataclasses.replace(
-        model,
-        config=dataclasses.replace(model.config, num_layers=number),
-        params={**model.params, "layers": model.params["layers"][:number]},
-        bases=model.bases and model.bases[:number],
-    )
-
-
-def without_eos(model: Model) -> Model:
-    """The same weights, with no token that ends a generation."""
-    return dataclasses.replace(model, config=dataclasses.replace(model.config, eos_ids=()))
+def with_ends(engine: Engine, *tokens: int) -> Engine:
+    """An engine whose texts end with these tokens; it shares the compiled programs of another."""
+    model = engine.model
+    config = dataclasses.replace(model.config, eos_ids=tokens)
+    changed = copy.copy(engine)
+    model = dataclasses.replace(model, config=config)
+    changed.runtime = dataclasses.replace(engine.runtime, model=model)
+    return changed
 
 
 # A small window and few sinks, so that most rows are on the host and flushes are frequent.

@@ -14,6 +14,8 @@ from tiny import ROOT
 from infinigen_jax import generate, policies
 from infinigen_jax.policies.base import Policy
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 PAGE = ROOT / "docs" / "policies.md"
 BLOCK = re.compile(r"^```python\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OUTSIDE = "my_policy.py"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_emulation import Emulator, compiler
+from cuda_emulation import Emulator, compiler, emulated_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +23,8 @@ GRIDS = st.tuples(st.integers(1, 3), st.sampled_from([32, 64, 128]), st.integers
 
 
 @pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("emulation"))
+def emulator() -> Emulator:
+    return emulated_kernels()
 
 
 def bytes_of(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -91,16 +91,16 @@ def test_gather_with_a_hot_set(
     np.testing.assert_array_equal(hot, expected_hot)
 
 
-# Few shapes, each compiled once by the reference: sequences, KV heads, group, slots; and budgets.
-SELECTIONS = [(2, 2, 1, 70, 0.2), (1, 1, 1, 2500, 0.05), (1, 2, 3, 90, 0.5), (2, 1, 2, 1500, 0.2)]
-SELECTIONS += [(1, 1, 4, 33, 1.0), (1, 1, 1, 5, 0.001)]
+# Few, each compiled once by the reference: sequences, KV heads, group, slots; budget; alpha.
+SELECTIONS = [(2, 2, 1, 70, 0.2, 2.0), (1, 1, 1, 2500, 0.05, math.inf), (1, 2, 3, 90, 0.5, 2.0)]
+SELECTIONS += [(2, 1, 2, 1500, 0.2, 2.0), (1, 1, 4, 33, 1.0, math.inf), (1, 1, 1, 5, 0.001, 2.0)]
 reference_select = jax.jit(select, static_argnames=("alpha", "size"))
 reference_plan = jax.jit(plan_reuse)
 
 
 @st.composite
 def selections(draw: Any) -> dict[str, Any]:
-    *shape, budget = draw(st.sampled_from(SELECTIONS))
+    *shape, budget, alpha = draw(st.sampled_from(SELECTIONS))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     kind = draw(st.sampled_from(["normal", "tied", "signs", "wide"]))
     if kind == "normal":
@@ -117,7 +117,7 @@ def selections(draw: Any) -> dict[str, Any]:
     return {
         "scores": scores,
         "positions": random.integers(0, shape[-1], shape[0]).astype(np.int32),
-        "alpha": draw(st.sampled_from([2.0, math.inf])),
+        "alpha": alpha,
         "budget": budget,
         "sinks": draw(st.integers(0, 5)),
         "window": draw(st.integers(1, 9)),

@@ -18,7 +18,7 @@ from infinigen_jax.policies import Full, Policy
 HOT = "hot"  # SPARSE with a hot set and packed rows
 
 
-def made(policy: Policy | str, dense_layers: int = 2, schedule: str = "fused") -> Engine:
+def made(policy: Policy | str, dense_layers: int = 1, schedule: str = "fused") -> Engine:
     if isinstance(policy, str):
         return engine("gqa", SPARSE, dense_layers, schedule, hot_set=1.5, rows="int8")
     return engine("gqa", policy, dense_layers, schedule)
@@ -30,7 +30,7 @@ def test_bytes_and_fractions():
     run = finished(engine("gqa", SPARSE, 1))
     stats = run.stats()
     assert 0 < stats.fetched_fraction <= SPARSE.budget
-    layers, heads, d, capacity = 2, 2, 8, run.capacity
+    layers, heads, d, capacity = 1, 2, 8, run.capacity
     assert capacity == 128
     row = 2 * d * 4
     assert stats.host_cache_bytes == layers * 3 * heads * capacity * row
@@ -56,7 +56,7 @@ def test_bytes_and_fractions():
 
 @pytest.mark.parametrize("schedule", ["fused", "layerwise"])
 def test_a_step_neither_reads_nor_sends_anything(schedule, monkeypatch):
-    run = made(HOT, 2, schedule).start(RAGGED, max_new_tokens=NEW)
+    run = made(HOT, 1, schedule).start(RAGGED, max_new_tokens=NEW)
     run.advance()
 
     def refuse(*arguments, **keywords):

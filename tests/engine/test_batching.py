@@ -1,13 +1,10 @@
 """Continuous batches: more prompts than rows give what each prompt gives alone."""
 
-import copy
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import NEW, SPARSE, engine, random_model, tokens_of
+from runtime import NEW, SPARSE, engine, finished, tokens_of, with_ends
 
 from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.batching import IDLE, Owners
@@ -29,36 +26,24 @@ def alone(engine: Engine, **settings) -> list[list[int]]:
     return [tokens_of(engine, [prompt], **settings)[0] for prompt in PROMPTS]
 
 
-def ending(name: str = "one", share: int = 8) -> Engine:
-    """An engine where `share` of the 96 tokens end a text, so lengths differ."""
-    model = random_model(name)
-    eos = tuple(range(0, 96, 96 // share))
-    return Engine(
-        dataclasses.replace(model, config=dataclasses.replace(model.config, eos_ids=eos)),
-        policy=SPARSE,
-        dense_layers=0,
-    )
-
-
 def test_more_prompts_than_batch_rows():
-    made = engine("one", SPARSE, 0)
-    run = made.start(PROMPTS, max_new_tokens=NEW, batch=3)
-    assert run.cache.lengths.shape == (3,)
-    assert [sum(t is not None for t in step) for step in run.tokens()][0] == 3
-    assert run.new_tokens == alone(made)
-    # Rows are counted as if all prompts had been decoded together.
-    whole = made.generate(PROMPTS, max_new_tokens=NEW).stats
-    stats = run.stats()
-    assert stats.selected_fraction == pytest.approx(whole.selected_fraction, rel=1e-6)
-    assert stats.host_cache_bytes == whole.host_cache_bytes * 3 // 7
-    assert (stats.new_tokens, stats.prompt_tokens) == (whole.new_tokens, whole.prompt_tokens)
+    made = engine("one")
+    run = made.start(PROMPTS, max_new_tokens=NEW, batch=2)
+    assert run.cache.lengths.shape == (2,)
+    assert [sum(t is not None for t in step) for step in run.tokens()][0] == 2
+    single = [finished(made, [prompt]) for prompt in PROMPTS]
+    assert run.new_tokens == [each.new_tokens[0] for each in single]
+    stats, of_each = run.stats(), [each.stats() for each in single]
+    fractions = [each.selected_fraction for each in of_each]
+    assert stats.selected_fraction == pytest.approx(np.mean(fractions), rel=1e-6)
+    assert stats.host_cache_bytes == 2 * of_each[0].host_cache_bytes
+    assert (stats.new_tokens, stats.prompt_tokens) == (7 * NEW, sum(map(len, PROMPTS)))
 
 
 def test_sequences_that_end_at_different_times():
-    made = ending()
+    made = with_ends(engine("one"), *range(0, 96, 12))
     expected = alone(made, new=60)
     assert len({len(tokens) for tokens in expected}) > 3
-    assert tokens_of(made, PROMPTS, 60, batch=2) == expected
     steps = list(made.stream(PROMPTS, max_new_tokens=60, batch=2))
     assert max(sum(token is not None for token in step.tokens) for step in steps) == 2
     columns = [[s.tokens[i] for s in steps if s.tokens[i] is not None] for i in range(7)]
@@ -67,16 +52,14 @@ def test_sequences_that_end_at_different_times():
 
 def test_a_prompt_that_ends_with_its_first_token():
     made = engine("one")
-    assert tokens_of(made, PROMPTS, 1, batch=3) == [tokens[:1] for tokens in alone(made)]
-    first = tokens_of(made, PROMPTS[:1], 1)[0][0]
-    model = random_model("one")
-    config = dataclasses.replace(model.config, eos_ids=(first,))
-    stopping = Engine(dataclasses.replace(model, config=config), policy=SPARSE, dense_layers=0)
+    expected = [tokens[:1] for tokens in alone(made)]
+    assert tokens_of(made, PROMPTS, 1, batch=2) == expected
+    stopping = with_ends(made, expected[0][0])
     assert tokens_of(stopping, PROMPTS, batch=1) == alone(stopping)
 
 
 def test_sampling_does_not_depend_on_the_batch():
-    made = engine("one", SPARSE, 0)
+    made = engine("one")
     sampling = Sampling(temperature=1.0, top_k=40, seed=5)
     expected = alone(made, sampling=sampling)
     assert tokens_of(made, PROMPTS, sampling=sampling, batch=2) == expected != alone(made)
@@ -84,12 +67,10 @@ def test_sampling_does_not_depend_on_the_batch():
 
 def test_idle_rows_rest():
     """They fetch nothing and never come to the end of the cache, however long others go on."""
-    model = random_model("one")
     long = [9] * 68
     soon, late = (tokens_of(engine("one"), [prompt], 60)[0] for prompt in (PROMPTS[1], long))
     end = next(i for i in range(3, 60) if soon[i] not in late[:40])  # the others' end
-    config = dataclasses.replace(model.config, eos_ids=(soon[end],))
-    made = Engine(dataclasses.replace(model, config=config), policy=SPARSE, dense_layers=0)
+    made = with_ends(engine("one"), soon[end])
     prompts = [PROMPTS[1], PROMPTS[1], long]
     run = made.start(prompts, max_new_tokens=60, batch=2)
     assert run.capacity == 128
@@ -118,10 +99,7 @@ def test_rows_that_end_between_flushes(policy, settings):
     prompts = [[int(i) for i in np.random.default_rng(n).integers(3, 96, 29)] for n in (1, 2, 3)]
     expected = [tokens_of(made, [prompt], 99)[0] for prompt in prompts]
     end = next(i for i in range(2, 60) if expected[0][i] not in expected[1] + expected[2])
-    stopping = copy.copy(made)
-    config = dataclasses.replace(made.model.config, eos_ids=(expected[0][end],))
-    ending = dataclasses.replace(made.model, config=config)
-    stopping.runtime = dataclasses.replace(made.runtime, model=ending)
+    stopping = with_ends(made, expected[0][end])
     run = stopping.start(prompts, max_new_tokens=99, batch=2)
     for _ in run.tokens():
         assert np.array_equal(run.owners.cached, run.cache.lengths)
@@ -161,20 +139,20 @@ def test_owners_against_a_list(data):
 
 def test_as_many_prompts_together_as_fit(monkeypatch, caplog):
     made = engine("one")
-    expected = tokens_of(made, PROMPTS)
-    three, one = (
+    expected = alone(made)
+    two, one = (
         max(plan.total for plan in made.start(PROMPTS, max_new_tokens=1 + NEW, batch=n).phases)
-        for n in (3, 1)
+        for n in (2, 1)
     )
 
     def free(number: float) -> None:
         monkeypatch.setattr(planning, "available_host_bytes", lambda: int(number))
 
-    free(three / FILLED + 1)
+    free(two / FILLED + 1)
     caplog.clear()
     run = made.start(PROMPTS, max_new_tokens=NEW, fit=True)
-    assert len(caplog.messages) == 1 and run.owners.rows == 3
-    assert "3 of 7 prompts" in caplog.text and "as many as fit" in caplog.text
+    assert len(caplog.messages) == 1 and run.owners.rows == 2
+    assert "2 of 7 prompts" in caplog.text and "as many as fit" in caplog.text
     assert [*run.tokens()] and run.new_tokens == expected == tokens_of(made, PROMPTS)
     with pytest.raises(InputError, match="`batch`") as refused:  # all rows, or those asked for
         made.start(PROMPTS, max_new_tokens=NEW)
@@ -194,4 +172,4 @@ def test_as_many_prompts_together_as_fit(monkeypatch, caplog):
 
 def test_batches_out_of_range():
     with pytest.raises(InputError, match="batch -1"):
-        engine("gqa").generate(PROMPTS, batch=-1)
+        engine("one").generate(PROMPTS, batch=-1)

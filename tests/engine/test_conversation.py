@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime import ALL, SPARSE, engine, random_model, tokens_of
+from runtime import ALL, SPARSE, engine, random_model, tokens_of, with_ends
 from tiny import only
 
 from infinigen_jax.engine import conversation as conversation_module
@@ -131,8 +131,7 @@ def test_sampling_goes_on_from_turn_to_turn():
 def test_a_token_that_ends_a_text_ends_a_turn():
     free = engine("one", Full(window=5), 0)
     answer = tokens_of(free, [TURNS[0]], 8, ignore_eos=True)[0]
-    config = dataclasses.replace(free.model.config, eos_ids=(answer[4],))
-    made = Engine(dataclasses.replace(free.model, config=config), policy=Full(window=5))
+    made = with_ends(free, answer[4])
     conversation = made.conversation(context=CONTEXT)
     spoken = [step.tokens[0] for step in conversation.turn(TURNS[0], 20)]
     assert spoken == answer[: answer.index(answer[4]) + 1]
@@ -193,7 +192,7 @@ OTHERS = {
     "window 4, not 5": engine_of(dataclasses.replace(SPARSE, window=5)),
     "rows auto, not int8": engine_of(SPARSE, rows="int8"),
     "dense layers 0, not 1": engine_of(SPARSE, dense_layers=1),
-    "another model": lambda: engine("mha"),
+    "another model": lambda: engine("mqa"),
     "pool: a conversation": engine_of(SPARSE, pool=Pool(tokens=50)),
 }
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import ALL, NEW, RAGGED, SPARSE, engine, first_layers, random_model
+from runtime import ALL, NEW, RAGGED, SPARSE, engine, random_model
 
 from infinigen_jax import evaluate, generate
 from infinigen_jax.cache.layers import Resident
@@ -120,10 +120,7 @@ def test_evicted_rows_are_masked_in_full_attention(policy, eviction):
 def test_slots_hold_the_rows_of_the_directory():
     """Rows, index and sums of the first layer equal those of a cache without a limit."""
     free, run = (
-        scored(
-            Engine(first_layers("gqa"), policy=TAIL, dense_layers=0, rows="int8", pool=pool), 30
-        )[0]
-        for pool in (None, SMALL)
+        scored(engine("one", TAIL, rows="int8", pool=pool), 30)[0] for pool in (None, SMALL)
     )
     d = run.decoder.config.head_dim
     free.settle()

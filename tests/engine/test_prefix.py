@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import ALL, NEW, SPARSE, engine, first_layers, random_model, tokens_of
+from runtime import ALL, NEW, SPARSE, engine, random_model, tokens_of
 
 from infinigen_jax import generate
 from infinigen_jax.engine.engine import Engine
@@ -77,7 +77,7 @@ def test_prompts_that_are_admitted_later():
 @pytest.mark.slow
 def test_where_keys_depend_on_the_prompt_s_length_nothing_is_shared():
     """The base of dynamic frequencies grows with the whole prompt."""
-    model = first_layers("gqa")
+    model = random_model("one")
     assert model.config.rope is not None
     rope = dataclasses.replace(model.config.rope, kind="dynamic", factor=4.0)
     for original, read in ((160, sum(map(len, WHOLE))), (256, len(PREFIX) + sum(map(len, ENDS)))):
@@ -108,8 +108,8 @@ def test_rows_are_stored_once():
     host = run.cache.host
     assert host is not None and whole.cache.host is not None
     # One unit is shared by the five sequences, and one is each one's own.
-    assert host.shape == (2, 5 + 1, 2, UNIT, 16) and run.capacity == 2 * UNIT
-    assert whole.cache.host.shape == (2, 5, 2, 2 * UNIT, 16)
+    assert host.shape == (1, 5 + 1, 2, UNIT, 16) and run.capacity == 2 * UNIT
+    assert whole.cache.host.shape == (1, 5, 2, 2 * UNIT, 16)
     assert run.stats().host_cache_bytes == host.nbytes < 0.61 * whole.cache.host.nbytes
     assert host.sharding.memory_kind == "pinned_host"
     rows = np.array(jax.device_put(host, jax.memory.Space.Device))

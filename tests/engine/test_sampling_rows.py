@@ -28,9 +28,7 @@ def test_each_prompt_has_its_own_settings():
     """Also where it takes the row of a prompt with others."""
     expected = [alone(*pair) for pair in zip(PROMPTS, SETTINGS, strict=True)]
     assert len({tuple(alone(PROMPTS[0], settings)) for settings in SETTINGS}) == len(SETTINGS)
-    for batch in (4, 2):
-        answers = tokens_of(made(), PROMPTS, sampling=SETTINGS, batch=batch, ignore_eos=True)
-        assert answers == expected
+    assert tokens_of(made(), PROMPTS, sampling=SETTINGS, batch=2, ignore_eos=True) == expected
 
 
 def test_a_change_of_settings_compiles_nothing():
@@ -43,9 +41,9 @@ def test_a_change_of_settings_compiles_nothing():
 
 def test_equal_prompts_draw_differently_and_the_first_as_it_would_alone():
     hot = Sampling(temperature=2.0, seed=3)
-    answers = tokens_of(made(), [PROMPTS[0]] * 3, sampling=hot, ignore_eos=True)
+    answers = tokens_of(made(), [PROMPTS[0]] * 2, sampling=hot, ignore_eos=True)
     assert answers[0] == alone(PROMPTS[0], hot)
-    assert len(set(map(tuple, answers))) == 3
+    assert len(set(map(tuple, answers))) == 2
 
 
 def test_a_strong_penalty_lets_no_token_come_twice():
@@ -56,15 +54,14 @@ def test_a_strong_penalty_lets_no_token_come_twice():
 
 def test_log_probabilities_are_those_of_the_model():
     """With penalties as well, and in every row that a prompt may take."""
-    for batch in (4, 2):
-        run = made().start(PROMPTS, SETTINGS, NEW, batch=batch, log_probs=3)
-        for _ in run.tokens(ignore_eos=True):
-            pass
-        for prompt, answer, choices in zip(PROMPTS, run.new_tokens, run.log_probs, strict=True):
-            scored = made().start([prompt], max_new_tokens=NEW)
-            for token, following, choice in zip(answer, answer[1:], choices[1:], strict=False):
-                log_probs = np.asarray(scored.predict(np.array([token])))[0]
-                best = np.argsort(-log_probs, kind="stable")[:3]
-                assert abs(choice.log_prob - log_probs[following]) < 1e-4
-                assert [token for token, _ in choice.top] == list(best)
-                np.testing.assert_allclose([x for _, x in choice.top], log_probs[best], atol=1e-4)
+    run = made().start(PROMPTS, SETTINGS, NEW, batch=2, log_probs=3)
+    for _ in run.tokens(ignore_eos=True):
+        pass
+    for prompt, answer, choices in zip(PROMPTS, run.new_tokens, run.log_probs, strict=True):
+        scored = made().start([prompt], max_new_tokens=NEW)
+        for token, following, choice in zip(answer, answer[1:], choices[1:], strict=False):
+            log_probs = np.asarray(scored.predict(np.array([token])))[0]
+            best = np.argsort(-log_probs, kind="stable")[:3]
+            assert abs(choice.log_prob - log_probs[following]) < 1e-4
+            assert [token for token, _ in choice.top] == list(best)
+            np.testing.assert_allclose([x for _, x in choice.top], log_probs[best], atol=1e-4)

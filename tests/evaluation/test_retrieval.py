@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime import SPARSE, engine, random_model
+from runtime import SPARSE, engine, random_model, with_ends
 from tiny import only
 
 from infinigen_jax import evaluate
@@ -65,14 +65,11 @@ def test_answers_are_those_of_generate():
 
 
 def test_answers_end_with_the_text():
-    model = random_model("one")
     chosen = engine("one", Full())
     tokens, _ = answer(chosen, PROMPTS, 9, 6, 2)
     third = int(tokens[0, 2])
     first = tokens[0].tolist().index(third)
-    changed = dataclasses.replace(model, config=dataclasses.replace(model.config, eos_ids=(third,)))
-    ending = type(chosen)(changed, policy=Full())
-    tokens, _ = answer(ending, PROMPTS, 9, 6, 2)
+    tokens, _ = answer(with_ends(chosen, third), PROMPTS, 9, 6, 2)
     assert (tokens[0, first:] == -1).all() and (tokens[0, :first] >= 0).all()
 
 

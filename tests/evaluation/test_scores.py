@@ -99,7 +99,7 @@ def test_traffic_is_what_a_run_says_of_itself():
 
 def test_what_is_attended_is_of_layers_that_select():
     paper = InfiniGenPaper(budget=0.2, alpha=math.inf, streamed_layers=2)
-    _, traffic = score_windows(engine("gqa", paper), WINDOWS[:2], CONTEXT, batch=2)
+    _, traffic = score_windows(engine("three", paper), WINDOWS[:2], CONTEXT, batch=2)
     expected = np.mean([int(0.2 * n) / n for n in range(CONTEXT - 1, 39)])
     assert traffic.attended / traffic.tokens == pytest.approx(expected)
     assert traffic.selected / traffic.tokens == pytest.approx((1 + expected) / 2)

@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
     monkeypatch.setattr(planning, "available_host_bytes", lambda: 100 * GIB)
     device = FakeDevice("gpu", {"bytes_limit": 10 * GIB, "bytes_in_use": GIB})
 
-    decoder = engine("gqa", dense_layers=2, hot_set=1.0).decoder
+    decoder = engine("gqa", dense_layers=1, hot_set=1.0).decoder
     remedies = Remedies(decoder, rows=3)
 
     def refusal(**parts: int) -> str:

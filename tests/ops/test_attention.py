@@ -1,17 +1,16 @@
 """Attention of one token over parts, against dense softmax attention in NumPy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infinigen_jax.ops.attention import (
-    Part,
-    attend,
-    extend_softmax,
-    finish_softmax,
-    packed,
-    start_softmax,
-)
+from infinigen_jax.ops import attention
+from infinigen_jax.ops.attention import Part, packed
+
+# Compiled: every operation alone would be.
+attend, start_softmax = jax.jit(attention.attend), jax.jit(attention.start_softmax)
+extend_softmax, finish_softmax = map(jax.jit, (attention.extend_softmax, attention.finish_softmax))
 
 TOLERANCE = 2e-6  # float32, sums over at most some hundred terms of size 1
 
@@ -119,7 +118,7 @@ def test_query_heads_read_the_kv_head_of_their_group():
 def test_long_parts_are_summed_alike():
     """4096 values and more take another path."""
     q, current = normal((1, 2, 2, 8), 13), random_part(1, 14, share=2.0, b=1)
-    for n in (4096, 4100, 4104):
+    for n in (4096, 4100):
         part = random_part(n, 15, b=1)
         got = attend(q, current, part)
         np.testing.assert_allclose(got, dense(q, *joined([current, part])), atol=1e-5)

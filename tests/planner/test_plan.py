@@ -99,13 +99,7 @@ BYTES = [
 @pytest.mark.usefixtures("shallow")
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        pytest.param(
-            name, options, marks=pytest.mark.slow if model and options not in BYTES[:2] else ()
-        )
-        for model, name in enumerate(checkpoint.EMBEDDED)
-        for options in BYTES
-    ],
+    [("books-llama", options) for options in BYTES] + [("tiny-opt", x) for x in BYTES[:2]],
 )
 def test_the_bytes_are_those_that_are_allocated(name, options):
     model = checkpoint.load(checkpoint.embedded(name), "float32")

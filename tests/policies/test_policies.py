@@ -1,6 +1,7 @@
 """The policies that InfiniGen is compared with, against plain NumPy and against the full cache."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import H2O, POLICIES, Full, Oracle, Policy, PreviousQuery, Quest, Window
 from infinigen_jax.policies.base import Attended, Lookup
+from infinigen_jax.selection.select import Request
 
 KINDS = [Window, H2O, Quest, PreviousQuery, Oracle]
 B, K, G, D, T = 2, 2, 2, 8, 128
@@ -29,8 +31,8 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
 class FixedQuery:
     """A layer whose query is given; its attention input is not used."""
 
-    def __init__(self, query: np.ndarray):
-        self.given = jnp.asarray(query.reshape(B, K * G, D))
+    def __init__(self, query: jax.Array):
+        self.given = query.reshape(B, K * G, D)
 
     def query(self, a, positions):
         return self.given
@@ -45,17 +47,22 @@ def settings(**more):
     return {"budget": 0.2, "sinks": SINKS, "window": RECENT} | more
 
 
-def lookup(policy, layer: Any, state, at) -> Lookup:
-    """The lookup of a policy without weights of its own."""
+@functools.partial(jax.jit, static_argnums=0)
+def select(policy: Any, state: Any, query: jax.Array, at: jax.Array) -> Request:
+    """What a policy without weights of its own selects."""
+    layer: Any = FixedQuery(query)
     size = policy.request_size(T)
-    return Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, size, T)
+    return policy.select(Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, size, T))
+
+
+def requested(policy, state, query=None) -> Request:
+    query = drawn(B, K, G, D) if query is None else query
+    return select(policy, state, jnp.asarray(query), jnp.asarray(POSITIONS, jnp.int32))
 
 
 def chosen(policy, state, query=None) -> list[list[set[int]]]:
     """Slots that a policy selects, by sequence and KV head."""
-    layer: Any = FixedQuery(drawn(B, K, G, D) if query is None else query)
-    at = jnp.asarray(POSITIONS, jnp.int32)
-    request = policy.select(lookup(policy, layer, state, at))
+    request = requested(policy, state, query)
     slots, count = np.asarray(request.slots), np.asarray(request.count)
     return [[set(slots[i, j, : count[i, j]].tolist()) for j in range(K)] for i in range(B)]
 
@@ -169,8 +176,7 @@ def test_h2o_evicts_for_good():
                 order = sorted(left, key=lambda slot: (-alive[slot], slot))
                 assert got[i][j] == set(order[: budget(i)])
             at = jnp.asarray(POSITIONS, jnp.int32)
-            layer: Any = FixedQuery(drawn(B, K, G, D))
-            request = policy.select(lookup(policy, layer, state, at))
+            request = requested(policy, state)
             weights = rng.random(request.slots.shape).astype(np.float32)
             weights = np.where(np.asarray(request.valid), weights, 0)
             resident = np.asarray(Slots(SINKS, RECENT).positions(at))

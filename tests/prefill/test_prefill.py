@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import ALL, NEW, RAGGED, SPARSE, engine, random_model, tokens_of
+import runtime
+from runtime import NEW, RAGGED, engine, random_model, tokens_of
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.layers import Resident
@@ -18,22 +19,24 @@ from infinigen_jax.prefill import layer as prompt_layer
 from infinigen_jax.prefill.prefill import chunk_length, extend, prefill
 from infinigen_jax.programs.compilations import compilations
 
+# Policies of no other test: programs are shared by policy, and these have small blocks.
+SPARSE, ALL = (dataclasses.replace(policy, sinks=3) for policy in (runtime.SPARSE, runtime.ALL))
 LONG = [[int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (150, 40, 97)]
 POLICIES: dict[str, Policy] = {
     "infinigen": dataclasses.replace(SPARSE, tail=True, index_dtype="int4", partial_ratio=1.0),
-    "paper": InfiniGenPaper(),
-    "full": Full(window=5),
-    "h2o": H2O(window=4, sinks=2, budget=0.2),
-    "quest": Quest(window=4, sinks=2, budget=0.3),
-    "previous-query": PreviousQuery(window=4, sinks=2, budget=0.2),
-    "oracle": Oracle(window=4, sinks=2, budget=0.2),
+    "paper": InfiniGenPaper(sinks=3),
+    "full": Full(window=6),
+    "h2o": H2O(window=4, sinks=3, budget=0.2),
+    "quest": Quest(window=4, sinks=3, budget=0.3),
+    "previous-query": PreviousQuery(window=4, sinks=3, budget=0.2),
+    "oracle": Oracle(window=4, sinks=3, budget=0.2),
 }
 CAPACITY = 256
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Several blocks before a chunk. Compiled programs are kept by decoder, so for the module."""
+    """Several blocks before a chunk."""
     monkeypatch.setattr(prompt_layer, "BLOCK", 48)
 
 
@@ -95,9 +98,8 @@ def test_chunks_fill_the_cache_like_one_piece():
     assert_alike(chosen, cache, whole)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "infinigen" else pytest.mark.slow) for n in POLICIES]
-)
+@pytest.mark.slow  # the configurations of test_matrix.py have chunks, too
+@pytest.mark.parametrize("name", POLICIES)
 def test_policies_decode_alike_after_chunks(name):
     chosen = engine("one", POLICIES[name], 0)
     chunked = engine("one", POLICIES[name], 0, prefill_chunk=64)
@@ -107,21 +109,14 @@ def test_policies_decode_alike_after_chunks(name):
 @pytest.mark.slow
 def test_opt_in_chunks():
     """Its table of positions ends before the padding does."""
-    chunked = engine("opt", prefill_chunk=64)
+    chunked = engine("opt", SPARSE, prefill_chunk=64)
     prompts = [[5] * 200, LONG[0]]
-    assert tokens_of(chunked, prompts, 56) == tokens_of(engine("opt"), prompts, 56)
+    assert tokens_of(chunked, prompts, 56) == tokens_of(engine("opt", SPARSE), prompts, 56)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(ALL, id="all", marks=pytest.mark.slow),
-        pytest.param(POLICIES["infinigen"], id="tail"),
-    ],
-)
-def test_tokens_appended_after_decoding_equal_one_prompt(policy):
+def test_tokens_appended_after_decoding_equal_one_prompt():
     """Turns of different lengths, one of them empty, after steps between two flushes."""
-    chosen = engine("one", policy)
+    chosen = engine("one", ALL)
     turns = [LONG[0][:70], [], LONG[1][:3]]
     run = chosen.start(RAGGED, max_new_tokens=NEW)
     for _ in range(6):
@@ -136,15 +131,12 @@ def test_tokens_appended_after_decoding_equal_one_prompt(policy):
     assert [len(p) for p in whole] == before[0].tolist()
     cache, after = add(chosen, run.cache, turns, 64)
     expected, first = read(chosen, [p + t for p, t in zip(whole, turns, strict=True)])
-    if policy == ALL:  # exact: the steps in between were, too
-        assert_alike(chosen, cache, expected)
-        assert after.tolist()[::2] == first.tolist()[::2]
+    assert_alike(chosen, cache, expected)
+    assert after.tolist()[::2] == first.tolist()[::2]
     assert cache.lengths.tolist() == expected.lengths.tolist()
     assert drawn is run.drawn
     decoded = decode(chosen, cache, after, 8)
-    assert decoded.shape == (8, 3)
-    if policy == ALL:
-        np.testing.assert_array_equal(decoded[:, ::2], decode(chosen, expected, first, 8)[:, ::2])
+    np.testing.assert_array_equal(decoded[:, ::2], decode(chosen, expected, first, 8)[:, ::2])
 
 
 def decode(chosen: Engine, cache: Cache, drawn: Any, number: int) -> np.ndarray:

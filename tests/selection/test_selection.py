@@ -33,6 +33,7 @@ INF = float("inf")
 # Compiled, as the engine runs them; hence few different shapes below.
 compiled_select = jax.jit(select, static_argnames=("alpha", "size", "mode"))
 compiled_top = jax.jit(top_slots, static_argnames="size")
+compiled_mask = jax.jit(top_mask)
 
 
 def run_select(scores, alpha, cap=None, size=None, eligible=None, mode="head") -> Request:
@@ -176,7 +177,7 @@ def test_more_alpha_or_cap_only_adds_tokens(case):
     scores, eligible = case
     t = scores.shape[-1]
     grids = [
-        [run_select(scores, a, t, t, eligible) for a in (0.0, 0.5, 4.0, INF)],
+        [run_select(scores, a, t, t, eligible) for a in (0.5, 4.0, INF)],
         [run_select(scores, 4.0, cap, t, eligible) for cap in range(0, t + 1, max(1, t // 4))],
     ]
     for requests in grids:
@@ -191,11 +192,10 @@ def test_a_longer_request_changes_only_its_padding():
     """Static length with a mask = dynamic top-k, for any length that is enough."""
     scores = np.random.default_rng(0).normal(scale=4, size=(2, 3, 2, 40)).astype(np.float32)
     reference = run_select(scores, 3.0, 7, 7)
-    for size in (8, 25, 40):
-        longer = run_select(scores, 3.0, 7, size)
-        np.testing.assert_array_equal(longer.count, reference.count)
-        np.testing.assert_array_equal(longer.slots[..., :7], reference.slots)
-        assert not np.asarray(longer.slots)[~np.asarray(longer.valid)].any()
+    longer = run_select(scores, 3.0, 7, 25)
+    np.testing.assert_array_equal(longer.count, reference.count)
+    np.testing.assert_array_equal(longer.slots[..., :7], reference.slots)
+    assert not np.asarray(longer.slots)[~np.asarray(longer.valid)].any()
 
 
 def test_rows_do_not_depend_on_their_neighbours():
@@ -266,7 +266,7 @@ def test_top_slots_of_large_arrays():
 def test_top_mask_marks_exactly_count():
     rank = jnp.asarray(np.random.default_rng(4).integers(0, 3, (1, 2, 65)), jnp.float32)
     for n in (0, 1, 30, 64, 65):
-        mask = top_mask(rank, jnp.full((1, 2), n, jnp.int32))
+        mask = compiled_mask(rank, jnp.full((1, 2), n, jnp.int32))
         assert np.asarray(mask).sum(-1).tolist() == [[n, n]]
 
 
@@ -331,18 +331,16 @@ def test_settings_out_of_range_are_named(settings, named):
         InfiniGen(**settings)
 
 
-@pytest.mark.parametrize("mode", ["head", "mean"])
-@pytest.mark.parametrize("each_head", [False, True])
+@pytest.mark.parametrize(("mode", "each_head"), [("head", True), ("mean", False)])
 def test_masked_scores_are_selected_from_alike(mode, each_head):
     """And what is marked is what is listed."""
     rng = np.random.default_rng(5)
     scores = jnp.asarray(rng.normal(size=(2, 3, 2, 200)) * 3, jnp.float32)
     eligible = jnp.asarray(rng.random((2, 3 if each_head else 1, 200)) < 0.7)
     cap = jnp.array([9, 40], jnp.int32)
-    run = jax.jit(select, static_argnames=("alpha", "size", "mode"))
-    given_mask = run(scores, eligible, alpha=4.0, cap=cap, size=40, mode=mode)
+    given_mask = compiled_select(scores, eligible, alpha=4.0, cap=cap, size=40, mode=mode)
     masked = jnp.where(eligible[:, :, None], scores, -jnp.inf)
-    request = run(masked, None, alpha=4.0, cap=cap, size=40, mode=mode)
+    request = compiled_select(masked, None, alpha=4.0, cap=cap, size=40, mode=mode)
     jax.tree.map(np.testing.assert_array_equal, request, given_mask)
     assert request.chosen is not None and request.marks is not None
     np.testing.assert_array_equal(unpack_marks(request.marks, 200), request.chosen)

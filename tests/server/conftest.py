@@ -16,3 +16,8 @@ def served(shallow_folder: Path) -> Iterator[Served]:
             patch.setattr("infinigen_jax.loading.load.EMBEDDED_FOLDER", shallow_folder)
             server = stack.enter_context(Running())
         yield server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> None:
+    """Forget none between these modules: a server compiles its programs before it is ready."""

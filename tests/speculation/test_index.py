@@ -111,7 +111,7 @@ def test_appending_writes_the_entries_that_a_prompt_would():
     """In place, at each sequence's own position."""
     model = random_model("gqa")
     policy = InfiniGen(index_dtype="int4", partial_ratio=1.0)
-    weights = policy.prepare(model, 2)
+    weights = policy.prepare(model, 1)
     keys = jnp.asarray(np.random.default_rng(2).normal(size=(2, 2, 24, 8)), jnp.float32)
     read = jax.jit(
         lambda keys: policy.append(
@@ -129,14 +129,14 @@ def test_appending_writes_the_entries_that_a_prompt_would():
 def test_a_mean_key_is_left_out_of_an_integer_index():
     """It adds the same to all scores of a query, and would take the range that keys differ in."""
     model = random_model("gqa")
-    mean = np.asarray(np.random.default_rng(5).normal(size=(4, 2, 8)) * 20, np.float32)
+    mean = np.asarray(np.random.default_rng(5).normal(size=(2, 2, 8)) * 20, np.float32)
     model = dataclasses.replace(model, key_mean=mean)
-    keys = random_keys(1, 2, 8).swapaxes(2, 3) + mean[2][None, :, None]
+    keys = random_keys(1, 2, 8).swapaxes(2, 3) + mean[1][None, :, None]
     query = random_query(1, 2, 2, 8)
     errors = {}
     for name in ("float32", "int4"):
         form = IndexFormat(name, 8)
-        weights = speculation_weights(model, 2, 8, centred=form.quantised)
+        weights = speculation_weights(model, 1, 8, centred=form.quantised)
         assert ("centre" in weights) == form.quantised
         scores = scores_of(form, query, encode(form, partial_keys(weights, keys, 8)))
         errors[name] = scores - scores.mean(axis=-1, keepdims=True)

@@ -66,9 +66,7 @@ def test_layers_that_lose_the_same_get_the_same():
 
 def model_with(errors: list[float]):
     """Random weights; each layer's error falls from this to nothing along SHARES."""
-    model = random_model("gqa")
-    assert len(errors) <= model.config.num_layers
-    errors = [*errors, *[0.0] * (model.config.num_layers - len(errors))]
+    model = random_model({1: "one", 2: "gqa", 3: "three"}[len(errors)])
     falling = np.linspace(1, 0.1, len(SHARES))
     loss = np.asarray(errors)[:, None, None] * falling[None, None]
     loss = np.broadcast_to(loss, (len(errors), 2, len(SHARES))).astype(np.float32)
@@ -77,11 +75,11 @@ def model_with(errors: list[float]):
 
 
 def test_an_engine_fetches_the_shares():
-    model = model_with([0.0, 0.5, 0.1])
+    model = model_with([0.1, 0.5])
     engine = Engine(model, policy=STEEP, dense_layers=0, hot_set=1.0)
     decoder = engine.decoder
     budgets = list(decoder.budgets.values())
-    assert budgets[1] > budgets[2] > budgets[0] and np.mean(budgets) <= STEEP.budget
+    assert budgets[1] > budgets[0] and np.mean(budgets) <= STEEP.budget
     run = engine.start(PROMPTS, max_new_tokens=8)
     for _ in run.tokens(ignore_eos=True):
         pass

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import SPARSE, TAILED, first_layers, random_model, scores_of
+from runtime import SPARSE, TAILED, random_model, scores_of
 
 from infinigen_jax.checkpoint.skew_file import Basis
 from infinigen_jax.engine.engine import Engine
@@ -30,7 +30,7 @@ def test_an_exact_index_selects_the_rows_of_the_oracle():
 
 def test_its_tail_equals_the_tail_of_a_prefetched_layer():
     """In a model of one layer, both queries are the layer's own; only the tail's code differs."""
-    model = first_layers("gqa")
+    model = random_model("one")
     own = dataclasses.replace(TAILED, query="own", tail_tokens=8)
     ahead = dataclasses.replace(own, query="plain")
     np.testing.assert_allclose(scores_of(model, own), scores_of(model, ahead), rtol=1e-4, atol=1e-4)

@@ -22,7 +22,6 @@ compiled_select = jax.jit(select, static_argnames=("alpha", "size"))
 CASES = {
     "opt, absorbed": ("opt", False),
     "opt, with basis": ("opt", True),
-    "rope, mha": ("mha", True),
     "rope, gqa": ("gqa", True),
     "rope, mqa": ("mqa", True),
     "rope, no basis": ("gqa", False),
@@ -76,9 +75,9 @@ def test_all_columns_and_own_input_give_the_true_logits(case):
     model = random_model(CASES[case][0], with_basis=CASES[case][1])
     config = model.config
     a, cached, positions = inputs(model)
-    layer = blueprint(config, model.dtype).layer(model.params["layers"][2])
+    layer = blueprint(config, model.dtype).layer(model.params["layers"][1])
     true = true_logits(layer, config, a, cached, positions)
-    scores = speculated(model, 2, a, cached, positions, config.head_dim)
+    scores = speculated(model, 1, a, cached, positions, config.head_dim)
     np.testing.assert_allclose(scores, true, rtol=1e-5, atol=1e-5 * np.abs(true).max())
 
     eligible = jnp.ones((3, 37), bool)
@@ -136,9 +135,9 @@ def test_a_pair_of_inverse_matrices_serves_as_well_as_an_orthogonal_one():
             config, model.params, model.dtype, bases=bases, skew="balanced"
         )
         a, cached, positions = inputs(model)
-        layer = blueprint(config, model.dtype).layer(model.params["layers"][2])
+        layer = blueprint(config, model.dtype).layer(model.params["layers"][1])
         true = true_logits(layer, config, a, cached, positions)
-        scores = speculated(balanced, 2, a, cached, positions, config.head_dim)
+        scores = speculated(balanced, 1, a, cached, positions, config.head_dim)
         np.testing.assert_allclose(scores, true, rtol=1e-5, atol=2e-5 * np.abs(true).max())
 
 
@@ -146,9 +145,9 @@ def test_a_bfloat16_index_costs_its_rounding_and_no_more():
     model = random_model("gqa")
     config = model.config
     a, cached, positions = inputs(model)
-    exact = speculated(model, 2, a, cached, positions, config.head_dim)
-    rounded = speculated(model, 2, a, cached, positions, config.head_dim, "bfloat16")
-    layer = blueprint(config, model.dtype).layer(model.params["layers"][2])
+    exact = speculated(model, 1, a, cached, positions, config.head_dim)
+    rounded = speculated(model, 1, a, cached, positions, config.head_dim, "bfloat16")
+    layer = blueprint(config, model.dtype).layer(model.params["layers"][1])
     at = jnp.broadcast_to(jnp.arange(37, dtype=jnp.int32)[None], (3, 37))
     keys = np.linalg.norm(layer.key_value(cached, at)[0], axis=-1)
     queries = np.linalg.norm(layer.query(a, positions), axis=-1)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import ALL, TAILED, engine, finished, first_layers, random_model, scores_of
+from runtime import ALL, TAILED, engine, finished, random_model, scores_of
 
 from infinigen_jax.cache.layers import Resident, Slots
 from infinigen_jax.ops.attention import Tail, attend, attend_weighted, packed
@@ -112,11 +112,11 @@ def test_the_tail_is_empty_when_everything_is_fetched():
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens"), [("gqa", 8), pytest.param("opt", 0, marks=pytest.mark.slow)]
+    ("name", "tokens"), [("one", 8), pytest.param("opt-one", 0, marks=pytest.mark.slow)]
 )
 def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
     """The first layer alone: on the host, its query is its own, so speculation is exact."""
-    model = first_layers(name)
+    model = random_model(name)
     full = scores_of(model, Full())
     without = scores_of(model, dataclasses.replace(TAILED, tail=False))
     with_tail = scores_of(model, dataclasses.replace(TAILED, tail_tokens=tokens))
@@ -147,14 +147,15 @@ def test_a_tail_of_single_tokens_is_the_full_cache_under_a_soft_cap(query):
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), [("gqa", TAILED), pytest.param("gemma2", ONE_MEAN, marks=pytest.mark.slow)]
+    ("name", "policy"), [("one", TAILED), pytest.param("gemma2", ONE_MEAN, marks=pytest.mark.slow)]
 )
 def test_the_mean_key_does_not_enter_a_tail_twice(name, policy):
     """Scores of centred keys, and the constant added at the end, are the scores as they were."""
-    config = random_model(name).config
+    model = random_model(name)
+    config = model.config
     shape = (config.num_layers, config.num_kv_heads, config.head_dim)
     mean = np.random.default_rng(4).normal(size=shape).astype(np.float32)
-    found = [scores_of(first_layers(name, key_mean=x), policy) for x in (None, mean)]
+    found = [scores_of(dataclasses.replace(model, key_mean=x), policy) for x in (None, mean)]
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
@@ -163,7 +164,8 @@ def test_the_rest_by_slots_by_marks_and_of_masked_scores(blocks):
     rng = np.random.default_rng(7)
     scores = jnp.asarray(rng.normal(size=(2, 3, 2, 128)), jnp.float32)
     eligible = jnp.asarray(rng.random((2, 1, 128)) < 0.8)
-    request = select(scores, eligible, 2.0, jnp.array([20, 20], jnp.int32), 20)
+    choose = jax.jit(select, static_argnames=("alpha", "size"))
+    request = choose(scores, eligible, alpha=2.0, cap=jnp.array([20, 20], jnp.int32), size=20)
     rest = jax.jit(log_rest, static_argnames="blocks")
     masked = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     listed = request._replace(chosen=None, marks=None)
