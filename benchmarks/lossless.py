@@ -19,12 +19,12 @@ import jax
 
 from benchmarks import machine, shapes
 from benchmarks.files import RESULTS, note, write_json
+from benchmarks.plots import Panel, checked_plot, draw
 from benchmarks.tables import entry_table
 from infinigen_jax.cli.options import read_policy
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.errors import InputError, Parser, run_command
-from infinigen_jax.evaluation.plots import Panel, checked_plot, draw
 from infinigen_jax.loading.load import DTYPES, Model, load
 from infinigen_jax.policies import Full
 
