@@ -113,8 +113,8 @@ class Served:
         limits = Limits.of(engine, rows, context, heat_maps=False)
         self.scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
         listening = socket.create_server(("127.0.0.1", 0))
-        self._port = listening.getsockname()[1]
-        run = uvicorn.Server(http_config(create_app(self.scheduler, Service("m")), 10.0)).run
+        self._port, service = listening.getsockname()[1], Service("m", drain_seconds=30)
+        run = uvicorn.Server(http_config(create_app(self.scheduler, service), service)).run
         threading.Thread(target=run, args=([listening],), daemon=True).start()
         self.scheduler.ready.wait()
 

@@ -8,24 +8,19 @@ import argparse
 import contextlib
 import dataclasses
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options, interrupts
 from infinigen_jax.cli.dialogue import rate
+from infinigen_jax.cli.loading import load_engine
 from infinigen_jax.cli.options import (
-    DEFAULT_MODEL,
     add_engine_options,
     add_model_options,
     add_sampling_options,
     add_settings,
-    make_engine,
-    make_policy,
     make_sampling,
-    options_without_effect,
-    unused_options,
 )
 from infinigen_jax.cli.prompts import (
     ANSWER_TOKENS,
@@ -34,7 +29,7 @@ from infinigen_jax.cli.prompts import (
     read_prefix,
     read_prompts,
 )
-from infinigen_jax.errors import InputError, Parser, one_line, run_command
+from infinigen_jax.errors import ParameterError, Parser, one_line, run_command, shortened
 from infinigen_jax.files.output import checked_output, write_json
 from infinigen_jax.messages import READING, Messages
 from infinigen_jax.numeric import whole_number
@@ -42,15 +37,11 @@ from infinigen_jax.settings.engine import EngineOptions
 from infinigen_jax.settings.sampling import MOST_LOG_PROBS
 
 if TYPE_CHECKING:
-    from infinigen_jax.engine.engine import Engine
     from infinigen_jax.engine.generation import Run
     from infinigen_jax.prefill.prefill import Notify
-    from infinigen_jax.settings.sampling import Sampling
 
 Say = Callable[[str], None]
 Step = TypeVar("Step")
-
-LABEL = 60  # characters of a prompt that name its text
 
 
 def build_parser() -> Parser:
@@ -86,13 +77,14 @@ def build_parser() -> Parser:
     add_settings(group, EngineOptions, ("lossless",))
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
     add("--raw", action="store_true", help="prompts as they are, without the chat template")
-    add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     add_engine_options(parser)
     add_chat_options(parser)
     add = parser.add_argument_group("output").add_argument
     add("--stats-json", metavar="F", help="write tokens, texts and measurements to a file")
     add("--quiet", action="store_true", help="no messages on stderr but errors")
-    parser.experts.add_argument(
+    add = parser.experts.add_argument
+    add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+    add(
         "--logprobs",
         dest="log_probs",
         type=whole_number(0, MOST_LOG_PROBS),
@@ -112,15 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def generate(arguments: argparse.Namespace) -> None:
     """Load, generate, print, and write the stats."""
     say = Messages(arguments.quiet)
-    if arguments.quiet:
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     check_chat_options(arguments)
     prompts, prefix = read_prompts(arguments, say), read_prefix(arguments)
     if arguments.log_probs is not None and arguments.stats_json is None:
-        raise InputError("--logprobs: they are written to --stats-json; give that, too")
+        raise ParameterError("log_probs", "they are written to `stats_json`; give that, too")
     stats_file = checked_output("stats_json", arguments.stats_json)
-    with say.working(f"loading {arguments.model or DEFAULT_MODEL}"):
-        engine, sampling = load_engine(arguments, say)
+    sampling, engine = make_sampling(arguments), load_engine(arguments, say)
     if arguments.chat:
         chat(engine, arguments, sampling, prompts, say)
         return
@@ -140,24 +129,6 @@ def generate(arguments: argparse.Namespace) -> None:
         if arguments.log_probs is not None:
             record["logprobs"] = [[choice._asdict() for choice in line] for line in run.log_probs]
         write_json("stats_json", stats_file, record)
-
-
-def load_engine(arguments: argparse.Namespace, say: Messages) -> "tuple[Engine, Sampling]":
-    """The engine and the sampling that the options ask for."""
-    # Checked before the model is loaded, so that a bad option is reported early.
-    from infinigen_jax.loading.load import load
-    from infinigen_jax.machine.backend import widen_pinned_pool
-
-    sampling, policy = make_sampling(arguments), make_policy(arguments)
-    for line in unused_options(arguments):
-        say(line)
-    widen_pinned_pool()
-    given = {"weights": arguments.weights or "device", "revision": arguments.revision}
-    model = load(arguments.model, arguments.dtype, notify=say, **given)
-    engine = make_engine(model, policy, arguments)
-    for line in options_without_effect(arguments, engine):
-        say(line)
-    return engine, sampling
 
 
 @contextlib.contextmanager
@@ -208,7 +179,7 @@ def print_texts(
 
     def begin(number: int) -> None:
         if number < len(prompts):
-            label(f"[{number + 1}] {shortened(prompts[number])}")
+            label(f"[{number + 1}] {shortened(one_line(prompts[number]))}")
 
     begin(current)
     for tokens in until_interrupted(steps):
@@ -223,12 +194,6 @@ def print_texts(
         show(current)
         current = end_line(current)
         begin(current)
-
-
-def shortened(prompt: str) -> str:
-    """The beginning of a prompt, on one line."""
-    words = one_line(prompt)
-    return words if len(words) <= LABEL else f"{words[:LABEL]}..."
 
 
 def until_interrupted(steps: Iterable[Step]) -> Iterator[Step]:

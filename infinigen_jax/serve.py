@@ -9,21 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infinigen_jax.cli.options import (
-    DEFAULT_MODEL,
-    add_engine_options,
-    add_model_options,
-    make_engine,
-    make_policy,
-    options_without_effect,
-    unused_options,
-)
+from infinigen_jax.cli.loading import load_engine
+from infinigen_jax.cli.options import DEFAULT_MODEL, add_engine_options, add_model_options
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.messages import Messages
 from infinigen_jax.numeric import number, whole_number
 
 if TYPE_CHECKING:
-    from infinigen_jax.engine.engine import Engine
     from infinigen_jax.server.app import Service
     from infinigen_jax.server.scheduler import Scheduler
 
@@ -64,8 +56,8 @@ def build_parser() -> Parser:
     add("--no-page", action="store_true", help="neither the chat page at / nor heat maps")
     add(
         "--shutdown-seconds",
-        type=number(0),
-        default=30.0,
+        type=whole_number(0),
+        default=30,
         metavar="S",
         help="time for running requests at the end (default 30)",
     )
@@ -93,12 +85,10 @@ def serve(arguments: argparse.Namespace) -> None:
         raise InputError(
             f"the server needs {error.name}; pip install 'infinigen-jax[serve]'"
         ) from None
-    listening = listen(arguments.host, arguments.port)
-    with listening, say.working(f"loading {arguments.model or DEFAULT_MODEL}"):
+    with listen(arguments.host, arguments.port) as listening:
         scheduler, service = make_scheduler(arguments, say), make_service(arguments)
         connections = arguments.max_waiting + arguments.batch + 64
-        app, seconds = create_app(scheduler, service), arguments.shutdown_seconds
-        config = http_config(app, service.header_seconds, connections, seconds)
+        config = http_config(create_app(scheduler, service), service, connections)
         host, port = listening.getsockname()[:2]
         say(f"http://{host}:{port}")
         uvicorn.Server(config).run(sockets=[listening])
@@ -127,27 +117,10 @@ def make_service(arguments: argparse.Namespace) -> "Service":
 
     return Service(
         model=arguments.served_model_name or Path(arguments.model or DEFAULT_MODEL).name,
+        drain_seconds=arguments.shutdown_seconds,
         api_key=arguments.api_key or os.environ.get(KEY_VARIABLE) or None,
         origins=tuple(arguments.allow_origin),
     )
-
-
-def load_engine(arguments: argparse.Namespace, say: Messages) -> "Engine":
-    """Return the engine that the options ask for."""
-    # Checked before the model is loaded, so that a bad option is reported early.
-    from infinigen_jax.loading.load import load
-    from infinigen_jax.machine.backend import widen_pinned_pool
-
-    policy = make_policy(arguments)
-    for line in unused_options(arguments):
-        say(line)
-    widen_pinned_pool()
-    given = {"weights": arguments.weights or "device", "revision": arguments.revision}
-    model = load(arguments.model, arguments.dtype, notify=say, **given)
-    engine = make_engine(model, policy, arguments)
-    for line in options_without_effect(arguments, engine):
-        say(line)
-    return engine
 
 
 def listen(host: str, port: int) -> socket.socket:

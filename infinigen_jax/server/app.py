@@ -35,20 +35,20 @@ class Service:
 
     Attributes:
         model: name of the model, which requests repeat.
+        drain_seconds: time that unfinished requests get at shutdown.
         api_key: key that requests must present; None for no check.
         body_limit: maximum size of a request in bytes.
         header_seconds, body_seconds: maximum times to receive a request's headers and its body.
         origins: origins of web pages that may send requests; none by default.
-        drain_seconds: time that unfinished requests get at shutdown.
     """
 
     model: str
+    drain_seconds: int
     api_key: str | None = None
     body_limit: int = 32 << 20
     header_seconds: float = 10.0
     body_seconds: float = 30.0
     origins: tuple[str, ...] = ()
-    drain_seconds: float = 30.0
 
 
 class GoneError(Exception):

@@ -2,12 +2,13 @@
 
 import asyncio
 import functools
-import math
 from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from infinigen_jax.server.app import Service
 
 
 class Connection(H11Protocol):
@@ -50,16 +51,13 @@ class Connection(H11Protocol):
         self._timer = None
 
 
-def http_config(
-    app: Any, header_seconds: float, connections: int | None = None, drain_seconds: float = 30.0
-) -> uvicorn.Config:
+def http_config(app: Any, service: Service, connections: int | None = None) -> uvicorn.Config:
     """Return uvicorn's configuration.
 
     Args:
         connections: maximum number of connections; further ones get status 503.
-        drain_seconds: time that unfinished requests get at shutdown.
     """
-    http: Any = functools.partial(Connection, header_seconds=header_seconds)
+    http: Any = functools.partial(Connection, header_seconds=service.header_seconds)
     return uvicorn.Config(
         app,
         http=http,
@@ -68,5 +66,5 @@ def http_config(
         access_log=False,
         limit_concurrency=connections,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=math.ceil(drain_seconds),
+        timeout_graceful_shutdown=service.drain_seconds,
     )

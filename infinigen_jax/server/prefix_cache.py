@@ -55,8 +55,11 @@ class Node:
 
     def chain(self) -> list["Node"]:
         """Return the nodes from the first chunk to this one."""
-        before = [] if self.parent is None else self.parent.chain()
-        return [*before, self] if self.parent is not None else []
+        nodes, node = [], self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
 
 
 class PrefixCache:

@@ -109,12 +109,10 @@ class Running:
         engine = small_engine()
         limits = Limits.of(engine, ROWS, CONTEXT, waiting, prefix_bytes)
         self.scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
-        settings: dict[str, Any] = {"drain_seconds": 5.0} | service
-        given = Service("small", **settings)
+        given = Service("small", drain_seconds=2, **service)
         app = create_app(self.scheduler, given)
         self._socket = socket.create_server(("127.0.0.1", 0))
-        config = http_config(app, given.header_seconds, drain_seconds=1.0)
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(http_config(app, given))
         arguments = {"sockets": [self._socket]}
         self._thread = threading.Thread(target=self._server.run, kwargs=arguments, daemon=True)
 

@@ -8,7 +8,7 @@ from runtime import SPARSE, TAILED, engine
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.live_batch import Reading
 from infinigen_jax.policies.h2o import H2O
-from infinigen_jax.server.prefix_cache import PrefixCache
+from infinigen_jax.server.prefix_cache import Node, PrefixCache
 
 CAPACITY, CHUNK = 256, 64
 PROMPT = np.random.default_rng(0).integers(3, 96, 150).astype(np.int32)
@@ -84,3 +84,11 @@ def test_warming_up_leaves_nothing():
     prefixes.warm_up(reading)
     assert prefixes.bytes == 0
     assert prefixes.find(PROMPT).end == 0
+
+
+def test_the_nodes_of_a_very_long_prompt():
+    nodes = [Node(None, PROMPT[:0])]
+    for _ in range(2000):
+        nodes.append(Node(nodes[-1], PROMPT[:2]))
+    assert nodes[-1].chain() == nodes[1:] and nodes[-1].end == 4000
+    assert nodes[0].chain() == []
