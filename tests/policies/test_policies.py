@@ -49,7 +49,7 @@ def settings(**more):
 
 @functools.partial(jax.jit, static_argnums=0)
 def select(policy: Any, state: Any, query: jax.Array, at: jax.Array) -> Request:
-    """What a policy without weights of its own selects."""
+    """Select by a policy without weights of its own."""
     layer: Any = FixedQuery(query)
     size = policy.request_size(T)
     return policy.select(Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, size, T))

@@ -1,4 +1,4 @@
-"""Two replicas behind Ray Serve, on this machine; left out where Ray is not installed."""
+"""Two replicas under Ray Serve, on this machine; left out where Ray is not installed."""
 
 import concurrent.futures
 import re
