@@ -215,7 +215,7 @@ class Decoder(Layout):
         attention_input = self.blueprint.layer(inputs.params).attention_input(carry.x)
         return self.wait(self.start(inputs, inputs.target, attention_input, hot), carry, hot)
 
-    def logits(self, params: Params, x: Float[Array, "b e"]) -> Float[Array, "b v"]:
+    def logits(self, params: Params, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
         """Return the logits of the next tokens, float32, from the last layer's output."""
         return self.blueprint.embedding(params).logits(x)
 

@@ -96,10 +96,10 @@ def verdict_steps(decoder: Decoder) -> VerdictSteps:
         logits = decoder.logits(params, x).astype(jnp.float32)
         drawn = lax.argmax(logits, 2, jnp.int32) if draws is None else draw_all(logits, draws)
         c = tokens.shape[1]
-        place = lax.iota(jnp.int32, c)
+        place = lax.iota(jnp.int32, c)[None]
         agrees = (drawn[:, :-1] == tokens[:, 1:]).astype(jnp.int32)
         accepted = jnp.sum(jnp.cumprod(agrees, axis=1), axis=1, dtype=jnp.int32)
-        end = jnp.any(drawn[:, :, None] == ends, axis=2)
+        end = jnp.any(drawn[:, :, None] == ends[None, None], axis=2)
         first_end = jnp.min(jnp.where(end, place, c), axis=1)
         room = jnp.where(active, room, 0)
         count = jnp.minimum(jnp.minimum(accepted, first_end) + 1, room)

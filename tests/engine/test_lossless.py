@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-from runtime import ALL, NEW, RAGGED, SPARSE, TAILED, engine, finished, first_layers, tokens_of
+from runtime import ALL, NEW, RAGGED, SPARSE, TAILED, engine, finished, random_model, tokens_of
 
 from infinigen_jax import generate
 from infinigen_jax.engine.engine import Engine
@@ -181,7 +181,7 @@ def test_sampling_has_the_distribution_of_the_full_model(seeds):
     """A chi-square test over 1,000 draws per seed of three tokens after a prompt."""
     rows, length, kept = 1000, 3, 3
     warm = Sampling(temperature=1.5, top_k=kept)
-    model = first_layers("gqa", 2)
+    model = random_model("gqa")
     made = Engine(model, policy=POOR, dense_layers=0, lossless=True, draft_tokens=2)
     counts: dict[tuple[int, ...], int] = {}
     rates = []
@@ -228,14 +228,14 @@ def distribution(
     ],
 )
 def test_settings_that_rule_it_out_are_named(settings, named):
-    model = first_layers("gqa")
+    model = random_model("one")
     with pytest.raises(InputError, match=named):
         Engine(model, **({"policy": SPARSE} | settings), dense_layers=0, lossless=True)
 
 
 def test_drafts_belong_to_the_lossless_mode():
     with pytest.raises(InputError, match="draft_tokens: nothing is drafted"):
-        Engine(first_layers("gqa"), draft_tokens=3)
+        Engine(random_model("one"), draft_tokens=3)
 
 
 def test_a_batch_that_sequences_join_and_given_tokens_are_refused():
