@@ -26,7 +26,7 @@ from infinigen_jax.engine.encoding import Prompt, encode
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.lossless import make_run
 from infinigen_jax.engine.memory_plan import check_memory, plan_memory
-from infinigen_jax.engine.prompts import Begun, round_up_capacity
+from infinigen_jax.engine.prompts import Begun, checked_context, round_up_capacity
 from infinigen_jax.engine.remedies import Remedies
 from infinigen_jax.engine.results import Step
 from infinigen_jax.engine.runtime import Runtime
@@ -41,8 +41,6 @@ from infinigen_jax.settings.sampling import Sampling
 from infinigen_jax.settings.setting import defaults_of
 from infinigen_jax.text.stops import checked_stops
 
-CONTEXT = 4096  # default size in tokens, if the model has that many positions
-
 
 class Conversation:
     """A conversation; create it with `Engine.conversation`.
@@ -56,16 +54,9 @@ class Conversation:
 
     def __init__(self, runtime: Runtime, sampling: Sampling | None, context: int | None):
         check_runtime(runtime)
-        config = runtime.model.config
-        limit = config.longest_short or config.max_positions
-        if context is not None and not 1 < context <= limit:
-            why = "the model's positions"
-            if limit < config.max_positions:
-                why = "as the model rotates the keys of longer texts differently"
-            raise ParameterError("context", f"give 2 to {limit}, {why}", context)
         self.runtime = runtime
         self.sampling = sampling or Sampling()
-        self.context = context or min(CONTEXT, limit)
+        self.context = checked_context(runtime.model.config, context)
         self.tokens: list[int] = []
         self.messages: list[dict[str, str]] = []
         self.run: Run | None = None

@@ -110,12 +110,6 @@ class LiveBatch:
     def __init__(self, runtime: Runtime, rows: int, capacity: int):
         if runtime.settings.lossless:
             raise ParameterError("lossless", "not where prompts arrive at any time; leave it out")
-        limit = runtime.model.config.longest_short
-        if limit is not None and capacity > limit:
-            remedy = (
-                f"give at most {limit}, as the model rotates the keys of longer texts differently"
-            )
-            raise ParameterError("context", remedy, capacity)
         self._runtime, self._at = runtime, Placement(runtime.mesh)
         self._dispatcher = Dispatcher(runtime)
         self.budgets = RowBudgets(runtime, rows)

@@ -14,9 +14,13 @@ from infinigen_jax.engine.memory_plan import MemoryPlan, most_rows, plan_cache
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.shared_prefix import broadcast, common_prefix, may_share, plan_sharing
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes, verification_bytes
+from infinigen_jax.errors import ParameterError
+from infinigen_jax.models import ModelConfig
 from infinigen_jax.prefill.prefill import Notify, Prefilled, chunk_for, extend, prefill
 
 logger = logging.getLogger("infinigen_jax")
+
+CONTEXT = 4096  # default size of a context in tokens, if the model has that many positions
 
 
 class Begun(NamedTuple):
@@ -193,6 +197,20 @@ class PromptReader:
             outcome = extend(*inputs, chunk, notify, look)
         refuse([places.place], self.decoder.config.num_layers, numbers)
         return outcome
+
+
+def checked_context(config: ModelConfig, context: int | None) -> int:
+    """Return the most tokens of a text, prompt and answer, that grows step by step.
+
+    Args:
+        context: number asked for; by default 4096, or the model's limit if lower.
+    """
+    limit, why = config.longest_short or config.max_positions, "the model's positions"
+    if limit < config.max_positions:
+        why = "as the model rotates the keys of longer texts differently"
+    if context is not None and not 1 < context <= limit:
+        raise ParameterError("context", f"give 2 to {limit}, {why}", context)
+    return context or min(CONTEXT, limit)
 
 
 def round_up_capacity(tokens: int) -> int:

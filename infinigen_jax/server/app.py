@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 import infinigen_jax
 from infinigen_jax.server.answer import Piece
-from infinigen_jax.server.guard import Guard, error_body
+from infinigen_jax.server.guard import Guard, refusal
 from infinigen_jax.server.job import BusyError, Job, RefusedError, UnavailableError
 from infinigen_jax.server.prompts import Prompts
 from infinigen_jax.server.protocol import NEUTRAL, ChatCompletion, Completion
@@ -26,7 +27,9 @@ from infinigen_jax.server.scheduler import Scheduler
 from infinigen_jax.server.wire import ChatWire, CompletionWire, Wire
 
 PAGE = Path(__file__).parent / "page"
-RETRY_AFTER = "1"  # seconds
+RETRY = {"Retry-After": "1"}  # seconds
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,47 +99,37 @@ def _add_error_handlers(app: FastAPI) -> None:
         path = [str(part) for part in first["loc"] if part != "body"]
         field, message = (path or ["body"])[0], first["msg"].removeprefix("Value error, ")
         if first["type"] == "json_invalid":
-            return _refusal(400, "body: it is not JSON", None)
+            return refusal(400, "body: it is not JSON")
         if first["type"] == "extra_forbidden" or field in NEUTRAL:
             message = "this parameter is not supported"
         if field == "prompt":
             message, path = "give a text, token numbers, or a list of either", [field]
         named, separator, _ = message.partition(": ")
         if not path and separator:  # of a check of several fields
-            return _refusal(400, message, named)
-        return _refusal(400, f"{'.'.join(path) or field}: {message}", field if path else None)
+            return refusal(400, message, named)
+        return refusal(400, f"{'.'.join(path) or field}: {message}", field if path else None)
 
     @app.exception_handler(StarletteHTTPException)
     async def refused(request: Request, error: StarletteHTTPException) -> Response:
-        return _refusal(error.status_code, str(error.detail), None, dict(error.headers or {}))
+        return refusal(error.status_code, str(error.detail), headers=dict(error.headers or {}))
 
     @app.exception_handler(RefusedError)
-    async def unusable(request: Request, error: RefusedError) -> Response:
-        return _refusal(error.status, str(error), error.param, code=error.code)
-
     @app.exception_handler(BusyError)
-    async def busy(request: Request, error: BusyError) -> Response:
-        headers = {"Retry-After": RETRY_AFTER}
-        return _refusal(429, "too many requests wait; try again later", None, headers)
-
     @app.exception_handler(UnavailableError)
-    async def unavailable(request: Request, error: UnavailableError) -> Response:
-        headers = {"Retry-After": RETRY_AFTER}
-        return _refusal(503, "the server is starting or stopping", None, headers)
-
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return _refusal(500, "internal error", None)
+        return _failure(error)
 
 
-def _refusal(
-    status: int,
-    message: str,
-    param: str | None,
-    headers: dict[str, str] | None = None,
-    code: str | None = None,
-) -> Response:
-    return JSONResponse(error_body(status, message, param, code), status, headers)
+def _failure(error: Exception) -> Response:
+    """Return the answer to a request that failed."""
+    if isinstance(error, RefusedError):
+        return refusal(error.status, str(error), error.param, error.code)
+    if isinstance(error, BusyError):
+        return refusal(429, "too many requests wait; try again later", headers=RETRY)
+    if isinstance(error, UnavailableError):
+        return refusal(503, "the server is starting or stopping", headers=RETRY)
+    return refusal(500, "internal error")
 
 
 def _add_status(app: FastAPI, scheduler: Scheduler, service: Service) -> None:
@@ -222,25 +215,26 @@ async def _answer(scheduler: Scheduler, request: Request, wire: Wire, jobs: list
 
 
 async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
-    """Yield server-sent events."""
+    """Yield server-sent events; an error is one of them, as the status was sent before."""
 
     def event(content: Any) -> str:
         return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
-    with contextlib.suppress(GoneError):
-        try:
-            for part in wire.opening():
+    try:
+        for part in wire.opening():
+            yield event(part)
+        async for prompt, piece in exchange.pieces():
+            if (part := wire.part(prompt, piece)) is not None:
                 yield event(part)
-            async for prompt, piece in exchange.pieces():
-                if (part := wire.part(prompt, piece)) is not None:
-                    yield event(part)
-            if wire.body.with_usage:
-                yield event(wire.usage_part(exchange.jobs))
-        except UnavailableError:
-            yield event(error_body(503, "the server is stopping"))
-        except RefusedError as error:
-            yield event(error_body(error.status, str(error), error.param, error.code))
-        yield "data: [DONE]\n\n"
+        if wire.body.with_usage:
+            yield event(wire.usage_part(exchange.jobs))
+    except GoneError:
+        return
+    except Exception as error:
+        if not isinstance(error, RefusedError | UnavailableError):
+            logger.exception("a stream failed")
+        yield event(json.loads(_failure(error).body))
+    yield "data: [DONE]\n\n"
 
 
 class Exchange:

@@ -1,21 +1,27 @@
-"""Checks before a request is read: API key, size and time of the body."""
+"""Checks before a request is read: API key, size and time of the body; and refusals."""
 
 import asyncio
 import hmac
-import json
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
 
+CLOSE = {"connection": "close"}
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-def error_body(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
+def refusal(
+    status: int,
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> Response:
     """Return an error in OpenAI's format."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return JSONResponse({"error": error}, status, headers)
 
 
 class Guard:
@@ -38,11 +44,13 @@ class Guard:
             return
         headers = dict(scope["headers"])
         if not self._admits(scope, headers.get(b"authorization", b"")):
-            await _refuse(send, 401, "the API key is missing or wrong", "invalid_api_key")
+            message, code = "the API key is missing or wrong", "invalid_api_key"
+            await refusal(401, message, code=code, headers=CLOSE)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._limit:
-            await _refuse(send, 413, f"the body is larger than {self._limit} bytes")
+            message = f"the body is larger than {self._limit} bytes"
+            await refusal(413, message, headers=CLOSE)(scope, receive, send)
             return
         await self._app(scope, self._limited(receive), send)
 
@@ -73,11 +81,3 @@ class Guard:
             return message
 
         return limited
-
-
-async def _refuse(send: Any, status: int, message: str, code: str | None = None) -> None:
-    body = json.dumps(error_body(status, message, code=code)).encode()
-    kinds = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [*kinds, length]})
-    await send({"type": "http.response.body", "body": body})

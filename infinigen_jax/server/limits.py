@@ -4,12 +4,11 @@ import dataclasses
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.memory_plan import check_memory, plan_cache
-from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.engine.prompts import checked_context, round_up_capacity
 from infinigen_jax.engine.remedies import Remedies
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
 from infinigen_jax.errors import InputError, ParameterError
 
-CONTEXT = 4096  # default, if the model has that many positions
 CHUNK_ON_CPU, CHUNK = 512, 2048  # default chunk lengths
 READERS = 2  # prompts that are read in turns
 
@@ -49,24 +48,20 @@ class Limits:
         """Return checked sizes.
 
         Args:
-            context: by default 4096, or the model's positions if fewer.
+            context: see `checked_context`.
 
         Raises:
             InputError: if the engine cannot serve, the model has too few positions, or memory is
                 too small.
         """
-        decoder, positions = engine.decoder, engine.model.config.max_positions
+        decoder = engine.decoder
         if decoder.pool is not None:
             raise ParameterError("pool.tokens", "a server keeps every row; leave it out")
         if engine.mesh.shape["data"] > 1:
-            raise InputError("a server's sequences come and go; give a mesh without a data axis")
+            raise InputError("a server's sequences come and go; give a `mesh` without a data axis")
         if engine.model.tokenizer is None:
             raise InputError("this model has no tokenizer; serve one that has")
-        if context is not None and not 2 <= context <= positions:
-            raise ParameterError(
-                "context", f"give 2 to {positions}, the model's positions", context
-            )
-        context = context or min(CONTEXT, positions)
+        context = checked_context(engine.model.config, context)
         capacity = round_up_capacity(max(context, decoder.policy.window))
         default = CHUNK_ON_CPU if decoder.transfer.in_place else CHUNK
         chunk = min(engine.prefill_chunk or default, capacity)
@@ -86,5 +81,5 @@ class Limits:
         plan = dataclasses.replace(plan, host_cache=plan.host_cache + self.prefix_bytes)
         reading = prefill_bytes(decoder, 1, self.chunk, self.capacity)
         work = max(reading, decode_bytes(decoder, self.rows, self.capacity))
-        remedies = Remedies(decoder, ("--context", "--prefix-cache-gib"), self.rows, may_pool=False)
+        remedies = Remedies(decoder, ("`context`", "`prefix_bytes`"), self.rows, may_pool=False)
         check_memory(plan.at_work(work), engine.runtime.device, remedies)

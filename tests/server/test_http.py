@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from serving import CONTEXT, ROWS, Running, Served, small_engine
 
+from infinigen_jax.engine.live_batch import LiveBatch
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.server.job import BusyError, Job, UnavailableError
 from infinigen_jax.server.limits import Limits
@@ -178,20 +179,25 @@ def test_not_ready_before_the_warm_up(served: Served):
 
 
 def test_a_failed_step_ends_its_requests_alone(served: Served, monkeypatch):
-    """The server goes on with an empty batch."""
+    """The server goes on with an empty batch. A stream ends in an error event."""
+    step, calls = LiveBatch.step, []
+
+    def fail(*arguments: Any) -> Any:
+        calls.append(0)
+        if len(calls) in (3, 6):
+            raise RuntimeError("/secret/path: broken")
+        return step(*arguments)
+
     with Running(prefix_bytes=0) as server:
-        live, step = server.scheduler._live, server.scheduler._live.step
-        calls = []
-
-        def fail(*arguments: Any) -> Any:
-            calls.append(0)
-            if len(calls) == 3:
-                raise RuntimeError("/secret/path: broken")
-            return step(*arguments)
-
-        monkeypatch.setattr(live, "step", fail)
-        status, _, content = server.request("POST", "/v1/completions", BODY | {"max_tokens": 9})
+        monkeypatch.setattr(LiveBatch, "step", fail)
+        body = BODY | {"max_tokens": 9}
+        status, _, content = server.request("POST", "/v1/completions", body)
         assert status == 500 and "secret" not in str(content)
+        _, _, content = server.request("POST", "/v1/completions", body | {"stream": True})
+        events = content.decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        error = json.loads(events[-3].removeprefix("data: "))["error"]
+        assert (error["message"], error["type"]) == ("internal error", "server_error")
         assert server.request("POST", "/v1/completions", BODY)[0] == 200
 
 
