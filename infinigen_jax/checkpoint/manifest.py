@@ -6,6 +6,7 @@
                             sparse_loss             [L, 2]       float32 (likewise)
                             row_loss                [L, 2, m]    float32 (likewise)
                             row_shares              [m]          float32 (likewise)
+                            tail_keys, tail_values  [L, k, d, d] float32 (likewise)
 
 With skew balanced, also:
 
@@ -18,7 +19,7 @@ The weights are files of Hugging Face's layout. Conversions in the user's cache 
 read from the source.
 
 The ahead_ bases are balanced for the corrected query (`skew.basis.reduced_rank_basis`), the others
-for the true query. Older conversions lack them, `sparse_loss` or `row_loss`.
+for the true query. Older conversions may lack the ahead_ bases, losses or tail moments.
 
 `row_loss` is the relative error of the hidden state after a layer's attention (`convert.loss`).
 Axis 1 says which query selects the rows: the layer's true query, or the query speculated one layer
@@ -26,7 +27,8 @@ earlier. Axis 2 is the share of rows attended, one of `row_shares`. It is NaN wh
 text is too short. `sparse_loss` is the same error at the share that decides which layers are dense.
 
 `eigenvalues` are those of the calibration queries' Gram matrix, in descending order. `key_mean` is
-in the coordinates of the keys that the converted weights produce.
+in the coordinates of the keys that the converted weights produce, and so are the tail moments
+(`skew.tail_moments.BlockMoments`).
 """
 
 import dataclasses

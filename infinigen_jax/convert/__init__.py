@@ -1,4 +1,4 @@
-"""Conversion of Hugging Face folders: read, map, calibrate, skew and write one layer at a time.
+"""Conversion of models: read, map, calibrate, skew and write one layer at a time.
 
 Imports checkpoint, skew, speculation, text, models, files. Start reading at pipeline.py.
 """
@@ -32,8 +32,8 @@ def convert(
 
     Args:
         source: folder with config.json, safetensors or pytorch_model.bin, and a tokenizer; or
-            `org/name` on the hub; or a GGUF file, whose quantised weights are written as float32
-            unless `dtype` is given.
+            `org/name` or `org/name/FILE.gguf` on the hub; or a GGUF file. Quantised weights are
+            written as float32 unless `dtype` is given.
         destination: folder to create.
         calibration: UTF-8 text file, or token ids; by default the text in this package. At most
             2048 tokens are used.

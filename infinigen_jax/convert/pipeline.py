@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from infinigen_jax.checkpoint.gguf_file import GgufFile
-from infinigen_jax.checkpoint.hf_folder import (
-    SAFETENSORS,
-    TensorSource,
-    side_files,
-    weight_files,
-)
+from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, TensorSource
 from infinigen_jax.checkpoint.manifest import (
     AHEAD_FILE,
     MANIFEST_FILE,
@@ -27,12 +22,11 @@ from infinigen_jax.checkpoint.manifest import (
     Manifest,
     file_record,
 )
-from infinigen_jax.checkpoint.safetensors import SafetensorsWriter, tensor_bytes
+from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
 from infinigen_jax.checkpoint.skew_file import projection_shapes
 from infinigen_jax.checkpoint.source import (
     checked_source,
     content_files,
-    is_gguf,
     open_tensors,
     read_config,
 )
@@ -47,22 +41,27 @@ from infinigen_jax.convert.calibrate import (
 )
 from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
-from infinigen_jax.convert.write import check_destination, check_space
+from infinigen_jax.convert.write import (
+    check_destination,
+    check_space,
+    converted_config,
+    needed_bytes,
+    open_tokenizer,
+    side_files_of,
+    unchanged_files,
+    weight_dtype,
+    write_side_file,
+)
 from infinigen_jax.errors import InputError, ParameterError
-from infinigen_jax.files.atomic import copy_file, link_or_copy, staged, write_text
-from infinigen_jax.files.regular import expanded, open_regular
+from infinigen_jax.files.atomic import link_or_copy, staged, write_text
+from infinigen_jax.files.regular import expanded
 from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.numeric import listed
 from infinigen_jax.settings.policy import SOURCES
 from infinigen_jax.skew.basis import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
 from infinigen_jax.skew.tail_moments import BlockMoments
-from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer, tokenizer_files
-from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
-
-WEIGHT_DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
-# Fields of config.json that would reveal a path of the machine that wrote it.
-PATHS = ("_name_or_path", "name_or_path")
+from infinigen_jax.text.tokenizer import Tokenizer
 
 
 def run(
@@ -99,23 +98,24 @@ def run(
     hf, config = read_config(folder)
     target = check_destination(folder, Path(destination), force)
     sources = match(open_tensors(folder), blueprint(config, jnp.float32), folder)
-    stored = _weight_dtype(dtype, sources)
-    copied = _side_files(folder)
+    stored = weight_dtype(dtype, sources)
+    tokenizer = functools.cache(lambda: open_tokenizer(folder))
+    copied = side_files_of(folder, tokenizer)
     start_backend()
     absorbs = _absorbs(skew, config)
-    linked = [] if sidecar or absorbs else _unchanged_files(folder, sources, dtype)
+    linked = [] if sidecar or absorbs else unchanged_files(folder, sources, dtype)
     own = absorbs or not (sidecar or linked)
     weights = sources if own else {}
-    check_space(target, _needed(config, weights, stored, copied, skew))
-    tokens = _tokens(calibration, folder, config) if skew != "none" else None
+    check_space(target, needed_bytes(config, weights, stored, copied, skew))
+    tokens = _tokens(calibration, tokenizer, config) if skew != "none" else None
     # Another process may have written the destination while this one waited for the lock.
     with blas_threads(), staged(target, lambda: check_destination(folder, target, force)) as out:
         job = _Job(config, sources, stored, skew, speculate_from, tokens)
         files = job.write_weights(out, progress or (lambda done, total: None), own)
         files[SKEW_FILE] = job.write_skew(out)
-        write_text(out / "config.json", json.dumps(_config(hf, stored), indent=2) + "\n")
+        write_text(out / "config.json", json.dumps(converted_config(hf, stored), indent=2) + "\n")
         for name, content in copied.items():
-            _write_side_file(out / name, content)
+            write_side_file(out / name, content)
         for file in linked:
             link_or_copy(file, out / file.name)
         read = {name: file_record(file) for name, file in content_files(folder).items()}
@@ -328,11 +328,13 @@ def _joined(parts: list[np.ndarray], transform: str) -> Any:
 
 
 def _tokens(
-    calibration: str | Path | Sequence[int] | None, folder: Path, config: ModelConfig
+    calibration: str | Path | Sequence[int] | None,
+    tokenizer: Callable[[], Tokenizer],
+    config: ModelConfig,
 ) -> CalibrationTokens:
     if calibration is None or isinstance(calibration, str | Path):
         path = DEFAULT_TEXT if calibration is None else expanded(calibration)
-        return read_text(path, _tokenizer(folder), config, DEFAULT_TOKENS)
+        return read_text(path, tokenizer(), config, DEFAULT_TOKENS)
     ids = np.asarray(calibration, np.int32)
     return windows(ids, config, DEFAULT_TOKENS, "calibration", ids.tobytes())
 
@@ -341,79 +343,3 @@ def _absorbs(skew: str, config: ModelConfig) -> bool:
     # Rotation does not commute with the basis, and only an orthogonal basis leaves a checkpoint
     # that any program can run.
     return skew == "svd" and config.rope is None
-
-
-def _tokenizer(source: Path) -> Tokenizer:
-    return gguf_tokenizer(GgufFile(source)) if is_gguf(source) else load_tokenizer(source)
-
-
-def _side_files(source: Path) -> dict[str, Path | str]:
-    """Return the files of a conversion except weights and config.json: texts, or files to copy."""
-    if is_gguf(source):
-        return {**tokenizer_files(_tokenizer(source))}
-    return {file.name: file for file in side_files(source)}
-
-
-def _size(content: Path | str) -> int:
-    return content.stat().st_size if isinstance(content, Path) else len(content.encode())
-
-
-def _write_side_file(path: Path, content: Path | str) -> None:
-    if isinstance(content, str):
-        write_text(path, content)
-    else:
-        with open_regular(content) as file:
-            copy_file(file, path)
-
-
-def _unchanged_files(
-    source: Path, sources: Mapping[str, TensorSource], dtype: str | None
-) -> list[Path]:
-    """Return the weight files that a conversion can use as they are; none if it changes weights."""
-    wanted = WEIGHT_DTYPES.values() if dtype is None else [WEIGHT_DTYPES[dtype]]
-    for tensor in sources.values():
-        if tensor.file.suffix != ".safetensors" or tensor.dtype not in wanted:
-            return []
-    return weight_files(source)
-
-
-def _weight_dtype(dtype: str | None, sources: Mapping[str, TensorSource]) -> np.dtype:
-    """Return the requested dtype, or the one that most stored elements have."""
-    if dtype is not None:
-        if dtype not in WEIGHT_DTYPES:
-            raise ParameterError("dtype", f"use {listed([*WEIGHT_DTYPES])}", dtype)
-        return WEIGHT_DTYPES[dtype]
-    sizes: dict[np.dtype, int] = {}
-    for tensor in sources.values():
-        count = tensor_bytes(np.uint8, tensor.shape)
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + count
-    most = max(sizes, key=lambda kind: sizes[kind])
-    return most if most in WEIGHT_DTYPES.values() else WEIGHT_DTYPES["float32"]
-
-
-def _needed(
-    config: ModelConfig,
-    sources: Mapping[str, TensorSource],
-    dtype: np.dtype,
-    copied: Mapping[str, Path | str],
-    skew: str,
-) -> int:
-    """Return the bytes that the destination will take, with room for headers."""
-    weights = sum(tensor_bytes(dtype, tensor.shape) for tensor in sources.values())
-    heads, size = config.num_layers * config.num_kv_heads, config.head_dim
-    matrices = {"balanced": 7, "svd": 4}.get(skew, 2)
-    bases = 4 * heads * (matrices * size * size + 2 * size)
-    bases += 8 * config.num_layers * (1 + len(BUDGETS)) + 4 * len(BUDGETS)
-    if skew == "balanced":
-        shapes = projection_shapes(config).values()
-        bases += config.num_layers * sum(tensor_bytes(dtype, shape) for shape in shapes)
-    copies = sum(_size(content) for content in copied.values())
-    return weights + bases + copies + 200 * len(sources)
-
-
-def _config(hf: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    """Return config.json of the converted folder: the source's, with the dtype, without paths."""
-    config = {name: value for name, value in hf.items() if name not in PATHS}
-    if "torch_dtype" in config:  # name before transformers 5
-        config["torch_dtype"] = dtype.name
-    return config | {"dtype": dtype.name}

@@ -73,7 +73,7 @@ def read_text(path: str, parameter: str = "text") -> Text:
     """Read a UTF-8 file.
 
     Args:
-        option: option to name in errors.
+        parameter: parameter to name in errors.
     """
     try:
         data = Path(path).read_bytes()
