@@ -109,14 +109,11 @@ def _measure_wave(
     for name, system in systems.items():
         bench.note(f"{context} tokens: {name}, single steps")
         singles = [] if bench.late else _single_steps(system, options.steps)
-        traffic = _traffic(bench, name, system, context)
-        entries[name] = (
-            _speed(bench, seconds[name])
-            | system.facts()
-            | _steps_entry(singles)
-            | _against_floor(bench, traffic, statistics.median(seconds[name]))
-            | {"compilations_after_warmup": compiled}
-        )
+        entries[name] = _speed(bench, seconds[name]) | system.facts() | _steps_entry(singles)
+        if name not in LLAMA_CPP:  # its weights and cache have sizes of their own
+            traffic = _traffic(bench, name, system, context)
+            entries[name] |= _against_floor(bench, traffic, statistics.median(seconds[name]))
+        entries[name]["compilations_after_warmup"] = compiled
         if isinstance(system, Ours) and options.trace_steps and not bench.late:
             run = functools.partial(system.steps, options.trace_steps)
             entries[name]["breakdown"] = trace.breakdown(run, options.trace_steps)

@@ -25,7 +25,7 @@ SCORED = 256  # tokens scored at the end of each window
 POLICIES = "full infinigen quest window h2o infinigen-paper previous-query oracle".split()
 SETTINGS = (
     *("infinigen", "infinigen:layer_budgets=equal", "infinigen:query=corrected"),
-    *("infinigen:query=corrected,layer_budgets=equal", "infinigen:alpha=inf"),
+    "infinigen:query=corrected,layer_budgets=equal",
 )
 LENGTHS = (2048, 4096, 8192)
 CONTEXTS = ("1024", "4096", "7680")  # with the new tokens, within 8,192 positions
@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m benchmarks.real_model", description="Measure a real model.")
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="converted folder")
-    add("--gguf", type=Path, metavar="FILE", help="its GGUF file, for llama.cpp")
+    add("--gguf", type=Path, required=True, metavar="FILE", help="its GGUF file, for llama.cpp")
     add("--texts", nargs="+", type=Path, required=True, metavar="F", help="encyclopaedia, book")
     add("--windows", type=int, default=8, help="windows of each text (default 8)")
     add("--budget", nargs="+", default=["0.02", "0.05", "0.1"], metavar="B", help="row budgets")
