@@ -3,15 +3,13 @@
     python -m benchmarks.conversion --model F --json benchmarks/results/conversion-cpu.json
 
 The model is converted by a process of its own with an empty cache. The layer has random weights
-and a preceding layer. Processor seconds hardly depend on what else
-the machine does; wall seconds do.
+and a preceding layer. Processor seconds hardly depend on what else the machine does; wall seconds
+do.
 """
 
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +19,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.files import write_json
 from benchmarks.machine import describe
+from benchmarks.processes import usage_of
 from benchmarks.shapes import SHAPES
 from infinigen_jax.convert.calibrate import DEFAULT_TOKENS, CalibrationTokens, Calibrator
 from infinigen_jax.convert.defaults import DEFAULT_SOURCE
@@ -32,19 +32,10 @@ from infinigen_jax.models.base import random_params
 
 def convert(model: Path) -> dict[str, float]:
     """Convert a model folder in a new process."""
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "infinigen_jax.convert", str(model), f"{folder}/out"]
-        start = time.perf_counter()
-        process = subprocess.Popen(command, env=os.environ | {"XDG_CACHE_HOME": folder})
-        _, status, usage = os.wait4(process.pid, 0)
-        if status:
-            raise SystemExit(f"convert ended with status {status}")
-        return {
-            "wall_seconds": time.perf_counter() - start,
-            "processor_seconds": usage.ru_utime + usage.ru_stime,
-            "peak_bytes": usage.ru_maxrss * 1024,
-            "weight_bytes": sum(file.stat().st_size for file in model.glob("*.safetensors")),
-        }
+        usage = usage_of(["infinigen_jax.convert", str(model), f"{folder}/out"], folder)
+    return usage | {"weight_bytes": weights}
 
 
 def layer(shape: str) -> dict[str, float]:
@@ -71,7 +62,7 @@ def layer(shape: str) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, metavar="F", help="Hugging Face folder to convert")
-    parser.add_argument("--json", metavar="F")
+    parser.add_argument("--json", type=Path, metavar="F")
     chosen = parser.parse_args(argv)
     record: dict[str, Any] = {"machine": describe()}
     if chosen.model:  # first: a child's peak starts at its parent's
@@ -79,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     record["llama-8b layer"] = layer("llama-8b")
     print(json.dumps(record, indent=1))
     if chosen.json:
-        Path(chosen.json).write_text(json.dumps(record, indent=1) + "\n")
+        write_json(chosen.json, record)
     return 0
 
 

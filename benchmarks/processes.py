@@ -1,11 +1,13 @@
-"""Modules of this package as processes with a time limit."""
+"""Python modules as processes: with a time limit, or with their use of resources."""
 
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
-from typing import IO
+from pathlib import Path
+from typing import IO, Any
 
 
 def run_within(
@@ -42,3 +44,27 @@ def run_within(
     os.killpg(process.pid, signal.SIGKILL)
     text, _ = process.communicate()
     return None, text
+
+
+def usage_of(command: Iterable[str], cache: str | Path, **settings: Any) -> dict[str, float]:
+    """Run `python -m command`; return its wall seconds, processor seconds and peak bytes.
+
+    Args:
+        cache: folder to use as the user's cache.
+        settings: further arguments of `subprocess.Popen`.
+
+    Raises:
+        SystemExit: it fails.
+    """
+    whole = [sys.executable, "-m", *command]
+    start = time.perf_counter()
+    process = subprocess.Popen(whole, env=os.environ | {"XDG_CACHE_HOME": str(cache)}, **settings)
+    _, status, usage = os.wait4(process.pid, 0)
+    wall = time.perf_counter() - start
+    if status:
+        raise SystemExit(f"{' '.join(whole)}: failed")
+    return {
+        "wall_seconds": wall,
+        "processor_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_bytes": usage.ru_maxrss * 1024,
+    }

@@ -10,18 +10,18 @@ wall seconds do.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks.files import write_json
 from benchmarks.machine import describe
+from benchmarks.processes import usage_of
 from infinigen_jax.convert.__main__ import main as convert
 
 SHAPE = {
@@ -77,17 +77,12 @@ def write_model(folder: Path, layers: int) -> None:
 
 
 def timed_run(model: Path, programs: Path, arguments: list[str]) -> dict[str, float]:
-    """Wall and processor seconds of one `generate` process."""
-    command = [sys.executable, "-m", "infinigen_jax.generate", "--model", str(model)]
-    command += ["--prompt", "Once upon a time", "--max-new-tokens", "4", "--ignore-eos", "--quiet"]
-    environment = os.environ | {"XDG_CACHE_HOME": str(programs)}
-    start = time.perf_counter()
-    process = subprocess.Popen([*command, *arguments], env=environment, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    wall = time.perf_counter() - start
-    if status:
-        raise SystemExit(f"generate ended with status {status}")
-    return {"wall_seconds": wall, "processor_seconds": usage.ru_utime + usage.ru_stime}
+    """Return wall and processor seconds of one `generate` process."""
+    command = ["infinigen_jax.generate", "--model", str(model), "--prompt", "Once upon a time"]
+    command += ["--max-new-tokens", "4", "--ignore-eos", "--quiet", *arguments]
+    usage = usage_of(command, programs, stdout=subprocess.DEVNULL)
+    del usage["peak_bytes"]  # a child's peak starts at its parent's, which wrote the model
+    return usage
 
 
 def measure(folder: Path, layers: int, repeats: int, arguments: list[str]) -> dict:
@@ -113,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[30, 60])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", metavar="F")
+    parser.add_argument("--json", type=Path, metavar="F")
     parser.add_argument("arguments", nargs="*", help="further arguments of generate, after --")
     chosen = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     record = {"machine": describe(), "results": results}
     print(json.dumps(results, indent=1))
     if chosen.json:
-        Path(chosen.json).write_text(json.dumps(record, indent=1) + "\n")
+        write_json(chosen.json, record)
     return 0
 
 
