@@ -20,13 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.cache.host_array import capacity_of, read_block
+from infinigen_jax.cache.host_array import read_block
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.sparse_attention import fetched_part, tail_term
 from infinigen_jax.decode.state import Carry, Fetched
 from infinigen_jax.decode.steps import Watched
-from infinigen_jax.models.base import Layer
 from infinigen_jax.ops.attention import Part, attend_weighted, soft_capped
 from infinigen_jax.ops.indexing import put
 from infinigen_jax.ops.top_k import top_mask
@@ -78,7 +77,7 @@ def watch(decoder: Decoder, watched: Watched) -> tuple[Carry, Seen | None]:
     far_scores = _scores(q, rows, eligible[:, None], cap)
     weights = jax.nn.softmax(jnp.concatenate([near_scores, far_scores], axis=-1), axis=-1)
     near, far = weights[..., : slots.size], weights[..., slots.size :]
-    request = _request(decoder, watched, layer, a)
+    request = _request(decoder, watched, a, capacity)
     fetched = _marked(request, capacity) & eligible[:, None]
     wanted = _wanted(_policy(decoder, watched), request, positions, eligible)
     # Rank like the policy `oracle`: the group's softmax over the eligible rows, summed.
@@ -111,16 +110,13 @@ def watch(decoder: Decoder, watched: Watched) -> tuple[Carry, Seen | None]:
     return watched.after, seen
 
 
-def _request(decoder: Decoder, watched: Watched, layer: Layer, a: Float[Array, "b e"]) -> Request:
+def _request(decoder: Decoder, watched: Watched, a: Float[Array, "b e"], capacity: int) -> Request:
     """Return the request whose rows the layer attended to."""
     if watched.before.fetched is not None:
         return watched.before.fetched.request
     # The layer selected for itself; the function is pure, and XLA computes it once.
-    chosen = watched.selection
-    assert chosen is not None
-    assert watched.host is not None
-    capacity = capacity_of(watched.host, len(watched.positions))
-    return decoder.select(chosen, a, watched.positions, capacity)
+    assert watched.selection is not None
+    return decoder.select(watched.selection, a, watched.positions, capacity)
 
 
 def _with_tail(
