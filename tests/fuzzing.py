@@ -1,17 +1,65 @@
-"""Random damage that keeps the syntax of JSON, and random templates, for a limited time.
+"""Random damage to files and to JSON values, and random templates.
 
-FUZZ_SECONDS is the time of each test, FUZZ_SEED another sequence of cases.
+`rounds` has a limited time: FUZZ_SECONDS for each test; FUZZ_SEED is another sequence of cases.
 """
 
+import functools
 import itertools
 import json
 import os
 import random
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import strategies as st
+
+from infinigen_jax.errors import InputError
+
+
+class Edit(NamedTuple):
+    """One damage: `cut` bytes at a place, a share of the file, are replaced."""
+
+    place: float
+    cut: int
+    put: bytes
+
+    def apply(self, data: bytes) -> bytes:
+        at = int(self.place * len(data))
+        return data[:at] + self.put + data[at + self.cut :]
+
+
+# Near the start, where headers are, or anywhere.
+places = st.one_of(st.floats(0, 0.999), st.floats(0, 0.05), st.floats(0.95, 0.999))
+few = st.binary(min_size=0, max_size=4) | st.sampled_from(
+    [b'"', b"{", b"-1", b"9" * 30, b"\0", b"null"]
+)
+edits = st.one_of(
+    st.builds(lambda place, put: Edit(place, len(put), put), places, few),  # changed
+    st.builds(Edit, places, st.integers(0, 20), few),  # moved
+    st.builds(lambda place: Edit(place, 1 << 40, b""), places),  # truncated
+)
+damages = st.lists(edits, min_size=1, max_size=3)
+
+
+def damage(path: Path, changes: list[Edit]) -> bool:
+    """Apply the changes to a file; whether they made a difference."""
+    whole = path.read_bytes()
+    data = functools.reduce(lambda data, edit: edit.apply(data), changes, whole)
+    path.write_bytes(data)
+    return data != whole
+
+
+def attempt(read: Callable[[], Any]) -> Any:
+    """Return the result of `read`, or None after an InputError of one line."""
+    try:
+        return read()
+    except InputError as error:
+        assert "\n" not in str(error)
+        return None
+
 
 ANYTHING: list[Any] = [
     None,

@@ -3,26 +3,23 @@
 Where a format has no checksum, another result is accepted if it is one that the format allows.
 """
 
-import functools
 import json
 import os
 import random
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gguf_files
 import jax
 import numpy as np
 import pytest
 import torch
-from fuzzing import altered, hostile_template, rounds
+from fuzzing import Edit, altered, attempt, damage, damages, hostile_template, rounds
 from gguf_files import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import engine
 from tiny import LLAMA, TEXT, make_tiny
 
 from infinigen_jax.checkpoint import source
@@ -32,57 +29,13 @@ from infinigen_jax.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
 from infinigen_jax.checkpoint.torch_file import TorchFile
 from infinigen_jax.convert import convert
-from infinigen_jax.engine.saved_file import SavedFile, write_saved
 from infinigen_jax.errors import InputError
-from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import FAMILIES, ModelConfig
 from infinigen_jax.text.detokenize import TextStream
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer
 from infinigen_jax.text.templates import render_chat
 from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
-
-
-class Edit(NamedTuple):
-    """One damage: `cut` bytes at a place, a share of the file, are replaced."""
-
-    place: float
-    cut: int
-    put: bytes
-
-    def apply(self, data: bytes) -> bytes:
-        at = int(self.place * len(data))
-        return data[:at] + self.put + data[at + self.cut :]
-
-
-# Near the start, where headers are, or anywhere.
-places = st.one_of(st.floats(0, 0.999), st.floats(0, 0.05), st.floats(0.95, 0.999))
-few = st.binary(min_size=0, max_size=4) | st.sampled_from(
-    [b'"', b"{", b"-1", b"9" * 30, b"\0", b"null"]
-)
-edits = st.one_of(
-    st.builds(lambda place, put: Edit(place, len(put), put), places, few),  # changed
-    st.builds(Edit, places, st.integers(0, 20), few),  # moved
-    st.builds(lambda place: Edit(place, 1 << 40, b""), places),  # truncated
-)
-damages = st.lists(edits, min_size=1, max_size=3)
-
-
-def damage(path: Path, changes: list[Edit]) -> bool:
-    """Apply the changes to a file; whether they made a difference."""
-    whole = path.read_bytes()
-    data = functools.reduce(lambda data, edit: edit.apply(data), changes, whole)
-    path.write_bytes(data)
-    return data != whole
-
-
-def attempt(read: Callable[[], Any]) -> Any:
-    """Return the result of `read`, or None after an InputError of one line."""
-    try:
-        return read()
-    except InputError as error:
-        assert "\n" not in str(error)
-        return None
 
 
 @pytest.fixture(scope="module")
@@ -295,80 +248,6 @@ def test_hostile_templates(capfd):
             lambda t=template: render_chat(t, [{"role": "user", "content": "a"}], {}, seconds=0.2)
         )
         assert (text is None or type(text) is str) and time.monotonic() - begun < 5
-
-
-@settings(max_examples=200)
-@given(changes=damages)
-def test_saved_measurements(tmp_path_factory, changes):
-    """A damaged part is measured again, never read as another one."""
-    folder = tmp_path_factory.mktemp("parts")
-    parts = Parts(folder / "result.json", {"text": "a"})
-    arrays = {"scores": np.arange(50.0), "positions": np.arange(50)}
-    parts.save({"budget": 0.1}, Measurement(arrays, {"seconds": 1.5}))
-    (path,) = (folder / "result.json.parts").iterdir()
-    damage(path, changes)
-    found = parts.load({"budget": 0.1})
-    if found is not None:
-        assert found.values == {"seconds": 1.5} and found.arrays.keys() == arrays.keys()
-        for name, array in arrays.items():
-            np.testing.assert_array_equal(found.arrays[name], array)
-
-
-@pytest.fixture(scope="module")
-def conversation(tmp_path_factory) -> Path:
-    """A saved conversation."""
-    talk = engine("gqa").conversation(context=60)
-    list(talk.turn([5, 6, 7], 5))
-    talk.save(path := tmp_path_factory.mktemp("talk") / "whole")
-    return path
-
-
-@settings(max_examples=200)
-@given(changes=damages)
-def test_saved_conversations(conversation, changes):
-    """The checksum finds everything."""
-    path = conversation.with_name("damaged")
-    shutil.copyfile(conversation, path)
-    changed = damage(path, changes)
-    file = attempt(lambda: SavedFile(path))
-    assert changed == (file is None)
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=50)
-@given(data=st.data())
-def test_saved_conversations_with_another_content(conversation, data):
-    """The checksum fits; records and arrays of another kind are refused all the same."""
-    whole = SavedFile(conversation)
-    record = json.loads(json.dumps(whole.record))
-    arrays = {n: whole.read(n, *info[:2]) for n, info in whole._file.tensors.items()}
-    del arrays["record"], arrays["checksum"]
-    if data.draw(st.booleans()):
-        inside = record
-        while isinstance(inside, dict) and inside:
-            outer, key = inside, data.draw(st.sampled_from(sorted(inside)))
-            inside = inside[key]
-        outer[key] = data.draw(values)
-    else:
-        name = data.draw(st.sampled_from(sorted(arrays)))
-        less = arrays[name][..., :-1] if arrays[name].ndim else arrays[name]
-        others = {"less": less, "kind": arrays[name].astype(np.int8), "none": None}
-        other = others[data.draw(st.sampled_from(sorted(others)))]
-        arrays = {n: other if n == name else x for n, x in arrays.items()}
-        arrays = {n: x for n, x in arrays.items() if x is not None}
-    path = conversation.with_name("changed")
-    layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    write_saved(path, record, layout, arrays.items())
-    resumed = attempt(lambda: engine("gqa").resume(path))
-    if resumed is not None:
-        assert resumed.cached in (len(resumed.tokens), len(resumed.tokens) - 1)
-        assert len(arrays) == len(whole._file.tensors) - 2
 
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "7"))

@@ -24,6 +24,7 @@ from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.scheduler import Scheduler
 
 ROWS, CONTEXT, CHUNK = 3, 256, 64
+PROMPT = "Once upon a time"
 LONG = "It was a dark and stormy night, and the old man looked at the sea. " * 6
 TEMPLATE = (
     "{% if tools %}[{{ tools[0].function.name }}]{% endif %}"

@@ -7,14 +7,10 @@ from typing import Any
 
 import openai
 import pytest
-from llguidance import LLMatcher, LLParserLimits
 from runtime import SPARSE
-from serving import CONTEXT, LONG, ROWS, TEMPLATE, Served, engine_of
+from serving import CONTEXT, LONG, PROMPT, ROWS, Served, engine_of
 
 from infinigen_jax.sampling import Sampling
-from infinigen_jax.server.grammar import Grammars
-
-PROMPT = "Once upon a time"
 
 
 def test_completion(served: Served):
@@ -109,89 +105,6 @@ def test_log_probs(served: Served):
     assert "".join(entry.token for entry in content) == chat.choices[0].message.content
 
 
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
-    }
-]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "kind": {"enum": ["old", "new"]},
-        "ages": {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 2},
-    },
-    "required": ["name", "kind", "ages"],
-    "additionalProperties": False,
-}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-
-
-def ask(served: Served, **settings: Any) -> Any:
-    """A chat of one message."""
-    messages = [{"role": "user", "content": "a story"}]
-    settings = {"messages": messages, "temperature": 0} | settings
-    return served.client.chat.completions.create(model="small", **settings)
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "seed": 1, "presence_penalty": 1}])
-def test_answers_follow_a_schema(served: Served, sampling):
-    """Next to them, free answers stay as they are, and nothing is compiled."""
-    expected = served.expected([PROMPT], max_new_tokens=100, ignore_eos=True).texts[0]
-    before = served.scheduler.late_compilations
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        extra = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
-        free = pool.submit(served.complete, PROMPT, **extra)
-        answer = ask(served, n=2, response_format=FORMAT, **sampling)
-        assert free.result().choices[0].text == expected
-    for choice in answer.choices:
-        content = json.loads(choice.message.content)
-        assert choice.finish_reason == "stop" and len(content["name"]) <= 12
-        assert content["kind"] in ("old", "new") and max(content["ages"], default=0) <= 99
-        assert len(content["ages"]) <= 2 and len(content) == 3
-    assert served.scheduler.late_compilations == before
-
-
-def test_json_objects(served: Served):
-    parts = list(ask(served, stream=True, response_format={"type": "json_object"}, max_tokens=30))
-    text = "".join(part.choices[0].delta.content or "" for part in parts)
-    assert text.lstrip().startswith("{")
-    if parts[-1].choices[0].finish_reason == "stop":
-        assert isinstance(json.loads(text), dict)
-
-
-def test_a_schema_beyond_the_limits_ends_the_request(served: Served, monkeypatch):
-
-    def limited(grammars: Grammars, schema: Any) -> LLMatcher:
-        grammar = LLMatcher.grammar_from_json_schema(schema)
-        return LLMatcher(grammars._tokens, grammar, limits=LLParserLimits(max_lexer_states=20))
-
-    monkeypatch.setattr(Grammars, "matcher", limited)
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(served, response_format=FORMAT)
-    assert caught.value.param == "response_format" and "too many states" in caught.value.message
-    served.wait(lambda: not served.metric("infinigen_running_answers"))
-
-
-WRONG_FORMATS = [
-    {"type": "yaml"},
-    {"type": "json_schema"},
-    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}},
-    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
-    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/a"}}},
-    {"type": "json_object", "json_schema": {"name": "x"}},
-]
-
-
-@pytest.mark.parametrize("wrong", WRONG_FORMATS)
-def test_wrong_schemas_are_refused(served: Served, wrong):
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(served, response_format=wrong)
-    error: Any = caught.value.body
-    assert error["param"] == "response_format" and "response_format" in error["message"]
-
-
 def test_echo(served: Served):
     expected = PROMPT + served.expected([PROMPT]).texts[0]
     assert served.complete(PROMPT, echo=True).choices[0].text == expected
@@ -215,18 +128,6 @@ REFUSED = {
     "budget": {"extra_body": {"budget": 0.9}},
     "lossless": {"extra_body": {"lossless": True}},
 }
-REFUSED_CHATS = {
-    "tools": {"tools": [{"type": "function", "function": {"description": "no name"}}]},
-    "tool_choice": {"tools": TOOLS, "tool_choice": "required"},
-    "parallel_tool_calls": {"tools": TOOLS, "parallel_tool_calls": False},
-    "response_format": {"response_format": FORMAT, "extra_body": {"ignore_eos": True}},
-    "messages": {
-        "messages": [
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
-        ]
-    },
-    "functions": {"functions": [{"name": "f"}]},
-}
 
 
 @pytest.mark.parametrize("field", REFUSED)
@@ -236,45 +137,6 @@ def test_refused_parameters_are_named(served: Served, field):
     error: Any = caught.value.body
     assert error["param"] == field and field in error["message"]
     assert error["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize("field", REFUSED_CHATS)
-def test_refused_parameters_of_chats_are_named(served: Served, field):
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(served, **REFUSED_CHATS[field])
-    error: Any = caught.value.body
-    assert error["param"] == field and field in error["message"]
-
-
-def test_tools_go_to_the_template(served: Served):
-    """Calls in earlier messages too; without tools, and with the choice none, it gets none."""
-    call = {"name": "weather", "arguments": '{"place": "Rome"}'}
-    messages = [
-        {"role": "user", "content": "Hello"},
-        {
-            "role": "assistant",
-            "tool_calls": [{"id": "1", "type": "function", "function": call}],
-        },
-        {"role": "tool", "tool_call_id": "1", "content": "warm"},
-    ]
-    text = "<user> Hello\n<assistant> [weather Rome]\n<tool> warm\n<assistant>"
-
-    def length(**settings: Any) -> int:
-        return ask(served, messages=messages, max_tokens=1, **settings).usage.prompt_tokens
-
-    def expected(prompt: str) -> int:
-        return len(served.engine.model.tokenizer.encode(prompt, add_special_tokens=False))
-
-    assert length(tools=TOOLS) == expected("[weather]" + text)
-    assert length(tools=TOOLS, tool_choice="none") == length() == expected(text)
-
-
-def test_tools_need_a_template_with_tools(served: Served, monkeypatch):
-    template = TEMPLATE.replace("tools", "others")
-    monkeypatch.setattr(served.engine.model.tokenizer, "chat_template", template)
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(served, tools=TOOLS)
-    assert caught.value.param == "tools"
 
 
 def test_a_budget_of_a_request(served: Served):

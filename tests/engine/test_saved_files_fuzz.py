@@ -1,0 +1,89 @@
+"""Damaged measurements and saved conversations give the same result or an InputError."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fuzzing import attempt, damage, damages
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime import engine
+
+from infinigen_jax.engine.saved_file import SavedFile, write_saved
+from infinigen_jax.evaluation.parts import Measurement, Parts
+
+
+@settings(max_examples=200)
+@given(changes=damages)
+def test_saved_measurements(tmp_path_factory, changes):
+    """A damaged part is measured again, never read as another one."""
+    folder = tmp_path_factory.mktemp("parts")
+    parts = Parts(folder / "result.json", {"text": "a"})
+    arrays = {"scores": np.arange(50.0), "positions": np.arange(50)}
+    parts.save({"budget": 0.1}, Measurement(arrays, {"seconds": 1.5}))
+    (path,) = (folder / "result.json.parts").iterdir()
+    damage(path, changes)
+    found = parts.load({"budget": 0.1})
+    if found is not None:
+        assert found.values == {"seconds": 1.5} and found.arrays.keys() == arrays.keys()
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(found.arrays[name], array)
+
+
+@pytest.fixture(scope="module")
+def conversation(tmp_path_factory) -> Path:
+    """A saved conversation."""
+    talk = engine("gqa").conversation(context=60)
+    list(talk.turn([5, 6, 7], 5))
+    talk.save(path := tmp_path_factory.mktemp("talk") / "whole")
+    return path
+
+
+@settings(max_examples=200)
+@given(changes=damages)
+def test_saved_conversations(conversation, changes):
+    """The checksum finds everything."""
+    path = conversation.with_name("damaged")
+    shutil.copyfile(conversation, path)
+    changed = damage(path, changes)
+    file = attempt(lambda: SavedFile(path))
+    assert changed == (file is None)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_saved_conversations_with_another_content(conversation, data):
+    """The checksum fits; records and arrays of another kind are refused all the same."""
+    whole = SavedFile(conversation)
+    record = json.loads(json.dumps(whole.record))
+    arrays = {n: whole.read(n, *info[:2]) for n, info in whole._file.tensors.items()}
+    del arrays["record"], arrays["checksum"]
+    if data.draw(st.booleans()):
+        inside = record
+        while isinstance(inside, dict) and inside:
+            outer, key = inside, data.draw(st.sampled_from(sorted(inside)))
+            inside = inside[key]
+        outer[key] = data.draw(values)
+    else:
+        name = data.draw(st.sampled_from(sorted(arrays)))
+        less = arrays[name][..., :-1] if arrays[name].ndim else arrays[name]
+        others = {"less": less, "kind": arrays[name].astype(np.int8), "none": None}
+        other = others[data.draw(st.sampled_from(sorted(others)))]
+        arrays = {n: other if n == name else x for n, x in arrays.items()}
+        arrays = {n: x for n, x in arrays.items() if x is not None}
+    path = conversation.with_name("changed")
+    layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    write_saved(path, record, layout, arrays.items())
+    resumed = attempt(lambda: engine("gqa").resume(path))
+    if resumed is not None:
+        assert resumed.cached in (len(resumed.tokens), len(resumed.tokens) - 1)
+        assert len(arrays) == len(whole._file.tensors) - 2
