@@ -45,6 +45,10 @@ class DraftLength:
         """Sizes of verifications that may be needed."""
         return [size_of(self.most)] if self.fixed else [n for n in SIZES if n <= size_of(self.most)]
 
+    def size(self, drafted: int) -> int:
+        """Return the size of the verification of this number of drafted tokens."""
+        return size_of(self.most if self.fixed else drafted)
+
     @property
     def acceptance(self) -> float:
         """Rate at which a drafted token is accepted after accepted ones."""

@@ -210,7 +210,7 @@ class LosslessRun(Run):
         embedding, places = self.runtime.weights.params["embedding"], None
         if self.runtime.settings.check:
             places = Places(self.decoder, embedding, self.owners.rows)
-        size = warm_up or size_of(drafted.count)
+        size = warm_up or self._length.size(drafted.count)
         cached = self.decoder, self.runtime.weights, self.cache
         verified = verify(*cached, drafted.tokens, size, places)
         active = self._put(~self.owners.idle & (warm_up is None), self._at.batch)
@@ -328,7 +328,7 @@ class LosslessRun(Run):
         if self._compiled is None:
             self._compiled = compilations()
             return
-        self._length.time_verification(size_of(drafted.count), seconds)
+        self._length.time_verification(self._length.size(drafted.count), seconds)
         self._tally.seconds[1] += seconds
 
     @property

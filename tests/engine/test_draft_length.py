@@ -12,7 +12,7 @@ def measured(acceptance: float, step: float, verification: dict[int, float]) -> 
         length.time_verification(size, seconds)
     length.time_draft(1, step)
     for _ in range(100):
-        length.record(round(1000 * acceptance), 1000)
+        length.record(10 * acceptance, 10)
     return length
 
 

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
@@ -80,7 +81,7 @@ def comparable(name: str, cache: Cache) -> list[np.ndarray]:
 
     arrays: list[np.ndarray] = [lengths]
     for scales, rows in zip(cache.scales, cache.host, strict=True):
-        arrays.append(valid(stored.decode(scales, jax.device_get(rows)), 2, 0))
+        arrays.append(valid(stored.decode(scales, jnp.asarray(jax.device_get(rows))), 2, 0))
     for local in cache.local:
         if isinstance(local, DenseLayer):
             arrays += [valid(x, 2, 0) for x in local]
