@@ -17,7 +17,7 @@ from infinigen_jax.cli.dialogue import Dialogue
 from infinigen_jax.cli.line_editor import line_reader
 from infinigen_jax.cli.options import sampling_settings
 from infinigen_jax.engine.saved_file import check_replaceable
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.output import checked_output
 from infinigen_jax.messages import READING, Messages
 from infinigen_jax.numeric import whole_number
@@ -66,16 +66,15 @@ def check_chat_options(arguments: argparse.Namespace) -> None:
     """Refuse combinations that make no sense."""
     for name in OTHERS if arguments.chat else OWN_OPTIONS:
         if getattr(arguments, name) not in (None, False):
-            option = "--logprobs" if name == "log_probs" else f"--{name.replace('_', '-')}"
             if arguments.chat:
-                raise InputError(f"{option}: not with --chat; leave one of them out")
-            raise InputError(f"{option}: only with --chat; add that, or leave {option} out")
+                raise ParameterError(name, "not with `chat`; leave one of them out")
+            raise ParameterError(name, f"only with `chat`; add that, or leave `{name}` out")
     for name in ("system", "chat_template"):
         if arguments.raw and getattr(arguments, name) is not None:
-            raise InputError(f"--raw: not with --{name.replace('_', '-')}; leave one of them out")
+            raise ParameterError("raw", f"not with `{name}`; leave one of them out")
     for name in ("system", "context"):
         if arguments.resume is not None and getattr(arguments, name) is not None:
-            raise InputError(f"--{name}: a resumed conversation has one; leave it out")
+            raise ParameterError(name, "a resumed conversation has one; leave it out")
     if arguments.system is not None:
         checked_text("system", arguments.system)
     saved = checked_output("save", arguments.save)
@@ -111,15 +110,14 @@ def begin(
 ) -> "Conversation":
     """A new conversation, or the one to resume."""
     if engine.model.tokenizer is None:
-        raise InputError("--chat: this model has no tokenizer; chat with one that has")
+        raise ParameterError("chat", "this model has no tokenizer; chat with one that has")
     if arguments.resume is None:
         return engine.conversation(sampling, arguments.context)
     conversation = engine.resume(arguments.resume)
-    if sampling_settings(arguments) and sampling != conversation.sampling:
-        raise InputError(
-            f"--resume {arguments.resume}: it goes on with {conversation.sampling}; leave "
-            f"--{', --'.join(name.replace('_', '-') for name in sampling_settings(arguments))} out"
-        )
+    names = ", ".join(f"`{name}`" for name in sampling_settings(arguments))
+    if names and sampling != conversation.sampling:
+        problem = f"it goes on with {conversation.sampling}; leave {names} out"
+        raise ParameterError("resume", problem, arguments.resume)
     say(f"resumed after {len(conversation.tokens)} tokens")
     return conversation
 

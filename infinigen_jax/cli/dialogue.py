@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.text.templates import render_chat
 
 if TYPE_CHECKING:
@@ -45,9 +45,10 @@ class Dialogue:
         self._plain = template == PLAIN
         self._template = find_template(self._tokenizer, template)
         if not self._plain and self._template is None:
-            raise InputError(
-                "--chat: this model has no chat template; give a file with one as --chat-template, "
-                "or --chat-template plain to have your lines continued"
+            raise ParameterError(
+                "chat",
+                "this model has no chat template; give a file with one as `chat_template`, or "
+                "`chat_template` plain to have your lines continued",
             )
         if system is not None:
             conversation.messages.append({"role": "system", "content": system})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from infinigen_jax.cli.dialogue import find_template
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.messages import Messages
 from infinigen_jax.text.detokenize import checked_text
 from infinigen_jax.text.templates import render_chat
@@ -39,14 +39,13 @@ def prepare_prompts(
     engine: "Engine", arguments: argparse.Namespace, prompts: list[str], prefix: str
 ) -> Prepared:
     """The prompts as they are, or as messages of a user if the model has a chat template."""
-    from infinigen_jax.engine.encoding import UNSETTLED
-
     template = None
     if not arguments.raw and engine.model.tokenizer is not None:
         template = find_template(engine.model.tokenizer, arguments.chat_template)
     if template is None:
         if arguments.system is not None:
-            raise InputError("--system: no chat template takes it; give one as --chat-template")
+            problem = "no chat template takes it; give one as `chat_template`"
+            raise ParameterError("system", problem)
         most = arguments.max_new_tokens or NEW_TOKENS
         tokens = engine.encode_with_prefix(prefix, prompts)
         return Prepared(tokens, engine.prefix_tokens(prefix), most)
@@ -64,7 +63,7 @@ def prepare_prompts(
     most = arguments.max_new_tokens or max(1, min(ANSWER_TOKENS, room))
     mark = secrets.token_hex(16)
     shared = rendered(prefix + mark).partition(mark)[0] if prefix else ""
-    return Prepared(tokens, max(0, len(encode(shared)) - UNSETTLED) if shared else 0, most)
+    return Prepared(tokens, engine.prefix_tokens(shared, first=False), most)
 
 
 def read_prompts(arguments: argparse.Namespace, say: Messages) -> list[str]:
@@ -97,9 +96,9 @@ def read_stdin(say: Messages) -> str:
 def read_prefix(arguments: argparse.Namespace) -> str:
     """The text of --prefix or --prefix-file, empty without them."""
     if arguments.prefix is not None and arguments.prefix_file is not None:
-        raise InputError("--prefix: not with --prefix-file; leave one of them out")
+        raise ParameterError("prefix", "not with `prefix_file`; leave one of them out")
     if arguments.prefix == "":
-        raise InputError("--prefix: it is empty; give at least one character")
+        raise ParameterError("prefix", "it is empty; give at least one character")
     if arguments.prefix_file is not None:
         return read_text("--prefix-file", arguments.prefix_file)
     return arguments.prefix or ""

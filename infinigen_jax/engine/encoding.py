@@ -76,11 +76,14 @@ def encode_with_prefix(model: Model, prefix: Prompt, prompts: Sequence[Prompt]) 
     return sequences
 
 
-def prefix_tokens(model: Model, prefix: Prompt) -> int:
+def prefix_tokens(model: Model, prefix: Prompt, *, first: bool = True) -> int:
     """Return the number of tokens that all prompts with a prefix share.
 
     The last tokens of a text prefix are excluded: appended text may change their tokenisation.
+
+    Args:
+        first: see `encode`.
     """
     if not isinstance(prefix, str):
         return len(prefix)
-    return max(0, len(encode(model, prefix)) - UNSETTLED) if prefix else 0
+    return max(0, len(encode(model, prefix, first=first)) - UNSETTLED) if prefix else 0

@@ -112,9 +112,9 @@ class Engine:
         """Return the token numbers of prompts that share a prefix; see `encoding`."""
         return encode_with_prefix(self.model, prefix, prompts)
 
-    def prefix_tokens(self, prefix: Prompt) -> int:
-        """Return the number of tokens that all prompts with a prefix share."""
-        return prefix_tokens(self.model, prefix)
+    def prefix_tokens(self, prefix: Prompt, *, first: bool = True) -> int:
+        """Return the number of tokens that all prompts with a prefix share; see `encoding`."""
+        return prefix_tokens(self.model, prefix, first=first)
 
     def start(
         self,

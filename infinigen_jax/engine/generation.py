@@ -18,7 +18,7 @@ from infinigen_jax.decode.finite_check import refuse
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch
 from infinigen_jax.engine.batching import IDLE, Owners, admission
-from infinigen_jax.engine.dispatch import Dispatcher
+from infinigen_jax.engine.dispatch import Dispatcher, Stepped
 from infinigen_jax.engine.memory_plan import check_memory
 from infinigen_jax.engine.prompts import Begun, PromptReader, rows_that_fit
 from infinigen_jax.engine.remedies import LENGTHS, Remedies
@@ -27,7 +27,7 @@ from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sampler import Drawn, Sampler, repetitions
 from infinigen_jax.engine.stats import Clock, Stats, stats_of
 from infinigen_jax.errors import InputError
-from infinigen_jax.prefill.prefill import Notify
+from infinigen_jax.prefill.prefill import Notify, Prefilled
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import LogProbs
 from infinigen_jax.settings.sampling import Sampling
@@ -122,7 +122,7 @@ class Run:
         self._reader.read_prefix(notify)
         read = self._reader.read(rows, self._begun, notify, last=not waiting)
         self.cache, self._sampler = read.cache, self._make_sampler(rows, self._begun.drawn)
-        self.drawn, self._log_probs = self._sampler.draw(read.logits, read.best)
+        self.drawn, self._log_probs = self._draw(self._sampler, read)
         self._begun = Begun.empty(0)  # its arrays were donated
         self.drawn.block_until_ready()
         self.clock.read_prompts()
@@ -136,8 +136,11 @@ class Run:
             [self._prompts[i] for i in numbers],
             [self._streams[i] for i in numbers],
             drawn,
-            log_probs=self._alternatives is not None,
         )
+
+    def _draw(self, sampler: Sampler, given: Prefilled | Stepped) -> Drawn:
+        """Draw tokens from the logits of a prefill or a step."""
+        return sampler.draw(given.logits, given.best, log_probs=self._alternatives is not None)
 
     @property
     def tokens_read(self) -> int:
@@ -153,7 +156,7 @@ class Run:
         self._make_room()
         stepped = self.dispatcher.step(self.cache, self.drawn)
         self.cache, self._place = stepped.cache, stepped.place
-        self.drawn, self._log_probs = self._sampler.draw(stepped.logits, stepped.best)
+        self.drawn, self._log_probs = self._draw(self._sampler, stepped)
         self.counts.append(stepped.counts)
 
     def predict(self, tokens: np.ndarray) -> jax.Array:
@@ -264,7 +267,7 @@ class Run:
         self.clock.step_went_on()
         before = compilations()
         read, sampler = self._reader.read([prompt]), self._make_sampler([prompt])
-        first = sampler.draw(read.logits, read.best)
+        first = self._draw(sampler, read)
         self._sampler.replace(row, sampler)
         at = jax.device_put(np.int32(row), Placement(self.runtime.mesh).whole)
         drawn = Drawn(self.drawn, self._log_probs)

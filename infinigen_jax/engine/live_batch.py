@@ -8,6 +8,7 @@ The cache then replaces an idle row. Shapes never change, so nothing is compiled
 of each chunk length, and a row's result does not depend on the other rows.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -84,8 +85,9 @@ class Reading:
         )
         self.done = end
 
-    def predict(self) -> tuple[Float[Array, "1 v"], Int[Array, " 1"]]:
-        """Return logits of the first new token of a complete prompt, and the most likely token."""
+    @functools.cached_property
+    def predicted(self) -> tuple[Float[Array, "1 v"], Int[Array, " 1"]]:
+        """Logits of the first new token of a complete prompt, and the most likely token."""
         assert self.complete and self._last is not None
         embedding = self._runtime.weights.params["embedding"]
         run = steps(self._runtime.decoder).predict
@@ -143,7 +145,7 @@ class LiveBatch:
         if not self.active.any():
             self._flush()
         self.cache, (self.logits, self.best) = self._admission.insert(
-            self.cache, (self.logits, self.best), reading.cache, reading.predict(), at
+            self.cache, (self.logits, self.best), reading.cache, reading.predicted, at
         )
         self.active[row], self.cached[row] = True, len(reading.tokens)
         self.budgets.replace(row, budget)

@@ -274,10 +274,10 @@ class LosslessRun(Run):
     def _log_probs_of(self, judged: Judged) -> Sequence[LogProbs | None]:
         """Return the log-probabilities of the full model's draws, per place in a round."""
         drawn = np.asarray(judged.verdict.drawn)
+        if self._alternatives is None:
+            return [None] * drawn.shape[1]
         flat = self._put(drawn.reshape(-1), self._at.batch)
         values = self._sampler.log_probs(judged.verdict.logits, flat)
-        if values is None:
-            return [None] * drawn.shape[1]
         arrays = [np.asarray(x).reshape(*drawn.shape, *x.shape[1:]) for x in values]
         return [LogProbs(*(x[:, place] for x in arrays)) for place in range(drawn.shape[1])]
 

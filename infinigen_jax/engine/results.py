@@ -23,10 +23,11 @@ class Choice(NamedTuple):
 
 def choices_of(log_probs: LogProbs, alternatives: int) -> list[Choice]:
     """Return the choice of each row, with the given number of likeliest tokens."""
-    rows = zip(*(np.asarray(array).tolist() for array in log_probs), strict=True)
+    drawn, top, tokens = (np.asarray(array) for array in log_probs)
+    pairs = top[:, :alternatives].tolist(), tokens[:, :alternatives].tolist()
     return [
-        Choice(drawn, list(zip(tokens, top, strict=True))[:alternatives])
-        for drawn, top, tokens in rows
+        Choice(log_prob, list(zip(tokens, top, strict=True)))
+        for log_prob, top, tokens in zip(drawn.tolist(), *pairs, strict=True)
     ]
 
 

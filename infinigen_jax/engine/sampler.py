@@ -67,7 +67,6 @@ class Sampler:
         prompts: tokens of each sequence so far, for the repetition penalty.
         streams: stream of random numbers of each sequence; 0 by default, see `sampling.uniforms`.
         drawn: number of tokens drawn before.
-        log_probs: whether to compute log-probabilities.
     """
 
     def __init__(
@@ -78,11 +77,9 @@ class Sampler:
         prompts: Sequence[Sequence[int]],
         streams: Sequence[int] | None = None,
         drawn: int = 0,
-        log_probs: bool = False,
     ):
         self._at, self._programs = Placement(mesh), sampling_programs(mesh)
-        self._vocabulary, self._log_probs = vocabulary, log_probs
-        self._rows = list(samplings)
+        self._vocabulary, self._rows = vocabulary, list(samplings)
         self._streams = np.array(streams or [0] * len(self._rows), np.int32)
         self._steps = np.full(len(self._rows), drawn, np.int32)
         self._history: History | None = None
@@ -100,6 +97,8 @@ class Sampler:
         logits: Float[Array, "b v"],
         best: Int[Array, " b"],
         allowed: np.ndarray | None = None,
+        *,
+        log_probs: bool = False,
     ) -> Drawn:
         """Draw the next token of each row, without waiting.
 
@@ -107,16 +106,17 @@ class Sampler:
             logits: logits of the next tokens.
             best: the most likely tokens.
             allowed: tokens that may be drawn, see `sampling.limited`; None for all.
+            log_probs: whether to compute log-probabilities.
         """
+        limited, tokens = logits, best
         if allowed is not None:
-            logits, best = self._programs.limit(logits, best, self._put(allowed))
-        tokens = best
+            limited, tokens = self._programs.limit(logits, best, self._put(allowed))
         if not self.greedy:
             tokens, self._count, self._history = self._programs.draw(
-                logits, self._settings, self._stream, self._count, self._history
+                limited, self._settings, self._stream, self._count, self._history
             )
         self._steps += 1
-        return Drawn(tokens, self.log_probs(logits, tokens))
+        return Drawn(tokens, self.log_probs(logits, tokens) if log_probs else None)
 
     @property
     def draws(self) -> Draws | None:
@@ -134,9 +134,9 @@ class Sampler:
         """Record the numbers of tokens that were drawn elsewhere."""
         self._steps += counts
 
-    def log_probs(self, logits: Float[Array, "b v"], tokens: Int[Array, " b"]) -> LogProbs | None:
-        """Return the log-probabilities of drawn tokens, if they are computed."""
-        return self._programs.log_probs(logits, tokens) if self._log_probs else None
+    def log_probs(self, logits: Float[Array, "n v"], tokens: Int[Array, " n"]) -> LogProbs:
+        """Return the log-probabilities of drawn tokens."""
+        return self._programs.log_probs(logits, tokens)
 
     def replace(self, row: int, other: "Sampler") -> None:
         """Replace the sequence of a row by that of a sampler with a single one."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from llguidance import LLMatcher
 
 from infinigen_jax.engine.live_batch import Reading
-from infinigen_jax.sampling import Sampling
 from infinigen_jax.server.answer import Answer, Piece
 from infinigen_jax.server.prefix_cache import Node
+from infinigen_jax.settings.sampling import Sampling
 
 
 class BusyError(Exception):

@@ -8,11 +8,12 @@ from llguidance import LLMatcher
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.row_budgets import budget_limit
 from infinigen_jax.errors import InputError
-from infinigen_jax.sampling import Sampling
 from infinigen_jax.server.grammar import Grammars
 from infinigen_jax.server.job import Job, RefusedError
 from infinigen_jax.server.limits import Limits
 from infinigen_jax.server.protocol import ChatCompletion, Completion, Generating
+from infinigen_jax.settings.sampling import Sampling
+from infinigen_jax.settings.setting import options_of
 from infinigen_jax.text.templates import render_chat
 
 MAX_TOKENS = 16  # of a completion, as in OpenAI's interface
@@ -132,9 +133,6 @@ def most_tokens(body: Generating) -> int | None:
 
 def sampling_of(body: Generating) -> Sampling:
     """Return the sampling settings of a request; without a seed, a random one."""
-    names = "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
-    given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
-    return Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature, seed=seed, **given
-    )
+    settings: dict[str, Any] = {"temperature": 1.0, "seed": secrets.randbits(32)}
+    given = {name: getattr(body, name) for name in options_of(Sampling)}
+    return Sampling(**settings | {name: x for name, x in given.items() if x is not None})

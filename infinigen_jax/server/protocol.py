@@ -1,13 +1,25 @@
 """Requests of OpenAI's interface, checked. What is not supported is refused, never ignored."""
 
+import abc
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
+from infinigen_jax.settings.setting import options_of
 
 MOST_ANSWERS = 8
 MOST_STOPS = 16
-MOST_LOG_PROBS = 20
 
 # Parameters that only their neutral value is accepted for.
 NEUTRAL = (*("best_of", "logit_bias", "modalities", "service_tier", "store", "suffix"),)
@@ -50,9 +62,10 @@ class Format(BaseModel):
         return self
 
 
-class Generating(BaseModel):
+class Generating(BaseModel, abc.ABC):
     """Parameters that both kinds of completions share.
 
+    Settings of `Sampling` have its names and limits, and OpenAI's limit of the temperature.
     Parameters in NEUTRAL are accepted with their neutral value alone.
     """
 
@@ -60,18 +73,18 @@ class Generating(BaseModel):
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 for all")
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    seed: int | None = None
+    temperature: float | None = Field(None, le=2)
+    top_p: float | None = None
+    top_k: int | None = Field(None, description="0 for all")
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: Annotated[int, AfterValidator(lambda seed: seed % 2**32)] | None = None
     n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
     stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
     ignore_eos: bool = Field(False, description="Go on after the end-of-text token")
     budget: float | None = Field(
         None, gt=0, le=1, description="Rows fetched at most, as a share of those cached"
@@ -92,14 +105,22 @@ class Generating(BaseModel):
         return self.n or 1
 
     @property
+    @abc.abstractmethod
     def top(self) -> int | None:
         """Number of most likely tokens to report for each token; None to report nothing."""
-        raise NotImplementedError
 
     @property
     def with_usage(self) -> bool:
         """Whether the last part of a stream has the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @field_validator(*options_of(Sampling))
+    @classmethod
+    def _check_sampling(cls, value: Any, field: ValidationInfo) -> Any:
+        check = options_of(Sampling)[str(field.field_name)].check
+        if value is not None and check is not None and (problem := check.problem(value)):
+            raise ValueError(problem)
+        return value
 
     @model_validator(mode="after")
     def _check_stream(self) -> "Generating":
@@ -130,9 +151,11 @@ class Completion(Generating):
         return self.logprobs
 
     @model_validator(mode="after")
-    def _check_echo(self) -> "Completion":
+    def _check_prompts(self) -> "Completion":
         if self.echo and self.logprobs is not None:
             raise ValueError("echo: not with logprobs")
+        if self.heat_map and len(self.prompts) > 1:
+            raise ValueError("heat_map: only with one prompt")
         return self
 
 

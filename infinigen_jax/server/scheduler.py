@@ -22,9 +22,8 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.heat_map import watch_heat
 from infinigen_jax.engine.live_batch import LiveBatch, Reading, chunk_lengths
 from infinigen_jax.engine.results import choices_of
-from infinigen_jax.engine.sampler import MOST_LOG_PROBS, Sampler, sampling_programs
+from infinigen_jax.engine.sampler import Drawn, Sampler
 from infinigen_jax.programs.compilations import compilations
-from infinigen_jax.sampling import Sampling
 from infinigen_jax.server.answer import Answer, Piece
 from infinigen_jax.server.grammar import allowed_tokens
 from infinigen_jax.server.job import (
@@ -38,6 +37,7 @@ from infinigen_jax.server.job import (
 from infinigen_jax.server.limits import READERS, Limits
 from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.prefix_cache import Node, PrefixCache
+from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,6 @@ class Scheduler:
         self._running: dict[int, Running] = {}
         self._unread: Unread | None = None
         self._compiled = 0
-        self._score = sampling_programs(engine.mesh).log_probs
         self._prefixes = None
         if limits.prefix_bytes:
             sizes = limits.capacity, limits.chunk, limits.prefix_bytes
@@ -176,17 +175,17 @@ class Scheduler:
         assert reading is not None
         self._live.join(0, reading)
         every = allowed_tokens({}, limits.rows, self.engine.model.config.vocab_size)
-        log_probs = None
+        drawn: Drawn | None = None
         to_flush = self.engine.decoder.policy.window + 1
         for sampling, number in zip(SAMPLINGS, (to_flush, 1, 1), strict=True):
             self._sampler.replace(0, self._sampler_of([sampling], [(0,)]))
             for _ in range(number):
-                tokens = self._sampler.draw(self._live.logits, self._live.best, every).tokens
-                log_probs = self._score(self._live.logits, tokens)
-                self._live.step(tokens)
+                logits, best = self._live.logits, self._live.best
+                drawn = self._sampler.draw(logits, best, every, log_probs=True)
+                self._live.step(drawn.tokens)
         if limits.heat_maps:
             self._live.step(self._live.best, watch_heat)
-        jax.block_until_ready((log_probs, self._live.logits))
+        jax.block_until_ready((drawn, self._live.logits))
         self._leave(0)
 
     def _wait(self) -> bool:
@@ -269,10 +268,9 @@ class Scheduler:
 
         The device computes the step while the tokens are turned into text.
         """
-        logits = self._live.logits
-        tokens = self._sampler.draw(logits, self._live.best, self._allowed()).tokens
         wanted = any(each.job.top is not None for each in self._running.values())
-        log_probs = self._score(logits, tokens) if wanted else None
+        given = self._live.logits, self._live.best, self._allowed()
+        tokens, log_probs = self._sampler.draw(*given, log_probs=wanted)
         heat = any(each.job.heat for each in self._running.values())
         before, running = self._unread, dict(self._running)
         cached = self._live.cached.copy()

@@ -1,5 +1,6 @@
 """Answers in the JSON of OpenAI's interface, whole and as the parts of a stream."""
 
+import abc
 import base64
 import secrets
 import time
@@ -11,7 +12,7 @@ from infinigen_jax.server.job import Job
 from infinigen_jax.server.protocol import ChatCompletion, Completion, Generating
 
 
-class Wire:
+class Wire(abc.ABC):
     """Response to one request.
 
     Attributes:
@@ -87,14 +88,17 @@ class Wire:
     def _part(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"object": self.part_kind, **self._frame, "choices": choices}
 
+    @abc.abstractmethod
     def _choice(self, number: int, text: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return the whole answer with a number."""
 
+    @abc.abstractmethod
     def _delta(self, number: int, text: str) -> dict[str, Any]:
-        return self._choice(number, text)
+        """Return a part of the answer with a number."""
 
+    @abc.abstractmethod
     def _log_probs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
-        raise NotImplementedError
+        """Return the log-probabilities of tokens, if they were asked for."""
 
     def _text(self, token: int) -> str:
         return self._tokenizer.decode([token])

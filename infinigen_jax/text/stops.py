@@ -6,13 +6,13 @@ from infinigen_jax.errors import ParameterError
 from infinigen_jax.text.detokenize import checked_text
 
 
-def checked_stops(stops: str | Sequence[str]) -> tuple[str, ...]:
+def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Return stop strings, a single one as a tuple."""
-    stops = (stops,) if isinstance(stops, str) else tuple(stops)
-    for stop in stops:
-        if not isinstance(stop, str) or not stop:
-            raise ParameterError("stop", "give a text of at least one character", repr(stop))
-        checked_text("--stop", stop)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise ParameterError("stop", "give a text of at least one character", repr(text))
+        checked_text("stop", text)
     return stops
 
 

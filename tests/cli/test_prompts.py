@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ def prepared(tokenizer, template, prefix="", **options):
         model=model,
         encode=lambda text, first: encode(model, text, first=first),
         encode_with_prefix=lambda *given: encode_with_prefix(model, *given),
-        prefix_tokens=lambda prefix: prefix_tokens(model, prefix),
+        prefix_tokens=functools.partial(prefix_tokens, model),
     )
     given = {"raw": False, "system": None, "chat_template": None, "max_new_tokens": None}
     return prepare_prompts(engine, argparse.Namespace(**given | options), PROMPTS, prefix)
@@ -63,7 +64,7 @@ def test_prompts_without_a_template(tokenizer):
     expected = [tokenizer.encode(prompt) for prompt in PROMPTS]
     for given in (prepared(tokenizer, None), prepared(tokenizer, TEMPLATE, raw=True)):
         assert given == (expected, 0, NEW_TOKENS)
-    with pytest.raises(InputError, match="--system: no chat template"):
+    with pytest.raises(InputError, match="system: no chat template"):
         prepared(tokenizer, None, system="Be brief.")
 
 

@@ -1,10 +1,13 @@
 """OpenAI's client against the server: results equal those of `generate`."""
 
+import base64
 import concurrent.futures
 import dataclasses
 import json
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import openai
 import pytest
 from runtime import SPARSE
@@ -126,6 +129,7 @@ REFUSED = {
     "new": {"extra_body": {"new": 1}},
     "prompt": {"prompt": ""},
     "budget": {"extra_body": {"budget": 0.9}},
+    "heat_map": {"prompt": [PROMPT, LONG], "stream": True, "extra_body": {"heat_map": True}},
     "lossless": {"extra_body": {"lossless": True}},
 }
 
@@ -252,6 +256,25 @@ def test_cached_prefix(served: Served):
     again = served.complete(LONG + "The end" + first.choices[0].text, max_tokens=8)
     whole = len(served.engine.encode(LONG + "The end"))
     assert again.usage.prompt_tokens_details.cached_tokens in range(cached, whole + 1)
+
+
+def test_a_heat_map_has_the_fetched_rows_of_each_token(served: Served):
+    """They are cached tokens that are not on the device, as many as the server counts."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    parts = list(served.complete(LONG, **options, extra_body={"heat_map": True}))
+    prompt, *answer, usage = (part.infinigen for part in parts)
+    assert "".join(prompt["prompt"]).endswith(LONG)
+    assert "".join(part.choices[0].text for part in parts[1:-1]) == served.expected([LONG]).texts[0]
+    assert "heads" not in answer[0] and len(answer) == 20
+    decoder, shares = served.engine.decoder, []
+    heads = decoder.config.num_kv_heads
+    for cached, info in enumerate(answer[1:], len(prompt["prompt"])):
+        assert (info["layers"], info["tokens"]) == (decoder.host_layers, cached)
+        heat = np.frombuffer(base64.b64decode(info["heads"]), np.uint8).reshape(-1, cached)
+        eligible = np.asarray(decoder.slots.eligible(jnp.array([cached]), cached))[0]
+        assert heat.max() <= heads and not heat[:, ~eligible].any()
+        shares.append(heat.sum() / (heat.size * heads))
+    assert min(shares) > 0 and usage["fetched_fraction"] == pytest.approx(np.mean(shares))
 
 
 def test_events_are_json(served: Served):

@@ -47,7 +47,7 @@ def test_restored_states_are_equal_bits(policy, settings):
     again, cached = read(made, prefixes, PROMPT)
     assert cached == 128
     one, two = (
-        (r.predict(), r.cache._replace(host=None, hot=()), np.asarray(r.cache.host)[..., :150, :])
+        (r.predicted, r.cache._replace(host=None, hot=()), np.asarray(r.cache.host)[..., :150, :])
         for r in (whole, again)
     )
     jax.tree.map(np.testing.assert_array_equal, one, two)
