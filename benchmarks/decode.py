@@ -27,9 +27,11 @@ import jax
 from benchmarks import machine, presets, shapes
 from benchmarks.files import RESULTS, note, write_json
 from benchmarks.measure import measure_context, model_facts
-from benchmarks.report import table
+from benchmarks.plots import checked_plot, draw_speeds
+from benchmarks.report import table, title
 from benchmarks.waves import Bench
 from infinigen_jax.cache.host_array import Placement, default_mesh
+from infinigen_jax.errors import run_command
 from infinigen_jax.loading.load import Model, load
 from infinigen_jax.planner import bandwidths
 
@@ -45,14 +47,16 @@ def main(argv: list[str] | None = None) -> int:
     name = f"{options.preset or 'decode-' + options.shape}-{machine.device_name()}.json"
     path = options.json or RESULTS / name
     os.environ |= machine.gpu_environment(shares=bool(set(options.systems) & set(presets.THEIRS)))
-    result = measure(options, path)
-    print(table(result))
-    note(f"written to {path}")
-    if options.plot:
-        from benchmarks.pictures import speeds
 
-        speeds(result, options.plot)
-    return 0
+    def run() -> None:
+        plot = checked_plot(options.plot and str(options.plot))
+        result = measure(options, path)
+        print(table(result))
+        note(f"written to {path}")
+        if plot is not None:
+            draw_speeds(plot, result["contexts"], title(result))
+
+    return run_command(run)
 
 
 def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:

@@ -19,12 +19,14 @@ import jax
 
 from benchmarks import machine, shapes
 from benchmarks.files import RESULTS, note, write_json
-from benchmarks.plots import Panel, checked_plot, draw
+from benchmarks.measure import turns
+from benchmarks.plots import checked_plot, draw_speeds
 from benchmarks.tables import entry_table
 from infinigen_jax.cli.options import read_policy
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
-from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.errors import Parser, run_command
+from infinigen_jax.evaluation.texts import common_length
 from infinigen_jax.loading.load import DTYPES, Model, load
 from infinigen_jax.policies import Full
 
@@ -105,23 +107,16 @@ def _model(options: argparse.Namespace, positions: int) -> Model:
     return shapes.peaked_model(shapes.SHAPES[options.shape], positions, options.dtype)
 
 
-def _prompt(model: Model, context: int, text: Path | None) -> list[int]:
-    if text is None:
-        return shapes.prompt(model.config, context)
-    ids = model.tokenizer.encode(text.read_text(encoding="utf-8")[: 16 * context])
-    if len(ids) < context:
-        raise InputError(f"{text}: {len(ids)} tokens; give a longer text")
-    return ids[:context]
-
-
 def _measure_context(model: Model, context: int, options: argparse.Namespace) -> dict[str, Any]:
-    prompt, systems = _prompt(model, context, options.text), dict[str, System]()
+    systems: dict[str, System] = {}
+    prompt = shapes.prompt(model.config, context)
+    if options.text:
+        prompt = shapes.text_tokens(model, options.text, context)
     for name in options.systems:
         note(f"{context} tokens: {name}")
         systems[name] = System(name, model, prompt, options)
     for number in range(options.rounds):
-        order = options.systems[number % len(systems) :] + options.systems[: number % len(systems)]
-        for name in order:
+        for name in turns(options.systems, number):
             systems[name].turn(options.tokens)
     return {"context": context, "systems": _entries(systems)}
 
@@ -141,9 +136,8 @@ def _entries(systems: dict[str, System]) -> dict[str, Any]:
             if hasattr(stats, key[0]):
                 entries[name][key[0]] = getattr(stats, key[0])
         if full is not None:
+            same = common_length(system.drawn, full.drawn)
             shorter = min(len(system.drawn), len(full.drawn))
-            pairs = zip(system.drawn[:shorter], full.drawn[:shorter], strict=True)
-            same = next((i for i, (one, other) in enumerate(pairs) if one != other), shorter)
             entries[name]["over_full"] = rate / statistics.median(full.rates)
             entries[name]["equal_tokens"] = f"{same} of {shorter}"
     return entries
@@ -156,15 +150,6 @@ def table(result: dict[str, Any]) -> str:
         entries = [{"system": name} | entry for name, entry in context["systems"].items()]
         lines += [f"### {context['context']} tokens of context", "", entry_table(COLUMNS, entries)]
     return "\n".join(lines)
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Draw tokens per second over the context."""
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for context in result["contexts"]:
-        for name, entry in context["systems"].items():
-            lines.setdefault(name, []).append((context["context"], entry["tokens_per_second"]))
-    draw(path, [Panel("context, tokens", "tokens per second", lines)], result["model"])
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -194,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         result = measure(options)
         print(table(result))
         if path is not None:
-            plot(result, path)
+            draw_speeds(path, result["contexts"], result["model"])
 
     return run_command(run)
 

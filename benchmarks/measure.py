@@ -27,7 +27,6 @@ from benchmarks.physics import (
     Traffic,
     cache_bytes,
     offloaded_traffic,
-    parameter_bytes,
     resident_traffic,
     traffic_of,
     weight_bytes,
@@ -37,7 +36,9 @@ from benchmarks.systems import Ours, StepTime, System, settings
 from benchmarks.waves import FEWEST_STEPS, Bench, absent_entry, needs_of, room_of, waves_of
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.texts import common_length
 from infinigen_jax.loading.load import Model
+from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.programs.compilations import compilations
 
 EXACT = ("transformers", "transformers-static", "full-device", "full-streamed")  # equal tokens
@@ -72,10 +73,8 @@ def prompts(bench: Bench, context: int) -> list[list[int]]:
     options, model = bench.options, bench.model
     if not options.model:
         return [shapes.prompt(model.config, context, seed) for seed in range(options.batch)]
-    ids = model.tokenizer.encode(options.text.read_text(encoding="utf-8"))
-    if len(ids) < context * options.batch:
-        raise InputError(f"{options.text}: {len(ids)} tokens; give a longer text")
-    return [ids[i * context : (i + 1) * context] for i in range(options.batch)]
+    ids = shapes.text_tokens(model, options.text, context * options.batch)
+    return [ids[i : i + context] for i in range(0, len(ids), context)]
 
 
 def _measure_wave(
@@ -120,7 +119,7 @@ def _measure_wave(
     exact = next((systems[name] for name in EXACT if name in systems), None)
     reference += [] if reference or exact is None else exact.drawn
     for name, system in systems.items() if reference else ():
-        entries[name]["first_tokens_equal_to_exact"] = _equal(system.drawn, reference)
+        entries[name]["first_tokens_equal_to_exact"] = common_length(system.drawn, reference)
     return entries
 
 
@@ -180,12 +179,6 @@ def _speed(bench: Bench, seconds: list[float]) -> dict[str, Any]:
     }
 
 
-def _equal(drawn: list[int], reference: list[int]) -> int:
-    """Return how many tokens precede the first difference."""
-    pairs = list(zip(drawn, reference, strict=False))
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-
-
 def _steps_entry(times: list[StepTime]) -> dict[str, Any]:
     """Return quantiles of single steps, and of Python's share of them."""
     if not times:
@@ -239,7 +232,7 @@ def _against_floor(bench: Bench, traffic: Traffic, round_seconds: float) -> dict
 def model_facts(model: Model) -> dict[str, Any]:
     """Return the model's sizes for the result file."""
     return {
-        "parameter_bytes": parameter_bytes(model),
+        "parameter_bytes": tree_bytes(model.params),
         "weight_bytes_per_step": weight_bytes(model),
         "cache_bytes_per_token": cache_bytes(model, 1, 1),
     }

@@ -9,7 +9,6 @@ notes.
 
 import argparse
 import dataclasses
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -127,15 +126,7 @@ def run(pieces: list[Piece], out: Path, seconds: float) -> dict[str, str]:
 
 def _check(summary: Path, log: Any) -> str:
     """Check the kernels once for all pieces; return the status."""
-    command = [sys.executable, "-m", "infinigen_jax.check_kernels"]
-    try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=first_use.LIMIT
-        )
-        status, text = f"status {done.returncode}", done.stdout
-    except subprocess.TimeoutExpired:
-        status, text = "out of time", ""
-    status = "done" if status == "status 0" else status
+    status, text = _status(["infinigen_jax.check_kernels"], first_use.LIMIT, log)
     summary.write_text(f"## kernels ({status})\n\n{text}\n")
     return status
 
@@ -144,7 +135,12 @@ def _run_piece(piece: Piece, out: Path, cap: float, limit: float, log: Any) -> t
     """Run a piece; return its status and its stdout."""
     command = [*piece.command, "--json", str(out / f"{piece.name}.json")]
     command += ["--cap-seconds", f"{cap:.0f}"]
-    status, text = run_within(command, limit, log, dict(piece.environment))
+    return _status(command, limit, log, dict(piece.environment))
+
+
+def _status(command: list[str], limit: float, *given: Any) -> tuple[str, str]:
+    """Run a command with `run_within`; return its status in words and its stdout."""
+    status, text = run_within(command, limit, *given)
     if status is None:
         return "out of time", text
     return "done" if status == 0 else f"status {status}", text

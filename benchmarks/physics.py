@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import jax
-
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.memory_plan import plan_memory
@@ -44,8 +42,7 @@ def traffic_of(run: Run, context: int) -> Traffic:
 def weight_bytes(model: Model) -> int:
     """Return the bytes read per token: all weights, with one row of the embedding table."""
     head = model.params["embedding"]["tokens" if model.config.tie_embeddings else "head"]
-    leaves = jax.tree.leaves((model.params["layers"], head))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return tree_bytes((model.params["layers"], head))
 
 
 def cache_bytes(model: Model, batch: int, context: int) -> int:
@@ -79,8 +76,3 @@ def memory_of_theirs(name: str, model: Model, batch: int, tokens: int) -> Memory
     if name == "transformers-static":
         return Memory(rows, 0)
     return Memory(rows + 2 * layer, 0)  # a layer is copied to append a token
-
-
-def parameter_bytes(model: Model) -> int:
-    """Return the bytes of all weights."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))

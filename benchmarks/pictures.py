@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks.files import RESULTS, note
 from benchmarks.plots import Panel, checked_plot, draw
@@ -72,19 +71,6 @@ def steps(folder: Path, path: Path) -> None:
     axis.legend()
     figure.savefig(path)
     plt.close(figure)
-
-
-def speeds(result: dict[str, Any], path: Path) -> None:
-    """Draw tokens per second over context, from a result of `benchmarks.decode`."""
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for context in result["contexts"]:
-        for name, entry in context["systems"].items():
-            if "absent" not in entry:
-                point = context["context"], entry["tokens_per_second"]
-                lines.setdefault(name, []).append(point)
-    settings = result["settings"]
-    title = f"{settings['shape']}, batch {settings['batch']}, {settings['dtype']}"
-    draw(path, [Panel("context, tokens", "tokens per second", lines)], title)
 
 
 def main(argv: list[str] | None = None) -> int:

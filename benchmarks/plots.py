@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.files.output import checked_output
@@ -74,3 +75,14 @@ def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
         plt.close(figure)
+
+
+def draw_speeds(path: Path, contexts: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Draw tokens per second over context, from the measured systems of each context."""
+    lines: dict[str, list[Point]] = {}
+    for context in contexts:
+        for name, entry in context["systems"].items():
+            if "absent" not in entry:
+                point = context["context"], entry["tokens_per_second"]
+                lines.setdefault(name, []).append(point)
+    draw(path, [Panel("context, tokens", "tokens per second", lines)], title)

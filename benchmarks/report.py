@@ -32,13 +32,18 @@ BREAKDOWN = {
 }
 
 
+def title(result: dict[str, Any]) -> str:
+    """Return the model, the batch size and the dtype as text."""
+    settings = result["settings"]
+    model = result["model"].get("name") or f"{settings['shape']} shape"
+    return f"{model}, batch {settings['batch']}, {settings['dtype']}"
+
+
 def table(result: dict[str, Any]) -> str:
     """Format the whole result in Markdown."""
-    settings, described = result["settings"], result["machine"]
-    link = result["host_to_device_bytes_per_second"]
-    model = result["model"].get("name") or f"{settings['shape']} shape"
+    described, link = result["machine"], result["host_to_device_bytes_per_second"]
     lines = [
-        f"{model}, batch {settings['batch']}, {settings['dtype']}; "
+        f"{title(result)}; "
         f"{described['cpu']}, {described['cores']} cores, {described['device']}; memory read at "
         f"{result['memory_read_bytes_per_second'] / 1e9:.1f} GB/s"
         + (f", host to device at {link / 1e9:.1f} GB/s" if link else "")

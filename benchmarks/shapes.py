@@ -11,6 +11,7 @@ applied to the state after resident attention, so a step costs the same as with 
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from infinigen_jax.checkpoint.skew_file import Ahead
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
 from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
+from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import Basis, Model
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf
 from infinigen_jax.skew.basis import svd_basis
@@ -143,6 +145,19 @@ def _projection_ahead(config: ModelConfig, layer: Params) -> Params:
 def prompt(config: ModelConfig, tokens: int, seed: int = 1) -> list[int]:
     """Return random token ids."""
     return np.random.default_rng(seed).integers(0, config.vocab_size, tokens).tolist()
+
+
+def text_tokens(model: Model, text: Path, count: int) -> list[int]:
+    """Return the first `count` tokens of a text.
+
+    Raises:
+        InputError: the text is shorter.
+    """
+    with text.open(encoding="utf-8") as file:
+        ids = model.tokenizer.encode(file.read(16 * count))
+    if len(ids) < count:
+        raise InputError(f"{text}: {len(ids)} tokens; give a longer text")
+    return ids[:count]
 
 
 class _Shapes(NamedTuple):

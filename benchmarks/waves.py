@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.physics import Memory, memory_of, memory_of_theirs, parameter_bytes
+from benchmarks.physics import Memory, memory_of, memory_of_theirs
 from benchmarks.presets import is_ours
 from benchmarks.systems import MARGIN, settings
 from infinigen_jax.engine.engine import Engine
@@ -18,6 +18,7 @@ from infinigen_jax.machine.memory_limits import (
     available_device_bytes,
     available_host_bytes,
     pinned_pool_limit_bytes,
+    tree_bytes,
 )
 
 Note = Callable[[str], None]
@@ -75,7 +76,7 @@ def needs_of(bench: Bench, context: int) -> tuple[dict[str, Memory], dict[str, A
             need = memory_of(engine, options.batch, total)
         else:
             need = memory_of_theirs(name, model, options.batch, total)
-        gigabytes = (parameter_bytes(model) + need.device) / 1e9
+        gigabytes = (tree_bytes(model.params) + need.device) / 1e9
         if options.device_memory and gigabytes > options.device_memory:
             reason = f"needs {gigabytes:.1f} GB of device memory, {options.device_memory:g} allowed"
             absent[name] = absent_entry("refused", reason) | {"device_gigabytes": gigabytes}

@@ -9,9 +9,10 @@ import argparse
 import copy
 import dataclasses
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
-from benchmarks.figures.common import Measured, finish, measure
+from benchmarks.figures.common import Measured, finish, measure, over
 from benchmarks.figures.common import add_options as add_evaluation_options
 from benchmarks.plots import Panel
 from infinigen_jax.errors import InputError
@@ -57,11 +58,14 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         measured = _measure_length(arguments, length, say)
         lines += [line | {"length": length} for line in measured.lines]
     assert measured is not None
+    titles = {
+        "perplexity": "perplexity",
+        "perplexity_change_percent": "perplexity above the full cache's, %",
+    }
     panels = [
-        Panel("length, tokens", "perplexity", _points(lines, "perplexity")),
-        Panel("length, tokens", "perplexity above the full cache's, %",
-              _points(lines, "perplexity_change_percent")),
-    ]  # fmt: skip
+        Panel("length, tokens", title, over(lines, itemgetter("policy"), itemgetter("length"), key))
+        for key, title in titles.items()
+    ]
     # Settings that differ between lengths belong to the lines.
     measured.session.record["settings"] |= {"kept": arguments.kept, "window": None, "context": None}
     finish(
@@ -108,11 +112,3 @@ def keeping(name: str, kept: int, length: int) -> str:
     if any(field.name == "layer_budgets" for field in dataclasses.fields(POLICIES[name])):
         settings["layer_budgets"] = "equal"
     return f"{name}:{','.join(f'{key}={value}' for key, value in settings.items())}"
-
-
-def _points(lines: list[dict[str, Any]], value: str) -> dict[str, list[Any]]:
-    points: dict[str, list[Any]] = {}
-    for line in lines:
-        if line[value] is not None:
-            points.setdefault(line["policy"], []).append((line["length"], line[value]))
-    return points

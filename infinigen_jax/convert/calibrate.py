@@ -292,10 +292,6 @@ def _projected(
     return layer.finish_query(projected(projection, inputs), positions, lengths)
 
 
-Products = Float[Array, "w k d d"]
-Sums = tuple[Products, Products, Float[Array, "w k d"], Products, Products]
-
-
 @functools.cache
 def _step(config: ModelConfig, source: str | None, sliding: int | None) -> Callable[..., Any]:
     """Compile the pass of one layer over all windows, once for all layers of a kind.

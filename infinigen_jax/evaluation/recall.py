@@ -30,10 +30,7 @@ from infinigen_jax.evaluation.session import (
 )
 from infinigen_jax.evaluation.statistics import mean_and_error
 from infinigen_jax.evaluation.texts import read_text
-from infinigen_jax.evaluation.windows import (
-    add_window_options,
-    cut_windows,
-)
+from infinigen_jax.evaluation.windows import add_window_options, cut_windows
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine

@@ -25,7 +25,7 @@ from infinigen_jax.evaluation.session import (
     traffic_of,
 )
 from infinigen_jax.evaluation.statistics import mean_and_error
-from infinigen_jax.evaluation.texts import prefixed, read_text
+from infinigen_jax.evaluation.texts import common_length, prefixed, read_text
 from infinigen_jax.numeric import number, whole_number
 
 if TYPE_CHECKING:
@@ -149,9 +149,7 @@ def prepare(group: list[Item], model: "Model") -> tuple[list[list[int]], int, in
         )
     decoded = 1
     for item, prompt in zip(group, prompts, strict=True):
-        context = prefixed(model.tokenizer, item.context)
-        pairs = zip(context, prompt, strict=False)
-        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        common = common_length(prefixed(model.tokenizer, item.context), prompt)
         decoded = max(decoded, len(prompt) - common)
     return prompts, decoded, max(answer_tokens(item.answer, counting(model)) for item in group)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,12 @@ def prefixed(tokenizer: Any, text: str) -> list[int]:
     return wrapped[: in_front + len(plain)] if plain else wrapped
 
 
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the number of leading tokens that two sequences share."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
 def beginning(tokenizer: Any, config: "ModelConfig") -> int:
     """Return the token before a text without a context.
 
@@ -144,12 +151,7 @@ def split_context(
     stripped = context.rstrip(" ")
     whole = prefixed(tokenizer, context + text)
     context_tokens = prefixed(tokenizer, stripped)
-    common = 0
-    for a, b in zip(context_tokens, whole, strict=False):
-        if a != b:
-            break
-        common += 1
-    common = min(common, len(whole) - 1)
+    common = min(common_length(context_tokens, whole), len(whole) - 1)
     if not text or common < 0:
         raise InputError(f"nothing to score after {context[-40:]!r}; give a text")
     return whole[:common] or [first], whole[common:]

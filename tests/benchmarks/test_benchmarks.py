@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from benchmarks import decode, machine, memory, pictures, presets, report, shapes
+from benchmarks import decode, machine, memory, plots, presets, report, shapes
 from benchmarks.measure import turns
 from benchmarks.physics import Memory, resident_traffic, traffic_of
 from benchmarks.systems import MARGIN, settings
@@ -332,5 +332,5 @@ def test_machine_measures_memory():
 @pytest.mark.bench
 def test_plot(result, tmp_path):
     pytest.importorskip("matplotlib")
-    pictures.speeds(result, tmp_path / "figure.svg")
+    plots.draw_speeds(tmp_path / "figure.svg", result["contexts"], report.title(result))
     assert (tmp_path / "figure.svg").stat().st_size > 1000
