@@ -35,7 +35,6 @@ class Watched(NamedTuple):
     """One layer of a step with its inputs and outputs, for a `Watch` function.
 
     Attributes:
-        layer: number of the layer in the model.
         params: parameters of the layer.
         before, after: carry into the layer and out of it.
         local: rows of the layer on the device, including the current token's.
@@ -45,7 +44,6 @@ class Watched(NamedTuple):
         positions: positions of the current tokens.
     """
 
-    layer: int
     params: Params
     before: Carry
     after: Carry
@@ -144,7 +142,7 @@ def step(
             at = numbers[host_index] if host_index >= 0 else None
             selection = decoder.target(weights, read, states or read.states, host_index, at)
             read_arrays = inputs.place, selection, read.host, live.lengths
-            watched = Watched(i, params, before, carry, local[i], *read_arrays)
+            watched = Watched(params, before, carry, local[i], *read_arrays)
             carry, record = watch(decoder, watched)
             records.append(record)
         if i + 1 < len(stored):  # `brought`: the next layer's parameters, if from host memory
@@ -200,7 +198,6 @@ class Steps(NamedTuple):
     Attributes:
         fused: a whole step; returns logits of the next tokens and the most likely ones.
         checked: `fused`, with the first stage that is not finite (see `decode.finite_check`).
-        watched: `fused`, with the records of a `Watch`.
         pieces: programs of the layerwise schedule.
         predict: logits and most likely tokens, the last program of a layerwise step.
         flush: write one host layer's ring to the host.
@@ -209,7 +206,6 @@ class Steps(NamedTuple):
 
     fused: Any
     checked: Any
-    watched: Any
     pieces: Pieces
     predict: Any
     flush: Any
@@ -246,13 +242,6 @@ def steps(decoder: Decoder) -> Steps:
         place = first_place((first, *finite, last), positions)
         return new._replace(lengths=positions + 1), logits, best, counts, place
 
-    def watched(
-        weights: Weights, read: ReadCache, live: StepCache, tokens: Array, *, watch: Watch
-    ) -> tuple:
-        x, new, counts, records = layers(weights, read, live, tokens, watch)
-        predicted = decoder.predict(weights.params["embedding"], x)
-        return new._replace(lengths=live.lengths + 1), *predicted, counts, records
-
     def predict(params: Params, x: Array, lengths: Array) -> tuple:
         return *decoder.predict(params, x), lengths + 1
 
@@ -285,13 +274,6 @@ def steps(decoder: Decoder) -> Steps:
     return Steps(
         fused=program(fused, predicted, donate_argnums=2),
         checked=program(checked, (*predicted, at.batch), donate_argnums=2),
-        watched=jax.jit(
-            watched,
-            static_argnames="watch",
-            donate_argnums=2,
-            out_shardings=(*predicted, at.batch),
-            compiler_options=step_options(decoder),
-        ),
         pieces=Pieces(
             embed=program(pieces.embed, Carry(at.batch, None, counts)),
             bring=bring,

@@ -65,23 +65,16 @@ class Dispatcher:
 
         Args:
             cache: cache of the batch; the arrays that the step replaces are donated.
-            watch: see `Run.watch`.
+            watch: function called between the layers' programs, if any; the step then uses the
+                layerwise schedule, with equal results.
         """
         with jax.transfer_guard("disallow"):
             arguments = (self.weights, *cache.parts(self.decoder.policy.observes), tokens)
-            if watch is not None:
-                *outcome, records = self._steps.watched(*arguments, watch=watch)
-                return Stepped(cache.stepped(outcome[0]), *outcome[1:], records=records)
-            if self._layerwise:
-                return self._by_layer(cache, *arguments)
+            if self._layerwise or watch is not None:
+                return self._by_layer(cache, *arguments, watch)
             run = self._steps.checked if self._check else self._steps.fused
             new, logits, best, counts, *place = run(*arguments)
             return Stepped(cache.stepped(new), logits, best, counts, place)
-
-    def watch_layers(self, cache: Cache, tokens: Int[Array, " b"], watch: Watch) -> Stepped:
-        """Dispatch a step of the layerwise schedule, with `watch` called between its programs."""
-        arguments = (self.weights, *cache.parts(self.decoder.policy.observes), tokens)
-        return self._by_layer(cache, *arguments, watch=watch)
 
     def _by_layer(
         self,
@@ -90,7 +83,7 @@ class Dispatcher:
         read: ReadCache,
         live: StepCache,
         tokens: Array,
-        watch: Watch | None = None,
+        watch: Watch | None,
     ) -> Stepped:
         pieces, numbers = self._steps.pieces, self.numbers
         arguments = self.decoder, pieces, numbers, weights, read, live, tokens, watch

@@ -191,7 +191,7 @@ class Run:
         """Dispatch a step as `predict` does, and record values of every layer.
 
         Args:
-            watch: function traced into the step. Reuse the function object to avoid compilations.
+            watch: function called between the layers, see `Dispatcher.step`.
             tokens: [b] tokens at the next position, int32.
 
         Returns:

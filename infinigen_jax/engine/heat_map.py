@@ -17,7 +17,7 @@ from infinigen_jax.decode.steps import Watched
 
 
 def watch_heat(decoder: Decoder, watched: Watched) -> tuple[Carry, UInt8[Array, "b t"] | None]:
-    """Return a layer's heads by token; a `Watch` function for `Dispatcher.watch_layers`."""
+    """Return a layer's heads by token; a `Watch` function."""
     if watched.selection is None:
         return watched.after, None
     assert watched.host is not None

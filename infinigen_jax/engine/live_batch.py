@@ -161,7 +161,7 @@ class LiveBatch:
         An active row must have room for the token.
 
         Args:
-            watch: see `Dispatcher.watch_layers`; results are equal.
+            watch: see `Dispatcher.step`.
 
         Returns:
             The step's counts and records; its other arrays belong to the batch.
@@ -171,10 +171,7 @@ class LiveBatch:
             self._rest()
         if due:
             self._flush()
-        if watch is None:
-            stepped = self._dispatcher.step(self.cache, tokens)
-        else:
-            stepped = self._dispatcher.watch_layers(self.cache, tokens, watch)
+        stepped = self._dispatcher.step(self.cache, tokens, watch)
         self.cache, self.logits, self.best = stepped.cache, stepped.logits, stepped.best
         self.cached += 1
         self._since_flush += 1

@@ -1,9 +1,8 @@
 """Study of a layer's attention in a decode step, compared with full attention and an oracle.
 
-The functions are callbacks of `Run.watch`, traced into the engine's step after each layer. They
-read the layer's whole cache from the host and compute attention over all rows, over the rows the
-policy attended, and over the oracle's. The rows are those of past tokens; the current token is
-always attended.
+`Run.watch` runs the study as a program after each layer of a step. It reads the layer's whole cache
+from the host and computes attention over all rows, over the rows the policy attended, and over the
+oracle's. The rows are those of past tokens; the current token is always attended.
 
     attended     resident (sinks, window) + fetched by the policy
     oracle's     resident                 + as many rows of the highest true scores
@@ -13,6 +12,7 @@ always attended.
 rows (perplexity includes it).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.cache.host_array import read_block
 from infinigen_jax.cache.layers import Resident
+from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.sparse_attention import fetched_part, tail_term
 from infinigen_jax.decode.state import Carry, Fetched
@@ -29,8 +30,8 @@ from infinigen_jax.decode.steps import Watched
 from infinigen_jax.ops.attention import Part, attend_weighted, soft_capped
 from infinigen_jax.ops.indexing import put
 from infinigen_jax.ops.top_k import top_mask
-from infinigen_jax.policies import Policy
-from infinigen_jax.selection.select import Request, budget_rows, group_rank
+from infinigen_jax.policies.base import Budgeted
+from infinigen_jax.selection.select import Request, group_rank
 
 
 class Seen(NamedTuple):
@@ -56,9 +57,19 @@ class Seen(NamedTuple):
 
 def watch(decoder: Decoder, watched: Watched) -> tuple[Carry, Seen | None]:
     """Compare, and continue with the policy's output of the layer."""
-    if watched.place is None or watched.selection is None:
-        return watched.after, None  # no selection
-    assert watched.host is not None
+    selects = watched.place is not None and watched.selection is not None
+    return watched.after, _program(decoder)(watched) if selects else None
+
+
+@functools.lru_cache(maxsize=16)
+def _program(decoder: Decoder) -> Any:
+    study = functools.partial(compare, decoder)
+    return jax.jit(study, compiler_options=step_options(decoder))
+
+
+def compare(decoder: Decoder, watched: Watched) -> Seen:
+    """Return the numbers of a layer that selects rows."""
+    assert watched.host is not None and watched.place is not None
     config, slots, positions = decoder.config, decoder.slots, watched.positions
     layer = decoder.blueprint.layer(watched.params)
     a = layer.attention_input(watched.before.x)
@@ -79,7 +90,7 @@ def watch(decoder: Decoder, watched: Watched) -> tuple[Carry, Seen | None]:
     near, far = weights[..., : slots.size], weights[..., slots.size :]
     request = _request(decoder, watched, a, capacity)
     fetched = _marked(request, capacity) & eligible[:, None]
-    wanted = _wanted(_policy(decoder, watched), request, positions, eligible)
+    wanted = _wanted(decoder, watched, request, eligible)
     # Rank like the policy `oracle`: the group's softmax over the eligible rows, summed.
     best = top_mask(group_rank(far_scores), wanted) & eligible[:, None]
     everything, had, could = _attended(near, resident.values, far, rows, fetched, best)
@@ -98,7 +109,7 @@ def watch(decoder: Decoder, watched: Watched) -> tuple[Carry, Seen | None]:
         return layer.attention_output(o.reshape(o.shape[0], config.num_heads, -1))
 
     whole = output(everything)
-    seen = Seen(
+    return Seen(
         mass(fetched),
         mass(best),
         _entries(fetched),
@@ -107,14 +118,13 @@ def watch(decoder: Decoder, watched: Watched) -> tuple[Carry, Seen | None]:
         _relative(output(had), whole),
         _relative(output(could), whole),
     )
-    return watched.after, seen
 
 
 def _request(decoder: Decoder, watched: Watched, a: Float[Array, "b e"], capacity: int) -> Request:
     """Return the request whose rows the layer attended to."""
     if watched.before.fetched is not None:
         return watched.before.fetched.request
-    # The layer selected for itself; the function is pure, and XLA computes it once.
+    # The layer selected for itself; the same selection again.
     assert watched.selection is not None
     return decoder.select(watched.selection, a, watched.positions, capacity)
 
@@ -136,19 +146,16 @@ def _with_tail(
     return attend_weighted(q, resident, part, tail=tail, cap=cap)[0]
 
 
-def _policy(decoder: Decoder, watched: Watched) -> Policy:
-    """Return the policy with the layer's budget."""
-    return decoder.budget_policy(decoder.host_number(watched.layer))
-
-
 def _wanted(
-    policy: Policy, request: Request, positions: Int[Array, " b"], eligible: Bool[Array, "b t"]
+    decoder: Decoder, watched: Watched, request: Request, eligible: Bool[Array, "b t"]
 ) -> Int[Array, "b k"]:
     """Return the rows that the budget allows; without a budget, the rows requested."""
-    budget: Any = getattr(policy, "budget", None)
-    if budget is None:
+    if not isinstance(decoder.policy, Budgeted):
         return request.count
-    rows = jnp.minimum(budget_rows(budget, positions), _entries(eligible))
+    assert watched.selection is not None
+    share = watched.selection.weights.get("share")
+    rows = decoder.policy.most_rows(watched.positions, eligible.shape[1], share=share)
+    rows = jnp.minimum(rows, _entries(eligible))
     return jnp.broadcast_to(rows[:, None], request.count.shape)
 
 
