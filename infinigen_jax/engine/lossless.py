@@ -301,6 +301,7 @@ class LosslessRun(Run):
 
     def _warm_up(self, ends: Array) -> None:
         """Compile and time the verifications of all sizes; they change nothing."""
+        self._rest()  # compiles its program as well
         tokens = self._steps.begin(self.drawn, size=size_of(self._length.most))
         drafted = Drafted(tokens, 0, self.drawn, self.owners.owner, [], [])
         for size in self._length.sizes:
