@@ -1,13 +1,4 @@
-"""Continuous batching: a waiting prompt is admitted when another prompt ends.
-
-    row    0        1        2          a row of the batch, and of every array of the cache
-    owner  prompt 0 prompt 4 -          -: idle; its length is 0, so that nothing is fetched
-
-A new prompt is prefilled alone, into a cache of one sequence. This cache then replaces a row of the
-batch. Shapes do not change, so the compiled programs are reused. The rows of a batch then differ in
-length, which is safe: a flush writes the last `window` rows of each sequence every `window` steps.
-Every row is therefore on the host before it leaves the ring, regardless of when its sequence began.
-"""
+"""Continuous batching: a waiting prompt takes the row of one that has ended; see `engine.batch`."""
 
 import collections
 import functools
@@ -23,6 +14,7 @@ from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, read_block, shared_slots, write_block
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
+from infinigen_jax.programs.program import Program
 
 IDLE = -1
 
@@ -32,14 +24,12 @@ class Owners:
 
     Attributes:
         owner: [b] prompt of each row, or IDLE. Replaced, never changed in place.
-        cached: [b] tokens in the cache, including those of all dispatched steps.
         waiting: prompts that have not been admitted yet, in order.
     """
 
     def __init__(self, prompt_lengths: np.ndarray, rows: int):
         self._prompt_lengths = prompt_lengths
         self.owner = np.arange(rows)
-        self.cached = prompt_lengths[:rows].copy()
         self.waiting = collections.deque(range(rows, len(prompt_lengths)))
         self._steps: list[tuple[np.ndarray, np.ndarray]] = []
 
@@ -52,27 +42,21 @@ class Owners:
         """Mask of the idle rows, [b]."""
         return self.owner == IDLE
 
-    def step(self) -> None:
-        """Record that a decode step was dispatched."""
-        self._steps.append((self.owner, self.cached.copy()))
-        self.cached += 1
+    def step(self, cached: np.ndarray) -> None:
+        """Record that a decode step is dispatched after `cached` tokens, [b]."""
+        self._steps.append((self.owner, cached))
 
-    def draft(self, owner: np.ndarray, steps: int) -> None:
-        """Record drafted steps, which add no tokens to the cache, and the owners at that time."""
-        self._steps += [(owner, self.cached + step) for step in range(steps)]
+    def draft(self, owner: np.ndarray, cached: np.ndarray, steps: int) -> None:
+        """Record drafted steps after `cached` tokens, and the owners at that time."""
+        self._steps += [(owner, cached + step) for step in range(steps)]
 
     def leave(self, row: int) -> None:
         """Record that the prompt of a row has ended."""
         self.owner = np.where(np.arange(self.rows) == row, IDLE, self.owner)
 
     def give(self, row: int, prompt: int) -> None:
-        """Assign a row to a prompt, whose tokens it has cached."""
+        """Assign a row to a prompt."""
         self.owner = np.where(np.arange(self.rows) == row, prompt, self.owner)
-        self.cached[row] = self._prompt_lengths[prompt]
-
-    def rest(self) -> None:
-        """Record that the lengths of idle rows were set to 0."""
-        self.cached[self.idle] = 0
 
     def history(self, steps_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return, for all steps so far, which rows count and the tokens cached before, [steps, b].
@@ -108,7 +92,7 @@ def admission(decoder: Decoder) -> Admission:
     cache = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
     return Admission(
         insert=jax.jit(replace, donate_argnums=0, out_shardings=(cache, at.batch)),
-        rest=jax.jit(rest, out_shardings=at.batch),
+        rest=Program(rest, (), out_shardings=at.batch),
     )
 
 

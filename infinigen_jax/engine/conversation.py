@@ -206,7 +206,7 @@ class Conversation:
         """Store the state of a run for the next turn."""
         run.settle()
         drawn += len(run.new_tokens[0])
-        self._begun = Begun(run.cache, [int(run.owners.cached[0])], drawn)
+        self._begun = Begun(run.cache, [int(run.cached[0])], drawn)
 
 
 # Settings missing from older files, with the values in effect then.

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.cache.cache import Cache
-from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.decode.finite_check import refuse
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch
-from infinigen_jax.engine.batching import IDLE, Owners, admission
-from infinigen_jax.engine.dispatch import Dispatcher, Stepped
+from infinigen_jax.engine.batch import Batch
+from infinigen_jax.engine.batching import IDLE, Owners
+from infinigen_jax.engine.dispatch import Stepped
 from infinigen_jax.engine.memory_plan import check_memory
 from infinigen_jax.engine.prompts import Begun, PromptReader, rows_that_fit
 from infinigen_jax.engine.remedies import LENGTHS, Remedies
@@ -34,11 +33,10 @@ from infinigen_jax.settings.sampling import Sampling
 from infinigen_jax.text.texts import Texts
 
 
-class Run:
+class Run(Batch):
     """A generation in progress; create it with `Engine.start`.
 
     Attributes:
-        cache: current cache; replaced by every step, which is donated its arrays.
         drawn: [b] next tokens, not cached yet.
         counts: numbers of selected and moved rows of each decode step.
         clock: times so far.
@@ -49,8 +47,6 @@ class Run:
         new_tokens: tokens drawn and read back so far, per prompt.
         log_probs: log-probabilities of each new token, per prompt, if asked for.
     """
-
-    cache: Cache
 
     def __init__(
         self,
@@ -76,11 +72,8 @@ class Run:
             fit: whether to reduce the batch size until it fits into memory.
         """
         self.clock = Clock()
-        self.runtime = runtime
-        self.decoder = runtime.decoder
         self.max_new_tokens = max_new_tokens
         self.prompt_lengths = np.array([len(p) for p in prompts], np.int32)
-        self.dispatcher = Dispatcher(runtime)
         self._prompts, self._sampling = prompts, sampling
         self._streams = repetitions(prompts, sampling)
         longest = int(self.prompt_lengths.max())
@@ -92,13 +85,13 @@ class Run:
         rows = min(batch or len(prompts), len(prompts))
         if fit:
             rows = rows_that_fit(runtime, reader, longest, rows)
+        super().__init__(runtime, self.prompt_lengths[:rows])
         self.owners, self._reader = Owners(self.prompt_lengths, rows), reader(rows)
         begun = begun or Begun.empty(rows)
         self.capacity, self.slots = self._reader.capacity, self._reader.slots
         cached, waiting = min(begun.cached), bool(self.owners.waiting)
         self.plan = self._reader.plan(rows, cached)
         self.phases = self._reader.phases(rows, cached, waiting=waiting)
-        self._admission = admission(self.decoder) if waiting else None
         if begun.cache is None:
             lengths = LENGTHS if capacity is None else ("`context`",)
             may_pool = capacity is None and not self._reader.shared
@@ -106,7 +99,6 @@ class Run:
             for plan in self.phases:
                 check_memory(plan, runtime.device, remedies)
         compilations()
-        self._since_flush = 0
         self.counts: list[Counts] = []
         self._place: Sequence[jax.Array] = ()
         self._begun, self._alternatives = begun, log_probs
@@ -153,11 +145,9 @@ class Run:
         Raises:
             InputError: if the cache is full.
         """
-        self._make_room()
-        stepped = self.dispatcher.step(self.cache, self.drawn)
-        self.cache, self._place = stepped.cache, stepped.place
+        stepped = self._step(self.drawn)
+        self._place = stepped.place
         self.drawn, self._log_probs = self._draw(self._sampler, stepped)
-        self.counts.append(stepped.counts)
 
     def predict(self, tokens: np.ndarray) -> jax.Array:
         """Dispatch one decode step over given tokens instead of drawn ones, without waiting.
@@ -202,83 +192,48 @@ class Run:
     def _force(
         self, tokens: np.ndarray, watch: Watch | None = None
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        self._make_room()
-        stepped = self.dispatcher.step(self.cache, self.dispatcher.place(tokens), watch)
-        self.cache, self.drawn = stepped.cache, stepped.best
-        self.counts.append(stepped.counts)
+        stepped = self._step(self.dispatcher.place(tokens), watch)
+        self.drawn = stepped.best
         return _log_softmax(stepped.logits), stepped.records
 
-    def settle(self) -> None:
-        """Write all cached rows to the host."""
-        self.cache = self.dispatcher.flush(self.cache)
-        self._since_flush = 0
-
-    def _make_room(self) -> None:
-        if int(self.owners.cached.max()) >= self.capacity:
+    def _step(self, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
+        if int(self.cached[~self.idle].max(initial=0)) >= self.capacity:
             raise InputError(f"the cache of {self.capacity} tokens is full; start a longer run")
-        # The flush before the first step changes nothing. It compiles the program, so that neither
-        # the first token nor a later step waits for the compilation.
-        if not self.counts or self._since_flush == self.decoder.policy.window:
-            if not self.counts:
-                self._rest()  # compiles its program as well
+        if not self.counts:
+            # Both change nothing before the first step. They compile their programs, so that
+            # neither the first token nor a later step waits for the compilation.
+            self._rest()
             self.settle()
-        self._since_flush += 1
-        self.owners.step()
+        self.owners.step(self.cached)
+        stepped = super()._step(tokens, watch)
+        self.counts.append(stepped.counts)
+        return stepped
 
-    def _rest(self) -> None:
-        """Set the lengths of idle rows to 0, in a run that admits prompts.
-
-        Called for every step with an idle row: otherwise the row would grow beyond the capacity.
-        A run without waiting prompts ends before that.
-        """
-        if self._admission is None:
-            return
-        idle = jax.device_put(self.owners.idle, Placement(self.runtime.mesh).batch)
-        self.cache = self.cache._replace(lengths=self._admission.rest(self.cache.lengths, idle))
-        self.owners.rest()
+    @property
+    def idle(self) -> np.ndarray:
+        return self.owners.idle
 
     def _admit(self) -> None:
-        """Reset idle rows and assign them to waiting prompts."""
-        if not self.owners.idle.any():
-            return
-        self._rest()
-        if not self._admits():
-            return
-        idle = np.flatnonzero(self.owners.idle)
-        for row in idle[: len(self.owners.waiting)]:
-            self._begin(self.owners.waiting.popleft(), int(row))
-        self.settle()  # as before the first step
-
-    def _admits(self) -> bool:
-        """Return whether a waiting prompt can be admitted now.
-
-        If a flush evicts rows or fills pages, all rows must be at the same step of the window.
-        """
-        if not self.owners.waiting:
-            return False
-        policy = self.decoder.policy
-        at_flush = policy.paged or self.decoder.pool is not None
-        return not at_flush or self._since_flush == policy.window or bool(self.owners.idle.all())
+        """Give idle rows to waiting prompts."""
+        if self.owners.waiting and self.can_join:
+            for row in np.flatnonzero(self.idle)[: len(self.owners.waiting)]:
+                self._begin(self.owners.waiting.popleft(), int(row))
 
     def _begin(self, prompt: int, row: int) -> None:
         """Process a prompt outside the batch and insert its cache and first token into a row."""
-        assert self._admission is not None
         self.drawn.block_until_ready()
         self.clock.step_went_on()
         before = compilations()
         read, sampler = self._reader.read([prompt]), self._make_sampler([prompt])
         first = self._draw(sampler, read)
         self._sampler.replace(row, sampler)
-        at = jax.device_put(np.int32(row), Placement(self.runtime.mesh).whole)
-        drawn = Drawn(self.drawn, self._log_probs)
-        self.cache, drawn = self._admission.insert(self.cache, drawn, read.cache, first, at)
-        self.drawn, self._log_probs = drawn
+        drawn, size = Drawn(self.drawn, self._log_probs), int(self.prompt_lengths[prompt])
+        self.drawn, self._log_probs = self._insert(row, read.cache, size, drawn, first)
         self.owners.give(row, prompt)
         self.drawn.block_until_ready()
         self.clock.read_prompts()
         # Compilations for the first prompt of a chunk length belong to the warm-up.
-        read = int(self.prompt_lengths[prompt]) - self._reader.shared
-        length = self._reader.chunk_length(read, 1)
+        length = self._reader.chunk_length(size - self._reader.shared, 1)
         if self._compiled is not None and length not in self._admitted_lengths:
             self._compiled += compilations() - before
         self._admitted_lengths.add(length)
@@ -297,7 +252,7 @@ class Run:
             values = self._take(np.asarray(drawn), eos, log_probs)
             self.clock.step(decoded)
             yield values
-            if self.owners.idle.all() and not self.owners.waiting:
+            if self.idle.all() and not self.owners.waiting:
                 return
             if not ahead and self._goes_on(0):
                 self.advance()  # not earlier: the first token does not wait for the compilation
@@ -334,6 +289,7 @@ class Run:
     def _leave(self, row: int) -> None:
         self.owners.leave(row)
         self._sampler.leave(row)
+        self._left = True
 
     def choices(self, tokens: list[int | None]) -> list[Choice | None] | None:
         """Return the choices of one step's tokens; None if they were not asked for."""

@@ -1,11 +1,7 @@
 """Batch for prompts that arrive at any time: sequences join and leave between decode steps.
 
-    row        0          1      2           a row of every array of the batch
-    sequence   running    idle   running     an idle row has length 0 and fetches nothing
-
-A prompt is read alone, in chunks of few fixed lengths, into a cache of one sequence (`Reading`).
-The cache then replaces an idle row. Shapes never change, so nothing is compiled after the first use
-of each chunk length, and a row's result does not depend on the other rows.
+A prompt is read in chunks of few fixed lengths (`Reading`), so that nothing is compiled after the
+first use of each length. A row's result does not depend on the other rows.
 """
 
 import functools
@@ -18,8 +14,8 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.decode.steps import Watch, steps
-from infinigen_jax.engine.batching import admission
-from infinigen_jax.engine.dispatch import Dispatcher, Stepped
+from infinigen_jax.engine.batch import Batch
+from infinigen_jax.engine.dispatch import Stepped
 from infinigen_jax.engine.row_budgets import RowBudgets
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.errors import ParameterError
@@ -97,42 +93,30 @@ class Reading:
         return jax.device_put(array, Placement(self._runtime.mesh).batch)
 
 
-class LiveBatch:
+class LiveBatch(Batch):
     """Batch of `rows` sequences, each with room for `capacity` tokens.
 
     Attributes:
-        cache: cache of all rows; replaced by every step.
         logits: [rows, v] logits of each row's next token, float32; see `Sampler`.
         best: [rows] most likely next tokens.
         active: [rows] mask of the rows that hold a sequence.
         budgets: budgets of the rows.
-        cached: [rows] tokens in the cache, including those of all dispatched steps.
     """
 
     def __init__(self, runtime: Runtime, rows: int, capacity: int):
         if runtime.settings.lossless:
             raise ParameterError("lossless", "not where prompts arrive at any time; leave it out")
-        self._runtime, self._at = runtime, Placement(runtime.mesh)
-        self._dispatcher = Dispatcher(runtime)
+        super().__init__(runtime, np.zeros(rows, np.int32))
         self.budgets = RowBudgets(runtime, rows)
-        self._admission = admission(runtime.decoder)
-        self.cache = empty_cache(runtime.decoder, rows, capacity)
-        vocabulary = runtime.model.config.vocab_size
+        self.cache = empty_cache(self.decoder, rows, capacity)
+        vocabulary = self.decoder.config.vocab_size
         zeros = np.zeros((rows, vocabulary), np.float32), np.zeros(rows, np.int32)
         self.logits, self.best = jax.device_put(zeros, self._at.batch)
         self.active = np.zeros(rows, bool)
-        self.cached = np.zeros(rows, np.int32)
-        self._since_flush, self._left = 0, False
 
     @property
-    def can_join(self) -> bool:
-        """Whether a sequence may join now.
-
-        If a flush fills pages, all rows must be at the same step of the window.
-        """
-        policy = self._runtime.decoder.policy
-        waits = policy.paged and self._since_flush not in (0, policy.window)
-        return not waits or not self.active.any()
+    def idle(self) -> np.ndarray:
+        return ~self.active
 
     def join(self, row: int, reading: Reading, budget: float | None = None) -> None:
         """Copy a complete prompt into an idle row; the reading can join further rows.
@@ -141,15 +125,11 @@ class LiveBatch:
             budget: see `RowBudgets.replace`.
         """
         assert self.can_join and not self.active[row]
-        at = jax.device_put(np.int32(row), self._at.whole)
-        if not self.active.any():
-            self._flush()
-        self.cache, (self.logits, self.best) = self._admission.insert(
-            self.cache, (self.logits, self.best), reading.cache, reading.predicted, at
-        )
-        self.active[row], self.cached[row] = True, len(reading.tokens)
+        others, size = (self.logits, self.best), len(reading.tokens)
+        others = self._insert(row, reading.cache, size, others, reading.predicted)
+        (self.logits, self.best), self.active[row] = others, True
         self.budgets.replace(row, budget)
-        self._dispatcher.weights = self.budgets.weights
+        self.dispatcher.weights = self.budgets.weights
 
     def leave(self, row: int) -> None:
         """Make a row idle."""
@@ -166,26 +146,9 @@ class LiveBatch:
         Returns:
             The step's counts and records; its other arrays belong to the batch.
         """
-        due = self._since_flush == self._runtime.decoder.policy.window
-        if due or self._left:
-            self._rest()
-        if due:
-            self._flush()
-        stepped = self._dispatcher.step(self.cache, tokens, watch)
-        self.cache, self.logits, self.best = stepped.cache, stepped.logits, stepped.best
-        self.cached += 1
-        self._since_flush += 1
+        stepped = self._step(tokens, watch)
+        self.logits, self.best = stepped.logits, stepped.best
         return stepped
-
-    def _rest(self) -> None:
-        """Set the lengths of idle rows to 0, so that they never fill the cache."""
-        idle = jax.device_put(~self.active, self._at.batch)
-        self.cache = self.cache._replace(lengths=self._admission.rest(self.cache.lengths, idle))
-        self.cached[~self.active], self._left = 0, False
-
-    def _flush(self) -> None:
-        self.cache = self._dispatcher.flush(self.cache)
-        self._since_flush = 0
 
 
 def chunk_lengths(chunk: int) -> list[int]:

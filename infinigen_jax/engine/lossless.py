@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.decode.finite_check import Places, refuse
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.engine.batching import IDLE
@@ -121,7 +120,7 @@ class LosslessRun(Run):
         most = runtime.most_drafted
         self._length = DraftLength(most, fixed=runtime.settings.draft_tokens is not None)
         self._of_conversation = options.get("capacity") is not None
-        self._steps, self._at = verdict_steps(self.decoder), Placement(runtime.mesh)
+        self._steps = verdict_steps(self.decoder)
         self._numbers = [self._put(np.int32(i), self._at.whole) for i in range(most + 1)]
         self._tally, self._open = Tally(), None
         self._taken = np.zeros(self.owners.rows, np.int32)
@@ -141,7 +140,7 @@ class LosslessRun(Run):
         """Commit the tokens that were taken of an open round; other rows are on the host."""
         if self._open is not None:
             self._commit(self._open, self._put(self._taken.copy(), self._at.batch))
-            self.owners.cached = self.owners.cached + self._taken
+            self.cached = self.cached + self._taken
             self._open = None
 
     def tokens(self, *, ignore_eos: bool = False) -> Iterator[list[int | None]]:
@@ -157,7 +156,7 @@ class LosslessRun(Run):
         yield from self._admit_prompts(eos)
         self._reset_room()
         drafted: Drafted | None = None
-        while not self.owners.idle.all():
+        while not self.idle.all():
             if self._compiled is None:
                 self._warm_up(ends)
             if drafted is None:
@@ -187,7 +186,7 @@ class LosslessRun(Run):
             stepped = self.dispatcher.step(self.cache, token)
             self.cache = stepped.cache
             counts.append(stepped.counts)
-            places += stepped.place and [stepped.place]
+            places += stepped.place
             token, tokens = self._steps.draft(tokens, number, stepped.logits, stepped.best, draws)
         if saved is not None:
             self.cache = restore(self.decoder, self.cache, saved)
@@ -197,7 +196,7 @@ class LosslessRun(Run):
         """Return the number of tokens to draft."""
         owner = self.owners.owner
         needed = [self.max_new_tokens - len(self.new_tokens[i]) for i in owner if i != IDLE]
-        positions = self.decoder.config.max_positions - 1 - int(self.owners.cached.max())
+        positions = self.decoder.config.max_positions - 1 - int(self.cached.max())
         most = min(max(needed, default=1) - 1 - bool(unread), positions - unread)
         return self._length.choose(max(0, most))
 
@@ -213,7 +212,7 @@ class LosslessRun(Run):
         size = warm_up or self._length.size(drafted.count)
         cached = self.decoder, self.runtime.weights, self.cache
         verified = verify(*cached, drafted.tokens, size, places)
-        active = self._put(~self.owners.idle & (warm_up is None), self._at.batch)
+        active = self._put(~self.idle & (warm_up is None), self._at.batch)
         inputs = drafted.tokens, self._room, active, ends, self._sampler.draws
         verdict = self._steps.judge(embedding, verified.x, *inputs)
         return Judged(drafted, verified, verdict, places)
@@ -250,10 +249,10 @@ class LosslessRun(Run):
         tested = np.where(ended, accepted, np.minimum(counts, drafted.count))
         self._length.record(int(accepted.sum()), int(tested.sum()))
         self.counts += drafted.counts
-        self.owners.draft(drafted.owner, drafted.count)
-        self._tally.add(drafted.count, counts, self.owners.cached)
+        self.owners.draft(drafted.owner, self.cached, drafted.count)
+        self._tally.add(drafted.count, counts, self.cached)
         if not self._of_conversation:
-            self.owners.cached = self.owners.cached + counts
+            self.cached = self.cached + counts
         self._sampler.count_drawn(counts)
         self.clock.step(int(counts.sum()))
         return counts
@@ -278,25 +277,27 @@ class LosslessRun(Run):
             return [None] * drawn.shape[1]
         flat = self._put(drawn.reshape(-1), self._at.batch)
         values = self._sampler.log_probs(judged.verdict.logits, flat)
-        arrays = [np.asarray(x).reshape(*drawn.shape, *x.shape[1:]) for x in values]
+        arrays: list[Any] = [np.asarray(x).reshape(*drawn.shape, *x.shape[1:]) for x in values]
         return [LogProbs(*(x[:, place] for x in arrays)) for place in range(drawn.shape[1])]
 
     def _admit_prompts(self, eos: frozenset[int]) -> Iterator[list[int | None]]:
         """Give idle rows to waiting prompts, and yield their first tokens."""
-        while self.owners.waiting and self.owners.idle.any():
+        while self.owners.waiting and self.idle.any():
             before = self.owners.owner
+            self._rest()
             self._admit()
             new = self.owners.owner != before
             yield self._take(np.where(new, np.asarray(self.drawn), -1), eos, self._log_probs)
             self._reset_room()
 
-    def _admits(self) -> bool:
-        return bool(self.owners.waiting)  # between rounds every row is on the host
+    @property
+    def can_join(self) -> bool:
+        return True  # between rounds every row is on the host
 
     def _reset_room(self) -> None:
         """Count the tokens that each row may still get."""
         length = [0 if i == IDLE else len(self.new_tokens[i]) for i in self.owners.owner]
-        room = np.where(self.owners.idle, 0, self.max_new_tokens - np.array(length))
+        room = np.where(self.idle, 0, self.max_new_tokens - np.array(length))
         self._room = self._put(room.astype(np.int32), self._at.batch)
 
     def _warm_up(self, ends: Array) -> None:

@@ -233,7 +233,7 @@ async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
     except Exception as error:
         if not isinstance(error, RefusedError | UnavailableError):
             logger.exception("a stream failed")
-        yield event(json.loads(_failure(error).body))
+        yield event(json.loads(bytes(_failure(error).body)))
     yield "data: [DONE]\n\n"
 
 

@@ -248,7 +248,7 @@ class Scheduler:
         for intake in [intake for intake in self._intakes if intake.complete]:
             job = intake.job
             while intake.joined < job.answers:
-                idle = np.flatnonzero(~self._live.active)
+                idle = np.flatnonzero(self._live.idle)
                 if not len(idle) or not self._live.can_join:
                     return
                 row, number = int(idle[0]), intake.joined
@@ -273,7 +273,7 @@ class Scheduler:
         tokens, log_probs = self._sampler.draw(*given, log_probs=wanted)
         heat = any(each.job.heat for each in self._running.values())
         before, running = self._unread, dict(self._running)
-        cached = self._live.cached.copy()
+        cached = self._live.cached
         stepped = self._live.step(tokens, watch_heat if heat else None)
         self._unread = Unread(stepped, running, cached)
         drawn = np.asarray(tokens)

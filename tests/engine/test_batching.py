@@ -76,10 +76,10 @@ def test_idle_rows_rest():
     assert run.capacity == 128
     resting = 0
     for _ in run.tokens():
-        for row in np.flatnonzero(run.owners.idle & ~run.owners.idle.all()):
+        for row in np.flatnonzero(run.idle & ~run.idle.all()):
             resting += 1
-            assert run.owners.cached[row] == np.asarray(run.cache.lengths)[row]
-            assert run.owners.cached[row] <= max(SPARSE.window, len(PROMPTS[1]) + end + 1) + 1
+            assert run.cached[row] == np.asarray(run.cache.lengths)[row]
+            assert run.cached[row] <= max(SPARSE.window, len(PROMPTS[1]) + end + 1) + 1
     assert run.new_tokens == [tokens_of(made, [prompt], 60)[0] for prompt in prompts]
     assert len(run.new_tokens[2]) > 30 < resting
     selected = np.stack([np.asarray(counts.selected) for counts in run.counts])
@@ -102,8 +102,8 @@ def test_rows_that_end_between_flushes(policy, settings):
     stopping = with_ends(made, expected[0][end])
     run = stopping.start(prompts, max_new_tokens=99, batch=2)
     for _ in run.tokens():
-        assert np.array_equal(run.owners.cached, run.cache.lengths)
-        assert run.owners.cached.max() <= run.capacity == 128
+        assert np.array_equal(run.cached, run.cache.lengths)
+        assert run.cached.max() <= run.capacity == 128
     assert run.new_tokens == [expected[0][: end + 1], *expected[1:]]
 
 
@@ -112,7 +112,7 @@ def test_rows_that_end_between_flushes(policy, settings):
 def test_owners_against_a_list(data):
     lengths = np.array(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6)), np.int32)
     rows = data.draw(st.integers(1, len(lengths)))
-    owners = Owners(lengths, rows)
+    owners, tokens = Owners(lengths, rows), lengths[:rows]
     steps = dict.fromkeys(range(len(lengths)), 0)  # of each prompt
     history = []
     for _ in range(data.draw(st.integers(0, 20))):
@@ -121,11 +121,13 @@ def test_owners_against_a_list(data):
         )
         for owner in owners.owner.tolist():
             steps[owner] = steps.get(owner, 0) + 1
-        owners.step()
+        owners.step(tokens)
+        tokens = tokens + 1
         row = data.draw(st.integers(0, rows - 1))
         if data.draw(st.booleans()):
             owners.leave(row)
             if owners.waiting:
+                tokens[row] = lengths[owners.waiting[0]]
                 owners.give(row, owners.waiting.popleft())
     counted = np.array(data.draw(st.lists(st.integers(0, 9), min_size=6, max_size=6)))
     kept, cached = owners.history(counted[: len(lengths)])

@@ -30,7 +30,7 @@ def serve(made: Engine, prompts: list[list[int]], new: int = NEW) -> list[list[i
             reading = Reading(made.runtime, prompt, CAPACITY, CHUNK)
         if reading is not None and not reading.complete:
             reading.advance()
-        free = np.flatnonzero(~live.active)
+        free = np.flatnonzero(live.idle)
         if reading is not None and reading.complete and len(free) and live.can_join:
             live.join(int(free[0]), reading)
             owner[int(free[0])], reading = number, None

@@ -1,0 +1,99 @@
+"""A batch's cache between decode steps: flushes, and rows that change hands.
+
+    row        0          1      2           a row of every array of the cache
+    sequence   running    idle   running     an idle row has a length of at most a window
+
+A new sequence is prefilled alone, into a cache of one sequence, which then replaces an idle row.
+Shapes never change, so the compiled programs are reused. The rows of a batch differ in length. This
+is safe: a flush writes the last `window` rows of each sequence every `window` steps. Every row is
+therefore on the host before it leaves the ring, regardless of when its sequence began.
+"""
+
+import abc
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.decode.steps import Watch
+from infinigen_jax.engine.batching import admission
+from infinigen_jax.engine.dispatch import Dispatcher, Stepped
+from infinigen_jax.engine.runtime import Runtime
+
+
+class Batch(abc.ABC):
+    """Sequences that are decoded together.
+
+    Attributes:
+        runtime, decoder: model, and the functions of its steps.
+        dispatcher: compiled steps.
+        cache: cache of all rows; replaced by every step, which is donated its arrays.
+        cached: [b] tokens in the cache, including those of all dispatched steps. Replaced, never
+            changed in place.
+    """
+
+    cache: Cache
+
+    def __init__(self, runtime: Runtime, cached: np.ndarray):
+        self.runtime, self.decoder, self.cached = runtime, runtime.decoder, cached
+        self.dispatcher, self._at = Dispatcher(runtime), Placement(runtime.mesh)
+        self._admission = admission(self.decoder)
+        self._since_flush, self._left = 0, False
+
+    @property
+    @abc.abstractmethod
+    def idle(self) -> np.ndarray:
+        """Mask of the rows without a sequence, [b]."""
+
+    @property
+    def can_join(self) -> bool:
+        """Whether a sequence may replace an idle row now.
+
+        If a flush evicts rows or fills pages, all rows must be at the same step of the window.
+        """
+        policy = self.decoder.policy
+        at_flush = policy.paged or self.decoder.pool is not None
+        return not at_flush or self._since_flush in (0, policy.window) or bool(self.idle.all())
+
+    def settle(self) -> None:
+        """Write all cached rows to the host."""
+        self.cache = self.dispatcher.flush(self.cache)
+        self._since_flush = 0
+
+    def _step(self, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
+        """Dispatch a step over the next token of each row; see `Dispatcher.step`."""
+        due = self._since_flush == self.decoder.policy.window
+        if due or self._left:
+            self._rest()
+        if due:
+            self.settle()
+        stepped = self.dispatcher.step(self.cache, tokens, watch)
+        self.cache, self.cached = stepped.cache, self.cached + 1
+        self._since_flush += 1
+        return stepped
+
+    def _insert(self, row: int, one: Cache, tokens: int, others: Any, new: Any) -> Any:
+        """Replace an idle row.
+
+        Args:
+            one: cache of the sequence, with `tokens` tokens.
+            others, new: tree of further arrays, and the sequence's row of each.
+
+        Returns:
+            The other arrays.
+        """
+        if self.idle.all():
+            self.settle()
+        at = jax.device_put(np.int32(row), self._at.whole)
+        self.cache, others = self._admission.insert(self.cache, others, one, new, at)
+        self.cached = np.where(np.arange(len(self.cached)) == row, tokens, self.cached)
+        return others
+
+    def _rest(self) -> None:
+        """Set the lengths of idle rows to 0, so that they never fill the cache."""
+        idle = jax.device_put(self.idle, self._at.batch)
+        self.cache = self.cache._replace(lengths=self._admission.rest(self.cache.lengths, idle))
+        self.cached, self._left = np.where(self.idle, 0, self.cached), False
