@@ -122,10 +122,12 @@ class Running:
         while not self.scheduler.ready.wait(0.1):
             assert self.scheduler.failure is None, self.scheduler.failure
         port = self._socket.getsockname()[1]
-        return Served(self.scheduler.engine, self.scheduler, port)
+        self._served = Served(self.scheduler.engine, self.scheduler, port)
+        return self._served
 
     def __exit__(self, *_: Any) -> None:
         self._server.should_exit = True
         self._thread.join(30)
         self._socket.close()
+        self._served.client.close()
         assert not self._thread.is_alive()
