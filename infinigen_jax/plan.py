@@ -63,7 +63,7 @@ def plan(arguments: argparse.Namespace) -> None:
     output = checked_output("json", arguments.json)
     policy = make_policy(arguments)
     from infinigen_jax.checkpoint.source import checked_source, read_config
-    from infinigen_jax.loading.load import checked_dtype, model_folder
+    from infinigen_jax.loading.load import check_weight_dtype, checked_dtype, model_folder
     from infinigen_jax.machine.backend import start_backend
     from infinigen_jax.planner.advice import advise
     from infinigen_jax.planner.forecast import Planner, conversion_of
@@ -81,6 +81,7 @@ def plan(arguments: argparse.Namespace) -> None:
     # A device with memory of its own is one that runs in bfloat16 by default.
     wanted = arguments.dtype or ("bfloat16" if machine.separate else None)
     dtype = checked_dtype(wanted)
+    check_weight_dtype(arguments.weight_dtype)
     planner = Planner(config, dtype, conversion_of(folder, config), policy, arguments, machine)
     advice = advise(planner, arguments.batch, arguments.context)
     print(report(advice, Path(arguments.model or folder), dtype.name, arguments))

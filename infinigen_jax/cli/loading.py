@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from infinigen_jax.cli.options import (
     DEFAULT_MODEL,
+    load_settings,
     make_engine,
     make_policy,
     options_without_effect,
@@ -29,8 +30,7 @@ def load_engine(arguments: argparse.Namespace, say: Messages) -> "Engine":
         for line in unused_options(arguments):
             say(line)
         widen_pinned_pool()
-        given = {"weights": arguments.weights or "device", "revision": arguments.revision}
-        model = load(arguments.model, arguments.dtype, notify=say, **given)
+        model = load(arguments.model, notify=say, **load_settings(arguments))
         engine = make_engine(model, policy, arguments)
         for line in options_without_effect(arguments, engine):
             say(line)

@@ -66,6 +66,16 @@ def add_model_options(add: Callable[..., Any]) -> None:
     add("--revision", metavar="R", help=REVISION_HELP)
 
 
+def load_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `load` that options decide."""
+    return {
+        "dtype": arguments.dtype,
+        "weights": arguments.weights or "device",
+        "weight_dtype": arguments.weight_dtype,
+        "revision": arguments.revision,
+    }
+
+
 def add_settings(
     group: Any,
     kind: Any,
@@ -144,6 +154,11 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     group = parser.add_argument_group("memory and precision")
     group.add_argument(
         "--dtype", help="float32, bfloat16 or float16 (default: float32 on the CPU, else bfloat16)"
+    )
+    group.add_argument(
+        "--weight-dtype",
+        metavar="T",
+        help="bfloat16, int8 or int4 for the model's matrices alone (default: --dtype)",
     )
     add_settings(group, EngineOptions, MEMORY_OPTIONS, several=several)
     experts = parser.experts if isinstance(parser, Parser) else parser

@@ -1,7 +1,7 @@
 """Attention to requested rows in proportion to their number, where host and device share memory.
 
 KV heads request very different numbers of rows, and a request is padded to the largest number
-allowed. The valid rows are therefore cut into work items (`ops.work_items`). A loop reads ITEMS
+allowed. The valid rows are therefore cut into work items (`ops.work_items`). A loop reads some
 items of any heads and attends to them, so that they stay in the CPU's cache. The items of a head
 are combined at the end in a fixed order, so that a sequence's sums do not depend on the others.
 """
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from infinigen_jax.ops.attention import Softmax, extend_softmax, packed, start_softmax
 from infinigen_jax.ops.barriers import compute_once
 from infinigen_jax.ops.compaction import mark_starts, marks_at, running_counts
-from infinigen_jax.ops.work_items import ITEMS, cut_items, most_items
+from infinigen_jax.ops.work_items import cut_items, items_at_once, most_items
 from infinigen_jax.selection.select import Request
 
 # Reads the rows of some work items, given the KV head of each item (sequences and KV heads counted
@@ -41,7 +41,8 @@ def attend_requested(
     heads, n = b * k, request.slots.shape[2]
     count = request.count.reshape(heads)
     items, most = cut_items(count), most_items(n)
-    room = heads * most + ITEMS
+    at_once = items_at_once(heads, most)
+    room = heads * most + at_once
     queries = q.reshape(heads, g, d)
     if request.marks is None:
         slots = request.slots.reshape(heads, n)
@@ -55,21 +56,21 @@ def attend_requested(
 
         def search() -> Array:
             slots_of_items = marks_at(
-                marks, lax.dynamic_slice_in_dim(starts, i * ITEMS, ITEMS), head
+                marks, lax.dynamic_slice_in_dim(starts, i * at_once, at_once), head
             )
             return jnp.where(valid, slots_of_items, 0)  # beyond the count
 
         return compute_once(search)
 
     def visit(i: Array, results: Any) -> Any:
-        head, place = items.places(i, ITEMS)
+        head, place = items.places(i, at_once)
         valid = place < count[head][:, None]
         place = jnp.minimum(place, n - 1)
         part = packed(read(head, place, find(i, head, place, valid)), valid[None])
         query = queries[head][None]
         softmax = extend_softmax(start_softmax(query), query, part, cap)
         return jax.tree.map(
-            lambda kept, new: lax.dynamic_update_slice_in_dim(kept, new[0], i * ITEMS, axis=0),
+            lambda kept, new: lax.dynamic_update_slice_in_dim(kept, new[0], i * at_once, axis=0),
             results,
             (softmax, part.taken(d) if sums else None),
         )
@@ -77,7 +78,7 @@ def attend_requested(
     taken = jnp.zeros((room, d), jnp.float32) if sums else None
     empty = start_softmax(jnp.zeros((1, room, g, d), q.dtype))
     results: Any = jax.tree.map(lambda x: x[0], empty), taken
-    results = lax.fori_loop(jnp.int32(0), items.loops(ITEMS), visit, results)
+    results = lax.fori_loop(jnp.int32(0), items.loops(at_once), visit, results)
     place = jnp.arange(most, dtype=jnp.int32)[None]
     valid_items = place < items.counts[:, None]
     place = jnp.where(valid_items, items.begin[:, None] + place, 0)

@@ -152,6 +152,7 @@ def _engine(options: dict[str, Any]) -> "Engine":
     from infinigen_jax.cli.options import (
         add_engine_options,
         add_model_options,
+        load_settings,
         make_engine,
         make_policy,
         read_policy,
@@ -170,9 +171,7 @@ def _engine(options: dict[str, Any]) -> "Engine":
     options = {n: value for n, value in options.items() if n not in behind} | {"policy": policy}
     arguments = parser.parse_args([_option(*item) for item in options.items()])
     policy = make_policy(arguments)
-    given = {"weights": arguments.weights or "device", "revision": arguments.revision}
-    model = load(arguments.model, arguments.dtype, **given)
-    return make_engine(model, policy, arguments)
+    return make_engine(load(arguments.model, **load_settings(arguments)), policy, arguments)
 
 
 def _option(name: str, value: Any) -> str:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from infinigen_jax.cli.options import (
     add_engine_options,
     add_model_options,
+    load_settings,
     options_without_effect,
     unused_options,
 )
@@ -104,8 +105,8 @@ class Session:
         self.folder = model_folder(self.arguments.model, self.arguments.revision)
         widen_pinned_pool()
         keep_programs()
-        given = self.arguments
-        model = load(self.folder, given.dtype, notify=self.say, weights=given.weights or "device")
+        settings = load_settings(self.arguments) | {"revision": None}
+        model = load(self.folder, notify=self.say, **settings)
         check(self.chosen, model)
         if len(model.config.sliding_layers) == model.config.num_layers:
             self.say("all layers attend to a window that the device keeps: nothing is selected")

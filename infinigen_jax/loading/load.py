@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,8 @@ from infinigen_jax.machine.memory_limits import (
     tree_bytes,
     widen_pool_to,
 )
-from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
+from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint, small_weights
+from infinigen_jax.models.small_weights import shrink
 from infinigen_jax.numeric import listed
 from infinigen_jax.settings.engine import EngineOptions
 from infinigen_jax.settings.setting import check_setting
@@ -209,6 +210,7 @@ def load(
     verify: bool = True,
     notify: Callable[[str], None] = logger.warning,
     weights: str = "device",
+    weight_dtype: str | None = None,
     revision: str | None = None,
 ) -> Model:
     """Load a converted folder, a Hugging Face folder, a GGUF file or a model on the hub.
@@ -222,6 +224,8 @@ def load(
         notify: called with a line of text if the model has to be converted first.
         weights: "device", or "host" to keep the layers' weights in host memory, see
             `transfer.host_weights`.
+        weight_dtype: "bfloat16", "int8" or "int4" for the matrices alone, see
+            `models.small_weights`; by default `dtype`.
         revision: branch, tag or commit of a model on the hub.
 
     Raises:
@@ -231,10 +235,12 @@ def load(
     start_backend()
     chosen = checked_dtype(dtype)
     check_setting(EngineOptions, "weights", weights)
+    check_weight_dtype(weight_dtype)
+    form = Form(chosen, weights, weight_dtype)
     # A folder with one of the two files was converted; it is damaged if the other is missing.
     if not any((folder / name).exists() for name in (MANIFEST_FILE, SKEW_FILE)):
-        return _load_through_cache(folder, chosen, verify, notify, weights)
-    return _load_converted(folder, chosen, verify, weights)
+        return _load_through_cache(folder, form, verify, notify)
+    return _load_converted(folder, form, verify)
 
 
 def embedded(name: str = EMBEDDED[0]) -> Path:
@@ -265,17 +271,32 @@ def model_folder(
     return fetched(name, revision, weights)
 
 
-def _load_converted(
-    folder: Path, dtype: jnp.dtype, verify: bool, weights: str, source: Path | None = None
-) -> Model:
+class Form(NamedTuple):
+    """Form of a model's weights in memory; see `load`."""
+
+    dtype: jnp.dtype
+    weights: str
+    weight_dtype: str | None
+
+    def layer(self, params: Params) -> Params:
+        """Return a layer's parameters in this form, in their place."""
+        return placed(self.matrices(params), self.weights)
+
+    def matrices(self, params: Params) -> Params:
+        """Return the parameters of a layer or an embedding with matrices in this form."""
+        return params if self.weight_dtype is None else shrink(params, self.weight_dtype)
+
+
+def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None = None) -> Model:
     """Load a conversion; its weights are those of `source`, if given."""
     manifest = read_manifest(folder)
     if verify:
         verify_files(folder, manifest)
     _, config = read_config(folder)
     skewing = read_skew(folder, manifest, config)
-    plan = blueprint(config, dtype)
-    _check_room(source or folder, plan, weights)
+    dtype, plan = form.dtype, blueprint(config, form.dtype)
+    in_memory = blueprint(config, form.dtype, form.weight_dtype)
+    _check_room(source or folder, in_memory, form.weights)
     tensors = open_tensors(source) if source else _own_tensors(folder, manifest)
     sources = match(tensors, plan, source or folder)
     slots = expected(plan)
@@ -293,11 +314,12 @@ def _load_converted(
         return read
 
     def layer(number: int, tensors: list[Slot]) -> Params:
-        return placed(plan.complete(number, tree(tensors)), weights)
+        return jax.block_until_ready(form.layer(plan.complete(number, tree(tensors))))
 
     with ThreadPoolExecutor(READERS) as pool:
         layers = pool.map(layer, itertools.count(), slots.layers)
-        params = {"embedding": tree(slots.embedding), "layers": list(layers)}
+        embedding = form.matrices(tree(slots.embedding))
+        params = {"embedding": embedding, "layers": list(layers)}
     jax.block_until_ready(params)
     return Model(config, params, dtype, skew=manifest.skew, path=folder, **skewing)
 
@@ -320,7 +342,8 @@ def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
         if host_bytes > (available := available_host_bytes()):
             raise MemoryShortageError(
                 f"{folder}: the weights need {format_bytes(host_bytes)} of host memory, and "
-                f"{format_bytes(available)} are available; use a smaller model or `dtype` bfloat16"
+                f"{format_bytes(available)} are available; use `weight_dtype` int8 or a smaller "
+                "model"
             )
         pool = pinned_pool_limit_bytes(device)
         if pool is not None and host_bytes > pool:
@@ -334,7 +357,7 @@ def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
     if available is not None and needed > available:
         raise MemoryShortageError(
             f"{folder}: the weights need {format_bytes(needed)}, and {format_bytes(available)} are "
-            "available; use `weights` host, a smaller model or `dtype` bfloat16"
+            "available; use `weight_dtype` int8, `weights` host or a smaller model"
         )
 
 
@@ -356,12 +379,20 @@ def checked_dtype(dtype: Any) -> jnp.dtype:
     return checked
 
 
+def check_weight_dtype(weight_dtype: str | None) -> None:
+    """Check the dtype of small weights.
+
+    Raises:
+        ParameterError: it is not supported.
+    """
+    if weight_dtype is not None and weight_dtype not in small_weights.DTYPES:
+        raise ParameterError(
+            "weight_dtype", f"not supported; use {listed(small_weights.DTYPES)}", weight_dtype
+        )
+
+
 def _load_through_cache(
-    source: Path,
-    dtype: jnp.dtype,
-    verify: bool,
-    notify: Callable[[str], None],
-    weights: str,
+    source: Path, form: Form, verify: bool, notify: Callable[[str], None]
 ) -> Model:
     from infinigen_jax.convert import convert, progress_bar
 
@@ -369,7 +400,7 @@ def _load_through_cache(
     destination = cache_folder(source)
 
     def load_cached() -> Model:
-        model = _load_converted(destination, dtype, verify, weights, source)
+        model = _load_converted(destination, form, verify, source)
         mark_used(destination)
         return model
 

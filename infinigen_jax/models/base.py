@@ -19,9 +19,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.family import family
+from infinigen_jax.models.linear import Matrix
 from infinigen_jax.models.packed import part_of, split
-from infinigen_jax.models.products import dot_general
 from infinigen_jax.models.rope import Rope, rotation
+from infinigen_jax.models.small_weights import dtype_of, small_dtype
 
 Params = dict[str, Any]
 
@@ -176,14 +177,20 @@ class Blueprint(NamedTuple):
     """
 
     config: ModelConfig
+    dtype: jnp.dtype
     layer_graph: Any
     layer_shapes: Params
     embedding_graph: Any
     embedding_shapes: Params
 
     def layer(self, params: Params) -> Layer:
-        """Return the module of a layer; parameters may have either form of `models.packed`."""
-        module: Any = nnx.merge(self.layer_graph, split(params, self.config.query_width))
+        """Return the module of a layer.
+
+        Args:
+            params: in either form of `models.packed`, in full or in small weights.
+        """
+        graph = self.fitted(params).layer_graph
+        module: Any = nnx.merge(graph, split(params, self.config.query_width))
         if "qkv" in params:
             module.q = part_of(params["qkv"], 0, self.config.query_width)
             module.kv = part_of(params["qkv"], self.config.query_width, None)
@@ -205,38 +212,40 @@ class Blueprint(NamedTuple):
 
     def embedding(self, params: Params) -> Embedding:
         """Return the module of the embedding."""
-        return nnx.merge(self.embedding_graph, params)
+        return nnx.merge(self.fitted(params).embedding_graph, params)
+
+    def fitted(self, params: Params) -> "Blueprint":
+        """Return the blueprint of modules with weights of these parameters' form."""
+        small = small_dtype(params)
+        return self if small is None else blueprint(self.config, self.dtype, small)
 
 
 @functools.cache
-def blueprint(config: ModelConfig, dtype: Any) -> Blueprint:
+def blueprint(config: ModelConfig, dtype: Any, weight_dtype: str | None = None) -> Blueprint:
     """Build a family's modules abstractly: shapes and dtypes, no arrays.
 
     Args:
         config: the architecture.
         dtype: dtype of parameters and activations; norms, softmax and logits compute in float32.
+        weight_dtype: form of the matrices, one of `small_weights.DTYPES`; None for `dtype`.
     """
     module = family(config.family)
     dtype = jnp.dtype(dtype)
 
-    def split(make):
-        graph, state = nnx.split(nnx.eval_shape(lambda: make(config, dtype, nnx.Rngs(0))))
+    def made(kind: Any) -> Any:
+        module = kind(config, dtype, nnx.Rngs(0))
+        if weight_dtype is None:
+            return module
+        parts = {n: x for n, x in vars(module).items() if isinstance(x, Matrix)}
+        for name, part in parts.items():
+            part.shrink(dtype_of(name, weight_dtype))
+        return module
+
+    def split(kind: Any) -> tuple[Any, Params]:
+        graph, state = nnx.split(nnx.eval_shape(lambda: made(kind)))
         return graph, nnx.to_pure_dict(state)
 
-    return Blueprint(config, *split(module.Layer), *split(module.Embedding))
-
-
-def linear(inputs: int, outputs: int, bias: bool, dtype: Any, rngs: nnx.Rngs) -> nnx.Linear:
-    """Return a dense projection with kernel `[inputs, outputs]` and parameters in `dtype`."""
-    return nnx.Linear(
-        inputs,
-        outputs,
-        use_bias=bias,
-        dtype=dtype,
-        param_dtype=dtype,
-        dot_general=dot_general,
-        rngs=rngs,
-    )
+    return Blueprint(config, dtype, *split(module.Layer), *split(module.Embedding))
 
 
 def random_params(config: ModelConfig, dtype: Any, seed: int = 0) -> Params:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models.base import ModelConfig, linear
+from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.hf import common_settings, refuse_sliding_windows, refuse_unless
+from infinigen_jax.models.linear import Linear, TokenTable
 from infinigen_jax.models.norms import RMSNorm
 from infinigen_jax.models.rope import Rotation, rotate
 from infinigen_jax.models.rope_hf import rope_from_hf, stretched_positions
@@ -71,12 +72,12 @@ class Layer(nnx.Module):
         c = config
         query_width, kv_width = c.query_width, 2 * c.num_kv_heads * c.head_dim
         self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype)
-        self.q = linear(c.hidden_size, query_width, c.attention_bias, dtype, rngs)
-        self.kv = linear(c.hidden_size, kv_width, c.attention_bias, dtype, rngs)
-        self.o = linear(query_width, c.hidden_size, c.attention_bias, dtype, rngs)
+        self.q = Linear(c.hidden_size, query_width, c.attention_bias, dtype)
+        self.kv = Linear(c.hidden_size, kv_width, c.attention_bias, dtype)
+        self.o = Linear(query_width, c.hidden_size, c.attention_bias, dtype)
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype)
-        self.gate_up = linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, dtype, rngs)
-        self.down = linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype, rngs)
+        self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, dtype)
+        self.down = Linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype)
         if c.layer_ropes:
             self.rotation = Rotation(c.head_dim)
         self.config = config
@@ -147,12 +148,10 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         c = config
-        self.tokens = nnx.Embed(
-            c.vocab_size, c.hidden_size, dtype=dtype, param_dtype=dtype, rngs=rngs
-        )
+        self.tokens = TokenTable(c.vocab_size, c.hidden_size, dtype)
         self.norm = RMSNorm(c.hidden_size, c.norm_eps, dtype)
         if not c.tie_embeddings:
-            self.head = linear(c.hidden_size, c.vocab_size, False, dtype, rngs)
+            self.head = Linear(c.hidden_size, c.vocab_size, False, dtype)
         self.config = config
 
     def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:

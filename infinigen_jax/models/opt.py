@@ -11,8 +11,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models import llama
-from infinigen_jax.models.base import ModelConfig, linear
+from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.hf import common_settings, refuse_sliding_windows, refuse_unless
+from infinigen_jax.models.linear import Linear, TokenTable
 from infinigen_jax.models.llama import ACTIVATIONS
 from infinigen_jax.models.norms import LayerNorm
 
@@ -51,12 +52,12 @@ class Layer(llama.Layer):
         c = config
         width = c.query_width
         self.attention_norm = LayerNorm(c.hidden_size, c.norm_eps, dtype)
-        self.q = linear(c.hidden_size, width, c.attention_bias, dtype, rngs)
-        self.kv = linear(c.hidden_size, 2 * width, c.attention_bias, dtype, rngs)
-        self.o = linear(width, c.hidden_size, c.attention_bias, dtype, rngs)
+        self.q = Linear(c.hidden_size, width, c.attention_bias, dtype)
+        self.kv = Linear(c.hidden_size, 2 * width, c.attention_bias, dtype)
+        self.o = Linear(width, c.hidden_size, c.attention_bias, dtype)
         self.mlp_norm = LayerNorm(c.hidden_size, c.norm_eps, dtype)
-        self.up = linear(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype, rngs)
-        self.down = linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype, rngs)
+        self.up = Linear(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype)
+        self.down = Linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype)
         self.config = config
 
     def rotated(
@@ -77,11 +78,11 @@ class Embedding(llama.Embedding):
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         c = config
         kind = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
-        self.tokens = nnx.Embed(c.vocab_size, c.hidden_size, **kind)
+        self.tokens = TokenTable(c.vocab_size, c.hidden_size, dtype)
         self.positions = nnx.Embed(c.max_positions + POSITION_OFFSET, c.hidden_size, **kind)
         self.norm = LayerNorm(c.hidden_size, c.norm_eps, dtype)
         if not c.tie_embeddings:
-            self.head = linear(c.hidden_size, c.vocab_size, False, dtype, rngs)
+            self.head = Linear(c.hidden_size, c.vocab_size, False, dtype)
         self.config = config
 
     def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from infinigen_jax.models.products import product
+from infinigen_jax.models.linear import project
 
 Params = dict[str, Any]
 
@@ -21,9 +21,9 @@ def join(layer: Params) -> Params:
     if "qkv" in layer:
         return layer
     rest = {name: part for name, part in layer.items() if name not in ("q", "kv")}
-    parts = [(layer["q"][name], layer["kv"][name]) for name in layer["q"]]
-    joined = (jnp.concatenate(pair, axis=-1) for pair in parts)
-    return rest | {"qkv": dict(zip(layer["q"], joined, strict=True))}
+    parts = layer["q"], layer["kv"]
+    joined = {n: jnp.concatenate([p[n] for p in parts], axis=_outputs(n)) for n in layer["q"]}
+    return rest | {"qkv": joined}
 
 
 def split(layer: Params, queries: int) -> Params:
@@ -35,8 +35,14 @@ def split(layer: Params, queries: int) -> Params:
     if "qkv" not in layer:
         return layer
     rest = {name: part for name, part in layer.items() if name != "qkv"}
-    q = {name: x[..., :queries] for name, x in layer["qkv"].items()}
-    return rest | {"q": q, "kv": {name: x[..., queries:] for name, x in layer["qkv"].items()}}
+    cut = {n: jnp.split(x, [queries], axis=_outputs(n)) for n, x in layer["qkv"].items()}
+    q, kv = ({name: pair[i] for name, pair in cut.items()} for i in range(2))
+    return rest | {"q": q, "kv": kv}
+
+
+def _outputs(name: str) -> int:
+    """Return the axis of the outputs: the last of a kernel, the first of small weights."""
+    return -1 if name == "kernel" else 0
 
 
 def part_of(joined: Params, begin: int, end: int | None) -> Callable[[Array], Array]:
@@ -45,10 +51,7 @@ def part_of(joined: Params, begin: int, end: int | None) -> Callable[[Array], Ar
     It multiplies by all columns. XLA merges the equal products of a layer into one.
     """
 
-    def project(a: Float[Array, "*b e"]) -> Float[Array, "*b w"]:
-        y = product(a, joined["kernel"])
-        if "bias" in joined:
-            y = y + jnp.broadcast_to(joined["bias"], y.shape)
-        return y[..., begin:end]
+    def some(a: Float[Array, "*b e"]) -> Float[Array, "*b w"]:
+        return project(a, joined)[..., begin:end]
 
-    return project
+    return some

@@ -1,7 +1,6 @@
 """Matrix products that are fast on a CPU for a single row."""
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -36,11 +35,3 @@ def pieces(a: Float[Array, "*b e"], kernel: Float[Array, "e f"]) -> int:
         return 1
     fit = max(1, kernel.size * kernel.dtype.itemsize // PIECE_BYTES)
     return math.gcd(PIECES, len(kernel), 1 << (fit.bit_length() - 1))
-
-
-def dot_general(a: Array, kernel: Array, dimensions: Any, precision: Any = None, **other) -> Array:
-    """Use `product` where it is equivalent; the `dot_general` of `nnx.Linear`."""
-    plain = dimensions == (((a.ndim - 1,), (0,)), ((), ())) and kernel.ndim == 2
-    if plain and precision is None and all(x is None for x in other.values()):
-        return product(a, kernel)
-    return lax.dot_general(a, kernel, dimensions, precision=precision, **other)

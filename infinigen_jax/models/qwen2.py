@@ -6,8 +6,9 @@ from typing import Any
 from flax import nnx
 
 from infinigen_jax.models import llama
-from infinigen_jax.models.base import ModelConfig, linear
+from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.hf import sliding_windows
+from infinigen_jax.models.linear import Linear
 from infinigen_jax.models.llama import Embedding
 
 __all__ = ["Embedding", "Layer", "config_from_hf", "qwen_windows"]
@@ -30,4 +31,4 @@ class Layer(llama.Layer):
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)
         width = config.query_width
-        self.o = linear(width, config.hidden_size, False, dtype, rngs)
+        self.o = Linear(width, config.hidden_size, False, dtype)

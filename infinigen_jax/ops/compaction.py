@@ -8,7 +8,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
 from infinigen_jax.ops.barriers import compute_once
-from infinigen_jax.ops.work_items import CHUNK, CHUNK_BITS, ITEMS, WorkItems, cut_items, most_items
+from infinigen_jax.ops.work_items import (
+    CHUNK,
+    CHUNK_BITS,
+    WorkItems,
+    cut_items,
+    items_at_once,
+    most_items,
+)
 
 BITS = 5
 WORD = 1 << BITS  # marks in a word of a packed mask
@@ -104,7 +111,7 @@ def compact_together(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"
     consumers, as the barrier does in `compact_by_row`; XLA:CPU would drop a barrier before fusion.
     """
     rows = words.shape[0]
-    at_once = min(ITEMS, rows * most_items(size))
+    at_once = items_at_once(rows, most_items(size))
     counts = running_counts(words)
     requested = jnp.minimum(counts[:, -1], size)
     items = cut_items(requested)

@@ -12,7 +12,8 @@ from jaxtyping import Array, Int
 
 CHUNK_BITS = 6
 CHUNK = 1 << CHUNK_BITS  # places of a work item
-ITEMS = 32  # work items of a loop iteration
+ITEMS = 32  # most work items of a loop iteration
+FEW_ITEMS = 8  # work items of an iteration with few rows
 
 
 class WorkItems(NamedTuple):
@@ -53,6 +54,16 @@ def cut_items(requested: Int[Array, " r"]) -> WorkItems:
     """Cut the requested number of places of each row into work items."""
     counts = (requested + (CHUNK - 1)) // CHUNK
     return WorkItems(counts, jnp.cumsum(counts))
+
+
+def items_at_once(rows: int, most: int) -> int:
+    """Return the number of items of a loop iteration; the last iteration computes all of them.
+
+    Args:
+        rows: number of rows, which need about two items each.
+        most: most items of a row.
+    """
+    return min(max(FEW_ITEMS, 2 * rows), ITEMS, rows * most)
 
 
 def most_items(places: int) -> int:

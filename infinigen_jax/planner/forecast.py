@@ -24,7 +24,7 @@ from infinigen_jax.engine.prompts import round_up_capacity
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
 from infinigen_jax.loading.load import Model
 from infinigen_jax.machine.memory_limits import tree_bytes
-from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.models import Blueprint, ModelConfig, blueprint
 from infinigen_jax.models.packed import split
 from infinigen_jax.planner.traffic import Traffic, planned_traffic
 from infinigen_jax.policies import Policy
@@ -152,7 +152,8 @@ class Planner:
     ):
         self.config, self.machine, self.arguments = config, machine, arguments
         self.given = given(arguments, tuple(options_of(EngineOptions)))
-        self._shapes = model_shapes(config, jnp.dtype(dtype), conversion)
+        plan = blueprint(config, jnp.dtype(dtype), arguments.weight_dtype)
+        self._shapes = model_shapes(plan, conversion)
         make = functools.partial(self._engine, jnp.dtype(dtype), conversion, policy)
         asked, _ = make({})
         # With all layers on the host, the policy has weights for every layer.
@@ -253,9 +254,9 @@ class Planner:
         return others / reads + traffic.attended / rate
 
 
-def model_shapes(config: ModelConfig, dtype: jnp.dtype, conversion: Conversion) -> Any:
+def model_shapes(plan: Blueprint, conversion: Conversion) -> Any:
     """Return the shapes of a loaded Model's arrays on the device, keyed by field."""
-    plan, count = blueprint(config, dtype), config.num_layers
+    config, dtype, count = plan.config, plan.dtype, plan.config.num_layers
     shape = jax.ShapeDtypeStruct
     square: Any = shape((config.num_kv_heads, config.head_dim, config.head_dim), jnp.float32)
     pairs = tuple(Basis(square, square) for _ in range(count))

@@ -189,7 +189,7 @@ def test_weights_that_the_host_has_no_room_for(monkeypatch, tmp_path):
     with pytest.raises(InputError, match=f"pinned memory.*set {PINNED_POOL_VARIABLE}=3"):
         checkpoint._check_room(tmp_path, plan, "host")
     monkeypatch.setattr(checkpoint, "available_host_bytes", lambda: needed - 1)
-    with pytest.raises(InputError, match="of host memory, .*use a smaller model or `dtype`"):
+    with pytest.raises(InputError, match="of host memory, .*use `weight_dtype` int8"):
         checkpoint._check_room(tmp_path, plan, "host")
     checkpoint._check_room(tmp_path, plan, "device")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from infinigen_jax.models.base import linear
+from infinigen_jax.models.linear import Linear
 from infinigen_jax.models.products import pieces, product
 
 
@@ -38,7 +38,7 @@ def test_the_product_is_that_of_the_matrices(rows: tuple[int, ...]):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="only a CPU has products in pieces")
 def test_a_projection_is_in_pieces_and_its_weights_are_not_copied():
-    projection = linear(512, 2752, True, jnp.float32, nnx.Rngs(0))
+    projection = Linear(512, 2752, True, jnp.float32)
     graph, state = nnx.split(projection)
     program = jax.jit(lambda state, a: nnx.merge(graph, state)(a))
     row = jnp.ones((1, 512))

@@ -1,0 +1,81 @@
+"""Modules with a matrix: projections, and the table of token embeddings.
+
+Each holds its matrix in full, or in the form of `models.small_weights`.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.models import small_weights
+from infinigen_jax.models.products import product
+
+Params = dict[str, Any]
+
+
+def project(a: Float[Array, "*b e"], weights: Params) -> Float[Array, "*b f"]:
+    """Apply a projection {"kernel" [e, f]}, or one of small weights, with or without a "bias"."""
+    small = "codes" in weights
+    y = small_weights.product(a, weights) if small else product(a, weights["kernel"])
+    return y + jnp.broadcast_to(weights["bias"], y.shape) if "bias" in weights else y
+
+
+def in_full(weights: Params, inputs: int, dtype: Any) -> Params:
+    """Return a projection of small weights with a kernel [inputs, f] instead; others unchanged."""
+    if "codes" not in weights:
+        return weights
+    kernel = {"kernel": small_weights.rows_of(weights, inputs).T.astype(dtype)}
+    return kernel | {name: x for name, x in weights.items() if name == "bias"}
+
+
+class Matrix(nnx.Module):
+    """A module of one matrix and perhaps a bias."""
+
+    @property
+    def weights(self) -> Params:
+        """The arrays by name."""
+        variables = vars(self).items()
+        return {name: x[...] for name, x in variables if isinstance(x, nnx.Param)}
+
+    def shrink(self, dtype: str) -> None:
+        """Replace the matrix by a small one."""
+        for name, array in small_weights.shrink_part(self.weights, dtype).items():
+            setattr(self, name, nnx.Param(array))
+        for name in ("kernel", "embedding"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+
+class Linear(Matrix):
+    """Projection with kernel [inputs, outputs], parameters in `dtype`."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: Any):
+        self.kernel = nnx.Param(jnp.zeros((inputs, outputs), dtype))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(outputs, dtype))
+
+    def __call__(self, a: Float[Array, "*b e"]) -> Float[Array, "*b f"]:
+        return project(a, self.weights)
+
+
+class TokenTable(Matrix):
+    """Embeddings of tokens, and the logits of a model that ties them to these."""
+
+    def __init__(self, vocabulary: int, size: int, dtype: Any):
+        self.embedding = nnx.Param(jnp.zeros((vocabulary, size), dtype))
+        self.size, self.dtype = size, dtype
+
+    def __call__(self, tokens: Int[Array, "*b"]) -> Float[Array, "*b e"]:
+        rows = {name: jnp.take(x, tokens, axis=0) for name, x in self.weights.items()}
+        if "embedding" in rows:
+            return rows["embedding"]
+        return small_weights.rows_of(rows, self.size).astype(self.dtype)
+
+    def attend(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
+        """Return the products with the embeddings of all tokens."""
+        weights = self.weights
+        if "embedding" in weights:
+            return x @ weights["embedding"].T
+        return small_weights.product(x, weights)

@@ -1,0 +1,159 @@
+"""Matrices in two bytes, one byte or half a byte per number, and their products.
+
+A kernel [e, f] is stored by output, in groups of 32 inputs:
+
+    bfloat16    codes uint16, the bits of the numbers
+    int8        weight = scale * code, one scale per group; holds blocks of GGUF's Q8_0 exactly
+    int4        weight = low + scale * code, two groups per byte; holds Q4_0 and Q4_1 exactly
+
+XLA has no fast product of float32 with such numbers on a CPU: it converts the whole matrix first,
+and vectorises no loop that sums along a row. `product` therefore writes the sum over groups out, as
+additions of vectors of 32 numbers, which XLA compiles to one loop that reads every code once.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+LANES = 32  # inputs in a group
+LONGEST_SUM = 48  # terms written out; a longer sum is a sum of sums
+FEW_ROWS = 16  # rows up to which `product` beats a product with the decoded matrix
+LEVELS = (8, 15)  # least and most steps between the ends of an int4 group
+DTYPES = ("bfloat16", "int8", "int4")
+CODES = {jnp.dtype(c): name for c, name in zip(("uint16", "int8", "uint8"), DTYPES, strict=True)}
+
+Params = dict[str, Any]
+
+
+def small_dtype(params: Params) -> str | None:
+    """Return the dtype of the matrices of a layer or an embedding; None if they are as loaded."""
+    codes = (part["codes"] for part in params.values() if "codes" in part)
+    return next((CODES[x.dtype] for x in codes), None)
+
+
+def shrink(params: Params, dtype: str) -> Params:
+    """Return the parameters of a layer or an embedding with small matrices."""
+    matrices = {name for name, part in params.items() if "kernel" in part} | {"tokens"}
+    return {
+        name: shrink_part(part, dtype_of(name, dtype)) if name in matrices else part
+        for name, part in params.items()
+    }
+
+
+def dtype_of(name: str, dtype: str) -> str:
+    """Return the dtype of a matrix: embeddings and logits are int8 if the layers are int4."""
+    return "int8" if dtype == "int4" and name in ("tokens", "head") else dtype
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def shrink_part(part: Params, dtype: str) -> Params:
+    """Return {"codes", ...} in place of {"kernel" [e, f]} or {"embedding" [f, e]}."""
+    rows = part["embedding"] if "embedding" in part else part["kernel"].T
+    rest = {name: x for name, x in part.items() if name not in ("embedding", "kernel")}
+    width = LANES * (2 if dtype == "int4" else 1)
+    rows = jnp.pad(rows.astype(jnp.float32), ((0, 0), (0, -rows.shape[1] % width)))
+    groups = rows.reshape(len(rows), -1, LANES)
+    if dtype == "bfloat16":
+        bits = lax.bitcast_convert_type(groups.astype(jnp.bfloat16), jnp.uint16)
+        return rest | {"codes": bits}
+    if dtype == "int8":
+        scale = jnp.max(jnp.abs(groups), axis=-1) / 127
+        codes = jnp.round(groups / _divisor(scale)[..., None])
+        return rest | {"codes": codes.astype(jnp.int8), "scale": scale}
+    codes, low, scale = _four_bits(groups)
+    pairs = codes.reshape(len(rows), -1, 2, LANES)
+    return rest | {"codes": pairs[:, :, 0] | (pairs[:, :, 1] << 4), "low": low, "scale": scale}
+
+
+def _divisor(scale: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    return jnp.where(scale > 0, scale, 1.0)
+
+
+def _four_bits(groups: Float[Array, "f n 32"]) -> tuple[Any, Any, Any]:
+    """Return codes below 16, lowest values and steps: of several steps the one that fits best.
+
+    A group that was quantised before may not use all its levels. A step that divides the distance
+    of its ends then fits without an error.
+    """
+    low, high = jnp.min(groups, axis=-1), jnp.max(groups, axis=-1)
+
+    def better(levels: Any, best: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        step = (high - low) / levels
+        codes = jnp.round((groups - low[..., None]) / _divisor(step)[..., None])
+        error = jnp.sum((groups - low[..., None] - codes * step[..., None]) ** 2, axis=-1)
+        closer = error < best[2]
+        codes = jnp.where(closer[..., None], codes.astype(jnp.uint8), best[0])
+        return codes, jnp.where(closer, step, best[1]), jnp.where(closer, error, best[2])
+
+    none = jnp.zeros(groups.shape, jnp.uint8), jnp.zeros_like(low), jnp.full_like(low, jnp.inf)
+    codes, step, _ = lax.fori_loop(LEVELS[0], LEVELS[1] + 1, better, none)
+    return codes, low, step
+
+
+def rows_of(part: Params, size: int) -> Float[Array, "*f e"]:
+    """Return the numbers of a small matrix by output; float32.
+
+    Args:
+        part: arrays whose leading axes are those of the outputs.
+        size: number of inputs e.
+    """
+    codes = part["codes"]
+    halves = range(2 if codes.dtype == jnp.uint8 else 1)
+    groups = jnp.stack([_decoded(codes, half) for half in halves], axis=-2)
+    groups = groups.reshape(*codes.shape[:-2], -1, LANES)
+    if "scale" in part:
+        groups = groups * part["scale"][..., None]
+    if "low" in part:
+        groups = groups + part["low"][..., None]
+    return groups.reshape(*codes.shape[:-2], -1)[..., :size]
+
+
+def _decoded(codes: Shaped[Array, "*n 32"], half: int) -> Float[Array, "*n 32"]:
+    """Return codes as float32.
+
+    Args:
+        half: which of two groups that share their bytes; 0 for other codes.
+    """
+    if codes.dtype == jnp.uint16:
+        return lax.bitcast_convert_type(codes.astype(jnp.uint32) << 16, jnp.float32)
+    if codes.dtype == jnp.uint8:
+        codes = (codes >> (4 * half)) & 15
+    return codes.astype(jnp.float32)
+
+
+def product(a: Float[Array, "*b e"], part: Params) -> Float[Array, "*b f"]:
+    """Return the product with a small matrix; sums are float32, the result has a's dtype."""
+    rows = a.reshape(-1, a.shape[-1])
+    if len(rows) > FEW_ROWS:
+        weights = rows_of(part, rows.shape[1]).astype(a.dtype)
+        y = lax.dot_general(rows, weights, (((1,), (1,)), ((), ())))
+    else:
+        y = _written_out(rows.astype(jnp.float32), part).astype(a.dtype)
+    return y.reshape(*a.shape[:-1], -1)
+
+
+def _written_out(rows: Float[Array, "b e"], part: Params) -> Float[Array, "b f"]:
+    codes, scale = part["codes"], part.get("scale")
+    outputs, units, _ = codes.shape
+    each = 2 if codes.dtype == jnp.uint8 else 1  # groups per unit
+    terms = max(n for n in range(1, LONGEST_SUM + 1) if units % n == 0)
+    x = jnp.pad(rows, ((0, 0), (0, units * each * LANES - rows.shape[1])))
+    x = x.reshape(len(rows), 1, -1, terms, each, LANES)
+    codes = codes.reshape(outputs, -1, terms, LANES)
+    total: Any = 0.0
+    for term in range(terms):
+        for half in range(each):
+            summand = _decoded(codes[:, :, term], half)[None] * x[:, :, :, term, half]
+            if scale is not None:
+                factors = scale.reshape(1, outputs, -1, terms, each)
+                summand = summand * factors[:, :, :, term, half, None]
+            total = total + summand
+    y = jnp.sum(total, axis=(2, 3))
+    if "low" in part:
+        sums = jnp.sum(x, axis=-1).reshape(len(rows), -1)
+        y = y + lax.dot_general(sums, part["low"], (((1,), (1,)), ((), ())))
+    return y
