@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.ops.attention import MASKED, Softmax, soft_capped
+from infinigen_jax.ops.reductions import best, summed
 from infinigen_jax.prefill import cudnn_attention as fused_attention
 from infinigen_jax.prefill.prior_rows import BLOCK, NOWHERE, Attended, Block, PriorRows
 
@@ -263,11 +264,11 @@ def _update(
     """
     scores = jnp.einsum("md,sd->ms", q, keys, preferred_element_type=jnp.float32)
     scores = jnp.where(visible, soft_capped(scores, cap), MASKED)
-    peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
+    peak = jnp.maximum(state.peak, best(scores))
     kept = jnp.exp(state.peak - peak)
     weights = jnp.exp(scores - peak[:, None])
     added = jnp.einsum(
         "ms,sd->md", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
     )
-    total = state.total * kept + jnp.sum(weights, axis=-1)
+    total = state.total * kept + summed(lambda x: x, weights)
     return Softmax(peak, total, state.weighted * kept[:, None] + added)
