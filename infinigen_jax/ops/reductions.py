@@ -25,7 +25,7 @@ def summed(term: Callable[..., Array], *arrays: Shaped[Array, "..."]) -> Array:
 
     Args:
         term: function of one piece of each array, or of the whole arrays if they are not cut.
-        arrays: arrays with tokens on the last axis, a multiple of LANES.
+        arrays: arrays with tokens on the last axis; cut if they are a multiple of LANES.
     """
 
     def in_pieces(*arrays: Array) -> Array:
@@ -44,7 +44,7 @@ def best(x: Float[Array, "*b t"]) -> Float[Array, "*b"]:
 
 
 def _best(x: Float[Array, "*b t"]) -> Float[Array, "*b"]:
-    while not x.shape[-1] % LANES and _pieces(x.shape[-1], STREAMS) > 1:
+    while _pieces(x.shape[-1], STREAMS) > 1:
         x = _folded(jnp.maximum, lambda x: x, STREAMS, x)
     return jnp.max(x, axis=-1)
 
@@ -67,6 +67,8 @@ def _folded(
 
 
 def _pieces(tokens: int, at_most: int) -> int:
-    """Return the largest number of pieces, at most `at_most`, of whole LANES."""
+    """Return the largest number of pieces, at most `at_most`, of whole LANES; 1 if not whole."""
+    if tokens % LANES:
+        return 1
     groups = tokens // LANES
     return max(n for n in range(1, at_most + 1) if groups % n == 0)
