@@ -26,9 +26,8 @@ def test_the_rest_is_what_was_not_chosen(blocks):
     slots = jnp.asarray([[[3, 5, 0], [1, 0, 0]], [[0, 1, 2], [2, 0, 0]]], jnp.int32)
     count = jnp.asarray([[2, 1], [3, 0]], jnp.int32)
     request, size = Request(slots, count), 16 // blocks
-    got = np.asarray(
-        log_rest(jnp.asarray(scores), jnp.asarray(eligible)[:, None], request, blocks).score
-    )
+    rest = jax.jit(log_rest, static_argnums=3)
+    got = np.asarray(rest(scores, eligible[:, None], request, blocks).score)
     for i, j, m in np.ndindex(2, 2, blocks):
         chosen = np.asarray(slots)[i, j, : int(count[i, j])]
         block = range(m * size, (m + 1) * size)
@@ -77,7 +76,7 @@ def test_no_tail_changes_no_bit(score):
 
 @pytest.mark.parametrize("block", [0, 4])
 def test_the_sum_of_values_is_that_of_what_only_the_host_has(block):
-    slots = Slots(2, 4, block)
+    slots, write = Slots(2, 4, block), jax.jit(Resident.write, static_argnums=3)
     blocks = slots.blocks(20)
     assert blocks == (5 if block else 1)
     rng = np.random.default_rng(0)
@@ -101,7 +100,7 @@ def test_the_sum_of_values_is_that_of_what_only_the_host_has(block):
             np.testing.assert_allclose(resident.left[i], expected, rtol=1e-5, atol=1e-5)
         position = jnp.asarray(lengths + step, jnp.int32)
         new = np.stack([rows[i, :, lengths[i] + step] for i in range(2)])
-        resident = resident.write(jnp.asarray(new), position, slots)
+        resident = write(resident, jnp.asarray(new), position, slots)
 
 
 @pytest.mark.slow
@@ -142,13 +141,10 @@ def test_a_tail_of_single_tokens_is_the_full_cache_under_a_soft_cap(query):
     policy = dataclasses.replace(TAILED, tail_tokens=1, budget=0.05, query=query)
     full = scores_of(model, Full())
     np.testing.assert_allclose(scores_of(model, policy), full, rtol=1e-4, atol=1e-4)
-    free = dataclasses.replace(config, attention_softcap=None)
-    assert np.abs(scores_of(dataclasses.replace(model, config=free), Full()) - full).max() > 0.01
 
 
-@pytest.mark.parametrize(
-    ("name", "policy"), [("one", TAILED), pytest.param("gemma2", ONE_MEAN, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "policy"), [("one", TAILED), ("gemma2", ONE_MEAN)])
 def test_the_mean_key_does_not_enter_a_tail_twice(name, policy):
     """Scores of centred keys, and the constant added at the end, are the scores as they were."""
     model = random_model(name)
