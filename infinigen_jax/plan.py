@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from infinigen_jax.planner.forecast import Forecast, Machine
 
 LEAST = 1e-6  # GiB, or GB/s
+RECORDED = ("model", "context", "batch", "policy", "dtype", "weight_dtype")  # options
 
 
 def build_parser() -> Parser:
@@ -63,7 +64,7 @@ def plan(arguments: argparse.Namespace) -> None:
     output = checked_output("json", arguments.json)
     policy = make_policy(arguments)
     from infinigen_jax.checkpoint.source import checked_source, read_config
-    from infinigen_jax.loading.load import check_weight_dtype, checked_dtype, model_folder
+    from infinigen_jax.loading.load import checked_dtype, model_folder
     from infinigen_jax.machine.backend import start_backend
     from infinigen_jax.planner.advice import advise
     from infinigen_jax.planner.forecast import Planner, conversion_of
@@ -81,7 +82,6 @@ def plan(arguments: argparse.Namespace) -> None:
     # A device with memory of its own is one that runs in bfloat16 by default.
     wanted = arguments.dtype or ("bfloat16" if machine.separate else None)
     dtype = checked_dtype(wanted)
-    check_weight_dtype(arguments.weight_dtype)
     planner = Planner(config, dtype, conversion_of(folder, config), policy, arguments, machine)
     advice = advise(planner, arguments.batch, arguments.context)
     print(report(advice, Path(arguments.model or folder), dtype.name, arguments))
@@ -123,9 +123,10 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
 
 def report(advice: "Advice", folder: Path, dtype: str, arguments: argparse.Namespace) -> str:
     """The table of what was asked for, and the advice."""
-    asked = advice.asked
+    asked, small = advice.asked, arguments.weight_dtype
+    form = f"{dtype}, {small} weights" if small else dtype
     title = (
-        f"{folder.name}, {dtype}: {arguments.batch} x {arguments.context} tokens, "
+        f"{folder.name}, {form}: {arguments.batch} x {arguments.context} tokens, "
         f"--policy {arguments.policy}, --dense-layers {asked.settings.dense_layers}"
     )
     return "\n".join([title, *table(asked), *verdict(advice)])
@@ -260,7 +261,7 @@ def record(advice: "Advice", arguments: argparse.Namespace) -> dict[str, Any]:
         more = {"device": forecast.device, "fits": forecast.fits}
         return dataclasses.asdict(forecast) | more
 
-    given = {name: getattr(arguments, name) for name in ("model", "context", "batch", "policy")}
+    given = {name: getattr(arguments, name) for name in RECORDED}
     return given | {
         "asked": of(advice.asked),
         "full_on_device": of(advice.full),

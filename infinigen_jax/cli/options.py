@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import InputError, ParameterError, Parser
-from infinigen_jax.numeric import LARGEST, Check
-from infinigen_jax.settings.engine import EngineOptions
+from infinigen_jax.numeric import LARGEST, Check, OneOf
+from infinigen_jax.settings.engine import WEIGHT_DTYPES, EngineOptions
 from infinigen_jax.settings.policy import InfiniGenSettings
 from infinigen_jax.settings.pool import ALL, Limit, Pool
 from infinigen_jax.settings.sampling import Sampling
@@ -158,6 +158,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     group.add_argument(
         "--weight-dtype",
         metavar="T",
+        type=OneOf(WEIGHT_DTYPES),
         help="bfloat16, int8 or int4 for the model's matrices alone (default: --dtype)",
     )
     add_settings(group, EngineOptions, MEMORY_OPTIONS, several=several)

@@ -25,6 +25,7 @@ def provenance(model: "Model", folder: str | Path) -> dict[str, Any]:
     import jax
 
     from infinigen_jax.checkpoint.manifest import MANIFEST_FILE
+    from infinigen_jax.models.small_weights import small_dtype
 
     config, device = model.config, jax.devices()[0]
     manifest = None if model.path is None else model.path / MANIFEST_FILE
@@ -32,6 +33,7 @@ def provenance(model: "Model", folder: str | Path) -> dict[str, Any]:
         "model": {
             "name": Path(folder).resolve().name,
             "dtype": model.dtype.name,
+            "weight_dtype": small_dtype(model.params["layers"][0]) or model.dtype.name,
             "skew": model.skew,
             "layers": config.num_layers,
             "heads": config.num_heads,

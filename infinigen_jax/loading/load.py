@@ -43,10 +43,10 @@ from infinigen_jax.machine.memory_limits import (
     tree_bytes,
     widen_pool_to,
 )
-from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint, small_weights
+from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.models.small_weights import shrink
-from infinigen_jax.numeric import listed
-from infinigen_jax.settings.engine import EngineOptions
+from infinigen_jax.numeric import OneOf, check_value, listed
+from infinigen_jax.settings.engine import WEIGHT_DTYPES, EngineOptions
 from infinigen_jax.settings.setting import check_setting
 from infinigen_jax.speculation.layer_budgets import Curves
 from infinigen_jax.text.tokenizer import load_tokenizer
@@ -235,7 +235,8 @@ def load(
     start_backend()
     chosen = checked_dtype(dtype)
     check_setting(EngineOptions, "weights", weights)
-    check_weight_dtype(weight_dtype)
+    if weight_dtype is not None:
+        check_value("weight_dtype", weight_dtype, OneOf(WEIGHT_DTYPES))
     form = Form(chosen, weights, weight_dtype)
     # A folder with one of the two files was converted; it is damaged if the other is missing.
     if not any((folder / name).exists() for name in (MANIFEST_FILE, SKEW_FILE)):
@@ -377,18 +378,6 @@ def checked_dtype(dtype: Any) -> jnp.dtype:
     if checked is None or checked.name not in DTYPES:
         raise ParameterError("dtype", f"not supported; use {listed(DTYPES)}", dtype)
     return checked
-
-
-def check_weight_dtype(weight_dtype: str | None) -> None:
-    """Check the dtype of small weights.
-
-    Raises:
-        ParameterError: it is not supported.
-    """
-    if weight_dtype is not None and weight_dtype not in small_weights.DTYPES:
-        raise ParameterError(
-            "weight_dtype", f"not supported; use {listed(small_weights.DTYPES)}", weight_dtype
-        )
 
 
 def _load_through_cache(

@@ -227,7 +227,7 @@ def blueprint(config: ModelConfig, dtype: Any, weight_dtype: str | None = None) 
     Args:
         config: the architecture.
         dtype: dtype of parameters and activations; norms, softmax and logits compute in float32.
-        weight_dtype: form of the matrices, one of `small_weights.DTYPES`; None for `dtype`.
+        weight_dtype: form of the matrices, one of WEIGHT_DTYPES; None for `dtype`.
     """
     module = family(config.family)
     dtype = jnp.dtype(dtype)

@@ -8,7 +8,8 @@ A kernel [e, f] is stored by output, in groups of 32 inputs:
 
 XLA has no fast product of float32 with such numbers on a CPU: it converts the whole matrix first,
 and vectorises no loop that sums along a row. `product` therefore writes the sum over groups out, as
-additions of vectors of 32 numbers, which XLA compiles to one loop that reads every code once.
+additions of vectors of 32 numbers. With the options of a step (`decode.compiler_options`), XLA
+compiles them to one loop that reads every code once.
 """
 
 import functools
@@ -19,12 +20,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from infinigen_jax.settings.engine import WEIGHT_DTYPES
+
 LANES = 32  # inputs in a group
 LONGEST_SUM = 48  # terms written out; a longer sum is a sum of sums
 FEW_ROWS = 16  # rows up to which `product` beats a product with the decoded matrix
 LEVELS = (8, 15)  # least and most steps between the ends of an int4 group
-DTYPES = ("bfloat16", "int8", "int4")
-CODES = {jnp.dtype(c): name for c, name in zip(("uint16", "int8", "uint8"), DTYPES, strict=True)}
+CODES = {
+    jnp.dtype(codes): name
+    for codes, name in zip(("uint16", "int8", "uint8"), WEIGHT_DTYPES, strict=True)
+}
 
 Params = dict[str, Any]
 
@@ -42,6 +47,12 @@ def shrink(params: Params, dtype: str) -> Params:
         name: shrink_part(part, dtype_of(name, dtype)) if name in matrices else part
         for name, part in params.items()
     }
+
+
+def shrink_model(params: Params, dtype: str) -> Params:
+    """Return a model's parameters with small matrices."""
+    layers = [shrink(layer, dtype) for layer in params["layers"]]
+    return {"embedding": shrink(params["embedding"], dtype), "layers": layers}
 
 
 def dtype_of(name: str, dtype: str) -> str:

@@ -10,6 +10,7 @@ SCHEDULES = ("auto", "fused", "layerwise")
 TRANSFERS = ("auto", "xla", "cuda")
 ROW_FORMATS = ("auto", "int8", "int4")
 WEIGHTS = ("device", "host")
+WEIGHT_DTYPES = ("bfloat16", "int8", "int4")  # of `load`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,257 @@
+"""Matrices in two bytes, one byte or half a byte per number."""
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf import quants
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime import SPARSE, engine, random_model, tokens_of
+
+from infinigen_jax import evaluate, generate, plan, serve
+from infinigen_jax.decode.compiler_options import step_options
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.errors import ParameterError
+from infinigen_jax.loading.load import Model, embedded, load
+from infinigen_jax.machine.memory_limits import tree_bytes
+from infinigen_jax.models import Params
+from infinigen_jax.models.linear import in_full, project
+from infinigen_jax.models.small_weights import (
+    FEW_ROWS,
+    product,
+    rows_of,
+    shrink,
+    shrink_model,
+    shrink_part,
+)
+from infinigen_jax.settings.engine import WEIGHT_DTYPES
+
+TEXT = "It was a dark and stormy night, and the rain fell in torrents on the old town. " * 20
+SIZES = [24, 64, 100, 1600]  # whole groups or not; a sum longer than is written out
+
+
+def random_rows(outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
+    """Rows of different scales, some of them not centred."""
+    rng = np.random.default_rng(seed)
+    scale, mean = np.exp(rng.normal(size=(outputs, 1))), rng.normal(size=(outputs, 1))
+    return (scale * (rng.normal(size=(outputs, inputs)) + mean)).astype(np.float32)
+
+
+def small(rows: np.ndarray, dtype: str) -> Params:
+    return shrink_part({"kernel": jnp.asarray(rows.T)}, dtype)
+
+
+def groups_of(rows: np.ndarray) -> np.ndarray:
+    """Groups of 32 inputs, the last one padded with zeros."""
+    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 32)))
+    return padded.reshape(len(rows), -1, 32)
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(Kind.Q8_0, "int8"), (Kind.Q4_0, "int4"), (Kind.Q4_1, "int4")]
+)
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_blocks_of_gguf_files_are_held_exactly(kind, dtype, seed):
+    rows = random_rows(16, 96, seed)
+    rows[3, 32:64] = 0
+    rows[5, :32] = 0.75
+    stored = quants.dequantize(quants.quantize(rows, kind), kind)
+    held = np.asarray(rows_of(small(stored, dtype), 96))
+    errors = np.abs(groups_of(held) - groups_of(stored)).max(axis=-1)
+    assert (errors <= 1e-6 * np.abs(groups_of(stored)).max(axis=-1)).all()
+
+
+@pytest.mark.parametrize("inputs", SIZES)
+def test_numbers_are_rounded(inputs):
+    rows = random_rows(7, inputs)
+    rounded = np.asarray(jnp.asarray(rows).astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_array_equal(rows_of(small(rows, "bfloat16"), inputs), rounded)
+    for dtype in ("int8", "int4"):
+        part = small(rows, dtype)
+        held = np.asarray(rows_of(part, inputs))
+        assert held.shape == rows.shape
+        step = np.asarray(part["scale"])[:, : -(-inputs // 32)]
+        errors = np.abs(groups_of(held) - groups_of(rows)).max(axis=-1)
+        assert (errors <= 0.5001 * step).all()
+        largest, smallest = groups_of(rows).max(axis=-1), groups_of(rows).min(axis=-1)
+        if dtype == "int8":
+            expected = np.maximum(largest, -smallest) / 127
+            np.testing.assert_allclose(step, expected, rtol=1e-6)
+        else:
+            assert (step <= 1.0001 / 8 * (largest - smallest)).all()
+
+
+def test_bytes_per_number():
+    rows = random_rows(8, 256)
+    sizes = {dtype: tree_bytes(small(rows, dtype)) / rows.size for dtype in WEIGHT_DTYPES}
+    assert sizes == {"bfloat16": 2, "int8": 1.125, "int4": 0.75}
+
+
+def test_embeddings_and_logits_are_not_in_four_bits():
+    params = shrink(random_model("gqa").params["embedding"], "int4")
+    assert params["tokens"]["codes"].dtype == params["head"]["codes"].dtype == jnp.int8
+    assert "codes" not in params["norm"]
+
+
+# Products.
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+@pytest.mark.parametrize(
+    ("activations", "rounding", "sizes"),
+    [("float32", 2e-6, SIZES), ("bfloat16", 2**-7, SIZES[2:3])],
+)
+def test_the_product_is_that_with_the_rounded_matrix(dtype, activations, rounding, sizes):
+    rng = np.random.default_rng(1)
+    for inputs in sizes:
+        part = small(random_rows(7, inputs), dtype)
+        matrix = np.asarray(rows_of(part, inputs), np.float64).T
+        for rows in (1, 3, FEW_ROWS, 40):
+            a = jnp.asarray(rng.normal(size=(rows, inputs)), activations)
+            found = jax.jit(product)(a, part)
+            assert found.dtype == a.dtype and found.shape == (rows, 7)
+            exact = np.asarray(a, np.float64)
+            bound = rounding * (np.abs(exact) @ np.abs(matrix))
+            assert (np.abs(np.asarray(found, np.float64) - exact @ matrix) <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_zeros(dtype):
+    part = small(np.zeros((5, 100), np.float32), dtype)
+    for shape in ((100,), (2, 3, 100), (40, 100)):
+        found = jax.jit(product)(jnp.ones(shape), part)
+        np.testing.assert_array_equal(found, np.zeros((*shape[:-1], 5)))
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_one_row_in_a_step_makes_no_full_matrix(dtype):
+    part, row = small(random_rows(640, 512), dtype), jnp.ones((1, 512))
+    program = jax.jit(project, compiler_options=step_options(engine("one").decoder))
+    memory = program.lower(row, part).compile().memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 10 * 640
+
+
+# Engines.
+
+
+@functools.cache
+def small_model(name: str, dtype: str) -> Model:
+    model = random_model(name.removesuffix("-tied"))
+    config, params = model.config, model.params
+    if name.endswith("-tied"):
+        config = dataclasses.replace(config, tie_embeddings=True)
+        rest = {name: x for name, x in params["embedding"].items() if name != "head"}
+        params = params | {"embedding": rest}
+    return dataclasses.replace(model, config=config, params=shrink_model(params, dtype))
+
+
+def model_in_full(model: Model) -> Model:
+    """The model with each matrix in full, with the numbers that the small one stands for."""
+    c, params = model.config, model.params
+    inputs = {"o": c.query_width, "down": c.intermediate_size}
+
+    def whole(name: str, part: Any) -> Any:
+        if name == "tokens":
+            return {"embedding": rows_of(part, c.hidden_size)}
+        return in_full(part, inputs.get(name, c.hidden_size), model.dtype)
+
+    layers = [{name: whole(name, part) for name, part in x.items()} for x in params["layers"]]
+    embedding = {name: whole(name, part) for name, part in params["embedding"].items()}
+    return dataclasses.replace(model, params={"embedding": embedding, "layers": layers})
+
+
+OWN = dataclasses.replace(SPARSE, query="own")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    [
+        ("one", "int8", {"policy": OWN, "dense_layers": 0}),
+        ("gqa-tied", "int4", {}),
+        ("opt", "int4", {}),
+        ("qwen2", "bfloat16", {"policy": OWN}),
+        ("qwen2", "int4", {"policy": OWN, "weights": "host"}),
+    ],
+)
+def test_tokens_are_those_of_the_rounded_model(name, dtype, options):
+    chosen = {"policy": SPARSE, "dense_layers": 1} | options
+    model = small_model(name, dtype)
+    made = Engine(model, **chosen)
+    joined = "qkv" in made.weights.params["layers"][-1]
+    assert joined == ("weights" not in options)
+    full = Engine(model_in_full(model), **(chosen | {"weights": "device"}))
+    assert tokens_of(made) == tokens_of(full)
+
+
+# Loading and the command lines.
+
+
+@pytest.mark.usefixtures("shallow")
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+@pytest.mark.parametrize("weights", ["device", "host"])
+def test_loading(dtype, weights):
+    model = load(embedded(), "float32", weight_dtype=dtype, weights=weights)
+    expected = shrink_model(load(embedded(), "float32").params, dtype)
+    jax.tree.map(np.testing.assert_array_equal, model.params, expected)
+
+
+def test_a_dtype_that_does_not_exist():
+    with pytest.raises(ParameterError, match="weight_dtype int3: use bfloat16, int8 or int4"):
+        load(weight_dtype="int3")
+
+
+@pytest.mark.usefixtures("shallow")
+def test_a_text(command):
+    options = ("--prompt", "The king said", "--max-new-tokens", "4", "--policy", "full", "--quiet")
+    status, text, errors = command(generate.main, *options, "--weight-dtype", "int8")
+    assert status == 0 and text.strip() and not errors
+
+
+@pytest.mark.parametrize(
+    ("main", "options"),
+    [
+        (generate.main, ("--prompt", "A")),
+        (plan.main, ("--context", "64")),
+        (evaluate.main, ("perplexity", "--text", "text.txt")),
+        (serve.main, ()),
+    ],
+)
+def test_a_wrong_option_is_one_line(main, options, command):
+    status, text, errors = command(main, *options, "--weight-dtype", "int3")
+    assert status == 2 and text == "" and errors.count("\n") == 1
+    assert errors.startswith("error: --weight-dtype int3: use bfloat16, int8 or int4")
+
+
+@pytest.mark.usefixtures("shallow")
+def test_an_evaluation_records_it(command, tmp_path):
+    text, result = tmp_path / "text.txt", tmp_path / "result.json"
+    text.write_text(TEXT)
+    options = ("--text", text, "--window", "32", "--windows", "1", "--policy", "full", "--quiet")
+    arguments = ("perplexity", *options, "--weight-dtype", "int8", "--json", result)
+    status, _, errors = command(evaluate.main, *arguments)
+    assert status == 0, errors
+    assert json.loads(result.read_text())["model"]["weight_dtype"] == "int8"
+
+
+@pytest.mark.usefixtures("shallow")
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_a_plan_has_the_bytes_of_the_loaded_model(dtype, command, tmp_path):
+    out = tmp_path / "plan.json"
+    rates = ("--device-bandwidth", "20", "--copy-bandwidth", "10")
+    options = ("--context", "256", "--dtype", "float32", *rates, "--json", out)
+    status, text, _ = command(plan.main, *options, "--weight-dtype", dtype)
+    assert status == 0 and f"{dtype} weights" in text
+    model = load(embedded(), "float32", weight_dtype=dtype)
+    planned = json.loads(out.read_text())["asked"]["weights"]
+    assert planned == tree_bytes(model.params) < 0.51 * tree_bytes(load(embedded()).params)
