@@ -13,7 +13,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 LANES = 16  # columns of a vector
-FEW_QUERIES = 8  # most queries that share rows for which `_products_by_lane` is faster
+LONG = 8  # vectors of a row whose sum is vectorised
+FEW_QUERIES = range(2, 9)  # queries that share rows for which `_products_by_lane` is faster
 MASKED = -1e30  # finite, so that a block without valid rows gives no NaN
 
 
@@ -172,16 +173,21 @@ def _products_by_lane(
 ) -> Float[Array, "b k g n"]:
     """Return `_products` with the sum over most columns written out.
 
-    XLA multiplies a few queries by many rows slowly: a batch of such products takes up to seven
-    times as long as one loop over vectors of LANES columns, which reads each row once per query.
+    XLA multiplies a few queries by many rows slowly: a batch of such products takes up to ten times
+    as long as one loop over vectors of LANES columns, which reads each row once per query.
     """
     d, g = q.shape[-1], q.shape[2]
-    if d % LANES or g > FEW_QUERIES:
+    if d % LANES or g not in FEW_QUERIES:
         return _products(q, keys)
     queries = q.astype(jnp.float32).reshape(*q.shape[:3], 1, -1, LANES)
     columns = keys[..., :d].reshape(*keys.shape[:2], 1, keys.shape[2], -1, LANES)
-    terms = (queries[..., i, :] * columns[..., i, :].astype(jnp.float32) for i in range(d // LANES))
-    return jnp.sum(functools.reduce(operator.add, terms), axis=-1)
+    count = d // LANES
+    terms = (queries[..., i, :] * columns[..., i, :].astype(jnp.float32) for i in range(count))
+    lanes = functools.reduce(operator.add, terms)
+    if count >= LONG:
+        return jnp.sum(lanes, axis=-1)
+    # LLVM would unroll a loop of so few terms, and not vectorise it.
+    return (lanes.reshape(-1, LANES) @ jnp.ones((LANES, 1))).reshape(lanes.shape[:-1])
 
 
 def _weighted_sum(
