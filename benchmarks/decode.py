@@ -5,7 +5,8 @@
     python -m benchmarks.decode --model FOLDER --gguf FILE --text book.txt --contexts 1024 8192
 
 All systems use one model, random or real, with the same weights and prompts; the logits of this
-package and of transformers are compared first.
+package and of transformers are compared first. `--weight-dtype` then makes the weights of this
+package small.
 `benchmarks.measure` describes the timing, `python -m benchmarks.decode --help` lists the systems. A
 JSON file is written after every set of systems, and a Markdown table at the end.
 
@@ -33,11 +34,12 @@ from benchmarks.waves import Bench
 from infinigen_jax.cache.host_array import Placement, default_mesh
 from infinigen_jax.errors import run_command
 from infinigen_jax.loading.load import Model, load
+from infinigen_jax.models.small_weights import shrink_model
 from infinigen_jax.planner import bandwidths
 
 SETTINGS = (
-    "preset shape batch dtype tokens rounds warmup steps budget budget_rows alpha dense_layers "
-    "hot_set transfer device_memory systems"
+    "preset shape batch dtype weight_dtype tokens rounds warmup steps budget budget_rows alpha "
+    "dense_layers hot_set transfer device_memory systems"
 ).split()
 LOGITS_PROMPT = 64  # tokens of the prompt that compares the two models
 
@@ -74,6 +76,9 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     other, difference = None, None
     if set(options.systems) & set(presets.THEIRS):
         other, difference = _other(model, config)
+    if options.weight_dtype:
+        small = shrink_model(model.params, options.weight_dtype)
+        model = dataclasses.replace(model, params=small)
     rates = machine.memory_read_bandwidth(), bandwidths.host_to_device_bandwidth()
     described = machine.describe()
     result: dict[str, Any] = {

@@ -109,7 +109,8 @@ def _measure_wave(
         bench.note(f"{context} tokens: {name}, single steps")
         singles = [] if bench.late else _single_steps(system, options.steps)
         entries[name] = _speed(bench, seconds[name]) | system.facts() | _steps_entry(singles)
-        if name not in LLAMA_CPP:  # its weights and cache have sizes of their own
+        # Weights of other systems, and llama.cpp's cache, may have sizes of their own.
+        if is_ours(name) or not (options.weight_dtype or name in LLAMA_CPP):
             traffic = _traffic(bench, name, system, context)
             entries[name] |= _against_floor(bench, traffic, statistics.median(seconds[name]))
         entries[name]["compilations_after_warmup"] = compiled

@@ -8,6 +8,7 @@ from benchmarks import shapes
 from infinigen_jax.cli.options import read_policy
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import DTYPES
+from infinigen_jax.settings.engine import WEIGHT_DTYPES
 
 # Name -> description, in order of priority when time is short.
 SYSTEMS = {
@@ -88,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], metavar="N")
     add("--batch", type=int, default=1, help="sequences (default 1)")
     add("--dtype", choices=DTYPES, default="float32")
+    add("--weight-dtype", choices=WEIGHT_DTYPES, help="small weights, in this package alone")
     add("--systems", nargs="+", type=system, default=list(SYSTEMS), metavar="NAME")
     add("--tokens", type=int, default=32, help="tokens timed per round (default 32)")
     add("--rounds", type=int, default=5, help="timed rounds (default 5)")

@@ -33,10 +33,12 @@ BREAKDOWN = {
 
 
 def title(result: dict[str, Any]) -> str:
-    """Return the model, the batch size and the dtype as text."""
+    """Return the model, the batch size and the dtypes as text."""
     settings = result["settings"]
     model = result["model"].get("name") or f"{settings['shape']} shape"
-    return f"{model}, batch {settings['batch']}, {settings['dtype']}"
+    small = settings.get("weight_dtype")
+    weights = f", weights {small}" if small else ""
+    return f"{model}, batch {settings['batch']}, {settings['dtype']}{weights}"
 
 
 def table(result: dict[str, Any]) -> str:

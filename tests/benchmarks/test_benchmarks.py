@@ -218,6 +218,21 @@ def test_time_cap_leaves_a_result_that_says_so(tmp_path):
     assert entry["absent"] == "skipped" and "time" in entry["reason"]
 
 
+def test_small_weights_of_this_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "memory_read_bandwidth", lambda: 1e10)
+    path = tmp_path / "small.json"
+    arguments = "--preset smoke --contexts 96 --steps 6 --trace-steps 0 --weight-dtype int8"
+    arguments += " --systems full-device transformers"
+    assert decode.main([*arguments.split(), "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["settings"]["weight_dtype"] == "int8" and "weights int8" in report.title(result)
+    assert result["logits_relative_difference"] < 1e-3
+    ours, theirs = result["contexts"][0]["systems"].values()
+    small = ours["bytes_per_step"]["weights"]
+    assert small == result["model"]["weight_bytes_per_step"] and "bytes_per_step" not in theirs
+    assert theirs["tokens_per_second"] > 0
+
+
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_presets_parse_and_give_engines_their_settings(name):
     options = presets.parse(["--preset", name])
