@@ -44,10 +44,8 @@ def test_real_checkpoints_everything_fetched_equals_the_full_cache(name, tmp_pat
     assert got[0] == got[1]
 
 
-@pytest.mark.parametrize(
-    "family, settings",
-    [("llama", {"num_key_value_heads": 2}), pytest.param("opt", {}, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # as test_families.py: with the logits, for a newer family
+@pytest.mark.parametrize("family, settings", [("llama", {"num_key_value_heads": 2}), ("opt", {})])
 def test_full_cache_equals_greedy_generation_of_transformers(family, settings, tmp_path):
     import torch
 

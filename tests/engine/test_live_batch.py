@@ -49,7 +49,7 @@ def serve(made: Engine, prompts: list[list[int]], new: int = NEW) -> list[list[i
     "policy, settings",
     [
         pytest.param(SPARSE, {}, id="exact"),
-        pytest.param(SPARSE, {"rows": "int8", "hot_set": 1.5}, id="int8"),
+        pytest.param(SPARSE, {"rows": "int8", "hot_set": 1.5}, id="int8", marks=pytest.mark.slow),
         pytest.param(Quest(budget=0.3, window=4), {}, id="pages"),
     ],
 )

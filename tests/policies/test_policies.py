@@ -70,7 +70,7 @@ def chosen(policy, state, query=None) -> list[list[set[int]]]:
 def filled(policy, keys: np.ndarray):
     """The policy's state when it has seen these keys [b, k, n, d]."""
     span = Span.whole(B, keys.shape[2])
-    return policy.append({}, policy.init(CONFIG, B, T), jnp.asarray(keys), span)
+    return jax.jit(policy.append)({}, policy.init(CONFIG, B, T), jnp.asarray(keys), span)
 
 
 def eligible(i: int) -> np.ndarray:
@@ -143,10 +143,10 @@ def test_quest_takes_whole_pages_by_their_bounds():
     keys, query = drawn(B, K, T, D, seed=1), drawn(B, K, G, D, seed=2)
     page = 4
     policy = Quest(**settings(page=page))
-    state = filled(policy, keys[:, :, :40])
+    state, append = filled(policy, keys[:, :, :40]), jax.jit(policy.append)
     for start in range(40, T, 8):  # and the rest as flushes bring it
         span = Span(jnp.full((B,), start, jnp.int32), jnp.full((B,), 8, jnp.int32))
-        state = policy.append({}, state, jnp.asarray(keys[:, :, start : start + 8]), span)
+        state = append({}, state, jnp.asarray(keys[:, :, start : start + 8]), span)
     pages = keys.reshape(B, K, T // page, page, D)
     least, most = pages.min(axis=3), pages.max(axis=3)
     products = [np.einsum("bkgd,bkpd->bkgpd", query, x) for x in (least, most)]
@@ -162,6 +162,7 @@ def test_quest_takes_whole_pages_by_their_bounds():
 def test_h2o_evicts_for_good():
     """Steps against a list of what each head still has."""
     policy = H2O(**settings())
+    observe = jax.jit(policy.observe)
     rng = np.random.default_rng(0)
     mass = rng.random((B, K, T)).astype(np.float32)
     state, gone = jnp.asarray(mass), [[set() for _ in range(K)] for _ in range(B)]
@@ -191,7 +192,7 @@ def test_h2o_evicts_for_good():
                 jnp.asarray(resident),
                 jnp.asarray(recent),
             )
-            state = policy.observe(state, seen)
+            state = observe(state, seen)
             for i, j in np.ndindex(B, K):
                 left = [slot for slot in eligible(i) if slot not in gone[i][j]]
                 order = sorted(left, key=lambda slot: (-mass[i, j][slot], slot))

@@ -67,6 +67,7 @@ def test_an_unrelated_input_keeps_its_own_kernel():
 
 FAMILIES = {"llama": {"num_key_value_heads": 2}, "opt": {}}
 FAMILIES["qwen3"] = {"num_key_value_heads": 2, "head_dim": 20}
+QWEN3 = pytest.param("qwen3", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def attention_inputs(model) -> list[jax.Array]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "opt", QWEN3])
 def test_the_corrected_query_is_nearer_to_the_true_one(conversions, family):
     model = checkpoint.load(conversions(family))
     config, inputs = model.config, attention_inputs(model)
@@ -120,7 +121,8 @@ def test_the_corrected_query_is_nearer_to_the_true_one(conversions, family):
             assert distances[0] < 0.9 * distances[1]
 
 
-@pytest.mark.parametrize("family, basis", [("llama", "svd"), ("opt", "svd"), ("qwen3", "balanced")])
+@pytest.mark.parametrize("family", ["llama", "opt", QWEN3])
+@pytest.mark.parametrize("basis", ["svd", "balanced"])
 def test_all_columns_give_the_scores_of_the_corrected_query(conversions, family, basis):
     """q^ . k^ is h . k with the orthogonal basis, and h M (k - mean), M near I, with the other."""
     model = checkpoint.load(conversions(family))

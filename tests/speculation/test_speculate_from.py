@@ -73,16 +73,22 @@ def test_what_is_resident_is_the_same_of_every_kind_of_cache():
         "all": causal_attention(q, k, v, window=slots.window, sinks=slots.sinks),
         "sliding": causal_attention(q, k, v, window=slots.window),
     }
-    for place in range(s):
-        at = jnp.array([place], jnp.int32)
-        key, value = k[place][None], v[place][None]
-        dense = dense.write(key, value, at)
-        sliding = sliding.write(key, value, at)
+
+    @jax.jit
+    def step(caches: list[Any], place: jax.Array) -> tuple[list[Any], list[jax.Array]]:
+        at, key, value = place[None], k[place][None], v[place][None]
+        dense, host, sliding = caches
         host = host.write(jnp.concatenate([key, value], axis=-1), at, slots)
+        caches = [dense.write(key, value, at), host, sliding.write(key, value, at)]
         query = q[place].reshape(1, kv, heads // kv, d)
-        for kind, local in (("all", dense), ("all", host), ("sliding", sliding)):
-            found = attend(query, local.near(at, slots, jnp.float32)).reshape(heads, d)
-            np.testing.assert_allclose(found, expected[kind][place], rtol=1e-4, atol=1e-5)
+        near = [local.near(at, slots, jnp.float32) for local in caches]
+        return caches, [attend(query, part).reshape(heads, d) for part in near]
+
+    caches: list[Any] = [dense, host, sliding]
+    for place in range(s):
+        caches, found = step(caches, jnp.int32(place))
+        for kind, output in zip(("all", "all", "sliding"), found, strict=True):
+            np.testing.assert_allclose(output, expected[kind][place], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["all", "sinks"])
