@@ -9,7 +9,6 @@ score the same tokens, and differences are paired (`infinigen_jax.evaluation.per
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,18 +64,15 @@ def measure(options: argparse.Namespace) -> None:
 def _measured(options: argparse.Namespace, scoring: Scoring) -> Iterator[Line]:
     """Yield a line for each dtype; one model is in memory at a time."""
     for weight_dtype in (None, *WEIGHT_DTYPES):
-        began = time.perf_counter()
         model = load(options.model, dtype="float32", weight_dtype=weight_dtype)
         engine = Engine(model, policy=Full(), dense_layers=model.config.num_layers)
-        measured = scoring(engine, lambda tokens: None)
-        seconds = time.perf_counter() - began
-        note(f"{weight_dtype}: {seconds:.0f} s")
         described: dict[str, Any] = {
             "weights": weight_dtype or "float32",
             "reference": weight_dtype is None,
             "weight_bytes": tree_bytes(model.params),
         }
-        yield Line(described, measured._replace(values=measured.values | {"seconds": seconds}))
+        note(f"weights {described['weights']}")
+        yield Line(described, scoring(engine, lambda tokens: None))
         del model, engine
 
 
