@@ -47,7 +47,8 @@ class LlamaCpp:
     def round(self, tokens: int) -> float:
         timings = self._complete(tokens + MARGIN)
         # The first token comes with the prompt's last one and is not in the predicted time.
-        return max(each["predicted_ms"] for each in timings) / 1e3 * tokens / (tokens + MARGIN)
+        steps = tokens + MARGIN - 1
+        return max(each["predicted_ms"] for each in timings) / 1e3 * tokens / steps
 
     def step(self) -> StepTime:
         return StepTime(self.round(1))
