@@ -76,13 +76,13 @@ def build_parser() -> Parser:
     add_sampling_options(group, parser.experts)
     add_settings(group, EngineOptions, ("lossless",))
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
-    add("--raw", action="store_true", help="prompts as they are, without the chat template")
     add_engine_options(parser)
     add_chat_options(parser)
     add = parser.add_argument_group("output").add_argument
     add("--stats-json", metavar="F", help="write tokens, texts and measurements to a file")
     add("--quiet", action="store_true", help="no messages on stderr but errors")
     add = parser.experts.add_argument
+    add("--raw", action="store_true", help="prompts as they are, without the chat template")
     add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     add(
         "--logprobs",
