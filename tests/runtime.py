@@ -18,7 +18,6 @@ from infinigen_jax.skew.tail_moments import block_products
 
 HF: dict[str, dict[str, Any]] = {
     "gqa": {"model_type": "llama", "num_key_value_heads": 2},
-    "mqa": {"model_type": "llama", "num_key_value_heads": 1},
     "opt": {"model_type": "opt", "ffn_dim": 24},
 }
 RELATIVES: dict[str, dict[str, Any]] = {

@@ -250,7 +250,7 @@ def test_a_full_disk(run, tmp_path):
 
 
 def test_the_command_alone():
-    process = command(*SHORT, "--quiet", alone=True)
+    process = command(*SHORT[:2], "--max-new-tokens", "1", "--quiet", alone=True)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0 and err == "" and out.endswith("\n") and len(out) > 1
 

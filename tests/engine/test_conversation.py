@@ -192,7 +192,7 @@ OTHERS = {
     "window 4, not 5": engine_of(dataclasses.replace(SPARSE, window=5)),
     "rows auto, not int8": engine_of(SPARSE, rows="int8"),
     "dense layers 0, not 1": engine_of(SPARSE, dense_layers=1),
-    "another model": lambda: engine("mqa"),
+    "another model": lambda: engine("gqa"),
     "pool: a conversation": engine_of(SPARSE, pool=Pool(tokens=50)),
 }
 

@@ -23,8 +23,6 @@ CASES = {
     "opt, absorbed": ("opt", False),
     "opt, with basis": ("opt", True),
     "rope, gqa": ("gqa", True),
-    "rope, mqa": ("mqa", True),
-    "rope, no basis": ("gqa", False),
     "biases on queries and keys": ("qwen2", True),
     "norms on queries and keys": ("qwen3", True),
 }
