@@ -73,6 +73,9 @@ def test_a_position_is_either_resident_or_eligible(sizes, current):
         assert sorted(on_device + on_host) == list(range(newest + 1))
 
 
+write_row = jax.jit(Resident.write, static_argnums=3)
+
+
 @pytest.mark.parametrize("sinks, window", [(0, 1), (2, 3), (4, 8)])
 def test_resident_rows_follow_the_tokens(sinks, window):
     """Prompts of several lengths, then tokens: each slot holds the row of its position."""
@@ -94,7 +97,7 @@ def test_resident_rows_follow_the_tokens(sinks, window):
     for step in range(2 * window + sinks):
         now = lengths + step
         row = jnp.broadcast_to(jnp.asarray(rows[now])[:, None, None], (3, 2, 4))
-        resident = resident.write(row, jnp.asarray(now), slots)
+        resident = write_row(resident, row, jnp.asarray(now), slots)
         check(now)
     start = jnp.asarray(now - window + 1)
     since = resident.since(start, slots)
@@ -102,7 +105,7 @@ def test_resident_rows_follow_the_tokens(sinks, window):
     np.testing.assert_array_equal(since[:, 1, :, 2], expected)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(geometry, st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), max_size=4))
 def test_resident_rows_of_a_text_that_comes_in_chunks(sizes, chunks):
     """However it is cut: the same rows, the same sum of the others."""
@@ -121,6 +124,9 @@ def test_resident_rows_of_a_text_that_comes_in_chunks(sizes, chunks):
         np.testing.assert_allclose(got.left, expected.left, atol=1e-5)
 
 
+extend = jax.jit(Resident.extend, static_argnums=3)
+
+
 def extended(
     slots: Slots,
     rows: np.ndarray,
@@ -134,8 +140,7 @@ def extended(
     for i in range(2):
         chunk[i, :, : count[i]] = rows[i, :, start[i] : start[i] + count[i]]
     resident = resident or Resident.empty(2, 3, 8, slots, jnp.float32, blocks=1)
-    span = Span(jnp.asarray(start), jnp.asarray(count))
-    return resident.extend(jnp.asarray(chunk), span, slots)
+    return extend(resident, chunk, Span(jnp.asarray(start), jnp.asarray(count)), slots)
 
 
 def normal(*shape: int) -> np.ndarray:
