@@ -33,7 +33,7 @@ def test_it_maximises_the_simulated_rate(acceptance):
 
 
 def test_it_drafts_nothing_where_steps_cost_as_much_as_verifications():
-    equal = dict.fromkeys(SIZES, 1.0)
+    equal = {int(size): 1.0 for size in SIZES}
     assert measured(0.5, 1.0, equal).choose(MOST) == 0
     assert measured(0.99, 0.01, equal).choose(MOST) == MOST
     assert measured(0.99, 0.01, equal).choose(2) <= 2

@@ -13,6 +13,7 @@ from runtime import RAGGED, SPARSE, TAILED, engine
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.engine.dispatch import Dispatcher
 from infinigen_jax.engine.engine import Engine
@@ -98,7 +99,7 @@ def check_hot_sets(cache: Cache) -> None:
     """Every entry holds its slot's row of the host, and was used before the next token."""
     lengths = np.asarray(cache.lengths)
     for number, hot in enumerate(cache.hot):
-        if hot is None:
+        if not isinstance(hot, HotSet):
             continue
         host, slots = np.asarray(cache.host)[number], np.asarray(hot.slots)
         assert (np.asarray(hot.used) < lengths[:, None, None]).all()
