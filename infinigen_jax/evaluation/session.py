@@ -105,7 +105,7 @@ class Session:
         self.folder = model_folder(self.arguments.model, self.arguments.revision)
         widen_pinned_pool()
         keep_programs()
-        settings = load_settings(self.arguments) | {"revision": None}
+        settings: dict[str, Any] = load_settings(self.arguments) | {"revision": None}
         model = load(self.folder, notify=self.say, **settings)
         check(self.chosen, model)
         if len(model.config.sliding_layers) == model.config.num_layers:
