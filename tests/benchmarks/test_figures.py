@@ -159,6 +159,7 @@ def test_limits_of_the_pool(figure):
         assert line["host_cache_bytes"] < unlimited["host_cache_bytes"]
 
 
+@pytest.mark.slow
 def test_positions(figure):
     table, record = figure("chunks", *SMALL, "--policy", "window", "--budget", "0.1")
     assert [cell.strip() for cell in table[0].split("|")][5:7] == ["to 44", "to 48"]

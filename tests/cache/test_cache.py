@@ -265,7 +265,7 @@ def test_a_token_is_written_to_the_ring_where_it_lies():
     def write(local: Resident, row: jax.Array, position: jax.Array) -> Resident:
         return local.write(row, position, slots, summed)
 
-    rows = jnp.asarray(np.random.default_rng(0).normal(size=(40, 1, 2, 16)), jnp.float32)
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(40, 1, 2, 16)).astype(np.float32))
     program = jax.jit(write, donate_argnums=0).lower(local, rows[0], jnp.array([3])).compile()
     assert max(copies(program.as_text() or ""), default=0) < local.rows.size
     for position, row in enumerate(rows):

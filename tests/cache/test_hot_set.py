@@ -114,7 +114,7 @@ def test_rows_through_a_hot_set_are_the_rows():
     b, k, t, w, n = 2, 2, 300, 8, 130
     rng = np.random.default_rng(1)
     mesh = default_mesh()
-    values = jnp.asarray(rng.normal(size=(b, k, t, w)), jnp.float32)
+    values = jnp.asarray(rng.normal(size=(b, k, t, w)).astype(np.float32))
     whole = Span.whole(b, t)
     write = jax.jit(lambda host, rows: write_span(host, jnp.int32(1), rows, whole, mesh))
     host = write(allocate_host((2, b, k, t, w), jnp.float32, mesh), values)

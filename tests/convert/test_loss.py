@@ -24,11 +24,11 @@ def test_against_loops_over_tokens():
     rng = np.random.default_rng(1)
     count, length = 330, 340
     q, guess, k, v = (
-        jnp.asarray(rng.normal(size=(1, length, heads, config.head_dim)), jnp.float32)
+        jnp.asarray(rng.normal(size=(1, length, heads, config.head_dim)).astype(np.float32))
         for heads in (config.num_heads, config.num_heads, config.num_kv_heads, config.num_kv_heads)
     )
     valid = jnp.arange(length)[None] < count
-    hidden = jnp.asarray(rng.normal(size=(1, length, config.hidden_size)), jnp.float32)
+    hidden = jnp.asarray(rng.normal(size=(1, length, config.hidden_size)).astype(np.float32))
     found = loss.squared_errors(config, params, hidden, q, (guess,), k, v, valid)
     whole, errors = (np.asarray(x)[0] for x in found)
 

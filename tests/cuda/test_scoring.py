@@ -166,8 +166,8 @@ def test_through_xla(monkeypatch: pytest.MonkeyPatch, columns: int):
     driver.calls.clear()
     b, k, g, r, t, slots = 2, 2, 3, 24, 1152, Slots(4, 32, 64)
     random, index = np.random.default_rng(0), IndexFormat("int4", r)
-    query = jnp.asarray(random.normal(0, 1, (b, k, g, r)), jnp.float32)
-    entries = index.encode(jnp.asarray(random.normal(0, 1, (b, k, r, t)), jnp.float32))
+    query = jnp.asarray(random.normal(0, 1, (b, k, g, r)).astype(np.float32))
+    entries = index.encode(jnp.asarray(random.normal(0, 1, (b, k, r, t)).astype(np.float32)))
     wanted = request(random, b, k, 100, t)
     positions = jnp.array([t - 1, 300], jnp.int32)
 

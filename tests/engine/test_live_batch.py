@@ -50,7 +50,7 @@ def serve(made: Engine, prompts: list[list[int]], new: int = NEW) -> list[list[i
     [
         pytest.param(SPARSE, {}, id="exact"),
         pytest.param(SPARSE, {"rows": "int8", "hot_set": 1.5}, id="int8", marks=pytest.mark.slow),
-        pytest.param(Quest(budget=0.3, window=4), {}, id="pages"),
+        pytest.param(Quest(budget=0.3, window=4), {}, id="pages", marks=pytest.mark.slow),
     ],
 )
 def test_arrivals_equal_single_prompts(policy, settings):

@@ -111,7 +111,7 @@ CASES = {
     "small-rows": Case("small-rows", "layerwise", HOT | HOST),
     "opt": Case("opt", "layerwise", HOT | HOST | CHUNKS),
     "pool": Case("pool", "layerwise", HOT, batch=2),
-    "h2o": Case("h2o", "layerwise", CHUNKS, batch=2),
+    "h2o": Case("h2o", "layerwise", batch=2),
 }
 
 

@@ -115,6 +115,7 @@ def test_the_oracle_finds_everything():
     assert line["error"] > 1e-3
 
 
+@pytest.mark.slow
 def test_a_tail_term_changes_the_error_and_nothing_else():
     found = []
     for tail in (False, True):

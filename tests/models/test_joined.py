@@ -27,7 +27,9 @@ def test_a_layer_of_either_form_is_the_same(name: str):
     assert join(joined) is joined and split(params, width) is params
     jax.tree.map(np.testing.assert_array_equal, split(joined, width), params)
     plan = blueprint(config, model.dtype)
-    a = jnp.asarray(np.random.default_rng(0).normal(size=(3, config.hidden_size)), jnp.float32)
+    a = jnp.asarray(
+        np.random.default_rng(0).normal(size=(3, config.hidden_size)).astype(np.float32)
+    )
     positions = jnp.arange(3, dtype=jnp.int32)
     one, other = (plan.layer(form) for form in (params, joined))
     for mine, expected in zip(

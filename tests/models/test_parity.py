@@ -73,8 +73,8 @@ def test_opt_norms_keep_their_precision_under_outliers():
 
 def test_causal_attention_does_not_depend_on_the_block():
     rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.normal(size=(13, 4, 8)), jnp.float32)
-    k, v = (jnp.asarray(rng.normal(size=(13, 2, 8)), jnp.float32) for _ in range(2))
+    q = jnp.asarray(rng.normal(size=(13, 4, 8)).astype(np.float32))
+    k, v = (jnp.asarray(rng.normal(size=(13, 2, 8)).astype(np.float32)) for _ in range(2))
     whole = causal_attention(q, k, v)
     for block in (1, 4, 12):
         np.testing.assert_allclose(causal_attention(q, k, v, block=block), whole, atol=1e-6)

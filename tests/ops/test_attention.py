@@ -17,7 +17,7 @@ TOLERANCE = 2e-6  # float32, sums over at most some hundred terms of size 1
 
 def normal(shape, seed: int, scale: float = 1.0):
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(scale=scale, size=shape), jnp.float32)
+    return jnp.asarray(rng.normal(scale=scale, size=shape).astype(np.float32))
 
 
 def dense(q, keys, values, valid) -> np.ndarray:

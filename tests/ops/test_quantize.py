@@ -77,7 +77,7 @@ def test_a_group_with_an_odd_number_is_nan_and_its_neighbours_are_not(odd):
 
 
 def test_groups_may_lie_along_another_axis():
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, GROUP, 9)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, GROUP, 9)).astype(np.float32))
     across = codes_of(x, bits=4, axis=1)
     along = codes_of(x.swapaxes(1, 2), bits=4)
     for a, b in zip(across, along, strict=True):

@@ -60,7 +60,7 @@ def by_stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def drawn(*shape: int, seed: int) -> Any:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 def chunk(b: int, c: int, h: int, k: int) -> Any:

@@ -101,7 +101,9 @@ def test_an_index_of_128k_tokens_chooses_what_numpy_does():
         span = Span(jnp.array([start], jnp.int32), jnp.array([1 << 15], jnp.int32))
         state = append(weights, state, jnp.asarray(keys[:, :, start : start + (1 << 15)]), span)
     layer = blueprint(config, model.dtype).layer(model.params["layers"][0])
-    a = jnp.asarray(np.random.default_rng(1).normal(size=(1, config.hidden_size)), jnp.float32)
+    a = jnp.asarray(
+        np.random.default_rng(1).normal(size=(1, config.hidden_size)).astype(np.float32)
+    )
     size = policy.request_size(tokens)
     select = jax.jit(
         lambda a, state: policy.select(Lookup(config, layer, weights, state, a, at, size, tokens))

@@ -129,7 +129,7 @@ def test_all_columns_give_the_scores_of_the_corrected_query(conversions, family,
     config = model.config
     d, k = config.head_dim, config.num_kv_heads
     rng = np.random.default_rng(0)
-    a = jnp.asarray(rng.normal(size=(3, config.hidden_size)), jnp.float32)
+    a = jnp.asarray(rng.normal(size=(3, config.hidden_size)).astype(np.float32))
     positions = jnp.asarray([3, 9, 20], jnp.int32)
     layer = blueprint(config, model.dtype).layer(model.params["layers"][2])
     weights = speculation_weights(model, 2, d, True, basis, "corrected")

@@ -146,7 +146,7 @@ def test_a_basis_after_rotation_keeps_scores_and_their_relative_positions():
     rng = np.random.default_rng(0)
     rope = Rope()
     basis = jnp.asarray(np.linalg.qr(rng.normal(size=(8, 8)))[0], jnp.float32)
-    q, k = (jnp.asarray(rng.normal(size=(10, 2, 8)), jnp.float32) for _ in range(2))
+    q, k = (jnp.asarray(rng.normal(size=(10, 2, 8)).astype(np.float32)) for _ in range(2))
 
     def scores(shift: int, turn: jnp.ndarray) -> np.ndarray:
         positions = jnp.arange(10) + shift

@@ -26,6 +26,7 @@ def test_an_exact_index_selects_the_rows_of_the_oracle():
     np.testing.assert_allclose(own, best, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_its_tail_equals_the_tail_of_a_prefetched_layer():
     """In a model of one layer, both queries are the layer's own; only the tail's code differs."""
     model = random_model("one")

@@ -64,7 +64,7 @@ def test_what_is_resident_is_the_same_of_every_kind_of_cache():
     calibration attends to them."""
     rng = np.random.default_rng(0)
     s, heads, kv, d = 40, 4, 2, 8
-    q, k, v = (jnp.asarray(rng.normal(size=(s, n, d)), jnp.float32) for n in (heads, kv, kv))
+    q, k, v = (jnp.asarray(rng.normal(size=(s, n, d)).astype(np.float32)) for n in (heads, kv, kv))
     slots = Slots(3, 8)
     dense = DenseLayer.empty((1, kv, 64, d), jnp.float32)
     sliding = Sliding.empty((1, kv, 16, d), jnp.float32)

@@ -32,8 +32,8 @@ def inputs(model, batch: int = 3, tokens: int = 37, seed: int = 0):
     """Attention inputs of the current token [b, e] and of cached ones [b, t, e], positions."""
     rng = np.random.default_rng(seed)
     e = model.config.hidden_size
-    a = jnp.asarray(rng.normal(size=(batch, e)), jnp.float32)
-    cached = jnp.asarray(rng.normal(size=(batch, tokens, e)), jnp.float32)
+    a = jnp.asarray(rng.normal(size=(batch, e)).astype(np.float32))
+    cached = jnp.asarray(rng.normal(size=(batch, tokens, e)).astype(np.float32))
     return a, cached, jnp.asarray([tokens, tokens + 3, tokens + 9][:batch], jnp.int32)
 
 

@@ -43,8 +43,8 @@ def test_the_rest_is_what_was_not_chosen(blocks):
 
 def attention_inputs(seed: int = 0, n: int = 9):
     rng = np.random.default_rng(seed)
-    q = jnp.asarray(rng.normal(size=(2, 3, 2, 4)), jnp.float32)
-    rows = jnp.asarray(rng.normal(size=(2, 3, n, 8)), jnp.float32)
+    q = jnp.asarray(rng.normal(size=(2, 3, 2, 4)).astype(np.float32))
+    rows = jnp.asarray(rng.normal(size=(2, 3, n, 8)).astype(np.float32))
     return q, rows
 
 
@@ -110,9 +110,8 @@ def test_the_tail_is_empty_when_everything_is_fetched():
     assert got.new_tokens == without.new_tokens
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens"), [("one", 8), pytest.param("opt-one", 0, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tokens"), [("one", 8), ("opt-one", 0)])
 def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
     """The first layer alone: on the host, its query is its own, so speculation is exact."""
     model = random_model(name)
@@ -159,7 +158,7 @@ def test_the_mean_key_does_not_enter_a_tail_twice(name, policy):
 @pytest.mark.parametrize("blocks", [1, 8])
 def test_the_rest_by_slots_by_marks_and_of_masked_scores(blocks):
     rng = np.random.default_rng(7)
-    scores = jnp.asarray(rng.normal(size=(2, 3, 2, 128)), jnp.float32)
+    scores = jnp.asarray(rng.normal(size=(2, 3, 2, 128)).astype(np.float32))
     eligible = jnp.asarray(rng.random((2, 1, 128)) < 0.8)
     choose = jax.jit(select, static_argnames=("alpha", "size"))
     request = choose(scores, eligible, alpha=2.0, cap=jnp.array([20, 20], jnp.int32), size=20)

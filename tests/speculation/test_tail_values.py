@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 @settings(max_examples=20)
-@given(st.integers(1, 200), st.integers(0, 2**32))
+@given(st.sampled_from([1, 64, 150]), st.integers(0, 2**32))
 def test_products_are_of_what_differs_from_the_block(length, seed):
     random = np.random.default_rng(seed)
     keys, values = normal(length, 2, 4, seed=seed), normal(length, 2, 4, seed=seed + 1)
@@ -42,7 +43,7 @@ def test_products_are_of_what_differs_from_the_block(length, seed):
         k, v = (x[own] - x[own].mean(axis=0) if len(own) else x[own] for x in (keys, values))
         gram += np.einsum("skd,ske->kde", k, k)
         cross += np.einsum("skd,ske->kde", k, v)
-    found = block_products(jnp.asarray(keys), jnp.asarray(values), jnp.asarray(counted))
+    found = jax.jit(block_products)(jnp.asarray(keys), jnp.asarray(values), jnp.asarray(counted))
     np.testing.assert_allclose(found[0], gram, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(found[1], cross, rtol=1e-4, atol=1e-4)
 

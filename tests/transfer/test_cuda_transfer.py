@@ -207,7 +207,7 @@ def test_selection_through_xla(driver: FakeCuda, alpha: float):
     )
     for seed in range(5):
         random = np.random.default_rng(seed)
-        scores = jnp.asarray(random.normal(0, 2, (2, 3, 1, 90)), jnp.float32)
+        scores = jnp.asarray(random.normal(0, 2, (2, 3, 1, 90)).astype(np.float32))
         positions = jnp.asarray(random.integers(0, 90, 2), jnp.int32)
         slots, count = selected(scores, positions)
         expected = reference(scores, positions)
