@@ -115,7 +115,7 @@ def test_resident_rows_of_a_text_that_comes_in_chunks(sizes, chunks):
     got, start = None, np.zeros(2, np.int32)
     for counts in chunks:
         got = extended(slots, rows, start, np.array(counts, np.int32), 9, got)
-        start += counts
+        start = start + counts  # a new array: the dispatched step may still read the old one
     if got is not None:
         held = np.asarray(slots.positions(jnp.asarray(whole) - 1)) >= 0
         for i in range(2):
