@@ -133,8 +133,7 @@ def measure_one(
 
     def both(host: jax.Array, request: Request, x: jax.Array, weights: jax.Array, times: int):
         ticket = transfer.start(host, layer, request, None, None, mesh)
-        if hasattr(transfer, "behind"):  # language: ignore
-            ticket, x = transfer.order(ticket, x)
+        ticket, x = transfer.order(ticket, x)
         return transfer.wait(ticket, _work(x, weights, times))[:2]
 
     alone, together = jax.jit(move), jax.jit(both, static_argnums=4)

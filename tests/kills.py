@@ -73,22 +73,6 @@ def conversion(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     return work, check
 
 
-def conversion_without_exchange(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
-    """Where the file system cannot swap two names."""
-    from infinigen_jax.files import atomic
-
-    def check_aside() -> str:
-        try:
-            return check()
-        except ValueError:  # between the two renames: the old folder lies aside, whole
-            atomic._restore(folder / "out")
-            return check()
-
-    atomic._exchange = lambda first, second: False
-    work, check = conversion(folder)
-    return work, check_aside
-
-
 def folder(place: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     """Replacing the folder FOLDER/folder."""
     from infinigen_jax.files.atomic import staged, write_text
@@ -168,7 +152,7 @@ def saved(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
 
 
 if __name__ == "__main__":
-    kinds = (conversion, conversion_without_exchange, folder, file, parts, saved)
+    kinds = (conversion, folder, file, parts, saved)
     what = {made.__name__: made for made in kinds}
     chosen = Path(sys.argv[2])
     kill_everywhere(*what[sys.argv[1]](chosen), chosen)

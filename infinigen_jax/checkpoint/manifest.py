@@ -19,7 +19,7 @@ The weights are files of Hugging Face's layout. Conversions in the user's cache 
 read from the source.
 
 The ahead_ bases are balanced for the corrected query (`skew.basis.reduced_rank_basis`), the others
-for the true query. Older conversions may lack the ahead_ bases, losses or tail moments.
+for the true query.
 
 `row_loss` is the relative error of the hidden state after a layer's attention (`convert.loss`).
 Axis 1 says which query selects the rows: the layer's true query, or the query speculated one layer
@@ -42,13 +42,12 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.files.regular import open_regular, read_json
 from infinigen_jax.settings.policy import SOURCES
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_FILE = "infinigen.json"
 SKEW_FILE = "infinigen.safetensors"
 AHEAD_FILE = "infinigen_ahead.safetensors"
 SKEWS = ("svd", "balanced", "none")
 AGAIN = "convert the model again"
-UNSAID: dict[str, Any] = {"speculate_from": "input"}  # defaults of older conversions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,16 +89,13 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(
             f"{path}: format version {version}, but this program reads {FORMAT_VERSION}; {AGAIN}"
         )
-    if (ahead := value.get("layers_ahead", 1)) != 1:  # written by earlier releases
-        raise InputError(f"{path}: layers_ahead is {ahead!r}, this program reads 1; {AGAIN}")
     fields = {field.name for field in dataclasses.fields(Manifest)}
     try:
-        value = UNSAID | value
         manifest = Manifest(**{name: value[name] for name in fields})
         sizes = [(str(f["sha256"]), int(f["size"])) for f in manifest.files.values()]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InputError(f"{path}: damaged, fields are missing; {AGAIN}") from None
-    if manifest.speculate_from not in SOURCES:  # "attention" was written by earlier releases
+    if manifest.speculate_from not in SOURCES:
         source, known = manifest.speculate_from, " or ".join(SOURCES)
         raise InputError(
             f"{path}: speculate_from is {source!r}, this program reads {known}; {AGAIN}"

@@ -45,15 +45,15 @@ def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str
     path = folder / SKEW_FILE
     file = SafetensorsFile(path)
     square = (config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)
-    shapes = {"query_basis": square, "key_basis": square}
+    names = ["query_basis", "key_basis"]
     if manifest.skew != "none":
-        shapes |= {"eigenvalues": square[:-1], "key_mean": square[:-1]}
-    # Absent from older conversions.
-    corrected = manifest.skew == "balanced" and AHEAD_FILE in manifest.files
-    if corrected:
-        shapes |= {name: square for name in ("svd_basis", "ahead_query_basis", "ahead_key_basis")}
-    for name, shape in shapes.items():
-        _check_tensor(file, name, shape, ("float32",))
+        names += TAIL_MOMENTS
+        for name in ("eigenvalues", "key_mean"):
+            _check_tensor(file, name, square[:-1])
+    if manifest.skew == "balanced":
+        names += ["svd_basis", "ahead_query_basis", "ahead_key_basis"]
+    for name in names:
+        _check_tensor(file, name, square)
     query, key = file.read("query_basis"), file.read("key_basis")
     _check_inverse(path, query, key, orthogonal=manifest.skew != "balanced")
     none = (None,) * config.num_layers
@@ -61,18 +61,14 @@ def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str
         return {"bases": none}
     fields: dict[str, Any] = {"key_mean": np.array(file.read("key_mean"))}
     fields |= read_loss(file, config)
-    # Absent from older conversions.
-    if predicts(file):
-        for name in TAIL_MOMENTS:
-            _check_tensor(file, name, square, ("float32",))
-        # Used once, when an engine starts, so they stay in their file.
-        fields["tail_moments"] = tuple(file.read(name) for name in TAIL_MOMENTS)
-        if not all(np.isfinite(moment).all() for moment in fields["tail_moments"]):
-            raise InputError(f"{path}: the moments for the tail are not finite; {AGAIN}")
+    # Used once, when an engine starts, so they stay in their file.
+    fields["tail_moments"] = tuple(file.read(name) for name in TAIL_MOMENTS)
+    if not all(np.isfinite(moment).all() for moment in fields["tail_moments"]):
+        raise InputError(f"{path}: the moments for the tail are not finite; {AGAIN}")
     if manifest.absorbed:
         return fields | {"bases": none}
     fields["bases"] = _bases(query, key)
-    if corrected:
+    if manifest.skew == "balanced":
         orthogonal = file.read("svd_basis")
         _check_inverse(path, orthogonal, orthogonal, orthogonal=True)
         fields["svd_bases"] = _bases(orthogonal, orthogonal)
@@ -86,36 +82,26 @@ def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str
 
 
 def read_loss(file: SafetensorsFile, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Read the losses of sparse attention as keyword arguments of Model; empty if not measured."""
-    shapes: dict[str, tuple[int, ...]] = {"sparse_loss": (config.num_layers, 2)}
-    if (shares := file.tensors.get("row_shares")) is not None:
-        count = shares.shape[0] if len(shares.shape) == 1 else 0
-        shapes |= {"row_shares": (count,), "row_loss": (config.num_layers, 2, count)}
-    losses = {}
-    for name in shapes.keys() & file.tensors.keys():
-        _check_tensor(file, name, shapes[name], ("float32",))
-        losses[name] = np.array(file.read(name))
-    shares = losses.get("row_shares")
-    if shares is not None and not _ascending(shares):
+    """Read the losses of sparse attention as keyword arguments of Model."""
+    shares = file.tensors.get("row_shares")
+    count = shares.shape[0] if shares is not None and len(shares.shape) == 1 else 0
+    shapes = {
+        "sparse_loss": (config.num_layers, 2),
+        "row_shares": (count,),
+        "row_loss": (config.num_layers, 2, count),
+    }
+    for name, shape in shapes.items():
+        _check_tensor(file, name, shape)
+    losses = {name: np.array(file.read(name)) for name in shapes}
+    bounded = np.concatenate([[0.0], losses["row_shares"], [1.0]])
+    if not count or not np.all(np.diff(bounded) > 0):
         raise InputError(f"{file.path}: row_shares are not ascending shares; {AGAIN}")
     return losses
-
-
-def predicts(file: SafetensorsFile) -> bool:
-    """Return whether the conversion measured the moments that predict a tail's values."""
-    return all(name in file.tensors for name in TAIL_MOMENTS)
-
-
-def _ascending(shares: np.ndarray) -> bool:
-    bounded = np.concatenate([[0.0], shares, [1.0]])
-    return bool(len(shares) and np.all(np.diff(bounded) > 0))
 
 
 def _read_projections(path: Path, config: ModelConfig) -> list[Params]:
     """Return the corrected query projections as views of the mapped file."""
     file = SafetensorsFile(path)
-    if any(name.endswith(".outer") for name in file.tensors):  # written by earlier releases
-        raise InputError(f"{path}: its queries see neurons of an MLP, which are not read; {AGAIN}")
     projections = []
     for i in range(config.num_layers):
         for name, shape in projection_shapes(config).items():
@@ -130,7 +116,10 @@ def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _check_tensor(
-    file: SafetensorsFile, name: str, shape: tuple[int, ...], dtypes: Sequence[str]
+    file: SafetensorsFile,
+    name: str,
+    shape: tuple[int, ...],
+    dtypes: Sequence[str] = ("float32",),
 ) -> None:
     tensor = file.tensors.get(name)
     if tensor is None or tensor.shape != shape or tensor.dtype.name not in dtypes:

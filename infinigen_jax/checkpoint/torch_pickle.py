@@ -1,12 +1,10 @@
-"""Interpreter of a torch file's pickle that does not use Python's unpickler.
+"""Restricted unpickling of the description of a torch file's tensors.
 
-A file of weights needs few pickle operations: numbers, strings, containers, and calls of four
-functions. This interpreter has no others. It imports nothing and calls nothing else. The size of
-the pickle bounds its memory: a memo index, a length or a hash of nested tuples allocates nothing.
+A file of weights calls four functions. Any other name is refused, so no code of the file runs.
 """
 
-import pickletools
-from collections.abc import Callable
+import io
+import pickle
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -54,156 +52,65 @@ class Refused(Exception):
     """The pickle contains something that a file of weights does not need."""
 
 
+class StateDictionary(dict):
+    """Dictionary of tensors; takes the attributes, versions of modules, of a torch one."""
+
+
 def read_pickle(data: bytes) -> Any:
     """Return the object that a pickle describes.
 
     Raises:
-        Refused: the pickle has an operation, name or value that no file of weights has.
+        Refused: the pickle has a name or value that no file of weights has.
         Exception: nearly any type, if the pickle is damaged.
     """
-    machine = _Machine()
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name == "STOP":
-            return machine.stack.pop()
-        machine.run(opcode.name, argument)
-    raise Refused("damaged, its pickle has no end; get the file again")
+    return _Unpickler(io.BytesIO(data)).load()
 
 
-class _Machine:
-    """Stack and memo of a pickle; `run` executes one operation."""
+class _Unpickler(pickle._Unpickler):
+    """The unpickler in Python: its memo is a dictionary, so that an index allocates nothing."""
 
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key], [value])
 
-    def run(self, name: str, argument: Any) -> None:
-        if name in _VALUES:
-            self.stack.append(argument)
-        elif name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name]())
-        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            self.memo[len(self.memo) if argument is None else argument] = self.stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            self.stack.append(self.memo[argument])
-        elif name in _OPERATIONS:
-            _OPERATIONS[name](self)
-        elif name == "GLOBAL":
-            self.stack.append(_global(*argument.split(" ", 1)))
-        elif name not in ("PROTO", "FRAME"):
-            raise Refused(f"refused, because its pickle has the operation {name}")
+    def load_setitems(self) -> None:
+        items = self.pop_mark()
+        self._set(items[::2], items[1::2])
 
-    def mark(self) -> None:
-        self.marks.append(len(self.stack))
-
-    def since_mark(self) -> list[Any]:
-        return self.last(len(self.stack) - self.marks.pop())
-
-    def last(self, count: int) -> list[Any]:
-        if not 0 <= count <= len(self.stack):
-            raise Refused("damaged, its pickle pops an empty stack; get the file again")
-        values = self.stack[len(self.stack) - count :]
-        del self.stack[len(self.stack) - count :]
-        return values
-
-    def make_tuple(self, values: list[Any]) -> None:
-        self.stack.append(tuple(values))
-
-    def append(self, values: list[Any]) -> None:
-        self._target(list).extend(values)
-
-    def set_items(self, values: list[Any]) -> None:
-        keys = values[::2]
+    def _set(self, keys: list[Any], values: list[Any]) -> None:
+        # The hash of a few nested tuples can take forever.
         if not all(isinstance(key, str) for key in keys):
             raise Refused("refused, because a key in its pickle is not a string")
-        self._target(dict).update(zip(keys, values[1::2], strict=True))
+        self.stack[-1].update(zip(keys, values, strict=True))
 
-    def build(self) -> None:
-        """Ignore attributes; those of a state dictionary are versions of its modules."""
-        self.last(1)
-        self._target(dict)
-
-    def look_up(self) -> None:
-        module, name = self.last(2)
-        self.stack.append(_global(module, name))
-
-    def call(self) -> None:
-        function, arguments = self.last(2)
-        if not isinstance(function, _Function) or not isinstance(arguments, tuple):
-            raise Refused("refused, because its pickle calls something other than a function")
-        self.stack.append(function.call(*arguments))
-
-    def refer(self) -> None:
-        self.stack.append(_storage(*self.last(1)))
-
-    def _target(self, kind: type) -> Any:
-        if not self.stack or not isinstance(self.stack[-1], kind):
-            raise Refused(f"damaged, its pickle fills something other than a {kind.__name__}")
-        return self.stack[-1]
-
-
-class _Function(NamedTuple):
-    """A function that a pickle may call."""
-
-    call: Callable[..., Any]
-
-
-_VALUES = frozenset(
-    "BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()
-)
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-}
-_OPERATIONS: dict[str, Callable[[_Machine], None]] = {
-    "MARK": _Machine.mark,
-    "TUPLE": lambda machine: machine.make_tuple(machine.since_mark()),
-    "TUPLE1": lambda machine: machine.make_tuple(machine.last(1)),
-    "TUPLE2": lambda machine: machine.make_tuple(machine.last(2)),
-    "TUPLE3": lambda machine: machine.make_tuple(machine.last(3)),
-    "APPEND": lambda machine: machine.append(machine.last(1)),
-    "APPENDS": lambda machine: machine.append(machine.since_mark()),
-    "SETITEM": lambda machine: machine.set_items(machine.last(2)),
-    "SETITEMS": lambda machine: machine.set_items(machine.since_mark()),
-    "BUILD": _Machine.build,
-    "STACK_GLOBAL": _Machine.look_up,
-    "REDUCE": _Machine.call,
-    "BINPERSID": _Machine.refer,
-}
-
-
-def _global(module: Any, name: Any) -> Any:
-    """Look up a name of the pickle in the list of known names; import nothing."""
-    known = {
-        ("collections", "OrderedDict"): _Function(dict),
-        ("torch._utils", "_rebuild_tensor_v2"): _Function(_tensor),
-        ("torch._utils", "_rebuild_parameter"): _Function(lambda data, *_: data),
+    dispatch = pickle._Unpickler.dispatch | {
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
     }
-    if not isinstance(module, str) or not isinstance(name, str):
-        raise Refused(
-            "damaged, its pickle looks up something other than a name; get the file again"
-        )
-    if module == "torch" and name in STORAGES:
-        return STORAGES[name]
-    if (module, name) not in known:
-        raise Refused(
-            f"refused, because its pickle asks for {module}.{name}, which is not a tensor; "
-            "use a safetensors file of the same model"
-        )
-    return known[module, name]
 
+    def find_class(self, module: str, name: str) -> Any:
+        # New functions for each name: a pickle may set attributes of what it gets.
+        known = {
+            ("collections", "OrderedDict"): lambda: StateDictionary(),
+            ("torch._utils", "_rebuild_tensor_v2"): lambda *fields: _tensor(*fields),
+            ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+        }
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name]
+        if (module, name) not in known:
+            raise Refused(
+                f"refused, because its pickle asks for {module}.{name}, which is not a tensor; "
+                "use a safetensors file of the same model"
+            )
+        return known[module, name]
 
-def _storage(reference: Any) -> Storage:
-    kind, dtype, key, _, count = reference
-    if kind != "storage" or not isinstance(dtype, np.dtype) or not isinstance(key, str):
-        raise Refused("refused, because it refers to something other than a tensor storage")
-    if type(count) is not int or not 0 <= count < LARGEST_NUMBER:
-        raise Refused("damaged, the size of a storage is invalid; get the file again")
-    return Storage(dtype, key, count)
+    def persistent_load(self, pid: Any) -> Storage:
+        kind, dtype, key, _, count = pid
+        if kind != "storage" or not isinstance(dtype, np.dtype) or not isinstance(key, str):
+            raise Refused("refused, because it refers to something other than a tensor storage")
+        if type(count) is not int or not 0 <= count < LARGEST_NUMBER:
+            raise Refused("damaged, the size of a storage is invalid; get the file again")
+        return Storage(dtype, key, count)
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TorchTensor:

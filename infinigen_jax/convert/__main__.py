@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    from infinigen_jax.convert import convert, progress_bar
+    from infinigen_jax.convert.pipeline import convert, progress_bar
 
     say, bar = Messages(), progress_bar()
     with (

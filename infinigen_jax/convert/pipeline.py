@@ -5,15 +5,17 @@ import ctypes
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from threadpoolctl import threadpool_limits
+from tqdm import tqdm
 
 from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, TensorSource
+from infinigen_jax.checkpoint.hub import fetched
 from infinigen_jax.checkpoint.manifest import (
     AHEAD_FILE,
     MANIFEST_FILE,
@@ -39,7 +41,7 @@ from infinigen_jax.convert.calibrate import (
     read_text,
     windows,
 )
-from infinigen_jax.convert.defaults import DEFAULT_SOURCE
+from infinigen_jax.convert.defaults import DEFAULT_SKEW, DEFAULT_SOURCE
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.convert.write import (
     check_destination,
@@ -64,23 +66,49 @@ from infinigen_jax.skew.tail_moments import BlockMoments
 from infinigen_jax.text.tokenizer import Tokenizer
 
 
-def run(
+def convert(
     source: str | Path,
     destination: str | Path,
     *,
-    calibration: str | Path | Sequence[int] | None,
-    dtype: str | None,
-    skew: str,
-    speculate_from: str | None,
-    force: bool,
-    progress: Callable[[int, int], None] | None,
+    calibration: str | Path | Sequence[int] | None = None,
+    dtype: str | None = None,
+    skew: str = DEFAULT_SKEW,
+    speculate_from: str | None = None,
+    force: bool = False,
+    revision: str | None = None,
     sidecar: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """See `infinigen_jax.convert.convert`.
+    """Convert a Hugging Face folder or a GGUF file and skew it (section 4.2 of the paper).
+
+    The destination is a Hugging Face folder plus `infinigen.safetensors` (the bases) and
+    `infinigen.json` (the manifest). It appears whole or not at all.
 
     Args:
-        sidecar: whether to leave out weights that the conversion does not change, because they
-            will be read from the source.
+        source: folder with config.json, safetensors or pytorch_model.bin, and a tokenizer; or
+            `org/name` or `org/name/FILE.gguf` on the hub; or a GGUF file. Quantised weights are
+            written as float32 unless `dtype` is given.
+        destination: folder to create.
+        calibration: UTF-8 text file, or token ids; by default the text in this package. At most
+            2048 tokens are used.
+        dtype: "float32", "bfloat16" or "float16" for the weights; by default the stored dtype.
+        skew: "balanced" (a basis that balances queries and keys, a query corrected on the
+            calibration text, and the paper's basis), "svd" (the paper's basis alone) or "none".
+        speculate_from: hidden state of the previous layer that the corrected query is computed
+            from: "input", its attention input, or "resident", the hidden state after attention to
+            sinks and recent tokens alone. The default is "resident" with skew "balanced".
+        force: replace an earlier conversion at the destination once the new one is complete.
+        revision: branch, tag or commit of a model on the hub.
+        sidecar: leave out weights that the conversion does not change, for a caller that has the
+            source. By default they are hard links to the source's files, or copies where a link or
+            the weights as they are will not do.
+        progress: called with the number of converted layers and the number of all layers.
+
+    Returns:
+        The destination.
+
+    Raises:
+        InputError: names the file or setting at fault and the remedy.
     """
     if skew not in SKEWS:
         raise ParameterError("skew", f"use {listed(SKEWS)}", skew)
@@ -94,7 +122,7 @@ def run(
             f"applies to the query that `skew` balanced corrects, and {skew} has none",
             speculate_from,
         )
-    folder = checked_source(source)
+    folder = checked_source(fetched(source, revision))
     hf, config = read_config(folder)
     target = check_destination(folder, Path(destination), force)
     sources = match(open_tensors(folder), blueprint(config, jnp.float32), folder)
@@ -111,7 +139,7 @@ def run(
     # Another process may have written the destination while this one waited for the lock.
     with blas_threads(), staged(target, lambda: check_destination(folder, target, force)) as out:
         job = _Job(config, sources, stored, skew, speculate_from, tokens)
-        files = job.write_weights(out, progress or (lambda done, total: None), own)
+        files = job.write_weights(out, progress, own)
         files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(converted_config(hf, stored), indent=2) + "\n")
         for name, content in copied.items():
@@ -134,6 +162,18 @@ def run(
         )
         write_text(out / MANIFEST_FILE, manifest.to_json())
     return target
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """Show a bar with the time left on stderr if it is a terminal; yields `convert`'s progress."""
+    with tqdm(desc="converting", unit="layer", leave=False, disable=None, delay=0.1) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
 
 
 def blas_threads() -> threadpool_limits:

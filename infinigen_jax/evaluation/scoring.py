@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax.engine.stats import bytes_moved, fraction, rows_per_step
 from infinigen_jax.errors import InputError, MemoryShortageError
 
 if TYPE_CHECKING:
@@ -173,29 +174,19 @@ def start_run(engine: "Engine", windows: Int[np.ndarray, "b n"], context: int) -
 
 def traffic(run: "Run", kept: int) -> Traffic:
     """Return the traffic of all steps so far, of the first `kept` sequences."""
-    decoder, plan = run.decoder, run.plan
-    selected, fetched = (
-        np.stack([np.asarray(getattr(counts, name)) for counts in run.counts])[:, :kept].astype(
-            np.int64
-        )
-        for name in ("selected", "moved")
-    )
-    steps = len(selected)
-    heads = decoder.config.num_kv_heads
-    past = run.prompt_lengths[:kept] + np.arange(steps)[:, None]
-    cached = np.minimum(past, run.slots) * heads * decoder.host_layers
-    cached = np.maximum(cached, 1)  # 0 without layers on the host
-    padded = decoder.padded_rows(run.slots)
-    moved = int(fetched.sum()) if padded is None else padded * steps * kept * heads
-    stored = decoder.row_format
+    decoder, plan, steps = run.decoder, run.plan, len(run.counts)
+    past = run.prompt_lengths + np.arange(steps)[:, None]
+    counted = np.broadcast_to(np.arange(past.shape[1]) < kept, past.shape)
+    rows = rows_per_step(run.counts, counted)
+    tokens, cached = steps * kept, np.minimum(past, run.slots)
     return Traffic(
-        tokens=steps * kept,
-        selected=float((selected / cached).sum()),
-        fetched=float((fetched / cached).sum()),
-        attended=float(_attended(run, selected, past).sum()),
-        selected_rows=int(selected.sum()),
-        fetched_rows=int(fetched.sum()),
-        moved_bytes=moved * stored.width * stored.storage.itemsize,
+        tokens=tokens,
+        selected=tokens * fraction(decoder, rows.selected, counted, cached),
+        fetched=tokens * fraction(decoder, rows.moved, counted, cached),
+        attended=float(_attended(run, rows.selected, past)[:, :kept].sum()),
+        selected_rows=int(rows.selected.sum()),
+        fetched_rows=int(rows.moved.sum()),
+        moved_bytes=bytes_moved(decoder, rows, run.slots, kept, steps),
         host_cache_bytes=plan.host_cache,
         device_index_bytes=plan.index,
         hot_set_bytes=plan.hot,

@@ -111,7 +111,6 @@ def staged(destination: Path, check: Callable[[], object] | None = None) -> Iter
 def _writing(destination: Path) -> Iterator[None]:
     """Lock a destination and remove leftovers of killed writers."""
     with locked(destination.with_name(f".{destination.name}.lock")):
-        _restore(destination)
         remove_partial(destination)
         yield
 
@@ -159,8 +158,11 @@ def _publish(folder: Path, destination: Path) -> None:
         os.rename(folder, destination)
     elif _exchange(folder, destination):
         shutil.rmtree(folder, ignore_errors=True)
-    else:
-        _replace(folder, destination)
+    else:  # a kill between the two steps loses both folders
+        aside = folder.with_name(f"{folder.name}-earlier")
+        os.rename(destination, aside)
+        os.rename(folder, destination)
+        shutil.rmtree(aside, ignore_errors=True)
     _sync_folder(destination.parent)
 
 
@@ -176,33 +178,6 @@ def _exchange(first: Path, second: Path) -> bool:
     if code in _NO_EXCHANGE:
         return False
     raise OSError(code, os.strerror(code), str(second))
-
-
-def _replace(folder: Path, destination: Path) -> None:
-    """Replace in two steps; after a kill between them `_restore` puts the old folder back."""
-    aside = _aside(destination)
-    os.rename(destination, aside)
-    try:
-        os.rename(folder, destination)
-    except BaseException:
-        os.rename(aside, destination)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _restore(destination: Path) -> None:
-    """Put back a folder that a killed process had set aside in `_replace`."""
-    aside = _aside(destination)
-    if not aside.exists():
-        return
-    if destination.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        os.rename(aside, destination)
-
-
-def _aside(destination: Path) -> Path:
-    return destination.with_name(f".{destination.name}.replaced")
 
 
 def _prefix(destination: Path) -> str:

@@ -1,42 +1,27 @@
 """Cache of conversions in the user's cache folder.
 
-    KEY/          a conversion; KEY is a hash of the contents of its source files
-    KEY.lock      held by the process that makes, opens or removes KEY
-    hashes.json   hashes of large files, by device, inode, size and times
-
-A content key survives a touched or added README, a copy, and a moved folder. Hashing takes a second
-per gigabyte, so hashes of large files are remembered, as git does. A hash of a sample would be
-faster, but two checkpoints of one training run may agree in the sample.
+KEY/          a conversion; KEY is a hash of its source files' inodes, sizes, times
+KEY.lock      held by the process that makes, opens or removes KEY
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from infinigen_jax.checkpoint.manifest import FORMAT_VERSION, MANIFEST_FILE, file_sha256
+from infinigen_jax.checkpoint.manifest import FORMAT_VERSION, MANIFEST_FILE
 from infinigen_jax.checkpoint.source import content_files
 from infinigen_jax.convert.defaults import DEFAULT_SKEW
 from infinigen_jax.errors import InputError
-from infinigen_jax.files.atomic import locked, remove_partial, whole_file
-from infinigen_jax.files.regular import read_json
+from infinigen_jax.files.atomic import locked, remove_partial
 from infinigen_jax.files.user_cache import cache_root
 
 # Increases when conversions measure more, which invalidates cached conversions. Folders that the
 # user converted stay valid.
 REVISION = 4
-LIMIT = 64 << 30  # bytes of conversions, excluding those in use
-HASHES = "hashes.json"
-LARGE = 16 << 20  # bytes of the smallest file whose hash is remembered
-MOST_HASHES = 1000
-SETTLED = 2.0  # seconds after which a change surely alters a file's times
-
-_used: dict[Path, int] = {}  # descriptors of folders in use, which hold shared locks
+LIMIT = 64 << 30  # bytes of conversions
 
 
 @contextlib.contextmanager
@@ -50,76 +35,33 @@ def cache_lock(destination: Path) -> Iterator[None]:
 
 
 def cache_folder(source: Path) -> Path:
-    """Return the path of a source's conversion, named by the source's contents."""
+    """Return the path of a source's conversion, which is made again if a file may have changed."""
     with _writable():
         root = cache_root()
+    contents = {}
+    for name, file in content_files(source).items():
+        status = file.stat()
+        # Tools that copy files restore the modification time, but not the change time.
+        times = status.st_mtime_ns, status.st_ctime_ns
+        contents[name] = status.st_ino, status.st_size, times
     settings = {"format": FORMAT_VERSION, "revision": REVISION, "skew": DEFAULT_SKEW}
-    hashes = _Hashes(root / HASHES)
-    contents = {name: hashes.of(file) for name, file in content_files(source).items()}
-    hashes.save()
     key = hashlib.sha256(json.dumps([contents, settings], sort_keys=True).encode())
     return root / key.hexdigest()[:32]
-
-
-def mark_used(folder: Path) -> None:
-    """Protect a conversion from `prune` until the process ends; its tokenizer is read later.
-
-    The caller holds the conversion's lock.
-    """
-    handle = os.open(folder, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_SH)
-    if (earlier := _used.pop(folder, None)) is not None:
-        os.close(earlier)  # the folder was replaced
-    _used[folder] = handle
-    with contextlib.suppress(OSError):
-        os.utime(folder)
 
 
 def prune(root: Path, limit: int = LIMIT) -> None:
     """Remove the least recently used conversions until the rest take `limit` bytes.
 
-    Conversions in use stay. Partial conversions of killed processes are removed unless another
-    process continues them.
+    Partial conversions of killed processes are removed unless another process continues them.
     """
     total = 0
     for folder in sorted(_conversions(root), key=_last_use, reverse=True):
-        total += sum(_size(file) for file in folder.glob("*"))
+        with contextlib.suppress(OSError):  # another process may remove files
+            total += sum(file.stat().st_size for file in folder.glob("*"))
         if total > limit or not (folder / MANIFEST_FILE).exists():
-            _remove_unused(folder)
-
-
-class _Hashes:
-    """SHA-256 of files, with an index of those of large files."""
-
-    def __init__(self, index: Path):
-        self.index, self.changed = index, False
-        try:
-            self.known = read_json(index)
-        except InputError:  # absent or damaged: hash again
-            self.known = {}
-
-    def of(self, file: Path) -> str:
-        """Return the SHA-256 of a file, remembered if it is large and unchanged."""
-        status = file.stat()
-        if status.st_size < LARGE:
-            return file_sha256(file)
-        # Includes the change time, because tools that copy files restore the modification time.
-        numbers = (status.st_dev, status.st_ino, status.st_size)
-        name = " ".join(map(str, (*numbers, status.st_mtime_ns, status.st_ctime_ns)))
-        if not isinstance(digest := self.known.get(name), str):
-            digest = file_sha256(file)
-            if time.time() - max(status.st_mtime, status.st_ctime) > SETTLED:
-                self.known[name], self.changed = digest, True
-        return digest
-
-    def save(self) -> None:
-        """Write the newest hashes; without a writable cache the next process hashes again."""
-        if self.changed:
-            newest = dict(list(self.known.items())[-MOST_HASHES:])
-            with contextlib.suppress(OSError):
-                self.index.parent.mkdir(parents=True, exist_ok=True)
-                with whole_file(self.index) as out:
-                    out.write(json.dumps(newest).encode())
+            with contextlib.suppress(OSError), locked(folder.with_suffix(".lock"), wait=False):
+                remove_partial(folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _conversions(root: Path) -> list[Path]:
@@ -132,24 +74,6 @@ def _last_use(folder: Path) -> float:
     with contextlib.suppress(OSError):
         return folder.stat().st_mtime
     return 0.0
-
-
-def _size(file: Path) -> int:
-    with contextlib.suppress(OSError):
-        return file.stat().st_size
-    return 0
-
-
-def _remove_unused(folder: Path) -> None:
-    """Remove a conversion unless a process makes, opens or uses it."""
-    with contextlib.suppress(OSError), locked(folder.with_suffix(".lock"), wait=False):
-        remove_partial(folder)
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(handle)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +34,7 @@ from infinigen_jax.checkpoint.source import checked_source, open_tensors
 from infinigen_jax.checkpoint.source import read_config as read_source_config
 from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, Slot, expected, match, read_tree
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
-from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, mark_used, prune
+from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, prune
 from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.machine.memory_limits import (
     available_device_bytes,
@@ -383,14 +384,15 @@ def checked_dtype(dtype: Any) -> jnp.dtype:
 def _load_through_cache(
     source: Path, form: Form, verify: bool, notify: Callable[[str], None]
 ) -> Model:
-    from infinigen_jax.convert import convert, progress_bar
+    from infinigen_jax.convert.pipeline import convert, progress_bar
 
     read_source_config(source)  # refuse a foreign model before announcing anything
     destination = cache_folder(source)
 
     def load_cached() -> Model:
         model = _load_converted(destination, form, verify, source)
-        mark_used(destination)
+        with contextlib.suppress(OSError):  # another user's
+            os.utime(destination)  # used last
         return model
 
     with cache_lock(destination):

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.checkpoint.manifest import AHEAD_FILE, MANIFEST_FILE, SKEW_FILE, read_manifest
+from infinigen_jax.checkpoint.manifest import MANIFEST_FILE, SKEW_FILE, read_manifest
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
-from infinigen_jax.checkpoint.skew_file import Ahead, Basis, predicts, projection_shapes, read_loss
+from infinigen_jax.checkpoint.skew_file import Ahead, Basis, projection_shapes, read_loss
 from infinigen_jax.cli.options import given, make_engine
 from infinigen_jax.convert.defaults import DEFAULT_SKEW, DEFAULT_SOURCE
 from infinigen_jax.decode.layer import Decoder
@@ -117,17 +117,13 @@ class Conversion(NamedTuple):
     """Properties of a model's conversion that a forecast needs.
 
     Attributes:
-        corrected: whether it has a corrected query.
         losses: fields of `Model` with losses of sparse attention.
         speculate_from: hidden state that the corrected query is computed from.
-        predicts: whether it has the moments that predict a tail's values.
     """
 
     skew: str
-    corrected: bool
-    losses: Mapping[str, np.ndarray] = types.MappingProxyType({})
     speculate_from: str = "input"
-    predicts: bool = True
+    losses: Mapping[str, np.ndarray] = types.MappingProxyType({})
 
 
 class Planner:
@@ -171,19 +167,18 @@ class Planner:
         decoders: list[Decoder] = []
 
         def build(parts: dict[str, Any]) -> Weights:
-            heads = self.config.num_kv_heads, self.config.head_dim
-            mean = moments = None
+            shape = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
+            measured = {}
             if conversion.skew != "none":
-                mean = np.zeros((self.config.num_layers, *heads), np.float32)
-                moment = np.zeros((*mean.shape, heads[1]), np.float32)
-                moments = moment, moment
+                moment = np.zeros((*shape, shape[-1]), np.float32)
+                measured = {"key_mean": np.zeros(shape, np.float32)}
+                measured["tail_moments"] = moment, moment
             model = Model(
                 self.config,
                 dtype=dtype,
                 skew=conversion.skew,
-                key_mean=mean,
-                tail_moments=moments if conversion.predicts else None,
                 speculate_from=conversion.speculate_from,
+                **measured,
                 **conversion.losses,
                 **parts,
             )
@@ -260,7 +255,7 @@ def model_shapes(plan: Blueprint, conversion: Conversion) -> Any:
     shape = jax.ShapeDtypeStruct
     square: Any = shape((config.num_kv_heads, config.head_dim, config.head_dim), jnp.float32)
     pairs = tuple(Basis(square, square) for _ in range(count))
-    skew, corrected = conversion.skew, conversion.corrected
+    skew, corrected = conversion.skew, conversion.skew == "balanced"
     projection = {name: shape(size, dtype) for name, size in projection_shapes(config).items()}
     absorbed = skew == "none" or (skew == "svd" and config.rope is None)
     return {
@@ -274,16 +269,11 @@ def model_shapes(plan: Blueprint, conversion: Conversion) -> Any:
 def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
     """Return the properties of a folder's conversion, or those of a default conversion."""
     if not (folder / MANIFEST_FILE).exists():
-        return Conversion(DEFAULT_SKEW, DEFAULT_SKEW == "balanced", speculate_from=DEFAULT_SOURCE)
+        return Conversion(DEFAULT_SKEW, DEFAULT_SOURCE)
     manifest = read_manifest(folder)
     file = SafetensorsFile(folder / SKEW_FILE)
-    return Conversion(
-        manifest.skew,
-        AHEAD_FILE in manifest.files,
-        read_loss(file, config),
-        manifest.speculate_from,
-        predicts(file),
-    )
+    losses = {} if manifest.skew == "none" else read_loss(file, config)
+    return Conversion(manifest.skew, manifest.speculate_from, losses)
 
 
 def brought_bytes(decoder: Decoder, weights: Weights) -> int:

@@ -81,7 +81,7 @@ def test_manifest_records_everything_and_no_path(tiny_with_tokenizer, tmp_path):
     assert not list(out.glob("*.py"))
     manifest = json.loads((out / "infinigen.json").read_text())
     # Of 2,048, the beginning-of-sequence tokens of as many windows as that would make are left out.
-    assert manifest["format_version"] == 1 and 2040 < manifest["calibration"]["tokens"] <= 2048
+    assert manifest["format_version"] == 2 and 2040 < manifest["calibration"]["tokens"] <= 2048
     assert set(manifest["files"]) == {p.name for p in out.iterdir()} - {"infinigen.json"}
     assert set(manifest["sources"]) >= {"config.json", "model.safetensors", "tokenizer.json"}
     for file in out.glob("*.json"):

@@ -196,28 +196,12 @@ def test_what_was_measured_of_one_query_is_not_for_another():
     assert chosen(query="own", speculate_from="input") == (0, "calibrated")
 
 
-def test_folders_that_do_not_say_are_for_the_input(tiny: Any, tmp_path: Any):
+def test_a_source_of_earlier_releases_is_refused(tiny: Any, tmp_path: Any):
     folder = convert(tiny("llama").folder, tmp_path / "y", skew="none")
     manifest = folder / "infinigen.json"
     value = json.loads(manifest.read_text())
-    del value["speculate_from"]
-    manifest.write_text(json.dumps(value))
-    assert load(folder).speculate_from == "input"
     manifest.write_text(json.dumps(value | {"speculate_from": "attention"}))
     with pytest.raises(InputError, match=r"json: speculate_from is 'attention'.*; convert the mo"):
-        load(folder)
-
-
-def test_a_query_of_two_layers_before_is_refused(tiny: Any, tmp_path: Any):
-    """Earlier releases could fit it; their other conversions say 1, or nothing."""
-    folder = convert(tiny("llama").folder, tmp_path / "y", skew="none")
-    manifest = folder / "infinigen.json"
-    value = json.loads(manifest.read_text())
-    assert "layers_ahead" not in value
-    manifest.write_text(json.dumps(value | {"layers_ahead": 1}))
-    assert load(folder).skew == "none"
-    manifest.write_text(json.dumps(value | {"layers_ahead": 2}))
-    with pytest.raises(InputError, match=r"json: layers_ahead is 2.*; convert the model again"):
         load(folder)
 
 
