@@ -15,19 +15,21 @@ import argparse
 import inspect
 import sys
 import tokenize
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.files import RESULTS, note
 from benchmarks.quality import call
 from infinigen_jax.errors import InputError, Parser, run_command
 
-SCORED = 256  # tokens scored at the end of each window
-POLICIES = "full infinigen quest window h2o infinigen-paper previous-query oracle".split()
+SCORED = 512  # tokens scored at the end of each window
+AHEAD = "infinigen:query=corrected"  # selects a layer ahead, the default on a GPU
+POLICIES = ("full", "infinigen", AHEAD, "oracle", "quest")
+OTHERS = ("window", "h2o", "infinigen-paper", "previous-query")  # far behind: on one text
 SETTINGS = (
-    *("infinigen", "infinigen:layer_budgets=equal", "infinigen:query=corrected"),
+    *("full", "infinigen", "infinigen:layer_budgets=equal", AHEAD),
     "infinigen:query=corrected,layer_budgets=equal",
 )
-LENGTHS = (2048, 4096, 8192)
 CONTEXTS = ("1024", "4096", "7680")  # with the new tokens, within 8,192 positions
 SYSTEMS = (
     *("infinigen", "full-device", "transformers", "transformers-static"),
@@ -40,19 +42,23 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     texts: dict[str, Path] = dict(zip(("wiki", "book"), options.texts, strict=False))
     texts["python"] = options.out / "python-source.txt"
     chosen: dict[str, list[str]] = {}
-    evaluate = ["infinigen_jax.evaluate", "perplexity", "--model", options.model]
-    for name, text in texts.items():
-        for length in LENGTHS:
-            window = ["--window", str(length), "--context", str(length - SCORED)]
-            several = [*window, "--windows", str(options.windows), "--text", str(text)]
-            for kind, policies in (("policies", POLICIES), ("settings", ("full", *SETTINGS))):
-                budgets = ["--budget", *options.budget]
-                given = [*evaluate, *several, *budgets, "--policy", *policies]
-                chosen[f"{kind}-{name}-{length}"] = given
+    perplexity = ["infinigen_jax.evaluate", "perplexity", "--model", options.model]
+
+    def score(text: str, length: int, budgets: str, policies: Sequence[str]) -> list[str]:
+        windows = ["--window", str(length), "--windows", str(options.windows)]
+        given = [*windows, "--context", str(length - SCORED), "--text", str(texts[text])]
+        return [*perplexity, *given, "--budget", *budgets.split(), "--policy", *policies]
+
+    for text in texts:
+        others = OTHERS if text == "wiki" else ()
+        chosen[f"policies-{text}-4096"] = score(text, 4096, "0.05", (*POLICIES, *others))
+        chosen[f"length-{text}-8192"] = score(text, 8192, "0.05 0.1", ("full", "infinigen"))
+        chosen[f"budgets-{text}-4096"] = score(text, 4096, "0.02 0.1", ("full", "infinigen"))
+        chosen[f"settings-{text}-4096"] = score(text, 4096, "0.05", SETTINGS)
     retrieval = ["infinigen_jax.evaluate", "retrieval", "--model", options.model]
     for length in ("1024", "2048", "4096"):
         given = [*retrieval, "--length", length, "--items", "3", "--budget", "0.05"]
-        chosen[f"needles-{length}"] = [*given, "--policy", *POLICIES[:-2]]
+        chosen[f"needles-{length}"] = [*given, "--policy", *POLICIES, *OTHERS[:2]]
     decode = ["benchmarks.decode", "--model", options.model, "--gguf", str(options.gguf)]
     decode += ["--text", str(options.texts[0]), "--trace-steps", "0", "--systems", *SYSTEMS]
     for batch in ("1", "4", "8"):
@@ -73,8 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="DIR", help="converted folder")
     add("--gguf", type=Path, required=True, metavar="FILE", help="its GGUF file, for llama.cpp")
     add("--texts", nargs="+", type=Path, required=True, metavar="F", help="encyclopaedia, book")
-    add("--windows", type=int, default=8, help="windows of each text (default 8)")
-    add("--budget", nargs="+", default=["0.02", "0.05", "0.1"], metavar="B", help="row budgets")
+    add("--windows", type=int, default=4, help="windows of each text (default 4)")
     add("--only", nargs="+", metavar="NAME", help="measurements, such as policies-wiki-4096")
     add("--out", type=Path, default=RESULTS / "real-model", metavar="DIR", help="result folder")
     return parser

@@ -51,17 +51,16 @@ class Program:
         self._settings = settings
         self._options = {name: options[name] for name in options if name != "out_shardings"}
         self._executables: dict[Any, Any] = {}
-        self._last: tuple[dict[str, Any], Any] = ({}, None)
+        self._last: dict[Any, Any] = {}  # by structure and static values: a layer's kind
 
     def __call__(self, *arguments: Any, **static: Any) -> Any:
-        last_static, last = self._last
-        if last is not None and static == last_static:
+        kind = jax.tree.structure(arguments), *static.items()
+        if kind in self._last:
             try:
-                return last(*arguments)
+                return self._last[kind](*arguments)
             except (TypeError, ValueError):  # shapes differ; nothing has run or been donated
                 pass
-        executable = self._executable(arguments, static)
-        self._last = (static, executable)
+        self._last[kind] = executable = self._executable(arguments, static)
         return executable(*arguments)
 
     def lower(self, *arguments: Any, **static: Any) -> Any:
