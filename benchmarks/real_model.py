@@ -25,7 +25,7 @@ from infinigen_jax.errors import InputError, Parser, run_command
 SCORED = 512  # tokens scored at the end of each window
 AHEAD = "infinigen:query=corrected"  # selects a layer ahead, the default on a GPU
 POLICIES = ("full", "infinigen", AHEAD, "oracle", "quest")
-OTHERS = ("window", "h2o", "infinigen-paper", "previous-query")  # far behind: on one text
+OTHERS = ("window", "h2o", "infinigen-paper", "previous-query")  # much worse: on one text
 SETTINGS = (
     *("full", "infinigen", "infinigen:layer_budgets=equal", AHEAD),
     "infinigen:query=corrected,layer_budgets=equal",
