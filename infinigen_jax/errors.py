@@ -67,16 +67,7 @@ class InputError(ValueError):
 
 
 class ParameterError(InputError):
-    """A parameter whose value cannot be served.
-
-    Args:
-        parameter: its name in the library, such as "budget" or "pool.tokens".
-        problem: what is wrong, and the remedy.
-        value: the value, if it helps; shown shortened.
-
-    Attributes:
-        parameter: its name.
-    """
+    """A parameter, named as in the library (`pool.tokens`), whose value cannot be served."""
 
     def __init__(self, parameter: str, problem: str, value: Any = None):
         self.parameter = parameter

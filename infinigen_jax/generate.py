@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options, interrupts
 from infinigen_jax.cli.dialogue import rate
-from infinigen_jax.cli.loading import load_engine
 from infinigen_jax.cli.options import (
     add_engine_options,
     add_model_options,
     add_sampling_options,
     add_settings,
+    load_engine,
     make_sampling,
 )
 from infinigen_jax.cli.prompts import (
@@ -162,12 +162,7 @@ def prompt_progress() -> "Notify":
 def print_texts(
     run: "Run", prompts: list[str], label: Say, steps: Iterable[list[int | None]]
 ) -> None:
-    """Print the first unfinished prompt's text as it is made, the others' after it in order.
-
-    Args:
-        label: called with a line that names a prompt, before its text is printed.
-        steps: tokens of each step, from `run`.
-    """
+    """Print the first unfinished prompt's text as it is made, the others' after it in order."""
     printed = [0] * len(run.texts)
     current = 0
 

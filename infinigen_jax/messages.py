@@ -42,9 +42,6 @@ class Messages:
         """Announce the steps of a generation that may take long.
 
         The second step is the first to decode, and waits for its program to be compiled.
-
-        Args:
-            first: message for the first step, if it has work to do.
         """
         iterator, ready = iter(steps), []
         # At a terminal the text of the first step waits, so that no message interrupts its line.

@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infinigen_jax.cli.loading import load_engine
-from infinigen_jax.cli.options import DEFAULT_MODEL, add_engine_options, add_model_options
+from infinigen_jax.cli.options import (
+    DEFAULT_MODEL,
+    add_engine_options,
+    add_model_options,
+    load_engine,
+)
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.messages import Messages
 from infinigen_jax.numeric import number, whole_number
@@ -124,11 +128,7 @@ def make_service(arguments: argparse.Namespace) -> "Service":
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        InputError: if the address cannot be used.
-    """
+    """Return a listening socket."""
     try:
         return socket.create_server((host, port), backlog=1024)
     except OSError as error:

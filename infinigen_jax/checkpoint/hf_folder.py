@@ -59,8 +59,12 @@ class TensorSource(NamedTuple):
 def checked_folder(path: str | Path) -> Path:
     """Check that a path is a folder whose tokenizer files, if any, are safe to open."""
     folder = expanded(path)
-    if not _is_text(folder):
-        raise InputError(f"{folder}: the name is not UTF-8, as tokenizers need; rename the folder")
+    try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"{folder}: the name is not UTF-8, as tokenizers need; rename the folder"
+        ) from None
     if folder.is_dir():
         for file in side_files(folder):  # transformers opens them unchecked
             open_regular(file, LARGEST_SIDE_FILE).close()
@@ -70,13 +74,6 @@ def checked_folder(path: str | Path) -> Path:
     raise InputError(
         f"{folder}: no such folder; give a model folder on disk, nothing is downloaded"
     )
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        return bool(str(path.absolute()).encode())
-    except UnicodeEncodeError:
-        return False
 
 
 def side_files(folder: Path) -> list[Path]:
@@ -176,11 +173,8 @@ def _open_shards(index: Path, shards: list[Path]) -> dict[str, TensorSource]:
                 raise InputError(f"{index}: {name} is in {first} and in {shard.name}")
             tensors[name] = tensor
     weight_map = _weight_map(index)
-    lost = [name for name, shard in weight_map.items() if _elsewhere(tensors, name, shard)]
+    places = {name: tensor.file.name for name, tensor in tensors.items()}
+    lost = [name for name, shard in weight_map.items() if places.get(name) != shard]
     if lost:
         raise InputError(f"{index}: {lost[0]} is not in {weight_map[lost[0]]}; get both again")
     return tensors
-
-
-def _elsewhere(tensors: dict[str, TensorSource], name: str, shard: str) -> bool:
-    return name not in tensors or tensors[name].file.name != shard

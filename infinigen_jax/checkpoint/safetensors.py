@@ -114,14 +114,14 @@ class SafetensorsWriter:
     """Streaming writer of a safetensors file, which hashes the bytes it writes.
 
     Args:
-        path: file to create, or a file open for writing, which `close` leaves open.
+        file: file open for writing, which `close` leaves open.
         layout: name -> (dtype, shape) of every tensor, in the order of the calls of `add`.
         metadata: strings for the header; transformers expects {"format": "pt"}.
     """
 
     def __init__(
         self,
-        path: Path | BinaryIO,
+        file: BinaryIO,
         layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
         metadata: Mapping[str, str] | None = None,
     ):
@@ -141,13 +141,8 @@ class SafetensorsWriter:
             position = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # keeps the data aligned for readers that map it
-        self._owned = isinstance(path, Path)
-        self._file = open(path, "wb") if isinstance(path, Path) else path  # closed by close()
-        try:
-            self._write(struct.pack("<Q", len(text)) + text)
-        except BaseException:
-            self._release()
-            raise
+        self._file = file
+        self._write(struct.pack("<Q", len(text)) + text)
 
     @property
     def digest(self) -> bytes:
@@ -155,11 +150,7 @@ class SafetensorsWriter:
         return self._hash.digest()
 
     def add(self, name: str, tensor: np.ndarray) -> None:
-        """Append the next tensor; its name, dtype and shape must match `layout`.
-
-        Raises:
-            ValueError: the tensor does not match.
-        """
+        """Append the next tensor; its name, dtype and shape must match `layout`."""
         if not self._pending or self._pending[0] != name:
             raise ValueError(f"tensor {name} written out of order")
         dtype, shape = self._layout[name]
@@ -174,18 +165,7 @@ class SafetensorsWriter:
             raise ValueError(f"tensors never written: {', '.join(self._pending)}")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._release()
         return self._hash.hexdigest()
-
-    def __enter__(self) -> "SafetensorsWriter":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        if self._owned:
-            self._file.close()
 
     def _write(self, data: bytes | memoryview) -> None:
         self._file.write(data)

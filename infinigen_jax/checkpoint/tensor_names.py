@@ -202,11 +202,6 @@ def match(
 ) -> dict[str, TensorSource]:
     """Match every expected tensor with one in the checkpoint, whatever prefix it carries.
 
-    Args:
-        tensors: tensors in the checkpoint.
-        blueprint: the expected model.
-        where: folder named in the error message.
-
     Returns:
         The source of each tensor, by its name in `expected`.
     """
@@ -255,8 +250,6 @@ def read_tree(
     """Read the parameters of the embedding or of a layer; see `Blueprint.complete`.
 
     Args:
-        slots: the tensors to read.
-        sources: the result of `match`.
         join: makes one parameter from its parts and the name of their transform.
     """
     params: Params = {}

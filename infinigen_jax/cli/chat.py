@@ -123,11 +123,7 @@ def begin(
 
 
 class Talk:
-    """A conversation with a person or a file of lines.
-
-    Args:
-        arguments: options of an answer.
-    """
+    """A conversation with a person or a file of lines."""
 
     def __init__(self, dialogue: Dialogue, arguments: argparse.Namespace, say: Messages):
         self._dialogue, self._arguments, self._say = dialogue, arguments, say

@@ -188,11 +188,7 @@ def find_template(tokenizer: Any, name: str | None) -> str | None:
 
 
 def rate(run: "Run", before: str = ", ") -> str:
-    """The speed of decoding, after the first step, which may compile; empty if it is the only one.
-
-    Args:
-        before: text between what comes first and the number.
-    """
+    """The speed of decoding after the first step, which may compile; empty without others."""
     stats = run.stats()
     if max(map(len, run.new_tokens)) <= 2 or not stats.decode_seconds:
         return ""

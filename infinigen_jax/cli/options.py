@@ -6,10 +6,12 @@ imports JAX before it is needed, so that a bad option is reported immediately.
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import InputError, ParameterError, Parser
+from infinigen_jax.messages import Messages
 from infinigen_jax.numeric import LARGEST, Check, OneOf
 from infinigen_jax.settings.engine import WEIGHT_DTYPES, EngineOptions
 from infinigen_jax.settings.policy import InfiniGenSettings
@@ -88,8 +90,6 @@ def add_settings(
     """Add options for settings; an option that is not given is None.
 
     Args:
-        group: parser, or group of options.
-        kind: class of settings that declares them.
         several: settings in SEVERAL take one or several values, and are lists then.
         prefix: prefix of the options' names.
         types: checks that differ from the settings' own.
@@ -211,9 +211,6 @@ def unused_options(arguments: argparse.Namespace) -> list[str]:
 def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> list[str]:
     """A line for each setting of the policy that an engine replaces by another value, because the
     model, the device or another setting leaves the given one no meaning.
-
-    Args:
-        arguments: that `engine` was made with, single values.
     """
     kind, named = read_policy(arguments.policy)
     policy = engine.decoder.policy
@@ -285,6 +282,25 @@ def make_engine(
 
     chosen = given(arguments, tuple(options_of(EngineOptions)))
     return Engine(model, policy=policy, pool=make_pool(arguments), **(chosen | settings))
+
+
+def load_engine(arguments: argparse.Namespace, say: Messages) -> "Engine":
+    """Return the engine that the options ask for; `say` gets the options that have no effect."""
+    if arguments.quiet:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    with say.working(f"loading {arguments.model or DEFAULT_MODEL}"):
+        from infinigen_jax.loading.load import load
+        from infinigen_jax.machine.backend import widen_pinned_pool
+
+        policy = make_policy(arguments)  # before the model is loaded, to report errors early
+        for line in unused_options(arguments):
+            say(line)
+        widen_pinned_pool()
+        model = load(arguments.model, notify=say, **load_settings(arguments))
+        engine = make_engine(model, policy, arguments)
+        for line in options_without_effect(arguments, engine):
+            say(line)
+    return engine
 
 
 def _flag(name: str) -> str:

@@ -50,13 +50,7 @@ class CalibrationTokens(NamedTuple):
 def read_text(
     path: Path, tokenizer: Tokenizer, config: ModelConfig, limit: int
 ) -> CalibrationTokens:
-    """Tokenise a calibration text with the model's tokenizer.
-
-    Args:
-        path: UTF-8 text; the beginning is used.
-        tokenizer: the model's tokenizer.
-        limit: maximum number of tokens.
-    """
+    """Tokenise a calibration text with the model's tokenizer."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(limit * CHARACTERS_PER_TOKEN)
@@ -127,8 +121,6 @@ class Calibrator:
         blocks: block moments of the layer that `layer` ran last, extended to all positions.
 
     Args:
-        config: the architecture.
-        tokens: the text.
         embedding: the embedding's parameters, float32.
         speculate_from: hidden state that the next layer's query is computed from, one of
             `settings.policy.SOURCES`; None if neither `ahead` nor `loss` will be called.

@@ -42,7 +42,6 @@ def squared_errors(
 
     Args:
         params: the layer's parameters, float32.
-        hidden: input of the layer.
         queries: true queries, scaled and rotated.
         guesses: n - 1 sets of speculated queries, scaled and rotated.
 

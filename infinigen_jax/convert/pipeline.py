@@ -45,9 +45,7 @@ from infinigen_jax.convert.defaults import DEFAULT_SKEW, DEFAULT_SOURCE
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.convert.write import (
     check_destination,
-    check_space,
     converted_config,
-    needed_bytes,
     open_tokenizer,
     side_files_of,
     unchanged_files,
@@ -88,7 +86,6 @@ def convert(
         source: folder with config.json, safetensors or pytorch_model.bin, and a tokenizer; or
             `org/name` or `org/name/FILE.gguf` on the hub; or a GGUF file. Quantised weights are
             written as float32 unless `dtype` is given.
-        destination: folder to create.
         calibration: UTF-8 text file, or token ids; by default the text in this package. At most
             2048 tokens are used.
         dtype: "float32", "bfloat16" or "float16" for the weights; by default the stored dtype.
@@ -103,12 +100,6 @@ def convert(
             source. By default they are hard links to the source's files, or copies where a link or
             the weights as they are will not do.
         progress: called with the number of converted layers and the number of all layers.
-
-    Returns:
-        The destination.
-
-    Raises:
-        InputError: names the file or setting at fault and the remedy.
     """
     if skew not in SKEWS:
         raise ParameterError("skew", f"use {listed(SKEWS)}", skew)
@@ -133,8 +124,6 @@ def convert(
     absorbs = _absorbs(skew, config)
     linked = [] if sidecar or absorbs else unchanged_files(folder, sources, dtype)
     own = absorbs or not (sidecar or linked)
-    weights = sources if own else {}
-    check_space(target, needed_bytes(config, weights, stored, copied, skew))
     tokens = _tokens(calibration, tokenizer, config) if skew != "none" else None
     # Another process may have written the destination while this one waited for the lock.
     with blas_threads(), staged(target, lambda: check_destination(folder, target, force)) as out:
@@ -213,14 +202,14 @@ class _Job:
         layout = {slot.name: (self.dtype, slot.shape) for slot in self.slots.flat()}
         with contextlib.ExitStack() as stack:
 
-            def opened(*arguments: Any) -> SafetensorsWriter:
-                return stack.enter_context(SafetensorsWriter(*arguments))
+            def opened(name: str, *arguments: Any) -> SafetensorsWriter:
+                return SafetensorsWriter(stack.enter_context(open(out / name, "wb")), *arguments)
 
             files: dict[str, SafetensorsWriter] = {}
             if own:
-                files[SAFETENSORS] = opened(out / SAFETENSORS, layout, {"format": "pt"})
+                files[SAFETENSORS] = opened(SAFETENSORS, layout, {"format": "pt"})
             if self.skew == "balanced":
-                files[AHEAD_FILE] = opened(out / AHEAD_FILE, self._ahead_layout())
+                files[AHEAD_FILE] = opened(AHEAD_FILE, self._ahead_layout())
             if own:
                 self._add(files[SAFETENSORS], self.slots.embedding, None)
             calibrator = self._calibrator()
@@ -266,7 +255,8 @@ class _Job:
             arrays = {n: np.stack(v) for n, v in self.statistics.items()}
             arrays["row_shares"] = np.array(BUDGETS, np.float32)
         layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-        with SafetensorsWriter(out / SKEW_FILE, layout) as writer:
+        with open(out / SKEW_FILE, "wb") as file:
+            writer = SafetensorsWriter(file, layout)
             for name, array in arrays.items():
                 writer.add(name, array)
             return {"sha256": writer.close(), "size": writer.size}

@@ -1,6 +1,5 @@
 """Files that a conversion takes over from its source, and checks made before any work."""
 
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,10 @@ from infinigen_jax.checkpoint.gguf_file import GgufFile
 from infinigen_jax.checkpoint.hf_folder import TensorSource, side_files, weight_files
 from infinigen_jax.checkpoint.manifest import MANIFEST_FILE
 from infinigen_jax.checkpoint.safetensors import tensor_bytes
-from infinigen_jax.checkpoint.skew_file import projection_shapes
 from infinigen_jax.checkpoint.source import is_gguf
-from infinigen_jax.convert.loss import BUDGETS
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.atomic import copy_file, write_text
 from infinigen_jax.files.regular import expanded, open_regular
-from infinigen_jax.machine.memory_limits import format_bytes
-from infinigen_jax.models import ModelConfig
 from infinigen_jax.numeric import listed
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer, tokenizer_files
 from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -55,17 +50,6 @@ def check_destination(source: Path, destination: Path, force: bool) -> Path:
     return target
 
 
-def check_space(destination: Path, needed: int) -> None:
-    """Raise InputError unless the destination's file system has `needed` bytes free."""
-    existing = next(p for p in destination.parents if p.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise InputError(
-            f"{destination}: needs {format_bytes(needed)} of disk space, but only "
-            f"{format_bytes(free)} are free; free some or choose another disk"
-        )
-
-
 def open_tokenizer(source: Path) -> Tokenizer:
     """Return the tokenizer of a folder or GGUF file."""
     return gguf_tokenizer(GgufFile(source)) if is_gguf(source) else load_tokenizer(source)
@@ -76,10 +60,6 @@ def side_files_of(source: Path, tokenizer: Callable[[], Tokenizer]) -> dict[str,
     if is_gguf(source):
         return {**tokenizer_files(tokenizer())}
     return {file.name: file for file in side_files(source)}
-
-
-def _size(content: Path | str) -> int:
-    return content.stat().st_size if isinstance(content, Path) else len(content.encode())
 
 
 def write_side_file(path: Path, content: Path | str) -> None:
@@ -114,26 +94,6 @@ def weight_dtype(dtype: str | None, sources: Mapping[str, TensorSource]) -> np.d
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + count
     most = max(sizes, key=lambda kind: sizes[kind])
     return most if most in WEIGHT_DTYPES.values() else WEIGHT_DTYPES["float32"]
-
-
-def needed_bytes(
-    config: ModelConfig,
-    sources: Mapping[str, TensorSource],
-    dtype: np.dtype,
-    copied: Mapping[str, Path | str],
-    skew: str,
-) -> int:
-    """Return the bytes that the destination will take, with room for headers."""
-    weights = sum(tensor_bytes(dtype, tensor.shape) for tensor in sources.values())
-    heads, size = config.num_layers * config.num_kv_heads, config.head_dim
-    matrices = {"balanced": 7, "svd": 4}.get(skew, 2)
-    bases = 4 * heads * (matrices * size * size + 2 * size)
-    bases += 8 * config.num_layers * (1 + len(BUDGETS)) + 4 * len(BUDGETS)
-    if skew == "balanced":
-        shapes = projection_shapes(config).values()
-        bases += config.num_layers * sum(tensor_bytes(dtype, shape) for shape in shapes)
-    copies = sum(_size(content) for content in copied.values())
-    return weights + bases + copies + 200 * len(sources)
 
 
 def converted_config(hf: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:

@@ -44,11 +44,7 @@ class Driver:
     """
 
     def __init__(self, library: Any = None):
-        """Load the library.
-
-        Raises:
-            OSError: no driver is installed.
-        """
+        """Load the library."""
         self.library = ctypes.PyDLL("libcuda.so.1") if library is None else library
         for name, types in SIGNATURES.items():
             function = getattr(self.library, name)

@@ -21,25 +21,22 @@ INTERNAL = 13  # error code
 POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
-class ApiVersion(ctypes.Structure):
+class Header(ctypes.Structure):
+    """Fields that most structures begin with."""
+
+    _fields_ = [("struct_size", ctypes.c_size_t), ("extension_start", ctypes.c_void_p)]
+
+
+class ApiVersion(Header):
     """XLA_FFI_Api_Version: version of the interface."""
 
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension_start", ctypes.c_void_p),
-        ("major_version", ctypes.c_int),
-        ("minor_version", ctypes.c_int),
-    ]
+    _fields_ = [("major_version", ctypes.c_int), ("minor_version", ctypes.c_int)]
 
 
 class Extension(ctypes.Structure):
     """XLA_FFI_Extension_Base: header of an extension, linked to the next one."""
 
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("type", ctypes.c_int),
-        ("next", ctypes.c_void_p),
-    ]
+    _fields_ = [("struct_size", ctypes.c_size_t), ("type", ctypes.c_int), ("next", ctypes.c_void_p)]
 
 
 class Metadata(ctypes.Structure):
@@ -58,12 +55,10 @@ class MetadataExtension(ctypes.Structure):
     _fields_ = [("extension_base", Extension), ("metadata", ctypes.POINTER(Metadata))]
 
 
-class Buffer(ctypes.Structure):
+class Buffer(Header):
     """XLA_FFI_Buffer: dtype, shape and address of an operand or result."""
 
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension_start", ctypes.c_void_p),
         ("dtype", ctypes.c_int),
         ("data", ctypes.c_void_p),
         ("rank", ctypes.c_int64),
@@ -77,24 +72,16 @@ class Array(ctypes.Structure):
     _fields_ = [("dtype", ctypes.c_int), ("size", ctypes.c_size_t), ("data", ctypes.c_void_p)]
 
 
-class Values(ctypes.Structure):
+class Values(Header):
     """Operands or results: pointers to buffers."""
 
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension_start", ctypes.c_void_p),
-        ("size", ctypes.c_int64),
-        ("types", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-    ]
+    _fields_ = [("size", ctypes.c_int64), ("types", ctypes.c_void_p), ("values", ctypes.c_void_p)]
 
 
-class Attributes(ctypes.Structure):
+class Attributes(Header):
     """XLA_FFI_Attrs: types, names and values of the attributes."""
 
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension_start", ctypes.c_void_p),
         ("size", ctypes.c_int64),
         ("types", ctypes.c_void_p),
         ("names", ctypes.c_void_p),
@@ -102,12 +89,10 @@ class Attributes(ctypes.Structure):
     ]
 
 
-class CallFrame(ctypes.Structure):
+class CallFrame(Header):
     """XLA_FFI_CallFrame: arguments of a handler's call."""
 
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension_start", ctypes.c_void_p),
         ("api", ctypes.c_void_p),
         ("ctx", ctypes.c_void_p),
         ("stage", ctypes.c_int),
@@ -117,34 +102,22 @@ class CallFrame(ctypes.Structure):
     ]
 
 
-class ErrorCreate(ctypes.Structure):
+class ErrorCreate(Header):
     """XLA_FFI_Error_Create_Args: message and code of an error."""
 
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension_start", ctypes.c_void_p),
-        ("message", ctypes.c_char_p),
-        ("errc", ctypes.c_int),
-    ]
+    _fields_ = [("message", ctypes.c_char_p), ("errc", ctypes.c_int)]
 
 
-class StreamGet(ctypes.Structure):
+class StreamGet(Header):
     """XLA_FFI_Stream_Get_Args: context of a call, and its stream as the result."""
 
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension_start", ctypes.c_void_p),
-        ("ctx", ctypes.c_void_p),
-        ("stream", ctypes.c_void_p),
-    ]
+    _fields_ = [("ctx", ctypes.c_void_p), ("stream", ctypes.c_void_p)]
 
 
-class Api(ctypes.Structure):
+class Api(Header):
     """XLA's table of functions, in part."""
 
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("extension_start", ctypes.c_void_p),
         ("api_version", ApiVersion),
         ("internal_api", ctypes.c_void_p),
         ("error_create", ctypes.c_void_p),

@@ -39,9 +39,6 @@ def failure() -> str | None:
     """Return a line with the reason why the kernels must not be used on these GPUs, or None.
 
     One GPU of each kind is checked.
-
-    Raises:
-        CudaError, OSError: the driver or the compiler is missing.
     """
     for kind, device in {d.device_kind: d for d in reversed(jax.local_devices())}.items():
         mark = mark_of(device)

@@ -61,7 +61,8 @@ def write_saved(
     text += b" " * (-len(text) % 64)  # keeps the arrays aligned
     whole = {"record": (BYTES, (len(text),)), **layout, "checksum": (BYTES, (CHECKSUM_BYTES,))}
     try:
-        with whole_file(path) as file, SafetensorsWriter(file, whole) as writer:
+        with whole_file(path) as file:
+            writer = SafetensorsWriter(file, whole)
             writer.add("record", np.frombuffer(text, BYTES))
             for name, array in arrays:
                 writer.add(name, array)

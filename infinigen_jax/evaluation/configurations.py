@@ -20,14 +20,7 @@ if TYPE_CHECKING:
     from infinigen_jax.policies import Policy
     from infinigen_jax.settings.pool import Pool
 
-LISTS = (
-    "policy",
-    *POLICY_OPTIONS,
-    *POLICY_EXPERTS,
-    "rows",
-    "pool_tokens",
-    "pool_eviction",
-)
+LISTS = ("policy", *POLICY_OPTIONS, *POLICY_EXPERTS, "rows", "pool_tokens", "pool_eviction")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +57,7 @@ class Configuration:
 
 
 def configurations(arguments: argparse.Namespace, *, reference: bool) -> list[Configuration]:
-    """Return the distinct combinations of the list options; the policy varies slowest.
-
-    Args:
-        arguments: options of `add_engine_options(parser, several=True)`.
-        reference: prepend the full cache with exact rows.
-    """
+    """Return the distinct combinations of the list options; the policy varies slowest."""
     values = [getattr(arguments, name) or [None] for name in LISTS]
     combinations: list[Any] = list(itertools.product(*values))
     if reference:

@@ -52,9 +52,6 @@ class InfiniGenLM(LM):
 
     Attributes:
         traffic: rows and bytes moved by all requests so far.
-
-    Raises:
-        InputError: for options out of range.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ Means are over layers that select rows; a policy that selects in none attends to
 """
 
 import argparse
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,8 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     settings = described["settings"]
     session.record |= described
     total = windows.size - len(windows) * settings["context"]
-    measured = session.measure(model, measuring(windows, settings), total, "tokens")
+    study = functools.partial(measure, windows, settings)
+    measured = session.measure(model, study, total, "tokens")
     lines = [
         line.described | summary(line.measured.arrays, settings) | line.measured.values
         for line in measured
@@ -68,16 +70,15 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     print(markdown(lines), flush=True)
 
 
-def measuring(
-    windows: np.ndarray, settings: dict[str, Any]
-) -> Callable[["Engine", Callable[[int], object]], Measurement]:
-    """Return the function that measures one engine."""
-
-    def measure(engine: "Engine", advance: Callable[[int], object]) -> Measurement:
-        arrays, traffic = study_windows(engine, windows, settings, advance)
-        return Measurement(arrays, traffic_of(traffic))
-
-    return measure
+def measure(
+    windows: np.ndarray,
+    settings: dict[str, Any],
+    engine: "Engine",
+    advance: Callable[[int], object],
+) -> Measurement:
+    """Measure one engine."""
+    arrays, traffic = study_windows(engine, windows, settings, advance)
+    return Measurement(arrays, traffic_of(traffic))
 
 
 def study_windows(
@@ -170,18 +171,14 @@ def summary(arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str
     whole = _part(arrays, tokens)
     layers = []
     for i, layer in enumerate(arrays["layers"].tolist()):
-        layer_arrays = {name: arrays[name][:, i : i + 1] for name in (*MEANS, *COUNTS)}
-        layers.append({"layer": layer} | _part(layer_arrays, tokens))
-    chunks = [
-        {"from": context + start, "to": context + start + int(size)}
-        | _part(_chunk(arrays, j), tokens[j : j + 1])
-        for j, (start, size) in enumerate(zip(starts, tokens, strict=True))
-    ]
+        of_layer = {name: arrays[name][:, i : i + 1] for name in (*MEANS, *COUNTS)}
+        layers.append({"layer": layer} | _part(of_layer, tokens))
+    chunks = []
+    for j, (start, size) in enumerate(zip(starts, tokens, strict=True)):
+        of_chunk = {name: arrays[name][..., j : j + 1] for name in (*MEANS, *COUNTS)}
+        place = {"from": context + start, "to": context + start + int(size)}
+        chunks.append(place | _part(of_chunk, tokens[j : j + 1]))
     return whole | {"layers": layers, "chunks": chunks}
-
-
-def _chunk(arrays: dict[str, np.ndarray], chunk: int) -> dict[str, np.ndarray]:
-    return {name: arrays[name][..., chunk : chunk + 1] for name in (*MEANS, *COUNTS)}
 
 
 def _part(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Other tasks: lm-evaluation-harness, with its adapter (`lm_eval`).
 """
 
 import argparse
+import functools
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -99,8 +100,8 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         },
         "items": len(items),
     }
-    measure = measuring(items, arguments.batch, arguments.max_new_tokens)
-    measured = list(session.measure(model, measure, len(items), "items"))
+    answer_all = functools.partial(measure, items, arguments.batch, arguments.max_new_tokens)
+    measured = list(session.measure(model, answer_all, len(items), "items"))
     lines = with_scores(measured, items, model)
     session.finish(lines)
     print(markdown(lines), flush=True)
@@ -111,30 +112,30 @@ def counting(model: "Model") -> Callable[[str], int]:
     return lambda text: len(prefixed(model.tokenizer, text))
 
 
-def measuring(
-    items: list[Item], batch: int, new: int | None
-) -> Callable[["Engine", Callable[[int], object]], Measurement]:
-    """Return the function that measures one engine: tokens [items, n], -1 after the end."""
+def measure(
+    items: list[Item],
+    batch: int,
+    new: int | None,
+    engine: "Engine",
+    advance: Callable[[int], object],
+) -> Measurement:
+    """Measure one engine: tokens of answers [items, n], -1 after the end."""
+    from infinigen_jax.evaluation.answers import answer
+    from infinigen_jax.evaluation.scoring import Traffic
 
-    def measure(engine: "Engine", advance: Callable[[int], object]) -> Measurement:
-        from infinigen_jax.evaluation.answers import answer
-        from infinigen_jax.evaluation.scoring import Traffic
-
-        answers, total = [], Traffic()
-        # Neighbours of equal length have the same shapes.
-        for _, group in itertools.groupby(items, lambda item: item.length):
-            prompts, decoded, room = prepare(list(group), engine.model)
-            tokens, moved = answer(engine, prompts, decoded, new or room, batch, advance)
-            answers.append(tokens)
-            total += moved
-        width = max(tokens.shape[1] for tokens in answers)
-        padded = [
-            np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])), constant_values=-1)
-            for tokens in answers
-        ]
-        return Measurement({"answers": np.concatenate(padded)}, traffic_of(total))
-
-    return measure
+    answers, total = [], Traffic()
+    # Neighbours of equal length have the same shapes.
+    for _, group in itertools.groupby(items, lambda item: item.length):
+        prompts, decoded, room = prepare(list(group), engine.model)
+        tokens, moved = answer(engine, prompts, decoded, new or room, batch, advance)
+        answers.append(tokens)
+        total += moved
+    width = max(tokens.shape[1] for tokens in answers)
+    padded = [
+        np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])), constant_values=-1)
+        for tokens in answers
+    ]
+    return Measurement({"answers": np.concatenate(padded)}, traffic_of(total))
 
 
 def prepare(group: list[Item], model: "Model") -> tuple[list[list[int]], int, int]:

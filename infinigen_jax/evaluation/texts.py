@@ -20,13 +20,7 @@ SMALLEST_WINDOW = 3  # one token to prefill, one to decode, one to score
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A text file.
-
-    Attributes:
-        name: file name without the folder.
-        content: text without a byte order mark, with lines ended by "\\n".
-        sha256: hash of the file's bytes.
-    """
+    """A text file."""
 
     name: str
     content: str
@@ -71,11 +65,7 @@ class TokenizedText:
 
 
 def read_text(path: str, parameter: str = "text") -> Text:
-    """Read a UTF-8 file.
-
-    Args:
-        parameter: parameter to name in errors.
-    """
+    """Read a UTF-8 file."""
     try:
         data = Path(path).read_bytes()
         # Files converted twice may have "\r\r\n".

@@ -1,27 +1,38 @@
 """Cache of conversions in the user's cache folder.
 
-KEY/          a conversion; KEY is a hash of its source files' inodes, sizes, times
-KEY.lock      held by the process that makes, opens or removes KEY
+    KEY/          a conversion; KEY is a hash of the contents of its source files
+    KEY.lock      held by the process that makes, opens or removes KEY
+    hashes.json   hashes of large files, by device, inode, size and times
+
+A content key survives a touched or added README, a copy, and a moved folder. Hashing takes a second
+per gigabyte, so hashes of large files are remembered, as git does. A hash of a sample would be
+faster, but two checkpoints of one training run may agree in the sample.
 """
 
 import contextlib
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from infinigen_jax.checkpoint.manifest import FORMAT_VERSION, MANIFEST_FILE
+from infinigen_jax.checkpoint.manifest import FORMAT_VERSION, MANIFEST_FILE, file_sha256
 from infinigen_jax.checkpoint.source import content_files
 from infinigen_jax.convert.defaults import DEFAULT_SKEW
 from infinigen_jax.errors import InputError
-from infinigen_jax.files.atomic import locked, remove_partial
+from infinigen_jax.files.atomic import locked, remove_partial, whole_file
+from infinigen_jax.files.regular import read_json
 from infinigen_jax.files.user_cache import cache_root
 
 # Increases when conversions measure more, which invalidates cached conversions. Folders that the
 # user converted stay valid.
 REVISION = 4
 LIMIT = 64 << 30  # bytes of conversions
+HASHES = "hashes.json"
+LARGE = 16 << 20  # bytes of the smallest file whose hash is remembered
+MOST_HASHES = 1000
+SETTLED = 2.0  # seconds after which a change surely alters a file's times
 
 
 @contextlib.contextmanager
@@ -35,16 +46,13 @@ def cache_lock(destination: Path) -> Iterator[None]:
 
 
 def cache_folder(source: Path) -> Path:
-    """Return the path of a source's conversion, which is made again if a file may have changed."""
+    """Return the path of a source's conversion, named by the source's contents."""
     with _writable():
         root = cache_root()
-    contents = {}
-    for name, file in content_files(source).items():
-        status = file.stat()
-        # Tools that copy files restore the modification time, but not the change time.
-        times = status.st_mtime_ns, status.st_ctime_ns
-        contents[name] = status.st_ino, status.st_size, times
     settings = {"format": FORMAT_VERSION, "revision": REVISION, "skew": DEFAULT_SKEW}
+    hashes = _Hashes(root / HASHES)
+    contents = {name: hashes.of(file) for name, file in content_files(source).items()}
+    hashes.save()
     key = hashlib.sha256(json.dumps([contents, settings], sort_keys=True).encode())
     return root / key.hexdigest()[:32]
 
@@ -62,6 +70,40 @@ def prune(root: Path, limit: int = LIMIT) -> None:
             with contextlib.suppress(OSError), locked(folder.with_suffix(".lock"), wait=False):
                 remove_partial(folder)
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Hashes:
+    """SHA-256 of files, with an index of those of large files."""
+
+    def __init__(self, index: Path):
+        self.index, self.changed = index, False
+        try:
+            self.known = read_json(index)
+        except InputError:  # absent or damaged: hash again
+            self.known = {}
+
+    def of(self, file: Path) -> str:
+        """Return the SHA-256 of a file, remembered if it is large and unchanged."""
+        status = file.stat()
+        if status.st_size < LARGE:
+            return file_sha256(file)
+        # Includes the change time, because tools that copy files restore the modification time.
+        numbers = (status.st_dev, status.st_ino, status.st_size)
+        name = " ".join(map(str, (*numbers, status.st_mtime_ns, status.st_ctime_ns)))
+        if not isinstance(digest := self.known.get(name), str):
+            digest = file_sha256(file)
+            if time.time() - max(status.st_mtime, status.st_ctime) > SETTLED:
+                self.known[name], self.changed = digest, True
+        return digest
+
+    def save(self) -> None:
+        """Write the newest hashes; without a writable cache the next process hashes again."""
+        if self.changed:
+            newest = dict(list(self.known.items())[-MOST_HASHES:])
+            with contextlib.suppress(OSError):
+                self.index.parent.mkdir(parents=True, exist_ok=True)
+                with whole_file(self.index) as out:
+                    out.write(json.dumps(newest).encode())
 
 
 def _conversions(root: Path) -> list[Path]:

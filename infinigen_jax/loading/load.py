@@ -143,14 +143,7 @@ class Model:
         return self.row_loss is not None and bool(np.isfinite(self.row_loss).all())
 
     def curves(self, ahead: bool) -> Curves:
-        """Return each layer's error as a function of its share of the rows.
-
-        Args:
-            ahead: see `dense_layers`.
-
-        Raises:
-            InputError: the conversion did not measure the errors.
-        """
+        """Return each layer's error as a function of its share of the rows."""
         if not self.has_curves:
             raise ParameterError(
                 "layer_budgets",
@@ -165,11 +158,7 @@ class Model:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, loaded on first access; None for a model made by `from_params`.
-
-        Raises:
-            InputError: names the folder if its tokenizer is missing or damaged.
-        """
+        """The tokenizer, loaded on first access; None for a model made by `from_params`."""
         if self.given_tokenizer is not None or self.path is None:
             return self.given_tokenizer
         return load_tokenizer(self.path)
@@ -192,11 +181,7 @@ class Model:
         skew: str = "none",
         tokenizer: Any = None,
     ) -> "Model":
-        """Make a model from parameters in memory, for tests and benchmarks with random weights.
-
-        Raises:
-            ValueError: the number of bases is not the number of layers.
-        """
+        """Make a model from parameters in memory, for tests and benchmarks with random weights."""
         chosen = tuple(bases) if bases is not None else (None,) * config.num_layers
         if len(chosen) != config.num_layers:
             raise ValueError(f"{len(chosen)} bases for {config.num_layers} layers")
@@ -228,9 +213,6 @@ def load(
         weight_dtype: "bfloat16", "int8" or "int4" for the matrices alone, see
             `models.small_weights`; by default `dtype`.
         revision: branch, tag or commit of a model on the hub.
-
-    Raises:
-        InputError: names the file or setting at fault and the remedy.
     """
     folder = checked_source(model_folder(path, revision))
     start_backend()
@@ -246,11 +228,7 @@ def load(
 
 
 def embedded(name: str = EMBEDDED[0]) -> Path:
-    """Return the converted folder of an embedded model, one of EMBEDDED.
-
-    Raises:
-        InputError: no embedded model has this name.
-    """
+    """Return the converted folder of an embedded model, one of EMBEDDED."""
     if name not in EMBEDDED:
         raise InputError(f"no embedded model {name!r}; use one of {', '.join(EMBEDDED)}")
     return EMBEDDED_FOLDER / name

@@ -30,9 +30,6 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     On Linux this is the least of the kernel's estimate (MemAvailable), the room that the control
     groups of this process leave, as in a container, and the room in its address space. On other
     systems it is the size of the physical memory.
-
-    Args:
-        root: folder that contains proc and sys.
     """
     available = _meminfo_available(root / "proc/meminfo")
     if available is None:
@@ -58,9 +55,6 @@ def pinned_pool_limit_bytes(device: Device | None = None) -> int | None:
 
     XLA reads the environment variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB when it starts. Without the
     variable, the pool of a GPU ends at 64 GiB, however much memory the host has.
-
-    Args:
-        device: device of the pool; JAX's first device by default.
     """
     platform = (device or jax.devices()[0]).platform
     if platform == "cpu":

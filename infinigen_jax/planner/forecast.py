@@ -127,15 +127,7 @@ class Conversion(NamedTuple):
 
 
 class Planner:
-    """Forecasts for one model, policy and machine, for any settings.
-
-    Args:
-        config: the architecture.
-        dtype: dtype of weights and activations.
-        conversion: properties of the model's conversion.
-        policy, arguments: policy and options of the engine, see `cli.options`.
-        machine: the machine to plan for.
-    """
+    """Forecasts for one model, policy and machine, for any settings."""
 
     def __init__(
         self,

@@ -41,12 +41,7 @@ class Traffic:
         return self.link + self.brought
 
     def floor_ms(self, memory: float, link: float | None) -> float:
-        """Return the least milliseconds of a step at these bandwidths, in bytes per second.
-
-        Args:
-            memory: of the device's memory.
-            link: from host to device, concurrent with reads of memory; None without one.
-        """
+        """Return the least milliseconds of a step at these bandwidths, in bytes per second."""
         return 1e3 * max(self.memory / memory, self.bus / link if link else 0.0)
 
 

@@ -63,15 +63,7 @@ class Answer:
         ends: frozenset[int],
         matcher: LLMatcher | None = None,
     ):
-        """Start an answer.
-
-        Args:
-            number: number of the answer within its request.
-            most: maximum number of tokens.
-            stops: texts that end the answer and are not part of it.
-            ends: tokens that end the answer.
-            matcher: matcher of the whole text, which ends the answer.
-        """
+        """Start an answer."""
         self.tokens: list[int] = []
         self.matcher = matcher
         self._number, self._most, self._ends = number, most, ends

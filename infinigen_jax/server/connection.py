@@ -16,9 +16,6 @@ class Connection(H11Protocol):
 
     Uvicorn limits the time between two requests, but not that of headers: idle clients could use up
     all connections. `Guard` limits the time of a body.
-
-    Args:
-        header_seconds: maximum time to receive headers.
     """
 
     def __init__(self, *arguments: Any, header_seconds: float, **settings: Any):

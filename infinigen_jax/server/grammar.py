@@ -17,13 +17,7 @@ SPACES = r"[ \n]{0,12}"
 
 
 class Grammars:
-    """Grammars over the tokens of a model.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        vocabulary: number of logits.
-        ends: tokens that end an answer.
-    """
+    """Grammars over the tokens of a model."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]):
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends

@@ -28,10 +28,6 @@ class Guard:
     """ASGI middleware.
 
     Paths that hold no data of the model stay open: the page and its files, and /health.
-
-    Args:
-        app: application.
-        api_key, body_limit, body_seconds: see `Service`.
     """
 
     def __init__(self, app: Any, api_key: str | None, body_limit: int, body_seconds: float):

@@ -63,19 +63,10 @@ class Node:
 
 
 class PrefixCache:
-    """Rows of earlier prompts, up to a number of bytes; the least recently used ones are evicted.
-
-    Attributes:
-        bytes: size of all arrays.
-    """
+    """Rows of earlier prompts, up to a number of bytes; the least recently used are evicted."""
 
     def __init__(self, decoder: Decoder, capacity: int, chunk: int, limit: int):
-        """Create an empty cache.
-
-        Args:
-            capacity, chunk: those of each `Reading`.
-            limit: maximum size in bytes.
-        """
+        """Create an empty cache."""
         self.bytes = 0
         self._decoder, self._capacity, self._chunk, self._limit = decoder, capacity, chunk, limit
         self._root, self._nodes = Node(None, np.zeros(0, np.int32)), set[Node]()
@@ -204,11 +195,7 @@ class _Axis(NamedTuple):
 def _token_axis(
     shape: tuple[int, ...], larger: tuple[int, ...], capacity: int, *, changes: bool
 ) -> _Axis:
-    """Return the axis of an array that grows, given the shape for a larger capacity.
-
-    Args:
-        changes: whether later tokens change the array.
-    """
+    """Return the axis of an array that grows, given the shape for a larger capacity."""
     grown = (i for i, (n, m) in enumerate(zip(shape, larger, strict=True)) if n != m)
     number = next(grown, 0)
     return _Axis(number, number > 0 and shape[number] == capacity and not changes)

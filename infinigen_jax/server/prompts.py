@@ -20,11 +20,7 @@ MAX_TOKENS = 16  # of a completion, as in OpenAI's interface
 
 
 class Prompts:
-    """Encoder of a server's requests.
-
-    Attributes:
-        tokenizer: tokenizer of the model.
-    """
+    """Encoder of a server's requests."""
 
     def __init__(self, engine: Engine, limits: Limits):
         self.tokenizer: Any = engine.model.tokenizer
@@ -34,19 +30,11 @@ class Prompts:
         self._grammars = Grammars(self.tokenizer, model.config.vocab_size, model.eos_ids)
 
     def completion(self, body: Completion) -> list[list[int]]:
-        """Return the tokens of each prompt.
-
-        Raises:
-            RefusedError: for a prompt that cannot be encoded or exceeds the context.
-        """
+        """Return the tokens of each prompt."""
         return [self._checked(prompt, body, "prompt") for prompt in body.prompts]
 
     def chat(self, body: ChatCompletion) -> list[int]:
-        """Return the tokens of a chat, rendered by the model's template.
-
-        Raises:
-            RefusedError: likewise, or if the model has no template or its template refuses.
-        """
+        """Return the tokens of a chat, rendered by the model's template."""
         template = self.tokenizer.chat_template
         if not template:
             raise RefusedError(

@@ -13,11 +13,7 @@ from infinigen_jax.server.protocol import ChatCompletion, Completion, Generating
 
 
 class Wire(abc.ABC):
-    """Response to one request.
-
-    Attributes:
-        body: the request.
-    """
+    """Response to one request."""
 
     kind = ""
     part_kind = ""
@@ -26,13 +22,7 @@ class Wire(abc.ABC):
     def __init__(
         self, model: str, body: Generating, tokenizer: Any, encoded: Sequence[Sequence[int]]
     ):
-        """Begin a response.
-
-        Args:
-            model: name of the model.
-            tokenizer: tokenizer of the model, for the texts of tokens.
-            encoded: tokens of each prompt.
-        """
+        """Begin a response."""
         self.body, self._tokenizer, self._encoded = body, tokenizer, encoded
         self._frame = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",

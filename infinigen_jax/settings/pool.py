@@ -32,9 +32,6 @@ class Pool(Settings):
 
     Sinks that the policy keeps on the device take no slot and do not count. Without `recent`, new
     rows, whose counter is 0, would be evicted first.
-
-    Raises:
-        InputError: for invalid values.
     """
 
     room: ClassVar[str] = "pool."
@@ -95,12 +92,7 @@ class Pool(Settings):
         return f"{100 * self.share:g}%" if self.share is not None else str(self.tokens)
 
     def slots(self, tokens: int, sinks: int, window: int) -> int:
-        """Return the number of slots for a run.
-
-        Args:
-            tokens: most tokens of a sequence in the run.
-            sinks, window: numbers of first and recent tokens that the policy keeps on the device.
-        """
+        """Return the number of slots for a run."""
         if self.tokens is not None:
             slots = min(self.tokens, tokens)
         else:

@@ -120,9 +120,6 @@ def balanced_basis(
 
     Returns:
         B and C, each [k, d, d], and D [k, d], descending: the variance of column i of both.
-
-    Raises:
-        InputError: with fewer tokens than the head size.
     """
     _check_enough(statistics)
     queries = statistics.query_gram / (statistics.tokens * statistics.group)
@@ -148,12 +145,7 @@ class GuessMoments(NamedTuple):
 def guess_moments(
     guesses: Float[Matrix, "t h d"], queries: Float[Matrix, "t h d"], kv_heads: int
 ) -> GuessMoments:
-    """Return the moments of a piece of text.
-
-    Args:
-        guesses, queries: predicted and true queries, as in `moments`.
-        kv_heads: number k of KV heads.
-    """
+    """Return the moments of a piece of text."""
     h, q = (_by_kv_head(x, kv_heads) for x in (guesses, queries))
     return GuessMoments(h.swapaxes(1, 2) @ h, h.swapaxes(1, 2) @ q)
 
@@ -174,9 +166,6 @@ def reduced_rank_basis(
     Returns:
         B and C, each [k, d, d], and D [k, d], descending. The residual of r columns is
         tr(E[q^T q] Sigma) minus the sum of the first r squares of D.
-
-    Raises:
-        InputError: with fewer tokens than the head size.
     """
     _check_enough(statistics)
     count = statistics.tokens * statistics.group

@@ -17,12 +17,7 @@ FAILURE = 3  # exit status if no error can be reported
 
 
 def limit(seconds: float, memory: int) -> None:
-    """Limit the processor time and memory of this process.
-
-    Args:
-        seconds: processor time, after which the system ends the process.
-        memory: bytes of address space, beyond which allocation raises MemoryError.
-    """
+    """Limit the processor time and memory of this process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

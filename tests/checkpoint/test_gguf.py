@@ -171,13 +171,14 @@ def test_load_converts_once(tmp_path, monkeypatch, command):
     said: list[str] = []
     model = load(path, notify=said.append)
     assert len(said) == 1 and f"{path} is not converted" in said[0] and model.skew == "balanced"
-    assert load(path, notify=said.append).path == model.path and len(said) == 1
+    moved = path.rename(tmp_path / "renamed.gguf")
+    assert load(moved, notify=said.append).path == model.path and len(said) == 1
     assert model.path and only(tmp_path / "cache" / "infinigen_jax") == [model.path.name]
     rates = ("--device-bandwidth", "1000", "--copy-bandwidth", "10", "--device-memory", "1")
     status, out, _ = command(
-        plan.main, "--model", path, "--context", "64", "--host-memory", "1", *rates
+        plan.main, "--model", moved, "--context", "64", "--host-memory", "1", *rates
     )
-    assert status == 0 and "model.gguf" in out
+    assert status == 0 and "renamed.gguf" in out
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ IN_PART = (ffi.Metadata, ffi.CallFrame, ffi.Api)
 
 
 def field_names(structure: type[ctypes.Structure]) -> list[str]:
-    return [field[0] for field in structure._fields_]
+    kinds = reversed(structure.__mro__)
+    return [field[0] for kind in kinds for field in vars(kind).get("_fields_", ())]
 
 
 def expressions() -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.files.user_cache import keep_programs
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.loading.conversion_cache import (
+    HASHES,
     cache_folder,
     cache_lock,
     prune,
@@ -189,20 +191,50 @@ def test_unconverted_folders_go_through_the_cache(
     assert only(tmp_path / "cache" / "infinigen_jax") == [model.path.name]  # no lock remains
 
 
-def test_a_source_that_may_have_changed_is_converted_again(tiny, tmp_path, monkeypatch):
-    """Also if its times are set back; not for files that are not read."""
+def test_the_cache_goes_by_content(tiny, tmp_path, monkeypatch):
+    """Not by times, places or files that are not read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = tiny("llama", num_hidden_layers=1).folder
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.LARGE", 1)
+    folder, copy = tiny("llama", num_hidden_layers=1).folder, tmp_path / "copy"
+    for file in folder.iterdir():
+        os.utime(file, (10**9, 10**9))
     key = cache_folder(folder)
     (folder / "README.md").write_text("other")
-    folder = folder.rename(tmp_path / "moved")
-    assert cache_folder(folder) == key
+    os.utime(folder / "config.json")
+    shutil.copytree(folder, copy)
+    assert cache_folder(folder) == cache_folder(copy) == key
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
-        data = (folder / name).read_bytes() if (folder / name).exists() else b"x"
-        (folder / name).write_bytes(data[:-1] + b" ")
-        os.utime(folder / name, (10**9, 10**9))
-        assert cache_folder(folder) != key
-        key = cache_folder(folder)
+        data = (copy / name).read_bytes() if (copy / name).exists() else b"x"
+        (copy / name).write_bytes(data[:-1] + b" ")
+        os.utime(copy / name, (10**9, 10**9))
+        assert cache_folder(copy) != key
+        key = cache_folder(copy)
+
+
+def test_hashes_of_large_files_are_remembered(tmp_path, monkeypatch):
+    """Until the file may have changed; not of one that changed just before."""
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.LARGE", 1)
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.SETTLED", -1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    hashed: list[str] = []
+
+    def sha256(path: Path) -> str:
+        hashed.append(path.name)
+        return path.read_text()
+
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.file_sha256", sha256)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text(name)
+    first = cache_folder(tmp_path)
+    assert cache_folder(tmp_path) == first and hashed == ["config.json", "model.safetensors"]
+    (tmp_path / "model.safetensors").write_text("x" * len("model.safetensors"))
+    os.utime(tmp_path / "model.safetensors", (1, 1))
+    assert cache_folder(tmp_path) != first and hashed[2:] == ["model.safetensors"]
+    (tmp_path / "cache" / "infinigen_jax" / HASHES).write_text("damaged")
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.SETTLED", 3600)
+    cache_folder(tmp_path)
+    cache_folder(tmp_path)
+    assert len(hashed) == 7
 
 
 def test_conversions_used_least_recently_are_removed(tmp_path):
