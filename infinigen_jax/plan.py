@@ -187,22 +187,15 @@ def step(forecast: "Forecast") -> list[str]:
     if machine.separate and traffic.brought:
         lines.append(size("weights from the host", traffic.brought, at(machine.copy_bandwidth)))
     if forecast.seconds is None:
-        return [*lines, untimed(machine)]
+        rates = (machine.memory_bandwidth, machine.copy_bandwidth)
+        options = zip(("--device-bandwidth", "--copy-bandwidth"), rates, strict=True)
+        missing = " and ".join(option for option, rate in options if rate is None)
+        return [
+            *lines,
+            f"times are left out: there is no such device here to measure; give {missing}",
+        ]
     time = f"{1e3 * forecast.seconds:>9.2f} ms"
     return [*lines, f"  {'at least':<26}{time}  without the time of computing"]
-
-
-def untimed(machine: "Machine") -> str:
-    """Why there are no times."""
-    bandwidths = {
-        "--device-bandwidth": machine.memory_bandwidth,
-        "--copy-bandwidth": machine.copy_bandwidth,
-    }
-    missing = " and ".join(option for option, given in bandwidths.items() if given is None)
-    return (
-        f"times are left out: there is no such device here to measure, and {missing} "
-        f"{'are' if ' and ' in missing else 'is'} not given"
-    )
 
 
 def verdict(advice: "Advice") -> list[str]:

@@ -59,7 +59,7 @@ from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.numeric import listed
 from infinigen_jax.settings.policy import SOURCES
-from infinigen_jax.skew.basis import Moments, absorb, balanced_basis, reduced_rank_basis, svd_basis
+from infinigen_jax.skew.basis import absorb, balanced_basis, reduced_rank_basis, svd_basis
 from infinigen_jax.skew.tail_moments import BlockMoments
 from infinigen_jax.text.tokenizer import Tokenizer
 
@@ -291,7 +291,9 @@ class _Job:
             raise InputError(f"{self.sources[slots[0].name].file}: {error}") from None
         if self.skew == "svd":
             self._keep_loss(calibrator.loss(params))
-            basis = self._svd(seen)
+            basis, eigenvalues = svd_basis(seen)
+            mean = np.einsum("kd,kdc->kc", seen.key_mean, basis) if self.absorbs else seen.key_mean
+            self._keep(query_basis=basis, key_basis=basis, eigenvalues=eigenvalues, key_mean=mean)
             self._keep_blocks(calibrator.blocks, basis if self.absorbs else None)
             return basis
         self._keep_blocks(calibrator.blocks)
@@ -310,14 +312,6 @@ class _Job:
             ahead_key_basis=ahead_key,
         )
         return projection
-
-    def _svd(self, seen: Moments) -> np.ndarray:
-        basis, eigenvalues = svd_basis(seen)
-        mean = seen.key_mean
-        if self.absorbs:
-            mean = np.einsum("kd,kdc->kc", mean, basis)
-        self._keep(query_basis=basis, key_basis=basis, eigenvalues=eigenvalues, key_mean=mean)
-        return basis
 
     def _keep_blocks(self, moments: BlockMoments, basis: np.ndarray | None = None) -> None:
         """Keep the block moments, in the coordinates of the cached keys."""

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import platform
-import signal
 import subprocess
 import sys
 from importlib import resources
@@ -36,18 +35,15 @@ WHAT, ERROR = "the check of the CUDA kernels", "error: "
 
 
 def failure() -> str | None:
-    """Return a line with the reason why the kernels must not be used on these GPUs, or None.
-
-    One GPU of each kind is checked.
-    """
-    for kind, device in {d.device_kind: d for d in reversed(jax.local_devices())}.items():
-        mark = mark_of(device)
-        if mark is not None and os.path.exists(mark):
-            continue
-        logger.info("the CUDA kernels are checked before their first use on %s", kind)
-        if reason := run_check(device.local_hardware_id):
-            return reason
-        remember(device)
+    """Return a line with the reason why the kernels must not be used on this GPU, or None."""
+    device = jax.local_devices()[0]
+    mark = mark_of(device)
+    if mark is not None and os.path.exists(mark):
+        return None
+    logger.info("the CUDA kernels are checked before their first use on %s", device.device_kind)
+    if reason := run_check():
+        return reason
+    remember(device)
     return None
 
 
@@ -93,19 +89,17 @@ def sources() -> bytes:
     return b"\0".join(name.encode() + b"\0" + named[name].read_bytes() for name in sorted(named))
 
 
-def run_check(ordinal: int) -> str | None:
-    """Check one of this process's GPUs in a process that sees no other; return None on success."""
+def run_check() -> str | None:
+    """Check the first GPU in another process; return None on success, else the reason."""
     # The worker imports from the same folders as this process, and this package in any case.
     paths = [*map(os.path.abspath, sys.path), str(Path(__file__).parents[2])]
     environment = os.environ | {
         SWITCH: UNCHECKED,
-        "CUDA_VISIBLE_DEVICES": _name(ordinal),
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
         # This process has already reserved most of the GPU's memory.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
-    environment.pop("JAX_CUDA_VISIBLE_DEVICES", None)  # would filter the visible GPUs
     try:
         completed = subprocess.run(
             [sys.executable, *CHECK],
@@ -119,26 +113,13 @@ def run_check(ordinal: int) -> str | None:
         return f"{WHAT} cannot be started: {error}; {SWITCH}={UNCHECKED} skips it"
     except subprocess.TimeoutExpired:
         return f"{WHAT} took longer than {LIMIT:g} s; {SWITCH}={OFF} turns the kernels off"
-    if completed.returncode == 0:
+    status = completed.returncode
+    if status == 0:
         return None
-    said = _said(completed.stdout.decode(errors="replace"), completed.returncode)
-    if completed.returncode == CANNOT:
+    lines = completed.stdout.decode(errors="replace").splitlines()
+    # Libraries may have written more after the error.
+    errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
+    said = errors[-1] if errors else f"{WHAT} ended with status {status}: {' '.join(lines[-1:])}"
+    if status == CANNOT:
         return f"{said}; {SWITCH}={UNCHECKED} skips the check"
     return f"{said}; {SWITCH}={OFF} turns the kernels off"
-
-
-def _name(ordinal: int) -> str:
-    """Return the name of a visible GPU in CUDA_VISIBLE_DEVICES."""
-    names = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
-    return names[ordinal].strip() if ordinal < len(names) else str(ordinal)
-
-
-def _said(output: str, status: int) -> str:
-    """Return the reported error, if any; libraries may have written more after it."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
-    if errors:
-        return errors[-1]
-    if status < 0:
-        return f"{WHAT} ended with signal {-status} ({signal.strsignal(-status)})"
-    return f"{WHAT} ended with status {status}{': ' if lines else ''}{''.join(lines[-1:])}"

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -64,6 +64,17 @@ def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> 
     add("--quiet", action="store_true", help="no progress on stderr")
 
 
+class Line(NamedTuple):
+    """A configuration with its measurement.
+
+    Attributes:
+        described: policy, settings, and whether it is the reference.
+    """
+
+    described: dict[str, Any]
+    measured: Measurement
+
+
 @dataclasses.dataclass
 class Session:
     """One run of a sub-command.
@@ -112,10 +123,11 @@ class Session:
             self.say("all layers attend to a window that the device keeps: nothing is selected")
         return model
 
-    def measure(self, model: "Model", measure: Measure, total: int, unit: str) -> "Iterator[Line]":
-        """Yield one measurement per configuration, without repeating finished ones.
+    def measure(self, model: "Model", measure: Measure, total: int, unit: str) -> Iterator[Line]:
+        """Yield one measurement per configuration, when its line is requested.
 
-        A configuration is measured when its line is requested.
+        One engine exists at a time. Configurations that have the same effect as an earlier one, on
+        this model and device, are skipped, and finished measurements are not repeated.
 
         Args:
             total: work of one configuration, for the progress.
@@ -123,12 +135,45 @@ class Session:
         """
         origin = provenance(model, self.arguments.model or self.folder or "")
         self.record |= origin
-        self.parts = Parts(
-            self.output, self.record | {name: None for name in NOT_COMPARED if name in origin}
-        )
-        return measurements(
-            model, self.chosen, measure, total, unit, self.arguments, self.say, self.parts
-        )
+        known_numbers = self.record | {name: None for name in NOT_COMPARED if name in origin}
+        self.parts = Parts(self.output, known_numbers)
+        known: set[Any] = set()
+        told: set[str] = set()
+        for index, configuration in enumerate(self.chosen, 1):
+            started = time.perf_counter()
+            engine = configuration.engine(model)
+            settings = settings_of(engine)
+            described = {
+                "policy": configuration.policy.name,
+                "reference": index == 1 and not self.arguments.no_reference,
+                "settings": settings,
+            }
+            title = f"{index}/{len(self.chosen)} {configuration.label}"
+            key = {"policy": configuration.policy.name} | settings
+            for line in options_without_effect(configuration.options, engine):
+                if line not in told:
+                    self.say(f"{title}: {line}")
+                    told.add(line)
+            if (same := tuple(sorted(key.items()))) in known:
+                self.say(f"{title}: equal to an earlier line")
+                del engine
+                gc.collect()
+                continue
+            known.add(same)
+            measured = self.parts.load(key)
+            if measured is not None:
+                self.say(f"{title}: measured before")
+            else:
+                with tqdm(
+                    total=total, desc=title, unit=f" {unit}", disable=self.arguments.quiet
+                ) as progress:
+                    measured = measure(engine, progress.update)
+                seconds = {"seconds": time.perf_counter() - started}
+                measured = measured._replace(values=measured.values | seconds)
+                self.parts.save(key, measured)
+            yield Line(described, measured)
+            del engine
+            gc.collect()  # free the device's arrays before the next engine
 
     def finish(self, lines: list[dict[str, Any]]) -> None:
         """Write the result file."""
@@ -136,73 +181,6 @@ class Session:
             write_json("json", self.output, self.record | {"configurations": lines})
         if self.parts is not None:
             self.parts.remove()
-
-
-@dataclasses.dataclass
-class Line:
-    """A configuration with its measurement.
-
-    Attributes:
-        described: policy, settings, and whether it is the reference.
-    """
-
-    described: dict[str, Any]
-    measured: Measurement
-
-
-def measurements(
-    model: "Model",
-    chosen: list[Configuration],
-    measure: Measure,
-    total: int,
-    unit: str,
-    arguments: argparse.Namespace,
-    say: Callable[[str], None] = lambda message: None,
-    parts: Parts | None = None,
-) -> Iterator[Line]:
-    """Measure one configuration after another; one engine exists at a time.
-
-    Configurations that have the same effect as an earlier one, on this model and device, are
-    skipped.
-    """
-    parts = parts or Parts(None, {})
-    known: set[Any] = set()
-    told: set[str] = set()
-    for index, configuration in enumerate(chosen, 1):
-        started = time.perf_counter()
-        engine = configuration.engine(model)
-        settings = settings_of(engine)
-        described = {
-            "policy": configuration.policy.name,
-            "reference": index == 1 and not arguments.no_reference,
-            "settings": settings,
-        }
-        title = f"{index}/{len(chosen)} {configuration.label}"
-        key = {"policy": configuration.policy.name} | settings
-        for line in options_without_effect(configuration.options, engine):
-            if line not in told:
-                say(f"{title}: {line}")
-                told.add(line)
-        if (same := tuple(sorted(key.items()))) in known:
-            say(f"{title}: equal to an earlier line")
-            del engine
-            gc.collect()
-            continue
-        known.add(same)
-        measured = parts.load(key)
-        if measured is not None:
-            say(f"{title}: measured before")
-        else:
-            with tqdm(
-                total=total, desc=title, unit=f" {unit}", disable=arguments.quiet
-            ) as progress:
-                measured = measure(engine, progress.update)
-            seconds = {"seconds": time.perf_counter() - started}
-            measured = measured._replace(values=measured.values | seconds)
-            parts.save(key, measured)
-        yield Line(described, measured)
-        del engine
-        gc.collect()  # free the device's arrays before the next engine
 
 
 def traffic_of(traffic: "Traffic") -> dict[str, Any]:

@@ -31,7 +31,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     groups of this process leave, as in a container, and the room in its address space. On other
     systems it is the size of the physical memory.
     """
-    available = _meminfo_available(root / "proc/meminfo")
+    available = _statistic(root / "proc/meminfo", "MemAvailable:", 1024)
     if available is None:
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(0, min([available, *_control_group_rooms(root), *_address_space_room(root)]))
@@ -98,18 +98,6 @@ def format_bytes(count: int) -> str:
     return f"{value / 1024:.1f} PiB"
 
 
-def _meminfo_available(meminfo: Path) -> int | None:
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return None
-
-
 def _address_space_room(root: Path) -> Iterator[int]:
     """Yield the bytes left below the limit of `ulimit -v`, if it is set."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -146,7 +134,7 @@ def _control_group_rooms(root: Path) -> Iterator[int]:
         for directory in (group, *group.parents):
             limit, used = (_read_number(directory / name) for name in names)
             if limit is not None and used is not None:
-                yield limit - used + _read_statistic(directory / "memory.stat", reclaimable)
+                yield limit - used + (_statistic(directory / "memory.stat", reclaimable) or 0)
             if directory == mount:
                 break
 
@@ -159,10 +147,10 @@ def _read_number(file: Path) -> int | None:
         return None
 
 
-def _read_statistic(file: Path, name: str) -> int:
-    """Return the value of a line `name value` of a file; 0 if it is missing."""
+def _statistic(file: Path, name: str, unit: int = 1) -> int | None:
+    """Return the value of a line `name value` of a file, in bytes; None if it is missing."""
     try:
-        lines = file.read_text().splitlines()
+        lines = map(str.split, file.read_text().splitlines())
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
+        return None
+    return next((int(line[1]) * unit for line in lines if line[:1] == [name]), None)

@@ -77,21 +77,6 @@ def test_nothing_is_tried_behind_an_error(driver: FakeCuda, command: Callable[..
     assert len(out.splitlines()) == len(err.splitlines()) == 1 and out.startswith("gather_rows: ")
 
 
-def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any]):
-    def case() -> Iterator[check.Compared]:
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to\nallocate 64 bytes.")
-        yield
-
-    loads = iter([None, "cuModuleLoadData: out of memory (CUDA error 2)"])
-    monkeypatch.setattr(cuda, "load", lambda: next(loads))
-    monkeypatch.setattr(check, "CASES", {"gather_rows": (case,)})
-    said = "error: the CUDA kernels cannot be checked; the GPU has too little free memory for it: "
-    for reason in ("gather_rows: RuntimeError: RESOURCE_EXHAUSTED: ", "cuModuleLoadData: "):
-        status, out, err = command(check.main)
-        assert (status, out) == (2, "") and len(err.splitlines()) == 1
-        assert err.startswith(said + reason)
-
-
 @on_the_cpu
 def test_without_a_gpu_there_is_nothing_to_check(command: Callable[..., Any]):
     expected = "error: the CUDA kernels cannot be checked: JAX sees no NVIDIA GPU\n"
@@ -103,7 +88,7 @@ def test_the_check_is_found_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(ROOT))])
-    assert first_use.run_check(0) == (
+    assert first_use.run_check() == (
         "the CUDA kernels cannot be checked: JAX sees no NVIDIA GPU; "
         "INFINIGEN_JAX_KERNELS=unchecked skips the check"
     )
@@ -139,7 +124,7 @@ class Machine:
 
     def check(self, code: str) -> None:
         """Set the code of the process, which first logs its environment."""
-        variables = ("CUDA_VISIBLE_DEVICES", first_use.SWITCH, "XLA_PYTHON_CLIENT_PREALLOCATE")
+        variables = (first_use.SWITCH, "XLA_PYTHON_CLIENT_PREALLOCATE")
         told = f"print(*map(os.environ.get, {variables}), file=open({str(self.log)!r}, 'a'))"
         self.patch.setattr(first_use, "CHECK", ("-c", f"import os, sys\n{told}\n{code}"))
 
@@ -156,7 +141,6 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine]:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     yield Machine(monkeypatch, tmp_path)
     cuda.unavailable.cache_clear()
 
@@ -165,7 +149,7 @@ def test_kernels_are_checked_once(machine: Machine, caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO)
     for _ in range(2):
         assert machine.start() is None and cuda.unavailable() is None
-    assert machine.checks == ["0 unchecked false"]
+    assert machine.checks == ["unchecked false"]
     assert caplog.messages == ["the CUDA kernels are checked before their first use on H100"]
 
 
@@ -180,13 +164,6 @@ def test_what_has_changed_is_checked_again(machine: Machine, change: dict[str, A
     assert len(machine.checks) == 2
 
 
-def test_one_gpu_of_each_kind_is_checked(machine: Machine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,GPU-2a")
-    machine.kinds = ["H100", "H100", "H200"]
-    assert machine.start() is None
-    assert [line.split()[0] for line in machine.checks] == ["GPU-2a", "5"]
-
-
 @pytest.mark.parametrize(
     "code, reason",
     [
@@ -199,10 +176,9 @@ def test_one_gpu_of_each_kind_is_checked(machine: Machine, monkeypatch: pytest.M
             "no memory; INFINIGEN_JAX_KERNELS=unchecked skips the check",
         ),
         ("import nothing_of_this_name", f"{first_use.WHAT} ended with status 1: ModuleNotFoundE"),
-        ("os._exit(3)", f"{first_use.WHAT} ended with status 3; INFINIGEN"),
-        ("os.kill(os.getpid(), 9)", f"{first_use.WHAT} ended with signal 9 (Killed); INFINIGEN"),
+        ("os.kill(os.getpid(), 9)", f"{first_use.WHAT} ended with status -9: ; INFINIGEN"),
     ],
-    ids=["wrong", "no memory", "exception", "status", "signal"],
+    ids=["wrong", "no memory", "exception", "signal"],
 )
 def test_a_failure_is_a_line_and_not_remembered(machine: Machine, code: str, reason: str):
     machine.check(code)

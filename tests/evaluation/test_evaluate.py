@@ -17,10 +17,10 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.configurations import Configuration, configurations
-from infinigen_jax.evaluation.parts import Measurement, Parts
+from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.perplexity import markdown
 from infinigen_jax.evaluation.report import labels, name_columns
-from infinigen_jax.evaluation.session import Session, measurements
+from infinigen_jax.evaluation.session import Session
 from infinigen_jax.evaluation.texts import read_text
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest, Window
 
@@ -240,9 +240,8 @@ def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_
         assert (engine.prefill_chunk is None) == (engine.decoder.pool is not None)
         return Measurement({}, {})
 
-    measured = measurements(
-        random_model("gqa"), chosen, measure, 1, "x", chosen[0].options, said.append
-    )
+    session = Session(chosen[0].options, chosen, None, said.append, {})
+    measured = session.measure(random_model("gqa"), measure, 1, "x")
     lines = [line.described["settings"] for line in measured]
     assert [(s.get("count"), s.get("alpha"), s["pool"]) for s in lines] == [
         (None, None, "all"),
@@ -274,7 +273,8 @@ def test_several_policies_and_budgets_in_one_table():
     model, sizes = random_model("one"), {"context": 20, "chunk": 16, "batch": 2}
     windows = np.random.default_rng(3).integers(3, 96, (2, 40)).astype(np.int32)
     scoring = perplexity.Scoring(windows, sizes)
-    measured = measurements(model, chosen, scoring, 40, "tokens", arguments)
+    session = Session(arguments, chosen, None, print, {})
+    measured = session.measure(model, scoring, 40, "tokens")
     lines = perplexity.lines_of(measured, scoring)
     assert [line["difference_nats"] for line in lines] == [None] * 3
     assert [line["divergence_nats"] for line in lines] == [None] * 3
@@ -298,9 +298,8 @@ def test_what_was_measured_before_is_still_compared_with(tmp_path):
 
     def lines(of: list[Configuration]) -> list[dict[str, Any]]:
         scoring = perplexity.Scoring(windows, sizes)
-        parts = Parts(tmp_path / "result.json", {"text": "t"})
-        model = random_model("one")
-        measured = measurements(model, of, scoring, 40, "x", arguments, said.append, parts)
+        session = Session(arguments, of, tmp_path / "result.json", said.append, {"text": "t"})
+        measured = session.measure(random_model("one"), scoring, 40, "x")
         return perplexity.lines_of(measured, scoring)
 
     first = lines(chosen[:2])
