@@ -27,11 +27,7 @@ OUT_OF_MEMORY = (
 LONGEST = 1000  # characters of a message
 SHOWN = 60  # characters of a refused value
 # Options that are not named like the parameter of the library that they set.
-OPTIONS = {
-    "prompts": "--prompt",
-    "pool": "--pool-tokens",
-    "prefix_bytes": "--prefix-cache-gib",
-}
+OPTIONS = {"prompts": "--prompt", "pool": "--pool-tokens", "prefix_bytes": "--prefix-cache-gib"}
 
 
 def one_line(message: str) -> str:

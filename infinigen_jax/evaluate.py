@@ -11,11 +11,7 @@ from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.evaluation import perplexity, recall, retrieval
 from infinigen_jax.messages import Messages
 
-COMMANDS = {
-    "perplexity": perplexity,
-    "recall": recall,
-    "retrieval": retrieval,
-}
+COMMANDS = {"perplexity": perplexity, "recall": recall, "retrieval": retrieval}
 
 
 PROGRAM = "python -m infinigen_jax.evaluate"

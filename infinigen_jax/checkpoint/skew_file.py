@@ -116,10 +116,7 @@ def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _check_tensor(
-    file: SafetensorsFile,
-    name: str,
-    shape: tuple[int, ...],
-    dtypes: Sequence[str] = ("float32",),
+    file: SafetensorsFile, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = ("float32",)
 ) -> None:
     tensor = file.tensors.get(name)
     if tensor is None or tensor.shape != shape or tensor.dtype.name not in dtypes:

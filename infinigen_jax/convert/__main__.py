@@ -11,8 +11,7 @@ from infinigen_jax.messages import Messages
 def build_parser() -> Parser:
     """The options; choices are spelled out so that --help needs no heavy import."""
     parser = Parser(
-        prog="python -m infinigen_jax.convert",
-        description="Convert a model for InfiniGen.",
+        prog="python -m infinigen_jax.convert", description="Convert a model for InfiniGen."
     )
     parser.add_argument("source", metavar="SOURCE", help="folder, .gguf file or org/name")
     parser.add_argument("--revision", metavar="R", help="branch, tag or commit on the hub")

@@ -26,12 +26,7 @@ from infinigen_jax.checkpoint.manifest import (
 )
 from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
 from infinigen_jax.checkpoint.skew_file import projection_shapes
-from infinigen_jax.checkpoint.source import (
-    checked_source,
-    content_files,
-    open_tensors,
-    read_config,
-)
+from infinigen_jax.checkpoint.source import checked_source, content_files, open_tensors, read_config
 from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, Slot, expected, match, read_tree
 from infinigen_jax.convert.calibrate import (
     DEFAULT_TEXT,

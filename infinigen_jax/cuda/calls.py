@@ -149,10 +149,7 @@ def plan_reuse(
     b, k, n = slots.shape
     directory = (hot_slots, used, place)
     like = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in directory)
-    plan = (
-        jax.ShapeDtypeStruct((b, k, n), jnp.int32),
-        jax.ShapeDtypeStruct((b, k, n), jnp.bool_),
-    )
+    plan = (jax.ShapeDtypeStruct((b, k, n), jnp.int32), jax.ShapeDtypeStruct((b, k, n), jnp.bool_))
     scratch = (
         jax.ShapeDtypeStruct(hot_slots.shape, jnp.uint32),
         jax.ShapeDtypeStruct((b, k, n), jnp.int32),

@@ -23,12 +23,7 @@ import numpy as np
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent
-from infinigen_jax.evaluation.session import (
-    Session,
-    add_common_options,
-    result_table,
-    traffic_of,
-)
+from infinigen_jax.evaluation.session import Session, add_common_options, result_table, traffic_of
 from infinigen_jax.evaluation.statistics import mean_and_error
 from infinigen_jax.evaluation.texts import read_text
 from infinigen_jax.evaluation.windows import add_window_options, cut_windows

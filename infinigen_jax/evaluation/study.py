@@ -130,11 +130,7 @@ def _request(decoder: Decoder, watched: Watched, a: Float[Array, "b e"], capacit
 
 
 def _with_tail(
-    decoder: Decoder,
-    watched: Watched,
-    request: Request,
-    q: Float[Array, "b k g d"],
-    resident: Part,
+    decoder: Decoder, watched: Watched, request: Request, q: Float[Array, "b k g d"], resident: Part
 ) -> Float[Array, "b k g d"]:
     """Return the step's attention: fetched rows, and the tail term for the others."""
     place, local = watched.place, watched.local

@@ -145,11 +145,7 @@ class Policy:
         return state
 
     def observe_queries(
-        self,
-        state: Any,
-        queries: Float[Array, "b c h d"],
-        mass: Float[Array, "b k t"],
-        span: Span,
+        self, state: Any, queries: Float[Array, "b c h d"], mass: Float[Array, "b k t"], span: Span
     ) -> Any:
         """Update the state with a chunk's queries; called only if the policy `observes`.
 

@@ -49,10 +49,7 @@ class Oracle(Budgeted):
         return write_entries(state, new, span, slots)
 
     def _best_of(
-        self,
-        query: Float[Array, "b k g d"],
-        keys: Float[Array, "b k d t"],
-        lookup: Lookup,
+        self, query: Float[Array, "b k g d"], keys: Float[Array, "b k d t"], lookup: Lookup
     ) -> Request:
         scores = _keys(query.shape[-1]).scores(query, keys)
         return self.choose(soft_capped(scores, lookup.config.attention_softcap), lookup)

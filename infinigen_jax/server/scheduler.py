@@ -26,14 +26,7 @@ from infinigen_jax.engine.sampler import Drawn, Sampler
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.server.answer import Answer, Piece
 from infinigen_jax.server.grammar import allowed_tokens
-from infinigen_jax.server.job import (
-    BusyError,
-    Intake,
-    Job,
-    RefusedError,
-    Running,
-    UnavailableError,
-)
+from infinigen_jax.server.job import BusyError, Intake, Job, RefusedError, Running, UnavailableError
 from infinigen_jax.server.limits import READERS, Limits
 from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.prefix_cache import Node, PrefixCache

@@ -167,11 +167,7 @@ class ChatWire(Wire):
     def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
         text = self._text(token)
         whole = "\ufffd" not in text
-        return {
-            "token": text,
-            "logprob": log_prob,
-            "bytes": list(text.encode()) if whole else None,
-        }
+        return {"token": text, "logprob": log_prob, "bytes": list(text.encode()) if whole else None}
 
 
 def _heat(piece: Piece) -> dict[str, Any]:

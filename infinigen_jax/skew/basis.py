@@ -87,9 +87,7 @@ def _by_kv_head(x: Float[Matrix, "t h d"], kv_heads: int) -> Float[np.ndarray, "
     return grouped.swapaxes(0, 1).reshape(kv_heads, -1, x.shape[2])
 
 
-def svd_basis(
-    statistics: Moments,
-) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d"]]:
+def svd_basis(statistics: Moments) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d"]]:
     """Return the paper's basis (section 4.2): right singular vectors of the stacked queries.
 
     Returns:

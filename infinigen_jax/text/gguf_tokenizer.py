@@ -165,10 +165,7 @@ def _add_special(backend: "tokenizers.Tokenizer", settings: dict[str, Any]) -> N
     from tokenizers import AddedToken, processors
 
     tokens, kinds = settings["tokens"], settings.get("token_type", ())
-    for kind, add in (
-        (CONTROL, backend.add_special_tokens),
-        (USER_DEFINED, backend.add_tokens),
-    ):
+    for kind, add in ((CONTROL, backend.add_special_tokens), (USER_DEFINED, backend.add_tokens)):
         special = kind == CONTROL
         texts = [text for text, k in zip(tokens, kinds, strict=False) if k == kind and text]
         known = [text for text in texts if backend.token_to_id(text) is not None]
