@@ -27,19 +27,21 @@ Tokens = Annotated[list[int], Field(min_length=1)]
 Stop = str | Annotated[list[str], Field(max_length=MOST_STOPS)]
 
 
-class StreamOptions(BaseModel):
-    """Options of a stream."""
+class Strict(BaseModel):
+    """Part of a request, without fields of other names."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
 
 
-class Schema(BaseModel):
+class Schema(Strict):
     """JSON schema of an answer; `strict` changes nothing, as every schema is enforced."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     description: str | None = None
@@ -47,10 +49,8 @@ class Schema(BaseModel):
     strict: bool | None = None
 
 
-class Format(BaseModel):
+class Format(Strict):
     """Format of an answer."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
@@ -164,10 +164,8 @@ def _parsed(arguments: Any) -> Any:
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
-class TextPart(BaseModel):
+class TextPart(Strict):
     """Part of a message; only text."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
     text: str
@@ -181,10 +179,8 @@ class Function(BaseModel):
     name: str
 
 
-class Tool(BaseModel):
+class Tool(Strict):
     """Tool that the model may call."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["function"]
     function: Function

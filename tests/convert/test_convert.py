@@ -212,14 +212,6 @@ def test_weights_that_are_not_finite_are_named(tiny, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_disk_that_is_too_small_is_noticed_beforehand(tiny, tmp_path, monkeypatch):
-    made = tiny("llama")
-    usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(InputError, match="only .* are free"):
-        convert(made.folder, tmp_path / "out", skew="none", dtype="float16")
-
-
 KILLED = """
 import os, sys
 from infinigen_jax.convert import convert
