@@ -28,8 +28,7 @@ import jax
 from benchmarks import machine, presets, shapes
 from benchmarks.files import RESULTS, note, write_json
 from benchmarks.measure import measure_context, model_facts
-from benchmarks.plots import checked_plot, draw_speeds
-from benchmarks.report import table, title
+from benchmarks.report import table
 from benchmarks.waves import Bench
 from infinigen_jax.cache.host_array import Placement, default_mesh
 from infinigen_jax.errors import run_command
@@ -51,12 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ |= machine.gpu_environment(shares=bool(set(options.systems) & set(presets.THEIRS)))
 
     def run() -> None:
-        plot = checked_plot(options.plot and str(options.plot))
-        result = measure(options, path)
-        print(table(result))
+        print(table(measure(options, path)))
         note(f"written to {path}")
-        if plot is not None:
-            draw_speeds(plot, result["contexts"], title(result))
 
     return run_command(run)
 

@@ -1,7 +1,6 @@
 """Description of the measuring machine: hardware, versions, commit, and memory bandwidth."""
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -10,6 +9,7 @@ from typing import Any
 
 import jax
 
+from infinigen_jax.evaluation.report import version_of
 from infinigen_jax.machine.memory_limits import PINNED_POOL_VARIABLE, available_host_bytes
 from infinigen_jax.planner import bandwidths
 
@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
         "device": f"{device.platform}: {device.device_kind}",
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version_of(name) for name in PACKAGES},
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
     }
@@ -68,7 +68,7 @@ def memory_read_bandwidth(size: int | None = None) -> float:
     """Measure like `planner.bandwidths`; on the CPU also with PyTorch, and return the best rate."""
     size = size or (1 << 29 if jax.default_backend() == "cpu" else 1 << 31)
     fastest = bandwidths.memory_read_bandwidth(size)
-    if jax.default_backend() != "cpu" or not _version("torch"):
+    if jax.default_backend() != "cpu" or not version_of("torch"):
         return fastest
     import torch
 
@@ -84,13 +84,6 @@ def _cpu_model() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -78,11 +78,7 @@ def prompts(bench: Bench, context: int) -> list[list[int]]:
 
 
 def _measure_wave(
-    bench: Bench,
-    context: int,
-    names: list[str],
-    tokens: list[list[int]],
-    reference: list[int],
+    bench: Bench, context: int, names: list[str], tokens: list[list[int]], reference: list[int]
 ) -> dict[str, Any]:
     options = bench.options
     systems: dict[str, System] = {}
@@ -143,12 +139,7 @@ def _let_go() -> None:
         sys.modules["torch"].cuda.empty_cache()
 
 
-def _start(
-    bench: Bench,
-    context: int,
-    name: str,
-    tokens: list[list[int]],
-) -> System:
+def _start(bench: Bench, context: int, name: str, tokens: list[list[int]]) -> System:
     options, model, room = bench.options, bench.model, bench.new_tokens + 1
     if is_ours(name):
         engine = Engine(model, **settings(name, options, model, context))

@@ -106,7 +106,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--torch-threads", type=int, default=0, help="default: one or all cores, the faster")
     add("--cap-seconds", type=float, help="time after which no measurement starts")
     add("--json", type=Path, help="result file (default: benchmarks/results/PRESET-DEVICE.json)")
-    add("--plot", type=Path, help="also draw tokens per second into this file")
     return parser
 
 

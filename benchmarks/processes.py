@@ -11,10 +11,7 @@ from typing import IO, Any
 
 
 def run_within(
-    command: Iterable[str],
-    limit: float,
-    log: IO[str],
-    environment: dict[str, str] | None = None,
+    command: Iterable[str], limit: float, log: IO[str], environment: dict[str, str] | None = None
 ) -> tuple[int | None, str]:
     """Run `python -m command`; its stderr goes to `log`.
 

@@ -128,8 +128,7 @@ EXPERIMENTS = {
     },
     "perplexity-none-dense-books-llama": _many_books("books-llama", 0, "infinigen", windows=48),
     "perplexity-rows": _perplexity(
-        *("--budget", "0.1", "--rows", "auto", "int8", "int4"),
-        *("--policy", "full", "infinigen"),
+        *("--budget", "0.1", "--rows", "auto", "int8", "int4"), *("--policy", "full", "infinigen")
     ),
     "perplexity-parts": _perplexity(
         *("--budget", "0.05", "--policy", "full", "infinigen"),

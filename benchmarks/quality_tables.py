@@ -166,16 +166,8 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
         by_budget("perplexity-books-{model}", show="divergence"),
         "",
     ),
-    "none dense": (
-        [OURS[0], *OTHERS],
-        by_budget("perplexity-none-dense-{model}", MODELS[:1]),
-        "",
-    ),
-    "recall": (
-        [*OURS, *PAPER, *OTHERS],
-        by_budget("recall-{model}", show="of oracle"),
-        "",
-    ),
+    "none dense": ([OURS[0], *OTHERS], by_budget("perplexity-none-dense-{model}", MODELS[:1]), ""),
+    "recall": ([*OURS, *PAPER, *OTHERS], by_budget("recall-{model}", show="of oracle"), ""),
     "retrieval": (
         values("budget", (0.02, 0.05, 0.1), "{:.0%}"),
         [

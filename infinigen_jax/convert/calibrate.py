@@ -102,18 +102,6 @@ def windows(
     )
 
 
-class Before(NamedTuple):
-    """Hidden states of the previous layer that a query is computed from.
-
-    Attributes:
-        input: input of its attention.
-        source: substitute for the next layer's input, see `_step`.
-    """
-
-    input: Float[Array, "w s e"]
-    source: Float[Array, "w s e"]
-
-
 class Calibrator:
     """Propagates the text's hidden states from layer to layer.
 
@@ -137,12 +125,12 @@ class Calibrator:
         self._count = tokens.count
         self._source = speculate_from
         self._layers_done = 0
-        self._before: Before | None = None
-        self._attention_input: Array | None = None  # this layer's attention input
-        self._stand_in: Array | None = None  # its substitute
+        # Of the previous layer: the state that a query is computed from, and the attention input.
+        self._before: tuple[Array, Array] | None = None
+        self._target: Array | None = None  # this layer's attention input
+        self._stand_ins: tuple[Array, ...] = ()  # substitutes for it, the one in use first
         self._attended: tuple[Array, ...] | None = None  # hidden states, queries, keys, values
         self._guesses: tuple[Array, ...] = ()
-        self._input: Array | None = None  # of the previous layer, unless it is the substitute
         self._rope = config.rope  # of this layer
         self._valid = jnp.asarray(tokens.valid)
         plan = blueprint(config, jnp.float32)
@@ -162,19 +150,15 @@ class Calibrator:
         self._layers_done += 1
         if seen is not None:
             attention_input, source, *attended = seen
-            self._attended, self._guesses = tuple(attended), ()
-            before, self._attention_input, self._stand_in = (
-                self._before,
-                attention_input,
-                attention_input,
-            )
-            if before is not None:
-                self._stand_in = before.source
+            self._attended, self._guesses, self._target = tuple(attended), (), attention_input
+            stand_in, earlier = self._before or (attention_input, attention_input)
             if self._source == "resident":
-                self._input = attention_input if before is None else before.input
-                if before is not None:
-                    self._stand_in = _normed(self._config, params, before.source)
-            self._before = Before(attention_input, source)
+                if self._before is not None:
+                    stand_in = _normed(self._config, params, stand_in)
+                self._stand_ins = stand_in, earlier
+            else:
+                self._stand_ins = (stand_in,)
+            self._before = source, attention_input
         # Summed over windows on the host, in float64.
         query_gram, key_gram, key_sum, *blocks = (
             np.asarray(s, np.float64).sum(axis=0) for s in sums
@@ -203,23 +187,19 @@ class Calibrator:
             scaled, rotated and extended to all positions as in `layer`.
         """
         config, valid = self._config, np.asarray(self._valid)
-        assert self._stand_in is not None and self._attended is not None
-        sources = [self._stand_in] if self._input is None else [self._stand_in, self._input]
-        stand_ins = [np.asarray(source)[valid] for source in sources]
+        assert self._attended is not None
+        target, query = np.asarray(self._target)[valid], params["q"]
 
-        def fit(stand_in: np.ndarray) -> Params:
-            target, query = np.asarray(self._attention_input)[valid], params["q"]
-            fitted = corrected_projection(stand_in, target, query["kernel"], query.get("bias"))
+        def fit(stand_in: Array) -> Params:
+            inputs = np.asarray(stand_in)[valid]
+            fitted = corrected_projection(inputs, target, query["kernel"], query.get("bias"))
             arrays = {"kernel": fitted.kernel, "bias": fitted.bias}
             return {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            projections = list(pool.map(fit, stand_ins))
-        projection = projections[0]
-        self._guesses = tuple(
-            self._guess(params, projection, source)
-            for projection, source in zip(projections, sources, strict=True)
-        )
+            projection, *others = pool.map(fit, self._stand_ins)
+        pairs = zip((projection, *others), self._stand_ins, strict=True)
+        self._guesses = tuple(self._guess(params, *pair) for pair in pairs)
         guesses, queries = (np.asarray(x)[valid] for x in (self._guesses[0], self._attended[1]))
         moments = guess_moments(guesses, queries, config.num_kv_heads)
         if self._places == 1:
@@ -238,9 +218,7 @@ class Calibrator:
         """
         assert self._attended is not None
         guesses, self._guesses = self._guesses, ()
-        if not guesses:
-            assert self._stand_in is not None
-            guesses = (self._guess(params, params["q"], self._stand_in),)
+        guesses = guesses or (self._guess(params, params["q"], self._stand_ins[0]),)
         hidden, queries, keys, values = self._attended
         self._attended = None
         with jax.default_matmul_precision("highest"):

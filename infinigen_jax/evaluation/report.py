@@ -43,13 +43,14 @@ def provenance(model: "Model", folder: str | Path) -> dict[str, Any]:
             # The manifest holds the hashes of all files of the model.
             "manifest_sha256": manifest and hashlib.sha256(manifest.read_bytes()).hexdigest(),
         },
-        "versions": {"python": platform.python_version()} | {p: _version(p) for p in PACKAGES},
+        "versions": {"python": platform.pythonversion_of()} | {p: version_of(p) for p in PACKAGES},
         "device": f"{device.platform}: {device.device_kind}",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
