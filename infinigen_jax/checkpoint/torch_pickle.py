@@ -89,14 +89,14 @@ class _Unpickler(pickle._Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        # New functions for each name: a pickle may set attributes of what it gets.
+        # Texts and new functions: a pickle may set attributes of what it gets.
         known = {
             ("collections", "OrderedDict"): lambda: StateDictionary(),
             ("torch._utils", "_rebuild_tensor_v2"): lambda *fields: _tensor(*fields),
             ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
         }
         if module == "torch" and name in STORAGES:
-            return STORAGES[name]
+            return name
         if (module, name) not in known:
             raise Refused(
                 f"refused, because its pickle asks for {module}.{name}, which is not a tensor; "
@@ -105,12 +105,13 @@ class _Unpickler(pickle._Unpickler):
         return known[module, name]
 
     def persistent_load(self, pid: Any) -> Storage:
-        kind, dtype, key, _, count = pid
-        if kind != "storage" or not isinstance(dtype, np.dtype) or not isinstance(key, str):
+        kind, storage, key, _, count = pid
+        names = isinstance(storage, str) and isinstance(key, str)
+        if kind != "storage" or not names or storage not in STORAGES:
             raise Refused("refused, because it refers to something other than a tensor storage")
         if type(count) is not int or not 0 <= count < LARGEST_NUMBER:
             raise Refused("damaged, the size of a storage is invalid; get the file again")
-        return Storage(dtype, key, count)
+        return Storage(STORAGES[storage], key, count)
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TorchTensor:

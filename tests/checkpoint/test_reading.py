@@ -15,6 +15,7 @@ from tiny import LLAMA, as_torch, only, write_tree
 
 from infinigen_jax.checkpoint.hf_folder import open_tensors, read_config
 from infinigen_jax.checkpoint.tensor_names import expected, match
+from infinigen_jax.checkpoint.torch_pickle import read_pickle
 from infinigen_jax.convert import convert
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.loading import load as checkpoint
@@ -259,6 +260,14 @@ def test_a_malicious_pickle_is_refused_and_not_run(tiny, tmp_path):
     with pytest.raises(InputError, match="mkdir") as caught:
         convert(made.folder, tmp_path / "out", skew="none")
     assert str(file) in str(caught.value) and not trap.exists()
+
+
+def test_a_pickle_changes_no_types():
+    """The state of NumPy's dtypes that others define could be set."""
+    state = b"(K\x03X\x01\0\0\0>NNNKcK\x04K\0tb."
+    with pytest.raises(AttributeError):
+        read_pickle(b"\x80\x02ctorch\nBFloat16Storage\n" + state)
+    assert jnp.dtype(jnp.bfloat16).itemsize == 2
 
 
 def test_damaged_torch_files(tiny, tmp_path):
