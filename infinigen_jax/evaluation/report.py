@@ -43,7 +43,7 @@ def provenance(model: "Model", folder: str | Path) -> dict[str, Any]:
             # The manifest holds the hashes of all files of the model.
             "manifest_sha256": manifest and hashlib.sha256(manifest.read_bytes()).hexdigest(),
         },
-        "versions": {"python": platform.pythonversion_of()} | {p: version_of(p) for p in PACKAGES},
+        "versions": {"python": platform.python_version()} | {p: version_of(p) for p in PACKAGES},
         "device": f"{device.platform}: {device.device_kind}",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }

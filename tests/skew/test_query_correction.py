@@ -183,22 +183,18 @@ def test_the_paper_preset_keeps_the_paper_basis(converted):
             np.testing.assert_array_equal(found[name], value)
 
 
-def test_earlier_balanced_conversions_still_load(converted, tmp_path):
-    """They lack the corrected query and the orthogonal bases."""
+def test_a_balanced_conversion_without_corrections_is_refused(converted, tmp_path):
     old = shutil.copytree(converted, tmp_path / "old")
     arrays = load_file(old / "infinigen.safetensors")
-    arrays = {n: x for n, x in arrays.items() if n != "svd_basis" and not n.startswith("ahead")}
+    arrays = {n: x for n, x in arrays.items() if not n.startswith("ahead")}
     save_file(arrays, old / "infinigen.safetensors")
-    (old / "infinigen_ahead.safetensors").unlink()
     manifest = json.loads((old / "infinigen.json").read_text())
-    del manifest["files"]["infinigen_ahead.safetensors"]
     manifest["files"]["infinigen.safetensors"] = file_record(old / "infinigen.safetensors")
     (old / "infinigen.json").write_text(json.dumps(manifest))
-    model = checkpoint.load(old)
-    assert model.ahead is None and model.svd_bases is None
-    Engine(model, policy=InfiniGen(), dense_layers=1)
-    with pytest.raises(InputError, match="basis svd"):
-        Engine(model, policy=InfiniGen(basis="svd"), dense_layers=1)
+    with pytest.raises(
+        InputError, match="ahead_query_basis is missing .*; convert the model again"
+    ):
+        checkpoint.load(old)
 
 
 @pytest.mark.parametrize("damage", ["kernel", "basis"])
