@@ -66,7 +66,10 @@ def read_pickle(data: bytes) -> Any:
     return _Unpickler(io.BytesIO(data)).load()
 
 
-class _Unpickler(pickle._Unpickler):
+_PythonUnpickler: Any = pickle._Unpickler
+
+
+class _Unpickler(_PythonUnpickler):
     """The unpickler in Python: its memo is a dictionary, so that an index allocates nothing."""
 
     def load_setitem(self) -> None:
@@ -83,7 +86,7 @@ class _Unpickler(pickle._Unpickler):
             raise Refused("refused, because a key in its pickle is not a string")
         self.stack[-1].update(zip(keys, values, strict=True))
 
-    dispatch = pickle._Unpickler.dispatch | {
+    dispatch = _PythonUnpickler.dispatch | {
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,
     }

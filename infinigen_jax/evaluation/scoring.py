@@ -183,7 +183,7 @@ def traffic(run: "Run", kept: int) -> Traffic:
         tokens=tokens,
         selected=tokens * fraction(decoder, rows.selected, counted, cached),
         fetched=tokens * fraction(decoder, rows.moved, counted, cached),
-        attended=float(_attended(run, rows.selected, past)[:, :kept].sum()),
+        attended=float(_attended(run, np.asarray(rows.selected), past)[:, :kept].sum()),
         selected_rows=int(rows.selected.sum()),
         fetched_rows=int(rows.moved.sum()),
         moved_bytes=bytes_moved(decoder, rows, run.slots, kept, steps),

@@ -160,7 +160,7 @@ class Planner:
 
         def build(parts: dict[str, Any]) -> Weights:
             shape = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
-            measured = {}
+            measured: dict[str, Any] = {}
             if conversion.skew != "none":
                 moment = np.zeros((*shape, shape[-1]), np.float32)
                 measured = {"key_mean": np.zeros(shape, np.float32)}

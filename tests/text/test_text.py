@@ -1,6 +1,7 @@
 """Streaming text against decoding all tokens together, for both kinds of tokenizer."""
 
 import functools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -78,7 +79,7 @@ UNITS = ["▁", "▁the", "cat", "▁▁", ".", "é", "日", "</s>", BYTES[:3], 
 @given(st.data())
 def test_pieces_make_up_the_whole_text(data):
     """Texts of valid characters, some of them in bytes, and special tokens."""
-    tokenizer = byte_fallback()
+    tokenizer: Any = byte_fallback()
     tokens = []
     for unit in data.draw(st.lists(st.sampled_from(UNITS), max_size=40)):
         names = unit if isinstance(unit, list) else [unit]
