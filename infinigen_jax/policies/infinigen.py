@@ -201,11 +201,9 @@ class InfiniGen(InfiniGenSettings, Budgeted):
         span: Span,
         slots: Int[Array, "b k n"] | None = None,
     ) -> Shaped[Array, "b k w t"]:
-        return write_entries(state, self._entries(weights, keys), span, slots)
-
-    def _entries(self, weights: Params, keys: Float[Array, "b k n d"]) -> Shaped[Array, "b k w n"]:
         index = self.index_format(keys.shape[3])
-        return index.encode(partial_keys(weights, keys, index.columns))
+        entries = index.encode(partial_keys(weights, keys, index.columns))
+        return write_entries(state, entries, span, slots)
 
 
 def _with_mean(rest: Rest, weights: Params, query: Float[Array, "b k g d"]) -> Rest:
