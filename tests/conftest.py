@@ -37,6 +37,10 @@ with open(Path(jaxlib.__file__).parent / "libjax_common.so", "rb") as library:
         ]
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 
+# Lowering is faster when operations do not record where they come from.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # of processes that tests start
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
 # Fewer examples of each property than Hypothesis' own profile "ci", which `make fuzz` uses.
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=25)
 

@@ -22,6 +22,7 @@ OUTSIDE = "my_policy.py"
 POLICY, TEST = "infinigen_jax/policies/key_norm.py", "tests/test_key_norm.py"
 BLOCKS = dict(BLOCK.findall(PAGE.read_text()))
 TESTS = re.findall(r"^def (test_\w+)", BLOCKS[TEST], re.MULTILINE)
+OFTEN = ("test_the_shortest_keys_are_taken", "test_on_the_command_line")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,9 @@ def test_a_file_outside_the_package(tmp_path, monkeypatch, command):
     assert status == 0 and "my-policy" in err and "fetched 0.0 %" not in err
 
 
-@pytest.mark.parametrize("name", TESTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in TESTS]
+)
 def test_one_file_adds_a_policy(example, command, name):
     test = getattr(example, name)
     test(**({"command": command} if "command" in inspect.signature(test).parameters else {}))

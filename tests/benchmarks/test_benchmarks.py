@@ -218,6 +218,7 @@ def test_time_cap_leaves_a_result_that_says_so(tmp_path):
     assert entry["absent"] == "skipped" and "time" in entry["reason"]
 
 
+@pytest.mark.bench
 def test_small_weights_of_this_package(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "memory_read_bandwidth", lambda: 1e10)
     path = tmp_path / "small.json"

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import small_weights
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 
-pytestmark = pytest.mark.usefixtures("shallow")
+pytestmark = [pytest.mark.usefixtures("shallow"), pytest.mark.bench]
 
 
 def test_weights_are_compared_with_those_in_float32(tmp_path, capsys):

@@ -140,6 +140,7 @@ def test_rows_through_a_hot_set_are_the_rows():
         np.testing.assert_array_equal(np.asarray(rows)[valid], expected[valid])
 
 
+@pytest.mark.slow  # hits of an engine: engine/test_matrix.py
 def test_a_hot_set_of_everything_misses_each_row_once():
     run = finished(engine("one", ALL, hot_set=1.0), RAGGED, 30)
 

@@ -171,10 +171,8 @@ def read(
     return request, rows, used, hot._replace(rows=hot_rows)
 
 
-@pytest.mark.parametrize(
-    "eviction",
-    [pytest.param(e, marks=() if e == "lru" else pytest.mark.slow) for e in POOL_EVICTIONS],
-)
+@pytest.mark.slow  # of an engine: engine/test_pooled.py
+@pytest.mark.parametrize("eviction", POOL_EVICTIONS)
 @given(st.data())
 @settings(max_examples=3)
 def test_an_evicted_row_is_never_read(eviction, data):

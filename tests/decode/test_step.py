@@ -54,9 +54,17 @@ def test_bytes_and_fractions():
 # What a step must not do.
 
 
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-def test_a_step_neither_reads_nor_sends_anything(schedule, monkeypatch):
-    run = made(HOT, 1, schedule).start(RAGGED, max_new_tokens=NEW)
+@pytest.mark.parametrize(
+    ("policy", "schedule"),
+    [
+        (HOT, "fused"),
+        (SPARSE, "layerwise"),
+        pytest.param(HOT, "layerwise", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_step_neither_reads_nor_sends_anything(policy, schedule, monkeypatch):
+    run = made(policy, 1, schedule).start(RAGGED, max_new_tokens=NEW)
     run.advance()
 
     def refuse(*arguments, **keywords):
@@ -105,7 +113,7 @@ def test_the_fused_step_copies_neither_cache_nor_weights(policy):
 
 
 def test_the_layerwise_step_and_the_flush_copy_no_cache():
-    run = engine("gqa", SPARSE, 1, "layerwise").start(RAGGED, max_new_tokens=NEW)
+    run = made(SPARSE, 1, "layerwise").start(RAGGED, max_new_tokens=NEW)
     compiled, numbers = steps(run.decoder), run.dispatcher.numbers
     cache, weights = run.cache, run.runtime.weights
     assert cache.host is not None

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "softcap": ("gemma2", POOR, {}, {"draft_tokens": 4}),
     "check": ("one", POOR, {}, {"check": True, "draft_tokens": 4}),
 }
-OFTEN = ("infinigen", "poor", "int8", "windows")  # undo of hot sets and states: test_undo.py
+OFTEN = ("infinigen", "poor", "int8")  # undo of hot sets, states and windows: test_undo.py
 
 
 def marked(names: Any, often: tuple[str, ...]) -> list[Any]:

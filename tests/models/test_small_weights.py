@@ -179,8 +179,8 @@ OWN = dataclasses.replace(SPARSE, query="own")
     [
         ("one", "int8", {"policy": OWN, "dense_layers": 0}),
         ("gqa-tied", "int4", {}),
-        ("opt", "int4", {}),
-        ("qwen2", "bfloat16", {"policy": OWN}),
+        pytest.param("opt", "int4", {}, marks=pytest.mark.slow),
+        pytest.param("qwen2", "bfloat16", {"policy": OWN}, marks=pytest.mark.slow),
         ("qwen2", "int4", {"policy": OWN, "weights": "host"}),
     ],
 )

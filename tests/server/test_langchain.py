@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from serving import Served
 
-langchain_openai = pytest.importorskip("langchain_openai")
 SCHEMA = {
     "title": "book",
     "type": "object",
@@ -17,6 +16,7 @@ SCHEMA = {
 
 @pytest.fixture
 def model(served: Served) -> Any:
+    langchain_openai = pytest.importorskip("langchain_openai")
     url = f"http://127.0.0.1:{served.port}/v1"
     settings = {"temperature": 0, "max_tokens": 40, "max_retries": 0}
     return langchain_openai.ChatOpenAI(base_url=url, api_key="x", model="small", **settings)
