@@ -128,6 +128,7 @@ def test_prompts_are_timed(tmp_path, monkeypatch, capsys):
     assert sum(line.startswith(("| 64 ", "| 80 ")) for line in table) == 2
 
 
+@pytest.mark.bench
 def test_no_round_is_started_after_the_cap(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "memory_read_bandwidth", lambda: 1e10)
     path = tmp_path / "prefill.json"

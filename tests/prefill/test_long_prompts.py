@@ -37,19 +37,12 @@ def shaped(tree: Any, sharding: Any) -> Any:
     ("rows", "batch"), [("int4", 1), pytest.param("auto", 3, marks=pytest.mark.slow)]
 )
 def test_temporaries_do_not_grow_with_the_prompt(rows, batch):
-    """With 16 and with 256 chunks, only the cache remains; on the device, the index."""
+    """From 16 chunks to a million tokens, only the cache grows; on the device, the index."""
     chosen = engine("gqa", SPARSE, 1, rows=rows)
-    short, long = (temporaries(chosen, CHUNK, n * CHUNK, batch) for n in (16, 256))
+    short, long = (temporaries(chosen, CHUNK, n * CHUNK, batch) for n in (16, 4096))
     assert len(short) == 4  # of a layer on the host and one on the device: itself, what it keeps
     assert (np.array(long) <= 1.01 * np.array(short)).all()
     assert 0 < max(long) < 2**27
-
-
-def test_a_prompt_of_a_million_tokens_compiles():
-    """Its chunks' programs, in the memory of any other's."""
-    chosen = engine("gqa", SPARSE, 1)
-    usual, million = (temporaries(chosen, CHUNK, tokens, 1) for tokens in (16 * CHUNK, 1 << 20))
-    assert (np.array(million) <= 1.01 * np.array(usual)).all()
 
 
 def test_a_chunk_at_the_end_of_128k_tokens():
