@@ -31,7 +31,7 @@ from infinigen_jax.loading.load import DTYPES, Model, load
 from infinigen_jax.policies import Full
 
 SYSTEMS = ("full", "infinigen", "lossless:infinigen")
-TOKENS = 32  # tokens of the first turn, which compiles and is not timed
+TOKENS = 24  # tokens of the first turn, which compiles and is not timed
 COLUMNS = {
     "system": ("system", "{}"),
     "tok/s": ("tokens_per_second", "{:.1f}"),
@@ -164,8 +164,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--budget", type=float, help="maximum share of rows fetched (default: the policy's)")
     add("--weights", choices=("device", "host"), default="device")
     add("--draft-tokens", type=int, metavar="N", help="tokens per draft (default: by times)")
-    add("--tokens", type=int, default=48, help="tokens of a turn (default 48)")
-    add("--rounds", type=int, default=5, help="turns of each system (default 5)")
+    add("--tokens", type=int, default=32, help="tokens of a turn (default 32)")
+    add("--rounds", type=int, default=3, help="turns of each system (default 3)")
     add("--json", type=Path, help="result file (default: benchmarks/results/lossless-DEVICE.json)")
     add("--plot", type=Path, help="also draw tokens per second into this file")
     return parser

@@ -11,7 +11,7 @@ seconds: k steps and one verification. The number that maximises e(k) / (k s + v
 
 import dataclasses
 
-SIZES = (1, 4, 8, 16)  # tokens of a verification that programs are compiled for
+SIZES = (1, 4, 16)  # tokens of a verification that programs are compiled for
 MOST = SIZES[-1] - 1  # most tokens drafted
 KEPT = 0.9  # weight of what was measured before, per round
 START = 0.8  # acceptance rate before the first measurement, as of PRIOR tokens

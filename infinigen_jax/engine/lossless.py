@@ -6,7 +6,7 @@
     commit    the rows that the verification computed are stored for the accepted tokens
 
 The cache after n tokens is thus the one that policy full would have, whatever was drafted. Python
-waits once per round, for the new tokens; the next draft is dispatched before it does.
+waits for each part, which times it; the tokens are taken during the next draft.
 """
 
 import dataclasses
@@ -161,11 +161,14 @@ class LosslessRun(Run):
                 self._warm_up(ends)
             if drafted is None:
                 self._mark, drafted = time.perf_counter(), self._draft()
-            judged = self._judge(drafted, ends)
             self._time_draft(drafted)
-            drafted = None
-            if not self._of_conversation and not self.owners.waiting:
-                drafted = self._go_on(judged)
+            judged = self._judge(drafted, ends)
+            goes_on = not self._of_conversation and not self.owners.waiting
+            if goes_on:
+                self._commit(judged, judged.verdict.count)
+                self._adopt(judged.verdict)
+            self._time_verification(judged)
+            drafted = self._draft(judged.verdict.drawn.shape[1]) if goes_on else None
             counts = self._read(judged)
             yield from self._take_round(judged, counts, eos)
             if drafted is None:
@@ -226,12 +229,6 @@ class LosslessRun(Run):
         self.drawn, self._room = verdict.last, verdict.room
         self._sampler.drew(verdict.draws)
 
-    def _go_on(self, judged: Judged) -> Drafted:
-        """Dispatch the commit of a round and the next draft."""
-        self._commit(judged, judged.verdict.count)
-        self._adopt(judged.verdict)
-        return self._draft(unread=judged.verdict.drawn.shape[1])
-
     def _close(self, judged: Judged) -> None:
         """Commit a round whose tokens were taken."""
         if self._open is None:
@@ -240,9 +237,8 @@ class LosslessRun(Run):
         self._adopt(judged.verdict)
 
     def _read(self, judged: Judged) -> np.ndarray:
-        """Wait for a verification and record it; returns the new tokens per row."""
+        """Record a verification; returns the new tokens per row."""
         drafted, counts = judged.drafted, np.asarray(judged.verdict.count)
-        self._time_verification(drafted)
         checked = [*drafted.places, *([judged.places.place] if judged.places else [])]
         refuse(checked, self.decoder.config.num_layers, drafted.owner)
         accepted, ended = np.maximum(counts - 1, 0), np.asarray(judged.verdict.room) == 0
@@ -316,7 +312,10 @@ class LosslessRun(Run):
             self._length.time_verification(size, seconds)
 
     def _time_draft(self, drafted: Drafted) -> None:
-        """Wait for a draft, with the verification dispatched, and record its time."""
+        """Wait for a draft and record its time.
+
+        The verification is not dispatched yet: its dispatch may wait for the device.
+        """
         drafted.newest.block_until_ready()
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
@@ -324,13 +323,15 @@ class LosslessRun(Run):
             self._length.time_draft(drafted.count, seconds)
             self._tally.seconds[0] += seconds
 
-    def _time_verification(self, drafted: Drafted) -> None:
+    def _time_verification(self, judged: Judged) -> None:
+        """Wait for a verification and record its time, before the next draft is dispatched."""
+        judged.verdict.count.block_until_ready()
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         if self._compiled is None:
             self._compiled = compilations()
             return
-        self._length.time_verification(self._length.size(drafted.count), seconds)
+        self._length.time_verification(self._length.size(judged.drafted.count), seconds)
         self._tally.seconds[1] += seconds
 
     @property

@@ -1,0 +1,127 @@
+"""Equality of the lossless mode's greedy tokens with those of the full cache.
+
+    python -m benchmarks.lossless_equality --text wikitext2_valid.raw.txt
+
+Every model continues the same number of prompts of different lengths, one at a time and in ragged
+batches. Where tokens differ, the result holds the distance of the full cache's two best logits at
+the first one. Up to ROUNDING a difference is one of rounding.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import machine, shapes
+from benchmarks.files import RESULTS, note, write_json
+from benchmarks.tables import entry_table
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.lossless import LosslessStats
+from infinigen_jax.engine.results import Generation
+from infinigen_jax.errors import InputError, Parser, run_command
+from infinigen_jax.evaluation.texts import common_length
+from infinigen_jax.loading.load import Model, load
+from infinigen_jax.policies import Full, InfiniGen
+
+MODELS = ("books-llama", "tiny-llama", "tiny-opt")
+ROUNDING = 1e-3  # of logits, float32
+SPREAD = 64  # the prompts of a batch have lengths from the shortest to 64 tokens more
+COLUMNS = {
+    "model": ("model", "{}"),
+    "batch": ("batch", "{}"),
+    "equal prompts": ("equal_prompts", "{}"),
+    "equal tokens": ("equal_tokens", "{}"),
+    "tokens": ("tokens", "{}"),
+    "largest distance": ("largest_distance", "{:.1e}"),
+    "accepted": ("acceptance_rate", "{:.1%}"),
+}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare all models; the result is written as it grows.
+
+    Raises:
+        InputError: tokens differ by more than rounding.
+    """
+    names = ("prompts", "tokens", "batches", "budget", "window")
+    result: dict[str, Any] = {
+        "benchmark": "lossless-equality",
+        "machine": machine.describe(),
+        "settings": {name: getattr(options, name) for name in names},
+        "entries": [],
+    }
+    for name in options.models:
+        model = load(name, dtype="float32")
+        prompts = _prompts(model, options)
+        for batch in options.batches:
+            entry = _compare(model, prompts, batch, options)
+            result["entries"].append({"model": Path(name).name, "batch": batch} | entry)
+            write_json(options.json, result)
+            note(str(result["entries"][-1]))
+    if any(x["largest_distance"] > ROUNDING for x in result["entries"]):
+        raise InputError(f"tokens differ by more than rounding; see {options.json}")
+    return result
+
+
+def _prompts(model: Model, options: argparse.Namespace) -> list[list[int]]:
+    """Return consecutive parts of the text, of random lengths."""
+    most = model.config.max_positions - options.tokens - 1
+    lengths = np.random.default_rng(0).integers(max(1, most - SPREAD), most, options.prompts)
+    ids = shapes.text_tokens(model, options.text, int(lengths.sum()))
+    return [part.tolist() for part in np.split(np.array(ids), np.cumsum(lengths)[:-1])]
+
+
+def _compare(
+    model: Model, prompts: list[list[int]], batch: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    drafter = InfiniGen(budget=options.budget, window=options.window)
+    engines = (
+        Engine(model, policy=Full(window=options.window)),
+        Engine(model, policy=drafter, lossless=True),
+    )
+    given: dict[str, Any] = {"ignore_eos": True, "batch": batch, "max_new_tokens": options.tokens}
+    full = engines[0].generate(prompts, log_probs=2, **given)
+    lossless = engines[1].generate(prompts, **given)
+    assert isinstance(lossless.stats, LosslessStats)
+    same = [common_length(*pair) for pair in zip(full.tokens, lossless.tokens, strict=True)]
+    distances = [_distance(full, i, n) for i, n in enumerate(same) if n < options.tokens]
+    return {
+        "equal_prompts": sum(n == options.tokens for n in same),
+        "equal_tokens": sum(same),
+        "tokens": options.tokens * len(prompts),
+        "distances": distances,
+        "largest_distance": max(distances, default=0.0),
+        "acceptance_rate": lossless.stats.acceptance_rate,
+    }
+
+
+def _distance(full: Generation, prompt: int, place: int) -> float:
+    """Return the distance of the two best logits at a token."""
+    (_, best), (_, second) = full.log_probs[prompt][place].top
+    return best - second
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m benchmarks.lossless_equality", description="Compare tokens.")
+    add = parser.add_argument
+    add("--models", nargs="+", default=list(MODELS), metavar="M")
+    add("--text", type=Path, required=True, metavar="FILE", help="text of the prompts")
+    add("--prompts", type=int, default=50, help="prompts of each model (default 50)")
+    add("--tokens", type=int, default=256, help="new tokens of each (default 256)")
+    add("--batches", type=int, nargs="+", default=[1, 10], metavar="N", help="batch sizes")
+    add("--budget", type=float, default=0.05, help="maximum share of rows fetched (default 0.05)")
+    add("--window", type=int, default=16, help="recent rows on the device (default 16)")
+    default = RESULTS / "lossless-equality.json"
+    add("--json", type=Path, default=default, help="result file")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    return run_command(lambda: print(entry_table(COLUMNS, measure(options)["entries"])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
