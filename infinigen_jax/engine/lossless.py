@@ -6,7 +6,7 @@
     commit    the rows that the verification computed are stored for the accepted tokens
 
 The cache after n tokens is thus the one that policy full would have, whatever was drafted. Python
-waits for each part, which times it; the tokens are taken during the next draft.
+waits for each part, which times it.
 """
 
 import dataclasses
@@ -155,33 +155,22 @@ class LosslessRun(Run):
         yield first
         yield from self._admit_prompts(eos)
         self._reset_room()
-        drafted: Drafted | None = None
         while not self.idle.all():
             if self._compiled is None:
                 self._warm_up(ends)
-            if drafted is None:
-                self._mark, drafted = time.perf_counter(), self._draft()
+            self._mark = time.perf_counter()  # without the time of the consumer of the tokens
+            drafted = self._draft()
             self._time_draft(drafted)
             judged = self._judge(drafted, ends)
-            goes_on = not self._of_conversation and not self.owners.waiting
-            if goes_on:
-                self._commit(judged, judged.verdict.count)
-                self._adopt(judged.verdict)
             self._time_verification(judged)
-            drafted = self._draft(judged.verdict.drawn.shape[1]) if goes_on else None
             counts = self._read(judged)
             yield from self._take_round(judged, counts, eos)
-            if drafted is None:
-                self._close(judged)
-                yield from self._admit_prompts(eos)
+            self._close(judged)
+            yield from self._admit_prompts(eos)
 
-    def _draft(self, unread: int = 0) -> Drafted:
-        """Dispatch a draft and undo its traces in the cache, without waiting.
-
-        Args:
-            unread: most tokens of a round that was dispatched but not read.
-        """
-        count, token = self._next_count(unread), self.drawn
+    def _draft(self) -> Drafted:
+        """Dispatch a draft and undo its traces in the cache, without waiting."""
+        count, token = self._next_count(), self.drawn
         tokens = self._steps.begin(token, size=size_of(self._length.most))
         saved = save(self.decoder, self.cache) if count else None
         counts, places, draws = [], [], self._sampler.draws
@@ -195,12 +184,12 @@ class LosslessRun(Run):
             self.cache = restore(self.decoder, self.cache, saved)
         return Drafted(tokens, count, token, self.owners.owner, counts, places)
 
-    def _next_count(self, unread: int) -> int:
+    def _next_count(self) -> int:
         """Return the number of tokens to draft."""
         owner = self.owners.owner
         needed = [self.max_new_tokens - len(self.new_tokens[i]) for i in owner if i != IDLE]
         positions = self.decoder.config.max_positions - 1 - int(self.cached.max())
-        most = min(max(needed, default=1) - 1 - bool(unread), positions - unread)
+        most = min(max(needed, default=1) - 1, positions)
         return self._length.choose(max(0, most))
 
     def _judge(self, drafted: Drafted, ends: Array, *, warm_up: int | None = None) -> Judged:
