@@ -3,19 +3,48 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from serving import Running, Served
 
+from infinigen_jax.programs.compilations import compilations
+
+
+@jax.jit
+def probe(x: np.ndarray) -> jax.Array:
+    return jax.numpy.add(x, 1)
+
+
+def programs_forgotten() -> bool:
+    """Whether compiled programs were freed since the last call, by the modules in between."""
+    before = compilations()
+    probe(np.zeros(3, np.float32))
+    return compilations() > before
+
 
 @pytest.fixture(scope="session")
-def served(shallow_folder: Path) -> Iterator[Served]:
-    with contextlib.ExitStack() as stack:
+def running() -> Iterator[dict[str, Any]]:
+    servers: dict[str, Any] = {}
+    yield servers
+    if servers:
+        servers["stack"].close()
+
+
+@pytest.fixture(scope="module")
+def served(shallow_folder: Path, running: dict[str, Any]) -> Served:
+    """The server; another one if its programs are gone, which it would compile again."""
+    if programs_forgotten() or not running:
+        if running:
+            running["stack"].close()
+        running["stack"] = stack = contextlib.ExitStack()
         # Undone when the model is loaded: other tests of this process need the whole models.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("infinigen_jax.loading.load.EMBEDDED_FOLDER", shallow_folder)
-            server = stack.enter_context(Running())
-        yield server
+            running["served"] = stack.enter_context(Running())
+    return running["served"]
 
 
 @pytest.fixture(scope="module", autouse=True)
