@@ -111,15 +111,14 @@ class Tally:
 class LosslessRun(Run):
     """A generation that advances by rounds of drafted and verified tokens.
 
-    The run of a conversation commits a round when all its tokens were taken: the caller may end the
-    turn at any token, and the cache must hold no later one.
+    A round is committed when its tokens were taken: the caller may end a conversation's turn at any
+    token, and the cache must hold no later one.
     """
 
     def __init__(self, runtime: Runtime, *arguments: Any, **options: Any):
         super().__init__(runtime, *arguments, **options)
         most = runtime.most_drafted
         self._length = DraftLength(most, fixed=runtime.settings.draft_tokens is not None)
-        self._of_conversation = options.get("capacity") is not None
         self._steps = verdict_steps(self.decoder)
         self._numbers = [self._put(np.int32(i), self._at.whole) for i in range(most + 1)]
         self._tally, self._open = Tally(), None
@@ -165,7 +164,7 @@ class LosslessRun(Run):
             self._time_verification(judged)
             counts = self._read(judged)
             yield from self._take_round(judged, counts, eos)
-            self._close(judged)
+            self._close(judged.verdict)
             yield from self._admit_prompts(eos)
 
     def _draft(self) -> Drafted:
@@ -213,17 +212,11 @@ class LosslessRun(Run):
         cached = self.decoder, self.runtime.weights, self.cache
         self.cache = commit(*cached, judged.verified, counts)
 
-    def _adopt(self, verdict: Verdict) -> None:
-        """Continue after the new tokens of a round."""
+    def _close(self, verdict: Verdict) -> None:
+        """Commit a round whose tokens were taken, and continue after them."""
+        self.settle()
         self.drawn, self._room = verdict.last, verdict.room
         self._sampler.drew(verdict.draws)
-
-    def _close(self, judged: Judged) -> None:
-        """Commit a round whose tokens were taken."""
-        if self._open is None:
-            self._commit(judged, judged.verdict.count)
-        self.settle()
-        self._adopt(judged.verdict)
 
     def _read(self, judged: Judged) -> np.ndarray:
         """Record a verification; returns the new tokens per row."""
@@ -236,8 +229,6 @@ class LosslessRun(Run):
         self.counts += drafted.counts
         self.owners.draft(drafted.owner, self.cached, drafted.count)
         self._tally.add(drafted.count, counts, self.cached)
-        if not self._of_conversation:
-            self.cached = self.cached + counts
         self._sampler.count_drawn(counts)
         self.clock.step(int(counts.sum()))
         return counts
@@ -248,8 +239,7 @@ class LosslessRun(Run):
         """Yield the tokens of a round."""
         drawn, owner = np.asarray(judged.verdict.drawn), judged.drafted.owner
         log_probs = self._log_probs_of(judged)
-        self._taken = np.zeros_like(counts)
-        self._open = judged if self._of_conversation else None
+        self._taken, self._open = np.zeros_like(counts), judged
         for place in range(int(counts.max())):
             here = (place < counts) & (self.owners.owner == owner)
             self._taken = self._taken + here
