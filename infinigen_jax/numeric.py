@@ -22,7 +22,11 @@ class Check(abc.ABC):
     """Type of an option: parses text, and checks values that were never text."""
 
     def __call__(self, text: str) -> Any:
-        """Return the value of an option's text."""
+        """Return the value of an option's text.
+
+        Raises:
+            argparse.ArgumentTypeError: for other text.
+        """
         try:
             value = self.parse(text)
         except ValueError:
@@ -104,7 +108,11 @@ def check_range(parameter: str, value: Any, least: int, most: int = LARGEST) -> 
 
 
 def parse_whole(text: str) -> int:
-    """A whole number; with the suffix k in units of 1024, with m of 1024 x 1024."""
+    """A whole number; with the suffix k in units of 1024, with m of 1024 x 1024.
+
+    Raises:
+        ValueError: for other text.
+    """
     factor = SUFFIXES.get(text[-1:].lower())
     return int(text) if factor is None else int(text[:-1]) * factor
 

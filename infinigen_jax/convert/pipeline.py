@@ -81,6 +81,7 @@ def convert(
         source: folder with config.json, safetensors or pytorch_model.bin, and a tokenizer; or
             `org/name` or `org/name/FILE.gguf` on the hub; or a GGUF file. Quantised weights are
             written as float32 unless `dtype` is given.
+        destination: folder to create.
         calibration: UTF-8 text file, or token ids; by default the text in this package. At most
             2048 tokens are used.
         dtype: "float32", "bfloat16" or "float16" for the weights; by default the stored dtype.
@@ -95,6 +96,12 @@ def convert(
             source. By default they are hard links to the source's files, or copies where a link or
             the weights as they are will not do.
         progress: called with the number of converted layers and the number of all layers.
+
+    Returns:
+        The destination.
+
+    Raises:
+        InputError: names the file or setting at fault and the remedy.
     """
     if skew not in SKEWS:
         raise ParameterError("skew", f"use {listed(SKEWS)}", skew)

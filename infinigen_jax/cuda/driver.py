@@ -44,7 +44,11 @@ class Driver:
     """
 
     def __init__(self, library: Any = None):
-        """Load the library."""
+        """Load the library.
+
+        Raises:
+            OSError: no driver is installed.
+        """
         self.library = ctypes.PyDLL("libcuda.so.1") if library is None else library
         for name, types in SIGNATURES.items():
             function = getattr(self.library, name)

@@ -35,7 +35,11 @@ WHAT, ERROR = "the check of the CUDA kernels", "error: "
 
 
 def failure() -> str | None:
-    """Return a line with the reason why the kernels must not be used on this GPU, or None."""
+    """Return a line with the reason why the kernels must not be used on this GPU, or None.
+
+    Raises:
+        CudaError, OSError: the driver or the compiler is missing.
+    """
     device = jax.local_devices()[0]
     mark = mark_of(device)
     if mark is not None and os.path.exists(mark):

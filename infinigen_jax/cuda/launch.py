@@ -73,7 +73,11 @@ class Launcher:
             ffi.register(name, handler, platform)
 
     def prepare(self, ordinal: int) -> Device:
-        """Load the kernels into a GPU before the first call."""
+        """Load the kernels into a GPU before the first call.
+
+        Raises:
+            CudaError, OSError, CompileError: the kernels cannot be loaded.
+        """
         driver = self.driver
         driver.call("cuInit", 0)
         context = driver.get("cuDevicePrimaryCtxRetain", ordinal)

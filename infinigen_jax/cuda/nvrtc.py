@@ -75,7 +75,11 @@ class Nvrtc:
     @staticmethod
     @functools.cache
     def load() -> "Nvrtc":
-        """Load the first of `libraries` that works."""
+        """Load the first of `libraries` that works.
+
+        Raises:
+            OSError: none does.
+        """
         for name in libraries():
             with contextlib.suppress(OSError):
                 return Nvrtc(ctypes.CDLL(name))
@@ -90,7 +94,11 @@ class Nvrtc:
         return sorted(values)
 
     def compile(self, source: str, architecture: int) -> bytes:
-        """Compile a loadable image: machine code, or the newest PTX for a GPU that is newer."""
+        """Compile a loadable image: machine code, or the newest PTX for a GPU that is newer.
+
+        Raises:
+            CompileError: the source does not compile.
+        """
         known = [a for a in self.architectures() if a <= architecture]
         if not known:
             raise CompileError(f"NVRTC {self.version} does not support sm_{architecture}")

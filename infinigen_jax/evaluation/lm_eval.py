@@ -52,6 +52,9 @@ class InfiniGenLM(LM):
 
     Attributes:
         traffic: rows and bytes moved by all requests so far.
+
+    Raises:
+        InputError: for options out of range.
     """
 
     def __init__(

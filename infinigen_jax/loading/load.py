@@ -143,7 +143,11 @@ class Model:
         return self.row_loss is not None and bool(np.isfinite(self.row_loss).all())
 
     def curves(self, ahead: bool) -> Curves:
-        """Return each layer's error as a function of its share of the rows."""
+        """Return each layer's error as a function of its share of the rows.
+
+        Raises:
+            InputError: the conversion did not measure the errors.
+        """
         if not self.has_curves:
             raise ParameterError(
                 "layer_budgets",
@@ -158,7 +162,11 @@ class Model:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, loaded on first access; None for a model made by `from_params`."""
+        """The tokenizer, loaded on first access; None for a model made by `from_params`.
+
+        Raises:
+            InputError: names the folder if its tokenizer is missing or damaged.
+        """
         if self.given_tokenizer is not None or self.path is None:
             return self.given_tokenizer
         return load_tokenizer(self.path)
@@ -181,7 +189,11 @@ class Model:
         skew: str = "none",
         tokenizer: Any = None,
     ) -> "Model":
-        """Make a model from parameters in memory, for tests and benchmarks with random weights."""
+        """Make a model from parameters in memory, for tests and benchmarks with random weights.
+
+        Raises:
+            ValueError: the number of bases is not the number of layers.
+        """
         chosen = tuple(bases) if bases is not None else (None,) * config.num_layers
         if len(chosen) != config.num_layers:
             raise ValueError(f"{len(chosen)} bases for {config.num_layers} layers")
@@ -213,6 +225,9 @@ def load(
         weight_dtype: "bfloat16", "int8" or "int4" for the matrices alone, see
             `models.small_weights`; by default `dtype`.
         revision: branch, tag or commit of a model on the hub.
+
+    Raises:
+        InputError: names the file or setting at fault and the remedy.
     """
     folder = checked_source(model_folder(path, revision))
     start_backend()
@@ -228,7 +243,11 @@ def load(
 
 
 def embedded(name: str = EMBEDDED[0]) -> Path:
-    """Return the converted folder of an embedded model, one of EMBEDDED."""
+    """Return the converted folder of an embedded model, one of EMBEDDED.
+
+    Raises:
+        InputError: no embedded model has this name.
+    """
     if name not in EMBEDDED:
         raise InputError(f"no embedded model {name!r}; use one of {', '.join(EMBEDDED)}")
     return EMBEDDED_FOLDER / name

@@ -62,6 +62,9 @@ def find_policy(name: str) -> Any:
     Args:
         name: of a policy in this package; of an entry point of the group ENTRY_POINTS; or the
             dotted path of a class, such as "package.module.MyPolicy".
+
+    Raises:
+        InputError: if there is no such policy.
     """
     if name in POLICIES:
         return POLICIES[name]

@@ -104,7 +104,11 @@ class Policy:
         return False
 
     def request_size(self, capacity: int) -> int:
-        """Return the static number of rows in a request per sequence, KV head and layer."""
+        """Return the static number of rows in a request per sequence, KV head and layer.
+
+        Args:
+            capacity: tokens that the cache has room for.
+        """
         raise NotImplementedError
 
     def fitted(self, model: "Model", in_place: bool, pooled: bool) -> "Policy":
@@ -138,7 +142,9 @@ class Policy:
         """Add the keys of some tokens to the state; the result must not depend on padding.
 
         Args:
+            weights: arrays from `prepare`.
             keys: keys of the tokens, rotated.
+            span: positions of the tokens.
             slots: with a pool, slot of each row, replacing the entry of the slot's earlier row; t
                 for a token that is left out.
         """
@@ -215,7 +221,11 @@ class Budgeted(BudgetSettings, Policy):
         held: Int[Array, "b k t"] | None = None,
         share: Int[Array, "*n 2"] | None = None,
     ) -> Int[Array, " b"]:
-        """Return the rows that the budget allows each sequence, per KV head."""
+        """Return the rows that the budget allows each sequence, per KV head.
+
+        Args:
+            share: budget of one layer, see `Lookup`.
+        """
         tokens = self.cached(positions, capacity, held)
         return budget_rows(self.budget, tokens) if share is None else share_rows(share, tokens)
 

@@ -45,7 +45,12 @@ class Limits:
         prefix_bytes: int = 1 << 30,
         heat_maps: bool = True,
     ) -> "Limits":
-        """Return checked sizes."""
+        """Return checked sizes.
+
+        Raises:
+            InputError: if the engine cannot serve, the model has too few positions, or memory is
+                too small.
+        """
         decoder = engine.decoder
         if decoder.pool is not None:
             raise ParameterError("pool.tokens", "a server keeps every row; leave it out")
@@ -62,7 +67,11 @@ class Limits:
         return limits
 
     def check_memory(self, engine: Engine) -> None:
-        """Check that the batch and the prompts in progress fit."""
+        """Check that the batch and the prompts in progress fit.
+
+        Raises:
+            InputError: if memory is too small.
+        """
         decoder, plan = engine.decoder, plan_cache(engine.decoder, self.rows, self.capacity)
         for _ in range(READERS):
             plan += plan_cache(decoder, 1, self.capacity)

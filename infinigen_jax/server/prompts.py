@@ -30,11 +30,19 @@ class Prompts:
         self._grammars = Grammars(self.tokenizer, model.config.vocab_size, model.eos_ids)
 
     def completion(self, body: Completion) -> list[list[int]]:
-        """Return the tokens of each prompt."""
+        """Return the tokens of each prompt.
+
+        Raises:
+            RefusedError: for a prompt that cannot be encoded or exceeds the context.
+        """
         return [self._checked(prompt, body, "prompt") for prompt in body.prompts]
 
     def chat(self, body: ChatCompletion) -> list[int]:
-        """Return the tokens of a chat, rendered by the model's template."""
+        """Return the tokens of a chat, rendered by the model's template.
+
+        Raises:
+            RefusedError: likewise, or if the model has no template or its template refuses.
+        """
         template = self.tokenizer.chat_template
         if not template:
             raise RefusedError(

@@ -76,7 +76,12 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a request."""
+        """Queue a request.
+
+        Raises:
+            BusyError: if too many requests wait.
+            UnavailableError: if the server is not ready or is stopping.
+        """
         with self._wake:
             if self._stopping or not self.ready.is_set() or self.failure is not None:
                 raise UnavailableError

@@ -32,6 +32,9 @@ class Pool(Settings):
 
     Sinks that the policy keeps on the device take no slot and do not count. Without `recent`, new
     rows, whose counter is 0, would be evicted first.
+
+    Raises:
+        InputError: for invalid values.
     """
 
     room: ClassVar[str] = "pool."

@@ -17,6 +17,9 @@ class Sampling(Settings):
     They apply in the order penalties, temperature, top-k, top-p, min-p, as in transformers: top-p
     accumulates the probabilities of the tokens that top-k keeps. Temperatures below 1e-5 are
     greedy.
+
+    Raises:
+        ParameterError: a value is out of range.
     """
 
     temperature: float = setting(0.0, "divisor of the logits; 0 is greedy", "T", number(0))

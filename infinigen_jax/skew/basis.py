@@ -118,6 +118,9 @@ def balanced_basis(
 
     Returns:
         B and C, each [k, d, d], and D [k, d], descending: the variance of column i of both.
+
+    Raises:
+        InputError: with fewer tokens than the head size.
     """
     _check_enough(statistics)
     queries = statistics.query_gram / (statistics.tokens * statistics.group)
@@ -164,6 +167,9 @@ def reduced_rank_basis(
     Returns:
         B and C, each [k, d, d], and D [k, d], descending. The residual of r columns is
         tr(E[q^T q] Sigma) minus the sum of the first r squares of D.
+
+    Raises:
+        InputError: with fewer tokens than the head size.
     """
     _check_enough(statistics)
     count = statistics.tokens * statistics.group
