@@ -13,11 +13,13 @@ from infinigen_jax.cli.options import (
     DEFAULT_MODEL,
     add_engine_options,
     add_model_options,
+    add_settings,
     load_engine,
 )
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.messages import Messages
 from infinigen_jax.numeric import number, whole_number
+from infinigen_jax.settings.engine import EngineOptions
 
 if TYPE_CHECKING:
     from infinigen_jax.server.app import Service
@@ -65,7 +67,9 @@ def build_parser() -> Parser:
         metavar="S",
         help="time for running requests at the end (default 30)",
     )
+    add_settings(parser.add_argument_group("answers"), EngineOptions, ("lossless",))
     add_engine_options(parser)
+    add_settings(parser.experts, EngineOptions, ("draft_tokens",))
     add = parser.add_argument_group("output").add_argument
     add("--quiet", action="store_true", help="no messages on stderr but errors")
     return parser

@@ -16,6 +16,7 @@ MOST = SIZES[-1] - 1  # most tokens drafted
 KEPT = 0.9  # weight of what was measured before, per round
 START = 0.8  # acceptance rate before the first measurement, as of PRIOR tokens
 PRIOR = 8.0
+AGED = 0.98  # factor on times that were not measured, per round
 
 
 def size_of(drafted: int) -> int:
@@ -30,10 +31,13 @@ class DraftLength:
     Attributes:
         most: most tokens to draft.
         fixed: whether always `most` tokens are drafted.
+        ages: whether a time counts as shorter the longer ago it was measured, so that its choice
+            is tried again: for a batch whose texts change.
     """
 
     most: int
     fixed: bool = False
+    ages: bool = False
 
     def __post_init__(self):
         self._accepted, self._tested = START * PRIOR, PRIOR
@@ -66,6 +70,9 @@ class DraftLength:
 
     def time_verification(self, size: int, seconds: float) -> None:
         """Record the seconds of a verification."""
+        if self.ages:
+            self._verification = {n: AGED * value for n, value in self._verification.items()}
+            self._step = self._step and AGED * self._step
         before = self._verification.get(size, seconds)
         self._verification[size] = KEPT * before + (1 - KEPT) * seconds
 

@@ -6,6 +6,7 @@ first use of each length. A row's result does not depend on the other rows.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -62,8 +63,7 @@ class Reading:
 
     def advance(self) -> None:
         """Wait for the chunk before, and dispatch the next chunk."""
-        if self._last is not None:
-            self._last.block_until_ready()
+        self.wait()
         end = min(self.done // self._chunk * self._chunk + self._chunk, len(self.tokens))
         count = end - self.done
         size = next(size for size in chunk_lengths(self._chunk) if size >= count)
@@ -89,34 +89,67 @@ class Reading:
         run = steps(self._runtime.decoder).predict
         return run(embedding, self._last, self.cache.lengths)[:2]
 
+    def wait(self) -> None:
+        """Wait until the chunk in progress is computed."""
+        if self._last is not None:
+            self._last.block_until_ready()
+
     def _put(self, array: np.ndarray) -> Array:
         return jax.device_put(array, Placement(self._runtime.mesh).batch)
 
 
-class LiveBatch(Batch):
-    """Batch of `rows` sequences, each with room for `capacity` tokens.
+class OpenBatch(Batch):
+    """Batch of `rows` sequences that join and leave, each with room for `capacity` tokens.
 
     Attributes:
-        logits: [rows, v] logits of each row's next token, float32; see `Sampler`.
-        best: [rows] most likely next tokens.
         active: [rows] mask of the rows that hold a sequence.
         budgets: budgets of the rows.
     """
 
     def __init__(self, runtime: Runtime, rows: int, capacity: int):
-        if runtime.settings.lossless:
-            raise ParameterError("lossless", "not where prompts arrive at any time; leave it out")
         super().__init__(runtime, np.zeros(rows, np.int32))
         self.budgets = RowBudgets(runtime, rows)
         self.cache = empty_cache(self.decoder, rows, capacity)
-        vocabulary = self.decoder.config.vocab_size
-        zeros = np.zeros((rows, vocabulary), np.float32), np.zeros(rows, np.int32)
-        self.logits, self.best = jax.device_put(zeros, self._at.batch)
         self.active = np.zeros(rows, bool)
 
     @property
     def idle(self) -> np.ndarray:
         return ~self.active
+
+    def _join(self, row: int, reading: Reading, others: Any, new: Any, budget: float | None) -> Any:
+        """Copy a complete prompt into an idle row; the reading can join further rows.
+
+        Args:
+            others, new: see `Batch._insert`.
+            budget: see `RowBudgets.replace`.
+        """
+        assert self.can_join and not self.active[row]
+        others = self._insert(row, reading.cache, len(reading.tokens), others, new)
+        self.active[row] = True
+        self.budgets.replace(row, budget)
+        self.dispatcher.weights = self.budgets.weights
+        return others
+
+    def leave(self, row: int) -> None:
+        """Make a row idle."""
+        self.active[row], self._left = False, True
+
+
+class LiveBatch(OpenBatch):
+    """Batch that advances by decode steps.
+
+    Attributes:
+        logits: [rows, v] logits of each row's next token, float32; see `Sampler`.
+        best: [rows] most likely next tokens.
+    """
+
+    def __init__(self, runtime: Runtime, rows: int, capacity: int):
+        if runtime.settings.lossless:
+            raise ParameterError("lossless", "not with single steps; use a `LosslessBatch`")
+        super().__init__(runtime, rows, capacity)
+        vocabulary = self.decoder.config.vocab_size
+        zeros = np.zeros((rows, vocabulary), np.float32), np.zeros(rows, np.int32)
+        self.logits, self.best = jax.device_put(zeros, self._at.batch)
 
     def join(self, row: int, reading: Reading, budget: float | None = None) -> None:
         """Copy a complete prompt into an idle row; the reading can join further rows.
@@ -124,16 +157,8 @@ class LiveBatch(Batch):
         Args:
             budget: see `RowBudgets.replace`.
         """
-        assert self.can_join and not self.active[row]
-        others, size = (self.logits, self.best), len(reading.tokens)
-        others = self._insert(row, reading.cache, size, others, reading.predicted)
-        (self.logits, self.best), self.active[row] = others, True
-        self.budgets.replace(row, budget)
-        self.dispatcher.weights = self.budgets.weights
-
-    def leave(self, row: int) -> None:
-        """Make a row idle."""
-        self.active[row], self._left = False, True
+        others = self.logits, self.best
+        self.logits, self.best = self._join(row, reading, others, reading.predicted, budget)
 
     def step(self, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
         """Dispatch a decode step over the next token of each row, without waiting.

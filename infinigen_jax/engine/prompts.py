@@ -13,7 +13,7 @@ from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
 from infinigen_jax.engine.memory_plan import MemoryPlan, most_rows, plan_cache
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.shared_prefix import broadcast, common_prefix, may_share, plan_sharing
-from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes, verification_bytes
+from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.models import ModelConfig
 from infinigen_jax.prefill.prefill import Notify, Prefilled, chunk_for, extend, prefill
@@ -130,10 +130,8 @@ class PromptReader:
         return prefill_bytes(self.decoder, rows, chunk, self.capacity)
 
     def _step_bytes(self, rows: int) -> int:
-        step = decode_bytes(self.decoder, rows, self.slots)
-        if tokens := self._runtime.draft_room:  # with the copies that undo a draft
-            step += verification_bytes(self.decoder, rows, tokens) + self._cache_plan(rows).resident
-        return step
+        drafted, resident = self._runtime.draft_room, self._cache_plan(rows).resident
+        return step_bytes(self.decoder, rows, self.slots, drafted, resident)
 
     def chunk_length(self, longest: int, rows: int) -> int:
         """Return the prefill chunk length for `rows` prompts of at most `longest` tokens."""

@@ -63,6 +63,17 @@ def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
     return moved + scores + ends + _converted_bytes(decoder, batch, capacity)
 
 
+def step_bytes(decoder: Decoder, batch: int, capacity: int, drafted: int, resident: int) -> int:
+    """Return the bytes of temporaries of a decode step, or of a round with drafted tokens.
+
+    Args:
+        drafted: tokens of a verification; 0 for decode steps.
+        resident: bytes of the rows that a draft copies, to be undone.
+    """
+    step = decode_bytes(decoder, batch, capacity)
+    return step + (verification_bytes(decoder, batch, drafted) + resident if drafted else 0)
+
+
 def verification_bytes(decoder: Decoder, batch: int, tokens: int) -> int:
     """Return the bytes of the rows and logits of `tokens` drafted tokens of each sequence."""
     config = decoder.config

@@ -129,7 +129,8 @@ def _failure(error: Exception) -> Response:
         return refusal(429, "too many requests wait; try again later", headers=RETRY)
     if isinstance(error, UnavailableError):
         return refusal(503, "the server is starting or stopping", headers=RETRY)
-    return refusal(500, "internal error")
+    # uvicorn closes the connection after an unexpected error, and clients must not use it again.
+    return refusal(500, "internal error", headers={"Connection": "close"})
 
 
 def _add_status(app: FastAPI, scheduler: Scheduler, service: Service) -> None:

@@ -6,7 +6,7 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.memory_plan import check_memory, plan_cache
 from infinigen_jax.engine.prompts import checked_context, round_up_capacity
 from infinigen_jax.engine.remedies import Remedies
-from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
+from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
 from infinigen_jax.errors import InputError, ParameterError
 
 CHUNK_ON_CPU, CHUNK = 512, 2048  # default chunk lengths
@@ -20,7 +20,7 @@ class Limits:
     Attributes:
         rows: number of answers decoded together.
         context: maximum number of tokens of a prompt and its answer.
-        capacity: tokens that a row has room for, `context` rounded up.
+        capacity: tokens that a row has room for, `context` and the room for drafts, rounded up.
         chunk: maximum number of prompt tokens read between two decode steps.
         waiting: maximum number of requests in the queue.
         prefix_bytes: maximum size of the prefix cache; 0 for none.
@@ -59,7 +59,8 @@ class Limits:
         if engine.model.tokenizer is None:
             raise InputError("this model has no tokenizer; serve one that has")
         context = checked_context(engine.model.config, context)
-        capacity = round_up_capacity(max(context, decoder.policy.window))
+        room = engine.runtime.draft_room
+        capacity = round_up_capacity(max(context + room, decoder.policy.window))
         default = CHUNK_ON_CPU if decoder.transfer.in_place else CHUNK
         chunk = min(engine.prefill_chunk or default, capacity)
         limits = cls(rows, context, capacity, chunk, waiting, prefix_bytes, heat_maps)
@@ -72,11 +73,12 @@ class Limits:
         Raises:
             InputError: if memory is too small.
         """
-        decoder, plan = engine.decoder, plan_cache(engine.decoder, self.rows, self.capacity)
+        decoder, drafted = engine.decoder, engine.runtime.draft_room
+        plan = plan_cache(decoder, self.rows, self.capacity)
+        step = step_bytes(decoder, self.rows, self.capacity, drafted, plan.resident)
         for _ in range(READERS):
             plan += plan_cache(decoder, 1, self.capacity)
         plan = dataclasses.replace(plan, host_cache=plan.host_cache + self.prefix_bytes)
         reading = prefill_bytes(decoder, 1, self.chunk, self.capacity)
-        work = max(reading, decode_bytes(decoder, self.rows, self.capacity))
         remedies = Remedies(decoder, ("`context`", "`prefix_bytes`"), self.rows, may_pool=False)
-        check_memory(plan.at_work(work), engine.runtime.device, remedies)
+        check_memory(plan.at_work(max(reading, step)), engine.runtime.device, remedies)

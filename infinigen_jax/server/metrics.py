@@ -47,7 +47,9 @@ class Metrics:
         self._prompt = counter("prompt_tokens", "Prompt tokens, cached ones included")
         self._cached = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache")
         self._new = counter("new_tokens", "Tokens drawn")
-        self._moved = counter("fetched_bytes", "Bytes of rows moved to the device by decode steps")
+        self._moved = counter("fetched_bytes", "Bytes of rows moved to the device by steps")
+        self._drafted = counter("drafted_tokens", "Tokens drafted by a lossless server")
+        self._accepted = counter("accepted_tokens", "Drafted tokens that the full cache confirmed")
         self._waiting = gauge("waiting_requests", "Requests whose prompt is not complete")
         self._running = gauge("running_answers", "Rows of the batch in use")
         self.prefix_bytes = gauge("prefix_cache_bytes", "Host bytes of the prefix cache")
@@ -75,6 +77,12 @@ class Metrics:
     def rows(self, moved: int) -> None:
         """Count rows moved to the device."""
         self._moved.inc(moved * self._bytes_per_row)
+
+    def verified(self, drafted: int, accepted: int, rows: int) -> None:
+        """Count the drafted tokens of an answer, and the rows that their verification read."""
+        self._drafted.inc(drafted)
+        self._accepted.inc(accepted)
+        self.rows(rows)
 
     def done(self, job: "Job", outcome: str) -> None:
         """Count a request that ended, and log it as one line of JSON."""

@@ -25,6 +25,7 @@ class Prompts:
     def __init__(self, engine: Engine, limits: Limits):
         self.tokenizer: Any = engine.model.tokenizer
         self._engine, self._context, self._heat_maps = engine, limits.context, limits.heat_maps
+        self._lossless = engine.runtime.settings.lossless
         self._most_budget = budget_limit(engine.decoder)
         model = engine.model
         self._grammars = Grammars(self.tokenizer, model.config.vocab_size, model.eos_ids)
@@ -80,6 +81,10 @@ class Prompts:
     def _check_options(self, body: Generating) -> None:
         if body.heat_map and not self._heat_maps:
             raise RefusedError("heat_map: this server makes none", "heat_map")
+        if body.lossless not in (None, self._lossless):
+            kind, other = ("is", "without") if self._lossless else ("is not", "with")
+            message = f"this server {kind} lossless; leave it out, or use one {other} --lossless"
+            raise RefusedError(f"lossless: {message}", "lossless")
         most = self._most_budget
         if body.budget is not None and (most is None or body.budget > most):
             remedy = "leave it out" if most is None else f"give at most {most:g}, the server's"
@@ -114,6 +119,9 @@ class Prompts:
         schema = body.schema_of_answer if isinstance(body, ChatCompletion) else None
         if schema is None:
             return None
+        if self._lossless:
+            message = "response_format: not on a lossless server, which drafts; leave it out"
+            raise RefusedError(message, "response_format")
         try:
             return self._grammars.matcher(schema)
         except ValueError as error:

@@ -89,6 +89,7 @@ class Generating(BaseModel, abc.ABC):
     budget: float | None = Field(
         None, gt=0, le=1, description="Rows fetched at most, as a share of those cached"
     )
+    lossless: bool | None = Field(None, description="As the server: verified by the full cache")
     heat_map: bool = Field(False, description="Stream which cached tokens each token fetched")
     user: str | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None

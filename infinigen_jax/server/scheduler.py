@@ -11,39 +11,20 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from infinigen_jax.engine.dispatch import Stepped
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.heat_map import watch_heat
-from infinigen_jax.engine.live_batch import LiveBatch, Reading, chunk_lengths
-from infinigen_jax.engine.results import choices_of
-from infinigen_jax.engine.sampler import Drawn, Sampler
+from infinigen_jax.engine.live_batch import Reading, chunk_lengths
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.server.answer import Answer, Piece
-from infinigen_jax.server.grammar import allowed_tokens
+from infinigen_jax.server.batch import NewToken, served_batch
 from infinigen_jax.server.job import BusyError, Intake, Job, RefusedError, Running, UnavailableError
 from infinigen_jax.server.limits import READERS, Limits
 from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.prefix_cache import Node, PrefixCache
-from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
 
 logger = logging.getLogger(__name__)
-
-# One for each program of `Sampler`.
-SAMPLINGS = (Sampling(), Sampling(temperature=1.0), Sampling(presence_penalty=1.0))
-
-
-class Unread(NamedTuple):
-    """A step in progress, its rows' answers, and the number of tokens cached before it."""
-
-    stepped: Stepped
-    running: dict[int, Running]
-    cached: np.ndarray
 
 
 class Scheduler:
@@ -62,13 +43,12 @@ class Scheduler:
         self._stopping = False
         self._waiting: collections.deque[Job] = collections.deque()
         self._intakes: list[Intake] = []
-        self._running: dict[int, Running] = {}
-        self._unread: Unread | None = None
         self._compiled = 0
         self._prefixes = None
         if limits.prefix_bytes:
             sizes = limits.capacity, limits.chunk, limits.prefix_bytes
             self._prefixes = PrefixCache(engine.decoder, *sizes)
+        self._make()
         self._thread = threading.Thread(target=self._serve, name="scheduler", daemon=True)
 
     def start(self) -> None:
@@ -119,7 +99,6 @@ class Scheduler:
     def _serve(self) -> None:
         try:
             begun = time.perf_counter()
-            self._make()
             self._warm_up()
             self._compiled = compilations()
             self.ready.set()
@@ -139,20 +118,9 @@ class Scheduler:
 
     def _make(self) -> None:
         """Begin with an empty batch."""
-        rows = self.limits.rows
-        self._live = LiveBatch(self.engine.runtime, rows, self.limits.capacity)
-        self._sampler = self._sampler_of([Sampling()] * rows, [()] * rows)
-        host = self._live.cache.host
+        self._batch = served_batch(self.engine, self.limits, self._metrics)
+        host = self._batch.live.cache.host
         self._metrics.host_bytes.set(0 if host is None else host.nbytes)
-
-    def _sampler_of(
-        self,
-        sampling: list[Sampling],
-        prompts: Sequence[Sequence[int]],
-        streams: list[int] | None = None,
-    ) -> Sampler:
-        vocabulary = self.engine.model.config.vocab_size
-        return Sampler(self.engine.mesh, vocabulary, sampling, prompts, streams)
 
     def _warm_up(self) -> None:
         """Run every program: a prompt of each chunk length, and steps with each kind of draw."""
@@ -163,29 +131,15 @@ class Scheduler:
             reading.advance()
             if self._prefixes is not None:
                 self._prefixes.warm_up(reading)
-            self._live.join(0, reading)
-            self._live.leave(0)
+            self._batch.try_join(reading)
         assert reading is not None
-        self._live.join(0, reading)
-        every = allowed_tokens({}, limits.rows, self.engine.model.config.vocab_size)
-        drawn: Drawn | None = None
-        to_flush = self.engine.decoder.policy.window + 1
-        for sampling, number in zip(SAMPLINGS, (to_flush, 1, 1), strict=True):
-            self._sampler.replace(0, self._sampler_of([sampling], [(0,)]))
-            for _ in range(number):
-                logits, best = self._live.logits, self._live.best
-                drawn = self._sampler.draw(logits, best, every, log_probs=True)
-                self._live.step(drawn.tokens)
-        if limits.heat_maps:
-            self._live.step(self._live.best, watch_heat)
-        jax.block_until_ready((drawn, self._live.logits))
-        self._leave(0)
+        self._batch.warm_up(reading)
 
     def _wait(self) -> bool:
         """Wait for work; return False when stopping."""
         with self._wake:
-            self._metrics.queue(len(self._waiting) + len(self._intakes), len(self._running))
-            while not (self._stopping or self._waiting or self._intakes or self._running):
+            self._metrics.queue(len(self._waiting) + len(self._intakes), len(self._batch.running))
+            while not (self._stopping or self._waiting or self._intakes or self._batch.running):
                 self._wake.wait()
             return not self._stopping
 
@@ -196,8 +150,8 @@ class Scheduler:
             while self._waiting and len(self._intakes) < READERS:
                 self._intakes.append(Intake(self._waiting.popleft()))
         self._join()
-        if self._running:
-            self._step()
+        for token in self._batch.advance() if self._batch.running else ():
+            self._take(token)
         self._read()
 
     def _read(self) -> None:
@@ -208,6 +162,8 @@ class Scheduler:
         if intake.reading is None:
             intake.reading, intake.node = self._begin(intake.job)
         intake.reading.advance()
+        if self.engine.runtime.settings.lossless:
+            intake.reading.wait()  # or it would slow the next round, which is timed
         if intake.node is not None:
             assert self._prefixes is not None
             intake.node = self._prefixes.store(intake.node, intake.reading)
@@ -229,10 +185,11 @@ class Scheduler:
             for job in dropped:
                 self._waiting.remove(job)
         dropped += [intake.job for intake in self._intakes if intake.job.cancelled]
-        dropped += [running.job for running in self._running.values() if running.job.cancelled]
+        running = dict(self._batch.running)
+        dropped += [each.job for each in running.values() if each.job.cancelled]
         self._intakes = [intake for intake in self._intakes if not intake.job.cancelled]
-        for row in [row for row, running in self._running.items() if running.job.cancelled]:
-            self._leave(row)
+        for row in [row for row, each in running.items() if each.job.cancelled]:
+            self._batch.leave(row)
         for job in dict.fromkeys(dropped):
             self._metrics.done(job, "cancelled")
 
@@ -241,56 +198,28 @@ class Scheduler:
         for intake in [intake for intake in self._intakes if intake.complete]:
             job = intake.job
             while intake.joined < job.answers:
-                idle = np.flatnonzero(self._live.idle)
-                if not len(idle) or not self._live.can_join:
+                if (row := self._batch.free) is None:
                     return
-                row, number = int(idle[0]), intake.joined
-                assert intake.reading is not None
-                self._live.join(row, intake.reading, job.budget)
-                sampler = self._sampler_of([job.sampling], [job.tokens], [number])
-                self._sampler.replace(row, sampler)
-                tokenizer = self.engine.model.tokenizer
+                number, tokenizer = intake.joined, self.engine.model.tokenizer
                 matcher = None if job.matcher is None else job.matcher.deep_copy()
                 answer = Answer(tokenizer, number, job.most, job.stop, job.ends, matcher)
-                self._running[row] = Running(job, answer)
+                assert intake.reading is not None
+                self._batch.join(row, intake.reading, Running(job, answer), number)
                 intake.joined += 1
             self._intakes.remove(intake)
 
-    def _step(self) -> None:
-        """Draw a token for each row, dispatch the next step, and send the tokens.
-
-        The device computes the step while the tokens are turned into text.
-        """
-        wanted = any(each.job.top is not None for each in self._running.values())
-        given = self._live.logits, self._live.best, self._allowed()
-        tokens, log_probs = self._sampler.draw(*given, log_probs=wanted)
-        heat = any(each.job.heat for each in self._running.values())
-        before, running = self._unread, dict(self._running)
-        cached = self._live.cached
-        stepped = self._live.step(tokens, watch_heat if heat else None)
-        self._unread = Unread(stepped, running, cached)
-        drawn = np.asarray(tokens)
-        if before is not None:
-            self._count_rows(before)
-        choices = None if log_probs is None else choices_of(log_probs, MOST_LOG_PROBS)
-        for row, each in running.items():
-            matcher = each.answer.matcher
-            if matcher is not None and matcher.is_error():
-                self._refuse(each.job, matcher.get_error().splitlines()[0])
-                continue
-            choice = None if each.job.top is None or choices is None else choices[row]
-            piece = each.answer.push(int(drawn[row]), choice)
-            if each.job.heat and before is not None and before.running.get(row) is each:
-                piece = dataclasses.replace(piece, heat=heat_of(before, row))
-            self._send(row, each.job, piece)
-
-    def _allowed(self) -> np.ndarray | None:
-        """Return the tokens that each row may draw; None if all rows may draw all tokens."""
-        answers = {row: each.answer for row, each in self._running.items()}
-        matchers = {row: a.matcher for row, a in answers.items() if a.matcher is not None}
-        if not matchers:
-            return None
-        return allowed_tokens(matchers, self.limits.rows, self.engine.model.config.vocab_size)
+    def _take(self, new: NewToken) -> None:
+        """Send a new token's text, unless its answer has ended."""
+        job, answer = new.answer.job, new.answer.answer
+        if self._batch.running.get(new.row) is not new.answer or job.cancelled:
+            return
+        if answer.matcher is not None and answer.matcher.is_error():
+            self._refuse(job, answer.matcher.get_error().splitlines()[0])
+            return
+        piece = answer.push(new.token, new.choice)
+        if new.heat is not None:
+            piece = dataclasses.replace(piece, heat=new.heat)
+        self._send(new.row, job, piece)
 
     def _send(self, row: int, job: Job, piece: Piece) -> None:
         now = time.perf_counter()
@@ -298,7 +227,7 @@ class Scheduler:
         self._metrics.token(now - (job.last or job.arrived), first=not job.first)
         job.first, job.last = job.first or now, now
         if piece.finish is not None:
-            self._leave(row)
+            self._batch.leave(row)
             job.finished += 1
         if job.finished == job.answers:
             self._metrics.done(job, "ok")
@@ -310,36 +239,15 @@ class Scheduler:
         job.send(RefusedError(f"response_format: {problem}", "response_format"))
         job.cancelled = True
 
-    def _leave(self, row: int) -> None:
-        self._running.pop(row, None)
-        self._live.leave(row)
-        self._sampler.leave(row)
-
-    def _count_rows(self, step: Unread) -> None:
-        """Add the rows that a step fetched to its requests."""
-        moved, decoder = np.asarray(step.stepped.counts.moved), self.engine.decoder
-        for row, each in step.running.items():
-            size = int(step.cached[row]) * decoder.host_layers * decoder.config.num_kv_heads
-            each.job.moved += int(moved[row]) / max(1, size)
-            each.job.steps += 1
-            self._metrics.rows(int(moved[row]))
-
     def _fail_all(self, error: Exception) -> None:
         """End every request with an error."""
         with self._wake:
             jobs = {job: None for job in self._waiting}
             self._waiting.clear()
         jobs |= {intake.job: None for intake in self._intakes}
-        jobs |= {running.job: None for running in self._running.values()}
+        jobs |= {running.job: None for running in self._batch.running.values()}
         self._intakes.clear()
-        self._running.clear()
-        self._unread = None
+        self._batch.running.clear()
         for job in jobs:
             self._metrics.done(job, "failed")
             job.send(error)
-
-
-def heat_of(step: Unread, row: int) -> np.ndarray | None:
-    """Return a row's heat map, [l, t] uint8; None if the step was not watched."""
-    records = [record for record in step.stepped.records if record is not None]
-    return np.stack([np.asarray(r)[row, : step.cached[row]] for r in records]) if records else None

@@ -29,7 +29,7 @@ class EngineOptions(Settings):
     `weights`: with "host" the layers' weights are moved for each step; results are equal. `load`
     takes it as well.
 
-    `lossless`: see `engine.lossless`. Not with policy full, a pool or a server.
+    `lossless`: see `engine.lossless`. Not with policy full or a pool.
 
     `draft_tokens`: with a number, always as many are drafted.
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("shallow")
         (["--pool-tokens", "100"], "--pool-tokens"),
         (["--batch", "1000000", "--context", "1k"], "--batch"),
         (["--policy", "none"], "--policy"),
+        (["--policy", "full", "--lossless"], "--lossless"),
     ],
 )
 def test_bad_options(command, arguments, named):

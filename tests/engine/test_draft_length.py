@@ -55,3 +55,17 @@ def test_a_fixed_length_ignores_measurements():
     length.time_verification(16, 1.0)
     length.time_draft(5, 100.0)
     assert (length.choose(MOST), length.choose(2), length.sizes) == (5, 2, [16])
+
+
+def test_in_a_changing_batch_slow_sizes_are_tried_again():
+    """A verification that was slow once, next to a long text, is measured again."""
+    length = DraftLength(MOST, ages=True)
+    length.time_draft(1, 0.01)
+    for size, seconds in {1: 1.0, 4: 1.0, 16: 10.0}.items():
+        length.time_verification(size, seconds)
+    tried = []
+    for _ in range(100):
+        length.record(10, 10)
+        tried.append(length.choose(MOST))
+        length.time_verification(length.size(tried[-1]), 1.0)
+    assert tried[0] <= 3 and max(tried) > 3

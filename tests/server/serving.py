@@ -98,16 +98,23 @@ def small_engine() -> Engine:
     return engine_of(model, SPARSE)
 
 
-def engine_of(model: Model, policy: Policy) -> Engine:
+def engine_of(model: Model, policy: Policy, **settings: Any) -> Engine:
     """An engine with the settings of `small_engine`."""
-    return Engine(model, policy=policy, dense_layers=1, schedule="fused", prefill_chunk=CHUNK)
+    settings = {"dense_layers": 1, "schedule": "fused", "prefill_chunk": CHUNK} | settings
+    return Engine(model, policy=policy, **settings)
 
 
 class Running:
     """Context of a running server."""
 
-    def __init__(self, waiting: int = 64, prefix_bytes: int = 1 << 24, **service: Any):
-        engine = small_engine()
+    def __init__(
+        self,
+        waiting: int = 64,
+        prefix_bytes: int = 1 << 24,
+        engine: Engine | None = None,
+        **service: Any,
+    ):
+        engine = engine or small_engine()
         limits = Limits.of(engine, ROWS, CONTEXT, waiting, prefix_bytes)
         self.scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
         given = Service("small", drain_seconds=2, **service)

@@ -146,7 +146,8 @@ def test_full_queue_and_shutdown(served: Served, monkeypatch):
     with Running(waiting=1, prefix_bytes=0) as server:
         ended: list[Any] = []
         scheduler = server.scheduler
-        live, step = scheduler._live, scheduler._live.step
+        live: Any = scheduler._batch.live
+        step = live.step
         monkeypatch.setattr(live, "step", lambda *a: (time.sleep(0.02), step(*a))[1])
 
         def send(piece: Any) -> None:

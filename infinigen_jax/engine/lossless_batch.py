@@ -1,0 +1,124 @@
+"""Batch of a server in lossless mode: sequences join and leave between rounds.
+
+All rows of a round draft the same number of tokens, and each accepts its own. The tokens of a row
+do not depend on the other rows, as the full model draws them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from infinigen_jax.decode.steps import Watch
+from infinigen_jax.engine.live_batch import OpenBatch, Reading
+from infinigen_jax.engine.rounds import Drafted, Given, Rounds
+from infinigen_jax.engine.runtime import Runtime
+from infinigen_jax.engine.sampler import Sampler
+from infinigen_jax.sampling import LogProbs
+
+
+class Round(NamedTuple):
+    """Result of a round.
+
+    Attributes:
+        tokens: [b, c] draws of the full model, of which the first `counts` are new tokens.
+        counts: [b] number of new tokens of each row.
+        log_probs: log-probabilities of the tokens of each place, if asked for.
+        drafted: the draft, which is computed.
+        cached: [b] tokens cached before.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    log_probs: list[LogProbs] | None
+    drafted: Drafted
+    cached: np.ndarray
+
+
+class LosslessBatch(OpenBatch):
+    """Batch that advances by rounds of drafted and verified tokens.
+
+    Attributes:
+        drawn: [rows] last token of each row, not cached yet.
+        room: [rows] most tokens that each row still gets; 0 for idle rows.
+    """
+
+    def __init__(self, runtime: Runtime, rows: int, capacity: int):
+        """Begin with an empty batch.
+
+        Args:
+            capacity: tokens that a row has room for, including `Runtime.draft_room`.
+        """
+        super().__init__(runtime, rows, capacity)
+        self._rounds = Rounds(self, changing=True)
+        self.drawn = self._rounds.put(np.zeros(rows, np.int32))
+        self.room = np.zeros(rows, np.int32)
+        self._no_ends = self._rounds.ends(())
+
+    @property
+    def can_join(self) -> bool:
+        return True  # between rounds every row is on the host
+
+    def settle(self) -> None:
+        """Do nothing: between rounds every row is on the host."""
+
+    def join(
+        self,
+        row: int,
+        reading: Reading,
+        drawn: Int[Array, " 1"],
+        room: int,
+        budget: float | None = None,
+    ) -> None:
+        """Copy a complete prompt into an idle row; the reading can join further rows.
+
+        Args:
+            drawn: first new token.
+            room: most tokens after it.
+            budget: share of the rows that drafts fetch, see `RowBudgets.replace`.
+        """
+        self.drawn = self._join(row, reading, self.drawn, drawn, budget)
+        self.room[row] = room
+
+    def leave(self, row: int) -> None:
+        super().leave(row)
+        self.room[row] = 0
+
+    def round(
+        self, sampler: Sampler, *, log_probs: bool = False, watch: Watch | None = None
+    ) -> Round:
+        """Draft and verify tokens of all rows, wait for them, and dispatch the commit.
+
+        Args:
+            sampler: sampling of the rows; it continues after the new tokens.
+            log_probs: whether to compute log-probabilities.
+            watch: see `Dispatcher.step`, for each drafted step. Such rounds are not timed.
+
+        Raises:
+            NotFiniteError: with `check`, for a value that is not finite.
+        """
+        if self._left:
+            self._rest()
+        needed = int(self.room.max())
+        judged = self._rounds.run(self._given(sampler), needed, timed=watch is None, watch=watch)
+        verdict, cached = judged.verdict, self.cached
+        counts = self._rounds.read(judged)
+        self._rounds.commit(judged, verdict.count)
+        self.drawn, self.cached, self.room = verdict.last, cached + counts, self.room - counts
+        sampler.drew(verdict.draws)
+        sampler.count_drawn(counts)
+        values = self._rounds.log_probs(judged, sampler) if log_probs else None
+        return Round(np.asarray(verdict.drawn), counts, values, judged.drafted, cached)
+
+    def warm_up(self, sampler: Sampler, watch: Watch | None = None) -> None:
+        """Compile and time the programs for the kind of draws that a sampler makes."""
+        self._rest()
+        given = self._given(sampler)
+        self._rounds.warm_up(given, sampler)
+        self._rounds.warm_up_draft(given)
+        if watch is not None:
+            self._rounds.warm_up_draft(given, watch)
+
+    def _given(self, sampler: Sampler) -> Given:
+        room, owner = self._rounds.put(self.room.copy()), np.where(self.active, 0, -1)
+        return Given(self.drawn, room, self._no_ends, sampler.draws, owner)

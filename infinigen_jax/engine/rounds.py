@@ -1,0 +1,224 @@
+"""Rounds over a batch: tokens are drafted, verified in one pass, and committed; see `lossless`.
+
+Python waits for each part, which times it. The times and the acceptance rate choose the number of
+tokens of the next draft.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.decode.finite_check import Places, refuse
+from infinigen_jax.decode.state import Counts
+from infinigen_jax.decode.steps import Watch
+from infinigen_jax.engine.batch import Batch
+from infinigen_jax.engine.draft_length import DraftLength, size_of
+from infinigen_jax.engine.sampler import Draws, Sampler
+from infinigen_jax.engine.undo import restore, save
+from infinigen_jax.engine.verdict import Verdict, verdict_steps
+from infinigen_jax.prefill.verification import Verified, commit, verify
+from infinigen_jax.sampling import LogProbs
+
+
+class Given(NamedTuple):
+    """Inputs of a round.
+
+    Attributes:
+        last: last token of each sequence, not cached yet.
+        room: tokens that each sequence may get at most.
+        ends: tokens that end a sequence.
+        draws: state of the sampler; None if greedy.
+        owner: prompt of each row; below 0 for none.
+    """
+
+    last: Int[Array, " b"]
+    room: Int[Array, " b"]
+    ends: Int[Array, " n"]
+    draws: Draws | None
+    owner: np.ndarray
+
+
+class Drafted(NamedTuple):
+    """A draft that was dispatched.
+
+    Attributes:
+        tokens: the last token and the drafted ones, padded with negative numbers.
+        count: number of drafted tokens.
+        newest: the last one.
+        counts: rows selected and moved in each step.
+        places: see `dispatch.Stepped.place`, of all steps.
+        records: see `dispatch.Stepped.records`, of each step.
+    """
+
+    tokens: Int[Array, "b c"]
+    count: int
+    newest: Int[Array, " b"]
+    counts: list[Counts]
+    places: list[Any]
+    records: list[tuple[Any, ...]]
+
+
+class Judged(NamedTuple):
+    """A verification that was dispatched."""
+
+    given: Given
+    drafted: Drafted
+    verified: Verified
+    verdict: Verdict
+    places: Places | None
+
+
+class Rounds:
+    """Drafts and verifications of a batch whose rows are all on the host.
+
+    Attributes:
+        length: chooser of the number of drafted tokens.
+        seconds: times of drafts and of verifications.
+    """
+
+    def __init__(self, batch: Batch, *, changing: bool = False):
+        """Prepare rounds.
+
+        Args:
+            changing: whether texts of any length may join the batch.
+        """
+        runtime = batch.runtime
+        self._batch, self._runtime, self._decoder = batch, runtime, batch.decoder
+        self._at = Placement(runtime.mesh)
+        most = runtime.most_drafted
+        fixed = runtime.settings.draft_tokens is not None
+        self.length = DraftLength(most, fixed, ages=changing)
+        self.seconds = [0.0, 0.0]
+        self._steps = verdict_steps(batch.decoder)
+        self._numbers = [self.put(np.int32(i), self._at.whole) for i in range(most + 1)]
+
+    def put(self, array: np.ndarray | np.int32, sharding: Any = None) -> Array:
+        """Copy an array to the device; the original may change while the copy is under way."""
+        return jax.device_put(array, sharding or self._at.batch, may_alias=False)
+
+    def ends(self, tokens: Sequence[int]) -> Int[Array, " n"]:
+        """Copy the tokens that end a sequence to the device."""
+        return self.put(np.array(tokens or [-1], np.int32), self._at.whole)
+
+    def run(self, given: Given, needed: int, *, timed: bool, watch: Watch | None = None) -> Judged:
+        """Draft and verify; wait for both.
+
+        Args:
+            needed: most tokens that a sequence still needs.
+            timed: whether the times count; not those of a first round, which compiles.
+            watch: see `Dispatcher.step`, for each drafted step.
+        """
+        begun = time.perf_counter()
+        drafted = self._draft(given, self._next_count(needed), watch)
+        # The verification is dispatched later: its dispatch may wait for the device.
+        drafted.newest.block_until_ready()
+        between = time.perf_counter()
+        judged = self._judge(given, drafted, self.length.size(drafted.count))
+        judged.verdict.count.block_until_ready()
+        if timed:
+            self._time(drafted.count, between - begun, time.perf_counter() - between)
+        return judged
+
+    def _time(self, count: int, draft: float, verification: float) -> None:
+        self.length.time_draft(count, draft)
+        self.length.time_verification(self.length.size(count), verification)
+        self.seconds = [self.seconds[0] + draft, self.seconds[1] + verification]
+
+    def _next_count(self, needed: int) -> int:
+        """Return the number of tokens to draft."""
+        positions = self._decoder.config.max_positions - 1 - int(self._batch.cached.max())
+        return self.length.choose(max(0, min(needed - 1, positions)))
+
+    def _draft(self, given: Given, count: int, watch: Watch | None = None) -> Drafted:
+        """Dispatch a draft and undo its traces in the cache, without waiting."""
+        batch, decoder, token = self._batch, self._decoder, given.last
+        tokens = self._steps.begin(token, size=size_of(self.length.most))
+        saved = save(decoder, batch.cache) if count else None
+        counts, places, records = [], [], []
+        for number in self._numbers[1 : count + 1]:
+            stepped = batch.dispatcher.step(batch.cache, token, watch)
+            batch.cache = stepped.cache
+            counts.append(stepped.counts)
+            places += stepped.place
+            records.append(stepped.records)
+            logits, best = stepped.logits, stepped.best
+            token, tokens = self._steps.draft(tokens, number, logits, best, given.draws)
+        if saved is not None:
+            batch.cache = restore(decoder, batch.cache, saved)
+        return Drafted(tokens, count, token, counts, places, records)
+
+    def _judge(self, given: Given, drafted: Drafted, size: int, *, warm_up: bool = False) -> Judged:
+        """Dispatch a verification of `size` tokens, without waiting.
+
+        Args:
+            warm_up: whether no row of the batch takes part.
+        """
+        batch, embedding = self._batch, self._runtime.weights.params["embedding"]
+        places = None
+        if self._runtime.settings.check:
+            places = Places(self._decoder, embedding, len(batch.cached))
+        cached = self._decoder, self._runtime.weights, batch.cache
+        verified = verify(*cached, drafted.tokens, size, places)
+        active = self.put(~batch.idle & (not warm_up))
+        inputs = drafted.tokens, given.room, active, given.ends, given.draws
+        verdict = self._steps.judge(embedding, verified.x, *inputs)
+        return Judged(given, drafted, verified, verdict, places)
+
+    def read(self, judged: Judged) -> np.ndarray:
+        """Record a round; returns the new tokens per row.
+
+        Raises:
+            NotFiniteError: with `check`, for a value that is not finite.
+        """
+        drafted, counts = judged.drafted, np.asarray(judged.verdict.count)
+        checked = [*drafted.places, *([judged.places.place] if judged.places else [])]
+        refuse(checked, self._decoder.config.num_layers, judged.given.owner)
+        accepted, ended = np.maximum(counts - 1, 0), np.asarray(judged.verdict.room) == 0
+        tested = np.where(ended, accepted, np.minimum(counts, drafted.count))
+        self.length.record(int(accepted.sum()), int(tested.sum()))
+        return counts
+
+    def commit(self, judged: Judged, counts: Int[Array, " b"]) -> None:
+        """Store the rows of the leading `counts` tokens of each sequence, without waiting."""
+        cached = self._decoder, self._runtime.weights, self._batch.cache
+        self._batch.cache = commit(*cached, judged.verified, counts)
+
+    def log_probs(self, judged: Judged, sampler: Sampler) -> list[LogProbs]:
+        """Return the log-probabilities of the full model's draws, per place in a round."""
+        drawn = np.asarray(judged.verdict.drawn)
+        values = sampler.log_probs(judged.verdict.logits, self.put(drawn.reshape(-1)))
+        arrays: list[Any] = [np.asarray(x).reshape(*drawn.shape, *x.shape[1:]) for x in values]
+        return [LogProbs(*(x[:, place] for x in arrays)) for place in range(drawn.shape[1])]
+
+    def warm_up(self, given: Given, sampler: Sampler | None = None) -> None:
+        """Compile and time the verifications of all sizes; they change nothing.
+
+        Args:
+            sampler: sampler that computes log-probabilities, if they are needed.
+        """
+        drafted = self._draft(given, 0)
+        for size in self.length.sizes:
+            for _ in range(2):
+                began = time.perf_counter()
+                judged = self._judge(given, drafted, size, warm_up=True)
+                self.commit(judged, judged.verdict.count)
+                jax.block_until_ready(self._batch.cache.lengths)
+                seconds = time.perf_counter() - began
+            if sampler is not None:
+                self.log_probs(judged, sampler)
+            self.length.time_verification(size, seconds)
+
+    def warm_up_draft(self, given: Given, watch: Watch | None = None) -> None:
+        """Compile and time the longest draft; it changes nothing."""
+        for _ in range(2):
+            began = time.perf_counter()
+            drafted = self._draft(given, self.length.most, watch)
+            drafted.newest.block_until_ready()
+            seconds = time.perf_counter() - began
+        if watch is None:
+            self.length.time_draft(drafted.count, seconds)

@@ -1,0 +1,291 @@
+"""Batch of a server with the sampling of its rows: what joins gets tokens until it leaves.
+
+A `SteppedBatch` gives each row one token per decode step. A `RoundBatch`, of a lossless engine,
+gives each row one or several tokens per round.
+"""
+
+import abc
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from infinigen_jax.decode.state import Counts
+from infinigen_jax.engine.dispatch import Stepped
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.heat_map import watch_heat
+from infinigen_jax.engine.live_batch import LiveBatch, OpenBatch, Reading
+from infinigen_jax.engine.lossless_batch import LosslessBatch, Round
+from infinigen_jax.engine.results import Choice, choices_of
+from infinigen_jax.engine.sampler import Drawn, Sampler
+from infinigen_jax.sampling import LogProbs
+from infinigen_jax.server.grammar import allowed_tokens
+from infinigen_jax.server.job import Job, Running
+from infinigen_jax.server.limits import Limits
+from infinigen_jax.server.metrics import Metrics
+from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
+
+# One for each program of `Sampler`.
+SAMPLINGS = (Sampling(), Sampling(temperature=1.0), Sampling(presence_penalty=1.0))
+
+
+class NewToken(NamedTuple):
+    """Token of an answer.
+
+    Attributes:
+        row, answer: row of the batch and its answer.
+        choice: see `Choice`; None unless asked for.
+        heat: heat map of the step that predicted the token, see `Piece`; None unless it was made.
+    """
+
+    row: int
+    answer: Running
+    token: int
+    choice: Choice | None
+    heat: np.ndarray | None
+
+
+class ServedBatch(abc.ABC):
+    """Rows of a batch, their sampling and the answers in them.
+
+    Attributes:
+        running: answers by row.
+    """
+
+    live: OpenBatch
+
+    def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
+        """Begin with an empty batch."""
+        self.running: dict[int, Running] = {}
+        self._engine, self._metrics, self._rows = engine, metrics, limits.rows
+        self._heat_maps = limits.heat_maps
+        self._sampler = self._sampler_of([Sampling()] * limits.rows, [()] * limits.rows)
+
+    @property
+    def free(self) -> int | None:
+        """Row for the next answer; None while none can join."""
+        idle = np.flatnonzero(self.live.idle)
+        return int(idle[0]) if len(idle) and self.live.can_join else None
+
+    def join(self, row: int, reading: Reading, running: Running, number: int) -> None:
+        """Give a free row to an answer of a complete prompt.
+
+        Args:
+            number: number of the answer among those of the prompt.
+        """
+        job = running.job
+        sampler = self._sampler_of([job.sampling], [job.tokens], [number])
+        self._insert(row, reading, job, sampler)
+        self._sampler.replace(row, sampler)
+        self.running[row] = running
+
+    def leave(self, row: int) -> None:
+        """Make a row free."""
+        self.running.pop(row, None)
+        self.live.leave(row)
+        self._sampler.leave(row)
+
+    @abc.abstractmethod
+    def advance(self) -> Iterator[NewToken]:
+        """Yield new tokens, at least one of each answer; those of an answer follow each other.
+
+        An answer may leave while tokens are yielded; the caller drops those that follow.
+        """
+
+    @abc.abstractmethod
+    def warm_up(self, reading: Reading) -> None:
+        """Run every program, with a complete prompt in row 0."""
+
+    @abc.abstractmethod
+    def try_join(self, reading: Reading) -> None:
+        """Run the program by which a prompt joins, and forget it."""
+
+    @abc.abstractmethod
+    def _insert(self, row: int, reading: Reading, job: Job, sampler: Sampler) -> None:
+        """Copy a complete prompt into a row; a token may be drawn by its sampler."""
+
+    @property
+    def _wants_scores(self) -> bool:
+        return any(each.job.top is not None for each in self.running.values())
+
+    @property
+    def _wants_heat(self) -> bool:
+        return any(each.job.heat for each in self.running.values())
+
+    def _sampler_of(
+        self,
+        sampling: list[Sampling],
+        prompts: Sequence[Sequence[int]],
+        streams: list[int] | None = None,
+    ) -> Sampler:
+        vocabulary = self._engine.model.config.vocab_size
+        return Sampler(self._engine.mesh, vocabulary, sampling, prompts, streams)
+
+    def _count_rows(self, counts: Counts, running: dict[int, Running], cached: np.ndarray) -> None:
+        """Add the rows that a step after `cached` tokens fetched to its requests."""
+        moved = np.asarray(counts.moved)
+        for row, each in running.items():
+            each.job.moved += int(moved[row]) / max(1, self._rows_of(int(cached[row])))
+            each.job.steps += 1
+            self._metrics.rows(int(moved[row]))
+
+    def _rows_of(self, tokens: int) -> int:
+        """Return the number of host rows of a sequence."""
+        decoder = self._engine.decoder
+        return tokens * decoder.host_layers * decoder.config.num_kv_heads
+
+
+class Unread(NamedTuple):
+    """A step in progress, its rows' answers, and the number of tokens cached before it."""
+
+    stepped: Stepped
+    running: dict[int, Running]
+    cached: np.ndarray
+
+
+class SteppedBatch(ServedBatch):
+    """Batch that advances by decode steps."""
+
+    live: LiveBatch
+
+    def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
+        super().__init__(engine, limits, metrics)
+        self.live = LiveBatch(engine.runtime, limits.rows, limits.capacity)
+        self._unread: Unread | None = None
+
+    def advance(self) -> Iterator[NewToken]:
+        """Draw a token for each row, dispatch the next step, and yield the tokens.
+
+        The device computes the step while the tokens are turned into text.
+        """
+        given = self.live.logits, self.live.best, self._allowed()
+        tokens, log_probs = self._sampler.draw(*given, log_probs=self._wants_scores)
+        before, running = self._unread, dict(self.running)
+        cached = self.live.cached
+        stepped = self.live.step(tokens, watch_heat if self._wants_heat else None)
+        self._unread = Unread(stepped, running, cached)
+        drawn = np.asarray(tokens)
+        if before is not None:
+            self._count_rows(before.stepped.counts, before.running, before.cached)
+        choices = None if log_probs is None else choices_of(log_probs, MOST_LOG_PROBS)
+        for row, each in running.items():
+            choice = None if each.job.top is None or choices is None else choices[row]
+            heat = None
+            if each.job.heat and before is not None and before.running.get(row) is each:
+                heat = heat_of(before.stepped.records, row, int(before.cached[row]))
+            yield NewToken(row, each, int(drawn[row]), choice, heat)
+
+    def _allowed(self) -> np.ndarray | None:
+        """Return the tokens that each row may draw; None if all rows may draw all tokens."""
+        answers = {row: each.answer for row, each in self.running.items()}
+        matchers = {row: a.matcher for row, a in answers.items() if a.matcher is not None}
+        if not matchers:
+            return None
+        return allowed_tokens(matchers, self._rows, self._engine.model.config.vocab_size)
+
+    def _insert(self, row: int, reading: Reading, job: Job, sampler: Sampler) -> None:
+        self.live.join(row, reading, job.budget)
+
+    def try_join(self, reading: Reading) -> None:
+        self.live.join(0, reading)
+        self.live.leave(0)
+
+    def warm_up(self, reading: Reading) -> None:
+        self.live.join(0, reading)
+        every = allowed_tokens({}, self._rows, self._engine.model.config.vocab_size)
+        drawn: Drawn | None = None
+        to_flush = self._engine.decoder.policy.window + 1
+        for sampling, number in zip(SAMPLINGS, (to_flush, 1, 1), strict=True):
+            self._sampler.replace(0, self._sampler_of([sampling], [(0,)]))
+            for _ in range(number):
+                logits, best = self.live.logits, self.live.best
+                drawn = self._sampler.draw(logits, best, every, log_probs=True)
+                self.live.step(drawn.tokens)
+        if self._heat_maps:
+            self.live.step(self.live.best, watch_heat)
+        jax.block_until_ready((drawn, self.live.logits))
+        self.leave(0)
+
+
+class RoundBatch(ServedBatch):
+    """Batch of a lossless engine, which advances by rounds."""
+
+    live: LosslessBatch
+
+    def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
+        super().__init__(engine, limits, metrics)
+        self.live = LosslessBatch(engine.runtime, limits.rows, limits.capacity)
+        self._first: dict[int, Drawn] = {}
+
+    def advance(self) -> Iterator[NewToken]:
+        """Yield the first tokens of new answers, then the tokens of a round."""
+        first, self._first = self._first, {}
+        for row, drawn in first.items():
+            if (each := self.running.get(row)) is not None:
+                choice = _choice(drawn.log_probs, each.job, 0)
+                yield NewToken(row, each, int(np.asarray(drawn.tokens)[0]), choice, None)
+        if not self.live.active.any():
+            return
+        running, watch = dict(self.running), watch_heat if self._wants_heat else None
+        round_ = self.live.round(self._sampler, log_probs=self._wants_scores, watch=watch)
+        self._count(round_, running)
+        for place in range(int(round_.counts.max())):
+            for row, each in running.items():
+                if place < round_.counts[row]:
+                    scores = None if round_.log_probs is None else round_.log_probs[place]
+                    choice, heat = _choice(scores, each.job, row), None
+                    if each.job.heat and place < round_.drafted.count:
+                        records = round_.drafted.records[place]
+                        heat = heat_of(records, row, int(round_.cached[row]) + place)
+                    yield NewToken(row, each, int(round_.tokens[row, place]), choice, heat)
+
+    def _count(self, round_: Round, running: dict[int, Running]) -> None:
+        """Count the rows that a round moved, and its tokens."""
+        drafted = round_.drafted
+        for step, counts in enumerate(drafted.counts):
+            self._count_rows(counts, running, round_.cached + step)
+        for row in running:
+            accepted = max(0, int(round_.counts[row]) - 1)
+            self._metrics.verified(drafted.count, accepted, self._rows_of(int(round_.cached[row])))
+
+    def _insert(self, row: int, reading: Reading, job: Job, sampler: Sampler) -> None:
+        drawn = sampler.draw(*reading.predicted, log_probs=job.top is not None)
+        self.live.join(row, reading, drawn.tokens, job.most - 1, job.budget)
+        self._first[row] = drawn
+
+    def leave(self, row: int) -> None:
+        super().leave(row)
+        self._first.pop(row, None)
+
+    def try_join(self, reading: Reading) -> None:
+        self.live.join(0, reading, reading.predicted[1], 0)
+        self.live.leave(0)
+
+    def warm_up(self, reading: Reading) -> None:
+        self.try_join(reading)
+        for sampling in SAMPLINGS:
+            sampler = self._sampler_of([sampling], [(0,)])
+            jax.block_until_ready(sampler.draw(*reading.predicted, log_probs=True))
+            self._sampler.replace(0, sampler)
+            heat = self._heat_maps and sampling.greedy and not sampling.penalises
+            self.live.warm_up(self._sampler, watch_heat if heat else None)
+        self._sampler.leave(0)
+
+
+def served_batch(engine: Engine, limits: Limits, metrics: Metrics) -> ServedBatch:
+    """Return an empty batch of the kind that an engine needs."""
+    kind = RoundBatch if engine.runtime.settings.lossless else SteppedBatch
+    return kind(engine, limits, metrics)
+
+
+def heat_of(records: Sequence[Any], row: int, cached: int) -> np.ndarray | None:
+    """Return a row's heat map, [l, t] uint8; None if the step was not watched."""
+    made = [np.asarray(record)[row, :cached] for record in records if record is not None]
+    return np.stack(made) if made else None
+
+
+def _choice(log_probs: LogProbs | None, job: Job, row: int) -> Choice | None:
+    if log_probs is None or job.top is None:
+        return None
+    return choices_of(log_probs, MOST_LOG_PROBS)[row]
