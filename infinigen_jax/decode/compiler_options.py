@@ -26,19 +26,18 @@ ONE_AFTER_THE_OTHER: Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_ME
 WIDTH = "xla_cpu_prefer_vector_width"
 WIDE: Options = {WIDTH: 512}
 LONG_VECTORS = "avx512_vbmi2"
-# With reductions by the YNN library, those of a step take several times as long as with XLA's own
-# loops, and their operands are materialised first.
+# The YNN library multiplies a few queries by many rows, or rows by weights, faster than XLA's own
+# loops. Its reductions take several times as long, and their operands are materialised first.
 LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
-OWN_LOOPS: Options = {LIBRARY: ""}
 PRODUCTS: Options = {LIBRARY: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 def layer_options(layout: Layout) -> Options:
-    """Return options for programs of a layer: vector width, and weight copies that overlap work."""
+    """Return options for programs of a layer: products, vectors, and copies of weights."""
     options: Options = {}
     if jax.default_backend() == "cpu" and LIBRARY not in os.environ.get("XLA_FLAGS", ""):
-        options = options | _known(OWN_LOOPS)
+        options = options | _known(PRODUCTS)
     if long_vectors():
         options = options | _known(WIDE, "vectors stay short")
     if layout.weights_on_host:
@@ -52,15 +51,6 @@ def step_options(layout: Layout) -> Options:
     if layout.as_bits and layout.dtype.itemsize == 2:
         options = options | _known(ONE_AFTER_THE_OTHER, "weights in float32 take more memory")
     return options
-
-
-def attention_options(layout: Layout) -> Options:
-    """Return options for programs that attend with few queries: the library's products.
-
-    Rows are the longer side of these products. XLA's own would transpose them first.
-    """
-    options = layer_options(layout)
-    return options | (_known(PRODUCTS) if LIBRARY in options else {})
 
 
 def long_vectors() -> bool:

@@ -3,18 +3,12 @@
 Queries are grouped, [b, k, g, d]: g query heads read KV head k. They are already scaled.
 """
 
-import functools
-import operator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-LANES = 16  # columns of a vector
-LONG = 8  # vectors of a row whose sum is vectorised
-FEW_QUERIES = range(2, 9)  # queries that share rows for which `_products_by_lane` is faster
 MASKED = -1e30  # finite, so that a block without valid rows gives no NaN
 
 
@@ -158,36 +152,10 @@ def finish_softmax(
 
 
 def _scores(q: Float[Array, "b k g d"], part: Part, cap: float | None) -> Float[Array, "b k g n"]:
-    scores = lax.platform_dependent(q, part.keys, cpu=_products_by_lane, default=_products)
-    return jnp.where(part.valid[:, :, None], soft_capped(scores, cap), MASKED)
-
-
-def _products(q: Float[Array, "b k g d"], keys: Float[Array, "b k n w"]) -> Float[Array, "b k g n"]:
-    width = keys.shape[-1] - q.shape[-1]
+    width = part.keys.shape[-1] - q.shape[-1]
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, width)))
-    return jnp.einsum("bkgd,bknd->bkgn", q, keys, preferred_element_type=jnp.float32)
-
-
-def _products_by_lane(
-    q: Float[Array, "b k g d"], keys: Float[Array, "b k n w"]
-) -> Float[Array, "b k g n"]:
-    """Return `_products` with the sum over most columns written out.
-
-    XLA multiplies a few queries by many rows slowly: a batch of such products takes up to ten times
-    as long as one loop over vectors of LANES columns, which reads each row once per query.
-    """
-    d, g = q.shape[-1], q.shape[2]
-    if d % LANES or g not in FEW_QUERIES:
-        return _products(q, keys)
-    queries = q.astype(jnp.float32).reshape(*q.shape[:3], 1, -1, LANES)
-    columns = keys[..., :d].reshape(*keys.shape[:2], 1, keys.shape[2], -1, LANES)
-    count = d // LANES
-    terms = (queries[..., i, :] * columns[..., i, :].astype(jnp.float32) for i in range(count))
-    lanes = functools.reduce(operator.add, terms)
-    if count >= LONG:
-        return jnp.sum(lanes, axis=-1)
-    # LLVM would unroll a loop of so few terms, and not vectorise it.
-    return (lanes.reshape(-1, LANES) @ jnp.ones((LANES, 1))).reshape(lanes.shape[:-1])
+    scores = jnp.einsum("bkgd,bknd->bkgn", q, part.keys, preferred_element_type=jnp.float32)
+    return jnp.where(part.valid[:, :, None], soft_capped(scores, cap), MASKED)
 
 
 def _weighted_sum(

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
-from infinigen_jax.decode.compiler_options import attention_options
+from infinigen_jax.decode.compiler_options import layer_options
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.models import Params
@@ -235,7 +235,7 @@ def verification_steps(decoder: Decoder) -> VerificationSteps:
         return start + accepted
 
     at: Any = Placement(decoder.mesh)
-    options: Any = {"compiler_options": attention_options(decoder)}
+    options: Any = {"compiler_options": layer_options(decoder)}
     seen = Observed(at.batch, at.batch) if observes else None
 
     def program(function: Any, out: Any, **options: Any) -> Program:

@@ -10,7 +10,7 @@ from infinigen_jax.decode import compiler_options as compiler
 from infinigen_jax.decode.compiler_options import (
     COPIES_IN_FLIGHT,
     LIBRARY,
-    OWN_LOOPS,
+    PRODUCTS,
     WIDE,
     WIDTH,
     layer_options,
@@ -41,20 +41,20 @@ def test_long_vectors_where_the_processor_has_them(monkeypatch, tmp_path, flags)
     monkeypatch.setattr(compiler, "CPU_INFO", file)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     options = layer_options(LAYOUT)
-    assert options == OWN_LOOPS | (WIDE if flags and "vbmi2" in flags else {})
+    assert options == PRODUCTS | (WIDE if flags and "vbmi2" in flags else {})
     assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.int32(1)) == 2
 
 
 def test_the_environment_has_precedence(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--{WIDTH}=256")
-    assert layer_options(LAYOUT) == OWN_LOOPS
+    assert layer_options(LAYOUT) == PRODUCTS
     monkeypatch.setenv("XLA_FLAGS", f"--{WIDTH}=256 --{LIBRARY}=")
     assert layer_options(LAYOUT) == {}
 
 
 def test_an_option_that_xla_does_not_know_is_left_out(monkeypatch, caplog):
     monkeypatch.setattr(compiler, "long_vectors", lambda: False)
-    monkeypatch.setattr(compiler, "OWN_LOOPS", {})
+    monkeypatch.setattr(compiler, "PRODUCTS", {})
     assert layer_options(STREAMED) == COPIES_IN_FLIGHT
     monkeypatch.setattr(compiler, "COPIES_IN_FLIGHT", {"xla_gpu_no_such_option": 1})
     with caplog.at_level(logging.WARNING):
