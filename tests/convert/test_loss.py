@@ -97,6 +97,7 @@ def test_a_conversion_measures_every_layer(tmp_path, skew):
     at = loss.BUDGETS.index(loss.BUDGET)
     same = slice(None) if skew == "svd" else slice(1)  # the other is of the layer's input
     np.testing.assert_array_equal(model.row_loss[:, same, at], model.sparse_loss[:, same])
+    assert np.array_equal(model.row_loss[1:, 1, at], ahead[1:]) == (skew == "svd")
     curves = model.curves(ahead=True)
     assert curves.shares == loss.BUDGETS and len(curves.errors) == model.config.num_layers
     assert np.all(model.row_loss[:, 0, -1] <= model.row_loss[:, 0, 0])

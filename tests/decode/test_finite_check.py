@@ -20,7 +20,7 @@ from infinigen_jax.models.base import random_params
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
-LAYERS, VOCABULARY, BAD = 3, 48, 7
+LAYERS, VOCABULARY, BAD = 2, 48, 7
 HF = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,
@@ -63,7 +63,7 @@ def place(error: pytest.ExceptionInfo[NotFiniteError]) -> tuple[str, int, int]:
 PROMPTS = [[3] * 5, [4] * 12, [5] * 9]
 
 
-@pytest.mark.parametrize("layer, value", [(0, jnp.nan), (1, jnp.inf), (2, jnp.nan)])
+@pytest.mark.parametrize("layer, value", [(0, jnp.nan), (1, jnp.inf)])
 def test_weights_that_are_not_finite(params, layer, value):
     """Found while the prompt is read, at its first token."""
     bad = spoiled(params, "layers", layer, "down", "kernel", value=value)

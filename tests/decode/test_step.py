@@ -9,7 +9,6 @@ import pytest
 from runtime import NEW, RAGGED, SPARSE, engine, finished
 
 from infinigen_jax.cache.hot_set import HotSet
-from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.decode.steps import step, steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
@@ -18,16 +17,16 @@ from infinigen_jax.policies import Full, Policy
 HOT = "hot"  # SPARSE with a hot set and packed rows
 
 
-def made(policy: Policy | str, dense_layers: int = 1, schedule: str = "fused") -> Engine:
+def made(policy: Policy | str, schedule: str = "fused") -> Engine:
     if isinstance(policy, str):
-        return engine("gqa", SPARSE, dense_layers, schedule, hot_set=1.5, rows="int8")
-    return engine("gqa", policy, dense_layers, schedule)
+        return engine("one", SPARSE, 0, schedule, hot_set=1.5, rows="int8")
+    return engine("gqa", policy, 1, schedule)
 
 
 def test_bytes_and_fractions():
-    full = finished(engine("gqa", Full(), 1)).stats()
+    full = finished(engine("one", Full(), 0)).stats()
     assert full.fetched_fraction == 1.0
-    run = finished(engine("gqa", SPARSE, 1))
+    run = finished(engine("one", SPARSE, 0))
     stats = run.stats()
     assert 0 < stats.fetched_fraction <= SPARSE.budget
     layers, heads, d, capacity = 1, 2, 8, run.capacity
@@ -44,11 +43,7 @@ def test_bytes_and_fractions():
     assert stats.device_index_bytes == layers * 3 * heads * capacity * 4 * 4  # half the columns
     assert (stats.prompt_tokens, stats.new_tokens) == (sum(map(len, RAGGED)), 3 * NEW)
     assert (stats.policy, stats.schedule, stats.transfer) == ("infinigen", "fused", "xla")
-    local = run.cache.local
-    dense = sum(x.nbytes for x in jax.tree.leaves([p for p in local if isinstance(p, DenseLayer)]))
-    ring = [p for p in local if not isinstance(p, DenseLayer)]
-    assert run.plan.dense_cache == dense
-    assert run.plan.resident == sum(x.nbytes for x in jax.tree.leaves(ring))
+    assert run.plan.resident == sum(x.nbytes for x in jax.tree.leaves(run.cache.local))
 
 
 # What a step must not do.
@@ -64,7 +59,7 @@ def test_bytes_and_fractions():
     ids=str,
 )
 def test_a_step_neither_reads_nor_sends_anything(policy, schedule, monkeypatch):
-    run = made(policy, 1, schedule).start(RAGGED, max_new_tokens=NEW)
+    run = made(policy, schedule).start(RAGGED, max_new_tokens=NEW)
     run.advance()
 
     def refuse(*arguments, **keywords):
@@ -113,7 +108,7 @@ def test_the_fused_step_copies_neither_cache_nor_weights(policy):
 
 
 def test_the_layerwise_step_and_the_flush_copy_no_cache():
-    run = made(SPARSE, 1, "layerwise").start(RAGGED, max_new_tokens=NEW)
+    run = made(SPARSE, "layerwise").start(RAGGED, max_new_tokens=NEW)
     compiled, numbers = steps(run.decoder), run.dispatcher.numbers
     cache, weights = run.cache, run.runtime.weights
     assert cache.host is not None

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from runtime import (
 )
 from tiny import logits_of
 
-from infinigen_jax import generate
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.live_batch import LiveBatch
 from infinigen_jax.engine.lossless import LosslessRun, LosslessStats
@@ -243,13 +241,3 @@ def test_a_batch_that_sequences_join_and_given_tokens_are_refused():
     for use in (run.advance, lambda: run.predict(np.zeros(3, np.int32))):
         with pytest.raises(InputError, match="lossless"):
             use()
-
-
-@pytest.mark.usefixtures("shallow")
-def test_the_command_line_reports_it(command, tmp_path):
-    file = tmp_path / "stats.json"
-    given = ("--prompt", "The king was", "--max-new-tokens", "6", "--quiet", "--ignore-eos")
-    lossless = ("--lossless", "--draft-tokens", "3", "--stats-json", file)
-    status, _, err = command(generate.main, *given, *lossless)
-    assert (status, err) == (0, "")
-    assert 0 <= json.loads(file.read_text())["acceptance_rate"] <= 1

@@ -288,9 +288,9 @@ def test_several_policies_and_budgets_in_one_table():
 
 def test_what_was_measured_before_is_still_compared_with(tmp_path):
     """A run that goes on where it was cut off has the full cache's predictions from its parts."""
-    few = [f"infinigen:window=4,sinks=2,alpha={alpha}" for alpha in ("1", "inf")]
+    few = [f"window:window=4,sinks=2,budget={budget}" for budget in (0.1, 0.2)]
     given = ["perplexity", "--text", "t", "--dense-layers", "0", "--policy", "full", *few]
-    arguments = evaluate.build_parser().parse_args([*given, "--budget", "0.2", "--quiet"])
+    arguments = evaluate.build_parser().parse_args([*given, "--quiet"])
     chosen = configurations(arguments, reference=True)
     sizes = {"context": 20, "chunk": 16, "batch": 2, "likeliest": 8}
     windows = np.random.default_rng(3).integers(3, 96, (3, 40)).astype(np.int32)

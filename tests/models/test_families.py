@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from runtime import ALL, SPARSE, finished, random_model
+from runtime import ALL, RAGGED, SPARSE, engine, finished, random_model
 from tiny import COMMON, LLAMA, TEXT, logits_of, make_tiny
 
 from benchmarks.torch_systems import with_cache
@@ -150,10 +150,10 @@ def record_output(decoder, layer):
     return layer.after, layer.after.x
 
 
-def decoded(engine: Engine, tokens: list[list[int]]) -> np.ndarray:
+def decoded(made: Engine, tokens: list[list[int]]) -> np.ndarray:
     """Logits [b, NEW - 1, v] of decode steps over given tokens, after PROMPTS."""
-    run, steps = engine.start(PROMPTS, max_new_tokens=NEW), []
-    embedding = engine.decoder.blueprint.embedding(engine.weights.params["embedding"])
+    run, steps = made.start(PROMPTS, max_new_tokens=NEW), []
+    embedding = made.decoder.blueprint.embedding(made.weights.params["embedding"])
     for column in np.array(tokens).T[:-1]:
         records = run.watch(record_output, column)[1]
         steps.append(np.asarray(embedding.logits(records[-1])))
@@ -184,8 +184,7 @@ def test_decoding_is_that_of_transformers(name, tmp_path):
 
 
 def test_layers_with_a_window_stay_on_the_device():
-    model = random_model("windows")
-    run = Engine(model, policy=SPARSE, dense_layers=1).start(PROMPTS, max_new_tokens=NEW)
+    run = engine("windows").start(RAGGED, max_new_tokens=NEW)
     assert run.decoder.on_host == (2,)
     assert [type(local) for local in run.cache.local] == [DenseLayer, Sliding, Resident]
     assert run.cache.host is not None and run.cache.host.shape[0] == 1
@@ -236,11 +235,11 @@ def test_a_sequence_does_not_grow_out_of_its_frequencies():
     factors = {"short_factors": (1.0,) * 4, "long_factors": (2.0,) * 4}
     rope = dataclasses.replace(model.config.rope, kind="longrope", original_positions=32, **factors)
     config = dataclasses.replace(model.config, rope=rope)
-    engine = Engine(dataclasses.replace(model, config=config), policy=SPARSE, dense_layers=0)
+    made = Engine(dataclasses.replace(model, config=config), policy=SPARSE, dense_layers=0)
     with pytest.raises(InputError, match="a prompt of 27 would grow beyond; give at most 6 new"):
-        engine.generate([[3] * 27, [3] * 40], max_new_tokens=7)
+        made.generate([[3] * 27, [3] * 40], max_new_tokens=7)
     with pytest.raises(InputError, match="context 40: give 2 to 32"):
-        engine.conversation(context=40)
+        made.conversation(context=40)
 
 
 HF = LLAMA | {"rope_theta": 1e6, "max_position_embeddings": 32}

@@ -20,7 +20,7 @@ FIXED = dataclasses.replace(OWN, alpha=float("inf"))
 
 
 def test_an_exact_index_selects_the_rows_of_the_oracle():
-    model = random_model("gqa")
+    model = random_model("one")
     oracle = Oracle(budget=FIXED.budget, window=FIXED.window, sinks=FIXED.sinks)
     own, best = (scores_of(model, policy) for policy in (FIXED, oracle))
     np.testing.assert_allclose(own, best, rtol=1e-4, atol=1e-4)
