@@ -35,7 +35,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine(load(embedded(), "float32"), policy=Full(window=8))
+    return Engine(load(embedded()), policy=Full())
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_model_gets_the_template_of_all_messages(engine, template):
     """Also of answers that end by themselves, and of those that the template alters."""
     tokenizer = engine.model.tokenizer
     for ends in (False, True):
-        conversation = engine.conversation(context=300)
+        conversation = engine.conversation(context=200)
         chat = Dialogue(conversation, str(template), "Be brief.")
         for text in ("The king said", "And then?", "Who?"):
             answer = "".join(chat.answer(text, 7, ignore_eos=True))
@@ -83,7 +83,7 @@ def test_the_model_gets_the_template_of_all_messages(engine, template):
 
 
 def test_plain_text_goes_on(engine):
-    conversation = engine.conversation(context=300)
+    conversation = engine.conversation(context=200)
     chat = Dialogue(conversation, "plain")
     first = "".join(chat.answer("The king said", 5))
     second = "".join(chat.answer("and the queen", 5))
@@ -110,7 +110,7 @@ def test_a_conversation_at_the_command_line(talk, template, tmp_path):
     status, out, err = talk("", *shared, "--resume", saved, "--temperature", "0.5")
     assert (status, out) == (2, "") and "leave --temperature" in err
     # Asked for by name, what would be the default for a new one is another setting, too.
-    drawn = (*shared, "--temperature", "0.5", "--save", f"{saved}-drawn")
+    drawn = (*shared, "--context", 200, "--temperature", "0.5", "--save", f"{saved}-drawn")
     assert talk("Who?\n", *drawn)[0] == 0
     status, out, err = talk("", *shared, "--resume", f"{saved}-drawn", "--temperature", "0")
     assert (status, out) == (2, "") and "leave --temperature" in err
@@ -166,7 +166,7 @@ def test_forgotten_messages_are_not_read_again(engine, template):
     def said(chosen):
         return engine.model.tokenizer.decode(chosen.tokens)
 
-    conversation, other = engine.conversation(context=300), engine.conversation(context=300)
+    conversation, other = engine.conversation(context=200), engine.conversation(context=200)
     dialogue = Dialogue(conversation, str(template), "Be brief.")
     first, second = ("".join(dialogue.answer(text, 6)) for text in ("The king said", "And then?"))
     assert dialogue.undo() and len(conversation.messages) == 3

@@ -35,7 +35,7 @@ def test_saved_measurements(tmp_path_factory, changes):
 @pytest.fixture(scope="module")
 def conversation(tmp_path_factory) -> Path:
     """A saved conversation."""
-    talk = engine("gqa").conversation(context=60)
+    talk = engine("one").conversation(context=200)
     list(talk.turn([5, 6, 7], 5))
     talk.save(path := tmp_path_factory.mktemp("talk") / "whole")
     return path
@@ -83,7 +83,7 @@ def test_saved_conversations_with_another_content(conversation, data):
     path = conversation.with_name("changed")
     layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
     write_saved(path, record, layout, arrays.items())
-    resumed = attempt(lambda: engine("gqa").resume(path))
+    resumed = attempt(lambda: engine("one").resume(path))
     if resumed is not None:
         assert resumed.cached in (len(resumed.tokens), len(resumed.tokens) - 1)
         assert len(arrays) == len(whole._file.tensors) - 2

@@ -24,7 +24,6 @@ from runtime import RAGGED, SPARSE, random_model
 from infinigen_jax import cuda
 from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
 from infinigen_jax.decode.steps import steps
-from infinigen_jax.engine import engine
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import POLICIES
 from infinigen_jax.prefill.compiled import prefill_steps
@@ -142,7 +141,7 @@ def calls(gpu_compiler: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
         return Recorder(function, found, jit(function, **options))
 
     monkeypatch.setattr(jax, "jit", recording)
-    monkeypatch.setattr(engine, "make_transfer", lambda name: XlaTransfer())
+    monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer())
     for cached in (steps, prefill_steps):
         cached.cache_clear()
     yield found
