@@ -40,7 +40,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "full": Family(Full(), dense_layers=2),  # everything on the device
     "full-three": Family(Full(), dense_layers=3, model="three"),
-    "sparse": Family(SPARSE, model="three"),
+    "sparse": Family(SPARSE, dense_layers=0),
     "resident": Family(RESIDENT, dtype="bfloat16", dense_layers=0),
     "small-rows": Family(TAIL, dense_layers=0, model="one", settings={"rows": "int8"}),
     "opt": Family(SPARSE, model="opt", dense_layers=0),

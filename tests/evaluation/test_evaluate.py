@@ -87,7 +87,7 @@ def test_table_and_record(tmp_path, text, run):
     result = tmp_path / "result.json"
     arguments = ["--text", str(text), "--json", str(result), "--window", "48", "--context", "16"]
     arguments += ["--windows", "3", "--batch", "2", "--chunk", "20", "--alpha", "inf"]
-    arguments += ["--policy", "full", "infinigen", "--budget", "0.1"]
+    arguments += ["--policy", "full", "infinigen", "--budget", "0.1", "--dense-layers", "2"]
     status, out, err = run("perplexity", *arguments)
     assert status == 0, err
     assert "2/2 infinigen 0.1" in err and "96/96" in err and "arning" not in err

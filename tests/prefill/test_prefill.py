@@ -1,6 +1,7 @@
 """Prompts in chunks, and caches that get more tokens, equal one long prompt."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runtime
-from runtime import NEW, RAGGED, engine, random_model, tokens_of
+from runtime import RAGGED, engine, random_model, tokens_of
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.layers import Resident
@@ -118,17 +119,15 @@ def test_tokens_appended_after_decoding_equal_one_prompt():
     """Turns of different lengths, one of them empty, after steps between two flushes."""
     chosen = engine("one", ALL)
     turns = [LONG[0][:70], [], LONG[1][:3]]
-    run = chosen.start(RAGGED, max_new_tokens=NEW)
+    run, other = (chosen.start(RAGGED, max_new_tokens=200) for _ in range(2))
+    assert run.capacity == CAPACITY
     for _ in range(6):
         run.advance()
     drawn = run.drawn
-    before = [np.asarray(run.cache.lengths)]
-    whole = [p[:] for p in RAGGED]
     # What the steps wrote, read back from a run that is asked for its tokens.
-    made = tokens_of(chosen, RAGGED, NEW)
-    for prompt, tokens in zip(whole, made, strict=True):
-        prompt += tokens[:6]
-    assert [len(p) for p in whole] == before[0].tolist()
+    made = zip(*itertools.islice(other.tokens(ignore_eos=True), 6), strict=True)
+    whole = [[*prompt, *tokens] for prompt, tokens in zip(RAGGED, made, strict=True)]
+    assert [len(p) for p in whole] == run.cache.lengths.tolist()
     cache, after = add(chosen, run.cache, turns, 64)
     expected, first = read(chosen, [p + t for p, t in zip(whole, turns, strict=True)])
     assert_alike(chosen, cache, expected)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import random_model
+from runtime import SPARSE, random_model
 
 from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.engine.engine import Engine
@@ -17,7 +17,7 @@ from infinigen_jax.speculation.layer_budgets import STEP, Curves, share_out
 
 SHARES = (0.05, 0.1, 0.2, 0.4)
 PROMPTS = [list(range(3, 90)), list(range(5, 45))]
-STEEP = InfiniGen(window=4, sinks=1, alpha=float("inf"), budget=0.25, layer_budgets="calibrated")
+STEEP = dataclasses.replace(SPARSE, alpha=float("inf"), budget=0.25, layer_budgets="calibrated")
 
 
 def loss_of(curves: Curves, layer: int, share: float) -> float:
