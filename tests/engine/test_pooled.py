@@ -57,6 +57,20 @@ def live(run: Run) -> list[list[list[np.ndarray]]]:
     return found
 
 
+def pieces(layer: Any) -> tuple[Any, Any]:
+    """A layer's projections, and what comes after its attention, compiled."""
+
+    def project(x: Any, at: Any) -> Any:
+        a = layer.attention_input(x)
+        return layer.query(a, at), *layer.key_value(a, at)
+
+    def finish(x: Any, o: Any) -> Any:
+        x = x + layer.attention_output(o)
+        return x + layer.mlp(x)
+
+    return jax.jit(project), jax.jit(finish)
+
+
 class Masked:
     """The model on one sequence, token by token in NumPy; each KV head attends to given tokens."""
 
@@ -66,6 +80,8 @@ class Masked:
         self.config = model.config
         self.layers = [plan.layer(params) for params in model.params["layers"]]
         self.ends = plan.embedding(model.params["embedding"])
+        self.pieces = [pieces(layer) for layer in self.layers]
+        self.log_probs = jax.jit(lambda x: jax.nn.log_softmax(self.ends.logits(x)[0]))
         self.rows: list[list[Any]] = [[] for _ in self.layers]  # keys, values by position
 
     def step(self, token: int, position: int, allowed: dict[int, list[np.ndarray]]) -> np.ndarray:
@@ -73,10 +89,9 @@ class Masked:
         at = jnp.array([position], jnp.int32)
         x = self.ends.embed(jnp.array([token], jnp.int32), at)
         group = self.config.group_size
-        for i, layer in enumerate(self.layers):
-            a = layer.attention_input(x)
-            query = np.asarray(layer.query(a, at))[0]
-            self.rows[i].append([np.asarray(part)[0] for part in layer.key_value(a, at)])
+        for i, (project, finish) in enumerate(self.pieces):
+            query, *row = (np.asarray(part)[0] for part in project(x, at))
+            self.rows[i].append(row)
             keys, values = (np.stack([row[part] for row in self.rows[i]]) for part in (0, 1))
             outputs = []
             for head in range(self.config.num_heads):
@@ -85,9 +100,8 @@ class Masked:
                 scores = keys[seen, kv] @ query[head]
                 weights = np.exp(scores - scores.max())
                 outputs.append(weights @ values[seen, kv] / weights.sum())
-            x = x + layer.attention_output(jnp.asarray(np.stack(outputs))[None])
-            x = x + layer.mlp(x)
-        return np.asarray(jax.nn.log_softmax(self.ends.logits(x)[0]))
+            x = finish(x, np.stack(outputs)[None])
+        return np.asarray(self.log_probs(x))
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def true_logits(layer, config, a, cached, positions) -> np.ndarray:
     """q . k [b, k, g, t] of the layer itself, computed by head with NumPy."""
     b, t, _ = cached.shape
     at = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))
-    keys, _ = layer.key_value(cached, at)
-    q, keys = np.asarray(layer.query(a, positions)), np.asarray(keys)
+    keys = np.asarray(jax.jit(layer.key_value)(cached, at)[0])
+    q = np.asarray(jax.jit(layer.query)(a, positions))
     heads = [
         np.einsum("bd,btd->bt", q[:, h], keys[:, :, h // config.group_size])
         for h in range(config.num_heads)
@@ -56,16 +56,21 @@ def speculated(model, number, a, cached, positions, columns, dtype="float32") ->
     layer = blueprint(config, model.dtype).layer(model.params["layers"][number])
     b, t, _ = cached.shape
     at = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))
-    keys = layer.key_value(cached, at)[0].swapaxes(1, 2)
     weights = speculation_weights(model, number, columns, centred=index.quantised)
-    entries = index.encode(partial_keys(weights, keys, columns))
-    assert entries.shape == (b, config.num_kv_heads, index.entries, t)
-    assert entries.dtype == index.dtype
-    query = speculate_query(config, layer, weights, a, positions, columns)
-    assert query.shape == (b, config.num_kv_heads, config.group_size, columns)
-    scores = index.scores(query, entries)
-    assert scores.dtype == jnp.float32
-    return np.asarray(scores)
+
+    @jax.jit
+    def scores(cached, a):
+        keys = layer.key_value(cached, at)[0].swapaxes(1, 2)
+        entries = index.encode(partial_keys(weights, keys, columns))
+        assert entries.shape == (b, config.num_kv_heads, index.entries, t)
+        assert entries.dtype == index.dtype
+        query = speculate_query(config, layer, weights, a, positions, columns)
+        assert query.shape == (b, config.num_kv_heads, config.group_size, columns)
+        return index.scores(query, entries)
+
+    found = scores(cached, a)
+    assert found.dtype == jnp.float32
+    return np.asarray(found)
 
 
 @pytest.mark.parametrize("case", CASES)

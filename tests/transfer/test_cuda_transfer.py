@@ -162,35 +162,22 @@ def test_rows_are_not_there_before_the_wait(driver: FakeCuda):
     assert len(driver.queue) == 1
 
 
+def fetched(host: Any) -> Any:
+    wanted = request((1, 1, 4), 8, 0)
+    return run(CudaTransfer(), host, jnp.int32(0), wanted, None, None, jnp.ones((1, 2)))
+
+
 def test_a_failing_launch_is_an_error_of_the_program(driver: FakeCuda):
     host = host_cache((1, 1, 1, 8, 8), jnp.float32)
     driver.failing.add("cuLaunchKernel")
     with pytest.raises(RuntimeError, match=r"infinigen_start: cuLaunchKernel: invalid argument"):
-        jax.block_until_ready(
-            run(
-                CudaTransfer(),
-                host,
-                jnp.int32(0),
-                request((1, 1, 4), 8, 0),
-                None,
-                None,
-                jnp.ones((1, 2)),
-            )
-        )
+        jax.block_until_ready(fetched(host))
 
 
 def test_rows_that_are_not_whole_vectors_are_refused():
     host = host_cache((1, 1, 1, 8, 6), jnp.float32)
     with pytest.raises(InputError, match="rows of 24 bytes"):
-        run(
-            CudaTransfer(),
-            host,
-            jnp.int32(0),
-            request((1, 1, 4), 8, 0),
-            None,
-            None,
-            jnp.ones((1, 2)),
-        )
+        fetched(host)
 
 
 @pytest.mark.parametrize("alpha", [3.0, math.inf])
