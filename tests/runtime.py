@@ -3,17 +3,22 @@
 import copy
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.loading.load import Basis, Model
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf, random_params
 from infinigen_jax.policies import InfiniGen, Policy
+from infinigen_jax.prefill.compiled import prefill_steps
 from infinigen_jax.skew.tail_moments import block_products
 
 HF: dict[str, dict[str, Any]] = {
@@ -197,3 +202,26 @@ def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
     )
     steps = range(context, context + 19)
     return np.stack([np.asarray(run.score(tokens[:, i], tokens[:, i + 1])) for i in steps])
+
+
+def large_cache(decoder: Decoder, capacity: int) -> Cache:
+    """Shapes of a cache of one sequence, placed as its arrays would be."""
+    at, stored = Placement(decoder.mesh), decoder.row_format
+
+    def shaped(tree: Any, sharding: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+    empty = prefill_steps(decoder).empty
+    cache: Any = empty.shapes(batch=1, capacity=capacity, slots=capacity)
+    lengths = shaped(cache.lengths, at.batch)
+    shape = (decoder.host_layers, 1, decoder.config.num_kv_heads, capacity, stored.width)
+    host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)
+    return shaped(cache._replace(lengths=None), at.rows)._replace(host=host, lengths=lengths)
+
+
+def copies(hlo: str) -> list[int]:
+    """Elements of each array that a compiled program copies."""
+    shapes = re.findall(r"= \w+\[([\d,]*)\][^ ]* copy(?:-start)?\(", hlo)
+    return [int(np.prod([int(n) for n in shape.split(",") if n] or [1])) for shape in shapes]

@@ -1,7 +1,6 @@
 """Where cached rows are: the ring of recent tokens, and the array in host memory."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runtime import copies
 
 from infinigen_jax.cache.host_array import (
     allocate_host,
@@ -249,12 +249,6 @@ def test_updates_are_in_place():
     cache = write(cache, jnp.int32(2), jnp.ones((2, 2, 9, 6)), Span.whole(2, 9))
     assert cache.unsafe_buffer_pointer() == address
     assert cache.sharding.memory_kind == "pinned_host"
-
-
-def copies(hlo: str) -> list[int]:
-    """Elements of each array that a compiled program copies."""
-    shapes = re.findall(r"= \w+\[([\d,]*)\][^ ]* copy(?:-start)?\(", hlo)
-    return [int(np.prod([int(n) for n in shape.split(",") if n] or [1])) for shape in shapes]
 
 
 def test_a_token_is_written_to_the_ring_where_it_lies():

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import ALL, RAGGED, SPARSE, engine, finished
+from runtime import ALL, RAGGED, engine, finished
 
 from infinigen_jax.cache.host_array import allocate_host, default_mesh, write_span
 from infinigen_jax.cache.hot_set import HotSet, Plan, place_dtype, plan
-from infinigen_jax.engine.engine import Engine
-from infinigen_jax.errors import InputError
 from infinigen_jax.ops.span import Span
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import XlaTransfer
@@ -147,10 +145,3 @@ def test_a_hot_set_of_everything_misses_each_row_once():
     moved = np.stack([np.asarray(counts.moved) for counts in run.counts])
     eligible = np.maximum(run.prompt_lengths + 29 - ALL.window - ALL.sinks, 0)
     np.testing.assert_array_equal(moved.sum(axis=0), eligible * 2)
-
-
-def test_settings_out_of_range():
-    model = engine("one").model
-    for wrong in (0.5, -1.0, float("nan")):
-        with pytest.raises(InputError, match="hot_set"):
-            Engine(model, policy=SPARSE, hot_set=wrong)

@@ -5,32 +5,17 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import logits_of
+from tiny import LLAMA, logits_of
 
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.calibrate import Calibrator, windows
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint
-from infinigen_jax.models.base import ModelConfig, blueprint, random_params
-from infinigen_jax.models.rope import Rope
+from infinigen_jax.models import blueprint, config_from_hf, random_params
 from infinigen_jax.skew.basis import moments
 
-GQA = ModelConfig(
-    family="llama",
-    vocab_size=96,
-    hidden_size=48,
-    intermediate_size=56,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=12,
-    max_positions=64,
-    norm_eps=1e-6,
-    activation="silu",
-    tie_embeddings=True,
-    attention_bias=False,
-    mlp_bias=False,
-    rope=Rope(),
+GQA = config_from_hf(
+    LLAMA | {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 )
 
 

@@ -1,12 +1,10 @@
 """Transfers, allocations and compiled programs of a step."""
 
-import re
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
-from runtime import NEW, RAGGED, SPARSE, engine, finished
+from runtime import NEW, RAGGED, SPARSE, copies, engine, finished
 
 from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.decode.steps import step, steps
@@ -73,12 +71,6 @@ def test_a_step_neither_reads_nor_sends_anything(policy, schedule, monkeypatch):
     with jax.transfer_guard("disallow"):
         for _ in range(2 * SPARSE.window):
             run.advance()
-
-
-def copies(hlo: str) -> list[int]:
-    """Elements of each array that a compiled program copies."""
-    shapes = re.findall(r"= \w+\[([\d,]*)\][^ ]* copy(?:-start)?\(", hlo)
-    return [int(np.prod([int(n) for n in shape.split(",") if n] or [1])) for shape in shapes]
 
 
 def compiled_fused(run: Run) -> str:

@@ -150,6 +150,8 @@ def test_settings_and_prompts_out_of_range():
         ({"dense_layers": -1}, "dense_layers"),
         ({"schedule": "eager"}, "schedule"),
         ({"transfer": "pigeon"}, "transfer"),
+        ({"weights": "disk"}, "weights disk"),
+        *(({"hot_set": size}, "hot_set") for size in (0.5, -1.0, float("nan"))),
     ]
     for settings, named in wrong:
         with pytest.raises(InputError, match=named):

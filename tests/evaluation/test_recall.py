@@ -202,15 +202,8 @@ def test_command_and_its_interruption(tmp_path, capsys, monkeypatch):
     text.write_text("The old man went down to the sea, and nobody asked him why. " * 30)
     arguments = ["recall", "--model", str(embedded()), "--text", str(text), "--json", str(result)]
     arguments += ["--window", "64", "--context", "56", "--windows", "2"]
-    arguments += [
-        "--policy",
-        "window",
-        "oracle",
-        "--budget",
-        "0.1",
-        "--dense-layers",
-        str(LAYERS - 1),
-    ]
+    arguments += ["--policy", "window", "oracle", "--budget", "0.1"]
+    arguments += ["--dense-layers", str(LAYERS - 1)]
     from infinigen_jax.evaluation import recall
 
     studied: list[str] = []

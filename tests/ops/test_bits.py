@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import SPARSE, random_model
+from runtime import SPARSE, large_cache, random_model
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, default_mesh
@@ -34,22 +34,6 @@ def test_there_and_back(dtype):
     assert back.dtype == number_dtype(kept, dtype) == jnp.dtype(dtype)
     np.testing.assert_array_equal(np.asarray(back).view(np.uint8), np.asarray(x).view(np.uint8))
     assert kept_dtype(dtype, as_bits=False) == jnp.dtype(dtype)
-
-
-def shaped(tree: Any, sharding: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-
-
-def cache_of(engine: Engine) -> Cache:
-    """Shapes of a large cache."""
-    decoder, at = engine.decoder, Placement(default_mesh())
-    empty, stored = prefill_steps(decoder).empty, decoder.row_format
-    cache: Any = empty.shapes(batch=1, capacity=CAPACITY, slots=CAPACITY)
-    lengths = shaped(cache.lengths, at.batch)
-    cache = shaped(cache._replace(lengths=None), at.rows)
-    shape = (decoder.host_layers, 1, decoder.config.num_kv_heads, CAPACITY, stored.width)
-    host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)
-    return cache._replace(host=host, lengths=lengths)
 
 
 def step(engine: Engine, cache: Cache) -> Any:
@@ -87,7 +71,7 @@ def test_no_program_converts_a_cache(program, dtype):
     """A product takes its factors in float32: a layer on the device is as much as is converted."""
     dense_layers = int(program is device_layer)
     engine = Engine(random_model("gqa", dtype), policy=SPARSE, dense_layers=dense_layers)
-    cache = cache_of(engine)
+    cache = large_cache(engine.decoder, CAPACITY)
     assert cache.host is not None and cache.host.dtype == jnp.uint16
     compiled = program(engine, cache).compile()
     layer = cache.host.size // cache.host.shape[0]
@@ -101,7 +85,7 @@ def test_what_it_would_be_without():
     engine = Engine(random_model("three", "bfloat16"), policy=SPARSE, dense_layers=1)
     decoder = dataclasses.replace(engine.decoder, transfer=XlaTransfer(in_place=False))
     engine.runtime = dataclasses.replace(engine.runtime, decoder=decoder)
-    cache = cache_of(engine)
+    cache = large_cache(engine.decoder, CAPACITY)
     assert cache.host is not None and cache.host.dtype == jnp.bfloat16
     assert largest_numbers(flush(engine, cache).compile().as_text()) >= cache.host.size
 

@@ -1,17 +1,15 @@
 """Long contexts: memory that does not grow with them, and positions up to a million."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import SPARSE, engine, random_model
+from runtime import SPARSE, engine, large_cache, random_model
 
 from benchmarks.prefill import temporaries
 from infinigen_jax.cache.host_array import (
-    Placement,
     allocate_host,
     default_mesh,
     gather_rows,
@@ -23,14 +21,9 @@ from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.policies.base import Lookup
 from infinigen_jax.prefill.attention import attend_chunk
-from infinigen_jax.prefill.compiled import prefill_steps
 from infinigen_jax.prefill.layer import host_rows
 
 CHUNK = 256
-
-
-def shaped(tree: Any, sharding: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +125,7 @@ def test_rows_are_gathered_from_a_million_slots():
 def test_a_step_with_a_million_slots_compiles():
     """From shapes alone: no index overflows, and no temporary but the scores grows so far."""
     chosen = engine("gqa", SPARSE, 1)
-    decoder, at, capacity = chosen.decoder, Placement(default_mesh()), 1 << 20
-    run, stored = prefill_steps(decoder), decoder.row_format
-    cache: Any = run.empty.shapes(batch=1, capacity=capacity, slots=capacity)
-    shape = (decoder.host_layers, 1, decoder.config.num_kv_heads, capacity, stored.width)
-    host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)
-    lengths = shaped(cache.lengths, at.batch)
-    cache = shaped(cache._replace(lengths=None), at.rows)._replace(host=host, lengths=lengths)
+    cache = large_cache(chosen.decoder, 1 << 20)
     parts = cache.parts(observes=False)
-    lowered = steps(decoder).fused.lower(chosen.weights, *parts, lengths)
+    lowered = steps(chosen.decoder).fused.lower(chosen.weights, *parts, cache.lengths)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 2**31
