@@ -1,24 +1,31 @@
 """Speed of servers under concurrent requests, through HTTP on a loopback socket.
 
     python -m benchmarks.serving --json benchmarks/results/serving-cpu.json
-    python -m benchmarks.serving --model SmolLM2 --gguf SmolLM2.gguf --text book.txt \\
-        --measure streams --system llama.cpp --json benchmarks/results/serving-real.json
+    python -m benchmarks.serving --model SmolLM2-135M-Instruct --gguf SmolLM2.gguf \\
+        --text wikitext2_valid.raw.txt --measure streams --system llama.cpp --rounds 1 \\
+        --json benchmarks/results/serving-real-cpu.json
 
 Without --model, a random model with peaked attention is served. Measured are the rate of one stream
 and of several, the longest pause of a running stream while a long prompt is read, and the time to
-the first token of a chat's first and second turn. Results of other measurements and systems stay in
-the file, so that each can have a run of its own.
+the first token of a chat's first and second turn. Results are added to those in the file, so that
+each system, measurement and length can have a run of its own, in turns.
+
+`transformers serve` needs the package accelerate. It takes prompts as text, and others as tokens.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import http.client
 import json
+import os
 import socket
+import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +45,9 @@ from infinigen_jax.server.scheduler import Scheduler
 
 VOCABULARY = 1000  # random tokens of prompts are below
 MEASUREMENTS = ("streams", "turns", "stall")
-SYSTEMS = ("infinigen", "llama.cpp", "llama.cpp-f32", "transformers")
+OURS = ("infinigen", "infinigen-lossless")
+THEIRS = {"transformers": (), "transformers-batching": ("--continuous-batching",)}
+SYSTEMS = (*OURS, *THEIRS, "llama.cpp", "llama.cpp-f32")
 
 
 @dataclasses.dataclass
@@ -75,15 +84,17 @@ class Prompts:
         return self.text[start : start + length].tolist()
 
 
-def request(port: int, prompt: list[int], new: int, begun: Any = None) -> Stream:
+def request(
+    port: int, body: dict[str, Any], new: int, count: Any, begun: threading.Event | None = None
+) -> Stream:
     """Stream an answer of `new` tokens from a server.
 
     Args:
+        body: model and prompt, and the settings of the server for a greedy answer of this length.
+        count: function that returns the number of tokens of an event.
         begun: event that is set with the third token.
     """
-    body = {"model": "m", "prompt": prompt, "max_tokens": new, "ignore_eos": True}
-    # With log-probabilities every token is reported, also one without text.
-    body |= {"stream": True, "temperature": 0, "logprobs": 1}
+    body = body | {"max_tokens": new, "stream": True, "temperature": 0}
     connection = http.client.HTTPConnection("127.0.0.1", port)
     started = time.perf_counter()
     kind = {"Content-Type": "application/json"}
@@ -92,74 +103,138 @@ def request(port: int, prompt: list[int], new: int, begun: Any = None) -> Stream
     assert response.status == 200, response.read()
     for line in response:
         if line.startswith(b"data: {"):
-            times += [time.perf_counter() - started] * reported_tokens(json.loads(line[6:]))
+            times += [time.perf_counter() - started] * count(json.loads(line[6:]))
             if begun is not None and len(times) >= 3:
                 begun.set()
     assert len(times) == new, (len(times), new)
     return Stream(times)
 
 
-def reported_tokens(event: dict[str, Any]) -> int:
+def scored_tokens(event: dict[str, Any]) -> int:
     """Return the number of tokens in an event of ours, or of llama.cpp."""
     scores = [choice.get("logprobs") or {} for choice in event["choices"]]
     return sum(len(each.get("tokens") or each.get("content") or ()) for each in scores)
 
 
-class Served:
-    """Our server in this process."""
+def events_before_the_end(event: dict[str, Any]) -> int:
+    """Return the number of tokens in an event of transformers: one, and none in the last event."""
+    return int(event["choices"][0].get("finish_reason") is None)
 
-    def __init__(self, model: Model, context: int, rows: int, chunk: int | None):
-        engine = Engine(model, prefill_chunk=chunk)
-        limits = Limits.of(engine, rows, context, heat_maps=False)
-        self.scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
-        listening = socket.create_server(("127.0.0.1", 0))
-        self._port, service = listening.getsockname()[1], Service("m", drain_seconds=30)
-        run = uvicorn.Server(http_config(create_app(self.scheduler, service), service)).run
-        threading.Thread(target=run, args=([listening],), daemon=True).start()
-        self.scheduler.ready.wait()
+
+class System:
+    """A running server, on a port of this machine."""
+
+    port: int
 
     def stream(self, prompt: list[int], new: int, begun: Any = None) -> Stream:
-        return request(self._port, prompt, new, begun)
+        """Stream an answer; with log-probabilities every token is reported, also without text."""
+        body = {"model": "m", "prompt": prompt, "ignore_eos": True, "logprobs": 1}
+        return request(self.port, body, new, scored_tokens, begun)
 
     def together(self, prompts: list[list[int]], new: int) -> list[Stream]:
         """Stream an answer to every prompt, all at the same time."""
         with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.stream(prompt, new), prompts))
 
+    def facts(self) -> dict[str, Any]:
+        """Return further results."""
+        return {}
 
-class LlamaServed(Served):
+
+class Served(System):
+    """Our server in this process."""
+
+    def __init__(self, model: Model, context: int, rows: int, chunk: int | None, lossless: bool):
+        engine = Engine(model, prefill_chunk=chunk, lossless=lossless)
+        limits = Limits.of(engine, rows, context, heat_maps=False)
+        self.scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.port, service = listening.getsockname()[1], Service("m", drain_seconds=30)
+        run = uvicorn.Server(http_config(create_app(self.scheduler, service), service)).run
+        threading.Thread(target=run, args=([listening],), daemon=True).start()
+        while not self.scheduler.ready.wait(0.1):
+            assert self.scheduler.failure is None, self.scheduler.failure
+
+    def facts(self) -> dict[str, Any]:
+        lines = self.scheduler.metrics_text().decode().splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        names = ("compilations_after_warmup", "drafted_tokens_total", "accepted_tokens_total")
+        return {name: int(float(values[f"infinigen_{name}"])) for name in names}
+
+
+class LlamaServed(System):
     """llama.cpp's server in this process."""
 
     def __init__(self, gguf: Path, name: str, context: int, rows: int):
         from benchmarks.llama_cpp import start_server
 
         self._server = start_server(gguf, name, rows, context, gguf.parent)
-        self._port = int(self._server.listening_address.rsplit(":")[-1])
+        self.port = int(self._server.listening_address.rsplit(":")[-1])
+
+    def facts(self) -> dict[str, Any]:
+        import xllamacpp  # pyright: ignore[reportMissingImports]
+
+        return {"build": xllamacpp.__version__}
 
 
-class Loop:
-    """Loop over a batch with transformers' model, without HTTP; prompts begin and end together."""
+class TransformersServed(System):
+    """`transformers serve` in a process of its own."""
 
-    def __init__(self, model: Model):
-        from benchmarks.torch_systems import torch_model
+    def __init__(self, folder: Path, model: Model, port: int):
+        self.port, self._folder, self._tokenizer = port, folder, model.tokenizer
 
-        assert model.path is not None
-        settings = json.loads((model.path / "config.json").read_text())
-        self._model = torch_model(model, settings)
+    def stream(self, prompt: list[int], new: int, begun: Any = None) -> Stream:
+        text = self._tokenizer.decode(prompt)
+        assert len(self._tokenizer.encode(text)) == len(prompt)
+        settings = {"do_sample": False, "eos_token_id": None, "max_new_tokens": new}
+        body = {"model": str(self._folder), "prompt": text}
+        body["generation_config"] = json.dumps(settings)
+        return request(self.port, body, new, events_before_the_end, begun)
 
-    def together(self, prompts: list[list[int]], new: int) -> list[Stream]:
-        from benchmarks.torch_systems import Transformers
 
-        started = time.perf_counter()
-        running, times = Transformers(self._model, "transformers", prompts, new, 2), []
-        for _ in range(new):
-            times.append(time.perf_counter() - started)
-            running.step()
-        return [Stream(times)] * len(prompts)
+@contextlib.contextmanager
+def transformers_server(model: Model, options: tuple[str, ...]) -> Iterator[TransformersServed]:
+    """Run `transformers serve` on a model's folder."""
+    assert model.path is not None
+    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as free:
+        folder, port = Path(name), free.getsockname()[1]
+        for file in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+            (folder / file).symlink_to((model.path / file).resolve())
+        config = json.loads((model.path / "config.json").read_text())
+        config.setdefault("architectures", ["LlamaForCausalLM"])
+        (folder / "config.json").write_text(json.dumps(config))
+        free.close()
+        command = ["transformers", "serve", str(folder), "--device", "cpu", *options]
+        command += ["--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        output = subprocess.DEVNULL
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        try:
+            while process.poll() is None and not answers(port):
+                time.sleep(0.2)
+            assert process.poll() is None, "transformers serve ended"
+            yield TransformersServed(folder, model, port)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def answers(port: int) -> bool:
+    """Return whether a server is healthy."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
 
 
 def throughput(system: Any, prompts: list[list[int]], new: int) -> dict[str, Any]:
-    """Measure the rate of concurrent streams, from the last first token to the first last one."""
+    """Measure the rate of concurrent streams.
+
+    `tokens_per_second` counts from the last first token to the first last one, while all streams
+    run; None if they never do.
+    """
     begun = time.perf_counter()
     results = system.together(prompts, new)
     wall = time.perf_counter() - begun
@@ -168,7 +243,7 @@ def throughput(system: Any, prompts: list[list[int]], new: int) -> dict[str, Any
     gaps = np.concatenate([r.gaps for r in results])
     return {
         "streams": len(prompts),
-        "tokens_per_second": counted / (end - start),
+        "tokens_per_second": counted / (end - start) if end > start else None,
         "tokens_per_second_with_prompts": len(prompts) * new / wall,
         "first_token_seconds": percentiles([r.first for r in results]),
         "token_seconds": percentiles(gaps),
@@ -191,12 +266,15 @@ def stall(server: Served, prompts: Prompts, length: int, long: int) -> dict[str,
         arriving = server.stream(prompts.make(long, 2), 2)
         gaps = running.result().gaps
     alone = server.stream(prompts.make(length, 3), 40).gaps
+    chunk_seconds = float(np.median(gaps[gaps > 3 * np.median(alone)]))
     return {
         "prompt_tokens": long,
         "chunk": chunk,
         "median_step_seconds": float(np.median(alone)),
         "longest_pause_seconds": float(gaps.max()),
-        "median_chunk_seconds": float(np.median(gaps[gaps > 3 * np.median(alone)])),
+        "median_chunk_seconds": chunk_seconds,
+        "longest_pause_over_median_step": float(gaps.max() / np.median(alone)),
+        "longest_pause_over_median_chunk": float(gaps.max()) / chunk_seconds,
         "first_token_seconds_of_the_prompt": arriving.first,
     }
 
@@ -226,25 +304,28 @@ def measure(system: Any, options: argparse.Namespace, prompts: Prompts) -> dict[
     streams(options.streams, 8)
     if "streams" in options.measure:
         counts = (1, options.streams) * options.rounds
-        result["streams"] = [streams(count, options.new) for count in counts]
+        measured = [streams(count, options.new) for count in counts]
+        result[f"streams-{options.length}"] = {"rounds": measured, **system.facts()}
     if "turns" in options.measure:
         result["turns"] = turns(system, prompts, options.turn)
     if "stall" in options.measure:
         result["stall"] = stall(system, prompts, options.length, options.long)
-    if isinstance(system, Served) and options.system == "infinigen":
-        result["compilations_after_warmup"] = system.scheduler.late_compilations
     return result
 
 
-def start(options: argparse.Namespace, model: Model) -> Any:
-    """Return the running system."""
+@contextlib.contextmanager
+def running(options: argparse.Namespace, model: Model) -> Iterator[Any]:
+    """Run a system."""
     longest = {"streams": options.length, "turns": options.turn, "stall": options.long}
     context = max(longest[name] for name in options.measure) + 512
-    if options.system == "transformers":
-        return Loop(model)
-    if options.system != "infinigen":
-        return LlamaServed(options.gguf, options.system, context, options.streams)
-    return Served(model, context, options.streams, options.chunk)
+    if options.system in THEIRS:
+        with transformers_server(model, THEIRS[options.system]) as server:
+            yield server
+    elif options.system in OURS:
+        lossless = options.system == "infinigen-lossless"
+        yield Served(model, context, options.streams, options.chunk, lossless)
+    else:
+        yield LlamaServed(options.gguf, options.system, context, options.streams)
 
 
 def main() -> None:
@@ -275,10 +356,10 @@ def main() -> None:
     text = None
     if options.text is not None:
         text = np.array(model.tokenizer.encode(options.text.read_text()[:1_000_000]))
-    system = start(options, model)
-    note("warm")
-    machine = describe()
-    found = measure(system, options, Prompts(text))
+    with running(options, model) as system:
+        note("warm")
+        machine = describe()
+        found = measure(system, options, Prompts(text))
     note(json.dumps(found))
     if options.json is not None:
         results = json.loads(options.json.read_text()) if options.json.exists() else {}
@@ -286,7 +367,7 @@ def main() -> None:
         run = {"settings": settings, "machine": machine}
         known = results.setdefault(options.system, {})
         for name, value in found.items():
-            known[name] = {"result": value, **run}
+            known.setdefault(name, []).append({"result": value, **run})
         write_json(options.json, results)
 
 
