@@ -18,6 +18,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import http.client
+import itertools
 import json
 import os
 import socket
@@ -266,10 +267,13 @@ def stall(server: Served, prompts: Prompts, length: int, long: int) -> dict[str,
         arriving = server.stream(prompts.make(long, 2), 2)
         gaps = running.result().gaps
     alone = server.stream(prompts.make(length, 3), 40).gaps
-    chunk_seconds = float(np.median(gaps[gaps > 3 * np.median(alone)]))
+    pauses = gaps[gaps > 3 * np.median(alone)]
+    chunk_seconds = float(np.median(pauses))
     return {
         "prompt_tokens": long,
         "chunk": chunk,
+        "chunks": -(-long // chunk),
+        "pauses": len(pauses),
         "median_step_seconds": float(np.median(alone)),
         "longest_pause_seconds": float(gaps.max()),
         "median_chunk_seconds": chunk_seconds,
@@ -295,9 +299,10 @@ def turns(server: Served, prompts: Prompts, length: int) -> dict[str, Any]:
 def measure(system: Any, options: argparse.Namespace, prompts: Prompts) -> dict[str, Any]:
     """Return the results of the chosen measurements."""
 
+    seeds = itertools.count(100)  # each prompt once: servers keep the rows of earlier ones
+
     def streams(count: int, new: int) -> dict[str, Any]:
-        seeds = range(100 * count, 101 * count)
-        made = [prompts.make(options.length, new * seed) for seed in seeds]
+        made = [prompts.make(options.length, next(seeds)) for _ in range(count)]
         return throughput(system, made, new)
 
     result: dict[str, Any] = {}
