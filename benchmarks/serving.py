@@ -45,6 +45,7 @@ from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.scheduler import Scheduler
 
 VOCABULARY = 1000  # random tokens of prompts are below
+WARM_UP = 512  # tokens of prompts before the measurement
 MEASUREMENTS = ("streams", "turns", "stall")
 OURS = ("infinigen", "infinigen-lossless")
 THEIRS = {"transformers": (), "transformers-batching": ("--continuous-batching",)}
@@ -301,12 +302,12 @@ def measure(system: Any, options: argparse.Namespace, prompts: Prompts) -> dict[
 
     seeds = itertools.count(100)  # each prompt once: servers keep the rows of earlier ones
 
-    def streams(count: int, new: int) -> dict[str, Any]:
-        made = [prompts.make(options.length, next(seeds)) for _ in range(count)]
+    def streams(count: int, new: int, length: int = options.length) -> dict[str, Any]:
+        made = [prompts.make(length, next(seeds)) for _ in range(count)]
         return throughput(system, made, new)
 
     result: dict[str, Any] = {}
-    streams(options.streams, 8)
+    streams(options.streams, 8, min(options.length, WARM_UP))
     if "streams" in options.measure:
         counts = (1, options.streams) * options.rounds
         measured = [streams(count, options.new) for count in counts]
