@@ -370,6 +370,8 @@ def main() -> None:
     if options.json is not None:
         results = json.loads(options.json.read_text()) if options.json.exists() else {}
         settings = {n: str(value) for n, value in vars(options).items() if n != "json"}
+        for name in ("model", "gguf", "text"):
+            settings[name] = Path(settings[name]).name
         run = {"settings": settings, "machine": machine}
         known = results.setdefault(options.system, {})
         for name, value in found.items():

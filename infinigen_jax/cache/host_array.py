@@ -314,6 +314,24 @@ def write_block(
     return _sharded(local, mesh, specs, CACHE_SPEC)(cache, layer, sequence, start, rows)
 
 
+def write_layers(
+    cache: Shaped[Array, "l 1 k t w"],
+    start: Int[Array, ""],
+    rows: Shaped[Array, "l k n w"],
+    mesh: Mesh,
+) -> Shaped[Array, "l 1 k t w"]:
+    """Write n rows of every layer of a single sequence from slot `start`; see `write_block`."""
+
+    def local(cache: Array, start: Array, rows: Array) -> Array:
+        zero = jnp.int32(0)
+        return lax.dynamic_update_slice(
+            cache, to_host(rows[:, None]), (zero, zero, zero, start, zero)
+        )
+
+    specs = (CACHE_SPEC, PartitionSpec(), PartitionSpec(None, "model"))
+    return _sharded(local, mesh, specs, CACHE_SPEC)(cache, start, rows)
+
+
 def store_rows(
     cache: Shaped[Array, "l a k t w"],
     rows: Shaped[Array, "l b k n w"],

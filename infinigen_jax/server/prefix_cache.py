@@ -21,9 +21,9 @@ import numpy as np
 from jax import lax
 
 from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.host_array import Placement, write_layers
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.live_batch import Reading, chunk_lengths
-from infinigen_jax.engine.snapshot import fill_layer
 from infinigen_jax.prefill.compiled import prefill_steps
 from infinigen_jax.prefill.prefill import empty_cache
 
@@ -101,11 +101,7 @@ class PrefixCache:
         if not chain:
             return None
         cache = empty_cache(decoder, 1, self._capacity)
-        host = cache.host
-        if host is not None:
-            for layer in range(decoder.host_layers):
-                rows = np.concatenate([n.rows[layer] for n in chain if n.rows is not None], axis=1)
-                host = fill_layer(decoder, host, layer, rows)
+        host = cache.host if cache.host is None else self._fill(cache.host, chain)
         leaves, tree = jax.tree.flatten(_kept(cache))
         for i, (leaf, axis) in enumerate(zip(leaves, self._axes, strict=True)):
             parts = [n.leaves[i] for n in (chain if axis.by_token else chain[-1:])]
@@ -165,6 +161,23 @@ class PrefixCache:
         if cache.host is not None:
             node.rows = np.asarray(cache.host)[:, 0, :, start : node.end].copy()
 
+    def _fill(self, host: Any, chain: list[Node]) -> Any:
+        """Write the rows of a chain of nodes to the host's array of one sequence."""
+        at, write = Placement(self._decoder.mesh), _writer(self._decoder)
+        for node in chain:
+            assert node.rows is not None
+            start, rows = node.end - node.count, node.rows
+            size = next(size for size in chunk_lengths(self._chunk) if size >= node.count)
+            if start + size > self._capacity:  # one more program would only serve this case
+                start = self._capacity - size
+                rows = np.concatenate([n.rows for n in chain if n.rows is not None], axis=2)
+                rows = rows[:, :, start : node.end]
+            if rows.shape[2] < size:
+                rows = np.pad(rows, ((0, 0), (0, 0), (0, size - rows.shape[2]), (0, 0)))
+            place = jax.device_put(np.int32(start), at.whole)
+            host = write(host, place, jax.device_put(rows, at.rows))
+        return host
+
     def _evict(self) -> None:
         """Remove the least recently used chunks that nothing follows, until the rest fits."""
         while self.bytes > self._limit:
@@ -199,6 +212,16 @@ def _token_axis(
     grown = (i for i, (n, m) in enumerate(zip(shape, larger, strict=True)) if n != m)
     number = next(grown, 0)
     return _Axis(number, number > 0 and shape[number] == capacity and not changes)
+
+
+@functools.lru_cache(maxsize=16)
+def _writer(decoder: Decoder) -> Any:
+    """Return the compiled `write_layers`."""
+
+    def write(host: Any, start: Any, rows: Any) -> Any:
+        return write_layers(host, start, rows, decoder.mesh)
+
+    return jax.jit(write, donate_argnums=0, out_shardings=Placement(decoder.mesh).host)
 
 
 @functools.lru_cache(maxsize=64)

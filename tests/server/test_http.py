@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -169,6 +170,30 @@ def test_full_queue_and_shutdown(served: Served, monkeypatch):
     assert ended and all(isinstance(error, UnavailableError) for error in ended)
     with pytest.raises(UnavailableError):
         scheduler.submit(job(1, send))
+
+
+def test_clients_that_die_at_any_point(served: Served):
+    """While the request is sent, and after any part of the answer; others are not affected."""
+    expected = served.expected(["Once upon a time"], max_new_tokens=40).texts[0]
+    stream = {"max_tokens": 100, "stream": True, "ignore_eos": True, "temperature": 0}
+    body = json.dumps(BODY | stream).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    whole = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    points = [(sent, 0) for sent in (*range(0, len(whole), 40), len(whole) - 1, len(whole))]
+    points += [(len(whole), received) for received in (1, 100, 300, 1000, 3000, 10_000)]
+    for number, (sent, received) in enumerate(points):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+            linger = struct.pack("ii", 1, 0)  # the end is a reset, as when the process is killed
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            connection.sendall(whole[:sent])
+            while received > 0:
+                received -= len(connection.recv(received))
+        if number % 6 == 0:
+            settings = {"max_tokens": 40, "temperature": 0}
+            answer = served.request("POST", "/v1/completions", BODY | settings)[2]
+            assert answer["choices"][0]["text"] == expected
+    names = "infinigen_running_answers", "infinigen_waiting_requests"
+    served.wait(lambda: not any(map(served.metric, names)))
 
 
 def test_not_ready_before_the_warm_up(served: Served):

@@ -63,12 +63,14 @@ class Browser:
 def browser() -> Iterator[Browser]:
     assert DRIVER is not None
     with subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None
-        line = next(line for line in driver.stdout if "started successfully on port" in line)
-        started = Browser(int(line.split()[-1].rstrip(".")))
-        yield started
-        started.call("DELETE", "")
-        driver.terminate()
+        try:
+            assert driver.stdout is not None
+            line = next(line for line in driver.stdout if "started successfully on port" in line)
+            started = Browser(int(line.split()[-1].rstrip(".")))
+            yield started
+            started.call("DELETE", "")
+        finally:
+            driver.terminate()
 
 
 IDLE = "!document.querySelector('#send').hidden"

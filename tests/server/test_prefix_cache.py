@@ -56,6 +56,20 @@ def test_restored_states_are_equal_bits(policy, settings):
     assert read(made, prefixes, longer)[1] == (150 if exact else 128)
 
 
+def test_chunks_at_the_end_of_the_capacity_are_restored():
+    """Chunks are written whole, and the last one would exceed the capacity."""
+    made = engine("one", SPARSE, 0, prefill_chunk=CHUNK)
+    prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
+    tokens = np.random.default_rng(1).integers(3, 96, CAPACITY - 2).astype(np.int32)
+    for end in (212, 250):
+        reading, _ = read(made, prefixes, tokens[:end])
+    node = prefixes.find(tokens)
+    restored = prefixes.restore(node)
+    assert restored is not None and node.end == 250
+    one, two = (np.asarray(c.host)[..., :250, :] for c in (reading.cache, restored))
+    np.testing.assert_array_equal(one, two)
+
+
 def test_the_least_recently_used_chunks_are_evicted():
     made = engine("one", SPARSE, 0, prefill_chunk=CHUNK)
     everything = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)

@@ -1,0 +1,98 @@
+"""A server that is killed leaves no damaged file: the next one starts and answers as before."""
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = "--model tiny-llama --port 0 --batch 2 --context 512 --no-page".split()
+
+
+class Process:
+    """A server in a process of its own, with its caches in a folder."""
+
+    def __init__(self, folder: Path):
+        self._log = folder / "log"
+        environment = os.environ | {"XDG_CACHE_HOME": str(folder)}
+        for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"):
+            environment.pop(name, None)
+        command = [sys.executable, "-m", "infinigen_jax.serve", *SIZES]
+        with open(self._log, "w") as log:
+            options = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log}
+            self._process = subprocess.Popen(command, **options)
+
+    def wait(self, condition: Callable[[], bool], seconds: float = 300) -> None:
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until and self._process.poll() is None, self._log.read_text()
+            time.sleep(0.01)
+
+    def url(self, path: str) -> str:
+        self.wait(lambda: "http://" in self._log.read_text())
+        found = re.search(r"http://\S+", self._log.read_text())
+        assert found is not None
+        return found[0] + path
+
+    def ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url("/health")) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    def stream(self, tokens: int) -> Iterator[str]:
+        """Yield the text of each event of a greedy answer."""
+        body = {"model": "tiny-llama", "prompt": "Once upon a time", "max_tokens": tokens}
+        body |= {"temperature": 0, "stream": True, "ignore_eos": True}
+        headers = {"Content-Type": "application/json"}
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url("/v1/completions"), data, headers)
+        with urllib.request.urlopen(request) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])["choices"][0]["text"]
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+def test_killed_servers_leave_no_damaged_file(tmp_path: Path):
+    """Killed while it writes compiled programs, and while it streams an answer."""
+
+    def programs() -> list[Path]:
+        return sorted(tmp_path.rglob("*.program"))
+
+    def written(server: Process, number: int) -> Callable[[], bool]:
+        return lambda: len(programs()) >= number or server.ready()
+
+    for number in (1, 8, 20):
+        server = Process(tmp_path)
+        try:
+            server.wait(written(server, number))
+        finally:
+            server.kill()
+    texts = []
+    for tokens in (400, 40):
+        server = Process(tmp_path)
+        try:
+            server.wait(server.ready)
+            stream = server.stream(tokens)
+            texts.append("".join(next(stream) for _ in range(30)))
+        finally:
+            server.kill()
+    assert texts[0] == texts[1] != ""
+    for path in programs():
+        with open(path, "rb") as file:
+            assert pickle.load(file)
