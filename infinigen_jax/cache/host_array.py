@@ -295,41 +295,23 @@ def write_block(
     layer: Int[Array, ""],
     sequence: Int[Array, ""],
     start: Int[Array, ""],
-    rows: Shaped[Array, "1 k n w"],
+    rows: Shaped[Array, "m k n w"],
     mesh: Mesh,
 ) -> Shaped[Array, "l a k t w"]:
-    """Write n rows of one layer and one row of axis a, from its slot `start`; in place if donated.
+    """Write n rows of m layers, from `layer`, to one row of axis a; in place if donated.
 
-    Requires a mesh with one device on the axis "data". `start` is clamped to the last
-    slots.
+    The rows begin at slot `start`, which is clamped to the last slots. Requires a mesh with one
+    device on the axis "data".
     """
 
     def local(cache: Array, layer: Array, sequence: Array, start: Array, rows: Array) -> Array:
         zero = jnp.int32(0)
         at = (layer, sequence, zero, start, zero)
-        return lax.dynamic_update_slice(cache, to_host(rows[None]), at)
+        return lax.dynamic_update_slice(cache, to_host(rows[:, None]), at)
 
     one = PartitionSpec()
     specs = (CACHE_SPEC, one, one, one, PartitionSpec(None, "model"))
     return _sharded(local, mesh, specs, CACHE_SPEC)(cache, layer, sequence, start, rows)
-
-
-def write_layers(
-    cache: Shaped[Array, "l 1 k t w"],
-    start: Int[Array, ""],
-    rows: Shaped[Array, "l k n w"],
-    mesh: Mesh,
-) -> Shaped[Array, "l 1 k t w"]:
-    """Write n rows of every layer of a single sequence from slot `start`; see `write_block`."""
-
-    def local(cache: Array, start: Array, rows: Array) -> Array:
-        zero = jnp.int32(0)
-        return lax.dynamic_update_slice(
-            cache, to_host(rows[:, None]), (zero, zero, zero, start, zero)
-        )
-
-    specs = (CACHE_SPEC, PartitionSpec(), PartitionSpec(None, "model"))
-    return _sharded(local, mesh, specs, CACHE_SPEC)(cache, start, rows)
 
 
 def store_rows(

@@ -17,11 +17,12 @@ import sys
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from infinigen_jax.cache.cache import Cache
-from infinigen_jax.cache.host_array import Placement, write_layers
+from infinigen_jax.cache.host_array import Placement, write_block
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.live_batch import Reading, chunk_lengths
 from infinigen_jax.prefill.compiled import prefill_steps
@@ -216,10 +217,11 @@ def _token_axis(
 
 @functools.lru_cache(maxsize=16)
 def _writer(decoder: Decoder) -> Any:
-    """Return the compiled `write_layers`."""
+    """Return the compiled `write_block`, of all layers of the only sequence."""
 
     def write(host: Any, start: Any, rows: Any) -> Any:
-        return write_layers(host, start, rows, decoder.mesh)
+        first = jnp.int32(0)
+        return write_block(host, first, first, start, rows, decoder.mesh)
 
     return jax.jit(write, donate_argnums=0, out_shardings=Placement(decoder.mesh).host)
 
