@@ -163,13 +163,5 @@ def _weighted_sum(
 ) -> Float[Array, "b k g d"]:
     """Return the weighted sum of the values (the last d columns), multiplied in their dtype."""
     weights = weights.astype(values.dtype)
-    b, k, g, n = weights.shape
-    if n >= 4096 and n % 8 == 0:
-        # On the CPU one long dot product reaches half the memory bandwidth; eight concurrent ones
-        # reach all of it.
-        weights = weights.reshape(b, k, g, 8, n // 8)
-        values = values.reshape(b, k, 8, n // 8, values.shape[-1])
-        sums = jnp.einsum("bkgcn,bkcnd->bkcgd", weights, values, preferred_element_type=jnp.float32)
-        return jnp.sum(sums, axis=2)[..., -d:]
     sums = jnp.einsum("bkgn,bknd->bkgd", weights, values, preferred_element_type=jnp.float32)
     return sums[..., -d:]
