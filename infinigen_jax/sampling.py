@@ -32,12 +32,7 @@ class RowSettings(NamedTuple):
 
 
 class History(NamedTuple):
-    """Earlier tokens of each sequence, for penalties.
-
-    Attributes:
-        prompt: whether the prompt has the token.
-        drawn: number of times that the token was drawn.
-    """
+    """Earlier tokens of each sequence, for penalties."""
 
     prompt: Bool[Array, "b v"]
     drawn: Int[Array, "b v"]
@@ -95,7 +90,6 @@ def sample(
     Args:
         logits: any floating dtype; computed in float32. Among equal logits the lower token id
             counts as more likely.
-        settings: settings of each sequence.
         uniform: random numbers in [0, 1), from `uniforms`.
         history: earlier tokens; None if no sequence has penalties.
 

@@ -38,7 +38,6 @@ class ReadCache(NamedTuple):
     Attributes:
         host: rows of the host layers, in the format of `cache.row_format`; None without host
             layers.
-        scales: scales of the stored rows, per host layer.
         states: the policy's device state (an index), per host layer; empty if the policy
             observes, since steps then replace it (`StepCache`).
         pool: positions of each host layer's rows; empty without a pool (slot = position).
@@ -58,10 +57,8 @@ class StepCache(NamedTuple):
     """Part of a cache that a decode step replaces; its arrays are donated.
 
     Attributes:
-        local: rows on the device, per layer.
         hot: hot set of each host layer, `Kept` with a pool; None for a layer without either.
         states: the policy's state, if it observes; else empty.
-        lengths: tokens cached per sequence.
     """
 
     local: tuple[Local, ...]
@@ -90,11 +87,7 @@ class Cache(NamedTuple):
         return self.pool[number] if self.pool else None
 
     def parts(self, observes: bool) -> tuple[ReadCache, StepCache]:
-        """Split the cache into the part that a step reads and the part that it replaces.
-
-        Args:
-            observes: whether the policy observes.
-        """
+        """Split the cache into the part that a step reads and the part that it replaces."""
         read, replaced = ((), self.states) if observes else (self.states, ())
         return (
             ReadCache(self.host, self.scales, read, self.pool),

@@ -212,7 +212,6 @@ def gather_items(
 
     Args:
         head: KV head of each item, counted over all sequences.
-        slots: slots of each item.
     """
     sequence, head = head // cache.shape[2], head % cache.shape[2]
     row, slots = _stored_at(cache, batch, sequence[:, None], slots)

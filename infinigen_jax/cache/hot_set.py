@@ -31,7 +31,6 @@ class HotSet(NamedTuple):
     """Rows of one layer on the device, in the host's row format, and their directory.
 
     Attributes:
-        rows: rows of the entries.
         slots, used, place: the directory, see the module's docstring; int32, but `place` may be
             int16.
     """

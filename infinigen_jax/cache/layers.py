@@ -35,8 +35,6 @@ class Slots(NamedTuple):
     """Static geometry of the resident rows.
 
     Attributes:
-        sinks: number of first tokens that are resident.
-        window: number of recent tokens that are resident.
         tail_block: tokens of a block of `Resident.left`; 0 for a single block.
     """
 
@@ -163,7 +161,6 @@ class Resident(NamedTuple):
     """Device part of a layer whose cache is on the host.
 
     Attributes:
-        rows: sinks and recent tokens.
         left: sum over all other tokens, which only the host has, per block of positions; float32,
             None without a tail. The terms are the values, or those of `Policy.tail_values`.
     """
@@ -187,11 +184,7 @@ class Resident(NamedTuple):
     def extend(
         self, rows: Float[Array, "b k c w"], span: Span, slots: Slots, summed: Summed = values_of
     ) -> "Resident":
-        """Add a chunk's rows: keep sinks and recent tokens, and sum the rows that leave the ring.
-
-        Args:
-            summed: terms of the sum, see `Resident.left`.
-        """
+        """Add a chunk's rows: keep sinks and recent tokens; sum the rows that leave the ring."""
         left, size = self.left, rows.shape[2]
         if left is not None:
             before = slots.positions(span.start - 1)

@@ -47,13 +47,7 @@ class Kept(NamedTuple):
 def held(
     positions: Int[Array, "b k t"], current: Int[Array, " b"], window: int
 ) -> Int[Array, "b k t"]:
-    """Return positions of the rows that only the host has; -1 in all other slots.
-
-    Args:
-        positions: positions of the rows in the pool.
-        current: newest position of each sequence.
-        window: number of recent tokens that are also on the device.
-    """
+    """Return positions of the rows that only the host has; -1 in all other slots."""
     inside = (positions >= 0) & (positions <= current[:, None, None] - window)
     return jnp.where(inside, positions, -1)
 
@@ -87,7 +81,6 @@ class Insertion(NamedTuple):
     Attributes:
         slots: slot of each row; t for a row that the pool does not take.
         evicted: whether the slot held another row.
-        positions, used: the new directory.
     """
 
     slots: Int[Array, "b k n"]
@@ -112,8 +105,6 @@ def insert(
     Args:
         used: None for fifo, and for a layer without requests.
         new: positions of the rows, ascending and without gaps.
-        lengths: tokens of each sequence.
-        sinks: number of first tokens that stay on the device.
     """
     (_, _, t), n = positions.shape, new.shape[1]
     latest = jnp.max(positions, axis=-1, keepdims=True)
@@ -165,12 +156,6 @@ def of_prompt(
     """Return `positions` after a prompt: all of it if it fits, else its end.
 
     The first `pool.sinks` tokens are kept in any case. One program serves all prompt lengths.
-
-    Args:
-        lengths: tokens of each prompt.
-        heads: number of KV heads.
-        slots: number of slots t.
-        sinks: number of first tokens that stay on the device.
     """
     slot, lengths = jnp.arange(slots, dtype=jnp.int32)[None], lengths[:, None]
     first = sinks + slot

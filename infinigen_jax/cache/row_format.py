@@ -125,7 +125,6 @@ class RowFormat:
         too, as in a skewed basis.
 
         Args:
-            rows: rows of the prompts.
             lengths: valid tokens of each prompt; later rows are ignored.
         """
         if self.exact:
@@ -196,9 +195,6 @@ def row_format(name: str, dtype: Any, head_dim: int, as_bits: bool = False) -> R
 
     Args:
         name: one of `settings.engine.ROW_FORMATS`; "auto" keeps rows exact, in the model's dtype.
-        dtype: dtype of the model.
-        head_dim: columns of a key.
-        as_bits: see `RowFormat`.
 
     Raises:
         InputError: for another name, or a head size that cannot be cut into groups of 32 to 64

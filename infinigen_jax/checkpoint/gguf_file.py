@@ -40,7 +40,6 @@ class GgufTensor(NamedTuple):
     Attributes:
         shape: sizes as in NumPy, the last axis is contiguous.
         kind: `gguf.GGMLQuantizationType`.
-        begin, size: bytes in the file.
     """
 
     shape: tuple[int, ...]

@@ -58,7 +58,6 @@ class Manifest:
         skew: "svd", "balanced" or "none".
         absorbed: whether the basis is already in the weights, so that the leading columns of the
             keys are the partial keys (OPT with "svd").
-        dtype: name of the dtype of the weights.
         calibration: {"text_sha256": ..., "tokens": ...}, or None with skew "none".
         speculate_from: hidden state that the corrected query is computed from, one of
             `settings.policy.SOURCES`.

@@ -25,9 +25,7 @@ class Prepared(NamedTuple):
     """Prompts for the engine.
 
     Attributes:
-        tokens: token numbers of each prompt.
         shared: number of leading tokens that all share, to be read once.
-        most: most new tokens.
     """
 
     tokens: list[list[int]]

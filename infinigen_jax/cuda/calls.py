@@ -21,7 +21,6 @@ class Gather(NamedTuple):
     Attributes:
         rows: gathered rows; read them only after `await_gather`.
         hot: rows of the hot set, with the same rule; None without a hot set.
-        operands: arrays that the kernel reads.
     """
 
     rows: Shaped[Array, "b k n w"]
@@ -111,9 +110,7 @@ def select_rows(
 
     Args:
         scores: speculated logits, float32.
-        positions: positions of the current tokens.
         most: number of rows that the budget allows each sequence.
-        size: n.
         alpha: largest distance of a selected score below the best one (section 4.3); may be `inf`.
         sinks, window: tokens that stay on the device and are not fetched.
     """

@@ -165,7 +165,6 @@ class Frame(NamedTuple):
         context: execution context of this call, an argument of those functions.
         operands, results: addresses of `Buffer`s.
         config: address of the attribute's first int32.
-        config_size: number of its elements.
     """
 
     api: int

@@ -55,7 +55,6 @@ class Launcher:
     """Handlers of the three FFI targets.
 
     Args:
-        driver: driver that launches the kernels.
         image: returns the kernels' machine code for an architecture (90 for sm_90).
     """
 

@@ -50,11 +50,7 @@ def look(
     """Return the earlier place, or the place of the chunk's first token whose `x` is not finite.
 
     Args:
-        place: earlier place, int32.
-        stage: stage that `x` is the output of.
         x: output of the stage for a chunk of tokens.
-        start: position of the chunk's first token, per sequence.
-        count: valid tokens of the chunk, per sequence.
     """
     valid = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < count[:, None]
     bad = valid & ~jnp.all(jnp.isfinite(x), axis=-1)
@@ -69,7 +65,6 @@ class Places:
 
     Args:
         decoder, embedding: compute the logits after the last layer.
-        prompts: number of prompts.
     """
 
     def __init__(self, decoder: "Decoder", embedding: Params, prompts: int):
@@ -101,8 +96,6 @@ def refuse(places: Sequence[Any], layers: int, prompts: Any) -> None:
     """Raise if a place is set.
 
     Args:
-        places: places [b, 2], any number of them.
-        layers: number of layers L.
         prompts: [b] prompt number of each row; below 0 for rows that belong to no prompt.
 
     Raises:

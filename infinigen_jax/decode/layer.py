@@ -58,8 +58,6 @@ class Decoder(Layout):
         """Compute one layer of a step: speculate, start the transfer, attend, MLP, wait.
 
         Args:
-            inputs: arrays that the layer reads.
-            state: arrays that the layer replaces.
             carry: output of the previous layer; `carry.fetched` holds this layer's rows, if an
                 earlier layer requested them.
 
@@ -99,9 +97,7 @@ class Decoder(Layout):
 
         Args:
             inputs: arrays of the current layer; needs `host`.
-            target: layer that rows are selected for.
             a: attention input that approximates the target's.
-            hot: the target's hot set, if any.
         """
         assert inputs.host is not None
         request = self.select(target, a, inputs.positions, capacity_of(inputs.host, len(a)))
@@ -208,8 +204,6 @@ class Decoder(Layout):
 
         Args:
             inputs: inputs of layer 0, with layer 0 as the target.
-            hot: hot set of layer 0.
-            carry: carry into layer 0.
         """
         assert inputs.target is not None
         attention_input = self.blueprint.layer(inputs.params).attention_input(carry.x)
@@ -222,12 +216,7 @@ class Decoder(Layout):
     def predict(
         self, params: Params, x: Float[Array, "b e"]
     ) -> tuple[Float[Array, "b v"], Int[Array, " b"]]:
-        """Return the logits of the next tokens, float32, and the most likely tokens.
-
-        Args:
-            params: parameters of the embedding.
-            x: output of the last layer.
-        """
+        """Return the logits of the next tokens, float32, and the most likely tokens."""
         with jax.named_scope("sample"):
             logits = self.logits(params, x).astype(jnp.float32)
             return logits, lax.argmax(logits, 1, jnp.int32)

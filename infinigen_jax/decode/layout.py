@@ -24,16 +24,12 @@ class Layout:
     """Model architecture and engine settings that determine the programs of a step.
 
     Attributes:
-        config: architecture of the model.
         dtype: dtype of weights and activations.
-        policy: policy that selects rows.
-        transfer: copies requested rows from the host.
         dense_layers: leading layers whose cache stays on the device. Layers with a sliding window
             also stay there.
         mesh: axes "data" (sequences) and "model" (KV heads).
         rows: format of the host's rows, see `cache.row_format`.
         hot_set: entries of the hot set in multiples of a request; 0 for none, else at least 1.
-        pool: limit of the host cache, if any.
         weights_on_host: whether weights stay in host memory, see `transfer.host_weights`.
         curves: measured loss of each layer by budget, if the budget is shared out by it.
     """
@@ -79,11 +75,7 @@ class Layout:
         return None if window is None else min(window, capacity)
 
     def summed(self, weights: Params) -> Summed:
-        """Return the function of rows that leave the device whose values are summed for the tail.
-
-        Args:
-            weights: the policy's arrays for this layer.
-        """
+        """Return the function of the rows that leave a layer's ring which the tail sums."""
         return functools.partial(self.policy.tail_values, weights)
 
     @property
@@ -116,13 +108,9 @@ class Layout:
         if self.curves is None or not self.selecting:
             return {}
         layers = [self.on_host[number] for number in self.selecting]
-        shares = share_out(self.curves, layers, self._budget)
-        return dict(zip(self.selecting, shares, strict=True))
-
-    @property
-    def _budget(self) -> float:
         policy: Any = self.policy
-        return policy.budget
+        shares = share_out(self.curves, layers, policy.budget)
+        return dict(zip(self.selecting, shares, strict=True))
 
     def budget_policy(self, number: int) -> Policy:
         """Return the policy with the budget of one host layer."""

@@ -24,9 +24,7 @@ class Target(NamedTuple):
     """Host layer that rows are selected for.
 
     Attributes:
-        params: parameters of the layer.
         weights: the policy's arrays for the layer, from `Policy.prepare`.
-        state: the policy's state of the layer.
         number: index among the host layers.
         positions: token positions of the rows in its pool; None without a pool.
     """
@@ -47,7 +45,6 @@ class LayerInputs(NamedTuple):
         host: host cache; None if no layer uses it.
         place: where and how the host keeps this layer's rows; None for a layer on the device.
         target: later layer that this one requests rows for; None if it requests none, or its own.
-        positions: positions of the current tokens.
     """
 
     params: Params
@@ -62,7 +59,6 @@ class LayerState(NamedTuple):
     """Arrays that one layer of a step replaces.
 
     Attributes:
-        local: rows of the layer on the device.
         hot: hot set of the target; with a pool, `Kept`; None if the target has neither.
         observed: the policy's state of this layer; None if the policy does not observe.
     """
@@ -76,7 +72,6 @@ class Fetched(NamedTuple):
     """Rows requested for a layer, in the host's row format.
 
     Attributes:
-        request: slots and counts of the rows.
         rows: the rows; None if the transfer leaves them in the host cache (`Transfer.in_place`).
     """
 
@@ -106,11 +101,9 @@ class Started(NamedTuple):
     """Transfer under way.
 
     Attributes:
-        request: the rows requested.
         ticket: the transfer's handle, for `Transfer.wait`.
         moved: rows that cross, per sequence and KV head; the hot set holds the others.
         hot: hot set with the new directory and the old rows.
-        used: new `Kept.used` of a pool.
     """
 
     request: Request
@@ -121,13 +114,7 @@ class Started(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """State handed from layer to layer.
-
-    Attributes:
-        x: hidden state.
-        fetched: rows requested for the next layer.
-        counts: rows selected and moved so far.
-    """
+    """State handed from layer to layer."""
 
     x: Float[Array, "b e"]
     fetched: Fetched | None

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from infinigen_jax.cache.cache import Cache, HostLayer, ReadCache, StepCache
 from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.cache.layers import Local, Resident
+from infinigen_jax.cache.layers import Local
 from infinigen_jax.decode import pool_flush as pooled
 from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.decode.finite_check import finite_after, first_place
@@ -35,13 +35,10 @@ class Watched(NamedTuple):
     """One layer of a step with its inputs and outputs, for a `Watch` function.
 
     Attributes:
-        params: parameters of the layer.
         before, after: carry into the layer and out of it.
         local: rows of the layer on the device, including the current token's.
         place: place of the layer's rows on the host; None for a layer on the device.
         selection: target that the layer's rows are selected for; None if none are selected.
-        host: host cache.
-        positions: positions of the current tokens.
     """
 
     params: Params
@@ -88,13 +85,7 @@ def step(
     """Run all layers over the tokens at the next position.
 
     Args:
-        decoder: functions of a layer.
-        pieces: functions that make up the step.
         numbers: indices of the host layers, as device scalars.
-        weights: constant arrays.
-        read: cache arrays that the step reads.
-        live: cache arrays that the step replaces.
-        tokens: token ids, one per sequence.
         watch: function called after every layer, if any.
 
     Returns:
@@ -245,19 +236,6 @@ def steps(decoder: Decoder) -> Steps:
     def predict(params: Params, x: Array, lengths: Array) -> tuple:
         return *decoder.predict(params, x), lengths + 1
 
-    def flush(
-        weights: Params,
-        number: Int[Array, ""],
-        host: Shaped[Array, "l a k t w"],
-        state: Any,
-        local: Resident,
-        scales: Any,
-        lengths: Int[Array, " b"],
-        *,
-        streams: bool,
-    ) -> tuple:
-        return decoder.flush(weights, number, host, state, local, scales, lengths, streams=streams)
-
     def flush_pool(policy: Any, cache: Cache) -> Cache:
         return pooled.flush(decoder, policy, cache)
 
@@ -282,7 +260,9 @@ def steps(decoder: Decoder) -> Steps:
             layer=program(pieces.layer, (carry, state, at.whole), donate_argnums=1),
         ),
         predict=program(predict, (at.batch,) * 3),
-        flush=program(flush, (at.host, at.rows), donate_argnums=(2, 3), static_argnames="streams"),
+        flush=program(
+            decoder.flush, (at.host, at.rows), donate_argnums=(2, 3), static_argnames="streams"
+        ),
         flush_pool=program(flush_pool, whole, donate_argnums=1),
     )
 

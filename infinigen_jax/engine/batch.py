@@ -29,7 +29,6 @@ class Batch(abc.ABC):
 
     Attributes:
         runtime, decoder: model, and the functions of its steps.
-        dispatcher: compiled steps.
         cache: cache of all rows; replaced by every step, which is donated its arrays.
         cached: [b] tokens in the cache, including those of all dispatched steps. Replaced, never
             changed in place.

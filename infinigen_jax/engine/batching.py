@@ -132,7 +132,6 @@ def copy_rows(
     One compiled program serves all lengths. It uses one block of device memory.
 
     Args:
-        start: first slot to copy.
         count: number of slots to copy. The contents of later slots are undefined afterwards.
     """
     layers, _, _, capacity, _ = host.shape

@@ -21,13 +21,10 @@ class Stepped(NamedTuple):
     """Result of a decode step.
 
     Attributes:
-        cache: cache after the step.
         logits: logits of the next tokens.
         best: most likely next tokens.
-        counts: numbers of selected and moved rows.
         place: first place with a value that is not finite, if the step was checked; see
             `decode.finite_check`.
-        records: results of `watch`, one per layer.
     """
 
     cache: Cache

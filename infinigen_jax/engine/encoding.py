@@ -80,9 +80,6 @@ def prefix_tokens(model: Model, prefix: Prompt, *, first: bool = True) -> int:
     """Return the number of tokens that all prompts with a prefix share.
 
     The last tokens of a text prefix are excluded: appended text may change their tokenisation.
-
-    Args:
-        first: see `encode`.
     """
     if not isinstance(prefix, str):
         return len(prefix)

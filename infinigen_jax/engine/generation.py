@@ -39,10 +39,7 @@ class Run(Batch):
     Attributes:
         drawn: [b] next tokens, not cached yet.
         counts: numbers of selected and moved rows of each decode step.
-        clock: times so far.
-        plan: memory of the batch.
         phases: memory of each phase of the run; the largest has to fit.
-        owners: record of which prompt occupies each batch row.
         capacity, slots: sizes of the cache, see `PromptReader`.
         new_tokens: tokens drawn and read back so far, per prompt.
         log_probs: log-probabilities of each new token, per prompt, if asked for.
@@ -65,8 +62,6 @@ class Run(Batch):
         """Plan a run; arguments not listed are those of `Engine.start`.
 
         Args:
-            sampling: settings of each prompt.
-            begun: cache of the first prompts to continue with.
             capacity: capacity of the cache; by default the size of the prompts and new tokens.
             prefix: number of leading tokens of all prompts, to be read and stored once.
             fit: whether to reduce the batch size until it fits into memory.

@@ -21,36 +21,32 @@ def watch_heat(decoder: Decoder, watched: Watched) -> tuple[Carry, UInt8[Array, 
     if watched.selection is None:
         return watched.after, None
     assert watched.host is not None
-    run, before = _programs(decoder), watched.before
+    before, host = watched.before, watched.host
     if decoder.policy.lead == 0:
-        heat = run.own(watched.selection, before.x, watched.positions, watched.host)
+        heat = _of_own(decoder, watched.selection, before.x, watched.positions, host)
         return watched.after, heat
     assert before.fetched is not None
     request = before.fetched.request
-    return watched.after, run.requested(request.slots, request.count, watched.host)
+    return watched.after, _of_request(request.slots, request.count, host)
 
 
-class _Programs:
-    """Compiled functions of a decoder."""
-
-    def __init__(self, decoder: Decoder):
-        def requested(slots: Int[Array, "b k n"], count: Int[Array, "b k"], host: Any) -> Any:
-            b, _, n = slots.shape
-            valid = jnp.arange(n, dtype=jnp.int32)[None, None] < count[..., None]
-            sequence = jnp.arange(b, dtype=jnp.int32)[:, None, None]
-            heads = jnp.zeros((b, capacity_of(host, b)), jnp.uint8)
-            return heads.at[sequence, slots].add(valid.astype(jnp.uint8), mode="drop")
-
-        def own(
-            target: Target, x: Float[Array, "b e"], positions: Int[Array, " b"], host: Any
-        ) -> Any:
-            a = decoder.blueprint.layer(target.params).attention_input(x)
-            request = decoder.select(target, a, positions, capacity_of(host, len(x)))
-            return requested(request.slots, request.count, host)
-
-        self.requested, self.own = jax.jit(requested), jax.jit(own)
+@jax.jit
+def _of_request(slots: Int[Array, "b k n"], count: Int[Array, "b k"], host: Any) -> Any:
+    b, _, n = slots.shape
+    valid = jnp.arange(n, dtype=jnp.int32)[None, None] < count[..., None]
+    sequence = jnp.arange(b, dtype=jnp.int32)[:, None, None]
+    heads = jnp.zeros((b, capacity_of(host, b)), jnp.uint8)
+    return heads.at[sequence, slots].add(valid.astype(jnp.uint8), mode="drop")
 
 
-@functools.lru_cache(maxsize=16)
-def _programs(decoder: Decoder) -> _Programs:
-    return _Programs(decoder)
+@functools.partial(jax.jit, static_argnums=0)
+def _of_own(
+    decoder: Decoder,
+    target: Target,
+    x: Float[Array, "b e"],
+    positions: Int[Array, " b"],
+    host: Any,
+) -> Any:
+    a = decoder.blueprint.layer(target.params).attention_input(x)
+    request = decoder.select(target, a, positions, capacity_of(host, len(x)))
+    return _of_request(request.slots, request.count, host)

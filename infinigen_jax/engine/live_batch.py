@@ -30,8 +30,6 @@ class Reading:
     do not depend on the number of tokens that were cached before.
 
     Attributes:
-        tokens: the prompt.
-        done: number of tokens in the cache.
         cache: cache of one sequence; replaced by every chunk, which is donated its arrays.
     """
 
@@ -47,8 +45,6 @@ class Reading:
         """Prepare to read a prompt; nothing is dispatched yet.
 
         Args:
-            capacity: tokens that the cache has room for.
-            chunk: maximum number of tokens in a chunk.
             cache: cache that holds the first `done` tokens already, fewer than all.
         """
         self.tokens, self.done = np.asarray(tokens, np.int32), done
@@ -103,7 +99,6 @@ class OpenBatch(Batch):
 
     Attributes:
         active: [rows] mask of the rows that hold a sequence.
-        budgets: budgets of the rows.
     """
 
     def __init__(self, runtime: Runtime, rows: int, capacity: int):
@@ -117,12 +112,7 @@ class OpenBatch(Batch):
         return ~self.active
 
     def _join(self, row: int, reading: Reading, others: Any, new: Any, budget: float | None) -> Any:
-        """Copy a complete prompt into an idle row; the reading can join further rows.
-
-        Args:
-            others, new: see `Batch._insert`.
-            budget: see `RowBudgets.replace`.
-        """
+        """Copy a complete prompt into an idle row; the reading can join further rows."""
         assert self.can_join and not self.active[row]
         others = self._insert(row, reading.cache, len(reading.tokens), others, new)
         self.active[row] = True
@@ -152,11 +142,7 @@ class LiveBatch(OpenBatch):
         self.logits, self.best = jax.device_put(zeros, self._at.batch)
 
     def join(self, row: int, reading: Reading, budget: float | None = None) -> None:
-        """Copy a complete prompt into an idle row; the reading can join further rows.
-
-        Args:
-            budget: see `RowBudgets.replace`.
-        """
+        """Copy a complete prompt into an idle row; the reading can join further rows."""
         others = self.logits, self.best
         self.logits, self.best = self._join(row, reading, others, reading.predicted, budget)
 
@@ -164,9 +150,6 @@ class LiveBatch(OpenBatch):
         """Dispatch a decode step over the next token of each row, without waiting.
 
         An active row must have room for the token.
-
-        Args:
-            watch: see `Dispatcher.step`.
 
         Returns:
             The step's counts and records; its other arrays belong to the batch.

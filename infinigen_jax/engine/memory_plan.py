@@ -74,7 +74,6 @@ def plan_memory(
     """Estimate the memory of `batch` sequences with a cache of `capacity` tokens.
 
     Args:
-        chunk: number of prompt tokens read at a time.
         slots: slots of the host's cache, if it has a limit.
     """
     cache = plan_cache(decoder, batch, capacity, slots)
@@ -126,7 +125,6 @@ class Shortage(NamedTuple):
     """Shortage of memory.
 
     Attributes:
-        what: description of the shortage.
         memory: memory that is too small: host, pinned or device.
     """
 
@@ -181,7 +179,6 @@ def most_rows(
 
     Args:
         phases: function of the batch size that returns the plans, see `PromptReader.phases`.
-        most: number of sequences.
     """
 
     def lacks(rows: int, share: float = FILLED) -> Shortage | None:

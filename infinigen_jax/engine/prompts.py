@@ -29,7 +29,6 @@ class Begun(NamedTuple):
     Attributes:
         cache: the cache, whose arrays are donated; None if empty.
         cached: number of leading tokens of each prompt that are cached, fewer than all.
-        drawn: number of tokens drawn before, for each prompt.
     """
 
     cache: Cache | None
@@ -63,8 +62,6 @@ class PromptReader:
 
         Args:
             tokens: length of the longest sequence, including its answer.
-            rows: batch size.
-            capacity, prefix: arguments of `Run`.
         """
         self.decoder = runtime.decoder
         self.tokens_read = 0
@@ -90,7 +87,6 @@ class PromptReader:
         """Return the memory of a batch.
 
         Args:
-            rows: batch size.
             cached: number of tokens of each prompt that are cached already.
         """
         read = self._read_bytes(rows, self._longest - cached - self.shared)
@@ -100,7 +96,6 @@ class PromptReader:
         """Return the memory of each phase: prefill, decoding, prefill of waiting prompts.
 
         Args:
-            rows, cached: arguments of `plan`.
             waiting: whether further prompts wait for admission.
         """
         batch, one = self._cache_plan(rows), self._cache_plan(1)
@@ -155,9 +150,7 @@ class PromptReader:
         """Read prompts.
 
         Args:
-            numbers: indices of the prompts.
             begun: cache to continue with; by default that of the shared prefix.
-            notify: see `Engine.start`.
             last: whether these are the last prompts, so that the cache of the prefix is dropped.
         """
         if self._prefix is not None:
@@ -220,13 +213,7 @@ def round_up_capacity(tokens: int) -> int:
 def rows_that_fit(
     runtime: Runtime, reader: Callable[[int], PromptReader], longest: int, most: int
 ) -> int:
-    """Return the largest batch size that fits, at least 1; warn if it is less than `most`.
-
-    Args:
-        reader: function of the batch size that returns a reader.
-        longest: length of the longest prompt.
-        most: number of prompts.
-    """
+    """Return the largest batch size that fits, at least 1; warn if it is less than `most`."""
 
     def phases(rows: int) -> list[MemoryPlan]:
         return reader(rows).phases(rows, 0, waiting=rows < most)

@@ -20,9 +20,7 @@ class Remedies:
 
     Attributes:
         lengths: parameters, in backticks, that determine the capacity.
-        rows: batch size.
         waiting: whether further prompts are admitted later, each prefilled outside the batch.
-        may_pool: whether the host's cache can have a limit.
     """
 
     decoder: Decoder
@@ -32,11 +30,7 @@ class Remedies:
     may_pool: bool = True
 
     def for_host(self, plan: "MemoryPlan", *, unified: bool) -> str:
-        """Return the advice for too little host memory.
-
-        Args:
-            unified: whether host and device share their memory.
-        """
+        """Return the advice for too little host memory."""
         decoder = self.decoder
         lower, use = [*self.lengths, *self._batch()], []
         stored = decoder.row_format

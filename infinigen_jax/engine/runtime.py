@@ -34,8 +34,6 @@ class Runtime:
 
     Attributes:
         model: model with weights in the decoder's form.
-        settings: settings of the caller, with the schedule decided.
-        decoder: pure functions of a step.
         weights: parameters of the model and arrays prepared by the policy, placed in memory.
     """
 

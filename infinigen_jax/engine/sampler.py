@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.engine.batching import put_rows
 from infinigen_jax.programs.program import Program
 from infinigen_jax.sampling import (
     History,
@@ -27,12 +28,7 @@ from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
 
 
 class Drawn(NamedTuple):
-    """Tokens of one step.
-
-    Attributes:
-        tokens: the tokens.
-        log_probs: their log-probabilities, if asked for.
-    """
+    """Tokens of one step."""
 
     tokens: Int[Array, " b"]
     log_probs: LogProbs | None
@@ -42,9 +38,6 @@ class Draws(NamedTuple):
     """Inputs of a sampler's draws, in addition to the logits.
 
     Attributes:
-        settings: settings of each sequence.
-        stream: stream of random numbers of each sequence.
-        count: number of tokens drawn before.
         history: earlier tokens; None if no sequence has penalties.
     """
 
@@ -62,11 +55,8 @@ class Sampler:
     the step's most likely tokens are taken as they are.
 
     Args:
-        mesh: devices of the batch.
-        samplings: settings of the sequence in each row.
         prompts: tokens of each sequence so far, for the repetition penalty.
         streams: stream of random numbers of each sequence; 0 by default, see `sampling.uniforms`.
-        drawn: number of tokens drawn before.
     """
 
     def __init__(
@@ -103,10 +93,7 @@ class Sampler:
         """Draw the next token of each row, without waiting.
 
         Args:
-            logits: logits of the next tokens.
-            best: the most likely tokens.
             allowed: tokens that may be drawn, see `sampling.limited`; None for all.
-            log_probs: whether to compute log-probabilities.
         """
         limited, tokens = logits, best
         if allowed is not None:
@@ -176,10 +163,8 @@ class SamplingPrograms(NamedTuple):
     """Compiled functions of `Sampler`.
 
     Attributes:
-        limit: `limited`.
         draw: sample the next tokens, count them, and add them to the history, which is donated.
         log_probs: `log_probs_of`, with MOST_LOG_PROBS alternatives.
-        put: replace a row of a history, which is donated.
     """
 
     limit: Any
@@ -208,17 +193,12 @@ def sampling_programs(mesh: Mesh) -> SamplingPrograms:
     def log_probs(logits: Float[Array, "b v"], tokens: Int[Array, " b"]) -> LogProbs:
         return log_probs_of(logits, tokens, MOST_LOG_PROBS)
 
-    def put(history: History, one: History, row: Int[Array, ""]) -> History:
-        return jax.tree.map(
-            lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, 0), history, one
-        )
-
     at = Placement(mesh)
     return SamplingPrograms(
         limit=Program(limited, (), out_shardings=at.batch),
         draw=Program(draw, (), out_shardings=at.batch, donate_argnums=4),
         log_probs=Program(log_probs, (), out_shardings=at.batch),
-        put=Program(put, (), out_shardings=at.batch, donate_argnums=0),
+        put=Program(put_rows, (), out_shardings=at.batch, donate_argnums=0),
     )
 
 

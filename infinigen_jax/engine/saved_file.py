@@ -48,11 +48,6 @@ def write_saved(
 ) -> None:
     """Write a file completely or not at all, with one array in memory at a time.
 
-    Args:
-        record: JSON values.
-        layout: dtype and shape of each array, in order.
-        arrays: names and arrays, in the same order.
-
     Raises:
         InputError: if the file cannot be written.
     """
@@ -73,9 +68,6 @@ def write_saved(
 
 class SavedFile:
     """A file written by `write_saved`.
-
-    Attributes:
-        record: record passed to `write_saved`.
 
     Raises:
         InputError: if the file is missing, damaged or of another kind.

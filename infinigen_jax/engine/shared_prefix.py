@@ -32,7 +32,6 @@ class Sharing(NamedTuple):
     """Layout of a shared prefix in the host's array.
 
     Attributes:
-        tokens: length of the prefix.
         rows: rows of the host's array that hold shared slots, `unshared` slots each.
         unshared: number of unshared slots of each sequence on the host.
     """

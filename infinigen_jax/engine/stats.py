@@ -145,14 +145,7 @@ def rows_per_step(counts: list[Counts], kept: np.ndarray) -> Counts:
 
 
 def bytes_moved(decoder: Decoder, rows: Counts, slots: int, batch: int, steps: int) -> int:
-    """Return the bytes of rows moved to the device, including padding.
-
-    Args:
-        rows: counts of all steps.
-        slots: slots of a sequence in the host's cache.
-        batch: batch size.
-        steps: number of decode steps.
-    """
+    """Return the bytes of rows moved to the device, including padding."""
     width = decoder.row_format.width * decoder.row_format.storage.itemsize
     requested = decoder.padded_rows(slots)
     if requested is None:

@@ -29,7 +29,6 @@ class Configuration:
 
     Attributes:
         rows: format of the host's rows, see `cache.row_format.row_format`.
-        pool: limit of the host's cache, if any.
         options: options of the command line, with list options reduced to this line's values.
     """
 

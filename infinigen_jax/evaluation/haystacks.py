@@ -19,9 +19,7 @@ class Item:
     """A needle in a haystack.
 
     Attributes:
-        context: first part of the prompt.
         question: second part of the prompt; the generated answer follows.
-        answer: string to search in the generated text.
         depth: position of the needle in the context, 0 to 1.
         length: tokens that the item was made for, including the answer.
         number: number of the needle; items with the same one differ only in length and depth.
@@ -55,7 +53,6 @@ def make_items(
 
     Args:
         filler: sentences of the texts, taken cyclically from a random start.
-        tokens: counts the tokens of a prompt.
     """
     return [
         _fitted(number, seed, depth, length, filler, tokens)

@@ -45,7 +45,6 @@ class InfiniGenLM(LM):
     Args:
         engine: that generates; made from `options` if there is none.
         batch_size: requests decoded together.
-        quiet: show no progress.
         options: model, policy, budget, ... as the options of `python -m infinigen_jax.generate` of
             those names, and settings of the policy that have no option (a comma would end the
             policy's name); what the harness adds and does not apply (device) is ignored.

@@ -21,7 +21,6 @@ class Measurement(NamedTuple):
 
     Attributes:
         arrays: raw numbers, from which statistics are computed.
-        values: other results, ready for JSON.
     """
 
     arrays: dict[str, np.ndarray]

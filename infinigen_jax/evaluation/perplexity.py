@@ -70,7 +70,6 @@ class Scoring:
     """Measurement of one engine after another, each compared with the first.
 
     Args:
-        windows: [w, n] int32.
         settings: context, chunk, batch; `likeliest` if there is something to compare with.
 
     Attributes:

@@ -85,8 +85,6 @@ def study_windows(
     """Study the steps over all tokens after the context of some windows.
 
     Args:
-        windows: [w, n] int32.
-        settings: context, chunk and batch.
         advance: called with the number of tokens decoded since the last call.
 
     Returns:

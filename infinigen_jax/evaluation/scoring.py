@@ -34,7 +34,6 @@ class Scores(NamedTuple):
 
     Attributes:
         nats: negative natural log-probability of each token.
-        best: most likely token at each position.
         tokens, log_probs: n tokens at each position and their natural log-probabilities.
     """
 
@@ -49,12 +48,9 @@ class Traffic:
     """Traffic: sums over the scored tokens of some windows; sizes are of one batch.
 
     Attributes:
-        tokens: number of scored tokens.
         selected, fetched: rows over cached rows for each token, see `engine.stats`.
         attended: rows selected or resident over past tokens, in layers that select rows; 1 without
             such layers.
-        selected_rows, fetched_rows: numbers of rows.
-        moved_bytes: bytes from host to device, including padding.
     """
 
     tokens: int = 0

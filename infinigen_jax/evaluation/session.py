@@ -42,7 +42,6 @@ def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> 
     """Add the options of every sub-command: model, configurations, results.
 
     Args:
-        batch: default of --batch.
         of: name of a batch's elements.
     """
     add = parser.add_argument
@@ -81,7 +80,6 @@ class Session:
 
     Attributes:
         chosen: configurations; the full cache is first, unless --no-reference is given.
-        folder: folder that the model was loaded from.
         record: contents of the result file so far.
     """
 
@@ -131,7 +129,6 @@ class Session:
 
         Args:
             total: work of one configuration, for the progress.
-            unit: name of a unit of work.
         """
         origin = provenance(model, self.arguments.model or self.folder or "")
         self.record |= origin

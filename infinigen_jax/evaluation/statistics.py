@@ -13,8 +13,6 @@ class Compared(NamedTuple):
     """Predictions compared with those of the full cache for the same tokens.
 
     Attributes:
-        nats: scores of the full cache.
-        divergence: see `divergence`.
         same: 1 where the most likely token is the same, else 0.
     """
 
@@ -28,9 +26,6 @@ def statistics(nats: Nats, compared: Compared | None, context: int, chunk: int) 
 
     Args:
         nats: [w, t] scores of the tokens at positions `context` and later of each window.
-        compared: comparison of the same tokens with the full cache.
-        context: position of the first scored token.
-        chunk: positions per chunk, for results by position.
     """
 
     def part(start: int, end: int) -> dict[str, Any]:

@@ -22,9 +22,6 @@ def expanded(path: str | Path) -> Path:
 def open_regular(path: Path, most: int | None = None) -> io.BufferedReader:
     """Open a file for reading; follow links, because Hugging Face's cache consists of links.
 
-    Args:
-        most: largest size, in bytes.
-
     Raises:
         InputError: names the file if it is missing, unreadable, too large, or a pipe, device,
             socket or folder, which could block forever.

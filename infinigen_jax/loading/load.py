@@ -187,7 +187,6 @@ class Model:
         *,
         bases: Sequence[Basis | None] | None = None,
         skew: str = "none",
-        tokenizer: Any = None,
     ) -> "Model":
         """Make a model from parameters in memory, for tests and benchmarks with random weights.
 
@@ -197,8 +196,7 @@ class Model:
         chosen = tuple(bases) if bases is not None else (None,) * config.num_layers
         if len(chosen) != config.num_layers:
             raise ValueError(f"{len(chosen)} bases for {config.num_layers} layers")
-        dtype = jnp.dtype(dtype)
-        return cls(config, params, dtype, chosen, skew=skew, given_tokenizer=tokenizer)
+        return cls(config, params, jnp.dtype(dtype), chosen, skew=skew)
 
 
 def load(

@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from infinigen_jax.errors import UnsupportedModelError
-from infinigen_jax.models.base import Blueprint, ModelConfig, Params, blueprint, random_params
-from infinigen_jax.models.family import family
+from infinigen_jax.models.base import (
+    Blueprint,
+    ModelConfig,
+    Params,
+    blueprint,
+    family,
+    random_params,
+)
 
 FAMILIES = (
     *("gemma2", "gemma3", "llama", "ministral", "mistral", "opt", "phi3", "qwen2", "qwen3"),

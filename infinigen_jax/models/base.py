@@ -11,6 +11,8 @@ e hidden size, f MLP width, v vocabulary.
 
 import dataclasses
 import functools
+import importlib
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -18,7 +20,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models.family import family
 from infinigen_jax.models.linear import Matrix
 from infinigen_jax.models.packed import part_of, split
 from infinigen_jax.models.rope import Rope, rotation
@@ -169,6 +170,11 @@ class Embedding(Protocol):
         ...
 
 
+def family(name: str) -> ModuleType:
+    """Return the module of a family: its Layer, its Embedding and its `config_from_hf`."""
+    return importlib.import_module(f"infinigen_jax.models.{name}")
+
+
 class Blueprint(NamedTuple):
     """A family's modules without their parameters.
 
@@ -200,7 +206,6 @@ class Blueprint(NamedTuple):
         """Return a layer's parameters in the form of `layer_shapes`.
 
         Args:
-            number: number of the layer.
             params: parameters as a checkpoint stores them: in either form of `models.packed`, and
                 without those that follow from the configuration.
         """
@@ -225,7 +230,6 @@ def blueprint(config: ModelConfig, dtype: Any, weight_dtype: str | None = None) 
     """Build a family's modules abstractly: shapes and dtypes, no arrays.
 
     Args:
-        config: the architecture.
         dtype: dtype of parameters and activations; norms, softmax and logits compute in float32.
         weight_dtype: form of the matrices, one of WEIGHT_DTYPES; None for `dtype`.
     """

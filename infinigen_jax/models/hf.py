@@ -76,7 +76,6 @@ def common_settings(hf: Mapping[str, Any], *, layers: str, mlp: str) -> dict[str
     """Return sizes and special tokens as keyword arguments of ModelConfig.
 
     Args:
-        hf: the parsed config.json.
         layers, mlp: the family's setting names for the number of layers and the MLP width.
     """
     refuse_foreign_features(hf)

@@ -27,11 +27,7 @@ def join(layer: Params) -> Params:
 
 
 def split(layer: Params, queries: int) -> Params:
-    """Invert `join`.
-
-    Args:
-        queries: number of columns of the query projection.
-    """
+    """Invert `join`."""
     if "qkv" not in layer:
         return layer
     rest = {name: part for name, part in layer.items() if name != "qkv"}

@@ -13,7 +13,6 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int, partial: bool = False) -
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
     Args:
-        positions: max_position_embeddings.
         partial: whether the family may rotate only a part of each head.
 
     Raises:

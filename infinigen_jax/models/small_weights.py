@@ -110,7 +110,6 @@ def rows_of(part: Params, size: int) -> Float[Array, "*f e"]:
 
     Args:
         part: arrays whose leading axes are those of the outputs.
-        size: number of inputs e.
     """
     codes = part["codes"]
     halves = range(2 if codes.dtype == jnp.uint8 else 1)

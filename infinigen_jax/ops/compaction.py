@@ -148,8 +148,6 @@ def mark_starts(
     int32 suffices for rows of less than 2^25 tokens.
 
     Args:
-        words: packed marks.
-        counts: `running_counts` of the words.
         requested: number of leading marks requested per row; each row must have as many.
         items: work items of the requested marks.
         room: j, above the total number of items: the last place of the last item receives discarded
@@ -184,9 +182,7 @@ def marks_at(
     """Return positions of the marks at all places of some work items; arbitrary beyond the request.
 
     Args:
-        words: packed marks.
         starts: rows of `mark_starts` for these items.
-        row: row of each item.
     """
 
     def latest() -> Array:

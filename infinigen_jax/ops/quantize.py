@@ -26,7 +26,6 @@ def affine_codes(
     Args:
         x: float32.
         bits: at most 8.
-        axis: axis of the groups.
 
     Returns:
         codes; step and low, float32 that bfloat16 can hold, of size 1 along the axis.

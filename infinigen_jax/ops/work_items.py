@@ -61,7 +61,6 @@ def items_at_once(rows: int, most: int) -> int:
 
     Args:
         rows: number of rows, which need about two items each.
-        most: most items of a row.
     """
     return min(max(FEW_ITEMS, 2 * rows), ITEMS, rows * most)
 

@@ -42,7 +42,6 @@ class Machine:
 
     Attributes:
         device_memory: bytes; None if device and host share one memory.
-        host_memory: bytes.
         memory_bandwidth: bytes per second that the device reads from its memory; None if unknown.
         copy_bandwidth: bytes per second at which rows reach attention from the host; None if
             unknown.
@@ -69,15 +68,11 @@ class Forecast:
     """Forecast of a generation with given settings; sizes are bytes.
 
     Attributes:
-        weights: weights of the model on the device.
         weights_on_host: weights of the model in host memory.
         bases: results of the conversion that a loaded model keeps.
         speculation: the policy's weights, made from weights and bases.
-        chunk: prompt tokens per chunk.
         prefill, decode: temporaries, including weights in transit from the host; the larger one is
             the plan's workspace.
-        plan: sizes of the cache's arrays.
-        traffic: bytes of a decode step.
         seconds: lower bound on the time of a decode step; None without bandwidths.
     """
 

@@ -17,7 +17,6 @@ class Traffic:
     Attributes:
         weights: weights of all layers and of the output projection.
         device_cache: cached rows of dense layers; all rows if nothing is cached on the host.
-        index: state of the policy.
         attended: rows of the other layers that attention reads.
         link: bytes of these rows that come from the host, in their stored format.
         brought: bytes of the weights that come from the host.

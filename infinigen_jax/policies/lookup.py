@@ -33,12 +33,9 @@ class Lookup:
     """Inputs of a policy's selection for one layer in one step.
 
     Attributes:
-        config: architecture of the model.
-        layer: module of the layer that rows are selected for.
         weights: arrays that `Policy.prepare` returned for the layer.
         state: the policy's state of the layer.
         a: attention input of the layer `lead` earlier; see `Policy.source`.
-        positions: positions of the current tokens.
         size: static number of rows in a request, equal for all layers.
         capacity: number of slots t that the host cache has for each sequence.
         share: numerator and denominator of the layer's budget, for all sequences or for each; None

@@ -26,9 +26,6 @@ def attention_mass(
     Args:
         q: queries of the chunk, scaled and rotated.
         keys: keys of the chunk, rotated.
-        log_sum: from `attend_chunk`.
-        span: positions of the chunk's tokens.
-        prior: rows before the chunk.
         cap: bound of the scores, see `ops.attention.soft_capped`.
     """
     position = span.positions(q.shape[1])

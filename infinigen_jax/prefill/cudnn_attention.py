@@ -58,11 +58,6 @@ def unavailable(dtype: str, head_dim: int, windowed: bool = False) -> str | None
     """Return one line on why this process cannot use the kernel for such heads; None if it can.
 
     The first call runs the kernel on a small prompt and compares it with plain attention.
-
-    Args:
-        dtype: name of the queries' dtype.
-        head_dim: columns of a head.
-        windowed: whether a sliding window is used.
     """
     if os.environ.get(SWITCH) == OFF:
         return f"{SWITCH} is {OFF}"
@@ -88,11 +83,8 @@ def refusal(
     Supported sizes differ by version and GPU. A program with an unsupported call fails as a whole.
 
     Args:
-        dtype: name of the queries' dtype.
         shape: shape of the queries [b, c, h, d].
-        kv_heads: number of KV heads.
         block: prior rows per block; None without prior rows.
-        window: sliding window, if any.
     """
     b, c, h, d = shape
 

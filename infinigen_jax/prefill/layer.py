@@ -25,10 +25,8 @@ class Done(NamedTuple):
     """Result of a layer over a chunk.
 
     Attributes:
-        x: output of the layer.
         rows: keys and values, concatenated.
         queries, keys: queries and keys, scaled and rotated.
-        attended: output and log-sum-exp of the attention.
     """
 
     x: Float[Array, "b c e"]
@@ -50,9 +48,6 @@ def chunk_layer(
     """Compute one layer over a chunk.
 
     Args:
-        layer: module of the layer.
-        x: hidden states of the chunk.
-        span: positions of the chunk's tokens.
         lengths: lengths of the sequences after all chunks; by default the span's end.
         prior: rows before the chunk; None for none.
         window: number of tokens that a token attends to; None for all prior ones.
@@ -78,7 +73,6 @@ def layer_over(
 
     Args:
         lengths: tokens of the sequence in the call of the model that each token belongs to.
-        attend: function of the chunk's queries, keys and values.
     """
     a = layer.attention_input(x)
     keys, values = layer.key_value(a, positions, lengths)
@@ -139,15 +133,12 @@ def keep_rows(
     """Store a chunk's rows of a layer on the host.
 
     Args:
-        decoder: layout of the cache.
         policy_weights: the policy's arrays for the layer.
         rows: keys and values, concatenated, in the model's dtype.
-        span: positions of the rows.
         number: index among the host layers.
         observations: queries, and attention received by the slots, for a policy that observes.
         pool: with a pool, positions of the rows that its slots store; the chunk is then a whole
             prompt. None for slot = position.
-        streams: whether the layer is streamed, without selection.
 
     Returns:
         The new `local` (device rows), `state` (policy), `scales` (of the stored rows) and `host`.

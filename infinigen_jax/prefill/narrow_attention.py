@@ -41,7 +41,6 @@ def attend_narrow(
         q: scaled queries; query head h reads KV head h // (h / k).
         near: rows at hand; every query sees at least one of them.
         prior: further rows, read in blocks; all queries see them if they are within the window.
-        positions: positions of the queries.
         window: number of tokens, including itself, that a token attends to; None for all prior.
         cap: bound of the scores, see `ops.attention.soft_capped`.
         ahead: whether a block is read during attention to the one before.

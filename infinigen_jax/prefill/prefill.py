@@ -52,8 +52,6 @@ class Prefilled(NamedTuple):
     """Result of a prefill.
 
     Attributes:
-        cache: cache with the tokens.
-        logits: logits of the next token of each sequence.
         best: most likely next tokens; not in the cache.
     """
 
@@ -76,8 +74,6 @@ def prefill(
     """Process the prompts.
 
     Args:
-        decoder: functions of a step.
-        weights: arrays of model and policy.
         prompts: token ids, padded on the right.
         lengths: tokens of each prompt, at least 1.
         capacity: tokens per sequence that the cache has room for; at least s.
@@ -106,13 +102,11 @@ def extend(
     """Add tokens to the sequences of a cache.
 
     Args:
-        decoder, weights: as in `prefill`.
         cache: from `prefill`, `extend` or decode steps; its arrays are donated. Each sequence's
             length plus count must be at most its capacity.
         tokens: token ids, padded on the right.
         counts: tokens that each sequence gets. A sequence with none is unchanged, and its next
             token is meaningless.
-        chunk, notify, look: as in `prefill`.
 
     Returns:
         The new state. All rows are on the host: the next flush is due in `window` steps.
@@ -157,11 +151,7 @@ def chunk_for(decoder: Decoder, batch: int, tokens: int, most: int | None) -> in
 
 
 def empty_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = None) -> Cache:
-    """Return a cache without tokens, with room for `capacity` tokens of each sequence.
-
-    Args:
-        slots: slots of the host cache, if it is limited.
-    """
+    """Return a cache without tokens, with room for `capacity` tokens of each sequence."""
     host, slots = None, capacity if slots is None else slots
     if decoder.host_layers:
         stored = decoder.row_format
@@ -229,7 +219,6 @@ def read_chunk(
         counts: number of tokens of each sequence in this chunk.
         lengths: length of each sequence after its last chunk.
         last: output of each sequence's last token in the chunk before; None for the first chunk.
-        look: see `prefill`.
 
     Returns:
         The cache, and the last layer's output for the last token of each sequence so far.
@@ -256,6 +245,49 @@ def _room(decoder: Decoder, cache: Cache) -> int:
     if cache.host is not None and decoder.pool is None:
         room.append(cache.host.shape[3])
     return min(room, default=decoder.config.max_positions)
+
+
+class RowStore:
+    """Cache whose layers get the rows of a chunk one after the other; its arrays are donated.
+
+    Attributes:
+        host, local, states, scales: arrays of the cache so far, see `Cache`.
+    """
+
+    def __init__(self, decoder: Decoder, weights: Weights, cache: Cache):
+        self._decoder, self._policy, self._cache = decoder, weights.policy, cache
+        self._run, self.host = prefill_steps(decoder), cache.host
+        self.local, self.states = list(cache.local), list(cache.states)
+        self.scales = list(cache.scales)
+
+    def keep(
+        self, layer: int, rows: Float[Array, "b k c w"], span: Span, at: Any, observations: Any
+    ) -> None:
+        """Store a layer's rows; see `layer.keep_rows`.
+
+        Args:
+            at: index among the host layers, as a device scalar.
+        """
+        number = self._decoder.host_number(layer)
+        if number < 0:
+            self.local[layer] = self._run.keep_on_device(self.local[layer], rows, span)
+            return
+        kept = self.local[layer], self.states[number], self.scales[number], self.host
+        self.local[layer], self.states[number], self.scales[number], self.host = self._run.keep(
+            self._policy[number],
+            rows,
+            span,
+            *kept,
+            at,
+            observations,
+            self._cache.pool_of(number),
+            streams=self._decoder.streams(number),
+        )
+
+    def cache(self) -> Cache:
+        """Return the cache with all rows; its lengths are the old ones."""
+        layers = {"local": tuple(self.local), "states": tuple(self.states)}
+        return self._cache._replace(host=self.host, scales=tuple(self.scales), **layers)
 
 
 def through_layers(decoder: Decoder, weights: Weights, x: Array, compute: ComputeLayer) -> Array:
@@ -290,45 +322,26 @@ def _layers(
     Reading prior rows and writing the chunk's rows are two programs: in one program XLA would
     copy the whole cache between them.
     """
-    run, policy = prefill_steps(decoder), decoder.policy
-    local, states, scales = list(cache.local), list(cache.states), list(cache.scales)
-    host, look = cache.host, look or (lambda stage, x, start, count: None)
+    run, store = prefill_steps(decoder), RowStore(decoder, weights, cache)
+    look = look or (lambda stage, x, start, count: None)
     look(0, x, *span)
 
     def compute(i: int, params: Params, x: Array, stored: tuple[Params, ...]) -> tuple[Array, Any]:
-        nonlocal host
-        number = decoder.host_number(i)
+        number, at, observations = decoder.host_number(i), None, None
         if number < 0:
             window = decoder.config.window_of(i)
             x, rows, upcoming = run.device_layer(
-                params, x, local[i], span, lengths, stored, window=window
+                params, x, store.local[i], span, lengths, stored, window=window
             )
-            local[i] = run.keep_on_device(local[i], rows, span)
-            look(i + 1, x, *span)
-            return x, upcoming
-        streams, place = decoder.streams(number), layer_number(decoder, number)
-        observed = policy.observes and not streams
-        layer = run.observed_layer if observed else run.host_layer
-        x, rows, observations, upcoming = layer(
-            params, x, scales[number], host, place, span, lengths, stored
-        )
-        local[i], states[number], scales[number], host = run.keep(
-            weights.policy[number],
-            rows,
-            span,
-            local[i],
-            states[number],
-            scales[number],
-            host,
-            place,
-            observations,
-            cache.pool_of(number),
-            streams=streams,
-        )
+        else:
+            at = layer_number(decoder, number)
+            observed = decoder.policy.observes and not decoder.streams(number)
+            layer = run.observed_layer if observed else run.host_layer
+            x, rows, observations, upcoming = layer(
+                params, x, store.scales[number], store.host, at, span, lengths, stored
+            )
+        store.keep(i, rows, span, at, observations)
         look(i + 1, x, *span)
         return x, upcoming
 
-    x = through_layers(decoder, weights, x, compute)
-    return x, cache._replace(
-        host=host, local=tuple(local), states=tuple(states), scales=tuple(scales)
-    )
+    return through_layers(decoder, weights, x, compute), store.cache()

@@ -16,7 +16,6 @@ class PriorRows(NamedTuple):
 
     Attributes:
         read: function (slot, n) -> keys and values [b, k, n, d] of n rows from that slot on.
-        size: tokens in a block.
         capacity: number of slots, at least `size`.
         start: number of valid positions: those before the chunk.
         positions: positions of the slots, -1 for a slot without a row; None if slot = position.
@@ -84,7 +83,6 @@ class Attended(NamedTuple):
     """Attention of a chunk's queries.
 
     Attributes:
-        output: output of the attention.
         log_sum: natural logarithm of each query's summed exponentials, float32.
     """
 

@@ -25,10 +25,9 @@ from infinigen_jax.decode.state import Weights
 from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.attention_mass import attention_mass
-from infinigen_jax.prefill.compiled import prefill_steps
 from infinigen_jax.prefill.layer import Done, device_rows, host_rows, layer_over
 from infinigen_jax.prefill.narrow_attention import Seen, attend_narrow
-from infinigen_jax.prefill.prefill import Look, layer_number, through_layers
+from infinigen_jax.prefill.prefill import Look, RowStore, layer_number, through_layers
 from infinigen_jax.prefill.prior_rows import Attended, PriorRows
 from infinigen_jax.programs.program import Program
 from infinigen_jax.transfer.host_weights import await_copy, start_next
@@ -45,7 +44,6 @@ class Verified(NamedTuple):
     """Result of the layers over drafted tokens.
 
     Attributes:
-        x: output of the last layer.
         start: tokens cached before.
         rows: rows of each layer, not stored yet.
         observed: of each host layer, for a policy that observes; else None.
@@ -64,7 +62,6 @@ class VerificationSteps(NamedTuple):
         embed: embed the tokens; negative ones are padding.
         device_layer, host_layer: compute a layer whose rows are on the device, or on the host.
         mass: attention that a layer's rows receive from the accepted tokens.
-        advance: lengths after a commit.
     """
 
     embed: Any
@@ -88,13 +85,14 @@ def verify(
         cache: cache whose rows are all on the host; it does not change.
         tokens: the last drawn token and drafted ones; negative tokens are padding.
         size: number of leading tokens to compute.
-        look: see `prefill.prefill`.
     """
     run, start = verification_steps(decoder), cache.lengths
     rows: list[Any] = []
     observed: list[Any] = []
     x = run.embed(weights.params["embedding"], tokens, start, size=size)
-    counts = jnp.full_like(start, size) if look is not None else start
+    look = look or (lambda stage, x, start, count: None)
+    counts = jnp.full_like(start, size)
+    look(0, x, start, counts)
 
     def compute(i: int, params: Params, x: Array, stored: tuple[Params, ...]) -> tuple[Array, Any]:
         number = decoder.host_number(i)
@@ -116,12 +114,9 @@ def verify(
             )
             observed.append(None if decoder.streams(number) else seen)
         rows.append(new)
-        if look is not None:
-            look(i + 1, x, start, counts)
+        look(i + 1, x, start, counts)
         return x, upcoming
 
-    if look is not None:
-        look(0, x, start, counts)
     x = through_layers(decoder, weights, x, compute)
     return Verified(x, start, rows, observed)
 
@@ -139,38 +134,17 @@ def commit(
         cache: cache that was verified; its arrays are donated.
         accepted: number of leading tokens to store, per sequence.
     """
-    run, keep = verification_steps(decoder), prefill_steps(decoder)
-    local, states, scales = list(cache.local), list(cache.states), list(cache.scales)
-    host, span = cache.host, Span(verified.start, accepted)
+    run, store = verification_steps(decoder), RowStore(decoder, weights, cache)
+    span = Span(verified.start, accepted)
     for i, rows in enumerate(verified.rows):
-        number = decoder.host_number(i)
-        if number < 0:
-            local[i] = keep.keep_on_device(local[i], rows, span)
-            continue
-        place, observations = layer_number(decoder, number), None
-        if (seen := verified.observed[number]) is not None:
-            mass = run.mass(seen, rows, scales[number], host, place, span)
-            observations = seen.queries, mass
-        local[i], states[number], scales[number], host = keep.keep(
-            weights.policy[number],
-            rows,
-            span,
-            local[i],
-            states[number],
-            scales[number],
-            host,
-            place,
-            observations,
-            None,
-            streams=decoder.streams(number),
-        )
-    return cache._replace(
-        host=host,
-        local=tuple(local),
-        states=tuple(states),
-        scales=tuple(scales),
-        lengths=run.advance(verified.start, accepted),
-    )
+        number, at, observations = decoder.host_number(i), None, None
+        if number >= 0:
+            at = layer_number(decoder, number)
+            if (seen := verified.observed[number]) is not None:
+                mass = run.mass(seen, rows, store.scales[number], store.host, at, span)
+                observations = seen.queries, mass
+        store.keep(i, rows, span, at, observations)
+    return store.cache()._replace(lengths=run.advance(verified.start, accepted))
 
 
 @functools.lru_cache(maxsize=64)

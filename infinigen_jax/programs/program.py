@@ -42,7 +42,6 @@ class Program:
     Args:
         function: function to compile. Keyword arguments of a call are static.
         settings: all values the function closes over. Their `repr` must identify them.
-        options: options of `jax.jit`.
     """
 
     def __init__(self, function: Callable[..., Any], settings: Any, **options: Any):

@@ -26,7 +26,6 @@ def log_rest(
     Args:
         scores: attention logits, float32.
         eligible: tokens that may be requested; None if the scores of all others are -inf.
-        request: rows that are excluded.
         blocks: number m of equal blocks of consecutive slots, each summed separately; m divides
             t.
         entries: maps weights to sums of the index's leading columns, for `Rest.entry`.

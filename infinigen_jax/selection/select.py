@@ -144,7 +144,6 @@ def select(
             the group; with `inf` every token passes.
         cap: most rows per KV head, for each sequence.
         size: static length n of the request, at least the largest cap.
-        mode: see `combine_counts`.
     """
     if eligible is not None:
         eligible = eligible if eligible.ndim == 3 else eligible[:, None]

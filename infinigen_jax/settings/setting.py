@@ -15,7 +15,6 @@ class Option(NamedTuple):
 
     Attributes:
         help: noun phrase that names the setting, then its effect.
-        metavar: placeholder for the value on a command line.
         check: allowed values; None for any.
     """
 

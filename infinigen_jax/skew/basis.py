@@ -190,7 +190,6 @@ def absorb(
     Args:
         weight: kernel [inputs, heads * d] or bias [heads * d], for queries or keys; heads is a
             multiple of k, and consecutive heads share a KV head.
-        basis: orthogonal basis of each KV head.
 
     Returns:
         The folded weight, float64.

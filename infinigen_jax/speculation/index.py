@@ -115,10 +115,7 @@ class IndexFormat:
         """Return the speculated attention logits of every slot, accumulated in float32.
 
         Args:
-            query: partial query.
-            index: index entries.
             eligible: mask; the logits of all other slots are -inf.
-            cap: see `query.soft_cap`.
         """
         if cap is not None:
             return _masked(cap(self.scores(query, index)), eligible)
@@ -176,7 +173,6 @@ class IndexFormat:
 
         Args:
             columns: columns of `Rest.entry`; 0 for none.
-            cap: see `query.soft_cap`.
         """
         capacity = index.shape[3]
         blocks = slots.blocks(capacity)

@@ -95,9 +95,7 @@ def speculation_weights(
     layer's: {"ahead": {"kernel" [e, h*d], "bias" [h*d]}}.
 
     Args:
-        model: converted model.
         layer: number of the layer in the model.
-        columns: columns r of the index.
         centred: whether to add the mean calibration key, if known: "centre" [k, r] in the index's
             coordinates, "mean" [k, d] in those of the cached keys.
         basis: one of `settings.policy.BASES`.
@@ -193,12 +191,8 @@ def speculate_query(
     """Return the partial query of a layer (section 4.2 of the paper).
 
     Args:
-        config: architecture of the model.
-        layer: module of the layer.
         weights: its `speculation_weights`.
         a: approximation of its attention input.
-        positions: positions of the current tokens.
-        columns: columns r of the index.
     """
     if "kernel" in weights:
         q = projected(weights, a)

@@ -22,9 +22,6 @@ class StopFilter:
     The end of a piece that may begin a stop string is held back. The result does not depend on how
     the text is cut into pieces.
 
-    Args:
-        stops: from `checked_stops`.
-
     Attributes:
         stopped: whether a stop string was found; later text is dropped.
     """

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 class Texts:
     """Streaming text of several sequences.
 
-    Args:
-        stops: stop strings, see `stops.StopFilter`.
-
     Attributes:
         whole: final text of each sequence so far.
     """

@@ -34,7 +34,6 @@ class Tokenizer:
     """Tokenizer of a model folder, equivalent to the one of transformers.
 
     Args:
-        backend: tokenizer of the `tokenizers` library.
         special_tokens: texts by name, such as `bos_token`, for chat templates.
         chat_template: the folder's chat template, if any.
         where: beginning of error messages.

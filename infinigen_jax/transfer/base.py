@@ -22,7 +22,6 @@ class Transfer(Protocol):
     """Interface of a transfer; see the module's docstring.
 
     Attributes:
-        name: name on the command line.
         masks: whether only valid rows that the hot set lacks are moved. If not, the whole static
             request moves, unless a hot set exists.
         in_place: whether `wait` returns no rows without a hot set; attention then reads them in the
@@ -50,11 +49,9 @@ class Transfer(Protocol):
         Args:
             host: host cache, in its storage dtype; bytes are moved unchanged.
             layer: index among the host layers.
-            request: the rows to move.
             hot_rows: rows of the layer's hot set, replaced by the result of `wait`; None without
                 one.
             plan: entries and missing rows of the hot set; None without one.
-            mesh: mesh of the host cache.
 
         Returns:
             A ticket for `order` and `wait`.
