@@ -26,11 +26,7 @@ class Bounds(NamedTuple):
     high: Float[Array, "b k"]
 
 
-def top_mask(
-    rank: Float[Array, "b k t"],
-    count: Int[Array, "b k"],
-    candidates: Bool[Array, "b k t"] | None = None,
-) -> Bool[Array, "b k t"]:
+def top_mask(rank: Float[Array, "b k t"], count: Int[Array, "b k"]) -> Bool[Array, "b k t"]:
     """Mark the `count` largest entries of each row, equal ones in order of position. No NaN.
 
     The search counts entries above a threshold; each pass reads the row once. Thresholds are
@@ -38,11 +34,8 @@ def top_mask(
     `count` entries, and does not start if every candidate is taken. Guesses are interpolated; after
     six passes every third one bisects. Once FEW entries remain open, they are extracted and
     compared with each other. Normally distributed scores take 6 or 7 passes, bisection alone 19.
-
-    Args:
-        candidates: mask of the candidates, all above -inf; None for all ranks above -inf.
     """
-    return top_marks(rank, count, rank > -jnp.inf if candidates is None else candidates)[0]
+    return top_marks(rank, count, rank > -jnp.inf)[0]
 
 
 def top_marks(

@@ -69,10 +69,3 @@ def test_prompts_and_their_prefix_reach_the_engine(given, command, tmp_path):
     engine = given["self"]
     assert given["prompts"] == [engine.encode(text + end) for end in ("He said", "Then")]
     assert given["prefix"] == engine.prefix_tokens(text) > 0
-
-
-@pytest.mark.parametrize("options", [("--weights", "disk"), ("--batch", "0")])
-def test_values_out_of_range_are_named(options, command):
-    status, out, err = command(generate.main, *options)
-    assert (status, out) == (2, "") and err.startswith("error: " + " ".join(options))
-    assert err.count("\n") == 1

@@ -1,19 +1,13 @@
 """--check: a NaN or an infinity is reported with layer and position, wherever it arises."""
 
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from infinigen_jax import generate
-from infinigen_jax.convert import convert
 from infinigen_jax.decode.finite_check import NotFiniteError
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.loading.load import Model
 from infinigen_jax.models import config_from_hf
 from infinigen_jax.models.base import random_params
@@ -112,23 +106,3 @@ def test_overflow_inside_a_layer(params):
     with pytest.raises(NotFiniteError) as error:
         engine(large).start(PROMPTS, max_new_tokens=4)
     assert place(error)[0] == "output of layer 1"
-
-
-@pytest.mark.slow
-def test_command_line(tmp_path: Path, command):
-    """A converted model with a damaged layer: one line with --check, text without."""
-    source = tmp_path / "source"
-    source.mkdir()
-    for file in checkpoint.embedded().iterdir():
-        if file.suffix in (".json", ".safetensors") and not file.name.startswith("infinigen"):
-            (source / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(source / "model.safetensors")
-    name = "model.layers.2.mlp.down_proj.weight"
-    tensors[name] = np.full_like(tensors[name], np.nan)
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    convert(source, tmp_path / "out", skew="none")
-    given = ("--model", tmp_path / "out", "--prompt", "The king", "--max-new-tokens", "3")
-    status, out, errors = command(generate.main, *given, "--check")
-    assert status == 2 and out == "" and errors.splitlines()[-1].startswith("error: --check: ")
-    assert "layer 2 of prompt 1" in errors and "at position 0" in errors
-    assert command(generate.main, *given)[0] == 0

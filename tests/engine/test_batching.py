@@ -13,7 +13,6 @@ from infinigen_jax.engine.memory_plan import FILLED
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies.quest import Quest
 from infinigen_jax.settings.pool import Pool
-from infinigen_jax.settings.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -56,13 +55,6 @@ def test_a_prompt_that_ends_with_its_first_token():
     assert tokens_of(made, PROMPTS, 1, batch=2) == expected
     stopping = with_ends(made, expected[0][0])
     assert tokens_of(stopping, PROMPTS, batch=1) == alone(stopping)
-
-
-def test_sampling_does_not_depend_on_the_batch():
-    made = engine("one")
-    sampling = Sampling(temperature=1.0, top_k=40, seed=5)
-    expected = alone(made, sampling=sampling)
-    assert tokens_of(made, PROMPTS, sampling=sampling, batch=2) == expected != alone(made)
 
 
 def test_idle_rows_rest():
@@ -170,8 +162,3 @@ def test_as_many_prompts_together_as_fit(monkeypatch, caplog):
         free(1000)
         made.generate(PROMPTS[:1], max_new_tokens=NEW)
     assert "`batch`" not in str(refused.value) and "number of prompts" not in str(refused.value)
-
-
-def test_batches_out_of_range():
-    with pytest.raises(InputError, match="batch -1"):
-        engine("one").generate(PROMPTS, batch=-1)

@@ -17,10 +17,7 @@ from runtime import (
     tokens_of,
     with_ends,
 )
-from tiny import ROOT, make_tiny
 
-from infinigen_jax.convert import convert
-from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded, load
@@ -30,37 +27,6 @@ from infinigen_jax.settings.sampling import Sampling
 LAYER = random_model("one")
 
 # Everything fetched is the full cache; the full cache is transformers.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["stories260k"])
-def test_real_checkpoints_everything_fetched_equals_the_full_cache(name, tmp_path):
-    source = ROOT.parent / "shared" / "checkpoints" / name
-    if not source.is_dir():
-        pytest.skip("the folder of shared checkpoints is not here")
-    model = load(convert(source, tmp_path / "out"))
-    prompts = ["Once upon a time, there was a little girl named Lily."]
-    got = [tokens_of(Engine(model, policy=p), prompts, 24) for p in (ALL, Full())]
-    assert got[0] == got[1]
-
-
-@pytest.mark.slow  # as test_families.py: with the logits, for a newer family
-@pytest.mark.parametrize("family, settings", [("llama", {"num_key_value_heads": 2}), ("opt", {})])
-def test_full_cache_equals_greedy_generation_of_transformers(family, settings, tmp_path):
-    import torch
-
-    reference = make_tiny(tmp_path / "source", family, num_hidden_layers=3, **settings)
-    model = load(convert(reference.folder, tmp_path / "out", skew="none"))
-    model = dataclasses.replace(model, path=None)  # there is no tokenizer in it
-    prompts = [prompt[:30] for prompt in RAGGED]
-    got = tokens_of(Engine(model, policy=Full()), prompts, ignore_eos=True)
-    for i, prompt in enumerate(prompts):
-        sequence = torch.tensor([prompt])
-        for _ in range(NEW):
-            with torch.no_grad():
-                logits = reference.model(sequence).logits[:, -1]
-            sequence = torch.cat([sequence, logits.argmax(-1, keepdim=True)], dim=1)
-        assert got[i] == sequence[0, len(prompt) :].tolist()
 
 
 # Settings, each on a model of one layer, whose rows are on the host.
@@ -134,14 +100,6 @@ def test_single_tokens_are_prompts():
     assert tokens_of(small(ALL), [[7]]) == tokens_of(small(Full()), [[7]])
 
 
-def test_sampling_repeats_with_its_seed():
-    drawn = [
-        tokens_of(small(), sampling=Sampling(temperature=1.0, top_k=20, seed=seed))
-        for seed in (3, 3, 4)
-    ]
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
 # What is refused.
 
 
@@ -170,18 +128,6 @@ def test_settings_and_prompts_out_of_range():
         with pytest.raises(InputError, match=named):
             made.generate(prompts, max_new_tokens=new)
     assert len(tokens_of(made, [[5] * 250], 6, ignore_eos=True)[0]) == 6
-
-
-def test_more_memory_than_there_is(monkeypatch):
-    made = small()
-    monkeypatch.setattr(planning, "available_host_bytes", lambda: 20_000)
-    with pytest.raises(InputError, match=r"needs .* KiB of host memory .* 19.5 KiB are available"):
-        made.start(RAGGED, max_new_tokens=NEW)
-
-
-def test_models_without_end_tokens_go_on():
-    made = with_ends(small())
-    assert len(tokens_of(made, RAGGED[:1], 5)[0]) == 5
 
 
 @pytest.mark.usefixtures("shallow")

@@ -1,7 +1,6 @@
 """Generation with a limited host cache: against none, against masks, and what it takes."""
 
 import dataclasses
-import json
 import re
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from runtime import ALL, NEW, RAGGED, SPARSE, engine, random_model
 
-from infinigen_jax import evaluate, generate
+from infinigen_jax import generate
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.cache.pool import Kept
 from infinigen_jax.decode.sparse_attention import held
@@ -249,26 +248,3 @@ def test_bad_options(command, options, named):
     status, out, err = command(generate.main, *ENGINE, *options)
     assert status == 2 and not out and err.count("\n") == 1
     assert re.search(named, err)
-
-
-@pytest.mark.slow
-def test_limits_in_an_evaluation(command, tmp_path):
-    """The table has lines with and without a limit; the reference has none."""
-    text, file = tmp_path / "text", tmp_path / "out.json"
-    text.write_text("The old man went down to the sea, and nobody asked him. " * 40)
-    windows = ("--window", "64", "--context", "48", "--windows", "1", "--quiet", "--json", file)
-    pools = ("--pool-tokens", "all", "50%", "--pool-eviction", "counter", "fifo")
-    status, out, err = command(
-        evaluate.main, "perplexity", "--text", text, *windows, *pools, "--policy", "full"
-    )
-    assert status == 0, err
-    lines = json.loads(file.read_text())["configurations"]
-    settings = [line["settings"] for line in lines]
-    # A streamed layer uses every row in every step: all orders are one, and measured once.
-    assert [s["pool"] for s in settings] == ["all", "50% fifo"]
-    assert [line["reference"] for line in lines] == [True, False]
-    assert lines[1]["host_cache_bytes"] * 128 == lines[0]["host_cache_bytes"] * 31
-    assert lines[1]["nats_per_token"] != lines[0]["nats_per_token"]
-    assert "| 50% fifo |" in out
-    status, out, err = command(evaluate.main, "recall", "--text", text, *windows[:-2], *pools)
-    assert status == 2 and err.startswith("error: --pool-tokens: recall")

@@ -311,13 +311,6 @@ def test_what_was_measured_before_is_still_compared_with(tmp_path):
     assert second[2]["divergence_nats"] != first[1]["divergence_nats"]
 
 
-def test_help(run):
-    for arguments in (["--help"], ["perplexity", "--help"]):
-        status, out, err = run(*arguments)
-        assert status == 0 and "perplexity" in out and err == ""
-    assert "--budget F [F ...]" in out and "--dense-layers" in out
-
-
 def test_a_wrong_value_at_the_end_of_a_list_is_told_before_the_work(refused, text):
     assert "--rows int3" in refused("--window", "64", "--rows", "auto", "int3")
     assert "--budget 7" in refused("--window", "64", "--budget", "0.1", "7")
@@ -333,9 +326,11 @@ def test_lines_end_in_one_way(tmp_path):
     assert read_text(str(file)).content == "a\nb\nc\nd\n\n"
 
 
-def test_a_pool_too_small_is_told_with_its_own_remedy(refused):
+def test_pools_that_cannot_be(refused, run, text):
     said = refused("--window", "64", "--pool-tokens", "20")
     assert "--pool-tokens" in said and "use at least" in said and "--batch" not in said
+    status, _, err = run("recall", "--text", text, "--pool-tokens", "50%", "--quiet")
+    assert status == 2 and err.startswith("error: --pool-tokens: recall")
 
 
 def test_texts_that_cannot_be(run, refused, text):

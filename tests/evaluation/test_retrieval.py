@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from runtime import SPARSE, engine, random_model, with_ends
-from tiny import only
 
 from infinigen_jax import evaluate
 from infinigen_jax.evaluation.answers import answer
@@ -15,7 +14,6 @@ from infinigen_jax.evaluation.haystacks import GRASS, Item, make_items, sentence
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.retrieval import with_scores
 from infinigen_jax.evaluation.session import Line
-from infinigen_jax.loading.load import embedded
 from infinigen_jax.policies import Full
 
 FILLER = sentences(GRASS)
@@ -113,33 +111,6 @@ def test_a_needle_at_several_depths_is_one_for_the_error():
 
 
 # The command.
-
-
-@pytest.mark.slow
-def test_command(tmp_path, capsys):
-    result = tmp_path / "r.json"
-    arguments = ["retrieval", "--length", "128", "--depth", "0", "1"]
-    arguments += [
-        "--dense-layers",
-        "5",
-        "--items",
-        "1",
-        "--batch",
-        "2",
-        "--max-new-tokens",
-        "3",
-        "--quiet",
-    ]
-    arguments += ["--policy", "window", "--json", str(result), "--model", str(embedded())]
-    arguments += ["--quiet"]
-    assert evaluate.main(arguments) == 0
-    rows = [[c.strip() for c in r.split("|")] for r in capsys.readouterr().out.splitlines()]
-    assert rows[0][5:7] == ["found, %", "same"] and len(rows) == 4
-    record = json.loads(result.read_text())
-    full, window = record["configurations"]
-    assert record["items"] == len(full["texts"]) == 2 and full["fetched_fraction"] == 1
-    assert 0 < window["fetched_fraction"] <= 0.1 and 0 <= window["same"] <= 1
-    assert only(tmp_path) == ["r.json"]
 
 
 @pytest.mark.slow

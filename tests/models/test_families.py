@@ -74,6 +74,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", GQA | {"head_dim": 20}),
     "qwen3 tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
     "qwen3 windows": ("qwen3", USED | kinds("sff") | GQA | {"head_dim": 20}),
+    "opt": ("opt", {}),
     "linear": ("llama", rope(rope_type="linear", factor=4.0)),
     "dynamic": ("llama", DYNAMIC),
     "yarn": ("llama", rope(**YARN)),

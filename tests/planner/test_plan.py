@@ -314,12 +314,9 @@ def test_here_and_now(command, monkeypatch):
     [
         (("--context", "0"), "--context 0"),
         (("--context", "9999"), "--context 9999: the model has 1024 positions"),
-        (("--context", "64", "--batch", "0"), "--batch 0"),
         (("--context", "64", "--device-memory", "-1"), "--device-memory -1"),
-        (("--context", "64", "--weights", "disk", *GPU), "--weights disk"),
         (("--context", "64", "--host-memory", "nan"), "--host-memory nan"),
         (("--context", "64", "--rows", "int3", *GPU), "--rows int3"),
-        (("--context", "64", "--dense-layers", "-1", *GPU), "--dense-layers -1"),
         (("--context", "64", "--model", "/nowhere"), "/nowhere: no such folder"),
         (("--context", "64", "--json", "/nowhere/x"), "--json"),
         (("--context", "64", "--dtype", "int8", *GPU), "--dtype int8"),

@@ -224,17 +224,6 @@ def test_progress_is_told_chunk_by_chunk():
     assert told == []
 
 
-def test_chunks_of_no_token_are_refused(command):
-    from infinigen_jax import generate
-
-    for given in ("0", "many"):
-        status, out, error = command(
-            generate.main, "--prompt", "A", "--prefill-chunk", given, "--quiet"
-        )
-        assert (status, out) == (2, "") and error.count("\n") == 1
-        assert f"--prefill-chunk {given}" in error
-
-
 @pytest.mark.slow
 def test_generate_shows_how_far_a_long_prompt_is_read(command):
     from infinigen_jax import generate

@@ -13,7 +13,6 @@ from jax import lax
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.ops.compaction import unpack_marks
-from infinigen_jax.ops.top_k import top_mask
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.selection.select import (
     Request,
@@ -33,7 +32,6 @@ INF = float("inf")
 # Compiled, as the engine runs them; hence few different shapes below.
 compiled_select = jax.jit(select, static_argnames=("alpha", "size", "mode"))
 compiled_top = jax.jit(top_slots, static_argnames="size")
-compiled_mask = jax.jit(top_mask)
 
 
 def run_select(scores, alpha, cap=None, size=None, eligible=None, mode="head") -> Request:
@@ -209,11 +207,6 @@ def test_rows_do_not_depend_on_their_neighbours():
         np.testing.assert_array_equal(together.count[i], alone.count[0])
 
 
-def test_valid_marks_the_first_count_places():
-    request = Request(jnp.zeros((1, 2, 3), jnp.int32), jnp.array([[0, 2]], jnp.int32))
-    assert request.valid.tolist() == [[[False] * 3, [True, True, False]]]
-
-
 # The exact top-k.
 
 
@@ -262,21 +255,6 @@ def test_top_slots_of_large_arrays():
     rank[0, 1, ::2] = -INF  # as of tokens that are not eligible
     rank[1, 2] = 0.25  # all equal
     check_top(rank, np.array([[17, 2000, 0], [5000, 1, 1234]]), 5000)
-
-
-def test_top_mask_marks_exactly_count():
-    rank = jnp.asarray(np.random.default_rng(4).integers(0, 3, (1, 2, 65)), jnp.float32)
-    for n in (0, 1, 30, 64, 65):
-        mask = compiled_mask(rank, jnp.full((1, 2), n, jnp.int32))
-        assert np.asarray(mask).sum(-1).tolist() == [[n, n]]
-
-
-def test_selection_keeps_the_host_out():
-    """One compiled program, whose results are arrays: nothing of it can wait for the host."""
-    program = jax.jit(lambda s, e, c: select(s, e, 4.0, c, 8)).lower(
-        jnp.zeros((1, 2, 2, 64)), jnp.ones((1, 64), bool), jnp.ones(1, jnp.int32)
-    )
-    assert "callback" not in program.as_text()
 
 
 # The budget.

@@ -11,7 +11,6 @@ from infinigen_jax.models import blueprint
 from infinigen_jax.selection.select import budget_rows, select
 from infinigen_jax.speculation.index import IndexFormat
 from infinigen_jax.speculation.query import (
-    partial_columns,
     partial_keys,
     speculate_query,
     speculation_weights,
@@ -156,7 +155,3 @@ def test_a_bfloat16_index_costs_its_rounding_and_no_more():
     queries = np.linalg.norm(layer.query(a, positions), axis=-1)
     # Two factors of relative error 2^-9 each; Cauchy-Schwarz bounds the sum.
     assert np.abs(rounded - exact).max() <= 2.05 * 2**-8 * keys.max() * queries.max()
-
-
-def test_a_ratio_of_one_is_all_columns():
-    assert [partial_columns(d, 1.0) for d in (8, 12, 64, 128)] == [8, 12, 64, 128]

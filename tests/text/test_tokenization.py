@@ -17,11 +17,7 @@ from infinigen_jax.loading.load import EMBEDDED_FOLDER, embedded
 from infinigen_jax.text.detokenize import TextStream
 from infinigen_jax.text.tokenizer import load_tokenizer
 
-SHARED = ROOT.parent / "shared"
-FOLDERS = [
-    *(path for path in EMBEDDED_FOLDER.iterdir() if path.is_dir()),
-    *(path.parent for path in (SHARED / "checkpoints").glob("*/tokenizer.json")),
-]
+FOLDERS = [path for path in EMBEDDED_FOLDER.iterdir() if path.is_dir()]
 TEXTS = ["", "a", "The king said", "  two\n\n x ", "é中😀 <s>inside</s> <pad>x <unk>", "<s>front"]
 
 
@@ -92,10 +88,11 @@ def test_tokens_with_a_name_are_special(tmp_path):
     check_like_transformers(folder)
 
 
-@pytest.mark.skipif(not (SHARED / "tokenizers").exists(), reason="no shared files")
 def test_a_folder_of_vocabulary_and_merges(tmp_path):
-    shutil.copyfile(SHARED / "tokenizers" / "opt_vocab.json", tmp_path / "vocab.json")
-    shutil.copyfile(SHARED / "tokenizers" / "opt_gpt2_merges.txt", tmp_path / "merges.txt")
+    model = json.loads((embedded() / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = ["#version: 0.2", *map(" ".join, model["merges"])]
+    (tmp_path / "merges.txt").write_text("\n".join(merges))
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
     check_like_transformers(tmp_path)
 
