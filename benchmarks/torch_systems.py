@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.systems import MARGIN, StepTime
-from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, Slot, expected
+from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, TensorSpec, expected
 from infinigen_jax.loading.load import Model
 from infinigen_jax.models import Params, blueprint
 from infinigen_jax.models.forward import forward
@@ -131,11 +131,11 @@ def torch_model(model: Model, settings: dict[str, Any]) -> Any:
     settings = dict(settings)
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     config._attn_implementation = "sdpa"
-    slots = expected(blueprint(model.config, model.dtype))
+    specs = expected(blueprint(model.config, model.dtype))
     state = {}
     trees = [model.params["embedding"], *model.params["layers"]]
-    for part, tree in zip([slots.embedding, *slots.layers], trees, strict=True):
-        state |= {slot.name: _tensor(slot, tree) for slot in part}
+    for part, tree in zip([specs.embedding, *specs.layers], trees, strict=True):
+        state |= {spec.name: _tensor(spec, tree) for spec in part}
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     with torch.device(device):  # built on its device, without a copy on the host
         other = transformers.AutoModelForCausalLM.from_config(
@@ -147,14 +147,14 @@ def torch_model(model: Model, settings: dict[str, Any]) -> Any:
     return other.eval()
 
 
-def _tensor(slot: Slot, params: Params) -> Any:
+def _tensor(spec: TensorSpec, params: Params) -> Any:
     """Return a view of one of our arrays as the tensor of the file."""
     import torch
 
-    row = slot.row
-    whole = torch.from_dlpack(params[row.path[0]][row.path[1]])
-    part = torch.chunk(whole, row.parts, dim=-1)[row.part]
-    return TRANSFORMS[row.transform](part)
+    rule = spec.rule
+    whole = torch.from_dlpack(params[rule.path[0]][rule.path[1]])
+    part = torch.chunk(whole, rule.parts, dim=-1)[rule.part]
+    return TRANSFORMS[rule.transform](part)
 
 
 def logits_difference(model: Model, other: Any, prompt: list[int]) -> float:

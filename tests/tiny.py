@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.checkpoint.tensor_names import Slot
+from infinigen_jax.checkpoint.tensor_names import TensorSpec
 from infinigen_jax.loading.load import Model
 from infinigen_jax.models import Params, blueprint
 from infinigen_jax.models.forward import forward
@@ -105,9 +105,9 @@ def as_torch(folder: Path, shards: int = 1) -> None:
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
-def write_tree(slots: Sequence[Slot], params: Params) -> Iterator[tuple[str, np.ndarray]]:
+def write_tree(specs: Sequence[TensorSpec], params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the parameters of a layer as named tensors in the layout of a Hugging Face file."""
-    for slot in slots:
-        whole = np.asarray(params[slot.row.path[0]][slot.row.path[1]])
-        part = np.split(whole, slot.row.parts, axis=-1)[slot.row.part]
-        yield slot.name, part.T if slot.row.transform == "transpose" else part
+    for spec in specs:
+        whole = np.asarray(params[spec.rule.path[0]][spec.rule.path[1]])
+        part = np.split(whole, spec.rule.parts, axis=-1)[spec.rule.part]
+        yield spec.name, part.T if spec.rule.transform == "transpose" else part

@@ -175,17 +175,27 @@ def gather_rows(
         sequence = lax.broadcasted_iota(jnp.int32, slots.shape, 0)
         sequence, slots = _stored_at(cache, slots.shape[0], sequence, slots)
         head = lax.broadcasted_iota(jnp.int32, slots.shape, 1)
-        indices = jnp.stack([jnp.broadcast_to(layer, slots.shape), sequence, head, slots], axis=-1)
-        dimensions = lax.GatherDimensionNumbers(
-            offset_dims=(3,), collapsed_slice_dims=(0, 1, 2, 3), start_index_map=(0, 1, 2, 3)
-        )
-        one_row = (1, 1, 1, 1, cache.shape[-1])
-        return to_device(
-            lax.gather(cache, to_host(indices), dimensions, one_row, mode="promise_in_bounds")
-        )
+        return _gather(cache, layer, sequence, head, slots)
 
     return _sharded(local, mesh, (CACHE_SPEC, PartitionSpec(), ROWS_SPEC), ROWS_SPEC)(
         cache, layer, slots
+    )
+
+
+def _gather(cache: Array, *places: Array) -> Array:
+    """Move the rows at these indices of the cache's first four axes to device memory.
+
+    Args:
+        places: arrays of one shape, or that broadcast to that of the last one.
+    """
+    shape = places[-1].shape
+    indices = jnp.stack([jnp.broadcast_to(x, shape) for x in places], axis=-1)
+    dimensions = lax.GatherDimensionNumbers(
+        offset_dims=(len(shape),), collapsed_slice_dims=(0, 1, 2, 3), start_index_map=(0, 1, 2, 3)
+    )
+    one_row = (1, 1, 1, 1, cache.shape[-1])
+    return to_device(
+        lax.gather(cache, to_host(indices), dimensions, one_row, mode="promise_in_bounds")
     )
 
 
@@ -215,14 +225,7 @@ def gather_items(
     """
     sequence, head = head // cache.shape[2], head % cache.shape[2]
     row, slots = _stored_at(cache, batch, sequence[:, None], slots)
-    places = [layer, row, head[:, None], slots]
-    indices = jnp.stack([jnp.broadcast_to(x, slots.shape) for x in places], axis=-1)
-    dimensions = lax.GatherDimensionNumbers(
-        offset_dims=(2,), collapsed_slice_dims=(0, 1, 2, 3), start_index_map=(0, 1, 2, 3)
-    )
-    one_row = (1, 1, 1, 1, cache.shape[-1])
-    rows = lax.gather(cache, to_host(indices), dimensions, one_row, mode="promise_in_bounds")
-    return to_device(rows)[None]
+    return _gather(cache, layer, row, head[:, None], slots)[None]
 
 
 def read_block(

@@ -1,6 +1,6 @@
 """Table of Hugging Face tensor names and parameter paths for each family.
 
-A row says: the tensor `name`, through `transform`, is part `part` of `parts` of the parameter at
+A rule says: the tensor `name`, through `transform`, is part `part` of `parts` of the parameter at
 `path`. Parts are joined on the last (output) axis. Matching is strict: one error lists all missing,
 unexpected, duplicate and mis-shaped tensors.
 """
@@ -27,7 +27,7 @@ IMAGES = ("vision_tower.", "multi_modal_projector.")  # unused parts of such mod
 LISTED = 20  # tensors named per kind of error
 
 
-class Row(NamedTuple):
+class Rule(NamedTuple):
     """One line of a table; names are relative to the layer, or to the model."""
 
     name: str
@@ -37,31 +37,31 @@ class Row(NamedTuple):
     parts: int = 1
 
 
-def _linear(name: str, module: str, part: int = 0, parts: int = 1) -> list[Row]:
+def _linear(name: str, module: str, part: int = 0, parts: int = 1) -> list[Rule]:
     return [
-        Row(f"{name}.weight", (module, "kernel"), "transpose", part, parts),
-        Row(f"{name}.bias", (module, "bias"), "keep", part, parts),
+        Rule(f"{name}.weight", (module, "kernel"), "transpose", part, parts),
+        Rule(f"{name}.bias", (module, "bias"), "keep", part, parts),
     ]
 
 
-def _norm(name: str, module: str) -> list[Row]:
+def _norm(name: str, module: str) -> list[Rule]:
     return [
-        Row(f"{name}.weight", (module, "scale"), "keep"),
-        Row(f"{name}.bias", (module, "bias"), "keep"),
+        Rule(f"{name}.weight", (module, "scale"), "keep"),
+        Rule(f"{name}.bias", (module, "bias"), "keep"),
     ]
 
 
-def _gain(name: str, module: str) -> list[Row]:
-    """Return the row of a norm whose scale is stored minus 1."""
-    return [Row(f"{name}.weight", (module, "scale"), "add one")]
+def _gain(name: str, module: str) -> list[Rule]:
+    """Return the rule of a norm whose scale is stored minus 1."""
+    return [Rule(f"{name}.weight", (module, "scale"), "add one")]
 
 
 class Table(NamedTuple):
-    """A family's rows, and the prefix of its tensors in written files."""
+    """A family's rules, and the prefix of its tensors in written files."""
 
     prefix: str
-    embedding: list[Row]
-    layer: list[Row]
+    embedding: list[Rule]
+    layer: list[Rule]
 
 
 PROJECTIONS = [
@@ -76,7 +76,7 @@ PROJECTIONS = [
 LLAMA = Table(
     prefix="model.",
     embedding=[
-        Row("embed_tokens.weight", ("tokens", "embedding"), "keep"),
+        Rule("embed_tokens.weight", ("tokens", "embedding"), "keep"),
         *_norm("norm", "norm"),
         *_linear("lm_head", "head"),
     ],
@@ -131,8 +131,8 @@ TABLES = {
     "opt": Table(
         prefix="model.decoder.",
         embedding=[
-            Row("embed_tokens.weight", ("tokens", "embedding"), "keep"),
-            Row("embed_positions.weight", ("positions", "embedding"), "keep"),
+            Rule("embed_tokens.weight", ("tokens", "embedding"), "keep"),
+            Rule("embed_positions.weight", ("positions", "embedding"), "keep"),
             *_norm("final_layer_norm", "norm"),
             *_linear("lm_head", "head"),
         ],
@@ -157,44 +157,44 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Slot(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor that a model of this shape must have: its full name and shape in the file."""
 
     name: str
     shape: tuple[int, ...]
-    row: Row
+    rule: Rule
 
 
-class Slots(NamedTuple):
+class TensorSpecs(NamedTuple):
     """Every tensor of a model, grouped like the parameters."""
 
-    embedding: list[Slot]
-    layers: list[list[Slot]]
+    embedding: list[TensorSpec]
+    layers: list[list[TensorSpec]]
 
-    def flat(self) -> list[Slot]:
+    def flat(self) -> list[TensorSpec]:
         """Return all tensors, the embedding's first."""
-        return [*self.embedding, *(slot for layer in self.layers for slot in layer)]
+        return [*self.embedding, *(spec for layer in self.layers for spec in layer)]
 
 
-def expected(blueprint: Blueprint) -> Slots:
+def expected(blueprint: Blueprint) -> TensorSpecs:
     """List the tensors of a checkpoint of this architecture."""
     table = TABLES[blueprint.config.family]
     shapes = blueprint.layer_shapes
-    if any(row.path[0] == "qkv" for row in table.layer):
+    if any(rule.path[0] == "qkv" for rule in table.layer):
         shapes = jax.eval_shape(join, shapes)
 
-    def slots(rows: Sequence[Row], shapes: Params, prefix: str) -> list[Slot]:
+    def specs(rules: Sequence[Rule], shapes: Params, prefix: str) -> list[TensorSpec]:
         return [
-            Slot(_full_name(row.name, prefix), _file_shape(row, leaf.shape), row)
-            for row in rows
-            if (leaf := shapes.get(row.path[0], {}).get(row.path[1])) is not None
+            TensorSpec(_full_name(rule.name, prefix), _file_shape(rule, leaf.shape), rule)
+            for rule in rules
+            if (leaf := shapes.get(rule.path[0], {}).get(rule.path[1])) is not None
         ]
 
     layers = [
-        slots(table.layer, shapes, f"{table.prefix}layers.{i}.")
+        specs(table.layer, shapes, f"{table.prefix}layers.{i}.")
         for i in range(blueprint.config.num_layers)
     ]
-    return Slots(slots(table.embedding, blueprint.embedding_shapes, table.prefix), layers)
+    return TensorSpecs(specs(table.embedding, blueprint.embedding_shapes, table.prefix), layers)
 
 
 def match(
@@ -205,28 +205,28 @@ def match(
     Returns:
         The source of each tensor, by its name in `expected`.
     """
-    slots = {_stem(slot.name): slot for slot in expected(blueprint).flat()}
+    specs = {_stem(spec.name): spec for spec in expected(blueprint).flat()}
     matches: dict[str, TensorSource] = {}
     doubled, unexpected, problems = [], [], []
     for name, tensor in tensors.items():
         stem = _stem(name)
         if stem in matches:
             doubled.append(f"{matches[stem].name} and {name}")
-        elif stem in slots:
+        elif stem in specs:
             matches[stem] = tensor
         elif not _is_harmless(name, stem, tensors, blueprint.config.tie_embeddings):
             tied = stem == "lm_head.weight" and blueprint.config.tie_embeddings
             why = " which differs from the embeddings it is tied to" if tied else ""
             unexpected.append(f"{name} {tensor.shape}{why}")
-    for stem, slot in slots.items():
-        if stem in matches and matches[stem].shape != slot.shape:
-            problems.append(f"{matches[stem].name} {matches[stem].shape} instead of {slot.shape}")
+    for stem, spec in specs.items():
+        if stem in matches and matches[stem].shape != spec.shape:
+            problems.append(f"{matches[stem].name} {matches[stem].shape} instead of {spec.shape}")
     integers = [
         f"{matches[s].name} as {matches[s].dtype}"
         for s in matches
         if matches[s].dtype.kind in "iub"
     ]
-    missing = [f"{slot.name} {slot.shape}" for stem, slot in slots.items() if stem not in matches]
+    missing = [f"{spec.name} {spec.shape}" for stem, spec in specs.items() if stem not in matches]
     errors = {
         "missing": missing,
         "unexpected": unexpected,
@@ -239,11 +239,11 @@ def match(
         raise InputError(
             f"{where}: the weights do not fit config.json: {report}; get the folder again"
         )
-    return {slot.name: matches[stem] for stem, slot in slots.items()}
+    return {spec.name: matches[stem] for stem, spec in specs.items()}
 
 
 def read_tree(
-    slots: Sequence[Slot],
+    specs: Sequence[TensorSpec],
     sources: Mapping[str, TensorSource],
     join: Callable[[list[np.ndarray], str], Any],
 ) -> Params:
@@ -253,10 +253,10 @@ def read_tree(
         join: makes one parameter from its parts and the name of their transform.
     """
     params: Params = {}
-    for path in dict.fromkeys(slot.row.path for slot in slots):
-        rows = sorted((s for s in slots if s.row.path == path), key=lambda slot: slot.row.part)
-        parts = [sources[slot.name].read() for slot in rows]
-        params.setdefault(path[0], {})[path[1]] = join(parts, rows[0].row.transform)
+    for path in dict.fromkeys(spec.rule.path for spec in specs):
+        joined = sorted((s for s in specs if s.rule.path == path), key=lambda spec: spec.rule.part)
+        parts = [sources[spec.name].read() for spec in joined]
+        params.setdefault(path[0], {})[path[1]] = join(parts, joined[0].rule.transform)
     return params
 
 
@@ -264,9 +264,9 @@ def _full_name(name: str, prefix: str) -> str:
     return name if name.startswith("lm_head.") else prefix + name
 
 
-def _file_shape(row: Row, shape: Sequence[int]) -> tuple[int, ...]:
-    part = (*shape[:-1], shape[-1] // row.parts)
-    return part[::-1] if row.transform == "transpose" else part
+def _file_shape(rule: Rule, shape: Sequence[int]) -> tuple[int, ...]:
+    part = (*shape[:-1], shape[-1] // rule.parts)
+    return part[::-1] if rule.transform == "transpose" else part
 
 
 @functools.cache

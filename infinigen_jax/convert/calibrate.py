@@ -133,9 +133,9 @@ class Calibrator:
         self._guesses: tuple[Array, ...] = ()
         self._rope = config.rope  # of this layer
         self._valid = jnp.asarray(tokens.valid)
-        plan = blueprint(config, jnp.float32)
+        architecture = blueprint(config, jnp.float32)
         positions = jnp.broadcast_to(jnp.arange(tokens.ids.shape[1]), tokens.ids.shape)
-        self._hidden = plan.embedding(embedding).embed(jnp.asarray(tokens.ids), positions)
+        self._hidden = architecture.embedding(embedding).embed(jnp.asarray(tokens.ids), positions)
 
     def layer(self, params: Params) -> Moments:
         """Run the next layer with these float32 parameters; return its query and key moments.
@@ -272,11 +272,11 @@ def _step(config: ModelConfig, source: str | None, sliding: int | None) -> Calla
             queries, keys and values.
         sliding: the layer's sliding window, in tokens, if it has one.
     """
-    plan = blueprint(config, jnp.float32)
+    architecture = blueprint(config, jnp.float32)
     attend = functools.partial(causal_attention, cap=config.attention_softcap)
 
     def window(params: Params, x: Array, valid: Array) -> tuple[Array, Any, Any]:
-        layer = plan.layer(params)
+        layer = architecture.layer(params)
         positions = jnp.arange(x.shape[0])
         lengths = jnp.full_like(positions, len(positions))
         a = layer.attention_input(x)

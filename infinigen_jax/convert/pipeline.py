@@ -27,7 +27,7 @@ from infinigen_jax.checkpoint.manifest import (
 from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
 from infinigen_jax.checkpoint.skew_file import projection_shapes
 from infinigen_jax.checkpoint.source import checked_source, content_files, open_tensors, read_config
-from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, Slot, expected, match, read_tree
+from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, TensorSpec, expected, match, read_tree
 from infinigen_jax.convert.calibrate import (
     DEFAULT_TEXT,
     DEFAULT_TOKENS,
@@ -186,8 +186,8 @@ class _Job:
     ):
         self.config, self.sources, self.dtype, self.skew = config, sources, dtype, skew
         self.source, self.tokens = source, tokens
-        self.plan = blueprint(config, jnp.float32)
-        self.slots = expected(self.plan)
+        self.architecture = blueprint(config, jnp.float32)
+        self.specs = expected(self.architecture)
         self.absorbs = _absorbs(skew, config)
         self.statistics: dict[str, list[np.ndarray]] = {}
 
@@ -201,7 +201,7 @@ class _Job:
         Args:
             own: whether to stream the model's own weights into `model.safetensors`.
         """
-        layout = {slot.name: (self.dtype, slot.shape) for slot in self.slots.flat()}
+        layout = {spec.name: (self.dtype, spec.shape) for spec in self.specs.flat()}
         with contextlib.ExitStack() as stack:
 
             def opened(name: str, *arguments: Any) -> SafetensorsWriter:
@@ -213,28 +213,28 @@ class _Job:
             if self.skew == "balanced":
                 files[AHEAD_FILE] = opened(AHEAD_FILE, self._ahead_layout())
             if own:
-                self._add(files[SAFETENSORS], self.slots.embedding, None)
+                self._add(files[SAFETENSORS], self.specs.embedding, None)
             calibrator = self._calibrator()
-            self._release(self.slots.embedding)
-            for done, slots in enumerate(self.slots.layers):
+            self._release(self.specs.embedding)
+            for done, specs in enumerate(self.specs.layers):
                 extra = self._calibrate(calibrator, done)
                 if own:
-                    self._add(files[SAFETENSORS], slots, extra if self.absorbs else None)
+                    self._add(files[SAFETENSORS], specs, extra if self.absorbs else None)
                 if AHEAD_FILE in files:
                     for name in projection_shapes(self.config):
                         tensor = np.asarray(extra[name]).astype(self.dtype)
                         files[AHEAD_FILE].add(f"layers.{done}.{name}", tensor)
-                self._release(slots)
+                self._release(specs)
                 progress(done + 1, self.config.num_layers)
             return {
                 name: {"sha256": writer.close(), "size": writer.size}
                 for name, writer in files.items()
             }
 
-    def _release(self, slots: list[Slot]) -> None:
+    def _release(self, specs: list[TensorSpec]) -> None:
         """Return the memory of a layer to the system, where freed pieces would add up."""
-        for slot in slots:
-            self.sources[slot.name].release()
+        for spec in specs:
+            self.sources[spec.name].release()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
         if trim is not None:
             trim(0)
@@ -268,10 +268,10 @@ class _Job:
             return None
         used, ids = np.unique(self.tokens.ids, return_inverse=True)
         params: Params = {}
-        for slot in self.slots.embedding:
-            module, name = slot.row.path
+        for spec in self.specs.embedding:
+            module, name = spec.rule.path
             # The text reads few of the rows, and neither the norm nor the head.
-            tensor = self.sources[slot.name].read() if name == "embedding" else np.zeros(0)
+            tensor = self.sources[spec.name].read() if name == "embedding" else np.zeros(0)
             tensor = tensor[used] if module == "tokens" else tensor
             params.setdefault(module, {})[name] = jnp.asarray(tensor.astype(np.float32))
         tokens = self.tokens._replace(ids=ids.reshape(self.tokens.ids.shape).astype(np.int32))
@@ -285,12 +285,12 @@ class _Job:
         """
         if calibrator is None:
             return None
-        slots = self.slots.layers[number]
-        params = self.plan.complete(number, read_tree(slots, self.sources, _joined))
+        specs = self.specs.layers[number]
+        params = self.architecture.complete(number, read_tree(specs, self.sources, _joined))
         try:
             seen = calibrator.layer(params)
         except InputError as error:
-            raise InputError(f"{self.sources[slots[0].name].file}: {error}") from None
+            raise InputError(f"{self.sources[specs[0].name].file}: {error}") from None
         if self.skew == "svd":
             self._keep_loss(calibrator.loss(params))
             basis, eigenvalues = svd_basis(seen)
@@ -336,15 +336,17 @@ class _Job:
         for name, value in arrays.items():
             self.statistics.setdefault(name, []).append(value.astype(np.float32))
 
-    def _add(self, writer: SafetensorsWriter, slots: list[Slot], basis: np.ndarray | None) -> None:
+    def _add(
+        self, writer: SafetensorsWriter, specs: list[TensorSpec], basis: np.ndarray | None
+    ) -> None:
         """Write tensors, with the basis folded into queries and keys."""
-        for slot in slots:
-            tensor = self.sources[slot.name].read()
-            row = slot.row
-            if basis is not None and (row.path[0] == "q" or (row.path[0], row.part) == ("kv", 0)):
-                turn = TRANSFORMS[row.transform]
+        for spec in specs:
+            tensor = self.sources[spec.name].read()
+            part = spec.rule.path[0], spec.rule.part
+            if basis is not None and part in (("q", 0), ("kv", 0)):
+                turn = TRANSFORMS[spec.rule.transform]
                 tensor = turn(absorb(turn(tensor), basis))
-            writer.add(slot.name, tensor.astype(self.dtype, copy=False))
+            writer.add(spec.name, tensor.astype(self.dtype, copy=False))
 
 
 def _joined(parts: list[np.ndarray], transform: str) -> Any:

@@ -21,7 +21,7 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from infinigen_jax.cuda import nvrtc
 from infinigen_jax.cuda.driver import INT, CudaError, Driver
-from infinigen_jax.files.atomic import whole_file
+from infinigen_jax.files.atomic import write_if_possible
 from infinigen_jax.files.user_cache import cache_root
 
 logger = logging.getLogger(__name__)
@@ -62,11 +62,8 @@ def mark_of(device: Any) -> Path | None:
 def remember(device: Any) -> None:
     """Write the mark; if the cache cannot be written, the next process checks again."""
     with contextlib.suppress(OSError, CudaError):
-        if (mark := mark_of(device)) is None:
-            return
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(mark) as file:
-            file.write(combination(device).encode())
+        if (mark := mark_of(device)) is not None:
+            write_if_possible(mark, combination(device).encode())
 
 
 def combination(device: Any) -> str:

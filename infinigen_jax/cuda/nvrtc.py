@@ -13,7 +13,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from infinigen_jax.files.atomic import whole_file
+from infinigen_jax.files.atomic import write_if_possible
 from infinigen_jax.files.user_cache import cache_root
 
 OPTIONS = ("--std=c++17",)
@@ -41,16 +41,8 @@ def kernels(source: str, architecture: int, folder: Path | None = None) -> bytes
         return path.read_bytes()
     code = nvrtc.compile(source, architecture)
     if path is not None:
-        _store(path, code)
+        write_if_possible(path, code)
     return code
-
-
-def _store(path: Path, code: bytes) -> None:
-    """Keep code in the cache if it can be written."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as file:
-            file.write(code)
 
 
 def libraries() -> list[str]:

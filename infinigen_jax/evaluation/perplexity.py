@@ -25,8 +25,7 @@ from infinigen_jax.evaluation.session import (
     traffic_of,
 )
 from infinigen_jax.evaluation.statistics import Compared, divergence, statistics
-from infinigen_jax.evaluation.texts import read_text
-from infinigen_jax.evaluation.windows import add_window_options, cut_windows
+from infinigen_jax.evaluation.windows import add_window_options, load_windows
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -53,15 +52,9 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 def measured_lines(session: Session) -> list[dict[str, Any]]:
     """Return the result's lines for all configurations of a session."""
-    arguments = session.arguments
-    text = read_text(arguments.text)
-    model = session.load()
-    windows, described = cut_windows(arguments, text, model)
-    settings = described["settings"]
-    if not arguments.no_reference:
+    model, windows, settings, total = load_windows(session)
+    if not session.arguments.no_reference:
         settings["likeliest"] = min(LIKELIEST, model.config.vocab_size)
-    session.record |= described
-    total = windows.size - len(windows) * settings["context"]
     scoring = Scoring(windows, settings)
     return lines_of(session.measure(model, scoring, total, "tokens"), scoring)
 

@@ -25,8 +25,7 @@ from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent
 from infinigen_jax.evaluation.session import Session, add_common_options, result_table, traffic_of
 from infinigen_jax.evaluation.statistics import mean_and_error
-from infinigen_jax.evaluation.texts import read_text
-from infinigen_jax.evaluation.windows import add_window_options, cut_windows
+from infinigen_jax.evaluation.windows import add_window_options, load_windows
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -46,15 +45,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Evaluate all configurations, print the table and write the result."""
-    text = read_text(arguments.text)
     session = Session.of(arguments, say)
     if any(configuration.pool is not None for configuration in session.chosen):
         raise ParameterError("pool", "recall looks for rows by their position; leave it out")
-    model = session.load()
-    windows, described = cut_windows(arguments, text, model)
-    settings = described["settings"]
-    session.record |= described
-    total = windows.size - len(windows) * settings["context"]
+    model, windows, settings, total = load_windows(session)
     study = functools.partial(measure, windows, settings)
     measured = session.measure(model, study, total, "tokens")
     lines = [

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from infinigen_jax.errors import ParameterError
-from infinigen_jax.evaluation.texts import SMALLEST_WINDOW, Text, tokenize
+from infinigen_jax.evaluation.texts import SMALLEST_WINDOW, Text, read_text, tokenize
 from infinigen_jax.numeric import whole_number
 
 if TYPE_CHECKING:
+    from infinigen_jax.evaluation.session import Session
     from infinigen_jax.loading.load import Model
 
 LARGEST_WINDOW = 2048  # by default
@@ -60,6 +61,21 @@ def window_sizes(arguments: argparse.Namespace, positions: int) -> tuple[int, in
             context,
         )
     return size, context
+
+
+def load_windows(session: "Session") -> tuple["Model", np.ndarray, dict[str, Any], int]:
+    """Load the model and cut the text of a session, and describe both in its record.
+
+    Returns:
+        The model; the windows [w, n] int32; their settings, see `cut_windows`; and the number of
+        tokens to score.
+    """
+    text = read_text(session.arguments.text)
+    model = session.load()
+    windows, described = cut_windows(session.arguments, text, model)
+    session.record |= described
+    settings = described["settings"]
+    return model, windows, settings, windows.size - len(windows) * settings["context"]
 
 
 def cut_windows(

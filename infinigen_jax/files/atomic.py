@@ -72,6 +72,14 @@ def whole_file(destination: Path) -> Iterator[BinaryIO]:
         _sync_folder(destination.parent)
 
 
+def write_if_possible(destination: Path, content: bytes) -> None:
+    """Write a file and its folder, whole or not at all; do without it where that fails."""
+    with contextlib.suppress(OSError):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(destination) as file:
+            file.write(content)
+
+
 @contextlib.contextmanager
 def staged(destination: Path, check: Callable[[], object] | None = None) -> Iterator[Path]:
     """Create a temporary folder that becomes `destination` if the block ends without an exception.

@@ -21,7 +21,7 @@ from infinigen_jax.checkpoint.manifest import FORMAT_VERSION, MANIFEST_FILE, fil
 from infinigen_jax.checkpoint.source import content_files
 from infinigen_jax.convert.defaults import DEFAULT_SKEW
 from infinigen_jax.errors import InputError
-from infinigen_jax.files.atomic import locked, remove_partial, whole_file
+from infinigen_jax.files.atomic import locked, remove_partial, write_if_possible
 from infinigen_jax.files.regular import read_json
 from infinigen_jax.files.user_cache import cache_root
 
@@ -100,10 +100,7 @@ class _Hashes:
         """Write the newest hashes; without a writable cache the next process hashes again."""
         if self.changed:
             newest = dict(list(self.known.items())[-MOST_HASHES:])
-            with contextlib.suppress(OSError):
-                self.index.parent.mkdir(parents=True, exist_ok=True)
-                with whole_file(self.index) as out:
-                    out.write(json.dumps(newest).encode())
+            write_if_possible(self.index, json.dumps(newest).encode())
 
 
 def _conversions(root: Path) -> list[Path]:

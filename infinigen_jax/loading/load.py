@@ -32,7 +32,7 @@ from infinigen_jax.checkpoint.manifest import (
 from infinigen_jax.checkpoint.skew_file import DTYPES, Ahead, Basis, read_skew
 from infinigen_jax.checkpoint.source import checked_source, open_tensors
 from infinigen_jax.checkpoint.source import read_config as read_source_config
-from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, Slot, expected, match, read_tree
+from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, TensorSpec, expected, match, read_tree
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
 from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, prune
 from infinigen_jax.machine.backend import start_backend
@@ -129,12 +129,7 @@ class Model:
         return int(np.max(np.flatnonzero(loss > DENSE_LOSS), initial=-1)) + 1
 
     def measured(self, lead: int, source: str) -> bool:
-        """Whether the conversion measured the losses of this selection of rows.
-
-        Args:
-            lead: layers between a request and its use; 0 selects by a layer's true query.
-            source: hidden state that the query is computed from.
-        """
+        """Whether the conversion measured the losses of a policy's `lead` and `source`."""
         return lead == 0 or source == self.speculate_from
 
     @property
@@ -188,14 +183,8 @@ class Model:
         bases: Sequence[Basis | None] | None = None,
         skew: str = "none",
     ) -> "Model":
-        """Make a model from parameters in memory, for tests and benchmarks with random weights.
-
-        Raises:
-            ValueError: the number of bases is not the number of layers.
-        """
+        """Make a model from parameters in memory, for tests and benchmarks with random weights."""
         chosen = tuple(bases) if bases is not None else (None,) * config.num_layers
-        if len(chosen) != config.num_layers:
-            raise ValueError(f"{len(chosen)} bases for {config.num_layers} layers")
         return cls(config, params, jnp.dtype(dtype), chosen, skew=skew)
 
 
@@ -291,31 +280,31 @@ def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None 
         verify_files(folder, manifest)
     _, config = read_config(folder)
     skewing = read_skew(folder, manifest, config)
-    dtype, plan = form.dtype, blueprint(config, form.dtype)
+    dtype, architecture = form.dtype, blueprint(config, form.dtype)
     in_memory = blueprint(config, form.dtype, form.weight_dtype)
     _check_room(source or folder, in_memory, form.weights)
     tensors = open_tensors(source) if source else _own_tensors(folder, manifest)
-    sources = match(tensors, plan, source or folder)
-    slots = expected(plan)
+    sources = match(tensors, architecture, source or folder)
+    specs = expected(architecture)
 
     def join(parts: list[np.ndarray], transform: str) -> Array:
         # One tensor at a time, transposed and cast on the device, so the host holds no second copy.
         # Never alias the mapped file, which may be overwritten while the model is in use.
         return _joined([jax.device_put(p, may_alias=False) for p in parts], transform, dtype)
 
-    def tree(tensors: list[Slot]) -> Params:
+    def tree(tensors: list[TensorSpec]) -> Params:
         # The file may change, and its pages may be dropped, after the copies are complete.
         read = jax.block_until_ready(read_tree(tensors, sources, join))
         for tensor in tensors:
             sources[tensor.name].release()
         return read
 
-    def layer(number: int, tensors: list[Slot]) -> Params:
-        return jax.block_until_ready(form.layer(plan.complete(number, tree(tensors))))
+    def layer(number: int, tensors: list[TensorSpec]) -> Params:
+        return jax.block_until_ready(form.layer(architecture.complete(number, tree(tensors))))
 
     with ThreadPoolExecutor(READERS) as pool:
-        layers = pool.map(layer, itertools.count(), slots.layers)
-        embedding = form.matrices(tree(slots.embedding))
+        layers = pool.map(layer, itertools.count(), specs.layers)
+        embedding = form.matrices(tree(specs.embedding))
         params = {"embedding": embedding, "layers": list(layers)}
     jax.block_until_ready(params)
     return Model(config, params, dtype, skew=manifest.skew, path=folder, **skewing)
@@ -330,10 +319,10 @@ def _own_tensors(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
     raise InputError(f"{folder}: has no weights; give the model that it was converted from")
 
 
-def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
+def _check_room(folder: Path, architecture: Blueprint, weights: str) -> None:
     """Refuse a model whose weights do not fit, before reading any."""
-    device, layers_on_device = jax.devices()[0], plan.config.num_layers
-    layer = tree_bytes(plan.layer_shapes)
+    device, layers_on_device = jax.devices()[0], architecture.config.num_layers
+    layer = tree_bytes(architecture.layer_shapes)
     if weights == "host" and device.platform != "cpu":
         host_bytes = layer * layers_on_device
         if host_bytes > (available := available_host_bytes()):
@@ -349,7 +338,7 @@ def _check_room(folder: Path, plan: Blueprint, weights: str) -> None:
                 f"JAX may take {format_bytes(pool)}: {widen_pool_to(host_bytes)}"
             )
         layers_on_device = min(2, layers_on_device)  # layers on the device at a time
-    needed = tree_bytes(plan.embedding_shapes) + layer * layers_on_device
+    needed = tree_bytes(architecture.embedding_shapes) + layer * layers_on_device
     available = available_device_bytes(device)
     if available is not None and needed > available:
         raise MemoryShortageError(

@@ -258,7 +258,7 @@ def random_params(config: ModelConfig, dtype: Any, seed: int = 0) -> Params:
     Returns:
         `{"embedding": {...}, "layers": [{...}, ...]}` with the shapes of `blueprint`.
     """
-    plan = blueprint(config, dtype)
+    architecture = blueprint(config, dtype)
     key = jax.random.key(seed)
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> Array:
@@ -277,5 +277,8 @@ def random_params(config: ModelConfig, dtype: Any, seed: int = 0) -> Params:
         return jax.tree_util.tree_unflatten(structure, filled)
 
     keys = jax.random.split(key, config.num_layers + 1)
-    layers = [plan.complete(i, tree(plan.layer_shapes, keys[i])) for i in range(config.num_layers)]
-    return {"embedding": tree(plan.embedding_shapes, keys[-1]), "layers": layers}
+    layers = [
+        architecture.complete(i, tree(architecture.layer_shapes, keys[i]))
+        for i in range(config.num_layers)
+    ]
+    return {"embedding": tree(architecture.embedding_shapes, keys[-1]), "layers": layers}

@@ -135,8 +135,8 @@ class Planner:
     ):
         self.config, self.machine, self.arguments = config, machine, arguments
         self.given = given(arguments, tuple(options_of(EngineOptions)))
-        plan = blueprint(config, jnp.dtype(dtype), arguments.weight_dtype)
-        self._shapes = model_shapes(plan, conversion)
+        architecture = blueprint(config, jnp.dtype(dtype), arguments.weight_dtype)
+        self._shapes = model_shapes(architecture, conversion)
         make = functools.partial(self._engine, jnp.dtype(dtype), conversion, policy)
         asked, _ = make({})
         # With all layers on the host, the policy has weights for every layer.
@@ -236,9 +236,9 @@ class Planner:
         return others / reads + traffic.attended / rate
 
 
-def model_shapes(plan: Blueprint, conversion: Conversion) -> Any:
+def model_shapes(architecture: Blueprint, conversion: Conversion) -> Any:
     """Return the shapes of a loaded Model's arrays on the device, keyed by field."""
-    config, dtype, count = plan.config, plan.dtype, plan.config.num_layers
+    config, dtype, count = architecture.config, architecture.dtype, architecture.config.num_layers
     shape = jax.ShapeDtypeStruct
     square: Any = shape((config.num_kv_heads, config.head_dim, config.head_dim), jnp.float32)
     pairs = tuple(Basis(square, square) for _ in range(count))
@@ -246,7 +246,10 @@ def model_shapes(plan: Blueprint, conversion: Conversion) -> Any:
     projection = {name: shape(size, dtype) for name, size in projection_shapes(config).items()}
     absorbed = skew == "none" or (skew == "svd" and config.rope is None)
     return {
-        "params": {"embedding": plan.embedding_shapes, "layers": [plan.layer_shapes] * count},
+        "params": {
+            "embedding": architecture.embedding_shapes,
+            "layers": [architecture.layer_shapes] * count,
+        },
         "bases": (None,) * count if absorbed else pairs,
         "svd_bases": pairs if corrected else None,
         "ahead": tuple(Ahead(projection, pair) for pair in pairs) if corrected else None,

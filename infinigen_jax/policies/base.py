@@ -208,12 +208,6 @@ class Budgeted(BudgetSettings, Policy):
             return held >= 0
         return Slots(self.sinks, self.window).eligible(positions, capacity)[:, None]
 
-    def cached(
-        self, positions: Int[Array, " b"], capacity: int, held: Int[Array, "b k t"] | None = None
-    ) -> Int[Array, " b"]:
-        """Return the tokens that the budget applies to: cached tokens, at most a pool's size."""
-        return positions if held is None else jnp.minimum(positions, capacity)
-
     def most_rows(
         self,
         positions: Int[Array, " b"],
@@ -223,10 +217,12 @@ class Budgeted(BudgetSettings, Policy):
     ) -> Int[Array, " b"]:
         """Return the rows that the budget allows each sequence, per KV head.
 
+        The budget applies to the cached tokens, at most a pool's size.
+
         Args:
             share: budget of one layer, see `Lookup`.
         """
-        tokens = self.cached(positions, capacity, held)
+        tokens = positions if held is None else jnp.minimum(positions, capacity)
         return budget_rows(self.budget, tokens) if share is None else share_rows(share, tokens)
 
     def choose(

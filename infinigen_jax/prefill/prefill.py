@@ -164,12 +164,12 @@ def empty_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None =
 def _with_pool(decoder: Decoder, cache: Cache, lengths: np.ndarray) -> Cache:
     """Return an empty cache whose pools are prepared for these prompts."""
     assert cache.host is not None
-    run, at = prefill_steps(decoder), Placement(decoder.mesh)
+    programs, at = prefill_steps(decoder), Placement(decoder.mesh)
     placed = jax.device_put(lengths.astype(np.int32), at.batch)
-    pool = run.pool(placed, slots=cache.host.shape[3])
+    pool = programs.pool(placed, slots=cache.host.shape[3])
     streams = [decoder.streams(number) for number in range(decoder.host_layers)]
     return cache._replace(
-        hot=tuple(None if s else run.kept(pool) for s in streams),
+        hot=tuple(None if s else programs.kept(pool) for s in streams),
         pool=tuple(pool.copy() for _ in streams),
     )
 
@@ -223,14 +223,14 @@ def read_chunk(
     Returns:
         The cache, and the last layer's output for the last token of each sequence so far.
     """
-    run, at = prefill_steps(decoder), Placement(decoder.mesh)
+    programs, at = prefill_steps(decoder), Placement(decoder.mesh)
     if last is None:
         zeros = np.zeros((len(tokens), decoder.config.hidden_size), decoder.dtype)
         last = jax.device_put(zeros, at.batch)
     span = Span(cache.lengths, jax.device_put(counts.astype(np.int32), at.batch))
-    x = run.embed(weights.params["embedding"], jax.device_put(tokens, at.batch), span)
+    x = programs.embed(weights.params["embedding"], jax.device_put(tokens, at.batch), span)
     x, cache = _layers(decoder, weights, cache, x, span, lengths, look)
-    newest, ends = run.last(x, span, last)
+    newest, ends = programs.last(x, span, last)
     return cache._replace(lengths=ends), newest
 
 
@@ -256,7 +256,7 @@ class RowStore:
 
     def __init__(self, decoder: Decoder, weights: Weights, cache: Cache):
         self._decoder, self._policy, self._cache = decoder, weights.policy, cache
-        self._run, self.host = prefill_steps(decoder), cache.host
+        self._programs, self.host = prefill_steps(decoder), cache.host
         self.local, self.states = list(cache.local), list(cache.states)
         self.scales = list(cache.scales)
 
@@ -270,10 +270,10 @@ class RowStore:
         """
         number = self._decoder.host_number(layer)
         if number < 0:
-            self.local[layer] = self._run.keep_on_device(self.local[layer], rows, span)
+            self.local[layer] = self._programs.keep_on_device(self.local[layer], rows, span)
             return
         kept = self.local[layer], self.states[number], self.scales[number], self.host
-        self.local[layer], self.states[number], self.scales[number], self.host = self._run.keep(
+        new = self._programs.keep(
             self._policy[number],
             rows,
             span,
@@ -283,6 +283,7 @@ class RowStore:
             self._cache.pool_of(number),
             streams=self._decoder.streams(number),
         )
+        self.local[layer], self.states[number], self.scales[number], self.host = new
 
     def cache(self) -> Cache:
         """Return the cache with all rows; its lengths are the old ones."""
@@ -322,7 +323,7 @@ def _layers(
     Reading prior rows and writing the chunk's rows are two programs: in one program XLA would
     copy the whole cache between them.
     """
-    run, store = prefill_steps(decoder), RowStore(decoder, weights, cache)
+    programs, store = prefill_steps(decoder), RowStore(decoder, weights, cache)
     look = look or (lambda stage, x, start, count: None)
     look(0, x, *span)
 
@@ -330,13 +331,13 @@ def _layers(
         number, at, observations = decoder.host_number(i), None, None
         if number < 0:
             window = decoder.config.window_of(i)
-            x, rows, upcoming = run.device_layer(
+            x, rows, upcoming = programs.device_layer(
                 params, x, store.local[i], span, lengths, stored, window=window
             )
         else:
             at = layer_number(decoder, number)
             observed = decoder.policy.observes and not decoder.streams(number)
-            layer = run.observed_layer if observed else run.host_layer
+            layer = programs.observed_layer if observed else programs.host_layer
             x, rows, observations, upcoming = layer(
                 params, x, store.scales[number], store.host, at, span, lengths, stored
             )

@@ -86,10 +86,10 @@ def verify(
         tokens: the last drawn token and drafted ones; negative tokens are padding.
         size: number of leading tokens to compute.
     """
-    run, start = verification_steps(decoder), cache.lengths
+    programs, start = verification_steps(decoder), cache.lengths
     rows: list[Any] = []
     observed: list[Any] = []
-    x = run.embed(weights.params["embedding"], tokens, start, size=size)
+    x = programs.embed(weights.params["embedding"], tokens, start, size=size)
     look = look or (lambda stage, x, start, count: None)
     counts = jnp.full_like(start, size)
     look(0, x, start, counts)
@@ -98,11 +98,11 @@ def verify(
         number = decoder.host_number(i)
         if number < 0:
             window = decoder.config.window_of(i)
-            x, new, upcoming = run.device_layer(
+            x, new, upcoming = programs.device_layer(
                 params, x, cache.local[i], start, stored, window=window
             )
         else:
-            x, new, seen, upcoming = run.host_layer(
+            x, new, seen, upcoming = programs.host_layer(
                 params,
                 x,
                 cache.local[i],
@@ -134,17 +134,17 @@ def commit(
         cache: cache that was verified; its arrays are donated.
         accepted: number of leading tokens to store, per sequence.
     """
-    run, store = verification_steps(decoder), RowStore(decoder, weights, cache)
+    programs, store = verification_steps(decoder), RowStore(decoder, weights, cache)
     span = Span(verified.start, accepted)
     for i, rows in enumerate(verified.rows):
         number, at, observations = decoder.host_number(i), None, None
         if number >= 0:
             at = layer_number(decoder, number)
             if (seen := verified.observed[number]) is not None:
-                mass = run.mass(seen, rows, store.scales[number], store.host, at, span)
+                mass = programs.mass(seen, rows, store.scales[number], store.host, at, span)
                 observations = seen.queries, mass
         store.keep(i, rows, span, at, observations)
-    return store.cache()._replace(lengths=run.advance(verified.start, accepted))
+    return store.cache()._replace(lengths=programs.advance(verified.start, accepted))
 
 
 @functools.lru_cache(maxsize=64)

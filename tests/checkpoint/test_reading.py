@@ -83,10 +83,10 @@ def test_mapping_is_its_own_inverse(family, tiny, tmp_path):
     made = tiny(family, tie_word_embeddings=False)
     convert(made.folder, tmp_path / "out", skew="none")
     model = checkpoint.load(tmp_path / "out", "float32")
-    slots = expected(blueprint(model.config, jnp.float32))
+    specs = expected(blueprint(model.config, jnp.float32))
     params = [model.params["embedding"], *model.params["layers"]]
     written = {}
-    for group, tree in zip([slots.embedding, *slots.layers], params, strict=True):
+    for group, tree in zip([specs.embedding, *specs.layers], params, strict=True):
         written |= dict(write_tree(group, tree))
     state = made.model.state_dict()
     assert written.keys() == state.keys()

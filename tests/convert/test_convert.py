@@ -272,12 +272,12 @@ def test_memory_is_that_of_a_layer_not_of_the_model(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(hf))
-    slots = expected(plan)
-    layout = {slot.name: (np.dtype(np.float32), slot.shape) for slot in slots.flat()}
+    specs = expected(plan)
+    layout = {spec.name: (np.dtype(np.float32), spec.shape) for spec in specs.flat()}
     with open(source / "model.safetensors", "wb") as file:
         writer = SafetensorsWriter(file, layout)
         trees = [params["embedding"], *params["layers"]]
-        for group, tree in zip([slots.embedding, *slots.layers], trees, strict=True):
+        for group, tree in zip([specs.embedding, *specs.layers], trees, strict=True):
             for name, tensor in write_tree(group, tree):
                 writer.add(name, np.asarray(tensor))
         writer.close()
