@@ -14,6 +14,7 @@ from infinigen_jax.cache.host_array import capacity_of
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Carry, Target
 from infinigen_jax.decode.steps import Watched
+from infinigen_jax.selection.select import Request
 
 
 def watch_heat(decoder: Decoder, watched: Watched) -> tuple[Carry, UInt8[Array, "b t"] | None]:
@@ -26,17 +27,13 @@ def watch_heat(decoder: Decoder, watched: Watched) -> tuple[Carry, UInt8[Array, 
         heat = _of_own(decoder, watched.selection, before.x, watched.positions, host)
         return watched.after, heat
     assert before.fetched is not None
-    request = before.fetched.request
-    return watched.after, _of_request(request.slots, request.count, host)
+    return watched.after, _of_request(before.fetched.request, host)
 
 
 @jax.jit
-def _of_request(slots: Int[Array, "b k n"], count: Int[Array, "b k"], host: Any) -> Any:
-    b, _, n = slots.shape
-    valid = jnp.arange(n, dtype=jnp.int32)[None, None] < count[..., None]
-    sequence = jnp.arange(b, dtype=jnp.int32)[:, None, None]
-    heads = jnp.zeros((b, capacity_of(host, b)), jnp.uint8)
-    return heads.at[sequence, slots].add(valid.astype(jnp.uint8), mode="drop")
+def _of_request(request: Request, host: Any) -> UInt8[Array, "b t"]:
+    requested = request.mask(capacity_of(host, len(request.count)))
+    return jnp.sum(requested, axis=1, dtype=jnp.uint8)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -49,4 +46,4 @@ def _of_own(
 ) -> Any:
     a = decoder.blueprint.layer(target.params).attention_input(x)
     request = decoder.select(target, a, positions, capacity_of(host, len(x)))
-    return _of_request(request.slots, request.count, host)
+    return _of_request(request, host)

@@ -28,7 +28,6 @@ from infinigen_jax.decode.sparse_attention import fetched_part, tail_term
 from infinigen_jax.decode.state import Carry, Fetched
 from infinigen_jax.decode.steps import Watched
 from infinigen_jax.ops.attention import Part, attend_weighted, soft_capped
-from infinigen_jax.ops.indexing import put
 from infinigen_jax.ops.top_k import top_mask
 from infinigen_jax.policies.base import Budgeted
 from infinigen_jax.selection.select import Request, group_rank
@@ -89,7 +88,7 @@ def compare(decoder: Decoder, watched: Watched) -> Seen:
     weights = jax.nn.softmax(jnp.concatenate([near_scores, far_scores], axis=-1), axis=-1)
     near, far = weights[..., : slots.size], weights[..., slots.size :]
     request = _request(decoder, watched, a, capacity)
-    fetched = _marked(request, capacity) & eligible[:, None]
+    fetched = request.mask(capacity) & eligible[:, None]
     wanted = _wanted(decoder, watched, request, eligible)
     # Rank like the policy `oracle`: the group's softmax over the eligible rows, summed.
     best = top_mask(group_rank(far_scores), wanted) & eligible[:, None]
@@ -193,13 +192,6 @@ def _attended(
     sums = sums + values(near, near_rows)[:, :, None]
     outputs = (sums / jnp.maximum(total, 1e-30)[..., None]).astype(rows.dtype)
     return [outputs[:, :, i] for i in range(len(masks) + 1)]
-
-
-def _marked(request: Request, capacity: int) -> Bool[Array, "b k t"]:
-    """Return a mask of the requested slots."""
-    slots = jnp.where(request.valid, request.slots, capacity)
-    nothing = jnp.zeros((*slots.shape[:2], capacity), jnp.bool)
-    return put(nothing, slots, jnp.ones(slots.shape, jnp.bool))
 
 
 def _entries(mask: Bool[Array, "*b t"]) -> Int[Array, "*b"]:

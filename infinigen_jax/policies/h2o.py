@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.ops.indexing import put
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Attended, Budgeted, Lookup
 from infinigen_jax.selection.select import Request
@@ -55,6 +54,4 @@ class H2O(Budgeted):
         # Rows that were eligible in this step and exceed the budget are evicted for good.
         request = self.best(state[:, :, None], positions, self.request_size(capacity))
         eligible = self.eligible(positions, capacity)
-        slots = jnp.where(request.valid, request.slots, capacity)
-        kept = put(jnp.zeros(state.shape, jnp.bool), slots, jnp.ones(slots.shape, jnp.bool))
-        return jnp.where(eligible & ~kept, EVICTED, state)
+        return jnp.where(eligible & ~request.mask(capacity), EVICTED, state)

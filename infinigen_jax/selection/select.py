@@ -60,6 +60,11 @@ class Request(NamedTuple):
         place = lax.broadcasted_iota(jnp.int32, self.slots.shape, 2)
         return place < self.count[..., None]
 
+    def mask(self, capacity: int) -> Bool[Array, "b k t"]:
+        """Return a mask of the requested ones of `capacity` slots."""
+        nothing = jnp.zeros((*self.count.shape, capacity), jnp.bool)
+        return put(nothing, jnp.where(self.valid, self.slots, capacity), True)
+
 
 def budget_fraction(budget: float) -> Fraction:
     """Return a budget as a fraction of small integers, so that budget * n is exact in int32.

@@ -85,10 +85,6 @@ def test_transfer_in_line_hides_nothing_and_loops_belong_to_their_parts():
     assert found["hidden_share"] == 0 and found["guessed_share"] == 5 / 40
 
 
-def test_kernels_are_named_after_instructions():
-    assert xplane.kernel_name("loop_add-fusion.12") == "loop_add_fusion_12"
-
-
 def test_pieces_of_a_gpu_session_end_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpu, "GRACE", 0.5)
     monkeypatch.setattr(on_gpu, "LEAST", 0.0)
@@ -126,16 +122,6 @@ def test_prompts_are_timed(tmp_path, monkeypatch, capsys):
     table = capsys.readouterr().out.splitlines()
     assert table[0].startswith("Attention: XLA" if not machine.has_gpu() else "Attention: ")
     assert sum(line.startswith(("| 64 ", "| 80 ")) for line in table) == 2
-
-
-@pytest.mark.bench
-def test_no_round_is_started_after_the_cap(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "memory_read_bandwidth", lambda: 1e10)
-    path = tmp_path / "prefill.json"
-    given = "--shape toy --prompts 64 80 --rounds 9 --memory --cap-seconds 1e-3"
-    assert prefill.main([*given.split(), "--systems", "infinigen", "--json", str(path)]) == 0
-    (entry,) = json.loads(path.read_text())["times"]
-    assert len(entry["rounds"]) == 1 and entry["transformers_over_infinigen"] is None
 
 
 @pytest.mark.parametrize("piece", on_gpu.PIECES, ids=lambda piece: piece.name)
