@@ -1,0 +1,51 @@
+"""Decoder and weights of drafted steps: those of the engine, or a small copy of the weights.
+
+A verification corrects what the copy gets wrong, so it may be coarse. It stays on the device: with
+weights in host memory, a draft then moves none of them.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.state import Weights
+from infinigen_jax.errors import ParameterError
+from infinigen_jax.models import Params
+from infinigen_jax.models.packed import join
+from infinigen_jax.models.small_weights import shrink, small_dtype
+
+
+class Drafter(NamedTuple):
+    """Functions of a drafted step, with the layout of the engine's cache, and their weights."""
+
+    decoder: Decoder
+    weights: Weights
+
+
+def make_drafter(decoder: Decoder, weights: Weights, dtype: str | None) -> Drafter:
+    """Return the drafter of an engine.
+
+    Args:
+        weights: weights of the engine; the embedding and the policy's arrays are shared with it.
+        dtype: form of the copy's matrices, see `models.small_weights`; None for no copy.
+
+    Raises:
+        ParameterError: if the matrices are small already.
+    """
+    if dtype is None:
+        return Drafter(decoder, weights)
+    whole, layers = Placement(decoder.mesh).whole, weights.params["layers"]
+    if small_dtype(layers[0]) is not None:
+        raise ParameterError("draft_weights", "the model's weights are small already; leave it out")
+
+    def copied(layer: Params) -> Params:
+        layer = jax.device_put(layer, whole)
+        small = shrink(join(layer) if decoder.transfer.in_place else layer, dtype)
+        return jax.device_put(small, whole)
+
+    params = weights.params | {"layers": [copied(layer) for layer in layers]}
+    on_device = dataclasses.replace(decoder, weights_on_host=False)
+    return Drafter(on_device, weights._replace(params=params))
