@@ -27,21 +27,28 @@ WIDTH = "xla_cpu_prefer_vector_width"
 WIDE: Options = {WIDTH: 512}
 LONG_VECTORS = "avx512_vbmi2"
 # The YNN library multiplies a few queries by many rows, or rows by weights, faster than XLA's own
-# loops. Its reductions take several times as long, and their operands are materialised first.
+# loops. XLA also gives it reductions: good for the scores of a chunk, but those of a few queries
+# take several times as long, as their operands are materialised first.
 LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
 PRODUCTS: Options = {LIBRARY: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 CPU_INFO = Path("/proc/cpuinfo")
 
 
-def layer_options(layout: Layout) -> Options:
-    """Return options for programs of a layer: products, vectors, and copies of weights."""
+def chunk_options(layout: Layout) -> Options:
+    """Return options for programs of a layer over many tokens: vectors, and copies of weights."""
     options: Options = {}
-    if jax.default_backend() == "cpu" and LIBRARY not in os.environ.get("XLA_FLAGS", ""):
-        options = options | _known(PRODUCTS)
     if long_vectors():
         options = options | _known(WIDE, "vectors stay short")
     if layout.weights_on_host:
         options = options | _known(COPIES_IN_FLIGHT, "copies will hardly overlap")
+    return options
+
+
+def layer_options(layout: Layout) -> Options:
+    """Return options for programs of a layer over few tokens: products as well."""
+    options = chunk_options(layout)
+    if jax.default_backend() == "cpu" and LIBRARY not in os.environ.get("XLA_FLAGS", ""):
+        options = options | _known(PRODUCTS)
     return options
 
 

@@ -3,7 +3,7 @@
 from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.machine.memory_limits import tree_bytes
-from infinigen_jax.prefill.attention import CPU_WIDE_TILE, DEVICE_TILE_BYTES
+from infinigen_jax.prefill.attention import CPU_TILE, DEVICE_TILE_BYTES
 from infinigen_jax.prefill.prior_rows import BLOCK
 from infinigen_jax.transfer.host_weights import in_host_memory
 
@@ -35,9 +35,8 @@ def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> 
     block = min(BLOCK, capacity)
     # Queries in tiles, their weighted sums and the output; keys and values by head; the scores of a
     # tile; a block of earlier rows, and its values with unwritten rows masked.
-    attention = (
-        tokens * (3 * queries + rows) + CPU_WIDE_TILE * block + batch * block * rows * 3 // 2
-    )
+    scores = min(CPU_TILE, chunk * config.num_heads // config.num_kv_heads) * block
+    attention = tokens * (3 * queries + rows) + scores + batch * block * rows * 3 // 2
     mlp = tokens * 3 * config.intermediate_size
     weights = 0
     if item < FLOAT32:

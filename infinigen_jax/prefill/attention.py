@@ -3,30 +3,27 @@
 The softmax is computed online, so the largest array is one tile of scores: some queries and all
 query heads of a KV head, over one block of keys.
 
-    CPU      one KV head of one sequence at a time, so that a tile stays in the processor's cache
-             (the memory traffic of scores dominates)
+    CPU      one tile at a time over all its keys, so that its scores and its softmax stay in the
+             processor's cache (their memory traffic dominates)
     NVIDIA   in half precision, cuDNN's kernel: scores stay on chip (`prefill.cudnn_attention`)
     others   all heads together; the next block of prior rows is read during attention to the
              current one
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.ops.attention import MASKED, Softmax, soft_capped
-from infinigen_jax.ops.reductions import best, summed
 from infinigen_jax.prefill import cudnn_attention as fused_attention
 from infinigen_jax.prefill.prior_rows import BLOCK, NOWHERE, Attended, Block, PriorRows
 
-OWN_BLOCK = 256  # for the chunk's own keys; small, as blocks on the diagonal are half masked
-CPU_TILE = 256  # rows of a tile: queries times query heads of a KV head
-CPU_WIDE_TILE = 1024  # the same, for blocks of prior rows
+OWN_BLOCK = 512  # for the chunk's own keys; small, as blocks on the diagonal are half masked
+CPU_TILE = 1536  # most rows of a tile: queries times query heads of a KV head
 DEVICE_TILE_BYTES = 1 << 26  # for all tiles processed together
 
 
@@ -70,6 +67,37 @@ def attend_chunk(
     return lax.platform_dependent(q, keys, values, cpu=cpu, default=default)
 
 
+class _Chunk(NamedTuple):
+    """A chunk, arranged by KV head of each sequence (n = b k).
+
+    Attributes:
+        tiles: queries, in tiles of m: all query heads of the KV head, and some positions.
+        places: places of the queries in the chunk.
+        keys, values: keys and values of the chunk, padded to whole blocks.
+        start: position of the chunk's first token.
+    """
+
+    tiles: Float[Array, "n tiles m d"]
+    places: Int[Array, "tiles m"]
+    keys: Float[Array, "n s d"]
+    values: Float[Array, "n s d"]
+    start: Int[Array, " n"]
+
+
+class _Tile(NamedTuple):
+    """A tile of queries, with their places in the chunk."""
+
+    q: Float[Array, "m d"]
+    places: Int[Array, " m"]
+
+
+class _Mask(NamedTuple):
+    """Settings of the scores: `window` and `cap` of `attend_chunk`."""
+
+    window: int | None
+    cap: float | None
+
+
 def _attend(
     prior: PriorRows | None,
     window: int | None,
@@ -83,31 +111,24 @@ def _attend(
     k = keys.shape[2]
     tile = _tile(b, c, h, k, together)
     tiles = _tiles(q, k, tile)
-    chunk_columns = (_columns(x) for x in (keys, values))
-    attend_own = functools.partial(_attend_own, h // k, window, cap)
-    state = _each(attend_own, together)((tiles, *chunk_columns))
-    if prior is not None:
-        first = _tile_positions(prior.start, k, tile, h // k, tiles.shape[1])
-        state = _attend_prior(prior, window, cap, (tiles, first), state, together)
+    places = jnp.arange(tiles.shape[1] * tile, dtype=jnp.int32).reshape(-1, tile)
+    start = jnp.zeros(b, jnp.int32) if prior is None else prior.start
+    places = jnp.tile(places, h // k)
+    chunk = _Chunk(tiles, places, _columns(keys), _columns(values), jnp.repeat(start, k))
+    attend = _attend_together if together else _attend_in_turn
+    state = attend(prior, _Mask(window, cap), chunk)
     output = (state.weighted / state.total[..., None]).astype(q.dtype)
     log_sum = (state.peak + jnp.log(state.total))[..., None]
     return Attended(_untiled(output, q.shape), _untiled(log_sum, (b, c, h, 1))[..., 0])
 
 
-def _untiled(x: Float[Array, "n tiles m d"], shape: tuple[int, ...]) -> Float[Array, "b c h d"]:
-    """Return the inverse of `_tiles`."""
-    b, c, h, d = shape
-    k = x.shape[0] // b
-    x = x.reshape(b, k, x.shape[1], h // k, -1, d).transpose(0, 2, 4, 1, 3, 5)
-    return x.reshape(b, -1, h, d)[:, :c]
-
-
 def _tile(b: int, c: int, h: int, k: int, together: bool) -> int:
     """Return the number of queries in a tile."""
-    if not together:
-        return min(c, max(1, CPU_TILE * k // h))
-    most = max(64, DEVICE_TILE_BYTES // (4 * b * h * BLOCK))
-    return min(c, 1 << most.bit_length() - 1)
+    if together:
+        most = max(64, DEVICE_TILE_BYTES // (4 * b * h * BLOCK))
+        return min(c, 1 << most.bit_length() - 1)
+    count = -(-c // max(1, CPU_TILE * k // h))
+    return -(-c // count)
 
 
 def _tiles(q: Float[Array, "b c h d"], kv_heads: int, tile: int) -> Float[Array, "n tiles m d"]:
@@ -119,6 +140,14 @@ def _tiles(q: Float[Array, "b c h d"], kv_heads: int, tile: int) -> Float[Array,
     return q.reshape(b * kv_heads, count, -1, d)
 
 
+def _untiled(x: Float[Array, "n tiles m d"], shape: tuple[int, ...]) -> Float[Array, "b c h d"]:
+    """Return the inverse of `_tiles`."""
+    b, c, h, d = shape
+    k = x.shape[0] // b
+    x = x.reshape(b, k, x.shape[1], h // k, -1, d).transpose(0, 2, 4, 1, 3, 5)
+    return x.reshape(b, -1, h, d)[:, :c]
+
+
 def _columns(x: Float[Array, "b c k d"]) -> Float[Array, "n s d"]:
     """Return a chunk's keys or values, padded to whole blocks."""
     b, c, k, d = x.shape
@@ -127,96 +156,76 @@ def _columns(x: Float[Array, "b c k d"]) -> Float[Array, "n s d"]:
     return x.reshape(b * k, -1, d)
 
 
-def _each(function: Callable[[Any], Any], together: bool) -> Callable[[Any], Any]:
-    """Map a function of one KV head over all heads, vectorised or sequentially."""
-    return jax.vmap(function) if together else functools.partial(lax.map, function)
+def _attend_in_turn(prior: PriorRows | None, mask: _Mask, chunk: _Chunk) -> Softmax:
+    """Attend tile by tile, each to all its keys."""
 
+    def attend_head(inputs: tuple[Array, ...]) -> Softmax:
+        head, tiles, keys, values, start = inputs
 
-def _tile_positions(
-    start: Int[Array, " b"], kv_heads: int, tile: int, group: int, tiles: int
-) -> Int[Array, "n tiles m"]:
-    """Return the positions of the queries in `_tiles`."""
-    place = jnp.arange(tiles * tile, dtype=jnp.int32).reshape(tiles, 1, tile)
-    place = jnp.broadcast_to(place, (tiles, group, tile)).reshape(tiles, -1)
-    return jnp.repeat(start, kv_heads)[:, None, None] + place[None]
+        def attend_tile(tile: _Tile) -> Softmax:
+            state = _attend_own(mask, tile, keys, values)
+            return state if prior is None else _attend_prior(prior, mask, state, tile, head, start)
 
+        return lax.map(attend_tile, _Tile(tiles, chunk.places))
 
-def _attend_own(
-    group: int, window: int | None, cap: float | None, head: tuple[Array, Array, Array]
-) -> Softmax:
-    """Attend with a head's tiles to the chunk's own keys that are visible to them."""
-    tiles, keys, values = head
-    count, m, d = tiles.shape
-    tile = m // group
-    size = min(OWN_BLOCK, keys.shape[0])
-    row = jnp.tile(jnp.arange(tile, dtype=jnp.int32), group)[:, None]
-    column = jnp.arange(size, dtype=jnp.int32)[None]
-
-    def attend(inputs: tuple[Array, Array]) -> Softmax:
-        number, q = inputs
-        first = number * tile
-
-        def visit(j: Array, state: Softmax) -> Softmax:
-            block = [lax.dynamic_slice_in_dim(x, j * size, size) for x in (keys, values)]
-            distance = row + first - (column + j * size)
-            visible = distance >= 0
-            if window is not None:
-                visible &= distance < window
-            return _update(state, q, block[0], block[1], visible, cap)
-
-        visible_blocks = jnp.minimum((first + tile + size - 1) // size, keys.shape[0] // size)
-        begin = jnp.int32(0)
-        if window is not None:
-            begin = jnp.maximum(first - window + 1, 0) // size
-        return lax.fori_loop(begin, visible_blocks, visit, _empty_softmax(q))
-
-    return lax.map(attend, (jnp.arange(count, dtype=jnp.int32), tiles))
+    heads = jnp.arange(len(chunk.tiles), dtype=jnp.int32)
+    return lax.map(attend_head, (heads, chunk.tiles, chunk.keys, chunk.values, chunk.start))
 
 
 def _attend_prior(
     prior: PriorRows,
-    window: int | None,
-    cap: float | None,
-    queries: tuple[Float[Array, "n tiles m d"], Int[Array, "n tiles m"]],
+    mask: _Mask,
     state: Softmax,
-    together: bool,
+    tile: _Tile,
+    head: Int[Array, ""],
+    start: Int[Array, ""],
 ) -> Softmax:
-    """Attend to the blocks before the chunk as well; `queries` come with their positions."""
-    narrow = queries[0].shape[1]
-    wide = 1 if together else _widening(narrow, queries[0].shape[2])
-    (tiles, rows), state = jax.tree.map(lambda x: _regrouped(x, narrow // wide), (queries, state))
-    attend = _each(functools.partial(_attend_block, window, cap), together)
+    """Attend with a tile to all blocks before the chunk."""
 
-    def update(state: Softmax, block: Block) -> Softmax:
-        return attend((state, tiles, rows, *_heads(block)))
+    def of_head(x: Float[Array, "b k s d"]) -> Float[Array, "s d"]:
+        return x.reshape(-1, *x.shape[2:])[head]
+
+    def visit_whole(number: Array, state: Softmax) -> Softmax:
+        keys, values = map(of_head, prior.rows(number))
+        return _update(state, tile.q, keys, values, None, mask.cap)
 
     def visit(number: Array, state: Softmax) -> Softmax:
-        return update(state, prior.block(number))
+        keys, values, positions = (x[head] for x in _heads(prior.block(number)))
+        return _attend_block(mask, state, tile, start, keys, values, positions)
 
-    def visit_ahead(number: Array, carry: tuple[Softmax, Block]) -> tuple[Softmax, Block]:
+    whole = prior.whole_blocks if mask.window is None else jnp.int32(0)
+    state = lax.fori_loop(jnp.int32(0), whole, visit_whole, state)
+    return lax.fori_loop(whole, prior.blocks, visit, state)
+
+
+def _attend_together(prior: PriorRows | None, mask: _Mask, chunk: _Chunk) -> Softmax:
+    """Attend block by block with all tiles; a block is read during attention to the one before."""
+
+    def attend_own(tiles: Array, keys: Array, values: Array) -> Softmax:
+        inputs = _Tile(tiles, chunk.places)
+        return lax.map(lambda tile: _attend_own(mask, tile, keys, values), inputs)
+
+    state = jax.vmap(attend_own)(chunk.tiles, chunk.keys, chunk.values)
+    if prior is None:
+        return state
+    read = prior.block
+
+    def update(
+        state: Softmax, tiles: Array, start: Array, keys: Array, values: Array, positions: Array
+    ) -> Softmax:
+        def attend(inputs: tuple[Softmax, _Tile]) -> Softmax:
+            state, tile = inputs
+            return _attend_block(mask, state, tile, start, keys, values, positions)
+
+        return lax.map(attend, (state, _Tile(tiles, chunk.places)))
+
+    def visit(number: Array, carry: tuple[Softmax, Block]) -> tuple[Softmax, Block]:
         state, block = carry
-        following = prior.block(number + 1)  # read during attention to this block
-        return update(state, block), following
+        following = read(number + 1)
+        return jax.vmap(update)(state, chunk.tiles, chunk.start, *_heads(block)), following
 
     first = jnp.int32(0)
-    if together:
-        carry = (state, prior.block(first))
-        state = lax.fori_loop(first, prior.blocks, visit_ahead, carry)[0]
-    else:
-        state = lax.fori_loop(first, prior.blocks, visit, state)
-    return jax.tree.map(lambda x: _regrouped(x, narrow), state)
-
-
-def _widening(tiles: int, rows: int) -> int:
-    """Return the number of tiles in a wide tile, a divisor of their count."""
-    return max(
-        w for w in range(1, tiles + 1) if tiles % w == 0 and (w == 1 or w * rows <= CPU_WIDE_TILE)
-    )
-
-
-def _regrouped(x: Array, tiles: int) -> Array:
-    """Regroup [n, tiles, rows, ...] into another number of tiles."""
-    return x.reshape(x.shape[0], tiles, -1, *x.shape[3:])
+    return lax.fori_loop(first, prior.blocks, visit, (state, read(first)))[0]
 
 
 def _heads(block: Block) -> tuple[Array, Array, Array]:
@@ -226,22 +235,41 @@ def _heads(block: Block) -> tuple[Array, Array, Array]:
     return block.keys.reshape(b * k, s, d), block.values.reshape(b * k, s, d), positions
 
 
-def _attend_block(
-    window: int | None,
-    cap: float | None,
-    head: tuple[Softmax, Array, Array, Array, Array, Array],
+def _attend_own(
+    mask: _Mask, tile: _Tile, keys: Float[Array, "s d"], values: Float[Array, "s d"]
 ) -> Softmax:
-    """Attend with a head's tiles to one block."""
-    state, tiles, rows, keys, values, columns = head
+    """Attend with a tile to the chunk's own keys that are visible to it."""
+    size = min(OWN_BLOCK, keys.shape[0])
+    column = jnp.arange(size, dtype=jnp.int32)[None]
 
-    def attend(inputs: tuple[Softmax, Array, Array]) -> Softmax:
-        state, q, row = inputs
-        visible = (columns < NOWHERE)[None]
-        if window is not None:
-            visible &= row[:, None] - columns[None] < window
-        return _update(state, q, keys, values, visible, cap)
+    def visit(j: Array, state: Softmax) -> Softmax:
+        block = [lax.dynamic_slice_in_dim(x, j * size, size) for x in (keys, values)]
+        distance = tile.places[:, None] - (column + j * size)
+        visible = distance >= 0
+        if mask.window is not None:
+            visible &= distance < mask.window
+        return _update(state, tile.q, block[0], block[1], visible, mask.cap)
 
-    return lax.map(attend, (state, tiles, rows))
+    begin, end = jnp.int32(0), jnp.minimum(tile.places[-1] // size + 1, keys.shape[0] // size)
+    if mask.window is not None:
+        begin = jnp.maximum(tile.places[0] - mask.window + 1, 0) // size
+    return lax.fori_loop(begin, end, visit, _empty_softmax(tile.q))
+
+
+def _attend_block(
+    mask: _Mask,
+    state: Softmax,
+    tile: _Tile,
+    start: Int[Array, ""],
+    keys: Float[Array, "s d"],
+    values: Float[Array, "s d"],
+    positions: Int[Array, " s"],
+) -> Softmax:
+    """Attend with a tile to a block before the chunk; invalid rows have position NOWHERE."""
+    visible = (positions < NOWHERE)[None]
+    if mask.window is not None:
+        visible &= (start + tile.places)[:, None] - positions[None] < mask.window
+    return _update(state, tile.q, keys, values, visible, mask.cap)
 
 
 def _empty_softmax(q: Float[Array, "m d"]) -> Softmax:
@@ -254,21 +282,23 @@ def _update(
     q: Float[Array, "m d"],
     keys: Float[Array, "s d"],
     values: Float[Array, "s d"],
-    visible: Array,
+    visible: Bool[Array, "#m s"] | None,
     cap: float | None,
 ) -> Softmax:
-    """Attend to further keys.
+    """Attend to further keys; all of them if `visible` is None.
 
     Masked keys get weight only in a tile that has seen no visible key yet. The first visible key
     scales that weight to exactly 0.
     """
     scores = jnp.einsum("md,sd->ms", q, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible, soft_capped(scores, cap), MASKED)
-    peak = jnp.maximum(state.peak, best(scores))
+    scores = soft_capped(scores, cap)
+    if visible is not None:
+        scores = jnp.where(visible, scores, MASKED)
+    peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
     kept = jnp.exp(state.peak - peak)
     weights = jnp.exp(scores - peak[:, None])
     added = jnp.einsum(
         "ms,sd->md", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
     )
-    total = state.total * kept + summed(lambda x: x, weights)
+    total = state.total * kept + jnp.sum(weights, axis=-1)
     return Softmax(peak, total, state.weighted * kept[:, None] + added)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.layers import DenseLayer, Local, Resident, Sliding
-from infinigen_jax.decode.compiler_options import layer_options
+from infinigen_jax.decode.compiler_options import chunk_options
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.pool_flush import start_kept, start_pool
 from infinigen_jax.models import Params
@@ -137,7 +137,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         return jnp.where(span.count[:, None] > 0, rows, before), span.end
 
     at: Any = Placement(decoder.mesh)
-    options = layer_options(decoder)
+    options = chunk_options(decoder)
 
     def program(function: Any, out: Any, **options: Any) -> Program:
         return Program(function, decoder, out_shardings=out, **options)

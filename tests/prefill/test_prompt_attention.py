@@ -64,7 +64,7 @@ def attend(request) -> Any:
 
 
 def small_blocks(monkeypatch) -> None:
-    for name, size in (("OWN_BLOCK", 7), ("CPU_TILE", 10), ("CPU_WIDE_TILE", 30)):
+    for name, size in (("OWN_BLOCK", 7), ("CPU_TILE", 10)):
         monkeypatch.setattr(prompt_attention, name, size)
 
 
