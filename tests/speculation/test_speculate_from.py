@@ -89,20 +89,6 @@ def test_what_is_resident_is_the_same_of_every_kind_of_cache():
             np.testing.assert_allclose(output, expected[kind][place], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["all", "sinks"])
-def test_attention_to_sinks_and_recent_tokens(name: str):
-    rng = np.random.default_rng(1)
-    q, k, v = (rng.normal(size=(12, 1, 4)) for _ in range(3))
-    sinks = 2 if name == "sinks" else 0
-    queries, keys, values = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
-    found = causal_attention(queries, keys, values, block=4, window=3, sinks=sinks)
-    for i in range(12):
-        seen = [j for j in range(i + 1) if i - j < 3 or j < sinks]
-        weight = np.exp(k[seen, 0] @ q[i, 0])
-        expected = weight @ v[seen, 0] / weight.sum()
-        np.testing.assert_allclose(found[i, 0], expected, rtol=1e-4, atol=1e-5)
-
-
 def test_calibration_sees_what_decoding_does():
     """Where layers add nothing, what stands in for the next layer's input is that input."""
     model = without_attention("gqa")
