@@ -61,24 +61,10 @@ def attempt(read: Callable[[], Any]) -> Any:
         return None
 
 
-ANYTHING: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    1,
-    96,
-    1 << 31,
-    1 << 63,
-    10**30,
-    1e308,
-    0.5,
-    "",
-    "a",
-    "<s>",
-]
-ANYTHING += ["\ud800", "x" * 10_000, [], {}, [[]], [1, [2]], {"content": "<x>"}, {"type": "Fuse"}]
+ANYTHING: list[Any] = [None, True, 0, -1, 1, 96, 1 << 31, 1 << 63, 10**30, 1e308, 0.5]
+ANYTHING += ["", "a", "<s>", "\ud800", "x" * 10_000, [], {}, [[]], [1, [2]], {"content": "<x>"}]
 ANYTHING += [
+    {"type": "Fuse"},
     {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False},
     {"type": "ByteFallback"},
     {"type": "Strip", "content": " ", "start": 1 << 40, "stop": 0},
@@ -99,11 +85,8 @@ def altered(draw: random.Random, value: Any) -> Any:
         inside, key = [whole], 0
         while isinstance(inside[key], dict | list) and inside[key] and draw.random() < 0.8:
             inside = inside[key]
-            key = (
-                draw.choice(list(inside))
-                if isinstance(inside, dict)
-                else draw.randrange(len(inside))
-            )
+            keys = list(inside) if isinstance(inside, dict) else range(len(inside))
+            key = draw.choice(keys)
         return inside, key
 
     whole = json.loads(json.dumps(value))
@@ -132,25 +115,13 @@ def rounds(capfd: pytest.CaptureFixture[str], what: str) -> Iterator[random.Rand
 
 
 PARTS = [
-    *(
-        "text",
-        "{{ x }}",
-        "{{ bos_token }}",
-        "{{ m.content }}",
-        "{{ 'a' * 10**9 }}",
-        "{{ 9**9**9 }}",
-    ),
+    *("text", "{{ x }}", "{{ bos_token }}", "{{ m.content }}", "{{ 'a' * 10**9 }}"),
     *("{{ '%999999999d' % 1 }}", "{{ x | center(10**8) }}", "{{ x | batch(10**9) | list }}"),
     *("{{ f() }}", "{{ lipsum(n=10**6) }}", "{{ loop(messages) }}", "{% set ns.x = ns.x ~ ns.x %}"),
     *("{{ messages | tojson(indent=10**7) }}", "{{ range(10**5) | list }}", "{{ '\ud800' }}"),
     *("{{ x | replace('', 'b' * 10**6) }}", "{{ (x * 10**6) | wordwrap(1) }}", "{{ x.__class__ }}"),
-    *(
-        "{{ raise_exception(x) }}",
-        "{% break %}",
-        "{% include x %}",
-        "{{ [1] * 10**8 }}",
-        "{% endif %}",
-    ),
+    *("{{ raise_exception(x) }}", "{% break %}", "{% include x %}", "{{ [1] * 10**8 }}"),
+    *("{{ 9**9**9 }}", "{% endif %}"),
 ]
 AROUND = [
     ("{% for m in messages %}", "{% endfor %}"),

@@ -123,7 +123,7 @@ def score_arrays(draw):
     st.sampled_from(["head", "mean"]),
 )
 def test_select_against_plain_python(case, alpha, caps, mode):
-    """What any head of a group would take, the best by the group's rank; alone or in a batch."""
+    """All that any head of a group would take, the best by the group's rank, in a batch."""
     scores, eligible = case
     b, k, _, t = scores.shape
     masked = np.where(eligible[:, None, None], scores, -np.inf)
