@@ -208,13 +208,3 @@ def test_numbers_beyond_float16_are_stored():
     _, back = round_trip(row_format("int8", "bfloat16", 32), rows)
     error = (back.astype(jnp.float32) - rows.astype(jnp.float32)) / 1e30
     assert jnp.abs(error).max() < 0.1
-
-
-def test_an_odd_number_spoils_its_group_only():
-    form = row_format("int4", "float32", 32)
-    rows = np.array(random_rows(1, 1, 4))
-    scales = fit(form, jnp.asarray(rows), jnp.asarray([4]))
-    rows[0, 0, 1, 0] = np.nan
-    back = np.asarray(decode(form, scales, encode(form, scales, jnp.asarray(rows))))
-    assert form.groups == 2 and np.isnan(back[0, 0, 1, :16]).all()
-    assert np.isnan(back).sum() == 16

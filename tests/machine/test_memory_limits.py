@@ -21,7 +21,7 @@ from infinigen_jax.machine.memory_limits import (
     pinned_pool_limit_bytes,
     tree_bytes,
 )
-from infinigen_jax.models import Blueprint, blueprint
+from infinigen_jax.models import blueprint
 from infinigen_jax.policies import H2O
 from infinigen_jax.settings.pool import Pool
 
@@ -180,23 +180,19 @@ def test_pinned_arrays_are_counted():
 
 
 def test_weights_that_the_host_has_no_room_for(monkeypatch, tmp_path):
-    plan = random_plan()
-    needed = tree_bytes(plan.layer_shapes) * plan.config.num_layers
+    model = random_model("gqa")
+    shapes = blueprint(model.config, model.dtype)
+    needed = tree_bytes(shapes.layer_shapes) * shapes.config.num_layers
     monkeypatch.setattr(jax, "devices", lambda: [FakeDevice("gpu")])
     monkeypatch.setattr(checkpoint, "available_host_bytes", lambda: needed)
-    checkpoint._check_room(tmp_path, plan, "host")
+    checkpoint._check_room(tmp_path, shapes, "host")
     monkeypatch.setattr(checkpoint, "pinned_pool_limit_bytes", lambda device: needed - 1)
     with pytest.raises(InputError, match=f"pinned memory.*set {PINNED_POOL_VARIABLE}=3"):
-        checkpoint._check_room(tmp_path, plan, "host")
+        checkpoint._check_room(tmp_path, shapes, "host")
     monkeypatch.setattr(checkpoint, "available_host_bytes", lambda: needed - 1)
     with pytest.raises(InputError, match="of host memory, .*use `weight_dtype` int8"):
-        checkpoint._check_room(tmp_path, plan, "host")
-    checkpoint._check_room(tmp_path, plan, "device")
-
-
-def random_plan() -> Blueprint:
-    model = random_model("gqa")
-    return blueprint(model.config, model.dtype)
+        checkpoint._check_room(tmp_path, shapes, "host")
+    checkpoint._check_room(tmp_path, shapes, "device")
 
 
 @pytest.mark.parametrize("value", ["many", "0", "-1", "1.5"])
