@@ -5,7 +5,8 @@
 
 All systems continue the same prompt and take turns, so that other load on the machine affects all
 alike. A turn lasts until a number of tokens was drawn and the device is idle. `lossless:P` drafts
-with policy P within the same budget; tokens are compared with those of the full cache.
+with policy P within the same budget, and `lossless-int8:P` with int8 weights as well; tokens are
+compared with those of the full cache.
 """
 
 import argparse
@@ -55,10 +56,12 @@ class System:
 
     def __init__(self, name: str, model: Model, prompt: list[int], options: argparse.Namespace):
         kind, _, policy = name.partition(":")
-        settings: dict[str, Any] = {"lossless": kind == "lossless", "weights": options.weights}
+        lossless = kind.startswith("lossless")
+        settings: dict[str, Any] = {"lossless": lossless, "weights": options.weights}
         settings["policy"] = Full() if name == "full" else _policy(policy or kind, options.budget)
-        if kind == "lossless":
+        if lossless:
             settings["draft_tokens"] = options.draft_tokens
+            settings["draft_weights"] = kind.partition("-")[2] or None
         tokens = TOKENS + options.tokens * options.rounds + 64
         engine = Engine(model, **settings)
         self.run: Run = engine.start([prompt], max_new_tokens=tokens)

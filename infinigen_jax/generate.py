@@ -91,7 +91,9 @@ def build_parser() -> Parser:
         metavar="N",
         help="log-probabilities of new tokens and of the N likeliest, in --stats-json",
     )
-    add_settings(parser.experts, EngineOptions, ("draft_tokens", "schedule", "check"))
+    add_settings(
+        parser.experts, EngineOptions, ("draft_tokens", "draft_weights", "schedule", "check")
+    )
     return parser
 
 

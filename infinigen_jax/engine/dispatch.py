@@ -42,10 +42,11 @@ class Dispatcher:
         numbers: indices of the host layers, on the device.
     """
 
-    def __init__(self, runtime: Runtime):
+    def __init__(self, runtime: Runtime, *, drafts: bool = False):
         at = Placement(runtime.mesh)
-        self.decoder = runtime.decoder
-        self.weights = runtime.weights
+        self.decoder, self.weights = runtime.decoder, runtime.weights
+        if drafts:
+            self.decoder, self.weights = runtime.drafter
         self.numbers = [
             jax.device_put(np.int32(i), at.whole) for i in range(self.decoder.host_layers)
         ]

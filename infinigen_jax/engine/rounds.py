@@ -17,6 +17,7 @@ from infinigen_jax.decode.finite_check import Places, refuse
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch
 from infinigen_jax.engine.batch import Batch
+from infinigen_jax.engine.dispatch import Dispatcher
 from infinigen_jax.engine.draft_length import DraftLength, size_of
 from infinigen_jax.engine.sampler import Draws, Sampler
 from infinigen_jax.engine.undo import restore, save
@@ -95,6 +96,7 @@ class Rounds:
         self.length = DraftLength(most, fixed, ages=changing)
         self.seconds = [0.0, 0.0]
         self._steps = verdict_steps(batch.decoder)
+        self._drafts = Dispatcher(runtime, drafts=True)
         self._numbers = [self.put(np.int32(i), self._at.whole) for i in range(most + 1)]
 
     def put(self, array: np.ndarray | np.int32, sharding: Any = None) -> Array:
@@ -141,7 +143,7 @@ class Rounds:
         saved = save(decoder, batch.cache) if count else None
         counts, places, records = [], [], []
         for number in self._numbers[1 : count + 1]:
-            stepped = batch.dispatcher.step(batch.cache, token, watch)
+            stepped = self._drafts.step(batch.cache, token, watch)
             batch.cache = stepped.cache
             counts.append(stepped.counts)
             places += stepped.place

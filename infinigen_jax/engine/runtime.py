@@ -12,11 +12,13 @@ from infinigen_jax.cache.row_format import row_format
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.draft_length import MOST, size_of
+from infinigen_jax.engine.drafter import Drafter, make_drafter
 from infinigen_jax.engine.settings import EngineSettings
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import DENSE_UNKNOWN, Model
 from infinigen_jax.models import Params
 from infinigen_jax.models.packed import join, split
+from infinigen_jax.models.small_weights import small_dtype
 from infinigen_jax.policies import Full, InfiniGen, Policy
 from infinigen_jax.programs.program import Program
 from infinigen_jax.selection.select import budget_fraction
@@ -25,6 +27,7 @@ from infinigen_jax.transfer import Transfer, make_transfer
 from infinigen_jax.transfer.host_weights import placement
 
 HOT_SET = 2.0  # default size, in multiples of a request
+DRAFT_WEIGHTS = "int8"  # of drafts if the model's weights are in host memory
 FUSED_LAYERS = 8  # maximum number of layers compiled as one program on a CPU
 
 
@@ -35,12 +38,14 @@ class Runtime:
     Attributes:
         model: model with weights in the decoder's form.
         weights: parameters of the model and arrays prepared by the policy, placed in memory.
+        drafter: decoder and weights of drafted steps.
     """
 
     model: Model
     settings: EngineSettings
     decoder: Decoder
     weights: Weights
+    drafter: Drafter
 
     @property
     def mesh(self) -> Mesh:
@@ -107,7 +112,16 @@ def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = Non
         tokenizer = {n: x for n, x in vars(model).items() if n == "tokenizer"}
         model = dataclasses.replace(model, params=params)
         vars(model).update(tokenizer)
-    return Runtime(model, settings, decoder, weights)
+    drafter = make_drafter(decoder, weights, _draft_weights(settings, weights))
+    return Runtime(model, settings, decoder, weights, drafter)
+
+
+def _draft_weights(settings: EngineSettings, weights: Weights) -> str | None:
+    """Return the form of the drafts' weights; None for those of the model."""
+    small = small_dtype(weights.params["layers"][0]) is not None
+    if settings.draft_weights is None and settings.lossless and not small:
+        return DRAFT_WEIGHTS if settings.weights == "host" else None
+    return settings.draft_weights
 
 
 def check_lossless(decoder: Decoder) -> None:

@@ -7,6 +7,8 @@ from infinigen_jax.policies import POLICIES, InfiniGen, Policy
 from infinigen_jax.settings.engine import EngineOptions
 from infinigen_jax.settings.pool import Pool
 
+DRAFTING = ("draft_tokens", "draft_weights")  # settings of `lossless`
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSettings(EngineOptions):
@@ -30,8 +32,9 @@ class EngineSettings(EngineOptions):
                 f"{', '.join(POLICIES)}",
             )
         check_pool(self.pool, self.policy)
-        if self.draft_tokens is not None and not self.lossless:
-            raise ParameterError("draft_tokens", "nothing is drafted; use `lossless` as well")
+        given = (name for name in DRAFTING if getattr(self, name) is not None)
+        if not self.lossless and (name := next(given, None)) is not None:
+            raise ParameterError(name, "nothing is drafted; use `lossless` as well")
 
     @classmethod
     def of(cls, policy: Policy | str | None = None, **settings: object) -> "EngineSettings":

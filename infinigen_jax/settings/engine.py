@@ -33,6 +33,8 @@ class EngineOptions(Settings):
 
     `draft_tokens`: with a number, always as many are drafted.
 
+    `draft_weights`: see `engine.drafter`. Not for a model whose weights are small already.
+
     `check`: a NaN or an infinity ends a run with `finite_check.NotFiniteError`. Uses the fused
     schedule.
 
@@ -72,6 +74,13 @@ class EngineOptions(Settings):
         "most tokens drafted before a verification, with lossless (default: by measured times)",
         "N",
         whole_number(1, 15),
+    )
+    draft_weights: str | None = setting(
+        None,
+        "copy of the weights for drafts, with lossless: bfloat16, int8 or int4 (default: none; "
+        "int8 with weights host)",
+        "T",
+        OneOf(WEIGHT_DTYPES),
     )
     check: bool = setting(False, "stop at a NaN or an infinity, and say where it is")
     prefill_chunk: int | None = setting(

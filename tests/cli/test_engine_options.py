@@ -23,7 +23,10 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"rows": "int8", "hot_set": 2.0, "dense_layers": 1},
     ),
     "schedule": (("--schedule", "layerwise"), {"schedule": "layerwise"}),
-    "lossless": (("--lossless", "--draft-tokens", "3"), {"lossless": True, "draft_tokens": 3}),
+    "lossless": (
+        ("--lossless", "--draft-tokens", "3", "--draft-weights", "int4"),
+        {"lossless": True, "draft_tokens": 3, "draft_weights": "int4"},
+    ),
     "check": (("--check", "--prefill-chunk", "64"), {"check": True, "prefill_chunk": 64}),
     "batch": (("--batch", "1", "--max-new-tokens", "3"), {"batch": 1, "max_new_tokens": 3}),
     "sampling": (

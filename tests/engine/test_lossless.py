@@ -27,6 +27,7 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.live_batch import LiveBatch
 from infinigen_jax.engine.lossless import LosslessRun, LosslessStats
 from infinigen_jax.errors import InputError
+from infinigen_jax.loading.load import load
 from infinigen_jax.policies import H2O, Full, InfiniGen, Oracle, PreviousQuery, Quest, Window
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.settings.sampling import Sampling
@@ -51,6 +52,8 @@ CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "int8": ("one", POOR, {"rows": "int8"}, {"draft_tokens": 3}),
     "int4": ("one", POOR, {"rows": "int4"}, {"draft_tokens": 2}),
     "weights": ("gqa", POOR, {"weights": "host"}, {"draft_tokens": 4}),
+    "small-weights": ("gqa", POOR, {}, {"draft_tokens": 4, "draft_weights": "int4"}),
+    "small-opt": ("opt", POOR, {"weights": "host"}, {"draft_weights": "bfloat16"}),
     "layerwise": ("gqa", POOR, {"schedule": "layerwise"}, {}),
     "windows": ("windows", POOR, {}, {"draft_tokens": 4}),
     "opt": ("opt", POOR, {"dense_layers": 0}, {"draft_tokens": 4}),
@@ -58,7 +61,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "check": ("one", POOR, {}, {"check": True, "draft_tokens": 4}),
 }
 # int8 is below, with prompts that wait; undo of hot sets, states and windows in test_undo.py.
-OFTEN = ("infinigen", "poor")
+OFTEN = ("infinigen", "poor", "weights")
 
 
 def marked(names: Any, often: tuple[str, ...]) -> list[Any]:
@@ -228,9 +231,16 @@ def test_settings_that_rule_it_out_are_named(settings, named):
         Engine(model, **({"policy": SPARSE} | settings), dense_layers=0, lossless=True)
 
 
-def test_drafts_belong_to_the_lossless_mode():
-    with pytest.raises(InputError, match="draft_tokens: nothing is drafted"):
-        Engine(random_model("one"), draft_tokens=3)
+@pytest.mark.parametrize("setting", [{"draft_tokens": 3}, {"draft_weights": "int4"}])
+def test_drafts_belong_to_the_lossless_mode(setting):
+    with pytest.raises(InputError, match=f"{next(iter(setting))}: nothing is drafted"):
+        Engine(random_model("one"), **setting)
+
+
+def test_small_weights_are_not_made_smaller():
+    model = load("tiny-llama", weight_dtype="int8")
+    with pytest.raises(InputError, match="draft_weights: the model's weights are small"):
+        Engine(model, policy=SPARSE, lossless=True, draft_weights="int4")
 
 
 def test_a_batch_that_sequences_join_and_given_tokens_are_refused():
