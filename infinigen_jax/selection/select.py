@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from infinigen_jax.ops.compaction import compact_words, marked, pack_marks
 from infinigen_jax.ops.indexing import put
-from infinigen_jax.ops.reductions import best
+from infinigen_jax.ops.reductions import best, summed
 from infinigen_jax.ops.top_k import Bounds, top_marks
 
 ROUNDING = 2.0**-22  # relative bound on the rounding error of float32
@@ -109,8 +109,10 @@ def group_rank(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
     """
     if scores.shape[2] == 1:
         return scores[:, :, 0]
-    log_total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    log_total = jnp.where(log_total == -jnp.inf, 0.0, log_total)
+    peak = best(scores)[..., None]
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+    total = summed(lambda scores: jnp.exp(scores - peak), scores)[..., None]
+    log_total = jnp.where(total > 0, jnp.log(total) + peak, 0.0)
     return jax.nn.logsumexp(scores - log_total, axis=2)
 
 
