@@ -51,8 +51,9 @@ def test_rows_are_chosen_and_moved_for_the_layers_on_the_host_only(transfer: Tra
 @TRANSFERS
 def test_windows_are_updated_in_place(transfer: Transfer):
     program = step(transfer)
-    resident = len(ON_HOST) * sp.RESIDENT_BYTES
-    assert program.memory["alias"] == sp.LAYER_BYTES + len(WINDOWS) * WINDOW_BYTES + resident
+    resident, lengths = len(ON_HOST) * sp.RESIDENT_BYTES, 4 * sp.BATCH
+    rings = len(WINDOWS) * WINDOW_BYTES
+    assert program.memory["alias"] == sp.LAYER_BYTES + rings + resident + lengths
     # Nothing as large as half of a window's keys is copied or made anew, rows on their way apart.
     limit = WINDOW_BYTES // 4
     on_device = [i for i in copies(program, limit) if i not in host_copies(program)]
