@@ -10,11 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.cli.options import add_engine_options, add_model_options, make_policy
+from infinigen_jax.cli.options import (
+    add_engine_options,
+    add_model_options,
+    add_settings,
+    make_policy,
+)
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.files.output import checked_output, write_json
 from infinigen_jax.messages import Messages
 from infinigen_jax.numeric import number, whole_number
+from infinigen_jax.settings.engine import EngineOptions
 
 if TYPE_CHECKING:
     from infinigen_jax.planner.advice import Advice
@@ -48,6 +54,7 @@ def build_parser() -> Parser:
     add("--device-bandwidth", help="GB/s of device memory (default: measured here)", **rate)
     add("--copy-bandwidth", help="GB/s from host to device (default: measured here)", **rate)
     add_engine_options(parser)
+    add_settings(parser.experts, EngineOptions, ("lossless", "draft_weights"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="F", help="write everything to a file")
     return parser
@@ -147,6 +154,7 @@ def table(forecast: "Forecast") -> list[str]:
     return [
         "on the device",
         size("weights", forecast.weights),
+        *([size("weights of drafts", forecast.drafts)] if forecast.drafts else []),
         size("bases", forecast.bases),
         size("speculation", forecast.speculation),
         size("dense layers", plan.dense_cache),

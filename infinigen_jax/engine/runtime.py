@@ -22,6 +22,7 @@ from infinigen_jax.models.small_weights import small_dtype
 from infinigen_jax.policies import Full, InfiniGen, Policy
 from infinigen_jax.programs.program import Program
 from infinigen_jax.selection.select import budget_fraction
+from infinigen_jax.settings.engine import EngineOptions
 from infinigen_jax.speculation.layer_budgets import Curves
 from infinigen_jax.transfer import Transfer, make_transfer
 from infinigen_jax.transfer.host_weights import placement
@@ -112,13 +113,13 @@ def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = Non
         tokenizer = {n: x for n, x in vars(model).items() if n == "tokenizer"}
         model = dataclasses.replace(model, params=params)
         vars(model).update(tokenizer)
-    drafter = make_drafter(decoder, weights, _draft_weights(settings, weights))
+    drafter = make_drafter(decoder, weights, draft_form(settings, weights.params))
     return Runtime(model, settings, decoder, weights, drafter)
 
 
-def _draft_weights(settings: EngineSettings, weights: Weights) -> str | None:
+def draft_form(settings: EngineOptions, params: Params) -> str | None:
     """Return the form of the drafts' weights; None for those of the model."""
-    small = small_dtype(weights.params["layers"][0]) is not None
+    small = small_dtype(params["layers"][0]) is not None
     if settings.draft_weights is None and settings.lossless and not small:
         return DRAFT_WEIGHTS if settings.weights == "host" else None
     return settings.draft_weights

@@ -21,11 +21,13 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.memory_plan import MemoryPlan, plan_memory
 from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.engine.runtime import draft_form
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
 from infinigen_jax.loading.load import Model
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.models import Blueprint, ModelConfig, blueprint
 from infinigen_jax.models.packed import split
+from infinigen_jax.models.small_weights import shrink
 from infinigen_jax.planner.traffic import Traffic, planned_traffic
 from infinigen_jax.policies import Policy
 from infinigen_jax.prefill.prefill import chunk_for
@@ -69,6 +71,7 @@ class Forecast:
 
     Attributes:
         weights_on_host: weights of the model in host memory.
+        drafts: copy of the weights for drafts, on the device.
         bases: results of the conversion that a loaded model keeps.
         speculation: the policy's weights, made from weights and bases.
         prefill, decode: temporaries, including weights in transit from the host; the larger one is
@@ -79,6 +82,7 @@ class Forecast:
     settings: EngineOptions
     weights: int
     weights_on_host: int
+    drafts: int
     bases: int
     speculation: int
     chunk: int
@@ -92,7 +96,8 @@ class Forecast:
     @property
     def device(self) -> int:
         """Bytes of device memory at the peak."""
-        return self.weights + self.bases + self.speculation + self.plan.device
+        kept = self.weights + self.drafts + self.bases + self.speculation
+        return kept + self.plan.device
 
     @property
     def host(self) -> int:
@@ -212,6 +217,7 @@ class Planner:
             settings=settings,
             weights=tree_bytes(weights.params) - brought,
             weights_on_host=brought,
+            drafts=draft_bytes(settings, weights),
             bases=tree_bytes(kept),
             speculation=tree_bytes(weights.policy),
             chunk=chunk,
@@ -264,6 +270,14 @@ def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
     file = SafetensorsFile(folder / SKEW_FILE)
     losses = {} if manifest.skew == "none" else read_loss(file, config)
     return Conversion(manifest.skew, manifest.speculate_from, losses)
+
+
+def draft_bytes(settings: EngineOptions, weights: Weights) -> int:
+    """Return the bytes of the copy of the weights for drafts; 0 without one."""
+    form, layers = draft_form(settings, weights.params), weights.params["layers"]
+    if form is None:
+        return 0
+    return tree_bytes(jax.eval_shape(lambda: [shrink(layer, form) for layer in layers]))
 
 
 def brought_bytes(decoder: Decoder, weights: Weights) -> int:

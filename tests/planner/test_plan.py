@@ -185,6 +185,28 @@ def test_weights_in_host_memory(folder):
         assert format_bytes(count) in lines[name] and "at 50.0 GB/s" in lines[name]
 
 
+def test_drafts_have_a_copy_of_the_weights(folder):
+    """By default in int8, where the model's weights are in host memory."""
+    machine = Machine(12 * GIB, 256 * GIB, 2e12, 5e10)
+
+    def forecast(*options: str) -> Forecast:
+        made = planner(folder, machine, "--weights=host", *options)
+        return made.forecast(made.asked, 1, 4096)
+
+    plain, int8, int4 = (
+        forecast(*options)
+        for options in ((), ("--lossless",), ("--lossless", "--draft-weights=int4"))
+    )
+    assert plain.drafts == 0 and not any("of drafts" in line for line in plan.table(plain))
+    queries = BIG["num_hidden_layers"] * BIG["hidden_size"] ** 2 * 2  # stay on the device
+    for drafting, share in ((int8, 0.5625), (int4, 0.375)):  # of bfloat16, with the groups' scales
+        copied = drafting.drafts / (plain.weights_on_host + queries)
+        assert copied == pytest.approx(share, rel=1e-3)
+        assert drafting.device == plain.device + drafting.drafts
+        line = next(line for line in plan.table(drafting) if "weights of drafts" in line)
+        assert format_bytes(drafting.drafts) in line
+
+
 def test_a_prompt_that_takes_too_much_is_read_in_shorter_chunks(folder):
     """Before rows lose precision; and the workspace of its layers shrinks by it."""
     options = ("--dense-layers=0", "--hot-set=2")
