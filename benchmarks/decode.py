@@ -16,7 +16,6 @@ in two processes, as `benchmarks.on_gpu` does.
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -32,7 +31,7 @@ from benchmarks.report import table
 from benchmarks.waves import Bench
 from infinigen_jax.cache.host_array import Placement, default_mesh
 from infinigen_jax.errors import run_command
-from infinigen_jax.loading.load import Model, load
+from infinigen_jax.loading.load import Model
 from infinigen_jax.models.small_weights import shrink_model
 from infinigen_jax.planner import bandwidths
 
@@ -64,7 +63,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     began = time.monotonic()
     deadline = float("inf") if options.cap_seconds is None else began + options.cap_seconds
     unlimited = Bench(options, None, None, (1.0, None), deadline, note)  # type: ignore[arg-type]
-    model, config = _model(options, max(options.contexts) + unlimited.new_tokens + 2)
+    model, config = shapes.model_of(options, max(options.contexts) + unlimited.new_tokens + 2)
     # Place them where engines want them, or each engine would make a copy.
     placed = jax.device_put(model.params, Placement(default_mesh()).whole)
     model = dataclasses.replace(model, params=placed)
@@ -97,17 +96,6 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
             result["seconds"] = time.monotonic() - began
             write_json(path, result)
     return result
-
-
-def _model(options: argparse.Namespace, positions: int) -> tuple[Model, dict[str, Any]]:
-    """Return the model and the contents of its `config.json`."""
-    if options.model:
-        model = load(options.model, dtype=options.dtype)
-        assert model.path is not None
-        return model, json.loads((model.path / "config.json").read_text())
-    shape = shapes.SHAPES[options.shape]
-    config = shape.settings(positions)
-    return shapes.peaked_model(shape, config["max_position_embeddings"], options.dtype), config
 
 
 def _other(model: Model, config: dict[str, Any]) -> tuple[Any, float]:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.prefill
     python -m benchmarks.prefill --prompts 4096 --rounds 5 --memory 16384 65536
+    python -m benchmarks.prefill --model FOLDER --prompts 4096 --memory
 
-Both systems use the same random weights and take turns. Each time spans from tokens to the first
+Both systems use the same weights and take turns. Each time spans from tokens to the first
 new token, after compilation. Memory is the compiler's estimate for the programs of a chunk, so its
 prompts are not run: temporaries, and resident arrays. On a GPU, INFINIGEN_JAX_KERNELS=0 selects
 XLA's attention instead of cuDNN's; the result file names the one used.
@@ -40,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.prefill", description="Measure the reading of prompts."
     )
     add = parser.add_argument
+    add("--model", metavar="DIR", help="converted folder (default: a random model)")
     add("--shape", choices=shapes.SHAPES, default="llama", help="shape of the random model")
     add("--dtype", default="float32")
     add("--prompts", type=int, nargs="*", default=[4096, 16384], metavar="N", help="timed")
@@ -64,14 +66,13 @@ def main(argv: list[str] | None = None) -> int:
 def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Measure all prompts and return the result, which is written as it grows."""
     deadline = time.monotonic() + (options.cap_seconds or math.inf)
-    shape = shapes.SHAPES[options.shape]
-    config = shape.settings(max([*options.prompts, *options.memory]) + 2)
-    model = shapes.peaked_model(shape, config["max_position_embeddings"], options.dtype)
+    model, config = shapes.model_of(options, max([*options.prompts, *options.memory]) + 2)
     engine = Engine(model, prefill_chunk=options.chunk)
     result: dict[str, Any] = {
         "benchmark": "prefill",
         "machine": machine.describe(),
         "settings": {name: getattr(options, name) for name in ("shape", "dtype", "rounds")},
+        "model": options.model and Path(options.model).name,
         "attention": attention(engine, max([*options.prompts, *options.memory])),
         "memory": [memory(engine, tokens) for tokens in options.memory],
         "times": [],

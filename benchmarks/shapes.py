@@ -9,8 +9,10 @@ are meaningless. It has the corrected query of a default conversion, a projectio
 applied to the state after resident attention, so a step costs the same as with a real model.
 """
 
+import argparse
 import dataclasses
 import functools
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
 from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.errors import InputError
-from infinigen_jax.loading.load import Basis, Model
+from infinigen_jax.loading.load import Basis, Model, load
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf
 from infinigen_jax.skew.basis import svd_basis
 
@@ -133,6 +135,17 @@ def peaked_model(shape: Shape, positions: int, dtype: str, seed: int = 0) -> Mod
         ),
         speculate_from=DEFAULT_SOURCE,
     )
+
+
+def model_of(options: argparse.Namespace, positions: int) -> tuple[Model, dict[str, Any]]:
+    """Return the model `options.model`, or a random one, and the contents of its `config.json`."""
+    if options.model:
+        model = load(options.model, dtype=options.dtype)
+        assert model.path is not None
+        return model, json.loads((model.path / "config.json").read_text())
+    shape = SHAPES[options.shape]
+    config = shape.settings(positions)
+    return peaked_model(shape, config["max_position_embeddings"], options.dtype), config
 
 
 def _projection_ahead(config: ModelConfig, layer: Params) -> Params:
