@@ -1,7 +1,7 @@
 """Speed of servers under concurrent requests, through HTTP on a loopback socket.
 
-    python -m benchmarks.serving --json benchmarks/results/serving-cpu.json
-    python -m benchmarks.serving --model SmolLM2-135M-Instruct --gguf SmolLM2.gguf \\
+    python -m benchmarks.serve --json benchmarks/results/serving-cpu.json
+    python -m benchmarks.serve --model SmolLM2-135M-Instruct --gguf SmolLM2.gguf \\
         --text wikitext2_valid.raw.txt --measure streams --system llama.cpp --rounds 1 \\
         --json benchmarks/results/serving-real-cpu.json
 
@@ -336,7 +336,7 @@ def running(options: argparse.Namespace, model: Model) -> Iterator[Any]:
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve")
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="llama", help="random model (default llama)")
     add("--model", help="folder of a model, instead of a random one")
