@@ -28,6 +28,7 @@ from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.models import Blueprint, ModelConfig, blueprint
 from infinigen_jax.models.packed import split
 from infinigen_jax.models.small_weights import shrink
+from infinigen_jax.planner.lossless import Rounds, draft_traffic, forecast_rounds, full_traffic
 from infinigen_jax.planner.traffic import Traffic, planned_traffic
 from infinigen_jax.policies import Policy
 from infinigen_jax.prefill.prefill import chunk_for
@@ -77,6 +78,8 @@ class Forecast:
         prefill, decode: temporaries, including weights in transit from the host; the larger one is
             the plan's workspace.
         seconds: lower bound on the time of a decode step; None without bandwidths.
+        lossless: times of the lossless mode; None without bandwidths, with a pool, or if all rows
+            are on the device or streamed.
     """
 
     settings: EngineOptions
@@ -91,6 +94,7 @@ class Forecast:
     plan: MemoryPlan
     traffic: Traffic
     seconds: float | None
+    lossless: Rounds | None
     machine: Machine
 
     @property
@@ -225,21 +229,51 @@ class Planner:
             decode=decode_bytes(decoder, batch, slots),
             plan=plan,
             traffic=traffic,
-            seconds=self._seconds(decoder, traffic),
+            seconds=self._seconds(traffic, _streams(decoder)),
+            lossless=self._lossless(
+                decoder, settings, weights, traffic, plan.host_cache * context // capacity
+            ),
             machine=self.machine,
         )
 
-    def _seconds(self, decoder: Decoder, traffic: Traffic) -> float | None:
+    def _lossless(
+        self,
+        decoder: Decoder,
+        settings: EngineOptions,
+        weights: Weights,
+        traffic: Traffic,
+        host_rows: int,
+    ) -> Rounds | None:
+        if decoder.pool is not None or _streams(decoder):
+            return None
+        copied = draft_bytes(dataclasses.replace(settings, lossless=True), weights)
+        drafting = draft_traffic(traffic, tree_bytes(weights.params["layers"]), copied)
+        draft = self._seconds(drafting, streams=False)
+        verification = self._seconds(full_traffic(traffic, host_rows), streams=True)
+        if draft is None or verification is None:
+            return None
+        return forecast_rounds(draft, verification)
+
+    def _seconds(self, traffic: Traffic, streams: bool) -> float | None:
+        """Return the least seconds of a step.
+
+        Args:
+            streams: whether attention reads whole layers of rows.
+        """
         reads, copies = self.machine.memory_bandwidth, self.machine.copy_bandwidth
         if reads is None or copies is None:
             return None
         if self.machine.separate:
             return traffic.floor_ms(reads, copies) / 1e3
         # With one memory, attention reads rows in place, one by one unless it reads whole layers.
-        streams = all(decoder.streams(layer) for layer in range(decoder.host_layers))
         rate = reads if streams else copies
         others = traffic.memory - traffic.attended
         return others / reads + traffic.attended / rate
+
+
+def _streams(decoder: Decoder) -> bool:
+    """Whether no layer selects rows."""
+    return all(decoder.streams(layer) for layer in range(decoder.host_layers))
 
 
 def model_shapes(architecture: Blueprint, conversion: Conversion) -> Any:

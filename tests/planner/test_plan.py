@@ -20,6 +20,7 @@ from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.machine.memory_limits import available_host_bytes, format_bytes, tree_bytes
 from infinigen_jax.planner import advice
 from infinigen_jax.planner.forecast import Forecast, Machine, Planner, conversion_of
+from infinigen_jax.planner.lossless import ACCEPTED
 
 GIB = 1 << 30
 HERE = Machine(None, 64 * GIB, 1e10, 2e9)
@@ -205,6 +206,34 @@ def test_drafts_have_a_copy_of_the_weights(folder):
         assert drafting.device == plain.device + drafting.drafts
         line = next(line for line in plan.table(drafting) if "weights of drafts" in line)
         assert format_bytes(drafting.drafts) in line
+
+
+def test_lossless_is_forecast_where_a_link_carries_the_cache(folder):
+    """A round moves the full cache once; where all memory is one and fast, drafts do not pay."""
+
+    def forecast(machine: Machine, *options: str, context: int = 65536) -> Forecast:
+        made = planner(folder, machine, *options)
+        return made.forecast(made.asked, 1, context)
+
+    link = Machine(80 * GIB, 256 * GIB, 2e12, 5e10)
+    found = forecast(link, "--dense-layers=0")
+    rounds, seconds = found.lossless, found.seconds
+    assert rounds is not None and seconds is not None
+    assert rounds.full == pytest.approx(found.plan.host_cache / 5e10, rel=0.01)
+    assert 1 <= rounds.drafted <= 15
+    tokens = sum(ACCEPTED**k for k in range(rounds.drafted + 1))
+    assert rounds.seconds == pytest.approx((rounds.drafted * seconds + rounds.full) / tokens)
+    (line,) = plan.exact_tokens(found)
+    assert "--lossless takes" in line and f"{1e3 * rounds.full:.2f} ms" in line
+
+    streamed = forecast(link, "--dense-layers=0", "--weights=host").lossless
+    assert streamed is not None and streamed.full / streamed.seconds > 3
+    short = forecast(Machine(None, 256 * GIB, 2e12, 2e12), "--dense-layers=0", context=256)
+    assert short.lossless is not None and short.lossless.drafted == 0
+    assert "do not pay" in plan.exact_tokens(short)[0]
+    for options in (["--policy=full"], ["--dense-layers=0", "--pool-tokens=4096"]):
+        assert plan.exact_tokens(forecast(link, *options)) == []
+    assert forecast(Machine(None, 256 * GIB, None, None)).lossless is None
 
 
 def test_a_prompt_that_takes_too_much_is_read_in_shorter_chunks(folder):
