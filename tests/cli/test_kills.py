@@ -1,0 +1,87 @@
+"""Commands killed at random moments: what they write is whole or absent, and they can go on."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import ROOT, only
+
+from infinigen_jax.convert.calibrate import DEFAULT_TEXT
+from infinigen_jax.engine.saved_file import SavedFile
+
+pytestmark = pytest.mark.slow
+
+KILLS = 20
+
+
+def start(module: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", f"infinigen_jax.{module}", *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    errors = process.communicate()[1].decode()
+    assert process.returncode == 0, errors
+
+
+def kill(process: subprocess.Popen[bytes]) -> bool:
+    """Whether the process still ran."""
+    process.kill()
+    process.communicate()
+    return process.returncode < 0
+
+
+def test_saving_a_conversation(shallow_folder, tmp_path):
+    """Killed while the file is written."""
+    rng, killed, path = random.Random(1), 0, tmp_path / "talk"
+    arguments = ("--chat", "--chat-template", "plain", "--prompt", "Once upon a time")
+    arguments += ("--max-new-tokens", "8", "--model", shallow_folder / "tiny-llama", "--save", path)
+    finish(start("generate", *arguments))
+    lock = tmp_path / ".talk.lock"
+    for _ in range(KILLS):
+        lock.unlink(missing_ok=True)
+        process = start("generate", *arguments)
+        while not lock.exists() and process.poll() is None:
+            time.sleep(0.0005)
+        time.sleep(rng.uniform(0, 0.02))
+        killed += kill(process)
+        assert SavedFile(path).record
+    assert killed > KILLS // 2
+    finish(start("generate", *arguments))
+    assert only(tmp_path) == ["talk"]
+
+
+def test_evaluating(shallow_folder, tmp_path):
+    """Killed anywhere; the last run goes on where they were, with the same result."""
+    rng, killed = random.Random(2), 0
+    arguments = ("perplexity", "--text", DEFAULT_TEXT, "--window", "48", "--windows", "2")
+    arguments += ("--budget", "0.1", "0.3", "--model", shallow_folder / "tiny-llama")
+    arguments += ("--quiet", "--json")
+    finish(start("evaluate", *arguments, tmp_path / "whole"))  # compiles for the others
+    began = time.monotonic()
+    finish(start("evaluate", *arguments, tmp_path / "whole"))
+    seconds = time.monotonic() - began
+    for _ in range(KILLS):
+        process = start("evaluate", *arguments, tmp_path / "result")
+        time.sleep(rng.uniform(0.3, 1) * seconds)
+        killed += kill(process)
+        if (tmp_path / "result").exists():
+            json.loads((tmp_path / "result").read_text())
+            (tmp_path / "result").unlink()
+    assert killed > KILLS // 2
+    finish(start("evaluate", *arguments, tmp_path / "result"))
+    assert only(tmp_path) == ["result", "whole"]
+    whole, result = (
+        json.loads((tmp_path / name).read_text())["configurations"] for name in ("whole", "result")
+    )
+    assert [entry["perplexity"] for entry in whole] == [entry["perplexity"] for entry in result]
