@@ -117,12 +117,15 @@ def peaked_model(shape: Shape, positions: int, dtype: str, seed: int = 0) -> Mod
     It is made layer by layer, so memory never holds a second copy.
     """
     config = config_from_hf(shape.settings(positions))
-    plan = blueprint(config, dtype)
+    architecture = blueprint(config, dtype)
     keys = jax.random.split(jax.random.key(seed), config.num_layers + 1)
     make = jax.jit(functools.partial(_parameters, config), static_argnums=0)
-    layer_shapes = _Shapes.of(plan.layer_shapes)
+    layer_shapes = _Shapes.of(architecture.layer_shapes)
     layers = [make(layer_shapes, key) for key in keys[1:]]
-    params = {"embedding": make(_Shapes.of(plan.embedding_shapes), keys[0]), "layers": layers}
+    params = {
+        "embedding": make(_Shapes.of(architecture.embedding_shapes), keys[0]),
+        "layers": layers,
+    }
     bases, losses, blocks = _calibrated(config, params, seed)
     model = Model.from_params(config, params, dtype, bases=bases, skew="svd")
     return dataclasses.replace(

@@ -162,9 +162,11 @@ def logits_difference(model: Model, other: Any, prompt: list[int]) -> float:
     import torch
 
     tokens = jnp.array([prompt], jnp.int32)
-    plan = blueprint(model.config, model.dtype)
+    architecture = blueprint(model.config, model.dtype)
     with jax.default_matmul_precision("highest"):
-        mine = np.asarray(jax.jit(lambda params: forward(plan, params, tokens))(model.params))
+        mine = np.asarray(
+            jax.jit(lambda params: forward(architecture, params, tokens))(model.params)
+        )
     with torch.inference_mode():
         ids = torch.tensor([prompt], device=other.device)
         theirs = other(ids).logits.float().cpu().numpy()

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, UInt32
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.host_array import allocate_host, default_mesh, write_span
-from infinigen_jax.cache.hot_set import HotSet, Plan, plan
+from infinigen_jax.cache.hot_set import HotSet, Replacement, replacement
 from infinigen_jax.cache.layers import Slots
 from infinigen_jax.cuda import calls, first_use, scoring
 from infinigen_jax.errors import InputError, Parser, run_command
@@ -44,8 +44,8 @@ SLOTS = Slots(4, 32, 64)
 TRANSFER = CudaTransfer()
 
 Work = Callable[[Array], Array]
-Fetch = tuple[Array, Request, Array | None, Plan | None]
-"""A layer, the request, and the hot set's rows and plan or None."""
+Fetch = tuple[Array, Request, Array | None, Replacement | None]
+"""A layer, the request, and the hot set's rows and replacement or None."""
 Compared = tuple[Any, Any, float]
 """Arrays that a kernel computed, the reference arrays, and the absolute tolerance."""
 
@@ -136,7 +136,7 @@ def gathered_hot(
     x, hot = jnp.ones((b, 1024)), HotSet.empty(b, k, 2 * n, w, CAPACITY, dtype)
     for step in range(steps):
         request = random_request(b, k, n, 4 * n, step)
-        directory, where = on_cpu(plan, hot, request, jnp.full(b, step, jnp.int32))
+        directory, where = on_cpu(replacement, hot, request, jnp.full(b, step, jnp.int32))
         fetch = jnp.int32(1), request, hot.rows, where
         expected = fetched(stored, fetch)
         yield move(TRANSFER, work, host, fetch, x), (work(x), expected), 0
@@ -181,20 +181,20 @@ def selected(
     yield kernel_ranks, reference_ranks, 1e-5
 
 
-def planned(
+def replaced(
     wide: bool, b: int, k: int, n: int, h: int, t: int, slots: int, steps: int = 4
 ) -> Iterator[Compared]:
-    """Compare the hot set's plan and directory, carried over the steps."""
+    """Compare the hot set's replacement and directory, carried over the steps."""
     hot = HotSet.empty(b, k, h, 8, t, jnp.float32)
     if wide:
         hot = hot._replace(place=hot.place.astype(jnp.int32))
     directory = tuple(jnp.copy(x) for x in (hot.slots, hot.used, hot.place))
-    by_kernel = jax.jit(calls.plan_reuse, donate_argnums=(3, 4, 5))
+    by_kernel = jax.jit(calls.replace_entries, donate_argnums=(3, 4, 5))
     for step in range(steps):
         request, positions = random_request(b, k, n, slots, step), jnp.full(b, step, jnp.int32)
-        hot, where = on_cpu(plan, hot, request, positions)
+        hot, where = on_cpu(replacement, hot, request, positions)
         entry, miss, *directory = by_kernel(request.slots, request.count, positions, *directory)
-        yield (Plan(entry, miss), directory), (where, [hot.slots, hot.used, hot.place]), 0
+        yield (Replacement(entry, miss), directory), (where, [hot.slots, hot.used, hot.place]), 0
 
 
 class XlaIndex(IndexFormat):
@@ -252,8 +252,8 @@ CASES: dict[str, tuple[Callable[[], Iterator[Compared]], ...]] = {
         _case(selected, 2, 2, 1, 3000, 0.1, math.inf, tied=True),
         _case(selected, 2, 2, 4, 3000, 0.1, 4.0),
     ),
-    "plan_reuse_16": (_case(planned, False, 2, 3, 150, 350, 1500, 600),),
-    "plan_reuse_32": (_case(planned, True, 2, 3, 150, 350, 1500, 600),),
+    "replace_entries_16": (_case(replaced, False, 2, 3, 150, 350, 1500, 600),),
+    "replace_entries_32": (_case(replaced, True, 2, 3, 150, 350, 1500, 600),),
     "index_scores": (_case(scored, 2, 2, 7, 30, 1152),),
     "index_rest": (_case(left, 2, 2, 7, 30, 1152),),
 }

@@ -71,9 +71,9 @@ def tail_moments(config: ModelConfig, params: Params) -> tuple[np.ndarray, np.nd
     """The moments of a model's own keys and values on random tokens, without attention."""
     tokens = jnp.asarray(np.random.default_rng(5).integers(3, 96, 64), jnp.int32)
     places = jnp.arange(64, dtype=jnp.int32)
-    plan, moments = blueprint(config, jnp.float32), []
-    x = plan.embedding(params["embedding"]).embed(tokens, places)
-    for layer in map(plan.layer, params["layers"]):
+    architecture, moments = blueprint(config, jnp.float32), []
+    x = architecture.embedding(params["embedding"]).embed(tokens, places)
+    for layer in map(architecture.layer, params["layers"]):
         keys, values = layer.key_value(layer.attention_input(x), places)
         moments.append(block_products(keys, values, jnp.ones(64, bool)))
         x = x + layer.mlp(x)

@@ -7,7 +7,7 @@ the rows fetched last:
     slots    [h]  its inverse: the host slot in each entry, -1 while it is empty
     used     [h]  position of the token that last requested the entry
 
-`plan` looks a request up and assigns the missing rows to the least recently used entries. A
+`replacement` looks a request up and assigns the missing rows to the least recently used entries. A
 transfer then moves the missing rows into their entries and returns all rows in the request's order.
 Attention therefore reads the same bits in the same order as without a hot set. Everything runs on
 the device with static shapes, without the host.
@@ -50,7 +50,7 @@ class HotSet(NamedTuple):
         return cls(jnp.zeros((batch, heads, size, width), dtype), no_slot, no_slot, place)
 
 
-class Plan(NamedTuple):
+class Replacement(NamedTuple):
     """Source of each row of a request.
 
     Attributes:
@@ -67,7 +67,9 @@ def place_dtype(size: int) -> Any:
     return jnp.int16 if size <= 2**15 else jnp.int32
 
 
-def plan(hot: HotSet, request: Request, positions: Int[Array, " b"]) -> tuple[HotSet, Plan]:
+def replacement(
+    hot: HotSet, request: Request, positions: Int[Array, " b"]
+) -> tuple[HotSet, Replacement]:
     """Look a request up, and evict the least recently used entries for the missing rows.
 
     Args:
@@ -76,7 +78,7 @@ def plan(hot: HotSet, request: Request, positions: Int[Array, " b"]) -> tuple[Ho
         positions: positions of the current tokens; they grow from step to step.
 
     Returns:
-        The hot set with the new directory and the old rows, and the plan for the transfer.
+        The hot set with the new directory and the old rows, and the replacement for the transfer.
 
     Raises:
         ValueError: if h is below n.
@@ -105,26 +107,26 @@ def plan(hot: HotSet, request: Request, positions: Int[Array, " b"]) -> tuple[Ho
     place = put(place, jnp.where(miss, request.slots, capacity), entry.astype(hot.place.dtype))
     slots = put(hot.slots, target, request.slots)
     used = put(used, target, now)
-    return HotSet(hot.rows, slots, used, place), Plan(entry, miss)
+    return HotSet(hot.rows, slots, used, place), Replacement(entry, miss)
 
 
-def plan_reuse(
+def replace_entries(
     hot: HotSet, request: Request, positions: Int[Array, " b"], mesh: Mesh
-) -> tuple[HotSet, Plan]:
-    """Return the result of `plan`; on an NVIDIA GPU one kernel launch computes it."""
+) -> tuple[HotSet, Replacement]:
+    """Return the result of `replacement`; on an NVIDIA GPU one kernel launch computes it."""
     if not cuda.in_use():
-        return plan(hot, request, positions)
+        return replacement(hot, request, positions)
     arrays = (request.slots, request.count, positions, hot.slots, hot.used, hot.place)
     rows = [ROWS_SPEC] * 5
-    planned = jax.shard_map(
-        calls.plan_reuse,
+    replaced = jax.shard_map(
+        calls.replace_entries,
         mesh=mesh,
         in_specs=(*rows[:2], BATCH_SPEC, *rows[:3]),
         out_specs=tuple(rows),
         check_vma=False,
     )
-    entry, miss, slots, used, place = planned(*arrays)
-    return HotSet(hot.rows, slots, used, place), Plan(entry, miss)
+    entry, miss, slots, used, place = replaced(*arrays)
+    return HotSet(hot.rows, slots, used, place), Replacement(entry, miss)
 
 
 def forget(hot: HotSet, slots: Int[Array, "b k n"]) -> HotSet:

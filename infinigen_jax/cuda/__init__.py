@@ -2,7 +2,7 @@
 
     gather.cu           gather rows from pinned host memory during XLA's work (transfer/cuda.py)
     top.cu, select.cu   select the rows to fetch, in one launch
-    plan.cu             update the hot set's directory, in one launch
+    replace.cu          update the hot set's directory, in one launch
     score.cu            score a quantised index, read once for all query heads
 
 They need only JAX's CUDA wheels: NVRTC compiles the sources (`nvrtc`), the driver API launches the
@@ -24,7 +24,7 @@ from infinigen_jax.cuda.driver import CudaError, Driver
 from infinigen_jax.cuda.launch import Launcher
 from infinigen_jax.cuda.nvrtc import CompileError, kernels
 
-SOURCES = ("gather.cu", "top.cu", "select.cu", "plan.cu", "score.cu")
+SOURCES = ("gather.cu", "top.cu", "select.cu", "replace.cu", "score.cu")
 
 
 def source() -> str:

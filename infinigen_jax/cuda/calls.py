@@ -44,7 +44,7 @@ def start_gather(
     Args:
         slots: slots as `cache.host_array.kernel_slots` numbers them.
         count: number of valid slots; rows after them are zeros.
-        hot, entry, miss: the hot set's rows and its plan, or None.
+        hot, entry, miss: the hot set's rows and its replacement, or None.
         blocks, threads: maximum number of blocks, and of threads per block.
 
     Raises:
@@ -131,7 +131,7 @@ def select_rows(
     return slots, count
 
 
-def plan_reuse(
+def replace_entries(
     slots: Int[Array, "b k n"],
     count: Int[Array, "b k"],
     positions: Int[Array, " b"],
@@ -139,14 +139,17 @@ def plan_reuse(
     used: Int[Array, "b k h"],
     place: Int[Array, "b k t"],
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """Return entries, misses, and the hot set's next directory: slots, used, place. See plan.cu.
+    """Return entries, misses, and the hot set's next directory: slots, used, place. See replace.cu.
 
     A donated directory is updated in place.
     """
     b, k, n = slots.shape
     directory = (hot_slots, used, place)
     like = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in directory)
-    plan = (jax.ShapeDtypeStruct((b, k, n), jnp.int32), jax.ShapeDtypeStruct((b, k, n), jnp.bool_))
+    replacement = (
+        jax.ShapeDtypeStruct((b, k, n), jnp.int32),
+        jax.ShapeDtypeStruct((b, k, n), jnp.bool_),
+    )
     scratch = (
         jax.ShapeDtypeStruct(hot_slots.shape, jnp.uint32),
         jax.ShapeDtypeStruct((b, k, n), jnp.int32),
@@ -154,9 +157,9 @@ def plan_reuse(
     results: Any = call(
         LAUNCH,
         (slots, count, positions, *directory),
-        (*plan, *like, *scratch),
+        (*replacement, *like, *scratch),
         {3: 2, 4: 3, 5: 4},
-        "plan_reuse_16" if place.dtype == jnp.int16 else "plan_reuse_32",
+        "replace_entries_16" if place.dtype == jnp.int16 else "replace_entries_32",
         (b * k, THREADS),
         (k, n, hot_slots.shape[2], place.shape[2]),
     )

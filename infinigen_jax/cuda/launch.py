@@ -24,7 +24,7 @@ from infinigen_jax.cuda import ffi
 from infinigen_jax.cuda.driver import NO_TIMING, NON_BLOCKING_STREAM, Driver
 
 KERNELS = (
-    *("gather_rows", "gather_rows_hot", "select_rows", "plan_reuse_16", "plan_reuse_32"),
+    *("gather_rows", "gather_rows_hot", "select_rows", "replace_entries_16", "replace_entries_32"),
     *("index_scores", "index_rest"),
 )
 LAUNCH, START, WAIT = "infinigen_launch", "infinigen_start", "infinigen_wait"

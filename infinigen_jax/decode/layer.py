@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax.cache.cache import HostLayer, ReadCache
 from infinigen_jax.cache.host_array import capacity_of, write_span
-from infinigen_jax.cache.hot_set import HotSet, plan_reuse
+from infinigen_jax.cache.hot_set import HotSet, replace_entries
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.cache.pool import Kept, touch
 from infinigen_jax.decode.layer_rows import layer_rows
@@ -101,21 +101,23 @@ class Decoder(Layout):
         """
         assert inputs.host is not None
         request = self.select(target, a, inputs.positions, capacity_of(inputs.host, len(a)))
-        moved, plan, used = request.count, None, None
+        moved, replacement, used = request.count, None, None
         if isinstance(hot, Kept):
             assert self.pool is not None
             used, hot = hot
             used = None if used is None else touch(self.pool, used, request, inputs.positions)
         if hot is not None:
             with jax.named_scope("reuse"):
-                hot, plan = plan_reuse(hot, request, inputs.positions, self.mesh)
-                moved = jnp.sum(plan.miss, axis=-1, dtype=jnp.int32)
+                hot, replacement = replace_entries(hot, request, inputs.positions, self.mesh)
+                moved = jnp.sum(replacement.miss, axis=-1, dtype=jnp.int32)
         # Only attention that reads rows in the host cache uses marks.
         marks = request.marks if self.in_chunks and hot is None else None
         request = request._replace(chosen=None, marks=marks)
         rows = None if hot is None else hot.rows
         with jax.named_scope("fetch"):
-            ticket = self.transfer.start(inputs.host, target.number, request, rows, plan, self.mesh)
+            ticket = self.transfer.start(
+                inputs.host, target.number, request, rows, replacement, self.mesh
+            )
         return Started(request, ticket, moved, hot, used)
 
     def select(

@@ -59,7 +59,7 @@ class Run(Batch):
         log_probs: int | None = None,
         stops: Sequence[str] = (),
     ):
-        """Plan a run; arguments not listed are those of `Engine.start`.
+        """Prepare a run; arguments not listed are those of `Engine.start`.
 
         Args:
             capacity: capacity of the cache; by default the size of the prompts and new tokens.

@@ -12,7 +12,7 @@ from infinigen_jax.decode.finite_check import Places, refuse
 from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
 from infinigen_jax.engine.memory_plan import MemoryPlan, most_rows, plan_cache
 from infinigen_jax.engine.runtime import Runtime
-from infinigen_jax.engine.shared_prefix import broadcast, common_prefix, may_share, plan_sharing
+from infinigen_jax.engine.shared_prefix import broadcast, choose_sharing, common_prefix, may_share
 from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.models import ModelConfig
@@ -71,7 +71,7 @@ class PromptReader:
         self._longest = max(map(len, prompts))
         prefix = min(prefix, common_prefix(prompts))
         if prefix and may_share(runtime.model.config, self._longest):
-            self._sharing = plan_sharing(self.decoder, prefix, tokens, rows)
+            self._sharing = choose_sharing(self.decoder, prefix, tokens, rows)
             capacity = self._sharing.capacity
         # A flush writes a whole window.
         self.capacity = capacity or round_up_capacity(max(tokens, self.decoder.policy.window))

@@ -66,7 +66,7 @@ def may_share(config: ModelConfig, longest: int) -> bool:
     return rope is None or not rope.varies or longest <= rope.original_positions
 
 
-def plan_sharing(decoder: Decoder, prefix: int, tokens: int, batch: int) -> Sharing:
+def choose_sharing(decoder: Decoder, prefix: int, tokens: int, batch: int) -> Sharing:
     """Choose the layout with the fewest slots for sequences of up to `tokens` tokens.
 
     Raises:

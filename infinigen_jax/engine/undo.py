@@ -55,7 +55,8 @@ def _programs(decoder: Decoder) -> tuple[Any, Any]:
     def no_later(hot: Any, lengths: Int[Array, " b"]) -> Any:
         """Return hot sets whose entries were used before the next token.
 
-        `cache.hot_set.plan` evicts the entries used longest ago, and the current use must be last.
+        `cache.hot_set.replacement` evicts the entries used longest ago, and the current use must be
+        last.
         """
         newest = (lengths - 1)[:, None, None]
         return tuple(x and x._replace(used=jnp.minimum(x.used, newest)) for x in hot)

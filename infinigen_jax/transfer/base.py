@@ -1,9 +1,9 @@
 """Transfer protocol: move requested rows from host to device during a layer's work.
 
-    ticket = transfer.start(host, layer, request, hot_rows, plan, mesh)    after the speculation
+    ticket = transfer.start(host, layer, request, hot_rows, replacement, mesh)  # after speculation
     ticket, q = transfer.order(ticket, q)
-    ...                                                                    attention and MLP
-    x, rows, hot_rows = transfer.wait(ticket, x)                           for the next layer
+    ...                                                                    # attention and MLP
+    x, rows, hot_rows = transfer.wait(ticket, x)                           # for the next layer
 
 `start` and `wait` are traced into the step; Python does not run between two layers.
 """
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
-from infinigen_jax.cache.hot_set import Plan
+from infinigen_jax.cache.hot_set import Replacement
 from infinigen_jax.selection.select import Request
 
 
@@ -41,7 +41,7 @@ class Transfer(Protocol):
         layer: Int[Array, ""],
         request: Request,
         hot_rows: Shaped[Array, "b k h w"] | None,
-        plan: Plan | None,
+        replacement: Replacement | None,
         mesh: Mesh,
     ) -> Any:
         """Start to move the rows of one layer's request.
@@ -51,7 +51,7 @@ class Transfer(Protocol):
             layer: index among the host layers.
             hot_rows: rows of the layer's hot set, replaced by the result of `wait`; None without
                 one.
-            plan: entries and missing rows of the hot set; None without one.
+            replacement: entries and missing rows of the hot set; None without one.
 
         Returns:
             A ticket for `order` and `wait`.

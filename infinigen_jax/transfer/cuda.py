@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.host_array import CACHE_SPEC, ROWS_SPEC, kernel_slots
-from infinigen_jax.cache.hot_set import Plan
+from infinigen_jax.cache.hot_set import Replacement
 from infinigen_jax.cuda.calls import Gather, await_gather, start_gather
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer.xla import XlaTransfer, xla_transfer
@@ -58,10 +58,10 @@ class CudaTransfer:
         layer: Int[Array, ""],
         request: Request,
         hot_rows: Shaped[Array, "b k h w"] | None,
-        plan: Plan | None,
+        replacement: Replacement | None,
         mesh: Mesh,
     ) -> Ticket:
-        directory = () if plan is None else (hot_rows, plan.entry, plan.miss)
+        directory = () if replacement is None else (hot_rows, replacement.entry, replacement.miss)
 
         def local(host: Array, layer: Array, slots: Array, count: Array, *hot: Any) -> Gather:
             slots, hot = kernel_slots(host, layer, slots), hot or (None, None, None)
@@ -69,7 +69,7 @@ class CudaTransfer:
             return start_gather(host, layer, slots, count, *hot, **size)
 
         arrays = (host, layer, request.slots, request.count, *directory)
-        out = _gather_specs(plan is not None)
+        out = _gather_specs(replacement is not None)
         return Ticket(_sharded(local, mesh, _specs(len(arrays)), out)(*arrays), mesh)
 
     def order(self, ticket: Ticket, q: Array) -> tuple[Ticket, Array]:

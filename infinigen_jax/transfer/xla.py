@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.cache.host_array import gather_rows
-from infinigen_jax.cache.hot_set import Plan
+from infinigen_jax.cache.hot_set import Replacement
 from infinigen_jax.ops.compaction import compact
 from infinigen_jax.ops.indexing import look_up, put
 from infinigen_jax.selection.select import Request
@@ -45,17 +45,17 @@ class XlaTransfer:
         layer: Int[Array, ""],
         request: Request,
         hot_rows: Shaped[Array, "b k h w"] | None,
-        plan: Plan | None,
+        replacement: Replacement | None,
         mesh: Mesh,
     ) -> tuple[Shaped[Array, "b k n w"] | None, Shaped[Array, "b k h w"] | None]:
         if hot_rows is None:
             if self.in_place:
                 return None, None
             return gather_rows(host, layer, request.slots, mesh), None
-        assert plan is not None
-        hot_rows = move_missing(host, layer, request.slots, hot_rows, plan, mesh)
+        assert replacement is not None
+        hot_rows = move_missing(host, layer, request.slots, hot_rows, replacement, mesh)
         rows = jnp.take_along_axis(
-            hot_rows, plan.entry[..., None], axis=2, mode="promise_in_bounds"
+            hot_rows, replacement.entry[..., None], axis=2, mode="promise_in_bounds"
         )
         return rows, hot_rows
 
@@ -84,19 +84,20 @@ def move_missing(
     layer: Int[Array, ""],
     slots: Int[Array, "b k n"],
     hot_rows: Shaped[Array, "b k h w"],
-    plan: Plan,
+    replacement: Replacement,
     mesh: Mesh,
 ) -> Shaped[Array, "b k h w"]:
     """Fill the entries of the missing rows from the host, in place if donated."""
     h, n = hot_rows.shape[2], slots.shape[2]
     chunk = min(CHUNK, n)
     size = -(-n // chunk) * chunk
-    counts = jnp.sum(plan.miss, axis=-1, dtype=jnp.int32)
-    place = compact(_padded(plan.miss, size), size)  # missing rows, as indices into the request
+    counts = jnp.sum(replacement.miss, axis=-1, dtype=jnp.int32)
+    # Missing rows, as indices into the request.
+    place = compact(_padded(replacement.miss, size), size)
     place = jnp.minimum(place, n - 1)
     missing = lax.broadcasted_iota(jnp.int32, place.shape, 2) < counts[..., None]
     slots = jnp.where(missing, look_up(slots, place), 0)
-    entries = jnp.where(missing, look_up(plan.entry, place), h)
+    entries = jnp.where(missing, look_up(replacement.entry, place), h)
 
     def move(i: Array, hot_rows: Array) -> Array:
         def cut(x: Array) -> Array:

@@ -284,11 +284,11 @@ def test_traffic_counts_weights_and_cache(name):
 def test_attention_is_peaked_and_mostly_common_to_all_queries(name):
     """Logits of the first layer spread as asked for, and few columns of the basis hold them."""
     model = model_of(name)
-    plan = blueprint(model.config, jnp.float32)
+    architecture = blueprint(model.config, jnp.float32)
     tokens = jnp.asarray(shapes.prompt(model.config, 256))
     positions = jnp.arange(256, dtype=jnp.int32)
-    x = plan.embedding(model.params["embedding"]).embed(tokens, positions)
-    layer = plan.layer(model.params["layers"][0])
+    x = architecture.embedding(model.params["embedding"]).embed(tokens, positions)
+    layer = architecture.layer(model.params["layers"][0])
     a = layer.attention_input(x)
     q, (k, _) = layer.query(a, positions), layer.key_value(a, positions)
     k = jnp.repeat(k, model.config.group_size, axis=1)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from runtime import ALL, RAGGED, engine, finished
 
 from infinigen_jax.cache.host_array import allocate_host, default_mesh, write_span
-from infinigen_jax.cache.hot_set import HotSet, Plan, place_dtype, plan
+from infinigen_jax.cache.hot_set import HotSet, Replacement, place_dtype, replacement
 from infinigen_jax.ops.span import Span
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import XlaTransfer
 
-planned = jax.jit(plan)
+replaced = jax.jit(replacement)
 
 
 class Reference:
@@ -59,7 +59,7 @@ def test_requests_find_what_was_fetched_before(data):
         counts = rng.integers(0, n + 1, (b, k))
         request = Request(jnp.asarray(slots, jnp.int32), jnp.asarray(counts, jnp.int32))
         before = np.asarray(hot.place)
-        hot, made = planned(hot, request, jnp.full((b,), position, jnp.int32))
+        hot, made = replaced(hot, request, jnp.full((b,), position, jnp.int32))
         consistent(hot)
         entry, miss = np.asarray(made.entry), np.asarray(made.miss)
         after = np.asarray(hot.place)
@@ -88,7 +88,7 @@ def test_eviction_follows_the_reference():
         request = Request(
             jnp.asarray(np.resize(slots, (1, 1, n)), jnp.int32), jnp.ones((1, 1), jnp.int32)
         )
-        hot, made = planned(hot, request, jnp.array([position], jnp.int32))
+        hot, made = replaced(hot, request, jnp.array([position], jnp.int32))
         missing = reference.request(slots.tolist(), position)
         assert np.asarray(made.miss)[0, 0].sum() == len(missing)
         assert set(np.asarray(hot.slots)[0, 0].tolist()) - {-1} == set(reference.used)
@@ -100,7 +100,7 @@ def test_a_request_larger_than_the_hot_set_is_refused():
     request = Request(jnp.zeros((1, 1, 3), jnp.int32), jnp.zeros((1, 1), jnp.int32))
     hot = HotSet.empty(1, 1, 2, 4, 8, jnp.float32)
     with pytest.raises(ValueError, match="hot set of 2"):
-        plan(hot, request, jnp.zeros(1, jnp.int32))
+        replacement(hot, request, jnp.zeros(1, jnp.int32))
 
 
 def test_entries_are_as_narrow_as_their_numbers():
@@ -119,7 +119,7 @@ def test_rows_through_a_hot_set_are_the_rows():
     transfer = XlaTransfer()
 
     @jax.jit
-    def move(host: jax.Array, request: Request, rows: jax.Array, made: Plan) -> tuple:
+    def move(host: jax.Array, request: Request, rows: jax.Array, made: Replacement) -> tuple:
         ticket = transfer.start(host, jnp.int32(1), request, rows, made, mesh)
         return transfer.wait(ticket, jnp.zeros((b, 1)))[1:]
 
@@ -129,7 +129,7 @@ def test_rows_through_a_hot_set_are_the_rows():
         slots = jnp.asarray(np.sort(slots, axis=-1), jnp.int32)
         counts = jnp.asarray(rng.integers(0, n + 1, (b, k)), jnp.int32)
         request = Request(slots, counts)
-        hot, made = planned(hot, request, jnp.full((b,), position, jnp.int32))
+        hot, made = replaced(hot, request, jnp.full((b,), position, jnp.int32))
         rows, hot_rows = move(host, request, hot.rows, made)
         assert np.isfinite(np.asarray(rows)).all()
         hot = hot._replace(rows=hot_rows)

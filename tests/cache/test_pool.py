@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinigen_jax.cache.host_array import Placement, default_mesh
-from infinigen_jax.cache.hot_set import HotSet, forget, plan
+from infinigen_jax.cache.hot_set import HotSet, forget, replacement
 from infinigen_jax.cache.pool import (
     COUNTER_BITS,
     first_used,
@@ -163,7 +163,7 @@ def read(
     size = policy.request_size(scores.shape[3])
     request = policy.best(scores, now, size, there, alpha=1.0)
     used = None if used is None else touch(pool, used, request, now)
-    hot, made = plan(hot, request, now)
+    hot, made = replacement(hot, request, now)
     transfer = XlaTransfer()
     ticket = transfer.start(host, jnp.int32(0), request, hot.rows, made, default_mesh())
     _, rows, hot_rows = transfer.wait(ticket, jnp.zeros((B, 1)))

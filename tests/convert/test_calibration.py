@@ -68,13 +68,15 @@ def test_padding_of_the_last_window_is_not_counted():
     cut = windows(ids, config, 2048, "text", b"")
     assert cut.ids.shape == (3, 20) and cut.count == 56
     seen = Calibrator(config, cut, params["embedding"]).layer(params["layers"][0])
-    plan = blueprint(config, jnp.float32)
-    layer = plan.layer(params["layers"][0])
+    architecture = blueprint(config, jnp.float32)
+    layer = architecture.layer(params["layers"][0])
     pieces = []
     for start in (0, 20, 40):
         part = jnp.asarray(ids[start : start + 20])
         positions = jnp.arange(len(part))
-        a = layer.attention_input(plan.embedding(params["embedding"]).embed(part, positions))
+        a = layer.attention_input(
+            architecture.embedding(params["embedding"]).embed(part, positions)
+        )
         pieces.append(moments(layer.query(a, positions), layer.key_value(a, positions)[0]))
     expected = pieces[0] + pieces[1] + pieces[2]
     assert seen.tokens == expected.tokens == 56

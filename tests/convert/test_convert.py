@@ -267,12 +267,12 @@ def test_memory_is_that_of_a_layer_not_of_the_model(tmp_path):
         "tie_word_embeddings": True,
     }
     config = config_from_hf(hf)
-    plan = blueprint(config, jnp.float32)
+    architecture = blueprint(config, jnp.float32)
     params = random_params(config, jnp.float32)
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(hf))
-    specs = expected(plan)
+    specs = expected(architecture)
     layout = {spec.name: (np.dtype(np.float32), spec.shape) for spec in specs.flat()}
     with open(source / "model.safetensors", "wb") as file:
         writer = SafetensorsWriter(file, layout)

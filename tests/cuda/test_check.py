@@ -21,8 +21,8 @@ from infinigen_jax.cuda.launch import KERNELS
 
 on_the_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU")
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs g++")
-RESULTS = {"gather_rows": 4, "gather_rows_hot": 7, "select_rows": 3, "plan_reuse_16": 6}
-RESULTS |= {"plan_reuse_32": 6, "index_scores": 2, "index_rest": 5}
+RESULTS = {"gather_rows": 4, "gather_rows_hot": 7, "select_rows": 3, "replace_entries_16": 6}
+RESULTS |= {"replace_entries_32": 6, "index_scores": 2, "index_rest": 5}
 """Which parameter of a kernel is its first result."""
 
 
@@ -168,8 +168,8 @@ def test_what_has_changed_is_checked_again(machine: Machine, change: dict[str, A
     "code, reason",
     [
         (
-            "print('gather_rows: as the reference\\nerror: wrong: plan\\nmore'); sys.exit(1)",
-            "wrong: plan; INFINIGEN_JAX_KERNELS=0 turns the kernels off",
+            "print('gather_rows: as the reference\\nerror: wrong: hot\\nmore'); sys.exit(1)",
+            "wrong: hot; INFINIGEN_JAX_KERNELS=0 turns the kernels off",
         ),
         (
             "sys.stderr.write('error: no memory\\n'); sys.exit(2)",

@@ -11,8 +11,7 @@ from cuda_emulation import Emulator, compiler, emulated_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinigen_jax.cache.hot_set import HotSet, place_dtype
-from infinigen_jax.cache.hot_set import plan as plan_reuse
+from infinigen_jax.cache.hot_set import HotSet, place_dtype, replacement
 from infinigen_jax.cache.layers import Slots
 from infinigen_jax.selection.select import Request, budget_fraction, budget_rows, group_rank, select
 
@@ -81,7 +80,7 @@ def test_gather_with_a_hot_set(
                 expected_hot[group, entry[group, i]] = expected[group, i]
             else:
                 expected[group, i] = hot[group, entry[group, i]]
-    entry[np.arange(n)[None] >= counts[:, None]] = 0  # as plans have it
+    entry[np.arange(n)[None] >= counts[:, None]] = 0  # as a replacement has it
     rows = bytes_of(random, (*slots.shape, row))
     emulator.run(
         *("gather_rows_hot", *grid, host, layer, slots, counts, hot, entry, miss, rows, hot),
@@ -95,7 +94,7 @@ def test_gather_with_a_hot_set(
 SELECTIONS = [(2, 2, 1, 70, 0.2, 2.0), (1, 1, 1, 2500, 0.05, math.inf), (1, 2, 3, 90, 0.5, 2.0)]
 SELECTIONS += [(2, 1, 2, 1500, 0.2, 2.0), (1, 1, 4, 33, 1.0, math.inf), (1, 1, 1, 5, 0.001, 2.0)]
 reference_select = jax.jit(select, static_argnames=("alpha", "size"))
-reference_plan = jax.jit(plan_reuse)
+reference_replacement = jax.jit(replacement)
 
 
 @st.composite
@@ -162,7 +161,7 @@ def test_select(emulator: Emulator, case: dict[str, Any], threads: int, seed: in
 
 @settings(max_examples=15)
 @given(st.data())
-def test_plan(emulator: Emulator, data: st.DataObject):
+def test_replacement(emulator: Emulator, data: st.DataObject):
     """Steps of a growing sequence, the directory carried from step to step."""
     b, k, n, h, t = data.draw(
         st.sampled_from([(2, 2, 7, 7, 30), (1, 2, 40, 70, 110), (1, 1, 1, 2, 2)])
@@ -173,7 +172,7 @@ def test_plan(emulator: Emulator, data: st.DataObject):
     hot = HotSet.empty(b, k, h, 2, t, jnp.float32)
     if wide:
         hot = hot._replace(place=hot.place.astype(jnp.int32))
-    kernel = "plan_reuse_32" if wide else "plan_reuse_16"
+    kernel = "replace_entries_32" if wide else "replace_entries_16"
     assert wide or place_dtype(h) == jnp.int16
     positions = random.integers(0, 5, b).astype(np.int32)
     for _ in range(4):
@@ -184,7 +183,7 @@ def test_plan(emulator: Emulator, data: st.DataObject):
             chosen = np.sort(random.permutation(min(t, 2 * n))[: count[i]])
             slots[i][: count[i]] = chosen
         slots = slots.astype(np.int32)
-        expected, planned = reference_plan(
+        expected, replaced = reference_replacement(
             hot, Request(jnp.asarray(slots), jnp.asarray(count)), jnp.asarray(positions)
         )
         entry, miss = np.full((b, k, n), -7, np.int32), np.ones((b, k, n), np.bool_)
@@ -194,8 +193,8 @@ def test_plan(emulator: Emulator, data: st.DataObject):
             *(kernel, b * k, threads, seed, slots, count, positions, *own),
             *(entry, miss, *own, *scratch, k, n, h, t),
         )
-        np.testing.assert_array_equal(miss, planned.miss)
-        np.testing.assert_array_equal(entry, planned.entry)
+        np.testing.assert_array_equal(miss, replaced.miss)
+        np.testing.assert_array_equal(entry, replaced.entry)
         for mine, reference in zip(
             own, (expected.slots, expected.used, expected.place), strict=True
         ):

@@ -72,8 +72,8 @@ def test_scores(b: int, k: int, g: int, r: int, t: int):
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_planning(wide: bool):
-    assert difference(check.planned(wide, 2, 8, 300, 700, 3000, 1200, steps=8)) is None
+def test_replacement(wide: bool):
+    assert difference(check.replaced(wide, 2, 8, 300, 700, 3000, 1200, steps=8)) is None
 
 
 @pytest.mark.parametrize("schedule", ["fused", "layerwise"])

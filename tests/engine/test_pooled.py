@@ -75,10 +75,10 @@ class Masked:
 
     def __init__(self, name: str):
         model = random_model(name)
-        plan = blueprint(model.config, model.dtype)
+        architecture = blueprint(model.config, model.dtype)
         self.config = model.config
-        self.layers = [plan.layer(params) for params in model.params["layers"]]
-        self.ends = plan.embedding(model.params["embedding"])
+        self.layers = [architecture.layer(params) for params in model.params["layers"]]
+        self.ends = architecture.embedding(model.params["embedding"])
         self.pieces = [pieces(layer) for layer in self.layers]
         self.log_probs = jax.jit(lambda x: jax.nn.log_softmax(self.ends.logits(x)[0]))
         self.rows: list[list[Any]] = [[] for _ in self.layers]  # keys, values by position

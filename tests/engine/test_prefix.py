@@ -13,7 +13,7 @@ from runtime import ALL, NEW, SPARSE, engine, random_model, tokens_of
 from infinigen_jax import generate
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
-from infinigen_jax.engine.shared_prefix import UNIT, common_prefix, plan_sharing
+from infinigen_jax.engine.shared_prefix import UNIT, choose_sharing, common_prefix
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import H2O, Full, Policy
@@ -204,12 +204,12 @@ def test_what_is_refused():
 
 @settings(max_examples=200)
 @given(prefix=st.integers(1, 5000), own=st.integers(1, 3000), batch=st.integers(1, 40))
-def test_plans_have_room_and_waste_nothing(prefix, own, batch):
+def test_shared_layouts_have_room_and_waste_nothing(prefix, own, batch):
     decoder = engine("gqa").decoder
-    plan = plan_sharing(decoder, prefix, prefix + own, batch)
-    assert plan.capacity >= prefix + own and plan.unshared % UNIT == 0
-    assert plan.rows * plan.unshared <= max(0, prefix - decoder.policy.window)
-    slots = plan.host_rows(batch) * plan.unshared
+    sharing = choose_sharing(decoder, prefix, prefix + own, batch)
+    assert sharing.capacity >= prefix + own and sharing.unshared % UNIT == 0
+    assert sharing.rows * sharing.unshared <= max(0, prefix - decoder.policy.window)
+    slots = sharing.host_rows(batch) * sharing.unshared
     assert slots <= batch * -(-(prefix + own) // UNIT) * UNIT
     if prefix > 4 * (own + UNIT) and batch > 8:
         assert slots < 0.6 * batch * (prefix + own)

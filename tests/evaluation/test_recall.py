@@ -36,12 +36,12 @@ NARROW = {"budget": 0.2, "sinks": 2, "window": 4}
 def plain(name: str, tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, Any, np.ndarray]]:
     """Return each layer's weights [b, h, s, s], values [b, s, h, d], module, output [b, s, e]."""
     model = random_model(name)
-    plan, config = blueprint(model.config, model.dtype), model.config
+    architecture, config = blueprint(model.config, model.dtype), model.config
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    x = plan.embedding(model.params["embedding"]).embed(jnp.asarray(tokens), positions)
+    x = architecture.embedding(model.params["embedding"]).embed(jnp.asarray(tokens), positions)
     layers = []
     for params in model.params["layers"]:
-        layer = plan.layer(params)
+        layer = architecture.layer(params)
         a = layer.attention_input(x)
         q = np.asarray(layer.query(a, positions), np.float64)
         keys, values = (np.asarray(y, np.float64) for y in layer.key_value(a, positions))

@@ -133,10 +133,10 @@ def _placed(tree: Any, sharding: Any) -> Any:
 @functools.cache
 def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights:
     """Shapes of everything constant."""
-    plan = blueprint(config, DTYPE)
+    architecture = blueprint(config, DTYPE)
     params = {
-        "embedding": plan.embedding_shapes,
-        "layers": [plan.layer_shapes for _ in range(LAYERS)],
+        "embedding": architecture.embedding_shapes,
+        "layers": [architecture.layer_shapes for _ in range(LAYERS)],
     }
     square = jnp.zeros((CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.head_dim), jnp.float32)
     basis = Basis(square, square)

@@ -16,7 +16,7 @@ from placeholders import register_placeholder
 from reading import copies, host_copies, large_results, schedule
 
 from infinigen_jax import check_kernels as check
-from infinigen_jax.cache.hot_set import Plan
+from infinigen_jax.cache.hot_set import Replacement
 from infinigen_jax.cuda import calls
 from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
 from infinigen_jax.selection.select import Request
@@ -94,11 +94,11 @@ def test_nothing_is_staged_or_copied(hot_set: float):
     assert in_place >= (sp.LAYERS - sp.DENSE) * hot_rows * (hot_set > 0)
 
 
-def test_the_directory_of_the_hot_set_is_planned_in_place():
+def test_the_directory_of_the_hot_set_is_replaced_in_place():
     b, k, n, h, t = 2, 8, 409, 818, 8192
     arguments = [on_device(s, jnp.int32) for s in [(b, k, n), (b, k), (b,), (b, k, h), (b, k, h)]]
     place = on_device((b, k, t), jnp.int16)
-    program = compile_for_gpu(calls.plan_reuse, *arguments, place, donate_argnums=(3, 4, 5))
+    program = compile_for_gpu(calls.replace_entries, *arguments, place, donate_argnums=(3, 4, 5))
     assert not copies(program, 1024)
     assert program.memory["alias"] == b * k * (2 * h * 4 + t * 2)
 
@@ -123,7 +123,7 @@ def test_what_the_check_gathers_is_under_way_beside_work(hot_set: bool):
     wanted = Request(array(b, k, n), array(b, k))
     fetch: check.Fetch = (array(), wanted, None, None)
     if hot_set:
-        where = Plan(array(b, k, n), array(b, k, n, dtype=jnp.bool_))
+        where = Replacement(array(b, k, n), array(b, k, n, dtype=jnp.bool_))
         fetch = (array(), wanted, array(b, k, 2 * n, w, dtype=jnp.bfloat16), where)
     host = on_host((check.LAYERS, b, k, check.CAPACITY, w))
     x = array(b, 1024, dtype=jnp.float32)

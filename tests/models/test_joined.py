@@ -26,7 +26,7 @@ def test_a_layer_of_either_form_is_the_same(name: str):
     )
     assert join(joined) is joined and split(params, width) is params
     jax.tree.map(np.testing.assert_array_equal, split(joined, width), params)
-    plan = blueprint(config, model.dtype)
+    architecture = blueprint(config, model.dtype)
     a = jnp.asarray(
         np.random.default_rng(0).normal(size=(3, config.hidden_size)).astype(np.float32)
     )
@@ -34,7 +34,7 @@ def test_a_layer_of_either_form_is_the_same(name: str):
 
     @jax.jit
     def project(form):
-        layer = plan.layer(form)
+        layer = architecture.layer(form)
         return layer.query(a, positions), *layer.key_value(a, positions)
 
     for mine, expected in zip(project(joined), project(params), strict=True):
@@ -43,11 +43,11 @@ def test_a_layer_of_either_form_is_the_same(name: str):
 
 def test_a_layer_has_one_product_for_the_three():
     model = random_model("gqa")
-    plan, params = blueprint(model.config, model.dtype), join(model.params["layers"][0])
+    architecture, params = blueprint(model.config, model.dtype), join(model.params["layers"][0])
     a, positions = jnp.ones((1, model.config.hidden_size)), jnp.zeros(1, jnp.int32)
 
     def project(params, a):
-        layer = plan.layer(params)
+        layer = architecture.layer(params)
         return layer.query(a, positions), layer.key_value(a, positions)
 
     compiled = jax.jit(project).lower(params, a).compile().as_text()

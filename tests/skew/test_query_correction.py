@@ -90,12 +90,12 @@ def converted(conversions):
 
 def attention_inputs(model) -> list[jax.Array]:
     """Attention inputs of every layer over the calibration text, in a conversion's windows."""
-    plan = blueprint(model.config, model.dtype)
+    architecture = blueprint(model.config, model.dtype)
     windows = jnp.asarray(IDS[:392]).reshape(7, 56)
     positions = jnp.broadcast_to(jnp.arange(56), windows.shape)
-    x, found = plan.embedding(model.params["embedding"]).embed(windows, positions), []
+    x, found = architecture.embedding(model.params["embedding"]).embed(windows, positions), []
     for params in model.params["layers"]:
-        layer = plan.layer(params)
+        layer = architecture.layer(params)
         found.append(layer.attention_input(x))
         x = chunk_layer(layer, x, Span.whole(*x.shape[:2])).x
     return found

@@ -14,7 +14,7 @@ from runtime import SPARSE, engine, random_model, tokens_of
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.host_array import allocate_host, default_mesh, write_span
-from infinigen_jax.cache.hot_set import HotSet, Plan, plan
+from infinigen_jax.cache.hot_set import HotSet, Replacement, replacement
 from infinigen_jax.cache.layers import Slots
 from infinigen_jax.cuda import calls
 from infinigen_jax.engine.engine import Engine
@@ -60,9 +60,9 @@ def request(shape: tuple[int, int, int], slots: int, seed: int) -> Request:
     return Request(jnp.asarray(chosen), jnp.asarray(count))
 
 
-def step(transfer: Any, host: Any, layer: Any, wanted: Request, hot: Any, planned: Any, x: Any):
+def step(transfer: Any, host: Any, layer: Any, wanted: Request, hot: Any, replaced: Any, x: Any):
     """Rows and hot rows, with work between start and wait; padding is made zeros."""
-    ticket = transfer.start(host, layer, wanted, hot, planned, default_mesh())
+    ticket = transfer.start(host, layer, wanted, hot, replaced, default_mesh())
     if isinstance(transfer, CudaTransfer):
         ticket, x = transfer.order(ticket, x)
     x = jnp.tanh(x)
@@ -71,7 +71,7 @@ def step(transfer: Any, host: Any, layer: Any, wanted: Request, hot: Any, planne
 
 
 run = jax.jit(step, static_argnums=0)
-reference_plan = jax.jit(plan)
+reference = jax.jit(replacement)
 SHAPES = [(2, 3, 5, 8, jnp.float32), (1, 2, 9, 16, jnp.bfloat16), (2, 2, 7, 80, jnp.uint8)]
 """b, k, n, row width, dtype."""
 
@@ -125,8 +125,8 @@ def test_the_hot_set_is_that_of_the_reference(driver: FakeCuda, b, k, n, w, dtyp
         wanted = request((b, k, n), 12, position)
         results = {}
         for transfer, hot in sets.items():
-            hot, planned = reference_plan(hot, wanted, jnp.full(b, position, jnp.int32))
-            _, rows, hot_rows = run(transfer, host, jnp.int32(1), wanted, hot.rows, planned, x)
+            hot, replaced = reference(hot, wanted, jnp.full(b, position, jnp.int32))
+            _, rows, hot_rows = run(transfer, host, jnp.int32(1), wanted, hot.rows, replaced, x)
             sets[transfer] = hot._replace(rows=hot_rows)
             results[transfer] = rows
         np.testing.assert_array_equal(results[CudaTransfer()], results[XlaTransfer()])
@@ -202,16 +202,16 @@ def test_selection_through_xla(driver: FakeCuda, alpha: float):
         np.testing.assert_array_equal(slots, expected.slots)
 
 
-def test_planning_through_xla(driver: FakeCuda):
+def test_replacement_through_xla(driver: FakeCuda):
     hot = HotSet.empty(2, 2, 9, 4, 40, jnp.float32)
-    planned = jax.jit(calls.plan_reuse, donate_argnums=(3, 4, 5))
+    replaced = jax.jit(calls.replace_entries, donate_argnums=(3, 4, 5))
     own = [jnp.array(x) for x in (hot.slots, hot.used, hot.place)]
     for position in range(5):
         wanted = request((2, 2, 6), 14, position)
         positions = jnp.full(2, position, jnp.int32)
-        hot, expected = reference_plan(hot, wanted, positions)
-        entry, miss, *own = planned(wanted.slots, wanted.count, positions, *own)
-        jax.tree.map(np.testing.assert_array_equal, Plan(entry, miss), expected)
+        hot, expected = reference(hot, wanted, positions)
+        entry, miss, *own = replaced(wanted.slots, wanted.count, positions, *own)
+        jax.tree.map(np.testing.assert_array_equal, Replacement(entry, miss), expected)
         jax.tree.map(np.testing.assert_array_equal, tuple(own), (hot.slots, hot.used, hot.place))
 
 
@@ -239,7 +239,7 @@ def test_generated_tokens_are_those_of_the_reference(
     assert tokens_of(made) == expected
     launched = driver.kernels()
     assert launched["gather_rows"] + launched["gather_rows_hot"] == launched["select_rows"] > 0
-    assert launched["plan_reuse_16"] == launched["gather_rows_hot"]
+    assert launched["replace_entries_16"] == launched["gather_rows_hot"]
     assert bool(launched["gather_rows_hot"]) == bool(settings["hot_set"]) and not driver.queue
 
 

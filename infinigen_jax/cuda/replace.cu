@@ -1,17 +1,18 @@
-// Planning for the hot set: what `reuse.plan` computes, in one launch of a block
-// for each (b, k).
+// Replacement in the hot set: the result of `cache.hot_set.replacement`, in one launch of a
+// block for each (b, k).
 //
 //   slots, count          the request, [b][k][n] and [b][k]
 //   positions             [b], of the current tokens
 //   hot_slots, used       [b][k][h], in place: the slot in each entry (-1: empty), its last use
 //   place                 [b][k][t], in place: the entry of each slot, -1 without one
-//   entry, miss           [b][k][n]: the plan; 0 for padding
+//   entry, miss           [b][k][n]: the replacement; 0 for padding
 //   keys, victims         scratch, [b][k][h] and [b][k][n]
 
 template <typename Place>
-__device__ void plan(const int* slots, const int* count, const int* positions, int* entry,
-                     unsigned char* miss, int* hot_slots, int* used, Place* place, unsigned* keys,
-                     int* victims, int heads, int size, int entries, int capacity) {
+__device__ void replace(const int* slots, const int* count, const int* positions, int* entry,
+                        unsigned char* miss, int* hot_slots, int* used, Place* place,
+                        unsigned* keys, int* victims, int heads, int size, int entries,
+                        int capacity) {
   const unsigned long long block = blockIdx.x;
   const int wanted = count[block];
   const int now = positions[block / heads];
@@ -79,15 +80,15 @@ __device__ void plan(const int* slots, const int* count, const int* positions, i
   }
 }
 
-#define PLAN(name, Place)                                                                       \
+#define REPLACE(name, Place)                                                                    \
   extern "C" __global__ void __launch_bounds__(1024)                                            \
       name(const int* slots, const int* count, const int* positions, const int* /* hot_slots */, \
            const int* /* used */, const Place* /* place */, int* entry, unsigned char* miss,    \
            int* hot_slots, int* used, Place* place, unsigned* keys, int* victims, int heads,    \
            int size, int entries, int capacity) {                                               \
-    plan(slots, count, positions, entry, miss, hot_slots, used, place, keys, victims, heads,    \
-         size, entries, capacity);                                                              \
+    replace(slots, count, positions, entry, miss, hot_slots, used, place, keys, victims, heads, \
+            size, entries, capacity);                                                           \
   }
 
-PLAN(plan_reuse_16, short)
-PLAN(plan_reuse_32, int)
+REPLACE(replace_entries_16, short)
+REPLACE(replace_entries_32, int)
