@@ -18,7 +18,7 @@ from infinigen_jax.settings.sampling import GREEDY_BELOW, Sampling
 BLOCK = 256  # tokens whose probabilities are summed first when drawing
 
 
-class RowSettings(NamedTuple):
+class SamplingArrays(NamedTuple):
     """Sampling settings of each sequence as arrays, see `Sampling`; from `settings_of`."""
 
     temperature: Float[Array, " b"]
@@ -52,14 +52,14 @@ class LogProbs(NamedTuple):
     tokens: Int[Array, "b n"]
 
 
-def settings_of(rows: Sequence[Sampling]) -> RowSettings:
+def settings_of(sequences: Sequence[Sampling]) -> SamplingArrays:
     """Return the settings of sequences as NumPy arrays."""
     kinds = {"top_k": np.int32, "seed": np.uint32}
     arrays: Any = (
-        np.array([getattr(row, name) for row in rows], kinds.get(name, np.float32))
-        for name in RowSettings._fields
+        np.array([getattr(each, name) for each in sequences], kinds.get(name, np.float32))
+        for name in SamplingArrays._fields
     )
-    return RowSettings(*arrays)
+    return SamplingArrays(*arrays)
 
 
 def uniforms(
@@ -81,7 +81,7 @@ def uniforms(
 
 def sample(
     logits: Float[Array, "b v"],
-    settings: RowSettings,
+    settings: SamplingArrays,
     uniform: Float[Array, " b"],
     history: History | None = None,
 ) -> Int[Array, " b"]:
@@ -126,7 +126,7 @@ def limited(
 
 
 def penalised(
-    logits: Float[Array, "b v"], settings: RowSettings, history: History
+    logits: Float[Array, "b v"], settings: SamplingArrays, history: History
 ) -> Float[Array, "b v"]:
     """Return the logits with the penalties of earlier tokens."""
     _, _, _, _, repetition, presence, frequency, _ = (x[:, None] for x in settings)
@@ -136,7 +136,7 @@ def penalised(
     return logits - presence * jnp.minimum(times, 1) - frequency * times
 
 
-def candidates(scaled: Float[Array, "b v"], settings: RowSettings) -> Bool[Array, "b v"]:
+def candidates(scaled: Float[Array, "b v"], settings: SamplingArrays) -> Bool[Array, "b v"]:
     """Return which tokens may be drawn.
 
     Args:
@@ -170,7 +170,7 @@ def leading(
         values: at most 0, not NaN. Of equal values, the first ones are marked.
         weights: at least 0; equal for equal values, unless 0.
         needed: above 0.
-        off: rows in which every value is marked.
+        off: sequences in which every value is marked.
     """
     bits = lax.bitcast_convert_type(values, jnp.int32)
     # Order-preserving integers, on which bisection ends exactly.

@@ -24,12 +24,12 @@ from infinigen_jax.sampling import (
 )
 from infinigen_jax.settings.sampling import Sampling
 
-ROWS, VOCABULARY = 3, 17
+BATCH, VOCABULARY = 3, 17
 
 # Few distinct values, so that ties are frequent.
 LOGITS = arrays(
     np.float32,
-    (ROWS, VOCABULARY),
+    (BATCH, VOCABULARY),
     elements=st.integers(-40, 40).map(lambda i: i / 4) | st.just(-np.inf),
 ).filter(lambda logits: bool(np.isfinite(logits).any(axis=1).all()))
 STEPS = st.integers(0, 1000)
@@ -42,10 +42,10 @@ def draw_arrays(logits, settings, step):
 
 
 def draw(logits, *sampling, step: Any = 0):
-    """Tokens of each row, with settings of its own or the same ones."""
-    rows = sampling * (1 if len(sampling) > 1 else len(logits))
+    """Tokens of each sequence, with settings of its own or the same ones."""
+    settings = sampling * (1 if len(sampling) > 1 else len(logits))
     steps = jnp.broadcast_to(jnp.asarray(step, jnp.int32), (len(logits),))
-    return draw_arrays(jnp.asarray(logits), jax.device_put(settings_of(rows)), steps)
+    return draw_arrays(jnp.asarray(logits), jax.device_put(settings_of(settings)), steps)
 
 
 def draw_many(logits, sampling, count=4000):
@@ -124,7 +124,7 @@ def test_frequencies(settings, expected):
 
 
 def test_frequencies_of_a_large_vocabulary():
-    """Several blocks, a part of one, and settings that differ by row."""
+    """Several blocks, a part of one, and settings that differ by sequence."""
     size, count = 700, 4000
     weights = np.random.default_rng(0).random(size) + 0.01
     weights[size // 2 :] = 0
@@ -137,15 +137,15 @@ def test_frequencies_of_a_large_vocabulary():
 
 
 @given(LOGITS, STEPS, st.integers(0, 2**32 - 1))
-def test_a_row_does_not_depend_on_the_others(logits, step, seed):
-    rows = [
+def test_a_sequence_does_not_depend_on_the_others(logits, step, seed):
+    sampling = [
         Sampling(temperature=1.5, top_k=9, top_p=0.95, seed=seed),
         Sampling(temperature=0.7, min_p=0.1, seed=seed),
         Sampling(),
     ]
-    together = draw(logits, *rows, step=step)
-    for row in range(ROWS):
-        assert draw(logits[row : row + 1], rows[row], step=step)[0] == together[row]
+    together = draw(logits, *sampling, step=step)
+    for i in range(BATCH):
+        assert draw(logits[i : i + 1], sampling[i], step=step)[0] == together[i]
 
 
 def test_random_numbers_differ_by_seed_stream_and_step():
@@ -169,24 +169,24 @@ def test_penalties(penalty):
     from transformers import RepetitionPenaltyLogitsProcessor
 
     rng = np.random.default_rng(1)
-    logits = rng.normal(size=(ROWS, VOCABULARY)).astype(np.float32)
-    prompt, answer = rng.integers(0, VOCABULARY, (2, ROWS, 6))
-    presence, frequency = rng.uniform(-2, 2, (2, ROWS)).astype(np.float32)
+    logits = rng.normal(size=(BATCH, VOCABULARY)).astype(np.float32)
+    prompt, answer = rng.integers(0, VOCABULARY, (2, BATCH, 6))
+    presence, frequency = rng.uniform(-2, 2, (2, BATCH)).astype(np.float32)
     processor = RepetitionPenaltyLogitsProcessor(penalty)
     both = torch.tensor(np.concatenate([prompt, answer], axis=1))
     expected = processor(both, torch.tensor(logits)).numpy()
     counts = np.stack([np.bincount(row, minlength=VOCABULARY) for row in answer])
     expected = expected - presence[:, None] * (counts > 0) - frequency[:, None] * counts
-    rows = [
+    sampling = [
         Sampling(repetition_penalty=penalty, presence_penalty=p, frequency_penalty=f)
         for p, f in zip(presence.tolist(), frequency.tolist(), strict=True)
     ]
     seen = np.stack([np.bincount(row, minlength=VOCABULARY) > 0 for row in prompt])
     history = History(jnp.asarray(seen), jnp.asarray(counts, jnp.int32))
-    settings = jax.device_put(settings_of(rows))
+    settings = jax.device_put(settings_of(sampling))
     changed = penalised(jnp.asarray(logits), settings, history)
     np.testing.assert_allclose(changed, expected, rtol=1e-6, atol=1e-6)
-    drawn = sample(jnp.asarray(logits), settings, jnp.zeros(ROWS), history)
+    drawn = sample(jnp.asarray(logits), settings, jnp.zeros(BATCH), history)
     np.testing.assert_array_equal(drawn, expected.argmax(axis=1))
 
 
@@ -196,21 +196,21 @@ def test_candidates_are_those_of_transformers(settings):
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
-    logits = np.random.default_rng(2).normal(size=(ROWS, 512)).astype(np.float32)
+    logits = np.random.default_rng(2).normal(size=(BATCH, 512)).astype(np.float32)
     ((name, value),) = settings.items()
     expected = warpers[name](value)(None, torch.tensor(logits)).numpy() > -np.inf
     scaled = jnp.asarray(logits - logits.max(axis=1, keepdims=True))
-    rows = jax.device_put(settings_of([Sampling(temperature=1.0, **settings)] * ROWS))
-    np.testing.assert_array_equal(candidates(scaled, rows), expected)
+    equal = jax.device_put(settings_of([Sampling(temperature=1.0, **settings)] * BATCH))
+    np.testing.assert_array_equal(candidates(scaled, equal), expected)
 
 
-@given(LOGITS, arrays(bool, (ROWS, VOCABULARY)))
+@given(LOGITS, arrays(bool, (BATCH, VOCABULARY)))
 def test_only_allowed_tokens_are_left(logits, allowed):
     allowed[0], allowed[:, 3] = True, True
-    bits = np.full((ROWS, 32), False)
+    bits = np.full((BATCH, 32), False)
     bits[:, :VOCABULARY] = allowed
     bits[0] = True  # no limit
-    packed = np.packbits(bits, bitorder="little").view(np.int32).reshape(ROWS, 1)
+    packed = np.packbits(bits, bitorder="little").view(np.int32).reshape(BATCH, 1)
     best = np.array([5, 5, 5], np.int32)
     left, likeliest = jax.jit(limited)(logits, best, packed)
     expected = np.where(allowed, logits, -np.inf)
@@ -219,12 +219,12 @@ def test_only_allowed_tokens_are_left(logits, allowed):
 
 
 def test_log_probabilities():
-    logits = np.random.default_rng(3).normal(size=(ROWS, VOCABULARY)).astype(np.float32)
+    logits = np.random.default_rng(3).normal(size=(BATCH, VOCABULARY)).astype(np.float32)
     expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     tokens = jnp.array([4, 0, 16], jnp.int32)
     drawn, top, likeliest = log_probs_of(jnp.asarray(logits), tokens, 5)
     order = np.argsort(-logits, axis=1)[:, :5]
-    np.testing.assert_allclose(drawn, expected[np.arange(ROWS), tokens], rtol=1e-5)
+    np.testing.assert_allclose(drawn, expected[np.arange(BATCH), tokens], rtol=1e-5)
     np.testing.assert_array_equal(likeliest, order)
     np.testing.assert_allclose(top, np.take_along_axis(expected, order, axis=1), rtol=1e-5)
 

@@ -12,7 +12,7 @@ width w that holds a token's key and value concatenated (w = 2d, or packed bytes
 Axis a holds the b sequences, followed by the prefix that all of them share, stored once:
 
     slots of every sequence    0 .. t-1     t .. 2t-1    2t .. 3t-1
-    a = b + 2 rows of slots    row b        row b + 1    the sequence's private row
+    place on axis a (b + 2)    b            b + 1        the sequence's number
 
 Without a shared prefix a = b, and each sequence has t private slots. Functions here number a
 sequence's slots from 0, shared ones first, unless stated otherwise. Functions that write accept

@@ -96,7 +96,7 @@ def refuse(places: Sequence[Any], layers: int, prompts: Any) -> None:
     """Raise if a place is set.
 
     Args:
-        prompts: [b] prompt number of each row; below 0 for rows that belong to no prompt.
+        prompts: [b] prompt number of each sequence; below 0 for those that belong to no prompt.
 
     Raises:
         NotFiniteError: names prompt, layer and position.

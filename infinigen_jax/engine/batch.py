@@ -1,11 +1,11 @@
-"""A batch's cache between decode steps: flushes, and rows that change hands.
+"""A batch's cache between decode steps: flushes, and sequences that change hands.
 
-    row        0          1      2           a row of every array of the cache
-    sequence   running    idle   running     an idle row has a length of at most a window
+    sequence   0          1      2           an index into every array of the cache
+    state      running    idle   running     an idle sequence has at most a window of tokens
 
-A new sequence is prefilled alone, into a cache of one sequence, which then replaces an idle row.
-Shapes never change, so the compiled programs are reused. The rows of a batch differ in length. This
-is safe: a flush writes the last `window` rows of each sequence every `window` steps. Every row is
+A new prompt is prefilled alone, into a cache of one sequence, which then replaces an idle sequence.
+Shapes never change, so the compiled programs are reused. The sequences differ in length. This is
+safe: a flush writes the last `window` rows of each sequence every `window` steps. Every row is
 therefore on the host before it leaves the ring, regardless of when its sequence began.
 """
 
@@ -29,7 +29,7 @@ class Batch(abc.ABC):
 
     Attributes:
         runtime, decoder: model, and the functions of its steps.
-        cache: cache of all rows; replaced by every step, which is donated its arrays.
+        cache: cache of all sequences; replaced by every step, which is donated its arrays.
         cached: [b] tokens in the cache, including those of all dispatched steps. Replaced, never
             changed in place.
     """
@@ -45,13 +45,13 @@ class Batch(abc.ABC):
     @property
     @abc.abstractmethod
     def idle(self) -> np.ndarray:
-        """Mask of the rows without a sequence, [b]."""
+        """Mask of the idle sequences, [b]."""
 
     @property
     def can_join(self) -> bool:
-        """Whether a sequence may replace an idle row now.
+        """Whether a prompt may replace an idle sequence now.
 
-        If a flush evicts rows or fills pages, all rows must be at the same step of the window.
+        If a flush evicts rows or fills pages, all sequences must be at the same step of the window.
         """
         policy = self.decoder.policy
         at_flush = policy.paged or self.decoder.pool is not None
@@ -63,7 +63,7 @@ class Batch(abc.ABC):
         self._since_flush = 0
 
     def _step(self, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
-        """Dispatch a step over the next token of each row; see `Dispatcher.step`."""
+        """Dispatch a step over the next token of each sequence; see `Dispatcher.step`."""
         due = self._since_flush == self.decoder.policy.window
         if due or self._left:
             self._rest()
@@ -74,25 +74,25 @@ class Batch(abc.ABC):
         self._since_flush += 1
         return stepped
 
-    def _insert(self, row: int, one: Cache, tokens: int, others: Any, new: Any) -> Any:
-        """Replace an idle row.
+    def _insert(self, sequence: int, one: Cache, tokens: int, others: Any, new: Any) -> Any:
+        """Replace an idle sequence.
 
         Args:
-            one: cache of the sequence, with `tokens` tokens.
-            others, new: tree of further arrays, and the sequence's row of each.
+            one: cache of the new sequence, with `tokens` tokens.
+            others, new: tree of further arrays of the batch, and of the new sequence.
 
         Returns:
             The other arrays.
         """
         if self.idle.all():
             self.settle()
-        at = jax.device_put(np.int32(row), self._at.whole)
+        at = jax.device_put(np.int32(sequence), self._at.whole)
         self.cache, others = self._admission.insert(self.cache, others, one, new, at)
-        self.cached = np.where(np.arange(len(self.cached)) == row, tokens, self.cached)
+        self.cached = np.where(np.arange(len(self.cached)) == sequence, tokens, self.cached)
         return others
 
     def _rest(self) -> None:
-        """Set the lengths of idle rows to 0, so that they never fill the cache."""
+        """Set the lengths of idle sequences to 0, so that they never fill the cache."""
         idle = jax.device_put(self.idle, self._at.batch)
         self.cache = self.cache._replace(lengths=self._admission.rest(self.cache.lengths, idle))
         self.cached, self._left = np.where(self.idle, 0, self.cached), False

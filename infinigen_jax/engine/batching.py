@@ -1,4 +1,4 @@
-"""Continuous batching: a waiting prompt takes the row of one that has ended; see `engine.batch`."""
+"""Continuous batching: a waiting prompt replaces one that has ended; see `engine.batch`."""
 
 import collections
 import functools
@@ -20,26 +20,26 @@ IDLE = -1
 
 
 class Owners:
-    """Record of which prompt occupies each batch row, kept in Python.
+    """Record of which prompt occupies each sequence of a batch, kept in Python.
 
     Attributes:
-        owner: [b] prompt of each row, or IDLE. Replaced, never changed in place.
+        owner: [b] prompt of each sequence, or IDLE. Replaced, never changed in place.
         waiting: prompts that have not been admitted yet, in order.
     """
 
-    def __init__(self, prompt_lengths: np.ndarray, rows: int):
+    def __init__(self, prompt_lengths: np.ndarray, batch: int):
         self._prompt_lengths = prompt_lengths
-        self.owner = np.arange(rows)
-        self.waiting = collections.deque(range(rows, len(prompt_lengths)))
+        self.owner = np.arange(batch)
+        self.waiting = collections.deque(range(batch, len(prompt_lengths)))
         self._steps: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
-    def rows(self) -> int:
+    def batch(self) -> int:
         return len(self.owner)
 
     @property
     def idle(self) -> np.ndarray:
-        """Mask of the idle rows, [b]."""
+        """Mask of the idle sequences, [b]."""
         return self.owner == IDLE
 
     def step(self, cached: np.ndarray) -> None:
@@ -50,22 +50,22 @@ class Owners:
         """Record drafted steps after `cached` tokens, and the owners at that time."""
         self._steps += [(owner, cached + step) for step in range(steps)]
 
-    def leave(self, row: int) -> None:
-        """Record that the prompt of a row has ended."""
-        self.owner = np.where(np.arange(self.rows) == row, IDLE, self.owner)
+    def leave(self, sequence: int) -> None:
+        """Record that the prompt of a sequence has ended."""
+        self.owner = np.where(np.arange(self.batch) == sequence, IDLE, self.owner)
 
-    def give(self, row: int, prompt: int) -> None:
-        """Assign a row to a prompt."""
-        self.owner = np.where(np.arange(self.rows) == row, prompt, self.owner)
+    def give(self, sequence: int, prompt: int) -> None:
+        """Assign a sequence to a prompt."""
+        self.owner = np.where(np.arange(self.batch) == sequence, prompt, self.owner)
 
     def history(self, steps_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for all steps so far, which rows count and the tokens cached before, [steps, b].
+        """Return which sequences count in each step, and the tokens cached before it, [steps, b].
 
         Args:
             steps_of: [p] number of leading steps of each prompt that count.
         """
         if not self._steps:
-            return np.zeros((0, self.rows), bool), np.zeros((0, self.rows), np.int32)
+            return np.zeros((0, self.batch), bool), np.zeros((0, self.batch), np.int32)
         owner, cached = (np.stack(arrays) for arrays in zip(*self._steps, strict=True))
         age = cached - self._prompt_lengths[owner]
         return (owner != IDLE) & (age < steps_of[owner]), cached
@@ -74,7 +74,7 @@ class Owners:
 class Admission(NamedTuple):
     """Compiled versions of `insert` and `rest`.
 
-    `insert` also replaces the row of other arrays of the batch. The cache of the batch is donated.
+    `insert` also replaces the sequence in the batch's other arrays. The batch's cache is donated.
     """
 
     insert: Any
@@ -85,8 +85,8 @@ class Admission(NamedTuple):
 def admission(decoder: Decoder) -> Admission:
     """Return the jitted functions of a decoder."""
 
-    def replace(cache: Cache, others: Any, one: Cache, new: Any, row: Int[Array, ""]) -> tuple:
-        return insert(decoder, cache, one, row), put_rows(others, new, row)
+    def replace(cache: Cache, others: Any, one: Cache, new: Any, sequence: Int[Array, ""]) -> tuple:
+        return insert(decoder, cache, one, sequence), put_sequence(others, new, sequence)
 
     at: Any = Placement(decoder.mesh)
     cache = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
@@ -96,8 +96,8 @@ def admission(decoder: Decoder) -> Admission:
     )
 
 
-def insert(decoder: Decoder, cache: Cache, one: Cache, row: Int[Array, ""]) -> Cache:
-    """Replace a row of a batch's cache, in place if the cache is donated.
+def insert(decoder: Decoder, cache: Cache, one: Cache, sequence: Int[Array, ""]) -> Cache:
+    """Replace a sequence of a batch's cache, in place if the cache is donated.
 
     Args:
         one: cache of a single sequence, with the same capacity.
@@ -107,27 +107,29 @@ def insert(decoder: Decoder, cache: Cache, one: Cache, row: Int[Array, ""]) -> C
         assert one.host is not None
         shared = shared_slots(one.host, 1)
         count = one.lengths[0] - shared
-        host = copy_rows(host, one.host, row, jnp.int32(shared), count, decoder)
-    others = put_rows(cache._replace(host=None), one._replace(host=None), row)
+        host = copy_sequence(host, one.host, sequence, jnp.int32(shared), count, decoder)
+    others = put_sequence(cache._replace(host=None), one._replace(host=None), sequence)
     return others._replace(host=host)
 
 
-def put_rows(batch: Any, one: Any, row: Int[Array, ""]) -> Any:
-    """Replace row `row` of every array of a tree by the row of a tree of batch size 1."""
+def put_sequence(batch: Any, one: Any, sequence: Int[Array, ""]) -> Any:
+    """Replace a sequence in every array of a tree by the only one of another tree."""
     return jax.tree.map(
-        lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), row, 0), batch, one
+        lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), sequence, 0),
+        batch,
+        one,
     )
 
 
-def copy_rows(
+def copy_sequence(
     host: Shaped[Array, "l a k t w"],
     one: Shaped[Array, "l n k s w"],
-    row: Int[Array, ""],
+    sequence: Int[Array, ""],
     start: Int[Array, ""],
     count: Int[Array, ""],
     decoder: Decoder,
 ) -> Shaped[Array, "l a k t w"]:
-    """Copy slots of a single sequence into a row of the host's array, block by block.
+    """Copy slots of a single sequence into a sequence of the host's array, block by block.
 
     One compiled program serves all lengths. It uses one block of device memory.
 
@@ -141,11 +143,11 @@ def copy_rows(
     def copy(i: Array, host: Array) -> Array:
         layer, place = i // blocks, jnp.minimum(i % blocks * block, capacity - block)
         rows = read_block(one, layer, start + place, block, decoder.mesh, 1)
-        return write_block(host, layer, row, place, rows, decoder.mesh)
+        return write_block(host, layer, sequence, place, rows, decoder.mesh)
 
     return lax.fori_loop(jnp.int32(0), layers * blocks, copy, host)
 
 
 def rest(lengths: Int[Array, " b"], idle: Bool[Array, " b"]) -> Int[Array, " b"]:
-    """Set the lengths of idle rows to 0, so that they fetch nothing and never fill the cache."""
+    """Set the lengths of idle sequences to 0: they fetch nothing and never fill the cache."""
     return jnp.where(idle, 0, lengths)

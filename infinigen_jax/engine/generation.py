@@ -19,7 +19,7 @@ from infinigen_jax.engine.batch import Batch
 from infinigen_jax.engine.batching import IDLE, Owners
 from infinigen_jax.engine.dispatch import Stepped
 from infinigen_jax.engine.memory_plan import check_memory
-from infinigen_jax.engine.prompts import Begun, PromptReader, rows_that_fit
+from infinigen_jax.engine.prompts import Begun, PromptReader, batch_that_fits
 from infinigen_jax.engine.remedies import LENGTHS, Remedies
 from infinigen_jax.engine.results import Choice, choices_of
 from infinigen_jax.engine.runtime import Runtime
@@ -73,24 +73,24 @@ class Run(Batch):
         self._streams = repetitions(prompts, sampling)
         longest = int(self.prompt_lengths.max())
 
-        def reader(rows: int) -> PromptReader:
+        def reader(batch: int) -> PromptReader:
             room = longest + max_new_tokens + runtime.draft_room
-            return PromptReader(runtime, prompts, room, rows, capacity, prefix)
+            return PromptReader(runtime, prompts, room, batch, capacity, prefix)
 
-        rows = min(batch or len(prompts), len(prompts))
+        size = min(batch or len(prompts), len(prompts))
         if fit:
-            rows = rows_that_fit(runtime, reader, longest, rows)
-        super().__init__(runtime, self.prompt_lengths[:rows])
-        self.owners, self._reader = Owners(self.prompt_lengths, rows), reader(rows)
-        begun = begun or Begun.empty(rows)
+            size = batch_that_fits(runtime, reader, longest, size)
+        super().__init__(runtime, self.prompt_lengths[:size])
+        self.owners, self._reader = Owners(self.prompt_lengths, size), reader(size)
+        begun = begun or Begun.empty(size)
         self.capacity, self.slots = self._reader.capacity, self._reader.slots
         cached, waiting = min(begun.cached), bool(self.owners.waiting)
-        self.plan = self._reader.plan(rows, cached)
-        self.phases = self._reader.phases(rows, cached, waiting=waiting)
+        self.plan = self._reader.plan(size, cached)
+        self.phases = self._reader.phases(size, cached, waiting=waiting)
         if begun.cache is None:
             lengths = LENGTHS if capacity is None else ("`context`",)
             may_pool = capacity is None and not self._reader.shared
-            remedies = Remedies(self.decoder, lengths, rows, waiting, may_pool)
+            remedies = Remedies(self.decoder, lengths, size, waiting, may_pool)
             for plan in self.phases:
                 check_memory(plan, runtime.device, remedies)
         compilations()
@@ -105,10 +105,10 @@ class Run(Batch):
 
     def start(self, notify: Notify | None = None) -> None:
         """Read the first prompts, draw their first tokens and wait for them."""
-        rows, waiting = range(self.owners.rows), bool(self.owners.waiting)
+        numbers, waiting = range(self.owners.batch), bool(self.owners.waiting)
         self._reader.read_prefix(notify)
-        read = self._reader.read(rows, self._begun, notify, last=not waiting)
-        self.cache, self._sampler = read.cache, self._make_sampler(rows, self._begun.drawn)
+        read = self._reader.read(numbers, self._begun, notify, last=not waiting)
+        self.cache, self._sampler = read.cache, self._make_sampler(numbers, self._begun.drawn)
         self.drawn, self._log_probs = self._draw(self._sampler, read)
         self._begun = Begun.empty(0)  # its arrays were donated
         self.drawn.block_until_ready()
@@ -209,22 +209,22 @@ class Run(Batch):
         return self.owners.idle
 
     def _admit(self) -> None:
-        """Give idle rows to waiting prompts."""
+        """Give idle sequences to waiting prompts."""
         if self.owners.waiting and self.can_join:
-            for row in np.flatnonzero(self.idle)[: len(self.owners.waiting)]:
-                self._begin(self.owners.waiting.popleft(), int(row))
+            for sequence in np.flatnonzero(self.idle)[: len(self.owners.waiting)]:
+                self._begin(self.owners.waiting.popleft(), int(sequence))
 
-    def _begin(self, prompt: int, row: int) -> None:
-        """Process a prompt outside the batch and insert its cache and first token into a row."""
+    def _begin(self, prompt: int, sequence: int) -> None:
+        """Process a prompt outside the batch; insert its cache and first token into a sequence."""
         self.drawn.block_until_ready()
         self.clock.step_went_on()
         before = compilations()
         read, sampler = self._reader.read([prompt]), self._make_sampler([prompt])
         first = self._draw(sampler, read)
-        self._sampler.replace(row, sampler)
+        self._sampler.replace(sequence, sampler)
         drawn, size = Drawn(self.drawn, self._log_probs), int(self.prompt_lengths[prompt])
-        self.drawn, self._log_probs = self._insert(row, read.cache, size, drawn, first)
-        self.owners.give(row, prompt)
+        self.drawn, self._log_probs = self._insert(sequence, read.cache, size, drawn, first)
+        self.owners.give(sequence, prompt)
         self.drawn.block_until_ready()
         self.clock.read_prompts()
         # Compilations for the first prompt of a chunk length belong to the warm-up.
@@ -255,35 +255,35 @@ class Run(Batch):
             self._admit()
 
     def _goes_on(self, unread: int) -> bool:
-        """Return whether a row needs more tokens than those read and `unread` further ones."""
+        """Return whether a sequence needs more tokens than those read and `unread` further ones."""
         lengths = [len(self.new_tokens[i]) for i in self.owners.owner if i != IDLE]
         return any(length + unread < self.max_new_tokens for length in lengths)
 
     def _take(
         self, drawn: np.ndarray, eos: frozenset[int], log_probs: LogProbs | None
     ) -> list[int | None]:
-        """Store the tokens of a step; the row of a prompt that ends becomes idle.
+        """Store the tokens of a step; the sequence of a prompt that ends becomes idle.
 
         Args:
-            drawn: [b] token of each row, below 0 for none.
+            drawn: [b] token of each sequence, below 0 for none.
         """
         values: list[int | None] = [None] * len(self.new_tokens)
         choices = None if log_probs is None else choices_of(log_probs, self._alternatives or 0)
-        for row, prompt in enumerate(self.owners.owner):
-            if prompt == IDLE or drawn[row] < 0:
+        for sequence, prompt in enumerate(self.owners.owner):
+            if prompt == IDLE or drawn[sequence] < 0:
                 continue
-            token, answer = int(drawn[row]), self.new_tokens[prompt]
+            token, answer = int(drawn[sequence]), self.new_tokens[prompt]
             values[prompt] = token
             answer.append(token)
             if choices is not None:
-                self.log_probs[prompt].append(choices[row])
+                self.log_probs[prompt].append(choices[sequence])
             if token in eos or len(answer) == self.max_new_tokens:
-                self._leave(row)
+                self._leave(sequence)
         return values
 
-    def _leave(self, row: int) -> None:
-        self.owners.leave(row)
-        self._sampler.leave(row)
+    def _leave(self, sequence: int) -> None:
+        self.owners.leave(sequence)
+        self._sampler.leave(sequence)
         self._left = True
 
     def choices(self, tokens: list[int | None]) -> list[Choice | None] | None:
@@ -313,9 +313,9 @@ class Run(Batch):
         A prompt whose text comes to a stop string ends.
         """
         pieces = self._texts.push(tokens)
-        for row, prompt in enumerate(self.owners.owner):
+        for sequence, prompt in enumerate(self.owners.owner):
             if prompt != IDLE and self._texts.stopped(int(prompt)):
-                self._leave(row)
+                self._leave(sequence)
         return pieces
 
     def finish_text(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Batch for prompts that arrive at any time: sequences join and leave between decode steps.
 
 A prompt is read in chunks of few fixed lengths (`Reading`), so that nothing is compiled after the
-first use of each length. A row's result does not depend on the other rows.
+first use of each length. A sequence's result does not depend on the others.
 """
 
 import functools
@@ -17,8 +17,8 @@ from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.decode.steps import Watch, steps
 from infinigen_jax.engine.batch import Batch
 from infinigen_jax.engine.dispatch import Stepped
-from infinigen_jax.engine.row_budgets import RowBudgets
 from infinigen_jax.engine.runtime import Runtime
+from infinigen_jax.engine.sequence_budgets import SequenceBudgets
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.prefill.prefill import CHUNK_UNIT, empty_cache, read_chunk
 
@@ -95,61 +95,63 @@ class Reading:
 
 
 class OpenBatch(Batch):
-    """Batch of `rows` sequences that join and leave, each with room for `capacity` tokens.
+    """Batch of `batch` sequences that join and leave, each with room for `capacity` tokens.
 
     Attributes:
-        active: [rows] mask of the rows that hold a sequence.
+        active: [b] mask of the sequences that are not idle.
     """
 
-    def __init__(self, runtime: Runtime, rows: int, capacity: int):
-        super().__init__(runtime, np.zeros(rows, np.int32))
-        self.budgets = RowBudgets(runtime, rows)
-        self.cache = empty_cache(self.decoder, rows, capacity)
-        self.active = np.zeros(rows, bool)
+    def __init__(self, runtime: Runtime, batch: int, capacity: int):
+        super().__init__(runtime, np.zeros(batch, np.int32))
+        self.budgets = SequenceBudgets(runtime, batch)
+        self.cache = empty_cache(self.decoder, batch, capacity)
+        self.active = np.zeros(batch, bool)
 
     @property
     def idle(self) -> np.ndarray:
         return ~self.active
 
-    def _join(self, row: int, reading: Reading, others: Any, new: Any, budget: float | None) -> Any:
-        """Copy a complete prompt into an idle row; the reading can join further rows."""
-        assert self.can_join and not self.active[row]
-        others = self._insert(row, reading.cache, len(reading.tokens), others, new)
-        self.active[row] = True
-        self.budgets.replace(row, budget)
+    def _join(
+        self, sequence: int, reading: Reading, others: Any, new: Any, budget: float | None
+    ) -> Any:
+        """Copy a complete prompt into an idle sequence; the reading can join further ones."""
+        assert self.can_join and not self.active[sequence]
+        others = self._insert(sequence, reading.cache, len(reading.tokens), others, new)
+        self.active[sequence] = True
+        self.budgets.replace(sequence, budget)
         self.dispatcher.weights = self.budgets.weights
         return others
 
-    def leave(self, row: int) -> None:
-        """Make a row idle."""
-        self.active[row], self._left = False, True
+    def leave(self, sequence: int) -> None:
+        """Make a sequence idle."""
+        self.active[sequence], self._left = False, True
 
 
 class LiveBatch(OpenBatch):
     """Batch that advances by decode steps.
 
     Attributes:
-        logits: [rows, v] logits of each row's next token, float32; see `Sampler`.
-        best: [rows] most likely next tokens.
+        logits: [b, v] logits of each sequence's next token, float32; see `Sampler`.
+        best: [b] most likely next tokens.
     """
 
-    def __init__(self, runtime: Runtime, rows: int, capacity: int):
+    def __init__(self, runtime: Runtime, batch: int, capacity: int):
         if runtime.settings.lossless:
             raise ParameterError("lossless", "not with single steps; use a `LosslessBatch`")
-        super().__init__(runtime, rows, capacity)
+        super().__init__(runtime, batch, capacity)
         vocabulary = self.decoder.config.vocab_size
-        zeros = np.zeros((rows, vocabulary), np.float32), np.zeros(rows, np.int32)
+        zeros = np.zeros((batch, vocabulary), np.float32), np.zeros(batch, np.int32)
         self.logits, self.best = jax.device_put(zeros, self._at.batch)
 
-    def join(self, row: int, reading: Reading, budget: float | None = None) -> None:
-        """Copy a complete prompt into an idle row; the reading can join further rows."""
+    def join(self, sequence: int, reading: Reading, budget: float | None = None) -> None:
+        """Copy a complete prompt into an idle sequence; the reading can join further ones."""
         others = self.logits, self.best
-        self.logits, self.best = self._join(row, reading, others, reading.predicted, budget)
+        self.logits, self.best = self._join(sequence, reading, others, reading.predicted, budget)
 
     def step(self, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
-        """Dispatch a decode step over the next token of each row, without waiting.
+        """Dispatch a decode step over the next token of each sequence, without waiting.
 
-        An active row must have room for the token.
+        An active sequence must have room for the token.
 
         Returns:
             The step's counts and records; its other arrays belong to the batch.

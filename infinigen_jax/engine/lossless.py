@@ -61,7 +61,7 @@ class Tally:
         self.drafted = self.accepted = self.verifications = self.new = self.cached = 0
 
     def add(self, drafted: int, counts: np.ndarray, cached: np.ndarray) -> None:
-        """Add a round; rows without a new token took no part."""
+        """Add a round; sequences without a new token took no part."""
         active = counts > 0
         self.drafted += drafted * int(active.sum())
         self.accepted += int(counts.sum() - active.sum())
@@ -81,7 +81,7 @@ class LosslessRun(Run):
         super().__init__(runtime, *arguments, **options)
         self._rounds = Rounds(self)
         self._tally, self._open = Tally(), None
-        self._taken = np.zeros(self.owners.rows, np.int32)
+        self._taken = np.zeros(self.owners.batch, np.int32)
 
     def advance(self) -> None:
         raise InputError("a lossless run advances by rounds; take its tokens from `tokens`")
@@ -134,7 +134,7 @@ class LosslessRun(Run):
         self._sampler.drew(verdict.draws)
 
     def _read(self, judged: Judged) -> np.ndarray:
-        """Record a round; returns the new tokens per row."""
+        """Record a round; returns the new tokens per sequence."""
         drafted, counts = judged.drafted, self._rounds.read(judged)
         self.counts += drafted.counts
         self.owners.draft(judged.given.owner, self.cached, drafted.count)
@@ -162,7 +162,7 @@ class LosslessRun(Run):
         return self._rounds.log_probs(judged, self._sampler)
 
     def _admit_prompts(self, eos: frozenset[int]) -> Iterator[list[int | None]]:
-        """Give idle rows to waiting prompts, and yield their first tokens."""
+        """Give idle sequences to waiting prompts, and yield their first tokens."""
         while self.owners.waiting and self.idle.any():
             before = self.owners.owner
             self._rest()
@@ -176,7 +176,7 @@ class LosslessRun(Run):
         return True  # between rounds every row is on the host
 
     def _reset_room(self) -> None:
-        """Count the tokens that each row may still get."""
+        """Count the tokens that each sequence may still get."""
         length = [0 if i == IDLE else len(self.new_tokens[i]) for i in self.owners.owner]
         room = np.where(self.idle, 0, self.max_new_tokens - np.array(length))
         self._room = self._rounds.put(room.astype(np.int32))

@@ -1,7 +1,7 @@
 """Batch of a server in lossless mode: sequences join and leave between rounds.
 
-All rows of a round draft the same number of tokens, and each accepts its own. The tokens of a row
-do not depend on the other rows, as the full model draws them.
+All sequences of a round draft the same number of tokens, and each accepts its own. The tokens of a
+sequence do not depend on the others, as the full model draws them.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class Round(NamedTuple):
 
     Attributes:
         tokens: [b, c] draws of the full model, of which the first `counts` are new tokens.
-        counts: [b] number of new tokens of each row.
+        counts: [b] number of new tokens of each sequence.
         log_probs: log-probabilities of the tokens of each place, if asked for.
         drafted: the draft, which is computed.
         cached: [b] tokens cached before.
@@ -39,20 +39,20 @@ class LosslessBatch(OpenBatch):
     """Batch that advances by rounds of drafted and verified tokens.
 
     Attributes:
-        drawn: [rows] last token of each row, not cached yet.
-        room: [rows] most tokens that each row still gets; 0 for idle rows.
+        drawn: [b] last token of each sequence, not cached yet.
+        room: [b] most tokens that each sequence still gets; 0 for idle ones.
     """
 
-    def __init__(self, runtime: Runtime, rows: int, capacity: int):
+    def __init__(self, runtime: Runtime, batch: int, capacity: int):
         """Begin with an empty batch.
 
         Args:
-            capacity: tokens that a row has room for, including `Runtime.draft_room`.
+            capacity: tokens that a sequence has room for, including `Runtime.draft_room`.
         """
-        super().__init__(runtime, rows, capacity)
+        super().__init__(runtime, batch, capacity)
         self._rounds = Rounds(self, changing=True)
-        self.drawn = self._rounds.put(np.zeros(rows, np.int32))
-        self.room = np.zeros(rows, np.int32)
+        self.drawn = self._rounds.put(np.zeros(batch, np.int32))
+        self.room = np.zeros(batch, np.int32)
         self._no_ends = self._rounds.ends(())
 
     @property
@@ -64,33 +64,33 @@ class LosslessBatch(OpenBatch):
 
     def join(
         self,
-        row: int,
+        sequence: int,
         reading: Reading,
         drawn: Int[Array, " 1"],
         room: int,
         budget: float | None = None,
     ) -> None:
-        """Copy a complete prompt into an idle row; the reading can join further rows.
+        """Copy a complete prompt into an idle sequence; the reading can join further ones.
 
         Args:
             drawn: first new token.
             room: most tokens after it.
-            budget: share of the rows that drafts fetch, see `RowBudgets.replace`.
+            budget: share of the rows that drafts fetch, see `SequenceBudgets.replace`.
         """
-        self.drawn = self._join(row, reading, self.drawn, drawn, budget)
-        self.room[row] = room
+        self.drawn = self._join(sequence, reading, self.drawn, drawn, budget)
+        self.room[sequence] = room
 
-    def leave(self, row: int) -> None:
-        super().leave(row)
-        self.room[row] = 0
+    def leave(self, sequence: int) -> None:
+        super().leave(sequence)
+        self.room[sequence] = 0
 
     def round(
         self, sampler: Sampler, *, log_probs: bool = False, watch: Watch | None = None
     ) -> Round:
-        """Draft and verify tokens of all rows, wait for them, and dispatch the commit.
+        """Draft and verify tokens of all sequences, wait for them, and dispatch the commit.
 
         Args:
-            sampler: sampling of the rows; it continues after the new tokens.
+            sampler: sampling of the sequences; it continues after the new tokens.
             log_probs: whether to compute log-probabilities.
             watch: see `Dispatcher.step`, for each drafted step. Such rounds are not timed.
 

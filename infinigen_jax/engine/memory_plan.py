@@ -170,7 +170,7 @@ def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
     raise MemoryShortageError(f"this generation needs {lack.what}: {remedy}")
 
 
-def most_rows(
+def most_sequences(
     phases: Callable[[int], list[MemoryPlan]], most: int, device: Device
 ) -> tuple[int, Shortage | None]:
     """Return the largest batch size that fits, and the shortage of a larger batch.
@@ -181,8 +181,8 @@ def most_rows(
         phases: function of the batch size that returns the plans, see `PromptReader.phases`.
     """
 
-    def lacks(rows: int, share: float = FILLED) -> Shortage | None:
-        shortages = (shortage(plan, device, share) for plan in phases(rows))
+    def lacks(batch: int, share: float = FILLED) -> Shortage | None:
+        shortages = (shortage(plan, device, share) for plan in phases(batch))
         return next(filter(None, shortages), None)
 
     reason = lacks(most, 1.0)

@@ -10,7 +10,7 @@ import numpy as np
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.decode.finite_check import Places, refuse
 from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
-from infinigen_jax.engine.memory_plan import MemoryPlan, most_rows, plan_cache
+from infinigen_jax.engine.memory_plan import MemoryPlan, most_sequences, plan_cache
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.shared_prefix import broadcast, choose_sharing, common_prefix, may_share
 from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
@@ -36,8 +36,8 @@ class Begun(NamedTuple):
     drawn: int = 0
 
     @classmethod
-    def empty(cls, rows: int) -> "Begun":
-        return cls(None, [0] * rows)
+    def empty(cls, batch: int) -> "Begun":
+        return cls(None, [0] * batch)
 
 
 class PromptReader:
@@ -54,7 +54,7 @@ class PromptReader:
         runtime: Runtime,
         prompts: list[list[int]],
         tokens: int,
-        rows: int,
+        batch: int,
         capacity: int | None,
         prefix: int,
     ):
@@ -71,7 +71,7 @@ class PromptReader:
         self._longest = max(map(len, prompts))
         prefix = min(prefix, common_prefix(prompts))
         if prefix and may_share(runtime.model.config, self._longest):
-            self._sharing = choose_sharing(self.decoder, prefix, tokens, rows)
+            self._sharing = choose_sharing(self.decoder, prefix, tokens, batch)
             capacity = self._sharing.capacity
         # A flush writes a whole window.
         self.capacity = capacity or round_up_capacity(max(tokens, self.decoder.policy.window))
@@ -83,55 +83,55 @@ class PromptReader:
         """Number of tokens of the prefix that is read and stored once."""
         return 0 if self._sharing is None else self._sharing.tokens
 
-    def plan(self, rows: int, cached: int = 0) -> MemoryPlan:
+    def plan(self, batch: int, cached: int = 0) -> MemoryPlan:
         """Return the memory of a batch.
 
         Args:
             cached: number of tokens of each prompt that are cached already.
         """
-        read = self._read_bytes(rows, self._longest - cached - self.shared)
-        return self._cache_plan(rows).at_work(max(read, self._step_bytes(rows)))
+        read = self._read_bytes(batch, self._longest - cached - self.shared)
+        return self._cache_plan(batch).at_work(max(read, self._step_bytes(batch)))
 
-    def phases(self, rows: int, cached: int, *, waiting: bool) -> list[MemoryPlan]:
+    def phases(self, batch: int, cached: int, *, waiting: bool) -> list[MemoryPlan]:
         """Return the memory of each phase: prefill, decoding, prefill of waiting prompts.
 
         Args:
             waiting: whether further prompts wait for admission.
         """
-        batch, one = self._cache_plan(rows), self._cache_plan(1)
+        together, one = self._cache_plan(batch), self._cache_plan(1)
         rest, plans = self._longest - cached - self.shared, []
         if self.shared:
-            plans = [one.at_work(self._read_bytes(1, self.shared)), batch + one]
+            plans = [one.at_work(self._read_bytes(1, self.shared)), together + one]
         if self.shared and waiting:  # the cache of the prefix is kept
-            batch += one
+            together += one
         plans += [
-            batch.at_work(self._read_bytes(rows, rest)),
-            batch.at_work(self._step_bytes(rows)),
+            together.at_work(self._read_bytes(batch, rest)),
+            together.at_work(self._step_bytes(batch)),
         ]
         if waiting:
-            plans.append((batch + one).at_work(self._read_bytes(1, rest)))
+            plans.append((together + one).at_work(self._read_bytes(1, rest)))
         return plans
 
-    def _cache_plan(self, rows: int) -> MemoryPlan:
-        plan = plan_cache(self.decoder, rows, self.capacity, self.slots)
+    def _cache_plan(self, batch: int) -> MemoryPlan:
+        plan = plan_cache(self.decoder, batch, self.capacity, self.slots)
         if self._sharing is None:
             return plan
-        slots = self._sharing.host_rows(rows) * self._sharing.unshared
-        host = plan.host_cache // (rows * self.capacity) * slots
+        slots = self._sharing.host_sequences(batch) * self._sharing.unshared
+        host = plan.host_cache // (batch * self.capacity) * slots
         return dataclasses.replace(plan, host_cache=host)
 
-    def _read_bytes(self, rows: int, longest: int) -> int:
-        chunk = self.chunk_length(longest, rows)
-        return prefill_bytes(self.decoder, rows, chunk, self.capacity)
+    def _read_bytes(self, batch: int, longest: int) -> int:
+        chunk = self.chunk_length(longest, batch)
+        return prefill_bytes(self.decoder, batch, chunk, self.capacity)
 
-    def _step_bytes(self, rows: int) -> int:
-        drafted, resident = self._runtime.draft_room, self._cache_plan(rows).resident
-        return step_bytes(self.decoder, rows, self.slots, drafted, resident)
+    def _step_bytes(self, batch: int) -> int:
+        drafted, resident = self._runtime.draft_room, self._cache_plan(batch).resident
+        return step_bytes(self.decoder, batch, self.slots, drafted, resident)
 
-    def chunk_length(self, longest: int, rows: int) -> int:
-        """Return the prefill chunk length for `rows` prompts of at most `longest` tokens."""
+    def chunk_length(self, longest: int, batch: int) -> int:
+        """Return the prefill chunk length for `batch` prompts of at most `longest` tokens."""
         limit = self._runtime.prefill_chunk
-        return min(chunk_for(self.decoder, rows, longest, limit), self.capacity)
+        return min(chunk_for(self.decoder, batch, longest, limit), self.capacity)
 
     def read_prefix(self, notify: Notify | None) -> None:
         """Read the shared prefix, if any, which `read` continues from."""
@@ -173,8 +173,8 @@ class PromptReader:
         rest = [prompt[n:] for prompt, n in zip(prompts, begun.cached, strict=True)]
         lengths = np.array([len(prompt) for prompt in rest], np.int32)
         tokens = np.zeros((len(rest), int(lengths.max())), np.int32)
-        for row, prompt in zip(tokens, rest, strict=True):
-            row[: len(prompt)] = prompt
+        for padded, prompt in zip(tokens, rest, strict=True):
+            padded[: len(prompt)] = prompt
         self.tokens_read += int(lengths.sum())
         runtime, weights = self._runtime, self._runtime.weights
         places = Places(self.decoder, weights.params["embedding"], len(prompts))
@@ -210,23 +210,23 @@ def round_up_capacity(tokens: int) -> int:
     return -(-tokens // unit) * unit
 
 
-def rows_that_fit(
+def batch_that_fits(
     runtime: Runtime, reader: Callable[[int], PromptReader], longest: int, most: int
 ) -> int:
     """Return the largest batch size that fits, at least 1; warn if it is less than `most`."""
 
-    def phases(rows: int) -> list[MemoryPlan]:
-        return reader(rows).phases(rows, 0, waiting=rows < most)
+    def phases(batch: int) -> list[MemoryPlan]:
+        return reader(batch).phases(batch, 0, waiting=batch < most)
 
-    rows, lacking = most_rows(phases, most, runtime.device)
-    if lacking is None or not rows:
-        return max(1, rows)
-    text = f"{rows} of {most} prompts at once"  # language: ignore
+    batch, lacking = most_sequences(phases, most, runtime.device)
+    if lacking is None or not batch:
+        return max(1, batch)
+    text = f"{batch} of {most} prompts at once"  # language: ignore
     text += ", as many as fit, and the others as these end"
-    lengths = [reader(n).chunk_length(longest, n) for n in (rows, most)]
+    lengths = [reader(n).chunk_length(longest, n) for n in (batch, most)]
     if not runtime.decoder.row_format.exact and lengths[0] != lengths[1]:
         text += (
             f", read {lengths[0]} tokens at a time, which rows in {runtime.decoder.rows} depend on"
         )
     logger.warning("%s: all at once need %s", text, lacking.what)  # language: ignore
-    return rows
+    return batch

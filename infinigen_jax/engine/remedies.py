@@ -25,7 +25,7 @@ class Remedies:
 
     decoder: Decoder
     lengths: tuple[str, ...] = LENGTHS
-    rows: int = 1
+    batch: int = 1
     waiting: bool = False
     may_pool: bool = True
 
@@ -53,7 +53,7 @@ class Remedies:
         return advice(lower, use)
 
     def _batch(self) -> Iterator[str]:
-        if self.rows > 1:
+        if self.batch > 1:
             yield "`batch`"
         elif self.waiting:
             yield "the number of prompts to 1"

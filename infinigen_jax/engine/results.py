@@ -22,7 +22,7 @@ class Choice(NamedTuple):
 
 
 def choices_of(log_probs: LogProbs, alternatives: int) -> list[Choice]:
-    """Return the choice of each row, with the given number of likeliest tokens."""
+    """Return the choice of each sequence, with the given number of likeliest tokens."""
     drawn, top, tokens = (np.asarray(array) for array in log_probs)
     pairs = top[:, :alternatives].tolist(), tokens[:, :alternatives].tolist()
     return [

@@ -34,7 +34,7 @@ class Given(NamedTuple):
         room: tokens that each sequence may get at most.
         ends: tokens that end a sequence.
         draws: state of the sampler; None if greedy.
-        owner: prompt of each row; below 0 for none.
+        owner: prompt of each sequence; below 0 for none.
     """
 
     last: Int[Array, " b"]
@@ -158,7 +158,7 @@ class Rounds:
         """Dispatch a verification of `size` tokens, without waiting.
 
         Args:
-            warm_up: whether no row of the batch takes part.
+            warm_up: whether no sequence takes part.
         """
         batch, embedding = self._batch, self._runtime.weights.params["embedding"]
         places = None
@@ -172,7 +172,7 @@ class Rounds:
         return Judged(given, drafted, verified, verdict, places)
 
     def read(self, judged: Judged) -> np.ndarray:
-        """Record a round; returns the new tokens per row.
+        """Record a round; returns the new tokens per sequence.
 
         Raises:
             NotFiniteError: with `check`, for a value that is not finite.

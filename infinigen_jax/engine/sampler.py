@@ -12,12 +12,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.engine.batching import put_rows
+from infinigen_jax.engine.batching import put_sequence
 from infinigen_jax.programs.program import Program
 from infinigen_jax.sampling import (
     History,
     LogProbs,
-    RowSettings,
+    SamplingArrays,
     limited,
     log_probs_of,
     sample,
@@ -41,18 +41,18 @@ class Draws(NamedTuple):
         history: earlier tokens; None if no sequence has penalties.
     """
 
-    settings: RowSettings
+    settings: SamplingArrays
     stream: Int[Array, " b"]
     count: Int[Array, " b"]
     history: History | None
 
 
 class Sampler:
-    """Sampling of the sequences in a batch's rows.
+    """Sampling of a batch's sequences.
 
-    The draws of a sequence depend on its own settings and number of draws, not on its row or the
-    rest of the batch. Settings are data: a change compiles nothing. While all sequences are greedy,
-    the step's most likely tokens are taken as they are.
+    The draws of a sequence depend on its settings and number of draws, not on the other sequences.
+    Settings are data: a change compiles nothing. While all sequences are greedy, the step's most
+    likely tokens are taken as they are.
 
     Args:
         prompts: tokens of each sequence so far, for the repetition penalty.
@@ -69,18 +69,18 @@ class Sampler:
         drawn: int = 0,
     ):
         self._at, self._programs = Placement(mesh), sampling_programs(mesh)
-        self._vocabulary, self._rows = vocabulary, list(samplings)
-        self._streams = np.array(streams or [0] * len(self._rows), np.int32)
-        self._steps = np.full(len(self._rows), drawn, np.int32)
+        self._vocabulary, self._sampling = vocabulary, list(samplings)
+        self._streams = np.array(streams or [0] * len(self._sampling), np.int32)
+        self._steps = np.full(len(self._sampling), drawn, np.int32)
         self._history: History | None = None
-        if any(sampling.penalises for sampling in self._rows):
+        if any(sampling.penalises for sampling in self._sampling):
             self._history = self._put(self._empty_history(prompts))
         self._place()
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token of every row is taken."""
-        return all(sampling.greedy and not sampling.penalises for sampling in self._rows)
+        """Whether the most likely token of every sequence is taken."""
+        return all(sampling.greedy and not sampling.penalises for sampling in self._sampling)
 
     def draw(
         self,
@@ -90,7 +90,7 @@ class Sampler:
         *,
         log_probs: bool = False,
     ) -> Drawn:
-        """Draw the next token of each row, without waiting.
+        """Draw the next token of each sequence, without waiting.
 
         Args:
             allowed: tokens that may be drawn, see `sampling.limited`; None for all.
@@ -125,34 +125,34 @@ class Sampler:
         """Return the log-probabilities of drawn tokens."""
         return self._programs.log_probs(logits, tokens)
 
-    def replace(self, row: int, other: "Sampler") -> None:
-        """Replace the sequence of a row by that of a sampler with a single one."""
-        self._rows[row] = other._rows[0]
-        self._streams[row], self._steps[row] = other._streams[0], other._steps[0]
+    def replace(self, sequence: int, other: "Sampler") -> None:
+        """Replace a sequence by the only one of another sampler."""
+        self._sampling[sequence] = other._sampling[0]
+        self._streams[sequence], self._steps[sequence] = other._streams[0], other._steps[0]
         if self._history is None and other._history is not None:
-            self._history = self._put(self._empty_history([()] * len(self._rows)))
+            self._history = self._put(self._empty_history([()] * len(self._sampling)))
         if self._history is not None:
             one = other._history or self._put(self._empty_history([()]))
-            at = jax.device_put(np.int32(row), self._at.whole)
+            at = jax.device_put(np.int32(sequence), self._at.whole)
             self._history = self._programs.put(self._history, one, at)
         self._place()
 
-    def leave(self, row: int) -> None:
-        """Forget the settings of a row whose sequence has ended."""
-        self._rows[row] = Sampling()
-        if not any(sampling.penalises for sampling in self._rows):
+    def leave(self, sequence: int) -> None:
+        """Forget the settings of a sequence that has ended."""
+        self._sampling[sequence] = Sampling()
+        if not any(sampling.penalises for sampling in self._sampling):
             self._history = None
 
     def _place(self) -> None:
-        """Copy the settings of all rows to the device."""
-        self._settings = self._put(settings_of(self._rows))
+        """Copy the settings of all sequences to the device."""
+        self._settings = self._put(settings_of(self._sampling))
         # Copies, because the transfer may still read them when the originals change.
         self._stream, self._count = self._put((self._streams.copy(), self._steps.copy()))
 
     def _empty_history(self, prompts: Sequence[Sequence[int]]) -> History:
         prompt = np.zeros((len(prompts), self._vocabulary), bool)
-        for row, tokens in zip(prompt, prompts, strict=True):
-            row[np.asarray(tokens, np.int32)] = True
+        for mask, tokens in zip(prompt, prompts, strict=True):
+            mask[np.asarray(tokens, np.int32)] = True
         return History(prompt, np.zeros(prompt.shape, np.int32))  # pyright: ignore
 
     def _put(self, arrays: Any) -> Any:
@@ -179,7 +179,7 @@ def sampling_programs(mesh: Mesh) -> SamplingPrograms:
 
     def draw(
         logits: Float[Array, "b v"],
-        settings: RowSettings,
+        settings: SamplingArrays,
         stream: Int[Array, " b"],
         step: Int[Array, " b"],
         history: History | None,
@@ -198,7 +198,7 @@ def sampling_programs(mesh: Mesh) -> SamplingPrograms:
         limit=Program(limited, (), out_shardings=at.batch),
         draw=Program(draw, (), out_shardings=at.batch, donate_argnums=4),
         log_probs=Program(log_probs, (), out_shardings=at.batch),
-        put=Program(put_rows, (), out_shardings=at.batch, donate_argnums=0),
+        put=Program(put_sequence, (), out_shardings=at.batch, donate_argnums=0),
     )
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int, Shaped
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, allocate_host
 from infinigen_jax.decode.layer import Decoder
-from infinigen_jax.engine.batching import copy_rows
+from infinigen_jax.engine.batching import copy_sequence
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.models import ModelConfig
 
@@ -32,22 +32,22 @@ class Sharing(NamedTuple):
     """Layout of a shared prefix in the host's array.
 
     Attributes:
-        rows: rows of the host's array that hold shared slots, `unshared` slots each.
+        sequences: sequences of the host's array that hold shared slots, `unshared` slots each.
         unshared: number of unshared slots of each sequence on the host.
     """
 
     tokens: int
-    rows: int
+    sequences: int
     unshared: int
 
     @property
     def capacity(self) -> int:
         """Number of slots of each sequence, shared or not."""
-        return (self.rows + 1) * self.unshared
+        return (self.sequences + 1) * self.unshared
 
-    def host_rows(self, batch: int) -> int:
-        """Return the number of rows of the host's array for a batch size."""
-        return batch + self.rows
+    def host_sequences(self, batch: int) -> int:
+        """Return the number of sequences of the host's array for a batch size."""
+        return batch + self.sequences
 
 
 def common_prefix(prompts: Sequence[list[int]]) -> int:
@@ -79,11 +79,11 @@ def choose_sharing(decoder: Decoder, prefix: int, tokens: int, batch: int) -> Sh
     slots = -(-max(tokens, decoder.policy.window) // UNIT) * UNIT
     choices = [Sharing(prefix, 0, slots)]
     for unshared in range(UNIT, slots, UNIT):
-        rows = max(0, prefix - decoder.policy.window) // unshared
-        choices.append(Sharing(prefix, rows, unshared))
+        sequences = max(0, prefix - decoder.policy.window) // unshared
+        choices.append(Sharing(prefix, sequences, unshared))
     return min(
         (choice for choice in choices if choice.capacity >= slots),
-        key=lambda choice: (choice.host_rows(batch) * choice.unshared, choice.rows),
+        key=lambda choice: (choice.host_sequences(batch) * choice.unshared, choice.sequences),
     )
 
 
@@ -98,13 +98,14 @@ def broadcast(decoder: Decoder, one: Cache, batch: int, sharing: Sharing) -> Cac
     if one.host is None:
         return cache
     layers, _, heads, _, width = one.host.shape
-    rows, slots = sharing.host_rows(batch), sharing.unshared
-    host = allocate_host((layers, rows, heads, slots, width), one.host.dtype, decoder.mesh)
-    # First slot of `one` that each row holds.
-    starts = [sharing.rows * slots] * batch + [i * slots for i in range(sharing.rows)]
-    for row, start in enumerate(starts):
+    sequences, slots = sharing.host_sequences(batch), sharing.unshared
+    host = allocate_host((layers, sequences, heads, slots, width), one.host.dtype, decoder.mesh)
+    # First slot of `one` that each sequence holds.
+    starts = [sharing.sequences * slots] * batch
+    starts += [i * slots for i in range(sharing.sequences)]
+    for sequence, start in enumerate(starts):
         count = min(slots, sharing.tokens - start)
-        numbers = (jax.device_put(np.int32(i), at.whole) for i in (row, start, count))
+        numbers = (jax.device_put(np.int32(i), at.whole) for i in (sequence, start, count))
         host = _copy(decoder)(host, one.host, *numbers)
     return cache._replace(host=host)
 
@@ -124,10 +125,10 @@ def _copy(decoder: Decoder) -> Any:
     def copy(
         host: Shaped[Array, "l a k t w"],
         one: Shaped[Array, "l 1 k s w"],
-        row: Int[Array, ""],
+        sequence: Int[Array, ""],
         start: Int[Array, ""],
         count: Int[Array, ""],
     ) -> Shaped[Array, "l a k t w"]:
-        return copy_rows(host, one, row, start, count, decoder)
+        return copy_sequence(host, one, sequence, start, count, decoder)
 
     return jax.jit(copy, donate_argnums=0, out_shardings=Placement(decoder.mesh).host)

@@ -109,7 +109,7 @@ def stats_of(run: "Run") -> Stats:
     rows = rows_per_step(run.counts, kept)
     cached = np.minimum(cached, run.slots)
     selected, fetched = (fraction(decoder, of, kept, cached) for of in rows)
-    moved = bytes_moved(decoder, rows, run.slots, run.owners.rows, run.decode_steps)
+    moved = bytes_moved(decoder, rows, run.slots, run.owners.batch, run.decode_steps)
     return Stats(
         prompt_tokens=int(run.prompt_lengths.sum()),
         prompt_tokens_read=run.tokens_read,

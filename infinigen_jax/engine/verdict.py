@@ -144,6 +144,6 @@ def draw_all(logits: Float[Array, "b c v"], draws: Draws) -> Int[Array, "b c"]:
 
 def _with_tokens(history: History, tokens: Int[Array, "b n"], counted: Array) -> History:
     """Add the counted tokens to a history."""
-    row = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
-    drawn = history.drawn.at[row, jnp.maximum(tokens, 0)].add(counted.astype(jnp.int32))
+    sequence = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
+    drawn = history.drawn.at[sequence, jnp.maximum(tokens, 0)].add(counted.astype(jnp.int32))
     return history._replace(drawn=drawn)

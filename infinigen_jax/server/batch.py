@@ -1,7 +1,7 @@
-"""Batch of a server with the sampling of its rows: what joins gets tokens until it leaves.
+"""Batch of a server with the sampling of its sequences: what joins gets tokens until it leaves.
 
-A `SteppedBatch` gives each row one token per decode step. A `RoundBatch`, of a lossless engine,
-gives each row one or several tokens per round.
+A `SteppedBatch` gives each sequence one token per decode step. A `RoundBatch`, of a lossless
+engine, gives each sequence one or several tokens per round.
 """
 
 import abc
@@ -34,12 +34,12 @@ class NewToken(NamedTuple):
     """Token of an answer.
 
     Attributes:
-        row, answer: row of the batch and its answer.
+        sequence, answer: sequence of the batch and its answer.
         choice: see `Choice`; None unless asked for.
         heat: heat map of the step that predicted the token, see `Piece`; None unless it was made.
     """
 
-    row: int
+    sequence: int
     answer: Running
     token: int
     choice: Choice | None
@@ -50,7 +50,7 @@ class ServedBatch(abc.ABC):
     """Rows of a batch, their sampling and the answers in them.
 
     Attributes:
-        running: answers by row.
+        running: answers by sequence.
     """
 
     live: OpenBatch
@@ -58,9 +58,9 @@ class ServedBatch(abc.ABC):
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         """Begin with an empty batch."""
         self.running: dict[int, Running] = {}
-        self._engine, self._metrics, self._rows = engine, metrics, limits.rows
+        self._engine, self._metrics, self._size = engine, metrics, limits.batch
         self._heat_maps = limits.heat_maps
-        self._sampler = self._sampler_of([Sampling()] * limits.rows, [()] * limits.rows)
+        self._sampler = self._sampler_of([Sampling()] * limits.batch, [()] * limits.batch)
 
     @property
     def free(self) -> int | None:
@@ -68,23 +68,23 @@ class ServedBatch(abc.ABC):
         idle = np.flatnonzero(self.live.idle)
         return int(idle[0]) if len(idle) and self.live.can_join else None
 
-    def join(self, row: int, reading: Reading, running: Running, number: int) -> None:
-        """Give a free row to an answer of a complete prompt.
+    def join(self, sequence: int, reading: Reading, running: Running, number: int) -> None:
+        """Give a free sequence to an answer of a complete prompt.
 
         Args:
             number: number of the answer among those of the prompt.
         """
         job = running.job
         sampler = self._sampler_of([job.sampling], [job.tokens], [number])
-        self._insert(row, reading, job, sampler)
-        self._sampler.replace(row, sampler)
-        self.running[row] = running
+        self._insert(sequence, reading, job, sampler)
+        self._sampler.replace(sequence, sampler)
+        self.running[sequence] = running
 
-    def leave(self, row: int) -> None:
-        """Make a row free."""
-        self.running.pop(row, None)
-        self.live.leave(row)
-        self._sampler.leave(row)
+    def leave(self, sequence: int) -> None:
+        """Make a sequence free."""
+        self.running.pop(sequence, None)
+        self.live.leave(sequence)
+        self._sampler.leave(sequence)
 
     @abc.abstractmethod
     def advance(self) -> Iterator[NewToken]:
@@ -95,15 +95,15 @@ class ServedBatch(abc.ABC):
 
     @abc.abstractmethod
     def warm_up(self, reading: Reading) -> None:
-        """Run every program, with a complete prompt in row 0."""
+        """Run every program, with a complete prompt in sequence 0."""
 
     @abc.abstractmethod
     def try_join(self, reading: Reading) -> None:
         """Run the program by which a prompt joins, and forget it."""
 
     @abc.abstractmethod
-    def _insert(self, row: int, reading: Reading, job: Job, sampler: Sampler) -> None:
-        """Copy a complete prompt into a row; a token may be drawn by its sampler."""
+    def _insert(self, sequence: int, reading: Reading, job: Job, sampler: Sampler) -> None:
+        """Copy a complete prompt into a sequence; a token may be drawn by its sampler."""
 
     @property
     def _wants_scores(self) -> bool:
@@ -125,10 +125,10 @@ class ServedBatch(abc.ABC):
     def _count_rows(self, counts: Counts, running: dict[int, Running], cached: np.ndarray) -> None:
         """Add the rows that a step after `cached` tokens fetched to its requests."""
         moved = np.asarray(counts.moved)
-        for row, each in running.items():
-            each.job.moved += int(moved[row]) / max(1, self._rows_of(int(cached[row])))
+        for sequence, each in running.items():
+            each.job.moved += int(moved[sequence]) / max(1, self._rows_of(int(cached[sequence])))
             each.job.steps += 1
-            self._metrics.rows(int(moved[row]))
+            self._metrics.rows(int(moved[sequence]))
 
     def _rows_of(self, tokens: int) -> int:
         """Return the number of host rows of a sequence."""
@@ -137,7 +137,7 @@ class ServedBatch(abc.ABC):
 
 
 class Unread(NamedTuple):
-    """A step in progress, its rows' answers, and the number of tokens cached before it."""
+    """A step in progress, its sequences' answers, and the number of tokens cached before it."""
 
     stepped: Stepped
     running: dict[int, Running]
@@ -151,11 +151,11 @@ class SteppedBatch(ServedBatch):
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         super().__init__(engine, limits, metrics)
-        self.live = LiveBatch(engine.runtime, limits.rows, limits.capacity)
+        self.live = LiveBatch(engine.runtime, limits.batch, limits.capacity)
         self._unread: Unread | None = None
 
     def advance(self) -> Iterator[NewToken]:
-        """Draw a token for each row, dispatch the next step, and yield the tokens.
+        """Draw a token for each sequence, dispatch the next step, and yield the tokens.
 
         The device computes the step while the tokens are turned into text.
         """
@@ -169,23 +169,23 @@ class SteppedBatch(ServedBatch):
         if before is not None:
             self._count_rows(before.stepped.counts, before.running, before.cached)
         choices = None if log_probs is None else choices_of(log_probs, MOST_LOG_PROBS)
-        for row, each in running.items():
-            choice = None if each.job.top is None or choices is None else choices[row]
+        for sequence, each in running.items():
+            choice = None if each.job.top is None or choices is None else choices[sequence]
             heat = None
-            if each.job.heat and before is not None and before.running.get(row) is each:
-                heat = heat_of(before.stepped.records, row, int(before.cached[row]))
-            yield NewToken(row, each, int(drawn[row]), choice, heat)
+            if each.job.heat and before is not None and before.running.get(sequence) is each:
+                heat = heat_of(before.stepped.records, sequence, int(before.cached[sequence]))
+            yield NewToken(sequence, each, int(drawn[sequence]), choice, heat)
 
     def _allowed(self) -> np.ndarray | None:
-        """Return the tokens that each row may draw; None if all rows may draw all tokens."""
-        answers = {row: each.answer for row, each in self.running.items()}
-        matchers = {row: a.matcher for row, a in answers.items() if a.matcher is not None}
+        """Return the tokens that each sequence may draw; None if each may draw all tokens."""
+        answers = {sequence: each.answer for sequence, each in self.running.items()}
+        matchers = {sequence: a.matcher for sequence, a in answers.items() if a.matcher is not None}
         if not matchers:
             return None
-        return allowed_tokens(matchers, self._rows, self._engine.model.config.vocab_size)
+        return allowed_tokens(matchers, self._size, self._engine.model.config.vocab_size)
 
-    def _insert(self, row: int, reading: Reading, job: Job, sampler: Sampler) -> None:
-        self.live.join(row, reading, job.budget)
+    def _insert(self, sequence: int, reading: Reading, job: Job, sampler: Sampler) -> None:
+        self.live.join(sequence, reading, job.budget)
 
     def try_join(self, reading: Reading) -> None:
         self.live.join(0, reading)
@@ -193,7 +193,7 @@ class SteppedBatch(ServedBatch):
 
     def warm_up(self, reading: Reading) -> None:
         self.live.join(0, reading)
-        every = allowed_tokens({}, self._rows, self._engine.model.config.vocab_size)
+        every = allowed_tokens({}, self._size, self._engine.model.config.vocab_size)
         drawn: Drawn | None = None
         to_flush = self._engine.decoder.policy.window + 1
         for sampling, number in zip(SAMPLINGS, (to_flush, 1, 1), strict=True):
@@ -215,48 +215,52 @@ class RoundBatch(ServedBatch):
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         super().__init__(engine, limits, metrics)
-        self.live = LosslessBatch(engine.runtime, limits.rows, limits.capacity)
+        self.live = LosslessBatch(engine.runtime, limits.batch, limits.capacity)
         self._first: dict[int, Drawn] = {}
 
     def advance(self) -> Iterator[NewToken]:
         """Yield the first tokens of new answers, then the tokens of a round."""
         first, self._first = self._first, {}
-        for row, drawn in first.items():
-            if (each := self.running.get(row)) is not None:
+        for sequence, drawn in first.items():
+            if (each := self.running.get(sequence)) is not None:
                 choice = _choice(drawn.log_probs, each.job, 0)
-                yield NewToken(row, each, int(np.asarray(drawn.tokens)[0]), choice, None)
+                yield NewToken(sequence, each, int(np.asarray(drawn.tokens)[0]), choice, None)
         if not self.live.active.any():
             return
         running, watch = dict(self.running), watch_heat if self._wants_heat else None
         round_ = self.live.round(self._sampler, log_probs=self._wants_scores, watch=watch)
         self._count(round_, running)
         for place in range(int(round_.counts.max())):
-            for row, each in running.items():
-                if place < round_.counts[row]:
+            for sequence, each in running.items():
+                if place < round_.counts[sequence]:
                     scores = None if round_.log_probs is None else round_.log_probs[place]
-                    choice, heat = _choice(scores, each.job, row), None
+                    choice, heat = _choice(scores, each.job, sequence), None
                     if each.job.heat and place < round_.drafted.count:
                         records = round_.drafted.records[place]
-                        heat = heat_of(records, row, int(round_.cached[row]) + place)
-                    yield NewToken(row, each, int(round_.tokens[row, place]), choice, heat)
+                        heat = heat_of(records, sequence, int(round_.cached[sequence]) + place)
+                    yield NewToken(
+                        sequence, each, int(round_.tokens[sequence, place]), choice, heat
+                    )
 
     def _count(self, round_: Round, running: dict[int, Running]) -> None:
         """Count the rows that a round moved, and its tokens."""
         drafted = round_.drafted
         for step, counts in enumerate(drafted.counts):
             self._count_rows(counts, running, round_.cached + step)
-        for row in running:
-            accepted = max(0, int(round_.counts[row]) - 1)
-            self._metrics.verified(drafted.count, accepted, self._rows_of(int(round_.cached[row])))
+        for sequence in running:
+            accepted = max(0, int(round_.counts[sequence]) - 1)
+            self._metrics.verified(
+                drafted.count, accepted, self._rows_of(int(round_.cached[sequence]))
+            )
 
-    def _insert(self, row: int, reading: Reading, job: Job, sampler: Sampler) -> None:
+    def _insert(self, sequence: int, reading: Reading, job: Job, sampler: Sampler) -> None:
         drawn = sampler.draw(*reading.predicted, log_probs=job.top is not None)
-        self.live.join(row, reading, drawn.tokens, job.most - 1, job.budget)
-        self._first[row] = drawn
+        self.live.join(sequence, reading, drawn.tokens, job.most - 1, job.budget)
+        self._first[sequence] = drawn
 
-    def leave(self, row: int) -> None:
-        super().leave(row)
-        self._first.pop(row, None)
+    def leave(self, sequence: int) -> None:
+        super().leave(sequence)
+        self._first.pop(sequence, None)
 
     def try_join(self, reading: Reading) -> None:
         self.live.join(0, reading, reading.predicted[1], 0)
@@ -279,13 +283,13 @@ def served_batch(engine: Engine, limits: Limits, metrics: Metrics) -> ServedBatc
     return kind(engine, limits, metrics)
 
 
-def heat_of(records: Sequence[Any], row: int, cached: int) -> np.ndarray | None:
-    """Return a row's heat map, [l, t] uint8; None if the step was not watched."""
-    made = [np.asarray(record)[row, :cached] for record in records if record is not None]
+def heat_of(records: Sequence[Any], sequence: int, cached: int) -> np.ndarray | None:
+    """Return a sequence's heat map, [l, t] uint8; None if the step was not watched."""
+    made = [np.asarray(record)[sequence, :cached] for record in records if record is not None]
     return np.stack(made) if made else None
 
 
-def _choice(log_probs: LogProbs | None, job: Job, row: int) -> Choice | None:
+def _choice(log_probs: LogProbs | None, job: Job, sequence: int) -> Choice | None:
     if log_probs is None or job.top is None:
         return None
-    return choices_of(log_probs, MOST_LOG_PROBS)[row]
+    return choices_of(log_probs, MOST_LOG_PROBS)[sequence]

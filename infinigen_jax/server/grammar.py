@@ -41,13 +41,13 @@ class Grammars:
         return LLTokenizer(text, n_vocab=self._vocabulary, eos_token=sorted(self._ends) or None)
 
 
-def allowed_tokens(matchers: Mapping[int, LLMatcher], rows: int, vocabulary: int) -> np.ndarray:
-    """Return the tokens that each row may draw, one bit each, int32 [rows, vocabulary / 32].
+def allowed_tokens(matchers: Mapping[int, LLMatcher], batch: int, vocabulary: int) -> np.ndarray:
+    """Return the tokens that each sequence may draw, one bit each, int32 [b, vocabulary / 32].
 
     Args:
-        matchers: matchers of some rows; the other rows may draw all tokens.
+        matchers: matchers of some sequences; the others may draw all tokens.
     """
-    allowed = np.full((rows, -(-vocabulary // 32)), -1, np.int32)
-    for row, matcher in matchers.items():
-        fill_next_token_bitmask(matcher, allowed, row)
+    allowed = np.full((batch, -(-vocabulary // 32)), -1, np.int32)
+    for sequence, matcher in matchers.items():
+        fill_next_token_bitmask(matcher, allowed, sequence)
     return allowed

@@ -45,7 +45,7 @@ class Job:
         stop, ends: see `Answer`.
         matcher: matcher of each answer's text, to be copied; None for any text.
         top: number of most likely tokens to report for each token; None to report nothing.
-        budget: see `RowBudgets.replace`.
+        budget: see `SequenceBudgets.replace`.
         heat: whether to report the heat map of each token.
         send: called in the scheduler's thread with each piece, or an error that ended the job.
         cancelled: set by other threads; no piece is sent afterwards.
@@ -85,11 +85,11 @@ class Job:
 
 @dataclasses.dataclass(eq=False)
 class Intake:
-    """A prompt that is read, or complete and waiting for rows.
+    """A prompt that is read, or complete and waiting for sequences.
 
     Attributes:
         node: node of the prefix cache for the tokens read so far; None without one.
-        joined: number of answers that have a row.
+        joined: number of answers that have a sequence.
     """
 
     job: Job
@@ -104,7 +104,7 @@ class Intake:
 
 @dataclasses.dataclass(eq=False)
 class Running:
-    """An answer in a row of the batch."""
+    """An answer in a sequence of the batch."""
 
     job: Job
     answer: Answer

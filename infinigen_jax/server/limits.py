@@ -18,16 +18,16 @@ class Limits:
     """Sizes of a server.
 
     Attributes:
-        rows: number of answers decoded together.
+        batch: number of answers decoded together.
         context: maximum number of tokens of a prompt and its answer.
-        capacity: tokens that a row has room for, `context` and the room for drafts, rounded up.
+        capacity: room of a sequence in tokens: `context` and the room for drafts, rounded up.
         chunk: maximum number of prompt tokens read between two decode steps.
         waiting: maximum number of requests in the queue.
         prefix_bytes: maximum size of the prefix cache; 0 for none.
         heat_maps: whether requests may ask for heat maps, which need programs of their own.
     """
 
-    rows: int
+    batch: int
     context: int
     capacity: int
     chunk: int
@@ -39,7 +39,7 @@ class Limits:
     def of(
         cls,
         engine: Engine,
-        rows: int = 8,
+        batch: int = 8,
         context: int | None = None,
         waiting: int = 64,
         prefix_bytes: int = 1 << 30,
@@ -63,7 +63,7 @@ class Limits:
         capacity = round_up_capacity(max(context + room, decoder.policy.window))
         default = CHUNK_ON_CPU if decoder.transfer.in_place else CHUNK
         chunk = min(engine.prefill_chunk or default, capacity)
-        limits = cls(rows, context, capacity, chunk, waiting, prefix_bytes, heat_maps)
+        limits = cls(batch, context, capacity, chunk, waiting, prefix_bytes, heat_maps)
         limits.check_memory(engine)
         return limits
 
@@ -74,11 +74,11 @@ class Limits:
             InputError: if memory is too small.
         """
         decoder, drafted = engine.decoder, engine.runtime.draft_room
-        plan = plan_cache(decoder, self.rows, self.capacity)
-        step = step_bytes(decoder, self.rows, self.capacity, drafted, plan.resident)
+        plan = plan_cache(decoder, self.batch, self.capacity)
+        step = step_bytes(decoder, self.batch, self.capacity, drafted, plan.resident)
         for _ in range(READERS):
             plan += plan_cache(decoder, 1, self.capacity)
         plan = dataclasses.replace(plan, host_cache=plan.host_cache + self.prefix_bytes)
         reading = prefill_bytes(decoder, 1, self.chunk, self.capacity)
-        remedies = Remedies(decoder, ("`context`", "`prefix_bytes`"), self.rows, may_pool=False)
+        remedies = Remedies(decoder, ("`context`", "`prefix_bytes`"), self.batch, may_pool=False)
         check_memory(plan.at_work(max(reading, step)), engine.runtime.device, remedies)

@@ -6,7 +6,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.row_budgets import budget_limit
+from infinigen_jax.engine.sequence_budgets import budget_limit
 from infinigen_jax.errors import InputError
 from infinigen_jax.server.grammar import Grammars
 from infinigen_jax.server.job import Job, RefusedError

@@ -1,6 +1,6 @@
 """Scheduler: one thread owns the batch, and requests join and leave it between decode steps.
 
-    submit -> waiting -> reading, a chunk per step -> ready -> a row of the batch for each answer
+    submit -> waiting -> reading, a chunk per step -> ready -> a sequence of the batch per answer
 
 Other threads only append to the queue and set flags. Running answers wait for at most one chunk of
 a prompt per step. Prompts in progress take turns, so that a short one does not wait for a long one.
@@ -71,7 +71,7 @@ class Scheduler:
             self._wake.notify()
 
     def cancel(self, job: Job) -> None:
-        """Drop a request; its rows are free before the next step."""
+        """Drop a request; its sequences are free before the next step."""
         with self._wake:
             job.cancelled = True
             self._wake.notify()
@@ -188,30 +188,30 @@ class Scheduler:
         running = dict(self._batch.running)
         dropped += [each.job for each in running.values() if each.job.cancelled]
         self._intakes = [intake for intake in self._intakes if not intake.job.cancelled]
-        for row in [row for row, each in running.items() if each.job.cancelled]:
-            self._batch.leave(row)
+        for sequence in [sequence for sequence, each in running.items() if each.job.cancelled]:
+            self._batch.leave(sequence)
         for job in dict.fromkeys(dropped):
             self._metrics.done(job, "cancelled")
 
     def _join(self) -> None:
-        """Give rows to the answers of complete prompts."""
+        """Give sequences to the answers of complete prompts."""
         for intake in [intake for intake in self._intakes if intake.complete]:
             job = intake.job
             while intake.joined < job.answers:
-                if (row := self._batch.free) is None:
+                if (sequence := self._batch.free) is None:
                     return
                 number, tokenizer = intake.joined, self.engine.model.tokenizer
                 matcher = None if job.matcher is None else job.matcher.deep_copy()
                 answer = Answer(tokenizer, number, job.most, job.stop, job.ends, matcher)
                 assert intake.reading is not None
-                self._batch.join(row, intake.reading, Running(job, answer), number)
+                self._batch.join(sequence, intake.reading, Running(job, answer), number)
                 intake.joined += 1
             self._intakes.remove(intake)
 
     def _take(self, new: NewToken) -> None:
         """Send a new token's text, unless its answer has ended."""
         job, answer = new.answer.job, new.answer.answer
-        if self._batch.running.get(new.row) is not new.answer or job.cancelled:
+        if self._batch.running.get(new.sequence) is not new.answer or job.cancelled:
             return
         if answer.matcher is not None and answer.matcher.is_error():
             self._refuse(job, answer.matcher.get_error().splitlines()[0])
@@ -219,15 +219,15 @@ class Scheduler:
         piece = answer.push(new.token, new.choice)
         if new.heat is not None:
             piece = dataclasses.replace(piece, heat=new.heat)
-        self._send(new.row, job, piece)
+        self._send(new.sequence, job, piece)
 
-    def _send(self, row: int, job: Job, piece: Piece) -> None:
+    def _send(self, sequence: int, job: Job, piece: Piece) -> None:
         now = time.perf_counter()
         job.new_tokens += 1
         self._metrics.token(now - (job.last or job.arrived), first=not job.first)
         job.first, job.last = job.first or now, now
         if piece.finish is not None:
-            self._batch.leave(row)
+            self._batch.leave(sequence)
             job.finished += 1
         if job.finished == job.answers:
             self._metrics.done(job, "ok")

@@ -1,4 +1,4 @@
-"""Continuous batches: more prompts than rows give what each prompt gives alone."""
+"""Continuous batches: more prompts than sequences give what each prompt gives alone."""
 
 import numpy as np
 import pytest
@@ -68,14 +68,14 @@ def test_idle_rows_rest():
     assert run.capacity == 128
     resting = 0
     for _ in run.tokens():
-        for row in np.flatnonzero(run.idle & ~run.idle.all()):
+        for sequence in np.flatnonzero(run.idle & ~run.idle.all()):
             resting += 1
-            assert run.cached[row] == np.asarray(run.cache.lengths)[row]
-            assert run.cached[row] <= max(SPARSE.window, len(PROMPTS[1]) + end + 1) + 1
+            assert run.cached[sequence] == np.asarray(run.cache.lengths)[sequence]
+            assert run.cached[sequence] <= max(SPARSE.window, len(PROMPTS[1]) + end + 1) + 1
     assert run.new_tokens == [tokens_of(made, [prompt], 60)[0] for prompt in prompts]
     assert len(run.new_tokens[2]) > 30 < resting
     selected = np.stack([np.asarray(counts.selected) for counts in run.counts])
-    assert selected[-20:].any(axis=0).sum() == 1  # one row's
+    assert selected[-20:].any(axis=0).sum() == 1  # one sequence's
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_idle_rows_rest():
         pytest.param(SPARSE, {"pool": Pool(tokens=40)}, id="pool", marks=pytest.mark.slow),
     ],
 )
-def test_rows_that_end_between_flushes(policy, settings):
-    """The second row ends at the full capacity of 128, one step before prompts are admitted."""
+def test_sequences_that_end_between_flushes(policy, settings):
+    """The second one ends at the full capacity of 128, one step before prompts are admitted."""
     made = engine("one", policy, **settings)
     prompts = [[int(i) for i in np.random.default_rng(n).integers(3, 96, 29)] for n in (1, 2, 3)]
     expected = [tokens_of(made, [prompt], 99)[0] for prompt in prompts]
@@ -103,8 +103,8 @@ def test_rows_that_end_between_flushes(policy, settings):
 @given(st.data())
 def test_owners_against_a_list(data):
     lengths = np.array(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6)), np.int32)
-    rows = data.draw(st.integers(1, len(lengths)))
-    owners, tokens = Owners(lengths, rows), lengths[:rows]
+    batch = data.draw(st.integers(1, len(lengths)))
+    owners, tokens = Owners(lengths, batch), lengths[:batch]
     steps = dict.fromkeys(range(len(lengths)), 0)  # of each prompt
     history = []
     for _ in range(data.draw(st.integers(0, 20))):
@@ -115,19 +115,19 @@ def test_owners_against_a_list(data):
             steps[owner] = steps.get(owner, 0) + 1
         owners.step(tokens)
         tokens = tokens + 1
-        row = data.draw(st.integers(0, rows - 1))
+        sequence = data.draw(st.integers(0, batch - 1))
         if data.draw(st.booleans()):
-            owners.leave(row)
+            owners.leave(sequence)
             if owners.waiting:
-                tokens[row] = lengths[owners.waiting[0]]
-                owners.give(row, owners.waiting.popleft())
+                tokens[sequence] = lengths[owners.waiting[0]]
+                owners.give(sequence, owners.waiting.popleft())
     counted = np.array(data.draw(st.lists(st.integers(0, 9), min_size=6, max_size=6)))
     kept, cached = owners.history(counted[: len(lengths)])
     for step, cells in enumerate(history):
-        for row, cell in enumerate(cells):
+        for sequence, cell in enumerate(cells):
             inside = cell is not None and cell[1] - lengths[cell[0]] < counted[cell[0]]
-            assert kept[step, row] == inside
-            assert not inside or cell is None or cached[step, row] == cell[1]
+            assert kept[step, sequence] == inside
+            assert not inside or cell is None or cached[step, sequence] == cell[1]
     assert len(kept) == len(history)
 
 
@@ -145,10 +145,10 @@ def test_as_many_prompts_together_as_fit(monkeypatch, caplog):
     free(two / FILLED + 1)
     caplog.clear()
     run = made.start(PROMPTS, max_new_tokens=NEW, fit=True)
-    assert len(caplog.messages) == 1 and run.owners.rows == 2
+    assert len(caplog.messages) == 1 and run.owners.batch == 2
     assert "2 of 7 prompts" in caplog.text and "as many as fit" in caplog.text
     assert [*run.tokens()] and run.new_tokens == expected == tokens_of(made, PROMPTS)
-    with pytest.raises(InputError, match="`batch`") as refused:  # all rows, or those asked for
+    with pytest.raises(InputError, match="`batch`") as refused:  # all prompts, or those asked for
         made.start(PROMPTS, max_new_tokens=NEW)
     assert "the number of prompts" not in str(refused.value)
     with pytest.raises(InputError, match="`max_new_tokens`, `batch`|`max_new_tokens` or `batch`"):

@@ -132,7 +132,7 @@ def test_settings_and_prompts_out_of_range():
 
 @pytest.mark.usefixtures("shallow")
 def test_text_of_a_stream_is_that_of_its_tokens():
-    """Also where a token ends within a character, in a row that ends before the others."""
+    """Also where a token ends within a character, in a sequence that ends before the others."""
     model = load(embedded())
     made = Engine(model, policy=Full())
     prompts = ["The", "When the old man saw"]

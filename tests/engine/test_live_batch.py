@@ -37,11 +37,11 @@ def serve(made: Engine, prompts: list[list[int]], new: int = NEW) -> list[list[i
         best = np.asarray(live.best)
         if owner:
             live.step(jax.device_put(best, put))
-        for row, prompt in list(owner.items()):
-            answers[prompt].append(int(best[row]))
+        for sequence, prompt in list(owner.items()):
+            answers[prompt].append(int(best[sequence]))
             if len(answers[prompt]) == new:
-                live.leave(row)
-                del owner[row]
+                live.leave(sequence)
+                del owner[sequence]
     return answers
 
 
@@ -63,7 +63,7 @@ def test_arrivals_equal_single_prompts(policy, settings):
 
 
 def test_an_idle_row_does_not_fill_the_cache():
-    """A row that ran to the end of its cache rests while another one goes on."""
+    """A sequence that ran to the end of its cache rests while another one goes on."""
     made = engine("one", SPARSE, 0, prefill_chunk=CHUNK)
     long = CAPACITY - len(PROMPTS[0]) - 1
     expected = tokens_of(made, PROMPTS[:1], new=long, ignore_eos=True)

@@ -170,16 +170,16 @@ def test_the_cache_is_the_full_cache():
         run.settle()
         assert run.cache.host is not None
         caches.append(np.asarray(run.cache.host))
-    for row, prompt in enumerate(RAGGED):
+    for sequence, prompt in enumerate(RAGGED):
         cached = len(prompt) + NEW - 1
-        one, other = (host[:, row, :, :cached] for host in caches)
+        one, other = (host[:, sequence, :, :cached] for host in caches)
         np.testing.assert_allclose(one, other, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
 def test_sampling_has_the_distribution_of_the_full_model():
     """A chi-square test over 1,000 draws per seed of three tokens after a prompt."""
-    rows, length, kept, seeds = 1000, 3, 3, 20
+    batch, length, kept, seeds = 1000, 3, 3, 20
     warm = Sampling(temperature=1.5, top_k=kept)
     prompt, model = RAGGED[0][:12], random_model("one")
     made = engine("one", POOR, lossless=True, draft_tokens=2)
@@ -187,14 +187,14 @@ def test_sampling_has_the_distribution_of_the_full_model():
     rates = []
     for seed in range(seeds):
         sampling = dataclasses.replace(warm, seed=seed)
-        generation, stats = stats_of(made, [prompt] * rows, sampling, length)
+        generation, stats = stats_of(made, [prompt] * batch, sampling, length)
         rates.append(stats.acceptance_rate)
         for tokens in map(tuple, generation.tokens):
             counts[tokens] = counts.get(tokens, 0) + 1
     assert 0 < np.mean(rates) < 1
     expected = distribution(model, prompt, length, kept, warm.temperature)
     assert set(counts) <= set(expected)
-    total = seeds * rows
+    total = seeds * batch
     found = np.array([counts.get(tokens, 0) for tokens in expected])
     likely = np.array(list(expected.values())) * total
     assert scipy.stats.chisquare(found, likely).pvalue > 1e-3

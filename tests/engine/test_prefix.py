@@ -133,7 +133,7 @@ def test_the_prefix_that_is_given_is_what_is_shared():
 
 
 def test_the_plan_is_of_what_comes_one_after_the_other():
-    """The prefix alone, a copy for each row, their ends, steps, and one more row."""
+    """The prefix alone, a copy for each sequence, their ends, steps, and one more sequence."""
     made = engine("gqa")
     run = made.start(WHOLE, max_new_tokens=NEW, batch=2, prefix=len(PREFIX))
     alone, copied, ends, step, beside = run.phases
@@ -208,8 +208,8 @@ def test_shared_layouts_have_room_and_waste_nothing(prefix, own, batch):
     decoder = engine("gqa").decoder
     sharing = choose_sharing(decoder, prefix, prefix + own, batch)
     assert sharing.capacity >= prefix + own and sharing.unshared % UNIT == 0
-    assert sharing.rows * sharing.unshared <= max(0, prefix - decoder.policy.window)
-    slots = sharing.host_rows(batch) * sharing.unshared
+    assert sharing.sequences * sharing.unshared <= max(0, prefix - decoder.policy.window)
+    slots = sharing.host_sequences(batch) * sharing.unshared
     assert slots <= batch * -(-(prefix + own) // UNIT) * UNIT
     if prefix > 4 * (own + UNIT) and batch > 8:
         assert slots < 0.6 * batch * (prefix + own)

@@ -50,8 +50,8 @@ def made(name: str) -> Engine:
 def read(name: str) -> Cache:
     lengths = np.array([len(prompt) for prompt in RAGGED], np.int32)
     tokens = np.zeros((len(RAGGED), lengths.max()), np.int32)
-    for row, prompt in zip(tokens, RAGGED, strict=True):
-        row[: len(prompt)] = prompt
+    for padded, prompt in zip(tokens, RAGGED, strict=True):
+        padded[: len(prompt)] = prompt
     parts = made(name).decoder, made(name).weights
     return prefill(*parts, tokens, lengths, CAPACITY).cache
 
@@ -78,10 +78,10 @@ def comparable(name: str, cache: Cache) -> list[np.ndarray]:
     lengths, stored = np.asarray(cache.lengths), made(name).decoder.row_format
     assert cache.host is not None
 
-    def valid(array: Any, axis: int, rows: int) -> np.ndarray:
+    def valid(array: Any, axis: int, batch_axis: int) -> np.ndarray:
         places = np.arange(array.shape[axis]) < lengths[:, None]
         shape = [1] * array.ndim
-        shape[rows], shape[axis] = len(lengths), array.shape[axis]
+        shape[batch_axis], shape[axis] = len(lengths), array.shape[axis]
         return np.where(places.reshape(shape), np.asarray(array), 0)
 
     arrays: list[np.ndarray] = [lengths]
@@ -104,9 +104,11 @@ def check_hot_sets(cache: Cache) -> None:
         host, slots = np.asarray(cache.host)[number], np.asarray(hot.slots)
         assert (np.asarray(hot.used) < lengths[:, None, None]).all()
         assert (slots < lengths[:, None, None]).all()
-        for row, head, entry in zip(*np.nonzero(slots >= 0), strict=True):
-            slot = slots[row, head, entry]
-            np.testing.assert_array_equal(hot.rows[row, head, entry], host[row, head, slot])
+        for sequence, head, entry in zip(*np.nonzero(slots >= 0), strict=True):
+            slot = slots[sequence, head, entry]
+            np.testing.assert_array_equal(
+                hot.rows[sequence, head, entry], host[sequence, head, slot]
+            )
 
 
 @pytest.mark.parametrize("name", MARKED)

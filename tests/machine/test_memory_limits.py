@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
     device = FakeDevice("gpu", {"bytes_limit": 10 * GIB, "bytes_in_use": GIB})
 
     decoder = engine("gqa", dense_layers=1, hot_set=1.0).decoder
-    remedies = Remedies(decoder, rows=3)
+    remedies = Remedies(decoder, batch=3)
 
     def refusal(**parts: int) -> str:
         sizes = {field.name: 0 for field in dataclasses.fields(MemoryPlan)} | parts

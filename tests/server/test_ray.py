@@ -48,7 +48,7 @@ def wait(condition: Any, process: subprocess.Popen, seconds: float) -> None:
 
 
 def test_two_replicas(replicas):
-    """Both answer, alike and in streams; a client that goes away frees its row."""
+    """Both answer, alike and in streams; a client that goes away frees its sequence."""
     client, log = replicas
     settings: Any = {"model": "tiny-llama", "prompt": "Once upon a time", "temperature": 0}
 

@@ -25,7 +25,7 @@ def alone(prompt, settings):
 
 
 def test_each_prompt_has_its_own_settings():
-    """Also where it takes the row of a prompt with others."""
+    """Also where it takes the sequence of a prompt with others."""
     expected = [alone(*pair) for pair in zip(PROMPTS, SETTINGS, strict=True)]
     assert len({tuple(alone(PROMPTS[0], settings)) for settings in SETTINGS}) == len(SETTINGS)
     assert tokens_of(made(), PROMPTS, sampling=SETTINGS, batch=2, ignore_eos=True) == expected
@@ -53,7 +53,7 @@ def test_a_strong_penalty_lets_no_token_come_twice():
 
 
 def test_log_probabilities_are_those_of_the_model():
-    """With penalties as well, and in every row that a prompt may take."""
+    """With penalties as well, and in every sequence that a prompt may take."""
     run = made().start(PROMPTS, SETTINGS, NEW, batch=2, log_probs=3)
     for _ in run.tokens(ignore_eos=True):
         pass

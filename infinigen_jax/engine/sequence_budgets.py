@@ -14,32 +14,32 @@ from infinigen_jax.selection.select import budget_fraction
 
 
 def budget_limit(decoder: Decoder) -> float | None:
-    """Return the policy's budget, the limit of a row's; None if rows cannot differ."""
+    """Return the policy's budget, the limit of a sequence's; None if they cannot differ."""
     policy = decoder.policy
     if not isinstance(policy, Budgeted) or policy.observes or not decoder.selecting:
         return None
     return policy.budget
 
 
-class RowBudgets:
-    """Budgets by row, at most the policy's.
+class SequenceBudgets:
+    """Budgets by sequence, at most the policy's.
 
     Attributes:
-        weights: weights of the model and the policy, with the budgets of all rows.
+        weights: weights of the model and the policy, with the budgets of all sequences.
     """
 
-    def __init__(self, runtime: Runtime, rows: int):
+    def __init__(self, runtime: Runtime, batch: int):
         self._decoder, self._most = runtime.decoder, budget_limit(runtime.decoder)
         self.weights, self._at = runtime.weights, Placement(runtime.mesh).batch
         if self._most is not None:
-            self._budgets = np.full(rows, self._most)
+            self._budgets = np.full(batch, self._most)
             self.weights = self._with_budgets()
 
-    def replace(self, row: int, budget: float | None) -> None:
-        """Set the budget of a row; None for the policy's."""
+    def replace(self, sequence: int, budget: float | None) -> None:
+        """Set the budget of a sequence; None for the policy's."""
         budget = budget or self._most
-        if budget is not None and budget != self._budgets[row]:
-            self._budgets[row] = budget
+        if budget is not None and budget != self._budgets[sequence]:
+            self._budgets[sequence] = budget
             self.weights = self._with_budgets()
 
     def _with_budgets(self) -> Weights:
@@ -53,7 +53,7 @@ class RowBudgets:
         return self.weights._replace(policy=tuple(layers))
 
     def _shares(self, budget: float) -> Any:
-        """Return a layer's budgets, scaled as the budgets of the rows are."""
-        scaled = [budget_fraction(budget * (row / self._most)) for row in self._budgets]
+        """Return a layer's budgets, scaled as the budgets of the sequences are."""
+        scaled = [budget_fraction(budget * (each / self._most)) for each in self._budgets]
         pairs = np.array([share.as_integer_ratio() for share in scaled], np.int32)
         return jax.device_put(pairs, self._at)
