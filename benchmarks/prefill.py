@@ -171,7 +171,7 @@ def temporaries(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> li
 def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[Any]:
     """Return the lowered programs that read a chunk, the host layer's first."""
     decoder, weights = engine.decoder, engine.weights
-    run, config, stored = prefill_steps(decoder), decoder.config, decoder.row_format
+    programs, config, stored = prefill_steps(decoder), decoder.config, decoder.row_format
     at = Placement(decoder.mesh)
 
     def shaped(tree: Any, sharding: Any) -> Any:
@@ -179,7 +179,7 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    empty = run.empty.shapes(batch=batch, capacity=capacity, slots=capacity)
+    empty = programs.empty.shapes(batch=batch, capacity=capacity, slots=capacity)
     lengths = shaped(empty.lengths, at.batch)
     cache = shaped(empty._replace(lengths=None), at.rows)
     k, w = config.num_kv_heads, 2 * config.head_dim
@@ -192,8 +192,10 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
     span, layers = Span(lengths, lengths), weights.params["layers"]
     first = decoder.on_host[0]
     lowered = [
-        run.host_layer.lower(layers[first], x, cache.scales[0], host, layer_number, span, lengths),
-        run.keep.lower(
+        programs.host_layer.lower(
+            layers[first], x, cache.scales[0], host, layer_number, span, lengths
+        ),
+        programs.keep.lower(
             weights.policy[0],
             rows,
             span,
@@ -207,8 +209,8 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
     ]
     if first > 0:
         lowered += [
-            run.device_layer.lower(layers[0], x, cache.local[0], span, lengths, window=None),
-            run.keep_on_device.lower(cache.local[0], rows, span),
+            programs.device_layer.lower(layers[0], x, cache.local[0], span, lengths, window=None),
+            programs.keep_on_device.lower(cache.local[0], rows, span),
         ]
     return lowered
 

@@ -149,7 +149,9 @@ def values(name: str, numbers: Any, pattern: str = "{:g}") -> Titled:
 
 
 _BOTH = ("divergence",)
-_SWEEP = {name: {"policy": name, "partial_ratio": r} for name, r in sensitivity.OWN_RATIO.items()}
+_SWEEP = {
+    name: {"policy": name, "partial_ratio": r} for name, r in sensitivity.ALPHA_SWEEP_RATIO.items()
+}
 TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
     "perplexity": (
         [

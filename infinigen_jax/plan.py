@@ -105,23 +105,23 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
     from infinigen_jax.planner.forecast import Machine
 
     device = jax.devices()[0]
-    own = None if device.platform == "cpu" else available_device_bytes(device)
+    memory = None if device.platform == "cpu" else available_device_bytes(device)
     if arguments.device_memory is not None:
-        own = int(arguments.device_memory * 2**30)
+        memory = int(arguments.device_memory * 2**30)
     host = arguments.host_memory
     reads, copies = (
         None if given is None else 1e9 * given
         for given in (arguments.device_bandwidth, arguments.copy_bandwidth)
     )
     # A device that is only said to be there cannot be measured.
-    if own is None or device.platform != "cpu":
+    if memory is None or device.platform != "cpu":
         if copies is None:
-            found = bandwidths.host_to_device_bandwidth() if own is not None else None
+            found = bandwidths.host_to_device_bandwidth() if memory is not None else None
             copies = found or bandwidths.gather_bandwidth()
         if reads is None:
             reads = bandwidths.memory_read_bandwidth()
     return Machine(
-        device_memory=own,
+        device_memory=memory,
         host_memory=available_host_bytes() if host is None else int(host * 2**30),
         memory_bandwidth=reads,
         copy_bandwidth=copies,

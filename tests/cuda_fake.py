@@ -1,6 +1,6 @@
 """A stand-in for the CUDA driver, so that handlers and transfer run on the CPU.
 
-It records its calls in `calls`. Kernels on XLA's stream run immediately. Kernels on the own stream
+It records its calls in `calls`. Kernels on XLA's stream run immediately. Those on the other one
 run only when XLA's stream waits for them: a program that reads their results too early, or frees
 their operands, gets garbage. The kernels themselves are the emulation's.
 """
@@ -18,7 +18,7 @@ from infinigen_jax.cuda.driver import SIGNATURES, Driver
 from infinigen_jax.cuda.ffi import Frame
 from infinigen_jax.cuda.launch import KERNELS, Launcher
 
-XLA_STREAM, CONTEXT, MODULE, OWN_STREAM = 7, 100, 200, 300
+XLA_STREAM, CONTEXT, MODULE, TRANSFER_STREAM = 7, 100, 200, 300
 FIRST_FUNCTION, FIRST_EVENT = 1000, 2000
 PARAMETERS = {"gather_rows": 9, "gather_rows_hot": 14, "select_rows": 13, "replace_entries": 17}
 PARAMETERS |= {"index_scores": 8, "index_rest": 18}
@@ -105,14 +105,14 @@ class FakeCuda:
         _put(out, FIRST_FUNCTION + KERNELS.index(name.decode()))
 
     def _cuStreamCreateWithPriority(self, out: int, flags: int, priority: int) -> None:
-        _put(out, OWN_STREAM)
+        _put(out, TRANSFER_STREAM)
 
     def _cuEventCreate(self, out: int, flags: int) -> None:
         self.events += 1
         _put(out, FIRST_EVENT + self.events)
 
     def _cuEventRecord(self, event: int, stream: int) -> None:
-        if stream == OWN_STREAM:
+        if stream == TRANSFER_STREAM:
             self.recorded[event] = list(self.queue)
 
     def _cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:

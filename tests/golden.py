@@ -2,7 +2,7 @@
 
     python -m tests.golden record    # write tests/golden.json from this checkout
     python -m tests.golden check     # compare; exit status 1 and a line for each difference
-    python -m tests.golden check --model tiny-opt --policy quest
+    python -m tests.golden check --model tiny-opt --policy infinigen
 
 Each case is a run of the `generate` command: a model, a policy and a dtype, one prompt and a ragged
 batch of three, 64 new tokens. The recorded tokens are those of the fused schedule of version 0.1.0

@@ -77,8 +77,8 @@ def make_tiny(folder: Path, family: str, seed: int = 0, **settings: Any) -> Tiny
 
 def logits_of(model: Model, tokens: np.ndarray) -> np.ndarray:
     """Logits [b, s, v] of a loaded model, without cache or skewing."""
-    run = jax.jit(functools.partial(forward, blueprint(model.config, model.dtype)))
-    return np.asarray(run(model.params, jnp.asarray(tokens)))
+    logits = jax.jit(functools.partial(forward, blueprint(model.config, model.dtype)))
+    return np.asarray(logits(model.params, jnp.asarray(tokens)))
 
 
 def only(folder: Path, *names: str) -> list[str]:

@@ -21,13 +21,13 @@ RATIOS = {
     "infinigen": (0.25, 0.5, 0.75, 1.0),
 }
 ALPHA = 4.0  # for the sweep over ratios
-OWN_RATIO = {"infinigen-paper": 0.2, "infinigen": 0.75}  # for the sweep over alpha
+ALPHA_SWEEP_RATIO = {"infinigen-paper": 0.2, "infinigen": 0.75}  # for the sweep over alpha
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this figure."""
     sweeps: dict[str, None] = {}  # the two share a point
-    for name, ratio in OWN_RATIO.items():
+    for name, ratio in ALPHA_SWEEP_RATIO.items():
         pairs = [(alpha, ratio) for alpha in ALPHAS] + [(ALPHA, each) for each in RATIOS[name]]
         for alpha, ratio in pairs:
             sweeps.setdefault(f"{name}:alpha={alpha:g},partial_ratio={ratio:g}")
@@ -57,7 +57,7 @@ def sweep(
         if not isinstance(settings.get(x), float):  # none, or no limit
             return None
         held = (
-            settings["partial_ratio"] == OWN_RATIO.get(line["policy"])
+            settings["partial_ratio"] == ALPHA_SWEEP_RATIO.get(line["policy"])
             if x == "alpha"
             else settings["alpha"] == ALPHA
         )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
     from infinigen_jax.settings.sampling import Sampling
 
-OWN_OPTIONS = ("context", "save", "resume")
+CHAT_OPTIONS = ("context", "save", "resume")
 # Options that make no sense in a conversation.
 OTHERS = ("stats_json", "log_probs", "batch", "prefix", "prefix_file", "raw")
 COMMANDS = {
@@ -64,7 +64,7 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
 
 def check_chat_options(arguments: argparse.Namespace) -> None:
     """Refuse combinations that make no sense."""
-    for name in OTHERS if arguments.chat else OWN_OPTIONS:
+    for name in OTHERS if arguments.chat else CHAT_OPTIONS:
         if getattr(arguments, name) not in (None, False):
             if arguments.chat:
                 raise ParameterError(name, "not with `chat`; leave one of them out")

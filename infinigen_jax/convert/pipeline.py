@@ -125,12 +125,12 @@ def convert(
     start_backend()
     absorbs = _absorbs(skew, config)
     linked = [] if sidecar or absorbs else unchanged_files(folder, sources, dtype)
-    own = absorbs or not (sidecar or linked)
+    whole = absorbs or not (sidecar or linked)
     tokens = _tokens(calibration, tokenizer, config) if skew != "none" else None
     # Another process may have written the destination while this one waited for the lock.
     with blas_threads(), staged(target, lambda: check_destination(folder, target, force)) as out:
         job = _Job(config, sources, stored, skew, speculate_from, tokens)
-        files = job.write_weights(out, progress, own)
+        files = job.write_weights(out, progress, whole)
         files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(converted_config(hf, stored), indent=2) + "\n")
         for name, content in copied.items():
@@ -192,14 +192,14 @@ class _Job:
         self.statistics: dict[str, list[np.ndarray]] = {}
 
     def write_weights(
-        self, out: Path, progress: Callable[[int, int], None], own: bool
+        self, out: Path, progress: Callable[[int, int], None], whole: bool
     ) -> dict[str, Any]:
         """Run all layers and write weights; return the files' manifest records.
 
         With skew balanced, the corrected query projections are written into AHEAD_FILE.
 
         Args:
-            own: whether to stream the model's own weights into `model.safetensors`.
+            whole: whether to stream the model's own weights into `model.safetensors`.
         """
         layout = {spec.name: (self.dtype, spec.shape) for spec in self.specs.flat()}
         with contextlib.ExitStack() as stack:
@@ -208,17 +208,17 @@ class _Job:
                 return SafetensorsWriter(stack.enter_context(open(out / name, "wb")), *arguments)
 
             files: dict[str, SafetensorsWriter] = {}
-            if own:
+            if whole:
                 files[SAFETENSORS] = opened(SAFETENSORS, layout, {"format": "pt"})
             if self.skew == "balanced":
                 files[AHEAD_FILE] = opened(AHEAD_FILE, self._ahead_layout())
-            if own:
+            if whole:
                 self._add(files[SAFETENSORS], self.specs.embedding, None)
             calibrator = self._calibrator()
             self._release(self.specs.embedding)
             for done, specs in enumerate(self.specs.layers):
                 extra = self._calibrate(calibrator, done)
-                if own:
+                if whole:
                     self._add(files[SAFETENSORS], specs, extra if self.absorbs else None)
                 if AHEAD_FILE in files:
                     for name in projection_shapes(self.config):

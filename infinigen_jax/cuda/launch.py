@@ -180,5 +180,5 @@ def call(
         grid: number of blocks, and of threads per block.
     """
     config = (KERNELS.index(kernel), *grid, *integers) if kernel else (0,)
-    run = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
-    return run(*operands, config=np.array(config, np.int32))
+    target_call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
+    return target_call(*operands, config=np.array(config, np.int32))

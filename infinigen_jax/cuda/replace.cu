@@ -52,11 +52,11 @@ __device__ void replace(const int* slots, const int* count, const int* positions
   __shared__ int shares[WARP];
   const int share = ((size + WARP - 1) / WARP + warps() - 1) / warps() * WARP;
   const int begin = warp() * share, end = min(size, begin + share);
-  int own = 0;
+  int misses = 0;
   for (int i = begin; i < end; i += WARP) {
-    own += __popc(__ballot_sync(ALL, i + lane() < end && miss[i + lane()]));
+    misses += __popc(__ballot_sync(ALL, i + lane() < end && miss[i + lane()]));
   }
-  if (lane() == 0) shares[warp()] = own;
+  if (lane() == 0) shares[warp()] = misses;
   __syncthreads();
   int turn = 0;
   for (int i = 0; i < warp(); ++i) turn += shares[i];

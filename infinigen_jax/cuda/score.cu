@@ -8,10 +8,12 @@
 //
 //   index_rest
 //   positions [b], slots [b][k][n], count [b][k]    current tokens, and what is requested
-//   rest    [b][k][g][t / run]      log(sum(exp(score))) of each run of slots, of those of sinks ..
-//                                   position - window that are not requested; -inf where none is
-//   entry   [b][k][g][t / run][c]   mean of the leading c columns of the same slots' entries, by the
-//                                   weights exp(score); 0 where there is none. c is 0, 8 or 16
+//   rest    [b][k][g][t / tail_block]      log(sum(exp(score))) of each block of tail_block slots, of
+//                                          those of sinks .. position - window that are not
+//                                          requested; -inf where none is
+//   entry   [b][k][g][t / tail_block][c]   mean of the leading c columns of the same slots' entries,
+//                                          by the weights exp(score); 0 where there is none. c is 0,
+//                                          8 or 16
 //
 // A block takes every `tiles`th tile of slots of one (b, k). A lane has LANE_SLOTS slots of it, and
 // unpacks each code once for HEADS query heads; further heads go over the tile again, which is in the
@@ -135,32 +137,33 @@ extern "C" __global__ void __launch_bounds__(MAX_TILE / LANE_SLOTS)
   }
 }
 
-// log(sum(exp(x))) of a run, by a warp.
-__device__ inline float log_sum(const float* x, int run) {
+// log(sum(exp(x))) of a tail block, by a warp.
+__device__ inline float log_sum(const float* x, int tail_block) {
   float peak = minus_infinity(), total = 0;
-  for (int i = lane(); i < run; i += WARP) peak = fmaxf(peak, x[i]);
+  for (int i = lane(); i < tail_block; i += WARP) peak = fmaxf(peak, x[i]);
   peak = reduce_warp(peak, larger);
   if (peak == minus_infinity()) return peak;
-  for (int i = lane(); i < run; i += WARP) total += expf(x[i] - peak);
+  for (int i = lane(); i < tail_block; i += WARP) total += expf(x[i] - peak);
   return peak + logf(reduce_warp(total, added));
 }
 
-// Mean of the leading columns of a run's entries, by the weights exp(score - total), by a warp.
+// Mean of the leading columns of a tail block's entries, by the weights exp(score - total), by a
+// warp.
 template <int LEADING>
 __device__ inline void mean_entry(const unsigned* __restrict__ index, int capacity, int words,
-                                  int first, int run, const float* score, float total,
+                                  int first, int tail_block, const float* score, float total,
                                   float* entry) {
   constexpr int LEADING_WORDS = LEADING / (2 * HALF_CODES);
   float sum[LEADING] = {};
-  for (int i = lane(); i < run; i += WARP) {
+  for (int i = lane(); i < tail_block; i += WARP) {
     if (score[i] == minus_infinity()) continue;
-    const unsigned* own = index + first + i;
-    const unsigned both = own[(unsigned long long)words * capacity];
+    const unsigned* codes_of_slot = index + first + i;
+    const unsigned both = codes_of_slot[(unsigned long long)words * capacity];
     const float step = __int_as_float(both & 0xffff0000u), low = __int_as_float(both << 16);
     const float weight = expf(score[i] - total);
 #pragma unroll
     for (int word = 0; word < LEADING_WORDS; ++word) {
-      const unsigned codes = word < words ? own[(unsigned long long)word * capacity] : 0;
+      const unsigned codes = word < words ? codes_of_slot[(unsigned long long)word * capacity] : 0;
 #pragma unroll
       for (int c = 0; c < 2 * HALF_CODES; ++c) {
         const unsigned code = codes >> c * CODE_BITS & CODE_MASK;
@@ -197,19 +200,19 @@ __device__ inline void mark(const int* slots, int count, int start, int tile, un
 extern "C" __global__ void __launch_bounds__(MAX_TILE / LANE_SLOTS)
     index_rest(const float* query, const unsigned* index, const int* positions, const int* slots,
                const int* count, float* rest, float* entry, int heads, int group, int columns,
-               int words, int capacity, int tiles, int size, int run, int sinks, int window,
+               int words, int capacity, int tiles, int size, int tail_block, int sinks, int window,
                int leading) {
   __shared__ Query shared;
   __shared__ unsigned requested[MAX_TILE / WARP];
   __shared__ float tile_scores[HEADS][MAX_TILE];
   const unsigned long long pair = blockIdx.x / tiles;
-  const int tile = LANE_SLOTS * blockDim.x, runs = tile / run;
+  const int tile = LANE_SLOTS * blockDim.x, tail_blocks = tile / tail_block;
   const int end = min(positions[pair / heads] - window + 1, capacity);
   query += pair * group * columns;
   index += pair * (words + 1) * capacity;
   slots += pair * size;
-  rest += pair * group * (capacity / run);
-  entry += pair * group * (capacity / run) * leading;
+  rest += pair * group * (capacity / tail_block);
+  entry += pair * group * (capacity / tail_block) * leading;
 
   for (int start = blockIdx.x % tiles * tile; start < capacity; start += tiles * tile) {
     mark(slots, count[pair], start, tile, requested);
@@ -228,19 +231,20 @@ extern "C" __global__ void __launch_bounds__(MAX_TILE / LANE_SLOTS)
         }
       }
       __syncthreads();
-      for (int i = warp(); i < min(HEADS, group - begin) * runs; i += warps()) {
-        const int head = i / runs, at = i % runs * run;
+      for (int i = warp(); i < min(HEADS, group - begin) * tail_blocks; i += warps()) {
+        const int head = i / tail_blocks, at = i % tail_blocks * tail_block;
         if (start + at >= capacity) continue;
-        const float value = log_sum(tile_scores[head] + at, run);
+        const float value = log_sum(tile_scores[head] + at, tail_block);
         const unsigned long long place =
-            (unsigned long long)(begin + head) * (capacity / run) + (start + at) / run;
+            (unsigned long long)(begin + head) * (capacity / tail_block) +
+            (start + at) / tail_block;
         if (lane() == 0) rest[place] = value;
         const float* scores = tile_scores[head] + at;
         float* mean = entry + place * leading;
         if (leading == 8) {
-          mean_entry<8>(index, capacity, words, start + at, run, scores, value, mean);
+          mean_entry<8>(index, capacity, words, start + at, tail_block, scores, value, mean);
         } else if (leading == 16) {
-          mean_entry<16>(index, capacity, words, start + at, run, scores, value, mean);
+          mean_entry<16>(index, capacity, words, start + at, tail_block, scores, value, mean);
         }
       }
       __syncthreads();  // the next scores and query take the place of these

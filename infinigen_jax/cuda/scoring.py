@@ -15,7 +15,7 @@ THREADS = 256
 TILE = 2 * THREADS  # slots per block
 MAX_COLUMNS = 256  # as in score.cu
 LEADING = (8, 16)  # numbers of columns that the kernel can average
-MAX_RUN = 128  # slots per number of `index_rest`; divides TILE
+MAX_TAIL_BLOCK = 128  # slots per number of `index_rest`; divides TILE
 
 
 def index_scores(
@@ -32,7 +32,7 @@ def index_scores(
         b, k, g, _ = query.shape
         out = jax.ShapeDtypeStruct((b, k, g, index.shape[3]), jnp.float32)
         sizes = (g, *_sizes(query, index))
-        (scores,) = _run("index_scores", (query, index), (out,), sizes)
+        (scores,) = _launch("index_scores", (query, index), (out,), sizes)
         return scores
 
     return _on_each_device(local, query, index)
@@ -54,19 +54,19 @@ def index_rest(
     Args:
         positions: positions of the current tokens; slots from sinks to position - window count.
         slots, count: requested slots, which do not count.
-        blocks: m; the t / m slots of a block are at most MAX_RUN, a power of two.
+        blocks: m; the t / m slots of a block are at most MAX_TAIL_BLOCK, a power of two.
         columns: c of `Rest.entry`, at most the last of LEADING; 0 for none.
     """
     leading = min((n for n in LEADING if n >= columns), default=0) if columns else 0
 
     def local(query: Array, index: Array, *others: Array) -> tuple[Array, ...]:
         b, k, g, _ = query.shape
-        run, size = index.shape[3] // blocks, others[1].shape[2]
-        integers = (k, g, *_sizes(query, index), size, run, sinks, window, leading)
+        tail_block, size = index.shape[3] // blocks, others[1].shape[2]
+        integers = (k, g, *_sizes(query, index), size, tail_block, sinks, window, leading)
         score = jax.ShapeDtypeStruct((b, k, g, blocks), jnp.float32)
         # The kernel needs a pointer even if it does not write there.
         entry = jax.ShapeDtypeStruct((b, k, g, blocks if leading else 1, leading or 1), jnp.float32)
-        return _run("index_rest", (query, index, *others), (score, entry), integers)
+        return _launch("index_rest", (query, index, *others), (score, entry), integers)
 
     score, entry = _on_each_device(local, query, index, positions, slots, count)
     if not columns:
@@ -81,7 +81,7 @@ def _sizes(query: Array, index: Array) -> tuple[int, int, int, int]:
     return query.shape[3], index.shape[2] - 1, capacity, -(-capacity // TILE)
 
 
-def _run(
+def _launch(
     kernel: str,
     operands: tuple[Array, ...],
     outs: tuple[jax.ShapeDtypeStruct, ...],

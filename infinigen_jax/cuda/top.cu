@@ -64,7 +64,7 @@ __device__ void for_each_key(const unsigned* keys, int length, Visit visit) {
 // Numbers the positions of [0, length) of a warp's own share in order: visit(position, key) is
 // called by all lanes of a warp at once; beyond the end with a key of 0.
 template <typename Visit>
-__device__ void for_own_share(const unsigned* keys, int length, Visit visit) {
+__device__ void for_warp_share(const unsigned* keys, int length, Visit visit) {
   const int steps = (length + WARP - 1) / WARP;
   const int share = (steps + warps() - 1) / warps() * WARP;
   const int end = min(length, (warp() + 1) * share);
@@ -92,14 +92,14 @@ struct Bin {
 };
 
 __device__ inline Bin find_bin(const unsigned (*histogram)[BINS], int wanted) {
-  constexpr int OWN = BINS / WARP;
+  constexpr int LANE_BINS = BINS / WARP;
   __shared__ Bin found;
   if (warp() == 0) {
-    int size[OWN], total = 0;  // lane 0 has the highest bins
-    for (int i = 0; i < OWN; ++i) {
+    int size[LANE_BINS], total = 0;  // lane 0 has the highest bins
+    for (int i = 0; i < LANE_BINS; ++i) {
       size[i] = 0;
       for (int copy = 0; copy < COPIES; ++copy) {
-        size[i] += histogram[copy][BINS - 1 - (lane() * OWN + i)];
+        size[i] += histogram[copy][BINS - 1 - (lane() * LANE_BINS + i)];
       }
       total += size[i];
     }
@@ -111,7 +111,7 @@ __device__ inline Bin find_bin(const unsigned (*histogram)[BINS], int wanted) {
     if (reached >= wanted && reached - total < wanted) {
       int larger = reached - total, i = 0;
       while (larger + size[i] < wanted) larger += size[i++];
-      found = {BINS - 1 - (lane() * OWN + i), larger, size[i]};
+      found = {BINS - 1 - (lane() * LANE_BINS + i), larger, size[i]};
     }
   }
   __syncthreads();
@@ -129,10 +129,11 @@ __device__ inline Threshold find_threshold(const unsigned* keys, int length, uns
     const int begin = max(end - DIGIT, 0);  // the digit is bits begin .. end - 1
     for (int i = threadIdx.x; i < COPIES * BINS; i += blockDim.x) histogram[i / BINS][i % BINS] = 0;
     __syncthreads();
-    unsigned* const own = histogram[warp() % COPIES];
+    unsigned* const counts = histogram[warp() % COPIES];
     for_each_key(keys, length, [&](unsigned key) {
       const unsigned long long offset = key - least;
-      if (offset >> end == prefix) atomicAdd(own + ((offset >> begin) & ((1u << (end - begin)) - 1)), 1u);
+      const unsigned digit = (offset >> begin) & ((1u << (end - begin)) - 1);
+      if (offset >> end == prefix) atomicAdd(counts + digit, 1u);
     });
     __syncthreads();
     const Bin bin = find_bin(histogram, wanted);
@@ -158,14 +159,14 @@ __device__ inline void top(const unsigned* keys, int length, int available, unsi
   if (wanted < available) threshold = find_threshold(keys, length, least, most, wanted);
   const bool ties = threshold.ties > 0;
 
-  int own_larger = 0, own_equal = 0;
-  for_own_share(keys, length, [&](int, unsigned key) {
-    own_larger += __popc(__ballot_sync(ALL, key > threshold.above));
-    own_equal += __popc(__ballot_sync(ALL, ties && key == threshold.above));
+  int warp_larger = 0, warp_equal = 0;
+  for_warp_share(keys, length, [&](int, unsigned key) {
+    warp_larger += __popc(__ballot_sync(ALL, key > threshold.above));
+    warp_equal += __popc(__ballot_sync(ALL, ties && key == threshold.above));
   });
   if (lane() == 0) {
-    larger[warp()] = own_larger;
-    equal[warp()] = own_equal;
+    larger[warp()] = warp_larger;
+    equal[warp()] = warp_equal;
   }
   __syncthreads();
   int before = 0, tied = 0;
@@ -174,7 +175,7 @@ __device__ inline void top(const unsigned* keys, int length, int available, unsi
     tied += equal[i];
   }
   before += min(tied, threshold.ties);
-  for_own_share(keys, length, [&](int position, unsigned key) {
+  for_warp_share(keys, length, [&](int position, unsigned key) {
     const unsigned equals = __ballot_sync(ALL, ties && key == threshold.above);
     const bool kept = key > threshold.above ||
                       (equals >> lane() & 1 &&

@@ -177,8 +177,8 @@ def trace_once(function: Callable[..., Any]) -> Callable[..., Any]:
         if kind not in traces:
             jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
             traces[kind] = jaxpr_as_fun(jaxpr), jax.tree.structure(results)
-        run, results = traces[kind]
-        return jax.tree.unflatten(results, run(*leaves))
+        trace, results = traces[kind]
+        return jax.tree.unflatten(results, trace(*leaves))
 
     return call
 
@@ -271,14 +271,14 @@ def flush_cache(
     decoder: Decoder, weights: Weights, numbers: Sequence[Array], cache: Cache
 ) -> Cache:
     """Write the rows of all rings to the host, so that the host holds every cached row."""
-    run = steps(decoder)
+    programs = steps(decoder)
     if cache.host is None:
         return cache
     if cache.pool:
-        return run.flush_pool(weights.policy, cache)
+        return programs.flush_pool(weights.policy, cache)
     host, states = cache.host, list(cache.states)
     for number, layer in enumerate(decoder.on_host):
-        host, states[number] = run.flush(
+        host, states[number] = programs.flush(
             weights.policy[number],
             numbers[number],
             host,

@@ -70,8 +70,8 @@ class Dispatcher:
             arguments = (self.weights, *cache.parts(self.decoder.policy.observes), tokens)
             if self._layerwise or watch is not None:
                 return self._by_layer(cache, *arguments, watch)
-            run = self._steps.checked if self._check else self._steps.fused
-            new, logits, best, counts, *place = run(*arguments)
+            step = self._steps.checked if self._check else self._steps.fused
+            new, logits, best, counts, *place = step(*arguments)
             return Stepped(cache.stepped(new), logits, best, counts, place)
 
     def _by_layer(

@@ -82,8 +82,8 @@ class Reading:
         """Logits of the first new token of a complete prompt, and the most likely token."""
         assert self.complete and self._last is not None
         embedding = self._runtime.weights.params["embedding"]
-        run = steps(self._runtime.decoder).predict
-        return run(embedding, self._last, self.cache.lengths)[:2]
+        predict = steps(self._runtime.decoder).predict
+        return predict(embedding, self._last, self.cache.lengths)[:2]
 
     def wait(self) -> None:
         """Wait until the chunk in progress is computed."""

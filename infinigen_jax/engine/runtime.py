@@ -189,10 +189,10 @@ def prepare(decoder: Decoder, model: Model) -> tuple[Params, ...]:
         return decoder.policy.prepare(dataclasses.replace(model, **parts), 0)
 
     # One program for all layers; otherwise each operation is compiled separately.
-    run = Program(of_one, (decoder, model.skew, model.speculate_from))
+    prepare = Program(of_one, (decoder, model.skew, model.speculate_from))
     prepared = []
     for number, layer in enumerate(decoder.on_host):
-        weights = run(one_layer(model, layer))
+        weights = prepare(one_layer(model, layer))
         if number in decoder.budgets:
             share = budget_fraction(decoder.budgets[number]).as_integer_ratio()
             weights = weights | {"share": jnp.array(share, jnp.int32)}

@@ -116,13 +116,13 @@ class InfiniGenLM(LM):
         hidden = disable_tqdm or self.quiet
         with tqdm(total=len(requests), unit=" texts", disable=hidden) as progress:
             for size in sorted(set(sizes)):  # requests of one length of answer are one batch
-                rows = [i for i, own in enumerate(sizes) if own == size]
+                numbers = [i for i, each in enumerate(sizes) if each == size]
                 room = self.positions - size
-                prompts = [prefixed(tokenizer, requests[i].args[0])[-room:] for i in rows]
+                prompts = [prefixed(tokenizer, requests[i].args[0])[-room:] for i in numbers]
                 prompts = [[self._first] * (2 - len(p)) + p for p in prompts]
                 tokens, moved = answer(self.engine, prompts, 1, size, self.batch, progress.update)
                 self.traffic += moved
-                for i, row in zip(rows, tokens, strict=True):
+                for i, row in zip(numbers, tokens, strict=True):
                     texts[i] = tokenizer.decode(row[row >= 0].tolist())
         for i, request in enumerate(requests):
             for stop in self._settings(request)[0]:

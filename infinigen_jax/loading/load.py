@@ -283,7 +283,7 @@ def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None 
     dtype, architecture = form.dtype, blueprint(config, form.dtype)
     in_memory = blueprint(config, form.dtype, form.weight_dtype)
     _check_room(source or folder, in_memory, form.weights)
-    tensors = open_tensors(source) if source else _own_tensors(folder, manifest)
+    tensors = open_tensors(source) if source else _listed_tensors(folder, manifest)
     sources = match(tensors, architecture, source or folder)
     specs = expected(architecture)
 
@@ -310,7 +310,7 @@ def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None 
     return Model(config, params, dtype, skew=manifest.skew, path=folder, **skewing)
 
 
-def _own_tensors(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
+def _listed_tensors(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
     """Open the weights that the manifest lists; other files in the folder are ignored."""
     if f"{SAFETENSORS}.index.json" in manifest.files:
         return hf_folder.open_tensors(folder)

@@ -36,11 +36,11 @@ def kinds(hf: Mapping[str, Any], every: int) -> list[str]:
     return per_layer(hf, "layer_types", lambda i: SLIDING if (i + 1) % every else FULL)
 
 
-def gemma_from_hf(hf: Mapping[str, Any], family: str, **own: Any) -> ModelConfig:
+def gemma_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
     """Return the configuration of a version of Gemma.
 
     Args:
-        own: settings of ModelConfig that the version reads in its own way.
+        settings: settings of ModelConfig that the version reads in its own way.
     """
     hf = DEFAULTS | {**hf}
     both = hf.get("use_bidirectional_attention")
@@ -54,7 +54,7 @@ def gemma_from_hf(hf: Mapping[str, Any], family: str, **own: Any) -> ModelConfig
         query_scale=positive_number(hf["query_pre_attn_scalar"], "query_pre_attn_scalar") ** -0.5,
         logit_softcap=_softcap(hf, "final_logit_softcapping"),
         **sliding_windows(hf, hf["sliding_window"]),
-        **own,
+        **settings,
     )
 
 

@@ -39,20 +39,20 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def relative_from_hf(hf: Mapping[str, Any], family: str, **own: Any) -> ModelConfig:
+def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
     """Return the configuration of a family that reuses these modules.
 
     Args:
-        own: settings of ModelConfig that the family reads in its own way.
+        settings: settings of ModelConfig that the family reads in its own way.
     """
     common = common_settings(hf, layers="num_hidden_layers", mlp="intermediate_size")
     activation = hf.get("hidden_act", "silu")
     refuse_unless(activation in ACTIVATIONS, f"hidden_act {activation!r}")
-    rope = own.get("rope") or rope_from_hf(hf, common["max_positions"])
+    rope = settings.get("rope") or rope_from_hf(hf, common["max_positions"])
     refuse_unless(rope.fits(common["head_dim"]), f"rope type {rope.kind!r} for heads of its size")
     common["max_positions"] = stretched_positions(rope, common["max_positions"])
-    settings: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "rope": rope}
-    settings |= common | own
+    defaults = {"attention_bias": False, "mlp_bias": False, "rope": rope}
+    settings = defaults | common | settings
     if settings.get("sliding_window", 0) >= settings["max_positions"]:
         # Treat it as no window: such layers are cached on the host like any other.
         settings |= {"sliding_window": None, "sliding_layers": ()}

@@ -22,7 +22,7 @@ from infinigen_jax.ops.attention import MASKED, Softmax, soft_capped
 from infinigen_jax.prefill import cudnn_attention as fused_attention
 from infinigen_jax.prefill.prior_rows import BLOCK, NOWHERE, Attended, Block, PriorRows
 
-OWN_BLOCK = 512  # for the chunk's own keys; small, as blocks on the diagonal are half masked
+DIAGONAL_BLOCK = 512  # for the chunk's own keys; small, as blocks on the diagonal are half masked
 CPU_TILE = 1536  # most rows of a tile: queries times query heads of a KV head
 DEVICE_TILE_BYTES = 1 << 26  # for all tiles processed together
 
@@ -151,7 +151,7 @@ def _untiled(x: Float[Array, "n tiles m d"], shape: tuple[int, ...]) -> Float[Ar
 def _columns(x: Float[Array, "b c k d"]) -> Float[Array, "n s d"]:
     """Return a chunk's keys or values, padded to whole blocks."""
     b, c, k, d = x.shape
-    size = min(OWN_BLOCK, c)
+    size = min(DIAGONAL_BLOCK, c)
     x = jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, -c % size), (0, 0)))
     return x.reshape(b * k, -1, d)
 
@@ -163,7 +163,7 @@ def _attend_in_turn(prior: PriorRows | None, mask: _Mask, chunk: _Chunk) -> Soft
         head, tiles, keys, values, start = inputs
 
         def attend_tile(tile: _Tile) -> Softmax:
-            state = _attend_own(mask, tile, keys, values)
+            state = _attend_diagonal(mask, tile, keys, values)
             return state if prior is None else _attend_prior(prior, mask, state, tile, head, start)
 
         return lax.map(attend_tile, _Tile(tiles, chunk.places))
@@ -201,11 +201,11 @@ def _attend_prior(
 def _attend_together(prior: PriorRows | None, mask: _Mask, chunk: _Chunk) -> Softmax:
     """Attend block by block with all tiles; a block is read during attention to the one before."""
 
-    def attend_own(tiles: Array, keys: Array, values: Array) -> Softmax:
+    def attend_diagonal(tiles: Array, keys: Array, values: Array) -> Softmax:
         inputs = _Tile(tiles, chunk.places)
-        return lax.map(lambda tile: _attend_own(mask, tile, keys, values), inputs)
+        return lax.map(lambda tile: _attend_diagonal(mask, tile, keys, values), inputs)
 
-    state = jax.vmap(attend_own)(chunk.tiles, chunk.keys, chunk.values)
+    state = jax.vmap(attend_diagonal)(chunk.tiles, chunk.keys, chunk.values)
     if prior is None:
         return state
     read = prior.block
@@ -235,11 +235,11 @@ def _heads(block: Block) -> tuple[Array, Array, Array]:
     return block.keys.reshape(b * k, s, d), block.values.reshape(b * k, s, d), positions
 
 
-def _attend_own(
+def _attend_diagonal(
     mask: _Mask, tile: _Tile, keys: Float[Array, "s d"], values: Float[Array, "s d"]
 ) -> Softmax:
     """Attend with a tile to the chunk's own keys that are visible to it."""
-    size = min(OWN_BLOCK, keys.shape[0])
+    size = min(DIAGONAL_BLOCK, keys.shape[0])
     column = jnp.arange(size, dtype=jnp.int32)[None]
 
     def visit(j: Array, state: Softmax) -> Softmax:

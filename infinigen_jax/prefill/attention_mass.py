@@ -42,9 +42,9 @@ def attention_mass(
     b, k = q.shape[0], keys.shape[2]
     total = jnp.zeros((b, k, prior.capacity), jnp.float32)
     total = lax.fori_loop(jnp.int32(0), prior.blocks, visit, total)
-    own_weights = _received(queries, keys.swapaxes(1, 2), position, cap)
+    chunk_weights = _received(queries, keys.swapaxes(1, 2), position, cap)
     at = (jnp.arange(b)[:, None, None], jnp.arange(k)[None, :, None], position[:, None])
-    return total.at[at].add(own_weights, mode="drop")
+    return total.at[at].add(chunk_weights, mode="drop")
 
 
 def _received(

@@ -214,8 +214,8 @@ def _error(dtype: Any, head_dim: int, window: int | None) -> float:
         return keys, values
 
     prior = PriorRows(read, size, capacity, jnp.asarray(start))
-    run = jax.jit(functools.partial(attend, prior, window))
-    result = run(*(x.swapaxes(1, 2) for x in (q, *chunk_rows)))
+    attention = jax.jit(functools.partial(attend, prior, window))
+    result = attention(*(x.swapaxes(1, 2) for x in (q, *chunk_rows)))
     seen_rows = [np.where(written, x, 0) for x in before]
     rows = [
         np.concatenate(x, axis=2, dtype=np.float64) for x in zip(seen_rows, chunk_rows, strict=True)

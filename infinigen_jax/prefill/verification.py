@@ -253,9 +253,9 @@ def _layer(
         visible &= distance < window
 
     def attend(queries: Array, keys: Array, values: Array) -> Attended:
-        own = Seen(keys.swapaxes(1, 2), values.swapaxes(1, 2), visible)
+        drafted = Seen(keys.swapaxes(1, 2), values.swapaxes(1, 2), visible)
         ahead = not decoder.transfer.in_place
-        return attend_narrow(queries, [own, *near], prior, positions, window, cap, ahead)
+        return attend_narrow(queries, [drafted, *near], prior, positions, window, cap, ahead)
 
     return layer_over(decoder.blueprint.layer(params), x, positions, positions + 1, attend)
 

@@ -160,8 +160,8 @@ class ChatWire(Wire):
         entries = []
         for score in scores:
             top = [self._entry(*pair) for pair in score.choice.top[: self.body.top]]
-            own = self._entry(score.token, score.choice.log_prob)
-            entries.append(own | {"top_logprobs": top})
+            drawn = self._entry(score.token, score.choice.log_prob)
+            entries.append(drawn | {"top_logprobs": top})
         return {"content": entries, "refusal": None}
 
     def _entry(self, token: int, log_prob: float) -> dict[str, Any]:

@@ -125,10 +125,7 @@ def balanced_basis(
     _check_enough(statistics)
     queries = statistics.query_gram / (statistics.tokens * statistics.group)
     query_root, query_inverse = _roots(queries, QUERY_RIDGE)
-    key_root, key_inverse = _roots(statistics.key_covariance, KEY_RIDGE)
-    u, singular, vt = np.linalg.svd(query_root @ key_root)
-    v, scale = vt.swapaxes(1, 2), np.sqrt(singular)[:, None, :]
-    return query_inverse @ u * scale, key_inverse @ v * scale, singular
+    return _factors(query_root, query_inverse, statistics)
 
 
 class GuessMoments(NamedTuple):
@@ -174,10 +171,17 @@ def reduced_rank_basis(
     _check_enough(statistics)
     count = statistics.tokens * statistics.group
     _, guess_inverse = _roots(guess.gram / count, QUERY_RIDGE)
+    return _factors(guess_inverse @ (guess.cross / count), guess_inverse, statistics)
+
+
+def _factors(
+    root: np.ndarray, inverse: np.ndarray, statistics: Moments
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return B, C and D of `root` Sigma^(1/2) = U D V^T, with S^(-1/2) as `inverse`."""
     key_root, key_inverse = _roots(statistics.key_covariance, KEY_RIDGE)
-    u, singular, vt = np.linalg.svd(guess_inverse @ (guess.cross / count) @ key_root)
+    u, singular, vt = np.linalg.svd(root @ key_root)
     v, scale = vt.swapaxes(1, 2), np.sqrt(singular)[:, None, :]
-    return guess_inverse @ u * scale, key_inverse @ v * scale, singular
+    return inverse @ u * scale, key_inverse @ v * scale, singular
 
 
 def absorb(

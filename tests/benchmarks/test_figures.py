@@ -206,8 +206,8 @@ def test_bad_input(command, model, tmp_path):
 def test_kept_rows_are_split_alike():
     for length in (512, 131072):
         for name in ("infinigen", "infinigen-paper", "h2o", "window"):
-            kind, own = read_policy(long_context.keeping(name, 64, length))
-            policy = kind(**own)
+            kind, settings = read_policy(long_context.keeping(name, 64, length))
+            policy = kind(**settings)
             rows = int(budget_rows(policy.budget, jnp.int32(length)))
             assert policy.sinks + (policy.window - 1) + rows == 64
             assert getattr(policy, "layer_budgets", "equal") == "equal"  # in every layer

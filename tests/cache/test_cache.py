@@ -289,8 +289,8 @@ def test_the_programs_hold_no_copy_of_a_layer():
     }
     for functions, donate in ((donated, (0,)), (read, ())):
         for function, arguments in functions.items():
-            run = jax.jit(functools.partial(function, mesh=MESH), donate_argnums=donate)
-            hlo = run.lower(cache, *arguments).compile().as_text() or ""
+            program = jax.jit(functools.partial(function, mesh=MESH), donate_argnums=donate)
+            hlo = program.lower(cache, *arguments).compile().as_text() or ""
             assert max(copies(hlo), default=0) < np.prod(shape[1:]), function
             if donate:
                 assert "input_output_alias" in hlo

@@ -140,10 +140,10 @@ def test_a_conversion_keeps_tokenizer_template_and_ends_of_turns(tmp_path):
     path = write_gguf(tmp_path / "a.gguf", made, **settings)
     model = load(convert(path, tmp_path / "out", skew="none"))
     assert model.config.eos_ids == (2, 1023) and model.tokenizer.chat_template == template
-    own = gguf_tokenizer(GgufFile(path))
-    assert model.tokenizer.special_tokens == own.special_tokens
+    expected = gguf_tokenizer(GgufFile(path))
+    assert model.tokenizer.special_tokens == expected.special_tokens
     for text in TEXTS:
-        assert model.tokenizer.encode(text) == own.encode(text)
+        assert model.tokenizer.encode(text) == expected.encode(text)
 
 
 def test_frequency_factors_of_llama_3(tmp_path):

@@ -31,8 +31,8 @@ def prepared(tokenizer, template, prefix="", **options):
     """With a model whose tokenizer has this template."""
     model = random_model("one")
     config = dataclasses.replace(model.config, max_positions=200, vocab_size=10**6)
-    own = Tokenizer(tokenizer.backend, tokenizer.special_tokens, template)
-    model = dataclasses.replace(model, config=config, given_tokenizer=own)
+    templated = Tokenizer(tokenizer.backend, tokenizer.special_tokens, template)
+    model = dataclasses.replace(model, config=config, given_tokenizer=templated)
     engine: Any = SimpleNamespace(
         model=model,
         encode=lambda text, first: encode(model, text, first=first),

@@ -152,10 +152,10 @@ def test_select(emulator: Emulator, case: dict[str, Any], threads: int, seed: in
     masked = jnp.where(eligible[:, None, None], scores, -jnp.inf)
     rank = np.asarray(group_rank(masked))
     for i in np.ndindex(b, k):
-        own, reference = (x[i][: count[i]] for x in (slots, np.asarray(expected.slots)))
-        assert np.all(np.diff(own) > 0) and not slots[i][count[i] :].any()
+        chosen, reference = (x[i][: count[i]] for x in (slots, np.asarray(expected.slots)))
+        assert np.all(np.diff(chosen) > 0) and not slots[i][count[i] :].any()
         np.testing.assert_allclose(
-            np.sort(rank[i][own]), np.sort(rank[i][reference]), rtol=3e-6, atol=3e-6
+            np.sort(rank[i][chosen]), np.sort(rank[i][reference]), rtol=3e-6, atol=3e-6
         )
 
 
@@ -187,16 +187,16 @@ def test_replacement(emulator: Emulator, data: st.DataObject):
             hot, Request(jnp.asarray(slots), jnp.asarray(count)), jnp.asarray(positions)
         )
         entry, miss = np.full((b, k, n), -7, np.int32), np.ones((b, k, n), np.bool_)
-        own = [np.array(x) for x in (hot.slots, hot.used, hot.place)]
+        directory = [np.array(x) for x in (hot.slots, hot.used, hot.place)]
         scratch = np.zeros((b, k, h), np.uint32), np.zeros((b, k, n), np.int32)
         emulator.run(
-            *(kernel, b * k, threads, seed, slots, count, positions, *own),
-            *(entry, miss, *own, *scratch, k, n, h, t),
+            *(kernel, b * k, threads, seed, slots, count, positions, *directory),
+            *(entry, miss, *directory, *scratch, k, n, h, t),
         )
         np.testing.assert_array_equal(miss, replaced.miss)
         np.testing.assert_array_equal(entry, replaced.entry)
         for mine, reference in zip(
-            own, (expected.slots, expected.used, expected.place), strict=True
+            directory, (expected.slots, expected.used, expected.place), strict=True
         ):
             np.testing.assert_array_equal(mine, reference)
         hot = expected

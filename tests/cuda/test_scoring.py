@@ -36,7 +36,7 @@ reference_rest = jax.jit(log_rest, static_argnames="blocks")
 @st.composite
 def cases(draw: Any) -> dict[str, Any]:
     """A query, the index of random keys, and its format."""
-    b, k, g, r, t, run = draw(st.sampled_from(SHAPES))
+    b, k, g, r, t, tail_block = draw(st.sampled_from(SHAPES))
     index = IndexFormat("int4", r)
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     keys = random.normal(0, 1, (b, k, r, t)) * 10.0 ** random.integers(-2, 2, (1, 1, 1, t))
@@ -48,7 +48,7 @@ def cases(draw: Any) -> dict[str, Any]:
         "random": random,
         "grid": (draw(st.sampled_from([32, 64, 256])), draw(st.integers(0, 1000))),
         "tiles": draw(st.integers(1, 3)),
-        "run": run,
+        "tail_block": tail_block,
     }
 
 
@@ -57,10 +57,10 @@ def emulator() -> Emulator:
     return emulated_kernels()
 
 
-def assert_close(own: Any, reference: Any, query: np.ndarray, keys: float) -> None:
+def assert_close(result: Any, reference: Any, query: np.ndarray, keys: float) -> None:
     """Within the rounding of a sum whose terms are that large."""
     terms = np.abs(query).sum(axis=-1).max() * keys
-    np.testing.assert_allclose(own, reference, rtol=2e-6, atol=2e-6 * max(terms, 1))
+    np.testing.assert_allclose(result, reference, rtol=2e-6, atol=2e-6 * max(terms, 1))
 
 
 def steps_and_lows(index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -80,13 +80,13 @@ def test_scores(emulator: Emulator, case: dict[str, Any]):
     query, index = case["query"], case["index"]
     b, k, g, r = query.shape
     t, words = index.shape[3], index.shape[2] - 1
-    own = np.full((b, k, g, t), np.nan, np.float32)
+    result = np.full((b, k, g, t), np.nan, np.float32)
     emulator.run(
-        *("index_scores", b * k * case["tiles"], *case["grid"], query, index, own),
+        *("index_scores", b * k * case["tiles"], *case["grid"], query, index, result),
         *(g, r, words, t, case["tiles"]),
     )
     expected = reference_scores(case["format"], jnp.asarray(query), jnp.asarray(index))
-    assert_close(own, expected, query, largest(case))
+    assert_close(result, expected, query, largest(case))
 
 
 def request(random: np.random.Generator, b: int, k: int, n: int, t: int) -> Request:
@@ -105,39 +105,39 @@ def request(random: np.random.Generator, b: int, k: int, n: int, t: int) -> Requ
     leading=st.sampled_from([0, *LEADING]),
 )
 def test_rest(emulator: Emulator, case: dict[str, Any], sinks: int, window: int, leading: int):
-    query, index, run = case["query"], case["index"], case["run"]
+    query, index, tail_block = case["query"], case["index"], case["tail_block"]
     b, k, g, r = query.shape
     t, words, n = index.shape[3], index.shape[2] - 1, 37
     threads, seed = case["grid"]
     positions = case["random"].integers(0, t, b).astype(np.int32)
     wanted = request(case["random"], b, k, n, t)
-    own = np.full((b, k, g, t // run), np.nan, np.float32)
-    entry = np.full((b, k, g, t // run, leading), np.nan, np.float32)
+    result = np.full((b, k, g, t // tail_block), np.nan, np.float32)
+    entry = np.full((b, k, g, t // tail_block, leading), np.nan, np.float32)
     emulator.run(
         *("index_rest", b * k * case["tiles"], max(threads, 64), seed, query, index),
-        *(positions, np.asarray(wanted.slots), np.asarray(wanted.count), own, entry),
-        *(k, g, r, words, t, case["tiles"], n, run, sinks, window, leading),
+        *(positions, np.asarray(wanted.slots), np.asarray(wanted.count), result, entry),
+        *(k, g, r, words, t, case["tiles"], n, tail_block, sinks, window, leading),
     )
     scores = reference_scores(case["format"], jnp.asarray(query), jnp.asarray(index))
     eligible = Slots(sinks, window).eligible(jnp.asarray(positions), t)[:, None]
-    expected = np.asarray(reference_rest(scores, eligible, wanted, blocks=t // run).score)
+    expected = np.asarray(reference_rest(scores, eligible, wanted, blocks=t // tail_block).score)
     # The reference drops what is too light next to the head's best score, which the kernel has.
     best = jnp.max(jnp.where(eligible[:, :, None], scores, -jnp.inf), axis=-1, keepdims=True)
     heavy = expected > np.asarray(best) - 80
-    assert_close(own[heavy], expected[heavy], query, largest(case))
+    assert_close(result[heavy], expected[heavy], query, largest(case))
     light = np.where(best > -np.inf, best, 0) - 70
-    assert ((own == -np.inf) | (own < light))[~heavy].all()
-    level = np.asarray(reference_rest(0 * scores, eligible, wanted, blocks=t // run).score)
-    np.testing.assert_array_equal(own == -np.inf, level == -np.inf)
+    assert ((result == -np.inf) | (result < light))[~heavy].all()
+    level = np.asarray(reference_rest(0 * scores, eligible, wanted, blocks=t // tail_block).score)
+    np.testing.assert_array_equal(result == -np.inf, level == -np.inf)
 
     if not leading:
         return
     columns = min(leading, r)
     left = np.asarray(eligible & ~marked(wanted, t))
     weights = np.where(left[:, :, None], np.asarray(scores, np.float64), -np.inf)
-    weights = weights.reshape(*own.shape, run)
-    weights = np.exp(weights - np.where(own == -np.inf, 0, own)[..., None])
-    decoded = decode(case["format"], index)[:, :, :columns].reshape(b, k, columns, -1, run)
+    weights = weights.reshape(*result.shape, tail_block)
+    weights = np.exp(weights - np.where(result == -np.inf, 0, result)[..., None])
+    decoded = decode(case["format"], index)[:, :, :columns].reshape(b, k, columns, -1, tail_block)
     mean = np.einsum("bkgms,bkcms->bkgmc", weights, decoded)
     # The scores' rounding, as above, is in the weights.
     terms = np.abs(query).sum(axis=-1).max() * largest(case)
@@ -177,8 +177,8 @@ def test_through_xla(monkeypatch: pytest.MonkeyPatch, columns: int):
 
     expected = jax.jit(both)(query, entries)
     monkeypatch.setattr(cuda, "in_use", lambda: True)
-    own = jax.jit(lambda *x: both(*x))(query, entries)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), own, expected)
+    result = jax.jit(lambda *x: both(*x))(query, entries)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), result, expected)
     assert driver.kernels() == {"index_scores": 1, "index_rest": 1}
 
 
@@ -190,7 +190,7 @@ def test_each_device_scores_its_own_part(monkeypatch: pytest.MonkeyPatch):
         seen.append(operands[1].shape)
         return tuple(jnp.zeros(out.shape, out.dtype) for out in outs)
 
-    monkeypatch.setattr(scoring, "_run", run)
+    monkeypatch.setattr(scoring, "_launch", run)
     mesh = jax.sharding.AbstractMesh((1, 2), ("data", "model"))
     rows = jax.NamedSharding(mesh, jax.P("data", "model"))
     query = jax.ShapeDtypeStruct((3, 4, 2, 8), jnp.float32, sharding=rows)

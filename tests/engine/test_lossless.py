@@ -71,8 +71,8 @@ def marked(names: Any, often: tuple[str, ...]) -> list[Any]:
 @functools.cache
 def pair(name: str) -> tuple[Engine, Engine]:
     """The engine with the full cache, and the lossless one."""
-    model, policy, common, own = CASES[name]
-    return engine(model, FULL, **common), engine(model, policy, lossless=True, **common, **own)
+    model, policy, common, lossless = CASES[name]
+    return engine(model, FULL, **common), engine(model, policy, lossless=True, **common, **lossless)
 
 
 def stats_of(made: Engine, *arguments: Any, **settings: Any) -> tuple[Any, LosslessStats]:

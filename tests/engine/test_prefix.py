@@ -116,8 +116,8 @@ def test_rows_are_stored_once():
     expected = np.array(jax.device_put(whole.cache.host, jax.memory.Space.Device))
     for i, end in enumerate(ENDS):
         np.testing.assert_allclose(rows[:, 5], expected[:, i, :, :UNIT], atol=2e-4, rtol=2e-4)
-        own = len(PREFIX) + len(end) - UNIT
-        got, wanted = rows[:, i, :, :own], expected[:, i, :, UNIT : UNIT + own]
+        unshared = len(PREFIX) + len(end) - UNIT
+        got, wanted = rows[:, i, :, :unshared], expected[:, i, :, UNIT : UNIT + unshared]
         np.testing.assert_allclose(got, wanted, atol=2e-4, rtol=2e-4)
 
 
@@ -203,16 +203,16 @@ def test_what_is_refused():
 
 
 @settings(max_examples=200)
-@given(prefix=st.integers(1, 5000), own=st.integers(1, 3000), batch=st.integers(1, 40))
-def test_shared_layouts_have_room_and_waste_nothing(prefix, own, batch):
+@given(prefix=st.integers(1, 5000), unshared=st.integers(1, 3000), batch=st.integers(1, 40))
+def test_shared_layouts_have_room_and_waste_nothing(prefix, unshared, batch):
     decoder = engine("gqa").decoder
-    sharing = choose_sharing(decoder, prefix, prefix + own, batch)
-    assert sharing.capacity >= prefix + own and sharing.unshared % UNIT == 0
+    sharing = choose_sharing(decoder, prefix, prefix + unshared, batch)
+    assert sharing.capacity >= prefix + unshared and sharing.unshared % UNIT == 0
     assert sharing.sequences * sharing.unshared <= max(0, prefix - decoder.policy.window)
     slots = sharing.host_sequences(batch) * sharing.unshared
-    assert slots <= batch * -(-(prefix + own) // UNIT) * UNIT
-    if prefix > 4 * (own + UNIT) and batch > 8:
-        assert slots < 0.6 * batch * (prefix + own)
+    assert slots <= batch * -(-(prefix + unshared) // UNIT) * UNIT
+    if prefix > 4 * (unshared + UNIT) and batch > 8:
+        assert slots < 0.6 * batch * (prefix + unshared)
 
 
 @settings(max_examples=100)

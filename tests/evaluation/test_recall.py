@@ -150,15 +150,15 @@ def test_watching_changes_nothing():
     chosen = engine("one", SPARSE)
     scores = []
     for watched in (False, True):
-        run, own = chosen.start(WINDOWS[:2, :23].tolist(), max_new_tokens=8), []
+        run, steps = chosen.start(WINDOWS[:2, :23].tolist(), max_new_tokens=8), []
         for i in range(23, 29):
             tokens, targets = WINDOWS[:2, i], WINDOWS[:2, i + 1]
             if watched:
                 log_probs = run.watch(watch, tokens)[0]
-                own.append(jnp.take_along_axis(log_probs, targets[:, None], axis=1)[:, 0])
+                steps.append(jnp.take_along_axis(log_probs, targets[:, None], axis=1)[:, 0])
             else:
-                own.append(run.score(tokens, targets))
-        scores.append(np.stack(jax.device_get(own)))
+                steps.append(run.score(tokens, targets))
+        scores.append(np.stack(jax.device_get(steps)))
     np.testing.assert_allclose(scores[1], scores[0], rtol=1e-5, atol=1e-5)
 
 

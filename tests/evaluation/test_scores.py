@@ -55,8 +55,8 @@ def test_tokens_that_are_asked_for(policy):
     assert (every.tokens == asked).all() and every.log_probs.shape == asked.shape
     np.testing.assert_allclose(np.exp(every.log_probs).sum(axis=-1), 1, rtol=1e-5)
     text = 95 - WINDOWS[:, CONTEXT:]
-    own = np.take_along_axis(every.log_probs, text[..., None], axis=-1)[..., 0]
-    np.testing.assert_array_equal(own, -every.nats)
+    targets = np.take_along_axis(every.log_probs, text[..., None], axis=-1)[..., 0]
+    np.testing.assert_array_equal(targets, -every.nats)
     more, _ = score_windows(chosen, WINDOWS, CONTEXT, batch=2, asked=128)
     assert more.tokens.shape == asked.shape, "no more than there are"
     best, _ = score_windows(chosen, WINDOWS, CONTEXT, batch=2, asked=3)

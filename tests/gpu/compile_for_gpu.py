@@ -27,7 +27,7 @@ JAX tries the plugin, prints a traceback about the missing driver and carries on
 The outcome is read with `reading`.
 
 Works with jax 0.10.2, 0.11.2 and 0.12.0.1. A few names come from jax._src, which may change; all
-of them in `own_options` and `_compile`, so that a failure is easy to place.
+of them in `compile_options` and `_compile`, so that a failure is easy to place.
 """
 
 import functools
@@ -125,7 +125,7 @@ def compile_for_gpu(
     """
     jitted = fun if hasattr(fun, "trace") and not jit_options else jax.jit(fun, **jit_options)
     lowered = jitted.trace(*args, **(keywords or {})).lower(lowering_platforms=("cuda",))
-    executable = _compile(lowered, {**own_options(lowered), **(options or {})}, target_config)
+    executable = _compile(lowered, {**compile_options(lowered), **(options or {})}, target_config)
     statistics = executable.get_compiled_memory_stats()
     memory = {
         name.removesuffix("_size_in_bytes"): getattr(statistics, name)
@@ -168,7 +168,7 @@ def load_compiler() -> None:
     _topology(H200, 1)
 
 
-def own_options(lowered) -> dict[str, Any]:
+def compile_options(lowered) -> dict[str, Any]:
     """The compiler options that a function was jitted with."""
     return dict(lowered._lowering._compiler_options_kvs)
 

@@ -72,7 +72,7 @@ def _instruction(computation, name, rest):
         name=name,
         opcode=opcode,
         operands=tuple(re.findall(r"%([\w.\-]+)", inside)),
-        results=tuple(map(_buffer, _ARRAY.findall(_own_results(opcode, result_type)))),
+        results=tuple(map(_buffer, _ARRAY.findall(_instruction_results(opcode, result_type)))),
         inlines=called and called.group(1),
         target=target and target.group(1),
         op_name=op_name.group(1) if op_name else "",
@@ -98,7 +98,7 @@ def _until_closing(text):
     raise ValueError(f"unbalanced parentheses in {text[:200]!r}")
 
 
-def _own_results(opcode, result_type):
+def _instruction_results(opcode, result_type):
     """The part of a result type that an operation produces. Asynchronous starts repeat their
     operands: a copy-start has the type (destination, source, context), a fusion-start or call-start
     ((operands), results, context), an all-gather-start (operand, result), an all-reduce-start none.

@@ -303,10 +303,10 @@ def prompt_layer(weights_on: str = "device", by_cudnn: bool = False) -> Program:
     at = Placement(default_mesh())
     cache, constant = _cache(), weights()
     upcoming = tuple(weights("host").params["layers"][-1:])
-    run = prefill_steps.__wrapped__(decoder(weights_on=weights_on))  # traced anew
+    programs = prefill_steps.__wrapped__(decoder(weights_on=weights_on))  # traced anew
     with cudnn_attention() if by_cudnn else contextlib.nullcontext():
         return compile_for_gpu(
-            run.host_layer,
+            programs.host_layer,
             constant.params["layers"][DENSE],
             _shaped((BATCH, PROMPT, CONFIG.hidden_size), DTYPE, at.batch),
             SCALES,

@@ -60,8 +60,8 @@ def test_a_chunk_at_the_end_of_128k_tokens():
         earlier = host_rows(decoder, host, jnp.int32(1), (), span)
         return attend_chunk(q, keys, values, earlier).output
 
-    own = np.split(rows[:, :, start:].swapaxes(1, 2), 2, axis=-1)
-    got = np.asarray(attend(host, jnp.asarray(q), *(jnp.asarray(x) for x in own)))
+    given = np.split(rows[:, :, start:].swapaxes(1, 2), 2, axis=-1)
+    got = np.asarray(attend(host, jnp.asarray(q), *(jnp.asarray(x) for x in given)))
     keys, values = np.split(rows[0].astype(np.float64), 2, axis=-1)
     for head, row in ((0, 0), (h - 1, 17), (1, chunk - 1)):
         kv = head // (h // k)

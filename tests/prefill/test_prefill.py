@@ -140,14 +140,14 @@ def test_tokens_appended_after_decoding_equal_one_prompt():
 
 def decode(chosen: Engine, cache: Cache, drawn: Any, number: int) -> np.ndarray:
     """Tokens of a few steps, with flushes in between."""
-    run, tokens = steps(chosen.decoder), []
+    programs, tokens = steps(chosen.decoder), []
     for i in range(number):
         if i and i % chosen.decoder.policy.window == 0:
             numbers = [jnp.int32(i) for i in range(chosen.decoder.host_layers)]
             cache = flush_cache(chosen.decoder, chosen.weights, numbers, cache)
         tokens.append(np.asarray(drawn))
         parts = cache.parts(chosen.decoder.policy.observes)
-        new, _, drawn, _ = run.fused(chosen.weights, *parts, drawn)
+        new, _, drawn, _ = programs.fused(chosen.weights, *parts, drawn)
         cache = cache.stepped(new)
     return np.stack(tokens)
 

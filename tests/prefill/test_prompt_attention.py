@@ -64,7 +64,7 @@ def attend(request) -> Any:
 
 
 def small_blocks(monkeypatch) -> None:
-    for name, size in (("OWN_BLOCK", 7), ("CPU_TILE", 10)):
+    for name, size in (("DIAGONAL_BLOCK", 7), ("CPU_TILE", 10)):
         monkeypatch.setattr(prompt_attention, name, size)
 
 
@@ -86,13 +86,13 @@ def test_windows(window, attend, monkeypatch):
     got = attend(q, keys, values, window=window)
     np.testing.assert_allclose(got, expected, atol=TOLERANCE)
     starts = [20, 3]
-    own = [cut(x, starts, 11) for x in (q, keys, values)]
+    chunk = [cut(x, starts, 11) for x in (q, keys, values)]
     ring = Sliding.empty((2, 2, window, 8), jnp.float32)
     rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
     before = Span.first(jnp.array(starts, jnp.int32))
     span = Span(before.end, before.count)
     earlier = device_rows(ring.extend(rows, before), span, jnp.float32)
-    got = attend(*own, earlier._replace(size=min(4, window)), window=window)
+    got = attend(*chunk, earlier._replace(size=min(4, window)), window=window)
     np.testing.assert_allclose(got, cut(expected, starts, 11), atol=TOLERANCE)
 
 
@@ -150,10 +150,10 @@ def test_chunks_go_on_where_the_rows_before_them_end(h, k, starts, attend, monke
     small_blocks(monkeypatch)
     q, keys, values = prompts(2, 40, h, k)
     expected = dense(q, keys, values)
-    own: Any = [cut(x, starts, 11) for x in (q, keys, values)]
+    chunk: Any = [cut(x, starts, 11) for x in (q, keys, values)]
     for size in (8, 45):
         before = earlier_rows(stored(keys, values, 45), size, starts)
-        got = attend(*own, before)
+        got = attend(*chunk, before)
         np.testing.assert_allclose(got, cut(expected, starts, 11), atol=TOLERANCE)
 
 
@@ -162,14 +162,16 @@ def test_chunks_go_on_where_the_rows_before_them_end(h, k, starts, attend, monke
 def test_any_chunk_after_any_beginning(starts, size):
     q, keys, values = prompts(2, 61, 4, 2)
     expected = dense(q, keys, values)
-    own: Any = [cut(x, starts, 16) for x in (q, keys, values)]
-    got = attend_in_blocks(stored(keys, values, 64), jnp.array(starts, jnp.int32), *own, size=size)
+    chunk: Any = [cut(x, starts, 16) for x in (q, keys, values)]
+    got = attend_in_blocks(
+        stored(keys, values, 64), jnp.array(starts, jnp.int32), *chunk, size=size
+    )
     np.testing.assert_allclose(got, cut(expected, starts, 16), atol=TOLERANCE)
 
 
 @functools.partial(jax.jit, static_argnames="size")
-def attend_in_blocks(tables, starts, *own, size: int) -> jax.Array:
-    q, keys, values = own
+def attend_in_blocks(tables, starts, *chunk, size: int) -> jax.Array:
+    q, keys, values = chunk
     return attend_chunk(q, keys, values, earlier_rows(tables, size, starts)).output
 
 
@@ -178,11 +180,11 @@ def attend_in_blocks(tables, starts, *own, size: int) -> jax.Array:
 )
 def test_attention_that_slots_receive(starts, counts):
     q, keys, values = prompts(2, 40, 4, 2)
-    own: Any = [cut(x, starts, 13) for x in (q, keys, values)]
+    chunk: Any = [cut(x, starts, 13) for x in (q, keys, values)]
     span = Span(jnp.array(starts, jnp.int32), jnp.array(counts, jnp.int32))
     before = earlier_rows(stored(keys, values, 45), 8, starts)
-    log_sum = attend_chunk(own[0], own[1], own[2], before).log_sum
-    got = attention_mass(own[0], own[1], log_sum, span, before)
+    log_sum = attend_chunk(chunk[0], chunk[1], chunk[2], before).log_sum
+    got = attention_mass(chunk[0], chunk[1], log_sum, span, before)
     weights = weights_of(q, keys).sum(axis=2)  # [b, k, query, key]
     expected = np.zeros((2, 2, 45))
     for i in range(2):

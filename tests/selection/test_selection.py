@@ -130,9 +130,11 @@ def test_select_against_plain_python(case, alpha, caps, mode):
     rank = np.array(jax.jit(group_rank)(masked))
     passing = np.zeros((b, k, t), bool)
     for i, j in np.ndindex(b, k):
-        own = scores[i, j][:, eligible[i]]
-        if own.size:
-            passing[i, j, eligible[i]] = (own - own.max(1, keepdims=True)).max(0) > -alpha
+        candidates = scores[i, j][:, eligible[i]]
+        if candidates.size:
+            passing[i, j, eligible[i]] = (candidates - candidates.max(1, keepdims=True)).max(
+                0
+            ) > -alpha
     counts = passing.sum(2)
     if mode == "mean":
         counts[:] = counts.sum() // counts.size

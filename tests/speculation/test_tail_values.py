@@ -39,8 +39,10 @@ def test_products_are_of_what_differs_from_the_block(length, seed):
     counted = random.random(length) < 0.7
     gram, cross = np.zeros((2, 4, 4)), np.zeros((2, 4, 4))
     for start in range(0, length, 64):
-        own = np.flatnonzero(counted[start : start + 64]) + start
-        k, v = (x[own] - x[own].mean(axis=0) if len(own) else x[own] for x in (keys, values))
+        block = np.flatnonzero(counted[start : start + 64]) + start
+        k, v = (
+            x[block] - x[block].mean(axis=0) if len(block) else x[block] for x in (keys, values)
+        )
         gram += np.einsum("skd,ske->kde", k, k)
         cross += np.einsum("skd,ske->kde", k, v)
     found = jax.jit(block_products)(jnp.asarray(keys), jnp.asarray(values), jnp.asarray(counted))

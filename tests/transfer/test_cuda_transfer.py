@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_emulation import compiler
-from cuda_fake import OWN_STREAM, XLA_STREAM, FakeCuda, emulated
+from cuda_fake import TRANSFER_STREAM, XLA_STREAM, FakeCuda, emulated
 from runtime import SPARSE, engine, random_model, tokens_of
 
 from infinigen_jax import cuda
@@ -70,7 +70,7 @@ def step(transfer: Any, host: Any, layer: Any, wanted: Request, hot: Any, replac
     return x, jnp.where(wanted.valid[..., None], rows, 0), hot
 
 
-run = jax.jit(step, static_argnums=0)
+compiled_step = jax.jit(step, static_argnums=0)
 reference = jax.jit(replacement)
 SHAPES = [(2, 3, 5, 8, jnp.float32), (1, 2, 9, 16, jnp.bfloat16), (2, 2, 7, 80, jnp.uint8)]
 """b, k, n, row width, dtype."""
@@ -82,9 +82,9 @@ def test_rows_are_those_of_the_reference(driver: FakeCuda, b, k, n, w, dtype):
     x = jnp.ones((b, 4))
     for seed in range(5):
         arguments = host, jnp.int32(seed % 3), request((b, k, n), 40, seed), None, None, x
-        _, expected, _ = run(XlaTransfer(), *arguments)
+        _, expected, _ = compiled_step(XlaTransfer(), *arguments)
         driver.calls.clear()
-        y, rows, hot = run(CudaTransfer(), *arguments)
+        y, rows, hot = compiled_step(CudaTransfer(), *arguments)
         np.testing.assert_array_equal(rows, expected)
         np.testing.assert_array_equal(y, jnp.tanh(x))
         assert hot is None
@@ -102,8 +102,8 @@ def test_slots_that_sequences_share(driver: FakeCuda, b, k, n, w, dtype):
     for seed in range(5):
         layer = jnp.int32(seed % 3)
         wanted = request((b, k, n), 60, seed)
-        _, expected, _ = run(XlaTransfer(), host, layer, wanted, None, None, x)
-        _, rows, _ = run(CudaTransfer(), host, layer, wanted, None, None, x)
+        _, expected, _ = compiled_step(XlaTransfer(), host, layer, wanted, None, None, x)
+        _, rows, _ = compiled_step(CudaTransfer(), host, layer, wanted, None, None, x)
         np.testing.assert_array_equal(rows, expected)
         stored = np.asarray(host)[seed % 3].astype(np.float32)
         for i, head, j in np.ndindex(b, k, n):
@@ -126,7 +126,9 @@ def test_the_hot_set_is_that_of_the_reference(driver: FakeCuda, b, k, n, w, dtyp
         results = {}
         for transfer, hot in sets.items():
             hot, replaced = reference(hot, wanted, jnp.full(b, position, jnp.int32))
-            _, rows, hot_rows = run(transfer, host, jnp.int32(1), wanted, hot.rows, replaced, x)
+            _, rows, hot_rows = compiled_step(
+                transfer, host, jnp.int32(1), wanted, hot.rows, replaced, x
+            )
             sets[transfer] = hot._replace(rows=hot_rows)
             results[transfer] = rows
         np.testing.assert_array_equal(results[CudaTransfer()], results[XlaTransfer()])
@@ -136,15 +138,15 @@ def test_the_hot_set_is_that_of_the_reference(driver: FakeCuda, b, k, n, w, dtyp
 def test_order_of_streams_and_events(driver: FakeCuda):
     host = host_cache((1, 1, 1, 8, 8), jnp.float32)
     wanted = request((1, 1, 4), 8, 0)
-    run(
+    compiled_step(
         CudaTransfer(blocks=3, threads=64), host, jnp.int32(0), wanted, None, None, jnp.ones((1, 2))
     )
-    started, own_waits, launch, finished, waits = (
+    started, kernel_waits, launch, finished, waits = (
         arguments for name, arguments in driver.calls[-7:] if name != "cuCtxGetCurrent"
     )
-    assert started[1] == XLA_STREAM and own_waits[:2] == (OWN_STREAM, started[0])
-    assert launch[1:8] == (1, 1, 1, 64, 1, 1, 0) and launch[8] == OWN_STREAM
-    assert finished[1] == OWN_STREAM and waits[:2] == (XLA_STREAM, finished[0])
+    assert started[1] == XLA_STREAM and kernel_waits[:2] == (TRANSFER_STREAM, started[0])
+    assert launch[1:8] == (1, 1, 1, 64, 1, 1, 0) and launch[8] == TRANSFER_STREAM
+    assert finished[1] == TRANSFER_STREAM and waits[:2] == (XLA_STREAM, finished[0])
     assert started[0] != finished[0]
 
 
@@ -164,7 +166,7 @@ def test_rows_are_not_there_before_the_wait(driver: FakeCuda):
 
 def fetched(host: Any) -> Any:
     wanted = request((1, 1, 4), 8, 0)
-    return run(CudaTransfer(), host, jnp.int32(0), wanted, None, None, jnp.ones((1, 2)))
+    return compiled_step(CudaTransfer(), host, jnp.int32(0), wanted, None, None, jnp.ones((1, 2)))
 
 
 def test_a_failing_launch_is_an_error_of_the_program(driver: FakeCuda):
@@ -205,14 +207,16 @@ def test_selection_through_xla(driver: FakeCuda, alpha: float):
 def test_replacement_through_xla(driver: FakeCuda):
     hot = HotSet.empty(2, 2, 9, 4, 40, jnp.float32)
     replaced = jax.jit(calls.replace_entries, donate_argnums=(3, 4, 5))
-    own = [jnp.array(x) for x in (hot.slots, hot.used, hot.place)]
+    directory = [jnp.array(x) for x in (hot.slots, hot.used, hot.place)]
     for position in range(5):
         wanted = request((2, 2, 6), 14, position)
         positions = jnp.full(2, position, jnp.int32)
         hot, expected = reference(hot, wanted, positions)
-        entry, miss, *own = replaced(wanted.slots, wanted.count, positions, *own)
+        entry, miss, *directory = replaced(wanted.slots, wanted.count, positions, *directory)
         jax.tree.map(np.testing.assert_array_equal, Replacement(entry, miss), expected)
-        jax.tree.map(np.testing.assert_array_equal, tuple(own), (hot.slots, hot.used, hot.place))
+        jax.tree.map(
+            np.testing.assert_array_equal, tuple(directory), (hot.slots, hot.used, hot.place)
+        )
 
 
 @pytest.mark.parametrize(
