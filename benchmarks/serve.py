@@ -307,9 +307,9 @@ def measure(system: Any, options: argparse.Namespace, prompts: Prompts) -> dict[
         return throughput(system, made, new)
 
     result: dict[str, Any] = {}
-    streams(options.streams, 8, min(options.length, WARM_UP))
+    streams(options.batch, 8, min(options.length, WARM_UP))
     if "streams" in options.measure:
-        counts = (1, options.streams) * options.rounds
+        counts = options.streams * options.rounds
         measured = [streams(count, options.new) for count in counts]
         result[f"streams-{options.length}"] = {"rounds": measured, **system.facts()}
     if "turns" in options.measure:
@@ -329,9 +329,9 @@ def running(options: argparse.Namespace, model: Model) -> Iterator[Any]:
             yield server
     elif options.system in OURS:
         lossless = options.system == "infinigen-lossless"
-        yield Served(model, context, options.streams, options.chunk, lossless)
+        yield Served(model, context, options.batch, options.chunk, lossless)
     else:
-        yield LlamaServed(options.gguf, options.system, context, options.streams)
+        yield LlamaServed(options.gguf, options.system, context, options.batch)
 
 
 def main() -> None:
@@ -344,8 +344,9 @@ def main() -> None:
     add("--text", type=Path, help="text that prompts are cut from (default: random tokens)")
     add("--system", choices=SYSTEMS, default="infinigen")
     add("--measure", nargs="+", choices=MEASUREMENTS, default=MEASUREMENTS)
-    add("--rounds", type=int, default=2, help="rounds of one stream and of several")
-    add("--streams", type=int, default=8)
+    add("--batch", type=int, default=8, help="answers that a server decodes together")
+    add("--streams", type=int, nargs="+", default=[1, 8], help="streams at a time (default 1 8)")
+    add("--rounds", type=int, default=2, help="rounds of these numbers of streams")
     add("--length", type=int, default=1024, help="tokens of a stream's prompt")
     add("--new", type=int, default=64, help="tokens of a stream's answer")
     add("--long", type=int, default=16384, help="tokens of the long prompt")

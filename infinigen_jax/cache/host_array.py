@@ -292,6 +292,30 @@ def write_span(
     return _sharded(local, mesh, specs, CACHE_SPEC)(cache, layer, rows, span.start, span.count)
 
 
+def read_sequence(
+    cache: Shaped[Array, "l a k t w"],
+    layer: Int[Array, ""],
+    sequence: Int[Array, ""],
+    start: Int[Array, ""],
+    size: int,
+    mesh: Mesh,
+) -> Shaped[Array, "1 k n w"]:
+    """Read `size` consecutive slots of one row of axis a into device memory.
+
+    Requires a mesh with one device on the axis "data".
+    """
+
+    def local(cache: Array, layer: Array, sequence: Array, start: Array) -> Array:
+        (_, _, k, _, w), zero = cache.shape, jnp.int32(0)
+        at = (layer, sequence, zero, start, zero)
+        return to_device(lax.dynamic_slice(cache, at, (1, 1, k, size, w))[0])
+
+    one = PartitionSpec()
+    return _sharded(local, mesh, (CACHE_SPEC, one, one, one), ROWS_SPEC)(
+        cache, layer, sequence, start
+    )
+
+
 def write_block(
     cache: Shaped[Array, "l a k t w"],
     layer: Int[Array, ""],

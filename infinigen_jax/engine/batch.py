@@ -85,7 +85,7 @@ class Batch(abc.ABC):
             The other arrays.
         """
         if self.idle.all():
-            self.settle()
+            self._since_flush = 0
         at = jax.device_put(np.int32(sequence), self._at.whole)
         self.cache, others = self._admission.insert(self.cache, others, one, new, at)
         self.cached = np.where(np.arange(len(self.cached)) == sequence, tokens, self.cached)

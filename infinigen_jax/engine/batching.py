@@ -2,6 +2,7 @@
 
 import collections
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
 from infinigen_jax.cache.cache import Cache
-from infinigen_jax.cache.host_array import Placement, read_block, shared_slots, write_block
+from infinigen_jax.cache.host_array import (
+    Placement,
+    read_block,
+    read_sequence,
+    shared_slots,
+    write_block,
+)
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
 from infinigen_jax.programs.program import Program
@@ -72,12 +79,14 @@ class Owners:
 
 
 class Admission(NamedTuple):
-    """Compiled versions of `insert` and `rest`.
+    """Compiled versions of `insert`, `extract` and `rest`.
 
-    `insert` also replaces the sequence in the batch's other arrays. The batch's cache is donated.
+    `insert` also replaces the sequence in the batch's other arrays, and `extract` also takes it out
+    of them. The cache that is written is donated.
     """
 
     insert: Any
+    extract: Any
     rest: Any
 
 
@@ -88,10 +97,14 @@ def admission(decoder: Decoder) -> Admission:
     def replace(cache: Cache, others: Any, one: Cache, new: Any, sequence: Int[Array, ""]) -> tuple:
         return insert(decoder, cache, one, sequence), put_sequence(others, new, sequence)
 
+    def take(host: Any, cache: Cache, others: Any, sequence: Int[Array, ""]) -> tuple:
+        return extract(decoder, host, cache, sequence), take_sequence(others, sequence)
+
     at: Any = Placement(decoder.mesh)
     cache = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
     return Admission(
         insert=jax.jit(replace, donate_argnums=0, out_shardings=(cache, at.batch)),
+        extract=jax.jit(take, donate_argnums=0, out_shardings=(cache, at.batch)),
         rest=Program(rest, (), out_shardings=at.batch),
     )
 
@@ -110,6 +123,34 @@ def insert(decoder: Decoder, cache: Cache, one: Cache, sequence: Int[Array, ""])
         host = copy_sequence(host, one.host, sequence, jnp.int32(shared), count, decoder)
     others = put_sequence(cache._replace(host=None), one._replace(host=None), sequence)
     return others._replace(host=host)
+
+
+def extract(
+    decoder: Decoder,
+    host: Shaped[Array, "l 1 k t w"] | None,
+    cache: Cache,
+    sequence: Int[Array, ""],
+) -> Cache:
+    """Return a sequence of a batch as a cache of its own, with the same capacity.
+
+    Args:
+        host: array to copy its rows to; None without host layers.
+        cache: cache of the batch; all rows are on the host, and none are shared.
+    """
+    if host is not None:
+        assert cache.host is not None
+        rows, zero = cache.host, jnp.int32(0)
+
+        def read(layer: Array, start: Array, size: int) -> Array:
+            return read_sequence(rows, layer, sequence, start, size, decoder.mesh)
+
+        host = _copy_blocks(host, zero, cache.lengths[sequence], read, decoder)
+    return take_sequence(cache._replace(host=None), sequence)._replace(host=host)
+
+
+def take_sequence(batch: Any, sequence: Int[Array, ""]) -> Any:
+    """Return a sequence of every array of a tree, as a batch of one."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, sequence, 1, 0), batch)
 
 
 def put_sequence(batch: Any, one: Any, sequence: Int[Array, ""]) -> Any:
@@ -136,14 +177,32 @@ def copy_sequence(
     Args:
         count: number of slots to copy. The contents of later slots are undefined afterwards.
     """
+
+    def read(layer: Array, place: Array, size: int) -> Array:
+        return read_block(one, layer, start + place, size, decoder.mesh, 1)
+
+    return _copy_blocks(host, sequence, count, read, decoder)
+
+
+def _copy_blocks(
+    host: Shaped[Array, "l a k t w"],
+    sequence: Int[Array, ""],
+    count: Int[Array, ""],
+    read: Callable[[Array, Array, int], Array],
+    decoder: Decoder,
+) -> Shaped[Array, "l a k t w"]:
+    """Write `count` slots of a sequence of the host's array, block by block.
+
+    Args:
+        read: (layer, first slot, number of slots) -> rows [1, k, n, w].
+    """
     layers, _, _, capacity, _ = host.shape
     block = min(capacity, STREAM_BLOCK)
     blocks = (count + block - 1) // block
 
     def copy(i: Array, host: Array) -> Array:
         layer, place = i // blocks, jnp.minimum(i % blocks * block, capacity - block)
-        rows = read_block(one, layer, start + place, block, decoder.mesh, 1)
-        return write_block(host, layer, sequence, place, rows, decoder.mesh)
+        return write_block(host, layer, sequence, place, read(layer, place, block), decoder.mesh)
 
     return lax.fori_loop(jnp.int32(0), layers * blocks, copy, host)
 

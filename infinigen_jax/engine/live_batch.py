@@ -6,14 +6,14 @@ first use of each length. A sequence's result does not depend on the others.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.cache.cache import Cache
-from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.cache.host_array import Placement, allocate_host
 from infinigen_jax.decode.steps import Watch, steps
 from infinigen_jax.engine.batch import Batch
 from infinigen_jax.engine.dispatch import Stepped
@@ -21,6 +21,22 @@ from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sequence_budgets import SequenceBudgets
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.prefill.prefill import CHUNK_UNIT, empty_cache, read_chunk
+
+
+class Single(NamedTuple):
+    """A sequence outside of a batch, all of whose rows are on the host.
+
+    Attributes:
+        cache: cache of one sequence, with `tokens` tokens.
+        logits, best: see `LiveBatch`.
+        budget: see `SequenceBudgets.replace`.
+    """
+
+    cache: Cache
+    tokens: int
+    logits: Float[Array, "1 v"]
+    best: Int[Array, " 1"]
+    budget: float | None
 
 
 class Reading:
@@ -85,6 +101,10 @@ class Reading:
         predict = steps(self._runtime.decoder).predict
         return predict(embedding, self._last, self.cache.lengths)[:2]
 
+    def single(self, budget: float | None = None) -> Single:
+        """Return a complete prompt's sequence; see `Single`."""
+        return Single(self.cache, len(self.tokens), *self.predicted, budget)
+
     def wait(self) -> None:
         """Wait until the chunk in progress is computed."""
         if self._last is not None:
@@ -95,16 +115,16 @@ class Reading:
 
 
 class OpenBatch(Batch):
-    """Batch of `batch` sequences that join and leave, each with room for `capacity` tokens.
+    """Batch of sequences that join and leave.
 
     Attributes:
         active: [b] mask of the sequences that are not idle.
     """
 
-    def __init__(self, runtime: Runtime, batch: int, capacity: int):
+    def __init__(self, runtime: Runtime, cache: Cache):
+        batch = len(cache.lengths)
         super().__init__(runtime, np.zeros(batch, np.int32))
-        self.budgets = SequenceBudgets(runtime, batch)
-        self.cache = empty_cache(self.decoder, batch, capacity)
+        self.budgets, self.cache = SequenceBudgets(runtime, batch), cache
         self.active = np.zeros(batch, bool)
 
     @property
@@ -112,15 +132,18 @@ class OpenBatch(Batch):
         return ~self.active
 
     def _join(
-        self, sequence: int, reading: Reading, others: Any, new: Any, budget: float | None
+        self, sequence: int, one: Cache, tokens: int, others: Any, new: Any, budget: float | None
     ) -> Any:
-        """Copy a complete prompt into an idle sequence; the reading can join further ones."""
+        """Copy a sequence to the place of an idle one; see `Batch._insert`."""
         assert self.can_join and not self.active[sequence]
-        others = self._insert(sequence, reading.cache, len(reading.tokens), others, new)
+        others = self._insert(sequence, one, tokens, others, new)
+        self._activate(sequence, budget)
+        return others
+
+    def _activate(self, sequence: int, budget: float | None) -> None:
         self.active[sequence] = True
         self.budgets.replace(sequence, budget)
         self.dispatcher.weights = self.budgets.weights
-        return others
 
     def leave(self, sequence: int) -> None:
         """Make a sequence idle."""
@@ -130,23 +153,62 @@ class OpenBatch(Batch):
 class LiveBatch(OpenBatch):
     """Batch that advances by decode steps.
 
+    A step costs about the same for any number of idle sequences, so a sequence that is alone had
+    better be decoded in a batch of one (`of_one`).
+
     Attributes:
         logits: [b, v] logits of each sequence's next token, float32; see `Sampler`.
         best: [b] most likely next tokens.
     """
 
-    def __init__(self, runtime: Runtime, batch: int, capacity: int):
+    def __init__(self, runtime: Runtime, cache: Cache, logits: Array, best: Array):
         if runtime.settings.lossless:
             raise ParameterError("lossless", "not with single steps; use a `LosslessBatch`")
-        super().__init__(runtime, batch, capacity)
-        vocabulary = self.decoder.config.vocab_size
-        zeros = np.zeros((batch, vocabulary), np.float32), np.zeros(batch, np.int32)
-        self.logits, self.best = jax.device_put(zeros, self._at.batch)
+        super().__init__(runtime, cache)
+        self.logits, self.best = logits, best
 
-    def join(self, sequence: int, reading: Reading, budget: float | None = None) -> None:
-        """Copy a complete prompt into an idle sequence; the reading can join further ones."""
-        others = self.logits, self.best
-        self.logits, self.best = self._join(sequence, reading, others, reading.predicted, budget)
+    @classmethod
+    def empty(cls, runtime: Runtime, batch: int, capacity: int) -> "LiveBatch":
+        """Return a batch of idle sequences, each with room for `capacity` tokens."""
+        vocabulary = runtime.decoder.config.vocab_size
+        zeros = np.zeros((batch, vocabulary), np.float32), np.zeros(batch, np.int32)
+        others = jax.device_put(zeros, Placement(runtime.mesh).batch)
+        return cls(runtime, empty_cache(runtime.decoder, batch, capacity), *others)
+
+    @classmethod
+    def of_one(cls, runtime: Runtime, single: Single) -> "LiveBatch":
+        """Return a batch of one sequence, which takes over its arrays without a copy."""
+        live = cls(runtime, single.cache, single.logits, single.best)
+        live.cached = np.array([single.tokens], np.int32)
+        live._activate(0, single.budget)
+        return live
+
+    def join(self, sequence: int, single: Single) -> None:
+        """Copy a sequence to the place of an idle one; it can join several times."""
+        new = single.logits, single.best
+        self.logits, self.best = self._join(
+            sequence, single.cache, single.tokens, (self.logits, self.best), new, single.budget
+        )
+
+    def single(self, sequence: int) -> Single:
+        """Return an active sequence, to continue elsewhere; it leaves this batch.
+
+        It may leave while others `can_join`. A batch of one gives its own arrays away; a larger one
+        copies the sequence out of them.
+        """
+        assert self.can_join and self.active[sequence]
+        budget, tokens = self.budgets.of(sequence), int(self.cached[sequence])
+        self.settle()
+        cache, logits, best = self.cache, self.logits, self.best
+        if len(self.active) > 1:
+            host = cache.host
+            if host is not None:
+                shape = (host.shape[0], 1, *host.shape[2:])
+                host = allocate_host(shape, host.dtype, self.runtime.mesh)
+            at = jax.device_put(np.int32(sequence), self._at.whole)
+            cache, (logits, best) = self._admission.extract(host, cache, (logits, best), at)
+        self.leave(sequence)
+        return Single(cache, tokens, logits, best, budget)
 
     def step(self, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
         """Dispatch a decode step over the next token of each sequence, without waiting.

@@ -14,6 +14,7 @@ from infinigen_jax.engine.live_batch import OpenBatch, Reading
 from infinigen_jax.engine.rounds import Drafted, Given, Rounds
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sampler import Sampler
+from infinigen_jax.prefill.prefill import empty_cache
 from infinigen_jax.sampling import LogProbs
 
 
@@ -49,7 +50,7 @@ class LosslessBatch(OpenBatch):
         Args:
             capacity: tokens that a sequence has room for, including `Runtime.draft_room`.
         """
-        super().__init__(runtime, batch, capacity)
+        super().__init__(runtime, empty_cache(runtime.decoder, batch, capacity))
         self._rounds = Rounds(self, changing=True)
         self.drawn = self._rounds.put(np.zeros(batch, np.int32))
         self.room = np.zeros(batch, np.int32)
@@ -77,7 +78,8 @@ class LosslessBatch(OpenBatch):
             room: most tokens after it.
             budget: share of the rows that drafts fetch, see `SequenceBudgets.replace`.
         """
-        self.drawn = self._join(sequence, reading, self.drawn, drawn, budget)
+        one, tokens = reading.cache, len(reading.tokens)
+        self.drawn = self._join(sequence, one, tokens, self.drawn, drawn, budget)
         self.room[sequence] = room
 
     def leave(self, sequence: int) -> None:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.engine.batching import put_sequence
+from infinigen_jax.engine.batching import put_sequence, take_sequence
 from infinigen_jax.programs.program import Program
 from infinigen_jax.sampling import (
     History,
@@ -137,6 +137,16 @@ class Sampler:
             self._history = self._programs.put(self._history, one, at)
         self._place()
 
+    def single(self, sequence: int) -> "Sampler":
+        """Return a sampler that continues a sequence alone."""
+        stream, drawn = int(self._streams[sequence]), int(self._steps[sequence])
+        sampling = [self._sampling[sequence]]
+        one = Sampler(self._at.mesh, self._vocabulary, sampling, [()], [stream], drawn)
+        if one._history is not None:
+            at = jax.device_put(np.int32(sequence), self._at.whole)
+            one._history = self._programs.take(self._history, at)
+        return one
+
     def leave(self, sequence: int) -> None:
         """Forget the settings of a sequence that has ended."""
         self._sampling[sequence] = Sampling()
@@ -171,6 +181,7 @@ class SamplingPrograms(NamedTuple):
     draw: Any
     log_probs: Any
     put: Any
+    take: Any
 
 
 @functools.lru_cache(maxsize=8)
@@ -199,6 +210,7 @@ def sampling_programs(mesh: Mesh) -> SamplingPrograms:
         draw=Program(draw, (), out_shardings=at.batch, donate_argnums=4),
         log_probs=Program(log_probs, (), out_shardings=at.batch),
         put=Program(put_sequence, (), out_shardings=at.batch, donate_argnums=0),
+        take=Program(take_sequence, (), out_shardings=at.batch),
     )
 
 

@@ -42,6 +42,10 @@ class SequenceBudgets:
             self._budgets[sequence] = budget
             self.weights = self._with_budgets()
 
+    def of(self, sequence: int) -> float | None:
+        """Return the budget of a sequence; None if sequences cannot differ."""
+        return None if self._most is None else float(self._budgets[sequence])
+
     def _with_budgets(self) -> Weights:
         assert self._most is not None
         layers, shares = list(self.weights.policy), {}

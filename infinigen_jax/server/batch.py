@@ -12,10 +12,9 @@ import jax
 import numpy as np
 
 from infinigen_jax.decode.state import Counts
-from infinigen_jax.engine.dispatch import Stepped
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.heat_map import watch_heat
-from infinigen_jax.engine.live_batch import LiveBatch, OpenBatch, Reading
+from infinigen_jax.engine.live_batch import LiveBatch, OpenBatch, Reading, Single
 from infinigen_jax.engine.lossless_batch import LosslessBatch, Round
 from infinigen_jax.engine.results import Choice, choices_of
 from infinigen_jax.engine.sampler import Drawn, Sampler
@@ -58,7 +57,7 @@ class ServedBatch(abc.ABC):
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         """Begin with an empty batch."""
         self.running: dict[int, Running] = {}
-        self._engine, self._metrics, self._size = engine, metrics, limits.batch
+        self._engine, self._metrics = engine, metrics
         self._heat_maps = limits.heat_maps
         self._sampler = self._sampler_of([Sampling()] * limits.batch, [()] * limits.batch)
 
@@ -85,6 +84,10 @@ class ServedBatch(abc.ABC):
         self.running.pop(sequence, None)
         self.live.leave(sequence)
         self._sampler.leave(sequence)
+
+    @abc.abstractmethod
+    def narrow(self) -> None:
+        """Prepare for steps while no answer is about to join."""
 
     @abc.abstractmethod
     def advance(self) -> Iterator[NewToken]:
@@ -139,20 +142,76 @@ class ServedBatch(abc.ABC):
 class Unread(NamedTuple):
     """A step in progress, its sequences' answers, and the number of tokens cached before it."""
 
-    stepped: Stepped
+    counts: Counts
+    records: Sequence[Any]
     running: dict[int, Running]
     cached: np.ndarray
 
+    def heat(self, answer: Running) -> np.ndarray | None:
+        """Return the heat map of an answer; None if there is none, or it was not watched."""
+        for sequence, each in self.running.items():
+            if each is answer:
+                return heat_of(self.records, sequence, int(self.cached[sequence]))
+        return None
+
 
 class SteppedBatch(ServedBatch):
-    """Batch that advances by decode steps."""
+    """Batch that advances by decode steps.
+
+    An answer that is alone is decoded in a batch of one, which takes over the cache that its prompt
+    was read into. It moves to the whole batch when another one joins, and back when it is alone
+    again (`narrow`).
+    """
 
     live: LiveBatch
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         super().__init__(engine, limits, metrics)
-        self.live = LiveBatch(engine.runtime, limits.batch, limits.capacity)
+        self.live = LiveBatch.empty(engine.runtime, limits.batch, limits.capacity)
+        self._whole, self._whole_sampler = self.live, self._sampler
         self._unread: Unread | None = None
+
+    @property
+    def free(self) -> int | None:
+        if self.live is self._whole:
+            return super().free
+        return 1 if len(self._whole.active) > 1 and self.live.can_join else None
+
+    def join(self, sequence: int, reading: Reading, running: Running, number: int) -> None:
+        if self.running or running.job.answers > 1:
+            self._widen()
+            super().join(sequence, reading, running, number)
+        else:
+            job = running.job
+            sampler = self._sampler_of([job.sampling], [job.tokens], [number])
+            self._be_alone(reading.single(job.budget), sampler)
+            self.running[0] = running
+
+    def leave(self, sequence: int) -> None:
+        super().leave(sequence)
+        if not self.running:
+            self.live, self._sampler = self._whole, self._whole_sampler
+
+    def narrow(self) -> None:
+        alone = self.live is self._whole and len(self.running) == 1
+        if alone and len(self._whole.active) > 1 and self.live.can_join:
+            ((sequence, running),) = self.running.items()
+            sampler = self._sampler.single(sequence)
+            single = self.live.single(sequence)
+            self._sampler.leave(sequence)
+            self._be_alone(single, sampler)
+            self.running = {0: running}
+
+    def _be_alone(self, single: Single, sampler: Sampler) -> None:
+        """Decode in a batch of one."""
+        self.live, self._sampler = LiveBatch.of_one(self._engine.runtime, single), sampler
+
+    def _widen(self) -> None:
+        """Decode in the whole batch; the answer that was alone is its first one."""
+        if self.live is not self._whole:
+            self._whole.join(0, self.live.single(0))
+            self._whole_sampler.replace(0, self._sampler)
+            self.live, self._sampler = self._whole, self._whole_sampler
 
     def advance(self) -> Iterator[NewToken]:
         """Draw a token for each sequence, dispatch the next step, and yield the tokens.
@@ -164,16 +223,14 @@ class SteppedBatch(ServedBatch):
         before, running = self._unread, dict(self.running)
         cached = self.live.cached
         stepped = self.live.step(tokens, watch_heat if self._wants_heat else None)
-        self._unread = Unread(stepped, running, cached)
+        self._unread = Unread(stepped.counts, stepped.records, running, cached)
         drawn = np.asarray(tokens)
         if before is not None:
-            self._count_rows(before.stepped.counts, before.running, before.cached)
+            self._count_rows(before.counts, before.running, before.cached)
         choices = None if log_probs is None else choices_of(log_probs, MOST_LOG_PROBS)
         for sequence, each in running.items():
             choice = None if each.job.top is None or choices is None else choices[sequence]
-            heat = None
-            if each.job.heat and before is not None and before.running.get(sequence) is each:
-                heat = heat_of(before.stepped.records, sequence, int(before.cached[sequence]))
+            heat = None if before is None or not each.job.heat else before.heat(each)
             yield NewToken(sequence, each, int(drawn[sequence]), choice, heat)
 
     def _allowed(self) -> np.ndarray | None:
@@ -182,30 +239,37 @@ class SteppedBatch(ServedBatch):
         matchers = {sequence: a.matcher for sequence, a in answers.items() if a.matcher is not None}
         if not matchers:
             return None
-        return allowed_tokens(matchers, self._size, self._engine.model.config.vocab_size)
+        return allowed_tokens(matchers, *self.live.logits.shape)
 
     def _insert(self, sequence: int, reading: Reading, job: Job, sampler: Sampler) -> None:
-        self.live.join(sequence, reading, job.budget)
+        self.live.join(sequence, reading.single(job.budget))
 
     def try_join(self, reading: Reading) -> None:
-        self.live.join(0, reading)
+        self.live.join(0, reading.single())
         self.live.leave(0)
 
     def warm_up(self, reading: Reading) -> None:
-        self.live.join(0, reading)
-        every = allowed_tokens({}, self._size, self._engine.model.config.vocab_size)
+        self.live.join(0, reading.single())
+        self._try_steps()
+        sampler, single = self._sampler.single(0), self.live.single(0)
+        self._sampler.leave(0)
+        self._be_alone(single, sampler)
+        self._try_steps()
+        self._widen()
+        self.leave(0)
+
+    def _try_steps(self) -> None:
+        """Run every program of steps and draws, with a sequence in the first place."""
+        every = allowed_tokens({}, *self.live.logits.shape)
+        self.live.settle()
         drawn: Drawn | None = None
-        to_flush = self._engine.decoder.policy.window + 1
-        for sampling, number in zip(SAMPLINGS, (to_flush, 1, 1), strict=True):
+        for sampling in SAMPLINGS:
             self._sampler.replace(0, self._sampler_of([sampling], [(0,)]))
-            for _ in range(number):
-                logits, best = self.live.logits, self.live.best
-                drawn = self._sampler.draw(logits, best, every, log_probs=True)
-                self.live.step(drawn.tokens)
+            drawn = self._sampler.draw(self.live.logits, self.live.best, every, log_probs=True)
+            self.live.step(drawn.tokens)
         if self._heat_maps:
             self.live.step(self.live.best, watch_heat)
         jax.block_until_ready((drawn, self.live.logits))
-        self.leave(0)
 
 
 class RoundBatch(ServedBatch):
@@ -261,6 +325,9 @@ class RoundBatch(ServedBatch):
     def leave(self, sequence: int) -> None:
         super().leave(sequence)
         self._first.pop(sequence, None)
+
+    def narrow(self) -> None:
+        """Do nothing: rounds are compiled for the whole batch alone."""
 
     def try_join(self, reading: Reading) -> None:
         self.live.join(0, reading, reading.predicted[1], 0)

@@ -76,7 +76,7 @@ class Limits:
         decoder, drafted = engine.decoder, engine.runtime.draft_room
         plan = plan_cache(decoder, self.batch, self.capacity)
         step = step_bytes(decoder, self.batch, self.capacity, drafted, plan.resident)
-        for _ in range(READERS):
+        for _ in range(READERS + 1):  # and the answer that is alone
             plan += plan_cache(decoder, 1, self.capacity)
         plan = dataclasses.replace(plan, host_cache=plan.host_cache + self.prefix_bytes)
         reading = prefill_bytes(decoder, 1, self.chunk, self.capacity)

@@ -150,6 +150,8 @@ class Scheduler:
             while self._waiting and len(self._intakes) < READERS:
                 self._intakes.append(Intake(self._waiting.popleft()))
         self._join()
+        if not self._intakes:
+            self._batch.narrow()
         for token in self._batch.advance() if self._batch.running else ():
             self._take(token)
         self._read()

@@ -1,5 +1,7 @@
 """Sequences that join and leave a live batch give what each gives alone."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ from runtime import SPARSE, engine, tokens_of
 
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.live_batch import LiveBatch, Reading, chunk_lengths
+from infinigen_jax.engine.live_batch import LiveBatch, Reading, Single, chunk_lengths
 from infinigen_jax.policies.quest import Quest
 from infinigen_jax.programs.compilations import compilations
 
@@ -15,11 +17,16 @@ PROMPTS = [
     [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (137, 5, 70, 9, 64, 3)
 ]
 ROWS, CAPACITY, CHUNK, NEW = 3, 256, 64, 9
+KINDS = [
+    pytest.param(SPARSE, {}, id="exact"),
+    pytest.param(SPARSE, {"rows": "int8", "hot_set": 1.5}, id="int8", marks=pytest.mark.slow),
+    pytest.param(Quest(budget=0.3, window=4), {}, id="pages", marks=pytest.mark.slow),
+]
 
 
 def serve(made: Engine, prompts: list[list[int]], new: int = NEW) -> list[list[int]]:
     """Read prompts between steps; each leaves after `new` tokens and another one joins."""
-    live = LiveBatch(made.runtime, ROWS, CAPACITY)
+    live = LiveBatch.empty(made.runtime, ROWS, CAPACITY)
     put = Placement(made.mesh).batch
     waiting, owner = list(enumerate(prompts)), {}
     answers: list[list[int]] = [[] for _ in prompts]
@@ -32,7 +39,7 @@ def serve(made: Engine, prompts: list[list[int]], new: int = NEW) -> list[list[i
             reading.advance()
         free = np.flatnonzero(live.idle)
         if reading is not None and reading.complete and len(free) and live.can_join:
-            live.join(int(free[0]), reading)
+            live.join(int(free[0]), reading.single())
             owner[int(free[0])], reading = number, None
         best = np.asarray(live.best)
         if owner:
@@ -45,14 +52,7 @@ def serve(made: Engine, prompts: list[list[int]], new: int = NEW) -> list[list[i
     return answers
 
 
-@pytest.mark.parametrize(
-    "policy, settings",
-    [
-        pytest.param(SPARSE, {}, id="exact"),
-        pytest.param(SPARSE, {"rows": "int8", "hot_set": 1.5}, id="int8", marks=pytest.mark.slow),
-        pytest.param(Quest(budget=0.3, window=4), {}, id="pages", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("policy, settings", KINDS)
 def test_arrivals_equal_single_prompts(policy, settings):
     made = engine("one", policy, 0, prefill_chunk=CHUNK, **settings)
     expected = [tokens_of(made, [prompt], new=NEW, ignore_eos=True)[0] for prompt in PROMPTS]
@@ -74,3 +74,50 @@ def test_chunk_lengths():
     assert chunk_lengths(512) == [64, 128, 256, 512]
     assert chunk_lengths(200) == [64, 128, 200]
     assert chunk_lengths(7) == [7]
+
+
+@pytest.mark.parametrize("policy, settings", KINDS)
+def test_a_sequence_moves_between_batches(policy, settings):
+    """Alone, then with another one, then alone again; at a flush, where a policy needs it."""
+    made = engine("one", policy, 0, prefill_chunk=CHUNK, **settings)
+    prompts = PROMPTS[0], PROMPTS[2]
+    expected = [tokens_of(made, [prompt], new=40, ignore_eos=True)[0] for prompt in prompts]
+    whole = LiveBatch.empty(made.runtime, ROWS, CAPACITY)
+    move(made, whole, prompts)
+    before = compilations()
+    answers = move(made, whole, prompts)
+    assert compilations() == before
+    for answer, tokens in zip(answers, expected, strict=True):
+        assert len(answer) >= NEW and answer == tokens[: len(answer)]
+
+
+def move(made: Engine, whole: LiveBatch, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Decode the first prompt in three batches after each other, in the second with the other."""
+    answers: list[list[int]] = [[], []]
+    put = Placement(made.mesh).batch
+
+    def decode(live: LiveBatch, owners: dict[int, int]) -> None:
+        before = len(answers[0])
+        while len(answers[0]) < before + NEW or not live.can_join:
+            best = np.asarray(live.best)
+            for sequence, owner in owners.items():
+                answers[owner].append(int(best[sequence]))
+            live.step(jax.device_put(best, put))
+
+    alone = LiveBatch.of_one(made.runtime, read(made, prompts[0]))
+    decode(alone, {0: 0})
+    whole.join(1, alone.single(0))
+    whole.join(0, read(made, prompts[1]))
+    decode(whole, {1: 0, 0: 1})
+    alone = LiveBatch.of_one(made.runtime, whole.single(1))
+    whole.leave(0)
+    decode(alone, {0: 0})
+    return answers
+
+
+def read(made: Engine, prompt: list[int]) -> Single:
+    """Read a prompt."""
+    reading = Reading(made.runtime, prompt, CAPACITY, CHUNK)
+    while not reading.complete:
+        reading.advance()
+    return reading.single()

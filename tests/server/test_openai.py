@@ -3,7 +3,9 @@
 import base64
 import concurrent.futures
 import dataclasses
+import itertools
 import json
+import time
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import pytest
 from runtime import SPARSE
 from serving import CONTEXT, LONG, PROMPT, ROWS, Served, engine_of
 
+from infinigen_jax.engine.live_batch import LiveBatch
 from infinigen_jax.sampling import Sampling
 
 
@@ -69,6 +72,37 @@ def test_samples_depend_on_the_seed_alone(served: Served):
     assert [choice.text for choice in answer.choices] == expected
     assert expected[0] != expected[1]
     assert served.complete(PROMPT, temperature=1).choices[0].text != expected[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"temperature": 0}, id="greedy"),
+        pytest.param({"temperature": 0.9, "presence_penalty": 0.5, "seed": 7}, id="sampled"),
+    ],
+)
+def test_an_answer_that_is_alone_between_others(served: Served, settings, monkeypatch):
+    """It moves between the batch of one and the whole batch, and nothing is compiled."""
+    step, sizes = LiveBatch.step, []
+
+    def slow_step(live: LiveBatch, *arguments: Any) -> Any:
+        sizes.append(len(live.active))
+        time.sleep(0.01)
+        return step(live, *arguments)
+
+    expected = served.expected([PROMPT], Sampling(**settings), max_new_tokens=150, ignore_eos=True)
+    other = served.expected([LONG], max_new_tokens=5).texts[0]
+    extra = {"max_tokens": 150, "extra_body": {"ignore_eos": True}, "stream": True, "logprobs": 1}
+    before = served.scheduler.late_compilations
+    monkeypatch.setattr(LiveBatch, "step", slow_step)
+    parts = []
+    for part in served.complete(PROMPT, **settings | extra):
+        parts.append(part.choices[0].text)
+        if len(parts) in (30, 80):
+            assert served.complete(LONG, max_tokens=5).choices[0].text == other
+    assert "".join(parts) == expected.texts[0]
+    assert [size for size, _ in itertools.groupby(sizes)] == [1, ROWS, 1, ROWS, 1]
+    assert served.scheduler.late_compilations == before
 
 
 @pytest.mark.parametrize("stream", [False, True])
