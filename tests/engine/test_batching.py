@@ -25,7 +25,7 @@ def alone(engine: Engine, **settings) -> list[list[int]]:
     return [tokens_of(engine, [prompt], **settings)[0] for prompt in PROMPTS]
 
 
-def test_more_prompts_than_batch_rows():
+def test_more_prompts_than_sequences():
     made = engine("one")
     run = made.start(PROMPTS, max_new_tokens=NEW, batch=2)
     assert run.cache.lengths.shape == (2,)

@@ -127,7 +127,7 @@ def test_cached_prefixes_change_nothing(lossless: Lossless):
     assert answer.usage.prompt_tokens_details.cached_tokens > 0
 
 
-def test_a_client_that_goes_away_frees_its_row(lossless: Lossless):
+def test_a_client_that_goes_away_frees_its_sequence(lossless: Lossless):
     settings: Any = {"max_tokens": 200, "stream": True, "extra_body": IGNORE}
     for stream in [lossless.complete(PROMPT, **settings) for _ in range(ROWS)]:
         next(iter(stream))

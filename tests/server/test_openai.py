@@ -217,7 +217,7 @@ def test_models(served: Served):
     assert served.client.models.retrieve("small").id == "small"
 
 
-def test_a_client_that_goes_away_frees_its_row(served: Served):
+def test_a_client_that_goes_away_frees_its_sequence(served: Served):
     settings = {"max_tokens": 200, "stream": True, "extra_body": {"ignore_eos": True}}
     streams = [served.complete(PROMPT, **settings) for _ in range(ROWS)]
     for stream in streams:
