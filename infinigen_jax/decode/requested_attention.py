@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.ops.attention import Softmax, extend_softmax, packed, start_softmax
+from infinigen_jax.ops.attention import Softmax, packed, softmax_over, start_softmax
 from infinigen_jax.ops.barriers import compute_once
 from infinigen_jax.ops.compaction import mark_starts, marks_at, running_counts
 from infinigen_jax.ops.work_items import cut_items, items_at_once, most_items
@@ -68,7 +68,7 @@ def attend_requested(
         place = jnp.minimum(place, n - 1)
         part = packed(read(head, place, find(i, head, place, valid)), valid[None])
         query = queries[head][None]
-        softmax = extend_softmax(start_softmax(query), query, part, cap)
+        softmax = softmax_over(query, part, cap)
         return jax.tree.map(
             lambda kept, new: lax.dynamic_update_slice_in_dim(kept, new[0], i * at_once, axis=0),
             results,

@@ -25,7 +25,7 @@ from infinigen_jax.ops.attention import (
     finish_softmax,
     join_softmax,
     packed,
-    start_softmax,
+    softmax_over,
 )
 from infinigen_jax.policies.base import Attended
 from infinigen_jax.selection.select import Request
@@ -88,7 +88,7 @@ def attend_chunks(
     one_mean = not layout.slots.tail_block and fetched.request.rest is not None
     cap = layout.config.attention_softcap
     softmax, taken = attend_requested(q, fetched.request, read, one_mean, cap)
-    softmax = join_softmax(extend_softmax(start_softmax(q), q, resident, cap), softmax)
+    softmax = join_softmax(softmax_over(q, resident, cap), softmax)
     term = tail_term(layout, q, fetched.request, taken, local, host_layer, positions)
     return finish_softmax(softmax, q, term)
 
@@ -208,7 +208,7 @@ def attend_streamed(
         rows = jnp.where(valid[..., None], layout.row_format.decode(host_layer.scales, rows), 0)
         return extend_softmax(state, q, packed(rows, valid), cap)
 
-    state = extend_softmax(start_softmax(q), q, local.part(positions, layout.slots), cap)
+    state = softmax_over(q, local.part(positions, layout.slots), cap)
     state = lax.fori_loop(jnp.int32(0), jnp.int32(blocks), visit, state)
     return finish_softmax(state, q)
 

@@ -3,11 +3,14 @@
 Queries are grouped, [b, k, g, d]: g query heads read KV head k. They are already scaled.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from infinigen_jax.ops.reductions import best, summed
 
 MASKED = -1e30  # finite, so that a block without valid rows gives no NaN
 
@@ -64,13 +67,14 @@ def attend(
     Args:
         cap: bound of the scores, see `soft_capped`.
     """
-    return attend_weighted(q, *parts, cap=cap)[0]
+    state, *others = (softmax_over(q, part, cap) for part in parts)
+    return finish_softmax(functools.reduce(join_softmax, others, state), q)
 
 
 def attend_weighted(
     q: Float[Array, "b k g d"], *parts: Part, tail: Tail | None = None, cap: float | None = None
 ) -> tuple[Float[Array, "b k g d"], list[Float[Array, "b k g n"]]]:
-    """Return `attend` and the weights of each part; a tail has the remaining weight."""
+    """Return `attend`, rounded otherwise, and the weights of each part; a tail has the rest."""
     scores = jnp.concatenate([_scores(q, part, cap) for part in parts], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)
     output = jnp.zeros(q.shape, jnp.float32)
@@ -119,17 +123,20 @@ def start_softmax(q: Float[Array, "b k g d"]) -> Softmax:
     return Softmax(jnp.full(shape, MASKED, jnp.float32), zeros[..., 0], zeros)
 
 
+def softmax_over(q: Float[Array, "b k g d"], part: Part, cap: float | None = None) -> Softmax:
+    """Return the state after some rows; `cap` as in `attend`."""
+    scores = _scores(q, part, cap)
+    peak = best(scores)
+    weights = jnp.where(part.valid[:, :, None], jnp.exp(scores - peak[..., None]), 0.0)
+    total = summed(lambda weights: weights, weights)
+    return Softmax(peak, total, _weighted_sum(weights, part.values, q.shape[-1]))
+
+
 def extend_softmax(
     state: Softmax, q: Float[Array, "b k g d"], part: Part, cap: float | None = None
 ) -> Softmax:
     """Attend to further rows; `cap` as in `attend`."""
-    scores = _scores(q, part, cap)
-    peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
-    kept = jnp.exp(state.peak - peak)
-    weights = jnp.where(part.valid[:, :, None], jnp.exp(scores - peak[..., None]), 0.0)
-    total = state.total * kept + jnp.sum(weights, axis=-1)
-    weighted = state.weighted * kept[..., None] + _weighted_sum(weights, part.values, q.shape[-1])
-    return Softmax(peak, total, weighted)
+    return join_softmax(state, softmax_over(q, part, cap))
 
 
 def join_softmax(one: Softmax, other: Softmax) -> Softmax:
@@ -154,7 +161,9 @@ def finish_softmax(
 def _scores(q: Float[Array, "b k g d"], part: Part, cap: float | None) -> Float[Array, "b k g n"]:
     width = part.keys.shape[-1] - q.shape[-1]
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, width)))
-    scores = jnp.einsum("bkgd,bknd->bkgn", q, part.keys, preferred_element_type=jnp.float32)
+    # With the keys first, a CPU reads them once, not once per query head.
+    scores = jnp.einsum("bknd,bkgd->bkng", part.keys, q, preferred_element_type=jnp.float32)
+    scores = scores.swapaxes(2, 3)
     return jnp.where(part.valid[:, :, None], soft_capped(scores, cap), MASKED)
 
 

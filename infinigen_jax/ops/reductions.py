@@ -14,10 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 LANES = 64  # pieces are a multiple of this many tokens
-# Pieces for data in the L1 cache: the more pieces, the less a sum writes.
-AT_ONCE = 64
-# Pieces for other data: more streams than the hardware prefetcher follows are slower.
-STREAMS = 8
+STREAMS = 8  # most pieces; more streams than the hardware prefetcher follows are slower
 
 
 def summed(term: Callable[..., Array], *arrays: Shaped[Array, "..."]) -> Array:
@@ -29,8 +26,9 @@ def summed(term: Callable[..., Array], *arrays: Shaped[Array, "..."]) -> Array:
     """
 
     def in_pieces(*arrays: Array) -> Array:
-        terms = _folded(jnp.add, term, STREAMS, *arrays)
-        return jnp.sum(_folded(jnp.add, lambda x: x, AT_ONCE, terms), axis=-1)
+        terms = _folded(jnp.add, term, *arrays)
+        # A product, as XLA would fuse another fold with the first and compute it without vectors.
+        return jnp.dot(terms, jnp.ones(terms.shape[-1], terms.dtype), precision="highest")
 
     return lax.platform_dependent(
         *arrays, cpu=in_pieces, default=lambda *arrays: jnp.sum(term(*arrays), axis=-1)
@@ -44,18 +42,17 @@ def best(x: Float[Array, "*b t"]) -> Float[Array, "*b"]:
 
 
 def _best(x: Float[Array, "*b t"]) -> Float[Array, "*b"]:
-    while _pieces(x.shape[-1], STREAMS) > 1:
-        x = _folded(jnp.maximum, lambda x: x, STREAMS, x)
+    while _pieces(x.shape[-1]) > 1:
+        x = _folded(jnp.maximum, lambda x: x, x)
     return jnp.max(x, axis=-1)
 
 
 def _folded(
     combine: Callable[[Array, Array], Array],
     term: Callable[..., Array],
-    at_once: int,
     *arrays: Shaped[Array, "..."],
 ) -> Array:
-    number = _pieces(arrays[0].shape[-1], at_once)
+    number = _pieces(arrays[0].shape[-1])
     size = arrays[0].shape[-1] // number
 
     def piece(x: Array, i: int) -> Array:
@@ -66,9 +63,9 @@ def _folded(
     return functools.reduce(combine, terms)
 
 
-def _pieces(tokens: int, at_most: int) -> int:
-    """Return the largest number of pieces, at most `at_most`, of whole LANES; 1 if not whole."""
+def _pieces(tokens: int) -> int:
+    """Return the largest number of pieces of whole LANES, at most STREAMS; 1 if not whole."""
     if tokens % LANES:
         return 1
     groups = tokens // LANES
-    return max(n for n in range(1, at_most + 1) if groups % n == 0)
+    return max(n for n in range(1, STREAMS + 1) if groups % n == 0)
