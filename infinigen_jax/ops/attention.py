@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.ops.reductions import best, summed
@@ -161,9 +162,16 @@ def finish_softmax(
 def _scores(q: Float[Array, "b k g d"], part: Part, cap: float | None) -> Float[Array, "b k g n"]:
     width = part.keys.shape[-1] - q.shape[-1]
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, width)))
-    # With the keys first, a CPU reads them once, not once per query head.
-    scores = jnp.einsum("bknd,bkgd->bkng", part.keys, q, preferred_element_type=jnp.float32)
-    scores = scores.swapaxes(2, 3)
+
+    def keys_first(q: Array, keys: Array) -> Array:
+        """Read the keys once on a CPU, where a product with few queries rearranges them first."""
+        scores = jnp.einsum("bknd,bkgd->bkng", keys, q, preferred_element_type=jnp.float32)
+        return lax.optimization_barrier(scores).swapaxes(2, 3)  # or XLA exchanges the operands
+
+    def queries_first(q: Array, keys: Array) -> Array:
+        return jnp.einsum("bkgd,bknd->bkgn", q, keys, preferred_element_type=jnp.float32)
+
+    scores = lax.platform_dependent(q, part.keys, cpu=keys_first, default=queries_first)
     return jnp.where(part.valid[:, :, None], soft_capped(scores, cap), MASKED)
 
 
