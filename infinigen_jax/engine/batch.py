@@ -66,7 +66,7 @@ class Batch(abc.ABC):
         """Dispatch a step over the next token of each sequence; see `Dispatcher.step`."""
         due = self._since_flush == self.decoder.policy.window
         if due or self._left:
-            self._rest()
+            self.rest()
         if due:
             self.settle()
         stepped = self.dispatcher.step(self.cache, tokens, watch)
@@ -91,7 +91,7 @@ class Batch(abc.ABC):
         self.cached = np.where(np.arange(len(self.cached)) == sequence, tokens, self.cached)
         return others
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
         """Set the lengths of idle sequences to 0, so that they never fill the cache."""
         idle = jax.device_put(self.idle, self._at.batch)
         self.cache = self.cache._replace(lengths=self._admission.rest(self.cache.lengths, idle))

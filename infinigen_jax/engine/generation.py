@@ -197,7 +197,7 @@ class Run(Batch):
         if not self.counts:
             # Both change nothing before the first step. They compile their programs, so that
             # neither the first token nor a later step waits for the compilation.
-            self._rest()
+            self.rest()
             self.settle()
         self.owners.step(self.cached)
         stepped = super()._step(tokens, watch)

@@ -165,7 +165,7 @@ class LosslessRun(Run):
         """Give idle sequences to waiting prompts, and yield their first tokens."""
         while self.owners.waiting and self.idle.any():
             before = self.owners.owner
-            self._rest()
+            self.rest()
             self._admit()
             new = self.owners.owner != before
             yield self._take(np.where(new, np.asarray(self.drawn), -1), eos, self._log_probs)
@@ -183,7 +183,7 @@ class LosslessRun(Run):
 
     def _warm_up(self, given: Given) -> None:
         """Compile and time the verifications of all sizes; they change nothing."""
-        self._rest()  # compiles its program as well
+        self.rest()  # compiles its program as well
         self._rounds.warm_up(given, None if self._alternatives is None else self._sampler)
 
     @property

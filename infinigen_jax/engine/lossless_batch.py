@@ -100,7 +100,7 @@ class LosslessBatch(OpenBatch):
             NotFiniteError: with `check`, for a value that is not finite.
         """
         if self._left:
-            self._rest()
+            self.rest()
         needed = int(self.room.max())
         judged = self._rounds.run(self._given(sampler), needed, timed=watch is None, watch=watch)
         verdict, cached = judged.verdict, self.cached
@@ -114,7 +114,7 @@ class LosslessBatch(OpenBatch):
 
     def warm_up(self, sampler: Sampler, watch: Watch | None = None) -> None:
         """Compile and time the programs for the kind of draws that a sampler makes."""
-        self._rest()
+        self.rest()
         given = self._given(sampler)
         self._rounds.warm_up(given, sampler)
         self._rounds.warm_up_draft(given)

@@ -261,6 +261,10 @@ class SteppedBatch(ServedBatch):
     def _try_steps(self) -> None:
         """Run every program of steps and draws, with a sequence in the first place."""
         every = allowed_tokens({}, *self.live.logits.shape)
+        self._sampler.leave(
+            0
+        )  # draws without penalties come first, and have a program of their own
+        self.live.rest()
         self.live.settle()
         drawn: Drawn | None = None
         for sampling in SAMPLINGS:

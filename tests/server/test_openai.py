@@ -13,7 +13,7 @@ import numpy as np
 import openai
 import pytest
 from runtime import SPARSE
-from serving import CONTEXT, LONG, PROMPT, ROWS, Served, engine_of
+from serving import CONTEXT, LONG, PROMPT, ROWS, Running, Served, engine_of
 
 from infinigen_jax.engine.live_batch import LiveBatch
 from infinigen_jax.sampling import Sampling
@@ -103,6 +103,23 @@ def test_an_answer_that_is_alone_between_others(served: Served, settings, monkey
     assert "".join(parts) == expected.texts[0]
     assert [size for size, _ in itertools.groupby(sizes)] == [1, ROWS, 1, ROWS, 1]
     assert served.scheduler.late_compilations == before
+
+
+def test_nothing_is_compiled_after_the_warm_up(served: Served, monkeypatch):
+    """Nor read from disk, where earlier tests may have left it."""
+    monkeypatch.setattr("infinigen_jax.programs.program.program_folder", lambda: None)
+    engine = engine_of(served.engine.model, dataclasses.replace(SPARSE, budget=0.15))
+    penalised = {"temperature": 0.9, "presence_penalty": 0.5, "logprobs": 2}
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+    chat = {"model": "small", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+    with Running(engine=engine) as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for settings in ({}, {"temperature": 1}, penalised):
+            server.complete(PROMPT, **settings)  # alone
+            answers = [pool.submit(server.complete, LONG, **settings) for _ in range(4)]
+            server.complete(PROMPT, **settings, max_tokens=60)
+            assert all(answer.result() for answer in answers)
+        server.client.chat.completions.create(**chat, response_format=shape)
+        assert server.scheduler.late_compilations == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
