@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         InputError: tokens differ by more than rounding.
     """
-    names = ("prompts", "tokens", "batches", "budget", "window")
+    names = ("prompts", "tokens", "context", "batches", "budget", "window")
     result: dict[str, Any] = {
         "benchmark": "lossless-equality",
         "machine": machine.describe(),
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def _prompts(model: Model, options: argparse.Namespace) -> list[list[int]]:
     """Return consecutive parts of the text, of random lengths."""
-    most = model.config.max_positions - options.tokens - 1
+    most = min(options.context, model.config.max_positions) - options.tokens - 1
     lengths = np.random.default_rng(0).integers(max(1, most - SPREAD), most, options.prompts)
     ids = shapes.text_tokens(model, options.text, int(lengths.sum()))
     return [part.tolist() for part in np.split(np.array(ids), np.cumsum(lengths)[:-1])]
@@ -110,6 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--text", type=Path, required=True, metavar="FILE", help="text of the prompts")
     add("--prompts", type=int, default=50, help="prompts of each model (default 50)")
     add("--tokens", type=int, default=256, help="new tokens of each (default 256)")
+    add("--context", type=int, default=2048, help="most tokens of a sequence (default 2048)")
     add("--batches", type=int, nargs="+", default=[1, 10], metavar="N", help="batch sizes")
     add("--budget", type=float, default=0.05, help="maximum share of rows fetched (default 0.05)")
     add("--window", type=int, default=16, help="recent rows on the device (default 16)")
