@@ -246,7 +246,7 @@ def test_small_weights_are_not_made_smaller():
 def test_a_batch_that_sequences_join_and_given_tokens_are_refused():
     made = pair("poor")[1]
     with pytest.raises(InputError, match="lossless"):
-        LiveBatch(made.runtime, 2, 128)
+        LiveBatch.empty(made.runtime, 2, 128)
     run = made.start(RAGGED, max_new_tokens=2)
     assert isinstance(run, LosslessRun)
     for use in (run.advance, lambda: run.predict(np.zeros(3, np.int32))):
