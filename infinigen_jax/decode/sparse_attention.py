@@ -21,7 +21,6 @@ from infinigen_jax.ops.attention import (
     Part,
     Tail,
     attend_weighted,
-    extend_softmax,
     finish_softmax,
     join_softmax,
     packed,
@@ -206,7 +205,7 @@ def attend_streamed(
         rows = read_block(host, host_layer.number, start, block, layout.mesh, q.shape[0])
         # Unwritten slots may hold NaN, which a weight of 0 does not mask.
         rows = jnp.where(valid[..., None], layout.row_format.decode(host_layer.scales, rows), 0)
-        return extend_softmax(state, q, packed(rows, valid), cap)
+        return join_softmax(state, softmax_over(q, packed(rows, valid), cap))
 
     state = softmax_over(q, local.part(positions, layout.slots), cap)
     state = lax.fori_loop(jnp.int32(0), jnp.int32(blocks), visit, state)

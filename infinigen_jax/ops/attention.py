@@ -75,7 +75,10 @@ def attend(
 def attend_weighted(
     q: Float[Array, "b k g d"], *parts: Part, tail: Tail | None = None, cap: float | None = None
 ) -> tuple[Float[Array, "b k g d"], list[Float[Array, "b k g n"]]]:
-    """Return `attend`, rounded otherwise, and the weights of each part; a tail has the rest."""
+    """Return the output of `attend`, except for rounding, and the weights of each part.
+
+    A tail has the remaining weight.
+    """
     scores = jnp.concatenate([_scores(q, part, cap) for part in parts], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)
     output = jnp.zeros(q.shape, jnp.float32)
@@ -131,13 +134,6 @@ def softmax_over(q: Float[Array, "b k g d"], part: Part, cap: float | None = Non
     weights = jnp.where(part.valid[:, :, None], jnp.exp(scores - peak[..., None]), 0.0)
     total = summed(lambda weights: weights, weights)
     return Softmax(peak, total, _weighted_sum(weights, part.values, q.shape[-1]))
-
-
-def extend_softmax(
-    state: Softmax, q: Float[Array, "b k g d"], part: Part, cap: float | None = None
-) -> Softmax:
-    """Attend to further rows; `cap` as in `attend`."""
-    return join_softmax(state, softmax_over(q, part, cap))
 
 
 def join_softmax(one: Softmax, other: Softmax) -> Softmax:

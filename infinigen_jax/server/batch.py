@@ -63,7 +63,7 @@ class ServedBatch(abc.ABC):
 
     @property
     def free(self) -> int | None:
-        """Row for the next answer; None while none can join."""
+        """Sequence for the next answer; None while none can join."""
         idle = np.flatnonzero(self.live.idle)
         return int(idle[0]) if len(idle) and self.live.can_join else None
 
@@ -76,7 +76,6 @@ class ServedBatch(abc.ABC):
         job = running.job
         sampler = self._sampler_of([job.sampling], [job.tokens], [number])
         self._insert(sequence, reading, job, sampler)
-        self._sampler.replace(sequence, sampler)
         self.running[sequence] = running
 
     def leave(self, sequence: int) -> None:
@@ -106,7 +105,7 @@ class ServedBatch(abc.ABC):
 
     @abc.abstractmethod
     def _insert(self, sequence: int, reading: Reading, job: Job, sampler: Sampler) -> None:
-        """Copy a complete prompt into a sequence; a token may be drawn by its sampler."""
+        """Copy a complete prompt and its sampler, which may draw a token, into a sequence."""
 
     @property
     def _wants_scores(self) -> bool:
@@ -178,14 +177,9 @@ class SteppedBatch(ServedBatch):
         return 1 if len(self._whole.active) > 1 and self.live.can_join else None
 
     def join(self, sequence: int, reading: Reading, running: Running, number: int) -> None:
-        if self.running or running.job.answers > 1:
+        if self.running:
             self._widen()
-            super().join(sequence, reading, running, number)
-        else:
-            job = running.job
-            sampler = self._sampler_of([job.sampling], [job.tokens], [number])
-            self._be_alone(reading.single(job.budget), sampler)
-            self.running[0] = running
+        super().join(sequence, reading, running, number)
 
     def leave(self, sequence: int) -> None:
         super().leave(sequence)
@@ -242,7 +236,12 @@ class SteppedBatch(ServedBatch):
         return allowed_tokens(matchers, *self.live.logits.shape)
 
     def _insert(self, sequence: int, reading: Reading, job: Job, sampler: Sampler) -> None:
-        self.live.join(sequence, reading.single(job.budget))
+        single = reading.single(job.budget)
+        if self.running or job.answers > 1:
+            self.live.join(sequence, single)
+            self._sampler.replace(sequence, sampler)
+        else:  # in place 0, the first of an idle batch
+            self._be_alone(single, sampler)
 
     def try_join(self, reading: Reading) -> None:
         self.live.join(0, reading.single())
@@ -261,9 +260,8 @@ class SteppedBatch(ServedBatch):
     def _try_steps(self) -> None:
         """Run every program of steps and draws, with a sequence in the first place."""
         every = allowed_tokens({}, *self.live.logits.shape)
-        self._sampler.leave(
-            0
-        )  # draws without penalties come first, and have a program of their own
+        # Draws without penalties come first, and have a program of their own.
+        self._sampler.leave(0)
         self.live.rest()
         self.live.settle()
         drawn: Drawn | None = None
@@ -324,6 +322,7 @@ class RoundBatch(ServedBatch):
     def _insert(self, sequence: int, reading: Reading, job: Job, sampler: Sampler) -> None:
         drawn = sampler.draw(*reading.predicted, log_probs=job.top is not None)
         self.live.join(sequence, reading, drawn.tokens, job.most - 1, job.budget)
+        self._sampler.replace(sequence, sampler)
         self._first[sequence] = drawn
 
     def leave(self, sequence: int) -> None:

@@ -10,7 +10,13 @@ from infinigen_jax.ops.attention import Part, packed
 
 # Compiled: every operation alone would be.
 attend, start_softmax = jax.jit(attention.attend), jax.jit(attention.start_softmax)
-extend_softmax, finish_softmax = map(jax.jit, (attention.extend_softmax, attention.finish_softmax))
+finish_softmax = jax.jit(attention.finish_softmax)
+
+
+@jax.jit
+def extend_softmax(state, q, part):
+    return attention.join_softmax(state, attention.softmax_over(q, part))
+
 
 TOLERANCE = 2e-6  # float32, sums over at most some hundred terms of size 1
 
