@@ -36,6 +36,7 @@ COLUMNS = {
     "tokens": ("tokens", "{}"),
     "largest distance": ("largest_distance", "{:.1e}"),
     "accepted": ("acceptance_rate", "{:.1%}"),
+    "tokens a verification": ("tokens_per_verification", "{:.1f}"),
 }
 
 
@@ -45,7 +46,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         InputError: tokens differ by more than rounding.
     """
-    names = ("prompts", "tokens", "context", "batches", "budget", "window")
+    names = ("prompts", "tokens", "context", "batches", "budget", "window", "draft_tokens")
     result: dict[str, Any] = {
         "benchmark": "lossless-equality",
         "machine": machine.describe(),
@@ -79,7 +80,7 @@ def _compare(
     drafter = InfiniGen(budget=options.budget, window=options.window)
     engines = (
         Engine(model, policy=Full(window=options.window)),
-        Engine(model, policy=drafter, lossless=True),
+        Engine(model, policy=drafter, lossless=True, draft_tokens=options.draft_tokens),
     )
     given: dict[str, Any] = {"ignore_eos": True, "batch": batch, "max_new_tokens": options.tokens}
     full = engines[0].generate(prompts, log_probs=2, **given)
@@ -94,6 +95,7 @@ def _compare(
         "distances": distances,
         "largest_distance": max(distances, default=0.0),
         "acceptance_rate": lossless.stats.acceptance_rate,
+        "tokens_per_verification": lossless.stats.tokens_per_verification,
     }
 
 
@@ -114,6 +116,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batches", type=int, nargs="+", default=[1, 10], metavar="N", help="batch sizes")
     add("--budget", type=float, default=0.05, help="maximum share of rows fetched (default 0.05)")
     add("--window", type=int, default=16, help="recent rows on the device (default 16)")
+    text = "tokens drafted per verification (default: as many as pay, on a short context few)"
+    add("--draft-tokens", type=int, metavar="N", help=text)
     default = RESULTS / "lossless-equality.json"
     add("--json", type=Path, default=default, help="result file")
     return parser
