@@ -301,7 +301,6 @@ def check() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
     parser = Parser(
         prog="python -m infinigen_jax.check_kernels",
         description="Compare the CUDA kernels' results with XLA's on this machine's GPU.",

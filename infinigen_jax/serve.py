@@ -76,7 +76,6 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
     parser = build_parser()
     return run_command(lambda: serve(parser.parse_args(argv)), parser)
 
@@ -120,7 +119,6 @@ def make_scheduler(arguments: argparse.Namespace, say: Messages) -> "Scheduler":
 
 
 def make_service(arguments: argparse.Namespace) -> "Service":
-    """Return the settings of the HTTP interface."""
     from infinigen_jax.server.app import Service
 
     return Service(

@@ -85,7 +85,6 @@ class GgufFile:
         return whole.reshape(tensor.shape)
 
     def release(self, name: str) -> None:
-        """Drop a tensor's pages from this process's memory."""
         tensor = self.tensors[name]
         release_pages(self._map, tensor.begin, tensor.begin + tensor.size)
 
@@ -129,7 +128,6 @@ class _Reader:
         self.data, self.position = data, 0
 
     def header(self) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
-        """Return the settings, and shape, format and offset of every tensor."""
         start = self.take(4)
         if start != b"GGUF":
             raise ValueError("it does not start with GGUF")

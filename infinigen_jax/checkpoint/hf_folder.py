@@ -124,7 +124,6 @@ def open_tensors(folder: Path) -> dict[str, TensorSource]:
 
 
 def open_file(path: Path) -> dict[str, TensorSource]:
-    """Open the tensors of one file, keyed by name."""
     file: SafetensorsFile | TorchFile
     file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
     sources = {}

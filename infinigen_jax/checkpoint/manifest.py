@@ -74,13 +74,11 @@ class Manifest:
     files: dict[str, dict[str, Any]]
 
     def to_json(self) -> str:
-        """Return the contents of `infinigen.json`."""
         value = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
         return json.dumps(value, indent=2) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Parse and check `infinigen.json`."""
     path = folder / MANIFEST_FILE
     value = read_json(path, AGAIN)
     version = value.pop("format_version", None)
@@ -131,6 +129,5 @@ def file_record(path: Path) -> dict[str, Any]:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -111,7 +111,6 @@ def _read_projections(path: Path, config: ModelConfig) -> list[Params]:
 
 
 def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's corrected query projection."""
     return {"kernel": (config.hidden_size, config.query_width), "bias": (config.query_width,)}
 
 

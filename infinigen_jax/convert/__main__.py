@@ -46,7 +46,6 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
     parser = build_parser()
     return run_command(lambda: _convert(parser.parse_args(argv)), parser)
 

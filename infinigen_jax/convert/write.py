@@ -51,7 +51,6 @@ def check_destination(source: Path, destination: Path, force: bool) -> Path:
 
 
 def open_tokenizer(source: Path) -> Tokenizer:
-    """Return the tokenizer of a folder or GGUF file."""
     return gguf_tokenizer(GgufFile(source)) if is_gguf(source) else load_tokenizer(source)
 
 
@@ -63,7 +62,6 @@ def side_files_of(source: Path, tokenizer: Callable[[], Tokenizer]) -> dict[str,
 
 
 def write_side_file(path: Path, content: Path | str) -> None:
-    """Write a text, or copy a file."""
     if isinstance(content, str):
         write_text(path, content)
     else:

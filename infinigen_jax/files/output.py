@@ -21,7 +21,6 @@ def checked_output(parameter: str, name: str | None) -> Path | None:
 
 
 def write_json(parameter: str, path: Path, record: dict[str, Any]) -> None:
-    """Write a record whole or not at all."""
     text = json.dumps(record, indent=2) + "\n"
     try:
         if path.exists() and not path.is_file():  # never replace /dev/stdout or a pipe

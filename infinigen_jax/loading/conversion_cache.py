@@ -12,9 +12,10 @@ faster, but two checkpoints of one training run may agree in the sample.
 import contextlib
 import hashlib
 import json
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from infinigen_jax.checkpoint.manifest import FORMAT_VERSION, MANIFEST_FILE, file_sha256
@@ -50,9 +51,7 @@ def cache_folder(source: Path) -> Path:
     with _writable():
         root = cache_root()
     settings = {"format": FORMAT_VERSION, "revision": REVISION, "skew": DEFAULT_SKEW}
-    hashes = _Hashes(root / HASHES)
-    contents = {name: hashes.of(file) for name, file in content_files(source).items()}
-    hashes.save()
+    contents = _hashes(content_files(source), root / HASHES)
     key = hashlib.sha256(json.dumps([contents, settings], sort_keys=True).encode())
     return root / key.hexdigest()[:32]
 
@@ -62,8 +61,10 @@ def prune(root: Path, limit: int = LIMIT) -> None:
 
     Partial conversions of killed processes are removed unless another process continues them.
     """
+    names = {path.name.removeprefix(".").partition(".")[0] for path in root.glob("*")}
+    folders = [root / name for name in names if re.fullmatch("[0-9a-f]{32}", name)]
     total = 0
-    for folder in sorted(_conversions(root), key=_last_use, reverse=True):
+    for folder in sorted(folders, key=_last_use, reverse=True):
         with contextlib.suppress(OSError):  # another process may remove files
             total += sum(file.stat().st_size for file in folder.glob("*"))
         if total > limit or not (folder / MANIFEST_FILE).exists():
@@ -72,41 +73,29 @@ def prune(root: Path, limit: int = LIMIT) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Hashes:
-    """SHA-256 of files, with an index of those of large files."""
-
-    def __init__(self, index: Path):
-        self.index, self.changed = index, False
-        try:
-            self.known = read_json(index)
-        except InputError:  # absent or damaged: hash again
-            self.known = {}
-
-    def of(self, file: Path) -> str:
-        """Return the SHA-256 of a file, remembered if it is large and unchanged."""
+def _hashes(files: Mapping[str, Path], index: Path) -> dict[str, str]:
+    """Return the SHA-256 of files; those of large ones are remembered in an index."""
+    try:
+        known = read_json(index)
+    except InputError:  # absent or damaged: hash again
+        known = {}
+    hashes, new = {}, {}
+    for role, file in files.items():
         status = file.stat()
-        if status.st_size < LARGE:
-            return file_sha256(file)
         # Includes the change time, because tools that copy files restore the modification time.
         numbers = (status.st_dev, status.st_ino, status.st_size)
         name = " ".join(map(str, (*numbers, status.st_mtime_ns, status.st_ctime_ns)))
-        if not isinstance(digest := self.known.get(name), str):
-            digest = file_sha256(file)
-            if time.time() - max(status.st_mtime, status.st_ctime) > SETTLED:
-                self.known[name], self.changed = digest, True
-        return digest
-
-    def save(self) -> None:
-        """Write the newest hashes; without a writable cache the next process hashes again."""
-        if self.changed:
-            newest = dict(list(self.known.items())[-MOST_HASHES:])
-            write_if_possible(self.index, json.dumps(newest).encode())
-
-
-def _conversions(root: Path) -> list[Path]:
-    """List the conversions in the cache, including partial ones of killed processes."""
-    names = {path.name.removeprefix(".").partition(".")[0] for path in root.glob("*")}
-    return [root / name for name in names if len(name) == 32 and not name.strip("0123456789abcdef")]
+        if isinstance(digest := known.get(name), str):
+            hashes[role] = digest
+            continue
+        hashes[role] = file_sha256(file)
+        settled = time.time() - max(status.st_mtime, status.st_ctime) > SETTLED
+        if settled and status.st_size >= LARGE:
+            new[name] = hashes[role]
+    if new:
+        newest = dict(list((known | new).items())[-MOST_HASHES:])
+        write_if_possible(index, json.dumps(newest).encode())
+    return hashes
 
 
 def _last_use(folder: Path) -> float:

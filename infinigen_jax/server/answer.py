@@ -63,7 +63,6 @@ class Answer:
         ends: frozenset[int],
         matcher: LLMatcher | None = None,
     ):
-        """Start an answer."""
         self.tokens: list[int] = []
         self.matcher = matcher
         self._number, self._most, self._ends = number, most, ends

@@ -55,7 +55,6 @@ class ServedBatch(abc.ABC):
     live: OpenBatch
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
-        """Begin with an empty batch."""
         self.running: dict[int, Running] = {}
         self._engine, self._metrics = engine, metrics
         self._heat_maps = limits.heat_maps
@@ -348,7 +347,6 @@ class RoundBatch(ServedBatch):
 
 
 def served_batch(engine: Engine, limits: Limits, metrics: Metrics) -> ServedBatch:
-    """Return an empty batch of the kind that an engine needs."""
     kind = RoundBatch if engine.runtime.settings.lossless else SteppedBatch
     return kind(engine, limits, metrics)
 

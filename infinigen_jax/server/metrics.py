@@ -61,11 +61,9 @@ class Metrics:
         self._length = histogram("request_prompt_tokens", "Length of a prompt", TOKENS)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def queue(self, waiting: int, running: int) -> None:
-        """Set the lengths of the queue and the batch."""
         self._waiting.set(waiting)
         self._running.set(running)
 
@@ -75,7 +73,6 @@ class Metrics:
         (self._first if first else self._between).observe(seconds)
 
     def rows(self, moved: int) -> None:
-        """Count rows moved to the device."""
         self._moved.inc(moved * self._bytes_per_row)
 
     def verified(self, drafted: int, accepted: int, rows: int) -> None:

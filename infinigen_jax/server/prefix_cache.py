@@ -67,7 +67,6 @@ class PrefixCache:
     """Rows of earlier prompts, up to a number of bytes; the least recently used are evicted."""
 
     def __init__(self, decoder: Decoder, capacity: int, chunk: int, limit: int):
-        """Create an empty cache."""
         self.bytes = 0
         self._decoder, self._capacity, self._chunk, self._limit = decoder, capacity, chunk, limit
         self._root, self._nodes = Node(None, np.zeros(0, np.int32)), set[Node]()

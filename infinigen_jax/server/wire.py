@@ -22,7 +22,6 @@ class Wire(abc.ABC):
     def __init__(
         self, model: str, body: Generating, tokenizer: Any, encoded: Sequence[Sequence[int]]
     ):
-        """Begin a response."""
         self.body, self._tokenizer, self._encoded = body, tokenizer, encoded
         self._frame = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
@@ -38,14 +37,12 @@ class Wire(abc.ABC):
         return prompt * self.body.answers + choice
 
     def add(self, prompt: int, piece: Piece) -> None:
-        """Add a piece to the whole response."""
         number = self.number(prompt, piece.choice)
         self._texts[number] += piece.text
         self._scores[number] += piece.scores
         self._finishes[number] = piece.finish or ""
 
     def whole(self, jobs: list[Job]) -> dict[str, Any]:
-        """Return the whole response."""
         choices = [self._choice(number, self._texts[number]) for number in range(len(self._texts))]
         for number, choice in enumerate(choices):
             choice["logprobs"] = self._log_probs(self._scores[number])
