@@ -19,7 +19,7 @@ from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.evaluation.perplexity import LIKELIEST, Scoring, lines_of, quality
 from infinigen_jax.evaluation.report import provenance, table
 from infinigen_jax.evaluation.session import Line
-from infinigen_jax.evaluation.texts import read_text
+from infinigen_jax.evaluation.texts import Text
 from infinigen_jax.evaluation.windows import add_window_options, cut_windows
 from infinigen_jax.loading.load import load
 from infinigen_jax.machine.memory_limits import tree_bytes
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(options: argparse.Namespace) -> None:
     """Measure all dtypes, print the table and write the result."""
     model = load(options.model, dtype="float32")
-    windows, described = cut_windows(options, read_text(options.text), model)
+    windows, described = cut_windows(options, Text.read(options.text), model)
     settings = described["settings"]
     settings["likeliest"] = min(LIKELIEST, model.config.vocab_size)
     scoring = Scoring(windows, settings)

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import infinigen_jax
@@ -67,7 +68,8 @@ class ParameterError(InputError):
 
     def __init__(self, parameter: str, problem: str, value: Any = None):
         self.parameter = parameter
-        self.problem = problem if value is None else f"{shortened(value)}: {problem}"
+        shown = value if isinstance(value, Path) else shortened(value)
+        self.problem = problem if value is None else f"{shown}: {problem}"
         super().__init__(f"{parameter}{': ' if value is None else ' '}{self.problem}")
 
     def message(self, options: Mapping[str, str]) -> str:
@@ -93,8 +95,6 @@ class UnsupportedModelError(InputError):
 
 
 class _HelpAll(argparse.Action):
-    """Show the help of all options and end."""
-
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
         print(parser.format_help(), end="")
         parser.exit()

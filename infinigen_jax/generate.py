@@ -5,12 +5,11 @@ prompts, one prompt's text follows the other's, in order; a line on stderr says 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options, interrupts
 from infinigen_jax.cli.dialogue import rate
@@ -20,7 +19,7 @@ from infinigen_jax.cli.options import (
     add_sampling_options,
     add_settings,
     load_engine,
-    make_sampling,
+    sampling_settings,
 )
 from infinigen_jax.cli.prompts import (
     ANSWER_TOKENS,
@@ -31,17 +30,16 @@ from infinigen_jax.cli.prompts import (
 )
 from infinigen_jax.errors import ParameterError, Parser, one_line, run_command, shortened
 from infinigen_jax.files.output import checked_output, write_json
-from infinigen_jax.messages import READING, Messages
+from infinigen_jax.messages import READING, Messages, format_bytes
 from infinigen_jax.numeric import whole_number
 from infinigen_jax.settings.engine import EngineOptions
-from infinigen_jax.settings.sampling import MOST_LOG_PROBS
+from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.generation import Run
     from infinigen_jax.prefill.prefill import Notify
 
 Say = Callable[[str], None]
-Step = TypeVar("Step")
 
 
 def build_parser() -> Parser:
@@ -98,20 +96,20 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
     parser = build_parser()
     return run_command(lambda: generate(parser.parse_args(argv)), parser)
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    """Load, generate, print, and write the stats."""
     say = Messages(arguments.quiet)
+    if arguments.quiet:
+        logging.getLogger("infinigen_jax").setLevel("ERROR")
     check_chat_options(arguments)
     prompts, prefix = read_prompts(arguments, say), read_prefix(arguments)
     if arguments.log_probs is not None and arguments.stats_json is None:
         raise ParameterError("log_probs", "they are written to `stats_json`; give that, too")
     stats_file = checked_output("stats_json", arguments.stats_json)
-    sampling, engine = make_sampling(arguments), load_engine(arguments, say)
+    sampling, engine = Sampling(**sampling_settings(arguments)), load_engine(arguments, say)
     if arguments.chat:
         chat(engine, arguments, sampling, prompts, say)
         return
@@ -119,7 +117,7 @@ def generate(arguments: argparse.Namespace) -> None:
     progress = None if arguments.quiet else prompt_progress()
     given: Any = {"batch": arguments.batch, "notify": progress, "fit": True}
     given |= {"log_probs": arguments.log_probs, "stop": arguments.stop or ()}
-    with only_errors() if arguments.quiet else contextlib.nullcontext(), say.working(READING):
+    with say.working(READING):
         run = engine.start(
             prepared.tokens, sampling, prepared.most, prefix=prepared.shared, **given
         )
@@ -131,18 +129,6 @@ def generate(arguments: argparse.Namespace) -> None:
         if arguments.log_probs is not None:
             record["logprobs"] = [[choice._asdict() for choice in line] for line in run.log_probs]
         write_json("stats_json", stats_file, record)
-
-
-@contextlib.contextmanager
-def only_errors() -> Iterator[None]:
-    """Without the package's warnings."""
-    logger = logging.getLogger("infinigen_jax")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def prompt_progress() -> "Notify":
@@ -165,57 +151,39 @@ def print_texts(
     run: "Run", prompts: list[str], label: Say, steps: Iterable[list[int | None]]
 ) -> None:
     """Print the first unfinished prompt's text as it is made, the others' after it in order."""
-    printed = [0] * len(run.texts)
-    current = 0
+    number, printed = -1, 0  # the prompt whose text is printed, and how many characters of it
 
-    def show(until: int) -> None:
-        piece = run.texts[until][printed[until] :]
-        printed[until] = len(run.texts[until])
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-
-    def begin(number: int) -> None:
+    def begin_next() -> None:
+        nonlocal number, printed
+        number, printed = number + 1, 0
         if number < len(prompts):
             label(f"[{number + 1}] {shortened(one_line(prompts[number]))}")
 
-    begin(current)
-    for tokens in until_interrupted(steps):
-        run.push_text(tokens)
-        show(current)
-        while current + 1 < len(run.texts) and run.ended(current):
-            current = end_line(current)
-            begin(current)
-            show(current)
-    run.finish_text()
-    while current < len(run.texts):
-        show(current)
-        current = end_line(current)
-        begin(current)
+    def show(end: str = "") -> None:
+        nonlocal printed
+        print(run.texts[number][printed:], end=end, flush=True)
+        printed = len(run.texts[number])
 
-
-def until_interrupted(steps: Iterable[Step]) -> Iterator[Step]:
-    """The steps, with Ctrl-C looked for between them.
-
-    An exception out of a signal's handler can be lost, as in JAX's callback of the collector.
-    """
+    begin_next()
+    # An exception out of a signal's handler can be lost, as in JAX's callback of the collector.
     with interrupts() as interrupted:
-        for step in steps:
+        for tokens in steps:
             if interrupted.is_set():
                 raise KeyboardInterrupt
-            yield step
-
-
-def end_line(current: int) -> int:
-    """Close a prompt's text; the number of the next one."""
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    return current + 1
+            run.push_text(tokens)
+            show()
+            while number + 1 < len(run.texts) and run.ended(number):
+                show("\n")
+                begin_next()
+                show()
+    run.finish_text()
+    while number < len(run.texts):
+        show("\n")
+        begin_next()
 
 
 def summary(run: "Run") -> str:
     """Two lines for a person."""
-    from infinigen_jax.machine.memory_limits import format_bytes
-
     stats = run.stats()
     return (
         f"{stats.policy}, {stats.schedule}: first token after {stats.prefill_seconds:.2f} s, "

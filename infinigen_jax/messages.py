@@ -53,3 +53,15 @@ class Messages:
                 yield from ready
                 ready = []
         yield from iterator
+
+
+def format_bytes(count: int) -> str:
+    """Format a byte count: `1536` becomes "1.5 KiB"."""
+    if abs(count) < 1024:
+        return f"{count} B"
+    value = float(count)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if abs(value) < 1023.95:  # larger values would round to 1024.0
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} PiB"

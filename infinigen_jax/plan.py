@@ -18,7 +18,7 @@ from infinigen_jax.cli.options import (
 )
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.files.output import checked_output, write_json
-from infinigen_jax.messages import Messages
+from infinigen_jax.messages import Messages, format_bytes
 from infinigen_jax.numeric import number, whole_number
 from infinigen_jax.settings.engine import EngineOptions
 
@@ -61,13 +61,11 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
     parser = build_parser()
     return run_command(lambda: plan(parser.parse_args(argv)), parser)
 
 
 def plan(arguments: argparse.Namespace) -> None:
-    """Compute the plan, print it, and write the record."""
     output = checked_output("json", arguments.json)
     policy = make_policy(arguments)
     from infinigen_jax.checkpoint.source import checked_source, read_config
@@ -141,8 +139,6 @@ def report(advice: "Advice", folder: Path, dtype: str, arguments: argparse.Names
 
 def table(forecast: "Forecast") -> list[str]:
     """Bytes and time, a line each."""
-    from infinigen_jax.machine.memory_limits import format_bytes
-
     plan, machine = forecast.plan, forecast.machine
 
     def room(available: int | None, needed: int) -> str:
@@ -174,9 +170,6 @@ def table(forecast: "Forecast") -> list[str]:
 
 
 def size(name: str, count: int, remark: str = "") -> str:
-    """A line of the table."""
-    from infinigen_jax.machine.memory_limits import format_bytes
-
     return f"  {name:<26}{format_bytes(count):>12}{remark and '  ' + remark}"
 
 
@@ -218,8 +211,6 @@ def verdict(advice: "Advice") -> list[str]:
         label = "fits" if best.seconds is None else "recommended"
         lines.append(f"{label}: as it is, {command_options(best)}")
     else:
-        from infinigen_jax.machine.memory_limits import format_bytes
-
         label = "would fit" if best.seconds is None else "recommended"
         time = "" if best.seconds is None else f"{1e3 * best.seconds:.2f} ms a step, "
         peak = f"{format_bytes(best.device)} on the device"
@@ -245,8 +236,6 @@ def exact_tokens(forecast: "Forecast") -> list[str]:
 
 def full_cache(advice: "Advice") -> str:
     """Whether the device can hold the whole cache, and whether that is faster."""
-    from infinigen_jax.machine.memory_limits import format_bytes
-
     full, asked = advice.full, advice.asked
     if not full.fits:
         return f"the full cache on the device does not fit: {format_bytes(full.device)} are needed"

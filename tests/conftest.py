@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import logging
 import mmap
 import os
 import shutil
@@ -112,6 +113,13 @@ def patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infinigen_jax.messages.PATIENCE", 600)
         yield
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Undo what `--quiet` sets for the process."""
+    yield
+    logging.getLogger("infinigen_jax").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,7 +8,7 @@ from benchmarks.figures import accuracy
 from benchmarks.plots import Panel, Point, checked_plot, draw
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation import perplexity
-from infinigen_jax.evaluation.session import Session, add_common_options, result_table
+from infinigen_jax.evaluation.session import Session, add_common_options
 from infinigen_jax.evaluation.windows import add_window_options
 
 Cells = Callable[[dict[str, Any]], list[str]]
@@ -74,18 +74,14 @@ def finish(
     """
     session = measured.session
     session.record["figure"] = f"InfiniGen (OSDI 2024), {number}"
-    session.finish(measured.lines)
+    session.finish(
+        measured.lines,
+        [*head, *measured.head],
+        lambda line: [*cells(line), *measured.cells(line)],
+    )
     if (plot := checked_plot(session.arguments.plot)) is not None:
         name = session.record["model"]["name"]
         draw(plot, panels, f"{name}: as the paper's {number}")
-    print(
-        result_table(
-            measured.lines,
-            [*head, *measured.head],
-            lambda line: [*cells(line), *measured.cells(line)],
-        ),
-        flush=True,
-    )
 
 
 def nothing(line: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ converted with `--skew balanced`, which keeps the weights unchanged and stores b
 import argparse
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -57,12 +57,12 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     bases = arguments.bases
     skewed = [basis for basis in bases if basis != "none"]
     measured, lines = None, []
-    if skewed or not bases:
-        first = _with(arguments, basis=skewed)
+    if skewed:
+        first = _with_bases(arguments, skewed)
         measured = measure(first, Session.of(first, say))
         lines = measured.lines
     if "none" in bases:
-        again = _with(arguments, basis=["svd"])
+        again = _with_bases(arguments, ["svd"])
         session = Unskewed.of(again, say)
         session.record["basis"] = "none"  # separates its parts from those of the paper's basis
         measured = measure(again, session)
@@ -83,9 +83,14 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     finish(measured._replace(lines=lines), "figure 13", [panel], head=[], cells=nothing)
 
 
-def _with(arguments: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+def _with_bases(arguments: argparse.Namespace, bases: Sequence[str]) -> argparse.Namespace:
+    """Return the options with each policy in each basis."""
     changed = copy.copy(arguments)
-    vars(changed).update(changes)
+    changed.policy = [
+        f"{policy}{',' if ':' in policy else ':'}basis={basis}"
+        for policy in arguments.policy
+        for basis in bases
+    ]
     return changed
 
 
@@ -95,13 +100,13 @@ def unskewed(model: "Model", folder: Any) -> "Model":
     Raises:
         InputError: the conversion skewed the model's weights, or stored no bases.
     """
-    from infinigen_jax.convert.calibrate import DEFAULT_TEXT, Calibrator, read_text
+    from infinigen_jax.convert.calibrate import DEFAULT_TEXT, Calibrator, tokenized_file
     from infinigen_jax.loading.load import Basis
 
     if model.skew != "balanced":
         raise InputError(f"--model: it was converted with --skew {model.skew}; use balanced")
     config = model.config
-    tokens = read_text(DEFAULT_TEXT, model.tokenizer, config, CALIBRATION_TOKENS)
+    tokens = tokenized_file(DEFAULT_TEXT, model.tokenizer, config, CALIBRATION_TOKENS)
     embedding, *layers = (
         jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
         for tree in (model.params["embedding"], *model.params["layers"])

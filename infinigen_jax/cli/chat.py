@@ -63,7 +63,6 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_chat_options(arguments: argparse.Namespace) -> None:
-    """Refuse combinations that make no sense."""
     for name in OTHERS if arguments.chat else CHAT_OPTIONS:
         if getattr(arguments, name) not in (None, False):
             if arguments.chat:
@@ -210,9 +209,6 @@ def interrupts() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         event.set()
 
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield event

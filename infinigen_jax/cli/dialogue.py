@@ -12,7 +12,8 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.errors import InputError, ParameterError
+from infinigen_jax.errors import ParameterError
+from infinigen_jax.files.regular import read_text
 from infinigen_jax.text.templates import render_chat
 
 if TYPE_CHECKING:
@@ -178,13 +179,7 @@ def find_template(tokenizer: Any, name: str | None) -> str | None:
     """A chat template: that of a file, or by default the model's; None for none."""
     if name == PLAIN:
         return None
-    if name is None:
-        return tokenizer.chat_template
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise InputError(f"--chat-template {name}: {reason}; give a file, or plain") from None
+    return tokenizer.chat_template if name is None else read_text("chat_template", name)
 
 
 def rate(run: "Run", before: str = ", ") -> str:

@@ -30,42 +30,22 @@ MODEL_HELP = (
     "converted or Hugging Face folder, .gguf file, model on the hub (org/name), or an embedded "
     f"model: {DEFAULT_MODEL} (default), tiny-llama or tiny-opt"
 )
-REVISION_HELP = "branch, tag or commit of a model on the hub (default: its main branch)"
-# Settings of InfiniGen that are options; `evaluate`, which takes lists of them, has the experts'
-# too. Elsewhere these follow the policy's name.
+# Settings of InfiniGen that are options; the others follow the policy's name.
 COMMON_POLICY_OPTIONS = ("budget", "alpha")
 POLICY_OPTIONS = (*COMMON_POLICY_OPTIONS, "partial_ratio")
-POLICY_EXPERTS = (
-    *("index_dtype", "basis", "query", "speculate_from", "count", "layer_budgets", "tail"),
-)
 MEMORY_OPTIONS = ("rows", "dense_layers", "weights")
 SAMPLING_EXPERTS = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 ENGINE_EXPERTS = ("transfer", "prefill_chunk", "hot_set")
 POOL_OPTIONS = ("tokens", "eviction", "sinks")
 LIMIT = {"tokens": Limit(1, LARGEST, whole=True)}  # or a share, the setting next to it
 NO_TYPES: Mapping[str, Check] = {}
-SEVERAL = (*POLICY_OPTIONS, *POLICY_EXPERTS, "rows", "tokens", "eviction")  # lists in `evaluate`
-
-
-class _Both(argparse.BooleanOptionalAction):
-    """A switch that may be given both ways, for both."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest) or []
-        on = not str(option_string).startswith("--no-")
-        setattr(namespace, self.dest, [*before, on])
+SEVERAL = (*POLICY_OPTIONS, "rows", "tokens", "eviction")  # lists in `evaluate`
 
 
 def add_model_options(add: Callable[..., Any]) -> None:
     """Add --model and --revision by a parser's or group's `add_argument`."""
     add("--model", metavar="M", help=MODEL_HELP)
-    add("--revision", metavar="R", help=REVISION_HELP)
+    add("--revision", metavar="R", help="branch, tag or commit on the hub (default: the main one)")
 
 
 def load_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -100,7 +80,7 @@ def add_settings(
         text = option.help.replace("%", "%%")
         more: dict[str, Any] = {"nargs": "+"} if many else {}
         if isinstance(default, bool):
-            more = {"action": _Both if many else "store_true"}
+            more = {"action": "store_true"}
         else:
             more |= {"metavar": option.metavar, "type": types.get(name, option.check)}
             shown = f"{default:g}" if isinstance(default, float) else default
@@ -117,7 +97,7 @@ def given(
 
 
 def add_sampling_options(group: Any, experts: Any) -> None:
-    """Add the options that `make_sampling` reads, those that few need to another group."""
+    """Add the options of `Sampling`, those that few need to another group."""
     add_settings(
         group, Sampling, tuple(n for n in options_of(Sampling) if n not in SAMPLING_EXPERTS)
     )
@@ -125,13 +105,7 @@ def add_sampling_options(group: Any, experts: Any) -> None:
 
 
 def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of `Sampling` that were given."""
     return given(arguments, tuple(options_of(Sampling)))
-
-
-def make_sampling(arguments: argparse.Namespace) -> Sampling:
-    """The sampling settings of the options."""
-    return Sampling(**sampling_settings(arguments))
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
@@ -166,8 +140,6 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     add_settings(experts, InfiniGenSettings, ("partial_ratio",), several=several)
     add_settings(experts, EngineOptions, ENGINE_EXPERTS, several=several)
     add_settings(experts, Pool, POOL_OPTIONS, several=several, prefix="pool-", types=LIMIT)
-    if several:
-        add_settings(experts, InfiniGenSettings, POLICY_EXPERTS, several=True)
 
 
 def make_policy(arguments: argparse.Namespace) -> "Policy":
@@ -180,15 +152,10 @@ def make_policy(arguments: argparse.Namespace) -> "Policy":
     return dataclasses.replace(policy, **_chosen(kind, named, arguments))
 
 
-def policy_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of a policy that were given."""
-    return given(arguments, (*POLICY_OPTIONS, *POLICY_EXPERTS))
-
-
 def _chosen(kind: Any, named: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """The given options that apply: the policy has the setting, and its name does not give it."""
     names = {field.name for field in dataclasses.fields(kind)} - named.keys()
-    return {name: v for name, v in policy_settings(arguments).items() if name in names}
+    return {name: v for name, v in given(arguments, POLICY_OPTIONS).items() if name in names}
 
 
 def unused_options(arguments: argparse.Namespace) -> list[str]:
@@ -201,9 +168,8 @@ def unused_options(arguments: argparse.Namespace) -> list[str]:
     for kind, named in map(read_policy, names):
         taken |= _chosen(kind, named, arguments).keys()
     return [
-        f"--{'no-' if value in (False, [False]) else ''}{_flag(name)}: no effect with "
-        f"--policy {' '.join(names)}"
-        for name, value in policy_settings(arguments).items()
+        f"--{_flag(name)}: no effect with --policy {' '.join(names)}"
+        for name in given(arguments, POLICY_OPTIONS)
         if name not in taken
     ]
 

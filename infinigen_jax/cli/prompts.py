@@ -4,11 +4,11 @@ import argparse
 import contextlib
 import secrets
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from infinigen_jax.cli.dialogue import find_template
 from infinigen_jax.errors import InputError, ParameterError
+from infinigen_jax.files.regular import read_text
 from infinigen_jax.messages import Messages
 from infinigen_jax.text.detokenize import checked_text
 from infinigen_jax.text.templates import render_chat
@@ -71,7 +71,7 @@ def read_prompts(arguments: argparse.Namespace, say: Messages) -> list[str]:
     """
     prompts = list(arguments.prompt or [])
     if arguments.prompt_file is not None:
-        prompts.append(read_text("--prompt-file", arguments.prompt_file))
+        prompts.append(read_text("prompt_file", arguments.prompt_file))
     if prompts or arguments.chat:
         return prompts
     return [read_stdin(say) or DEFAULT_PROMPT]
@@ -98,19 +98,5 @@ def read_prefix(arguments: argparse.Namespace) -> str:
     if arguments.prefix == "":
         raise ParameterError("prefix", "it is empty; give at least one character")
     if arguments.prefix_file is not None:
-        return read_text("--prefix-file", arguments.prefix_file)
+        return read_text("prefix_file", arguments.prefix_file)
     return arguments.prefix or ""
-
-
-def read_text(option: str, name: str) -> str:
-    """A file's text, not empty."""
-    path = Path(name)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise InputError(f"{option} {path}: not UTF-8 text; convert it first") from None
-    except OSError as error:
-        raise InputError(f"{option} {path}: {error.strerror}; give a text file") from None
-    if not text:
-        raise InputError(f"{option} {path}: the file is empty; give some text")
-    return text

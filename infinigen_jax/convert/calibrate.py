@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.convert.loss import RECENT, SINKS, squared_errors
 from infinigen_jax.errors import InputError
+from infinigen_jax.files.regular import read_text
 from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.models.forward import causal_attention
 from infinigen_jax.skew.basis import GuessMoments, Moments, guess_moments
@@ -27,7 +28,7 @@ from infinigen_jax.skew.positions import offsets, spread_blocks, spread_guess, s
 from infinigen_jax.skew.query_correction import corrected_projection
 from infinigen_jax.skew.tail_moments import BlockMoments, block_products
 from infinigen_jax.speculation.query import projected
-from infinigen_jax.text.tokenizer import Tokenizer
+from infinigen_jax.text.tokenizer import Tokenizer, check_vocabulary
 
 DEFAULT_TEXT = Path(__file__).parent / "calibration.txt"
 DEFAULT_TOKENS = 2048
@@ -47,19 +48,11 @@ class CalibrationTokens(NamedTuple):
         return int(self.valid.sum())
 
 
-def read_text(
+def tokenized_file(
     path: Path, tokenizer: Tokenizer, config: ModelConfig, limit: int
 ) -> CalibrationTokens:
-    """Tokenise a calibration text with the model's tokenizer."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(limit * CHARACTERS_PER_TOKEN)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such calibration text") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: the calibration text is not UTF-8") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    """Return the tokens of a calibration text."""
+    text = read_text("calibration", path, limit * CHARACTERS_PER_TOKEN)
     ids = tokenizer.encode(text)
     return windows(np.asarray(ids, np.int64), config, limit, str(path), text.encode())
 
@@ -80,11 +73,7 @@ def windows(
             f"{name}: the calibration text has {len(ids)} tokens, but a head size of "
             f"{config.head_dim} needs at least {config.head_dim}: give a longer text"
         )
-    if ids.min() < 0 or ids.max() >= config.vocab_size:
-        raise InputError(
-            f"{name}: token {int(ids.max())} is outside the vocabulary of {config.vocab_size}; "
-            "the tokenizer belongs to another model"
-        )
+    check_vocabulary("calibration", ids, config.vocab_size)
     prefix = ids[:1] if ids[0] == config.bos_id and config.max_positions > 1 else ids[:0]
     body = ids[len(prefix) :]
     capacity = config.max_positions - len(prefix)
@@ -111,7 +100,7 @@ class Calibrator:
     Args:
         embedding: the embedding's parameters, float32.
         speculate_from: hidden state that the next layer's query is computed from, one of
-            `settings.policy.SOURCES`; None if neither `ahead` nor `loss` will be called.
+            `settings.policy.SOURCES`.
     """
 
     def __init__(
@@ -119,7 +108,7 @@ class Calibrator:
         config: ModelConfig,
         tokens: CalibrationTokens,
         embedding: Params,
-        speculate_from: str | None = None,
+        speculate_from: str = "input",
     ):
         self._config = config
         self._count = tokens.count
@@ -148,17 +137,16 @@ class Calibrator:
             step = _step(self._config, self._source, sliding)
             self._hidden, sums, seen = step(params, self._hidden, self._valid)
         self._layers_done += 1
-        if seen is not None:
-            attention_input, source, *attended = seen
-            self._attended, self._guesses, self._target = tuple(attended), (), attention_input
-            stand_in, earlier = self._before or (attention_input, attention_input)
-            if self._source == "resident":
-                if self._before is not None:
-                    stand_in = _normed(self._config, params, stand_in)
-                self._stand_ins = stand_in, earlier
-            else:
-                self._stand_ins = (stand_in,)
-            self._before = source, attention_input
+        attention_input, source, *attended = seen
+        self._attended, self._guesses, self._target = tuple(attended), (), attention_input
+        stand_in, earlier = self._before or (attention_input, attention_input)
+        if self._source == "resident":
+            if self._before is not None:
+                stand_in = _normed(self._config, params, stand_in)
+            self._stand_ins = stand_in, earlier
+        else:
+            self._stand_ins = (stand_in,)
+        self._before = source, attention_input
         # Summed over windows on the host, in float64.
         query_gram, key_gram, key_sum, *blocks = (
             np.asarray(s, np.float64).sum(axis=0) for s in sums
@@ -263,13 +251,15 @@ def _projected(
 
 
 @functools.cache
-def _step(config: ModelConfig, source: str | None, sliding: int | None) -> Callable[..., Any]:
+def _step(config: ModelConfig, source: str, sliding: int | None) -> Callable[..., Any]:
     """Compile the pass of one layer over all windows, once for all layers of a kind.
 
+    It returns the hidden states, the sums of the moments, and what `Calibrator` keeps: the layer's
+    attention input, the substitute for the next layer's input, the hidden states into the layer,
+    queries, keys and values.
+
     Args:
-        source: if not None, also return the layer's attention input, the substitute for the next
-            layer's input (one of `settings.policy.SOURCES`), the hidden states into the layer,
-            queries, keys and values.
+        source: the substitute, one of `settings.policy.SOURCES`.
         sliding: the layer's sliding window, in tokens, if it has one.
     """
     architecture = blueprint(config, jnp.float32)
@@ -300,10 +290,8 @@ def _step(config: ModelConfig, source: str | None, sliding: int | None) -> Calla
             near = attend(queries, keys, values, window=recent, sinks=sinks)
             return x + layer.attention_output(near)
 
-        seen = None
-        if source is not None:
-            stand_in = resident() if source == "resident" else a
-            seen = (a, stand_in, x, queries, keys, values)
+        stand_in = resident() if source == "resident" else a
+        seen = (a, stand_in, x, queries, keys, values)
         return attended_state + layer.mlp(attended_state), sums, seen
 
     def step(params: Params, x: Float[Array, "w s e"], valid: Bool[Array, "w s"]) -> Any:

@@ -33,7 +33,7 @@ from infinigen_jax.convert.calibrate import (
     DEFAULT_TOKENS,
     CalibrationTokens,
     Calibrator,
-    read_text,
+    tokenized_file,
     windows,
 )
 from infinigen_jax.convert.defaults import DEFAULT_SKEW, DEFAULT_SOURCE
@@ -49,7 +49,6 @@ from infinigen_jax.convert.write import (
 )
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.atomic import link_or_copy, staged, write_text
-from infinigen_jax.files.regular import expanded
 from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.numeric import listed
@@ -361,8 +360,8 @@ def _tokens(
     config: ModelConfig,
 ) -> CalibrationTokens:
     if calibration is None or isinstance(calibration, str | Path):
-        path = DEFAULT_TEXT if calibration is None else expanded(calibration)
-        return read_text(path, tokenizer(), config, DEFAULT_TOKENS)
+        path = DEFAULT_TEXT if calibration is None else Path(calibration)
+        return tokenized_file(path, tokenizer(), config, DEFAULT_TOKENS)
     ids = np.asarray(calibration, np.int32)
     return windows(ids, config, DEFAULT_TOKENS, "calibration", ids.tobytes())
 

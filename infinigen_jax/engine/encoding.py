@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import Model
 from infinigen_jax.text.detokenize import checked_text
+from infinigen_jax.text.tokenizer import check_vocabulary
 
 Prompt = str | Sequence[int]
 UNSETTLED = 8  # trailing tokens whose tokenisation may change when text is appended
@@ -45,13 +46,7 @@ def encode(model: Model, prompt: Prompt, *, first: bool = True) -> list[int]:
     tokens = [int(token) for token in prompt]
     if not tokens:
         raise ParameterError("prompts", "the prompt has no tokens; give at least one")
-    vocabulary = model.config.vocab_size
-    if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-        raise ParameterError(
-            "prompts",
-            f"token {max(tokens)} is not among the model's {vocabulary} tokens; the tokenizer is "
-            "not this model's",
-        )
+    check_vocabulary("prompts", tokens, model.config.vocab_size)
     return tokens
 
 

@@ -14,12 +14,12 @@ from infinigen_jax.machine.memory_limits import (
     Device,
     available_device_bytes,
     available_host_bytes,
-    format_bytes,
     pinned_bytes_in_use,
     pinned_pool_limit_bytes,
     tree_bytes,
     widen_pool_to,
 )
+from infinigen_jax.messages import format_bytes
 
 FILLED = 0.9  # share of free memory used if the caller does not choose a batch size
 

@@ -84,6 +84,5 @@ def _answer_batch(
 
 
 def _ended(engine: "Engine", drawn: Sequence[Any]) -> bool:
-    """Return whether every text has ended."""
     tokens = np.stack([np.asarray(step) for step in drawn])
     return bool(np.isin(tokens, list(engine.model.eos_ids)).any(axis=0).all())

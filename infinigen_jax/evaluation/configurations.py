@@ -6,13 +6,7 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.cli.options import (
-    POLICY_EXPERTS,
-    POLICY_OPTIONS,
-    make_engine,
-    make_policy,
-    make_pool,
-)
+from infinigen_jax.cli.options import POLICY_OPTIONS, make_engine, make_policy, make_pool
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -20,7 +14,7 @@ if TYPE_CHECKING:
     from infinigen_jax.policies import Policy
     from infinigen_jax.settings.pool import Pool
 
-LISTS = ("policy", *POLICY_OPTIONS, *POLICY_EXPERTS, "rows", "pool_tokens", "pool_eviction")
+LISTS = ("policy", *POLICY_OPTIONS, "rows", "pool_tokens", "pool_eviction")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +35,15 @@ class Configuration:
     def label(self) -> str:
         """Short label for progress and errors."""
         parts = [self.options.policy]
-        for name in ("budget", "index_dtype"):
-            value = getattr(self.policy, name, None)
-            parts += [] if value is None else [str(value)]
-        for name in ("alpha", "partial_ratio", "basis", "query", "count", "layer_budgets", "tail"):
+        if hasattr(self.policy, "budget"):
+            parts.append(str(self.policy.budget))
+        for name in ("alpha", "partial_ratio"):
             if hasattr(self.policy, name) and vars(self.options)[name] is not None:
                 parts.append(f"{name} {vars(self.options)[name]}")
         parts += [] if self.pool is None else [self.pool.label]
         return " ".join([*parts, self.rows])
 
     def engine(self, model: "Model") -> "Engine":
-        """Make an engine with this configuration."""
         return make_engine(model, self.policy, self.options)
 
 

@@ -21,7 +21,6 @@ from infinigen_jax.evaluation.session import (
     Line,
     Session,
     add_common_options,
-    result_table,
     traffic_of,
 )
 from infinigen_jax.evaluation.statistics import Compared, divergence, statistics
@@ -37,17 +36,14 @@ LIKELIEST = 128
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this sub-command."""
     add_window_options(parser)
     add_common_options(parser, batch=4, of="windows")
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Evaluate all configurations, print the table and write the result."""
     session = Session.of(arguments, say)
     lines = measured_lines(session)
-    session.finish(lines)
-    print(markdown(lines), flush=True)
+    session.finish(lines, *quality(lines))
 
 
 def measured_lines(session: Session) -> list[dict[str, Any]]:
@@ -111,11 +107,6 @@ def lines_of(measured: Iterable[Line], scoring: Scoring) -> list[dict[str, Any]]
         if line.described["reference"]:
             scoring.reference = arrays
     return lines
-
-
-def markdown(lines: list[dict[str, Any]]) -> str:
-    """Format the table for stdout."""
-    return result_table(lines, *quality(lines))
 
 
 def quality(lines: list[dict[str, Any]]) -> tuple[list[str], Callable[[dict[str, Any]], list[str]]]:

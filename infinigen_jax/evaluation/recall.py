@@ -23,7 +23,7 @@ import numpy as np
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent
-from infinigen_jax.evaluation.session import Session, add_common_options, result_table, traffic_of
+from infinigen_jax.evaluation.session import Session, add_common_options, traffic_of
 from infinigen_jax.evaluation.statistics import mean_and_error
 from infinigen_jax.evaluation.windows import add_window_options, load_windows
 
@@ -35,16 +35,15 @@ SUMMARY = "attention mass, top-k rows and attention output, against exact top-k"
 READ_EVERY = 16  # steps between reads; few, because a step's records are large
 MEANS = ("mass", "oracle_mass", "error", "oracle_error")
 COUNTS = ("selected", "wanted", "found")
+HEAD = ["top-k recall", "mass", "oracle's", "of oracle", "error", "oracle's", "lost most in"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this sub-command."""
     add_window_options(parser)
     add_common_options(parser, batch=4, of="windows")
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Evaluate all configurations, print the table and write the result."""
     session = Session.of(arguments, say)
     if any(configuration.pool is not None for configuration in session.chosen):
         raise ParameterError("pool", "recall looks for rows by their position; leave it out")
@@ -55,8 +54,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         line.described | summary(line.measured.arrays, settings) | line.measured.values
         for line in measured
     ]
-    session.finish(lines)
-    print(markdown(lines), flush=True)
+    session.finish(lines, HEAD, cells)
 
 
 def measure(
@@ -195,22 +193,17 @@ def _part(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> dict[str, Any]:
     }
 
 
-def markdown(lines: list[dict[str, Any]]) -> str:
-    """Format the table for stdout."""
-    head = ["top-k recall", "mass", "oracle's", "of oracle", "error", "oracle's", "lost most in"]
-
-    def cells(line: dict[str, Any]) -> list[str]:
-        return [
-            percent(line["top_k_recall"], 1),
-            percent(line["mass"], 1),
-            percent(line["oracle_mass"], 1),
-            percent(line["of_oracle"], 1),
-            f"{line['error']:.4f}",
-            f"{line['oracle_error']:.4f}",
-            lost_most(line),
-        ]
-
-    return result_table(lines, head, cells)
+def cells(line: dict[str, Any]) -> list[str]:
+    """Return a line's cells of the columns HEAD."""
+    return [
+        percent(line["top_k_recall"], 1),
+        percent(line["mass"], 1),
+        percent(line["oracle_mass"], 1),
+        percent(line["of_oracle"], 1),
+        f"{line['error']:.4f}",
+        f"{line['oracle_error']:.4f}",
+        lost_most(line),
+    ]
 
 
 def lost_most(line: dict[str, Any]) -> str:

@@ -50,7 +50,6 @@ def provenance(model: "Model", folder: str | Path) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -126,5 +125,4 @@ def with_error(value: float | None, error: float | None, digits: int = 4) -> str
 
 
 def percent(fraction: float, digits: int = 2) -> str:
-    """Format a fraction as a percentage."""
     return f"{100 * fraction:.{digits}f} %"

@@ -22,12 +22,12 @@ from infinigen_jax.evaluation.session import (
     Line,
     Session,
     add_common_options,
-    result_table,
     traffic_of,
 )
 from infinigen_jax.evaluation.statistics import mean_and_error
-from infinigen_jax.evaluation.texts import common_length, prefixed, read_text
+from infinigen_jax.evaluation.texts import Text, common_length, prefixed
 from infinigen_jax.numeric import number, whole_number
+from infinigen_jax.text.tokenizer import check_vocabulary
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -38,7 +38,6 @@ SUMMARY = "numbers in a text of any length, at any depth"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this sub-command."""
     add = parser.add_argument
     add(
         "--length",
@@ -74,8 +73,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Evaluate all configurations, print the table and write the result."""
-    haystack = None if arguments.haystack is None else read_text(arguments.haystack, "haystack")
+    given = arguments.haystack
+    haystack = None if given is None else Text.read(given, "haystack")
     filler = sentences(GRASS if haystack is None else haystack.content)
     if not filler:
         raise ParameterError("haystack", "no sentences; give some text", arguments.haystack)
@@ -103,8 +102,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     answer_all = functools.partial(measure, items, arguments.batch, arguments.max_new_tokens)
     measured = list(session.measure(model, answer_all, len(items), "items"))
     lines = with_scores(measured, items, model)
-    session.finish(lines)
-    print(markdown(lines), flush=True)
+    session.finish(lines, ["found, %", "same"], table_cells)
 
 
 def counting(model: "Model") -> Callable[[str], int]:
@@ -141,13 +139,7 @@ def measure(
 def prepare(group: list[Item], model: "Model") -> tuple[list[list[int]], int, int]:
     """Return prompts, the number of question tokens at their end, and the room for an answer."""
     prompts = [prefixed(model.tokenizer, item.context + item.question) for item in group]
-    top = max(max(prompt) for prompt in prompts)
-    if top >= model.config.vocab_size:
-        raise ParameterError(
-            "model",
-            f"token {top} is not among its {model.config.vocab_size} tokens; the tokenizer is not "
-            "this model's",
-        )
+    check_vocabulary("model", itertools.chain(*prompts), model.config.vocab_size)
     decoded = 1
     for item, prompt in zip(group, prompts, strict=True):
         common = common_length(prefixed(model.tokenizer, item.context), prompt)
@@ -192,14 +184,10 @@ def _means(
     }
 
 
-def markdown(lines: list[dict[str, Any]]) -> str:
-    """Format the table for stdout."""
-
-    def cells(line: dict[str, Any]) -> list[str]:
-        error = line["accuracy_standard_error"]
-        return [
-            with_error(100 * line["accuracy"], None if error is None else 100 * error, 1),
-            "" if line["same"] is None else percent(line["same"], 1),
-        ]
-
-    return result_table(lines, ["found, %", "same"], cells)
+def table_cells(line: dict[str, Any]) -> list[str]:
+    """Return a line's cells of the quality columns."""
+    error = line["accuracy_standard_error"]
+    return [
+        with_error(100 * line["accuracy"], None if error is None else 100 * error, 1),
+        "" if line["same"] is None else percent(line["same"], 1),
+    ]

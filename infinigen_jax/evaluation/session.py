@@ -26,6 +26,7 @@ from infinigen_jax.evaluation.configurations import (
 from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.report import name_columns, percent, provenance, table
 from infinigen_jax.files.output import checked_output, write_json
+from infinigen_jax.messages import format_bytes
 from infinigen_jax.numeric import whole_number
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 # Measures a configuration, given its engine and a function to call with the work done.
 Measure = Callable[["Engine", Callable[[int], object]], Measurement]
-NOT_COMPARED = ("date",)  # provenance that the numbers do not depend on
 
 
 def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> None:
@@ -130,10 +130,8 @@ class Session:
         Args:
             total: work of one configuration, for the progress.
         """
-        origin = provenance(model, self.arguments.model or self.folder or "")
-        self.record |= origin
-        known_numbers = self.record | {name: None for name in NOT_COMPARED if name in origin}
-        self.parts = Parts(self.output, known_numbers)
+        self.record |= provenance(model, self.arguments.model or self.folder or "")
+        self.parts = Parts(self.output, self.record | {"date": None})
         known: set[Any] = set()
         told: set[str] = set()
         for index, configuration in enumerate(self.chosen, 1):
@@ -172,12 +170,18 @@ class Session:
             del engine
             gc.collect()  # free the device's arrays before the next engine
 
-    def finish(self, lines: list[dict[str, Any]]) -> None:
-        """Write the result file."""
+    def finish(
+        self,
+        lines: list[dict[str, Any]],
+        head: list[str],
+        cells: Callable[[dict[str, Any]], list[str]],
+    ) -> None:
+        """Write the result file and print the table; see `result_table`."""
         if self.output is not None:
             write_json("json", self.output, self.record | {"configurations": lines})
         if self.parts is not None:
             self.parts.remove()
+        print(result_table(lines, head, cells), flush=True)
 
 
 def traffic_of(traffic: "Traffic") -> dict[str, Any]:
@@ -222,9 +226,6 @@ def result_table(
 
 
 def _traffic_cells(line: dict[str, Any]) -> list[str]:
-    """Return the cells of the columns TRAFFIC."""
-    from infinigen_jax.machine.memory_limits import format_bytes
-
     return [
         percent(line["hot_set_hit_rate"], 1),
         format_bytes(int(line["host_to_device_bytes_per_token"])),

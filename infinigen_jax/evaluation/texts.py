@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ import numpy as np
 from jaxtyping import Int
 
 from infinigen_jax.errors import InputError, ParameterError
+from infinigen_jax.files.regular import read_text
+from infinigen_jax.text.tokenizer import check_vocabulary
 
 if TYPE_CHECKING:
     from infinigen_jax.models import ModelConfig
@@ -25,6 +26,12 @@ class Text:
     name: str
     content: str
     sha256: str
+
+    @classmethod
+    def read(cls, path: str, parameter: str = "text") -> "Text":
+        """Read the file that a parameter names."""
+        content = read_text(parameter, path)
+        return cls(Path(path).name, content, hashlib.sha256(content.encode()).hexdigest())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,23 +71,6 @@ class TokenizedText:
         return np.concatenate([prefix, chosen], axis=1)
 
 
-def read_text(path: str, parameter: str = "text") -> Text:
-    """Read a UTF-8 file."""
-    try:
-        data = Path(path).read_bytes()
-        # Files converted twice may have "\r\r\n".
-        content = re.sub("\r+\n|\r", "\n", data.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise ParameterError(parameter, "not UTF-8 text; convert it first", path) from None
-    except OSError as error:
-        raise ParameterError(parameter, f"{error.strerror}; give a text file", path) from None
-    except ValueError as error:  # a null byte in the name
-        raise ParameterError(parameter, f"{error}; give a text file") from None
-    if not content:
-        raise ParameterError(parameter, "the file is empty; give some text", path)
-    return Text(Path(path).name, content, hashlib.sha256(data).hexdigest())
-
-
 def tokenize(text: Text, tokenizer: Any, vocabulary: int) -> TokenizedText:
     """Tokenise a text."""
 
@@ -91,13 +81,7 @@ def tokenize(text: Text, tokenizer: Any, vocabulary: int) -> TokenizedText:
     plain, wrapped = encode("a", False), encode("a", True)
     prefix = wrapped[: wrapped.index(plain[0])] if plain and plain[0] in wrapped else []
     tokens = encode(text.content, False)
-    if max([*prefix, *tokens], default=0) >= vocabulary:
-        raise ParameterError(
-            "text",
-            f"token {max(*prefix, *tokens)} is not among the model's {vocabulary} tokens; the "
-            "tokenizer is not this model's",
-            text.name,
-        )
+    check_vocabulary("text", [*prefix, *tokens], vocabulary)
     return TokenizedText(tuple(prefix), np.array(tokens, np.int32))
 
 

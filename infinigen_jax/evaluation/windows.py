@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from infinigen_jax.errors import ParameterError
-from infinigen_jax.evaluation.texts import SMALLEST_WINDOW, Text, read_text, tokenize
+from infinigen_jax.evaluation.texts import SMALLEST_WINDOW, Text, tokenize
 from infinigen_jax.numeric import whole_number
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def load_windows(session: "Session") -> tuple["Model", np.ndarray, dict[str, Any
         The model; the windows [w, n] int32; their settings, see `cut_windows`; and the number of
         tokens to score.
     """
-    text = read_text(session.arguments.text)
+    text = Text.read(session.arguments.text)
     model = session.load()
     windows, described = cut_windows(session.arguments, text, model)
     session.record |= described

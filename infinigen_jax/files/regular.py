@@ -1,13 +1,14 @@
-"""Reading of untrusted files: regular files only, of a bounded size."""
+"""Reading of files: of a model, regular ones of a bounded size; of the user, texts."""
 
 import io
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 
 # The largest known index, of DeepSeek-V3's 91,991 tensors, has 9 MB. Parsed JSON takes up to twenty
 # times its size.
@@ -44,7 +45,6 @@ def open_regular(path: Path, most: int | None = None) -> io.BufferedReader:
 
 
 def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
-    """Read a JSON object from a file."""
     if not os.path.lexists(path):
         raise InputError(f"{path}: missing; {remedy}")
     try:
@@ -59,6 +59,29 @@ def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{path}: not a JSON object; {remedy}")
     return value
+
+
+def read_text(parameter: str, name: str | Path, most: int = -1) -> str:
+    """Read the text file that a parameter names, with "\\n" as its line breaks.
+
+    Args:
+        most: maximum number of characters to read; by default all.
+
+    Raises:
+        ParameterError: the file cannot be read, is not UTF-8, or is empty.
+    """
+    path = expanded(name)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            text = file.read(most)
+    except UnicodeDecodeError:
+        raise ParameterError(parameter, "not UTF-8 text; convert it first", path) from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise ParameterError(parameter, f"{reason}; give a text file", path) from None
+    if not text:
+        raise ParameterError(parameter, "the file is empty; give some text", path)
+    return re.sub("\r+\n|\r", "\n", text)  # files converted twice may have "\r\r\n"
 
 
 def _check_kind(path: Path, status: os.stat_result, most: int | None) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array
 
 from infinigen_jax.checkpoint import hf_folder
-from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, TensorSource, read_config
+from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, TensorSource
 from infinigen_jax.checkpoint.hub import fetched
 from infinigen_jax.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -30,8 +30,7 @@ from infinigen_jax.checkpoint.manifest import (
     verify_files,
 )
 from infinigen_jax.checkpoint.skew_file import DTYPES, Ahead, Basis, read_skew
-from infinigen_jax.checkpoint.source import checked_source, open_tensors
-from infinigen_jax.checkpoint.source import read_config as read_source_config
+from infinigen_jax.checkpoint.source import checked_source, open_tensors, read_config
 from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, TensorSpec, expected, match, read_tree
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
 from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, prune
@@ -39,11 +38,11 @@ from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.machine.memory_limits import (
     available_device_bytes,
     available_host_bytes,
-    format_bytes,
     pinned_pool_limit_bytes,
     tree_bytes,
     widen_pool_to,
 )
+from infinigen_jax.messages import format_bytes
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.models.small_weights import shrink
 from infinigen_jax.numeric import OneOf, check_value, listed
@@ -323,28 +322,23 @@ def _check_room(folder: Path, architecture: Blueprint, weights: str) -> None:
     """Refuse a model whose weights do not fit, before reading any."""
     device, layers_on_device = jax.devices()[0], architecture.config.num_layers
     layer = tree_bytes(architecture.layer_shapes)
+
+    def check(memory: str, needed: int, available: int | None, remedy: str) -> None:
+        if available is not None and needed > available:
+            raise MemoryShortageError(
+                f"{folder}: the weights need {format_bytes(needed)} of {memory}, and "
+                f"{format_bytes(available)} are available; {remedy}"
+            )
+
+    smaller = "use `weight_dtype` int8 or a smaller model"
     if weights == "host" and device.platform != "cpu":
-        host_bytes = layer * layers_on_device
-        if host_bytes > (available := available_host_bytes()):
-            raise MemoryShortageError(
-                f"{folder}: the weights need {format_bytes(host_bytes)} of host memory, and "
-                f"{format_bytes(available)} are available; use `weight_dtype` int8 or a smaller "
-                "model"
-            )
+        on_host = layer * layers_on_device
+        check("host memory", on_host, available_host_bytes(), smaller)
         pool = pinned_pool_limit_bytes(device)
-        if pool is not None and host_bytes > pool:
-            raise MemoryShortageError(
-                f"{folder}: the weights need {format_bytes(host_bytes)} of pinned memory, and "
-                f"JAX may take {format_bytes(pool)}: {widen_pool_to(host_bytes)}"
-            )
+        check("pinned memory", on_host, pool, widen_pool_to(on_host))
         layers_on_device = min(2, layers_on_device)  # layers on the device at a time
     needed = tree_bytes(architecture.embedding_shapes) + layer * layers_on_device
-    available = available_device_bytes(device)
-    if available is not None and needed > available:
-        raise MemoryShortageError(
-            f"{folder}: the weights need {format_bytes(needed)}, and {format_bytes(available)} are "
-            "available; use `weight_dtype` int8, `weights` host or a smaller model"
-        )
+    check("memory", needed, available_device_bytes(device), f"{smaller}, or `weights` host")
 
 
 @functools.partial(jax.jit, static_argnames=("transform", "dtype"))
@@ -370,7 +364,7 @@ def _load_through_cache(
 ) -> Model:
     from infinigen_jax.convert.pipeline import convert, progress_bar
 
-    read_source_config(source)  # refuse a foreign model before announcing anything
+    read_config(source)  # refuse a foreign model before announcing anything
     destination = cache_folder(source)
 
     def load_cached() -> Model:

@@ -86,18 +86,6 @@ def tree_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def format_bytes(count: int) -> str:
-    """Format a byte count: `1536` becomes "1.5 KiB"."""
-    if abs(count) < 1024:
-        return f"{count} B"
-    value = float(count)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if abs(value) < 1023.95:  # larger values would round to 1024.0
-            return f"{value:.1f} {unit}"
-    return f"{value / 1024:.1f} PiB"
-
-
 def _address_space_room(root: Path) -> Iterator[int]:
     """Yield the bytes left below the limit of `ulimit -v`, if it is set."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

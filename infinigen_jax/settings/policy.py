@@ -42,32 +42,41 @@ class BudgetSettings(ResidentSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InfiniGenSettings(BudgetSettings):
-    """Settings of InfiniGen.
+    """Settings of InfiniGen. Those without an option follow the policy's name.
 
-    `index_dtype`: "auto" is bfloat16, but float32 on the CPU. With int4, three quarters of the
-    columns take little more memory than a fifth of them in bfloat16.
+    `index_dtype`: format of the index. "auto" is bfloat16, but float32 on the CPU. With int4, three
+    quarters of the columns take little more memory than a fifth of them in bfloat16.
 
     `count`: "head" counts the rows that pass alpha for each KV head; "mean" takes the mean over all
     heads and sequences of the batch, as in the paper's code.
 
-    `query`: "plain" is computed from the previous layer's unchanged input, as in the paper;
-    "corrected" has a correction fitted on calibration text; "own" is the layer's true query, for
-    which the layer waits. "auto" is own if attention reads rows in host memory, so that a prefetch
-    has nothing to hide; else corrected if the model stores a correction, else plain.
+    `streamed_layers`: first layers without speculation; on the host they are streamed whole.
 
-    `speculate_from`: "resident" is a better guess than "input", the paper's, and waits for no
-    transfer. "auto" is the source that the model was converted for, else "input". Ignored for an
-    own query.
+    `basis`: basis of the index, "svd" (the paper's) or "balanced"; "auto" is the model's.
+
+    `query`: query that selects rows. "plain" is computed from the previous layer's unchanged input,
+    as in the paper; "corrected" has a correction fitted on calibration text; "own" is the layer's
+    true query, for which the layer waits. "auto" is own if attention reads rows in host memory, so
+    that a prefetch has nothing to hide; else corrected if the model stores a correction, else
+    plain.
+
+    `speculate_from`: state that the query is predicted from. "resident", the state after attention
+    to the resident rows, is a better guess than "input", the paper's, and waits for no transfer.
+    "auto" is the source that the model was converted for, else "input". Ignored for an own query.
 
     `layer_budgets`: "calibrated" distributes the budget by the loss of each layer on calibration
-    text (`speculation.layer_budgets`); "auto" does so if the conversion measured the losses.
+    text (`speculation.layer_budgets`); "auto" does so if the conversion measured the losses, and
+    is "equal" otherwise.
 
-    `tail_tokens`: neighbours share their mean value and the weight given by the layer's own query
-    and the index. 0 weighs all tokens by the speculated scores; always 0 with a pool, whose
-    neighbouring slots are unrelated.
+    `tail`: whether to attend to the mean of unfetched rows.
 
-    `tail_columns`: see `speculation.tail`. Always 0 if the conversion did not measure the moments,
-    and with `tail_tokens` 0 or 1.
+    `tail_tokens`: neighbouring tokens that share their mean value and the weight given by the
+    layer's own query and the index. 0 combines all tokens and weighs them by the speculated scores;
+    always 0 with a pool, whose neighbouring slots are unrelated.
+
+    `tail_columns`: index columns that predict how a value differs from the mean of its neighbours,
+    see `speculation.tail`. Always 0 if the conversion did not measure the moments, and with
+    `tail_tokens` 0 or 1.
     """
 
     alpha: float = setting(
@@ -80,51 +89,13 @@ class InfiniGenSettings(BudgetSettings):
     partial_ratio: float = setting(
         0.75, "share of a key's columns in the index, rounded up to whole words", "R", share()
     )
-    index_dtype: str = setting(
-        "int4", "format of the index: auto, bfloat16, float32 or int4", "T", OneOf(INDEX_DTYPES)
-    )
-    count: str = setting(
-        "head",
-        "rows in the budget: by KV head (head), or the mean of all (mean)",
-        "C",
-        OneOf(COUNTS),
-    )
-    streamed_layers: int = setting(
-        0,
-        "first layers without speculation; on the host they are streamed whole",
-        "N",
-        whole_number(0),
-    )
-    basis: str = setting(
-        "auto",
-        "basis of the index: auto (the model's), svd (the paper's) or balanced",
-        "B",
-        OneOf(BASES),
-    )
-    query: str = setting(
-        "auto", "query that selects rows: auto, plain, corrected or own", "Q", OneOf(QUERIES)
-    )
-    speculate_from: str = setting(
-        "auto",
-        "state that the query is predicted from: input of the layer before; resident, the state "
-        "after attention to the resident rows; or auto, as converted, else input",
-        "S",
-        OneOf(("auto", *SOURCES)),
-    )
-    layer_budgets: str = setting(
-        "auto",
-        "budgets of the layers: calibrated by the loss of each, with that mean; equal; or auto, "
-        "calibrated if the conversion measured the losses",
-        "L",
-        OneOf(LAYER_BUDGETS),
-    )
-    tail: bool = setting(True, "attend to the mean of unfetched rows")
-    tail_tokens: int = setting(
-        64, "neighbouring tokens that the tail combines into one; 0: all", "N", OneOf(TAIL_TOKENS)
-    )
-    tail_columns: int = setting(
-        8,
-        "index columns that predict how a value differs from the mean of its neighbours",
-        "N",
-        Range(0, MOST_TAIL_COLUMNS, whole=True),
-    )
+    index_dtype: str = setting("int4", check=OneOf(INDEX_DTYPES))
+    count: str = setting("head", check=OneOf(COUNTS))
+    streamed_layers: int = setting(0, check=whole_number(0))
+    basis: str = setting("auto", check=OneOf(BASES))
+    query: str = setting("auto", check=OneOf(QUERIES))
+    speculate_from: str = setting("auto", check=OneOf(("auto", *SOURCES)))
+    layer_budgets: str = setting("auto", check=OneOf(LAYER_BUDGETS))
+    tail: bool = True
+    tail_tokens: int = setting(64, check=OneOf(TAIL_TOKENS))
+    tail_columns: int = setting(8, check=Range(0, MOST_TAIL_COLUMNS, whole=True))

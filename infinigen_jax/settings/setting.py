@@ -14,7 +14,7 @@ class Option(NamedTuple):
     """Part of a setting beyond its name, type and default.
 
     Attributes:
-        help: noun phrase that names the setting, then its effect.
+        help: noun phrase that names the setting, then its effect; empty if no option sets it.
         check: allowed values; None for any.
     """
 
@@ -23,7 +23,7 @@ class Option(NamedTuple):
     check: Check | None = None
 
 
-def setting(default: Any, help: str, metavar: str = "", check: Check | None = None) -> Any:
+def setting(default: Any, help: str = "", metavar: str = "", check: Check | None = None) -> Any:
     """Return a dataclass field with an `Option`."""
     return dataclasses.field(default=default, metadata={"option": Option(help, metavar, check)})
 
@@ -49,7 +49,6 @@ class Settings:
 
 
 def check_setting(kind: type[Settings], name: str, value: Any) -> None:
-    """Refuse a value that a setting cannot have."""
     check = options_of(kind)[name].check
     if check is not None:
         check_value(f"{kind.room}{name}", value, check)
@@ -70,5 +69,4 @@ def options_of(kind: type) -> dict[str, Option]:
 
 
 def defaults_of(kind: Any) -> dict[str, Any]:
-    """Return the defaults of a class of settings by name."""
     return {field.name: field.default for field in dataclasses.fields(kind)}

@@ -9,11 +9,11 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.regular import read_json
 from infinigen_jax.text.detokenize import checked_text
 
@@ -67,7 +67,6 @@ class Tokenizer:
         return [i for i in (self.eos_token_id, *ids) if i is not None]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
         checked_text("the text to tokenise", text)
         with refused(self._where), silent_panics():
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -115,6 +114,17 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         _add_tokens(backend, settings, [*special.values(), *extra])
         names = {name: str(token["content"]) for name, token in special.items()}
         return tried(Tokenizer(backend, names, template, str(folder)))
+
+
+def check_vocabulary(parameter: str, tokens: Iterable[int], vocabulary: int) -> None:
+    """Refuse tokens that a model of `vocabulary` tokens does not have."""
+    unknown = next((token for token in tokens if not 0 <= token < vocabulary), None)
+    if unknown is not None:
+        raise ParameterError(
+            parameter,
+            f"token {unknown} is not among the model's {vocabulary} tokens; the tokenizer is not "
+            "this model's",
+        )
 
 
 def _check_prefix(data: bytes) -> None:

@@ -195,7 +195,7 @@ def test_bad_input(command, model, tmp_path):
         ("long-context", "--text", text, "--window", "48"): "--window: this figure sets it",
         ("long-context", "--text", text, "--policy", "h2o:window=3"): "give its name alone",
         ("long-context", "--text", text, "--kept", "32", "--model", model): "64 positions",
-        ("skewing", "--text", text, "--basis", "odd"): "--basis odd",
+        ("skewing", "--text", text, "--alpha", "odd"): "--alpha odd",
         ("chunks", "--text", text, "--plot", tmp_path / "p.txt"): "--plot",
     }.items():
         status, out, err = command(main, *arguments)

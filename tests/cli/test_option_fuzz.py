@@ -36,12 +36,13 @@ HOSTILE = [
     *("infinigen:tail=maybe", "infinigen:streamed_layers=99999999999", "full:budget=1,,", "{}"),
 ]  # fmt: skip
 SENSIBLE = {
-    "policy": ["full", "infinigen", "infinigen-paper", "window", "h2o", "quest:page=8"],
+    "policy": [
+        *("full", "infinigen", "infinigen-paper", "window", "h2o", "quest:page=8"),
+        *("infinigen:index_dtype=float32,basis=svd", "infinigen:query=plain,count=mean"),
+        *("infinigen:query=own,layer_budgets=equal", "infinigen:speculate_from=resident"),
+    ],
     "budget": ["0.5", "1"],
     "partial_ratio": ["0.5"],
-    "index_dtype": ["int4", "float32"],
-    "basis": ["svd", "auto"],
-    "query": ["plain", "own"],
     "rows": ["int8", "auto"],
     "pool_tokens": ["50%", "60", "all"],
     "pool_eviction": ["lru", "fifo", "counter"],
@@ -49,8 +50,6 @@ SENSIBLE = {
     "weights": ["host", "device"],
     "schedule": ["layerwise", "fused"],
     "dtype": ["float32", "bfloat16"],
-    "count": ["head", "mean"],
-    "layer_budgets": ["equal"],
     "speculate_from": ["input", "resident"],
     "temperature": ["0.7"],
     "top_p": ["0.9"],

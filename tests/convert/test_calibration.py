@@ -93,5 +93,5 @@ def test_windows_start_with_the_beginning_of_sequence_token_and_respect_the_limi
     assert np.all(cut.ids[:, 0] == 0) and not np.any(cut.ids[:, 1:][cut.valid[:, 1:]] == 0)
     with pytest.raises(InputError, match="11 tokens"):
         windows(ids[:11], config, 60, "text", b"")
-    with pytest.raises(InputError, match="vocabulary"):
+    with pytest.raises(InputError, match="is not among the model's"):
         windows(np.full(30, 96, np.int32), config, 60, "text", b"")

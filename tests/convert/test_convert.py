@@ -318,13 +318,13 @@ def test_command_line_errors_are_one_line_and_status_two(tiny, tmp_path, capsys)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(checkpoint.embedded() / name, made.folder / name)
     text = tmp_path / "text"
-    assert "no such calibration text" in fails(made.folder, tmp_path / "o", "--calibration", text)
+    assert "--calibration" in fails(made.folder, tmp_path / "o", "--calibration", text)
     text.write_bytes(b"\xff\xfe\xfa")
     assert "not UTF-8" in fails(made.folder, tmp_path / "out", "--calibration", text)
     text.write_text("short")
     assert "at least 12" in fails(made.folder, tmp_path / "out", "--calibration", text)
     text.write_text("a long enough text " * 20)  # but its tokens exceed the model's 96
-    assert "vocabulary" in fails(made.folder, tmp_path / "out", "--calibration", text)
+    assert "is not among the model" in fails(made.folder, tmp_path / "out", "--calibration", text)
     assert "--skew" in fails(made.folder, tmp_path / "out", "--skew", "odd")
     assert main([str(made.folder), str(tmp_path / "out"), "--skew", "none"]) == 0
     assert "wrote" in capsys.readouterr().err

@@ -18,10 +18,10 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.configurations import Configuration, configurations
 from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.perplexity import markdown
+from infinigen_jax.evaluation.perplexity import quality
 from infinigen_jax.evaluation.report import labels, name_columns
-from infinigen_jax.evaluation.session import Session
-from infinigen_jax.evaluation.texts import read_text
+from infinigen_jax.evaluation.session import Session, result_table
+from infinigen_jax.evaluation.texts import Text
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest, Window
 
 pytestmark = pytest.mark.usefixtures("shallow")
@@ -134,25 +134,13 @@ def test_lists_are_combined():
     labels = [configuration.label for configuration in chosen]
     assert labels == [
         "full auto",
-        "infinigen 0.05 int4 alpha 3.0 auto",
-        "infinigen 0.05 int4 alpha 3.0 int8",
-        "infinigen 0.1 int4 alpha 3.0 auto",
-        "infinigen 0.1 int4 alpha 3.0 int8",
+        "infinigen 0.05 alpha 3.0 auto",
+        "infinigen 0.05 alpha 3.0 int8",
+        "infinigen 0.1 alpha 3.0 auto",
+        "infinigen 0.1 alpha 3.0 int8",
         "full int8",  # a budget makes no difference to it
     ]
     assert chosen[1].policy == InfiniGen(budget=0.05, alpha=3.0)
-    both = parsed("--tail", "--no-tail", "--count", "head", "mean", "--policy", "window")
-    assert len(both) == 2  # the window has neither
-    asked = ("--tail", "--no-tail", "--count", "head", "mean", "--basis", "svd", "balanced")
-    chosen = {configuration.policy for configuration in parsed(*asked, reference=False)}
-    assert chosen == {
-        InfiniGen(tail=tail, count=count, basis=basis)
-        for tail in (True, False)
-        for count in ("head", "mean")
-        for basis in ("svd", "balanced")
-    }
-    (alone,) = parsed("--index-dtype", "bfloat16", reference=False)
-    assert alone.policy == InfiniGen(index_dtype="bfloat16")
     assert len(parsed("--policy", "infinigen", "infinigen-paper")) == 3
 
 
@@ -230,8 +218,11 @@ def test_options_that_no_policy_has_are_said(policies, said):
 
 def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_said():
     """The engine chooses by the own query, which is guessed from nothing."""
-    given = ("--speculate-from", "input", "resident", "--alpha", "3", "5", "--budget", "0.3")
-    policies = ("infinigen:count=mean", "infinigen:tail=false,tail_tokens=16", "window")
+    given = ("--alpha", "3", "5", "--budget", "0.3")
+    policies = (
+        *("infinigen:count=mean", "infinigen:count=mean,speculate_from=resident"),
+        *("infinigen:tail=false,tail_tokens=16", "window"),
+    )
     chosen = parsed(*given, "--prefill-chunk", "8", "--pool-tokens", "all", "20", "--quiet",
                     "--policy", *policies)  # fmt: skip
     said: list[str] = []
@@ -251,8 +242,10 @@ def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_
     ]
     assert all(s.get("tail_tokens") in (0, 64, None) for s in lines)
     other = {line.split(": ", 1)[1] for line in said if "the same as" not in line}
-    for option in ("--speculate-from resident",
-                   "--prefill-chunk 8", f"--policy {policies[1]}: tail_tokens"):  # fmt: skip
+    for option in (
+        *("--prefill-chunk 8", f"--policy {policies[1]}: speculate_from"),
+        f"--policy {policies[2]}: tail_tokens",
+    ):
         assert any(line.startswith(f"{option}: ") for line in other), option
     assert sum("equal to an earlier line" in line for line in said) == len(chosen) - len(lines)
 
@@ -278,7 +271,8 @@ def test_several_policies_and_budgets_in_one_table():
     lines = perplexity.lines_of(measured, scoring)
     assert [line["difference_nats"] for line in lines] == [None] * 3
     assert [line["divergence_nats"] for line in lines] == [None] * 3
-    cells = [[c.strip() for c in row.split("|")] for row in markdown(lines).splitlines()]
+    table = result_table(lines, *quality(lines)).splitlines()
+    cells = [[c.strip() for c in row.split("|")] for row in table]
     assert cells[0][1:6] == ["policy", "budget", "selected", "fetched", "perplexity"]
     assert len(cells) == 2 + 3
     expected = [["full", ""], ["infinigen", "0.3"], ["infinigen", "0.9"]]
@@ -314,7 +308,7 @@ def test_what_was_measured_before_is_still_compared_with(tmp_path):
 def test_a_wrong_value_at_the_end_of_a_list_is_told_before_the_work(refused, text):
     assert "--rows int3" in refused("--window", "64", "--rows", "auto", "int3")
     assert "--budget 7" in refused("--window", "64", "--budget", "0.1", "7")
-    assert "--index-dtype int3" in refused("--window", "64", "--index-dtype", "auto", "int3")
+    assert "--alpha -1" in refused("--window", "64", "--alpha", "3", "-1")
     for path in (text.parent / "absent" / "f.json", text.parent, ""):
         assert "--json" in refused("--window", "64", "--json", path)
 
@@ -323,7 +317,7 @@ def test_lines_end_in_one_way(tmp_path):
     """Also those of files that were converted twice."""
     file = tmp_path / "text.txt"
     file.write_bytes(b"\xef\xbb\xbfa\r\nb\r\r\nc\rd\n\r\n")
-    assert read_text(str(file)).content == "a\nb\nc\nd\n\n"
+    assert Text.read(str(file)).content == "a\nb\nc\nd\n\n"
 
 
 def test_pools_that_cannot_be(refused, run, text):

@@ -14,7 +14,7 @@ from tiny import only
 
 from infinigen_jax import evaluate
 from infinigen_jax.evaluation.parts import Measurement, Parts
-from infinigen_jax.evaluation.recall import lost_most, markdown, study_windows, summary
+from infinigen_jax.evaluation.recall import lost_most, study_windows, summary
 from infinigen_jax.evaluation.study import watch
 from infinigen_jax.loading.load import embedded
 from infinigen_jax.models import blueprint
@@ -225,4 +225,3 @@ def test_command_and_its_interruption(tmp_path, capsys, monkeypatch):
     window = record["configurations"][1]
     assert [layer["layer"] for layer in window["layers"]] == [LAYERS - 1]
     assert 0 < window["mass"] <= window["oracle_mass"] < 1
-    assert markdown(record["configurations"])

@@ -16,7 +16,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.report import table
 from infinigen_jax.evaluation.scoring import score_windows
 from infinigen_jax.evaluation.statistics import Compared, divergence, statistics
-from infinigen_jax.evaluation.texts import TokenizedText, read_text, tokenize
+from infinigen_jax.evaluation.texts import Text, TokenizedText, tokenize
 from infinigen_jax.loading.load import Model, embedded
 from infinigen_jax.policies import Full, InfiniGenPaper
 
@@ -192,7 +192,7 @@ def test_text_with_a_mark_and_odd_characters(tmp_path):
     file = tmp_path / "text.txt"
     content = "Caf\u00e9 \U0001f30a \x00\u200b \ufffd\n\ttabs\n"
     file.write_bytes(b"\xef\xbb\xbf" + content.replace("\n", "\r\n").encode())
-    text = read_text(str(file))
+    text = Text.read(str(file))
     assert text.content == content and text.name == "text.txt" and len(text.sha256) == 64
     from transformers import AutoTokenizer
 

@@ -16,11 +16,11 @@ from infinigen_jax.machine.memory_limits import (
     PINNED_POOL_VARIABLE,
     available_device_bytes,
     available_host_bytes,
-    format_bytes,
     pinned_bytes_in_use,
     pinned_pool_limit_bytes,
     tree_bytes,
 )
+from infinigen_jax.messages import format_bytes
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import H2O
 from infinigen_jax.settings.pool import Pool

@@ -17,7 +17,8 @@ from infinigen_jax.cache.layers import DenseLayer, Resident
 from infinigen_jax.checkpoint.hf_folder import read_config
 from infinigen_jax.cli.options import make_engine, make_policy
 from infinigen_jax.loading import load as checkpoint
-from infinigen_jax.machine.memory_limits import available_host_bytes, format_bytes, tree_bytes
+from infinigen_jax.machine.memory_limits import available_host_bytes, tree_bytes
+from infinigen_jax.messages import format_bytes
 from infinigen_jax.planner import advice
 from infinigen_jax.planner.forecast import Forecast, Machine, Planner, conversion_of
 from infinigen_jax.planner.lossless import ACCEPTED

@@ -192,9 +192,8 @@ def test_the_option(command: Any, tmp_path: Any):
     assert policy.source == "resident"
     several = argparse.ArgumentParser()
     add_engine_options(several, several=True)
-    made = configurations(
-        several.parse_args(["--query", "plain", "--speculate-from", *SOURCES]), reference=False
-    )
+    names = [f"infinigen:query=plain,speculate_from={source}" for source in SOURCES]
+    made = configurations(several.parse_args(["--policy", *names]), reference=False)
     assert [c.policy.source for c in made] == list(SOURCES)
     named = "infinigen:speculate_from=output"
     status, out, err = command(generate.main, "--prompt", "The", "--policy", named)
