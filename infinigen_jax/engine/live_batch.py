@@ -4,9 +4,10 @@ A prompt is read in chunks of few fixed lengths (`Reading`), so that nothing is 
 first use of each length. A sequence's result does not depend on the others.
 """
 
+import abc
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, allocate_host
 from infinigen_jax.decode.steps import Watch, steps
 from infinigen_jax.engine.batch import Batch
-from infinigen_jax.engine.dispatch import Stepped
+from infinigen_jax.engine.dispatch import Dispatcher, Stepped
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sequence_budgets import SequenceBudgets
 from infinigen_jax.errors import ParameterError
@@ -28,15 +29,16 @@ class Single(NamedTuple):
 
     Attributes:
         cache: cache of one sequence, with `tokens` tokens.
-        logits, best: see `LiveBatch`.
+        newest: see `OpenBatch`.
         budget: see `SequenceBudgets.replace`.
+        room: see `LosslessBatch`, which alone needs it.
     """
 
     cache: Cache
     tokens: int
-    logits: Float[Array, "1 v"]
-    best: Int[Array, " 1"]
-    budget: float | None
+    newest: Any
+    budget: float | None = None
+    room: int = 0
 
 
 class Reading:
@@ -103,7 +105,7 @@ class Reading:
 
     def single(self, budget: float | None = None) -> Single:
         """Return a complete prompt's sequence; see `Single`."""
-        return Single(self.cache, len(self.tokens), *self.predicted, budget)
+        return Single(self.cache, len(self.tokens), self.predicted, budget)
 
     def wait(self) -> None:
         """Wait until the chunk in progress is computed."""
@@ -117,78 +119,61 @@ class Reading:
 class OpenBatch(Batch):
     """Batch of sequences that join and leave.
 
+    A step or round costs about the same for any number of idle sequences, so a sequence that is
+    alone had better be decoded in a batch of one, which takes it over without a copy (`take`).
+
     Attributes:
         active: [b] mask of the sequences that are not idle.
+        newest: arrays that each sequence continues from, in addition to the cache.
     """
 
-    def __init__(self, runtime: Runtime, cache: Cache):
-        batch = len(cache.lengths)
+    newest: Any
+
+    def __init__(self, runtime: Runtime, batch: int):
         super().__init__(runtime, np.zeros(batch, np.int32))
-        self.budgets, self.cache = SequenceBudgets(runtime, batch), cache
+        self.budgets = SequenceBudgets(runtime, batch)
         self.active = np.zeros(batch, bool)
+
+    @classmethod
+    def empty(cls, runtime: Runtime, batch: int, capacity: int) -> Self:
+        """Return a batch of idle sequences, each with room for `capacity` tokens."""
+        live = cls(runtime, batch)
+        live.cache = empty_cache(runtime.decoder, batch, capacity)
+        return live
 
     @property
     def idle(self) -> np.ndarray:
         return ~self.active
 
-    def _join(
-        self, sequence: int, one: Cache, tokens: int, others: Any, new: Any, budget: float | None
-    ) -> Any:
-        """Copy a sequence to the place of an idle one; see `Batch._insert`."""
-        assert self.can_join and not self.active[sequence]
-        others = self._insert(sequence, one, tokens, others, new)
-        self._activate(sequence, budget)
-        return others
-
-    def _activate(self, sequence: int, budget: float | None) -> None:
-        self.active[sequence] = True
-        self.budgets.replace(sequence, budget)
-        self.dispatcher.weights = self.budgets.weights
-
-    def leave(self, sequence: int) -> None:
-        """Make a sequence idle."""
-        self.active[sequence], self._left = False, True
-
-
-class LiveBatch(OpenBatch):
-    """Batch that advances by decode steps.
-
-    A step costs about the same for any number of idle sequences, so a sequence that is alone had
-    better be decoded in a batch of one (`of_one`).
-
-    Attributes:
-        logits: [b, v] logits of each sequence's next token, float32; see `Sampler`.
-        best: [b] most likely next tokens.
-    """
-
-    def __init__(self, runtime: Runtime, cache: Cache, logits: Array, best: Array):
-        if runtime.settings.lossless:
-            raise ParameterError("lossless", "not with single steps; use a `LosslessBatch`")
-        super().__init__(runtime, cache)
-        self.logits, self.best = logits, best
-
-    @classmethod
-    def empty(cls, runtime: Runtime, batch: int, capacity: int) -> "LiveBatch":
-        """Return a batch of idle sequences, each with room for `capacity` tokens."""
-        vocabulary = runtime.decoder.config.vocab_size
-        zeros = np.zeros((batch, vocabulary), np.float32), np.zeros(batch, np.int32)
-        others = jax.device_put(zeros, Placement(runtime.mesh).batch)
-        return cls(runtime, empty_cache(runtime.decoder, batch, capacity), *others)
-
-    @classmethod
-    def of_one(cls, runtime: Runtime, single: Single) -> "LiveBatch":
-        """Return a batch of one sequence, which takes over its arrays without a copy."""
-        live = cls(runtime, single.cache, single.logits, single.best)
-        live.cached = np.array([single.tokens], np.int32)
-        live._activate(0, single.budget)
-        return live
+    @property
+    @abc.abstractmethod
+    def selecting(self) -> Dispatcher:
+        """Dispatcher of the steps that select rows by the sequences' budgets."""
 
     def join(self, sequence: int, single: Single) -> None:
         """Copy a sequence to the place of an idle one; it can join several times."""
-        new = single.logits, single.best
-        self.logits, self.best = self._join(
-            sequence, single.cache, single.tokens, (self.logits, self.best), new, single.budget
-        )
+        assert self.can_join and not self.active[sequence]
+        arrays = single.tokens, self.newest, single.newest
+        self.newest = self._insert(sequence, single.cache, *arrays)
+        self._activate(sequence, single)
+
+    def take(self, single: Single) -> None:
+        """Take over the arrays of a sequence; for a batch of one."""
+        assert len(self.active) == 1 and not self.active[0]
+        self.cache, self.newest = single.cache, single.newest
+        self.cached = np.array([single.tokens], np.int32)
+        self._since_flush, self._left = 0, False
+        self._activate(0, single)
+
+    def release(self) -> None:
+        """Free the arrays of an idle batch of one; `take` brings others."""
+        del self.cache, self.newest
+
+    def _activate(self, sequence: int, single: Single) -> None:
+        self.active[sequence] = True
+        self.budgets.replace(sequence, single.budget)
+        steps = self.selecting
+        steps.weights = steps.weights._replace(policy=self.budgets.weights)
 
     def single(self, sequence: int) -> Single:
         """Return an active sequence, to continue elsewhere; it leaves this batch.
@@ -199,16 +184,48 @@ class LiveBatch(OpenBatch):
         assert self.can_join and self.active[sequence]
         budget, tokens = self.budgets.of(sequence), int(self.cached[sequence])
         self.settle()
-        cache, logits, best = self.cache, self.logits, self.best
+        cache, newest = self.cache, self.newest
         if len(self.active) > 1:
             host = cache.host
             if host is not None:
                 shape = (host.shape[0], 1, *host.shape[2:])
                 host = allocate_host(shape, host.dtype, self.runtime.mesh)
             at = jax.device_put(np.int32(sequence), self._at.whole)
-            cache, (logits, best) = self._admission.extract(host, cache, (logits, best), at)
+            cache, newest = self._admission.extract(host, cache, newest, at)
         self.leave(sequence)
-        return Single(cache, tokens, logits, best, budget)
+        return Single(cache, tokens, newest, budget)
+
+    def leave(self, sequence: int) -> None:
+        """Make a sequence idle."""
+        self.active[sequence], self._left = False, True
+
+
+class LiveBatch(OpenBatch):
+    """Batch that advances by decode steps.
+
+    Attributes:
+        newest: logits of each sequence's next token, [b, v] float32, and the most likely ones, [b].
+    """
+
+    def __init__(self, runtime: Runtime, batch: int):
+        if runtime.settings.lossless:
+            raise ParameterError("lossless", "not with single steps; use a `LosslessBatch`")
+        super().__init__(runtime, batch)
+        vocabulary = runtime.decoder.config.vocab_size
+        zeros = np.zeros((batch, vocabulary), np.float32), np.zeros(batch, np.int32)
+        self.newest = jax.device_put(zeros, self._at.batch)
+
+    @property
+    def logits(self) -> Float[Array, "b v"]:
+        return self.newest[0]
+
+    @property
+    def best(self) -> Int[Array, " b"]:
+        return self.newest[1]
+
+    @property
+    def selecting(self) -> Dispatcher:
+        return self.dispatcher
 
     def step(self, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
         """Dispatch a decode step over the next token of each sequence, without waiting.
@@ -219,7 +236,7 @@ class LiveBatch(OpenBatch):
             The step's counts and records; its other arrays belong to the batch.
         """
         stepped = self._step(tokens, watch)
-        self.logits, self.best = stepped.logits, stepped.best
+        self.newest = stepped.logits, stepped.best
         return stepped
 
 

@@ -7,14 +7,13 @@ sequence do not depend on the others, as the full model draws them.
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Int
 
 from infinigen_jax.decode.steps import Watch
-from infinigen_jax.engine.live_batch import OpenBatch, Reading
+from infinigen_jax.engine.dispatch import Dispatcher
+from infinigen_jax.engine.live_batch import OpenBatch, Single
 from infinigen_jax.engine.rounds import Drafted, Given, Rounds
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sampler import Sampler
-from infinigen_jax.prefill.prefill import empty_cache
 from infinigen_jax.sampling import LogProbs
 
 
@@ -39,20 +38,17 @@ class Round(NamedTuple):
 class LosslessBatch(OpenBatch):
     """Batch that advances by rounds of drafted and verified tokens.
 
+    A sequence has room for `Runtime.draft_room` tokens after its last one.
+
     Attributes:
-        drawn: [b] last token of each sequence, not cached yet.
+        newest: [b] last token of each sequence, not cached yet.
         room: [b] most tokens that each sequence still gets; 0 for idle ones.
     """
 
-    def __init__(self, runtime: Runtime, batch: int, capacity: int):
-        """Begin with an empty batch.
-
-        Args:
-            capacity: tokens that a sequence has room for, including `Runtime.draft_room`.
-        """
-        super().__init__(runtime, empty_cache(runtime.decoder, batch, capacity))
+    def __init__(self, runtime: Runtime, batch: int):
+        super().__init__(runtime, batch)
         self._rounds = Rounds(self, changing=True)
-        self.drawn = self._rounds.put(np.zeros(batch, np.int32))
+        self.newest = self._rounds.put(np.zeros(batch, np.int32))
         self.room = np.zeros(batch, np.int32)
         self._no_ends = self._rounds.ends(())
 
@@ -60,27 +56,20 @@ class LosslessBatch(OpenBatch):
     def can_join(self) -> bool:
         return True  # between rounds every row is on the host
 
+    @property
+    def selecting(self) -> Dispatcher:
+        return self._rounds.drafts
+
     def settle(self) -> None:
         """Do nothing: between rounds every row is on the host."""
 
-    def join(
-        self,
-        sequence: int,
-        reading: Reading,
-        drawn: Int[Array, " 1"],
-        room: int,
-        budget: float | None = None,
-    ) -> None:
-        """Copy a complete prompt into an idle sequence; the reading can join further ones.
+    def _activate(self, sequence: int, single: Single) -> None:
+        super()._activate(sequence, single)
+        self.room[sequence] = single.room
 
-        Args:
-            drawn: first new token.
-            room: most tokens after it.
-            budget: share of the rows that drafts fetch, see `SequenceBudgets.replace`.
-        """
-        one, tokens = reading.cache, len(reading.tokens)
-        self.drawn = self._join(sequence, one, tokens, self.drawn, drawn, budget)
-        self.room[sequence] = room
+    def single(self, sequence: int) -> Single:
+        room = int(self.room[sequence])
+        return super().single(sequence)._replace(room=room)
 
     def leave(self, sequence: int) -> None:
         super().leave(sequence)
@@ -106,7 +95,7 @@ class LosslessBatch(OpenBatch):
         verdict, cached = judged.verdict, self.cached
         counts = self._rounds.read(judged)
         self._rounds.commit(judged, verdict.count)
-        self.drawn, self.cached, self.room = verdict.last, cached + counts, self.room - counts
+        self.newest, self.cached, self.room = verdict.last, cached + counts, self.room - counts
         sampler.drew(verdict.draws)
         sampler.count_drawn(counts)
         values = self._rounds.log_probs(judged, sampler) if log_probs else None
@@ -123,4 +112,4 @@ class LosslessBatch(OpenBatch):
 
     def _given(self, sampler: Sampler) -> Given:
         room, owner = self._rounds.put(self.room.copy()), np.where(self.active, 0, -1)
-        return Given(self.drawn, room, self._no_ends, sampler.draws, owner)
+        return Given(self.newest, room, self._no_ends, sampler.draws, owner)

@@ -78,6 +78,7 @@ class Rounds:
     """Drafts and verifications of a batch whose rows are all on the host.
 
     Attributes:
+        drafts: dispatcher of drafted steps.
         length: chooser of the number of drafted tokens.
         seconds: times of drafts and of verifications.
     """
@@ -96,7 +97,7 @@ class Rounds:
         self.length = DraftLength(most, fixed, ages=changing)
         self.seconds = [0.0, 0.0]
         self._steps = verdict_steps(batch.decoder)
-        self._drafts = Dispatcher(runtime, drafts=True)
+        self.drafts = Dispatcher(runtime, drafts=True)
         self._numbers = [self.put(np.int32(i), self._at.whole) for i in range(most + 1)]
 
     def put(self, array: np.ndarray | np.int32, sharding: Any = None) -> Array:
@@ -143,7 +144,7 @@ class Rounds:
         saved = save(decoder, batch.cache) if count else None
         counts, places, records = [], [], []
         for number in self._numbers[1 : count + 1]:
-            stepped = self._drafts.step(batch.cache, token, watch)
+            stepped = self.drafts.step(batch.cache, token, watch)
             batch.cache = stepped.cache
             counts.append(stepped.counts)
             places += stepped.place

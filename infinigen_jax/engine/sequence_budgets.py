@@ -7,8 +7,8 @@ import numpy as np
 
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.decode.layer import Decoder
-from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.runtime import Runtime
+from infinigen_jax.models import Params
 from infinigen_jax.policies.base import Budgeted
 from infinigen_jax.selection.select import budget_fraction
 
@@ -25,12 +25,13 @@ class SequenceBudgets:
     """Budgets by sequence, at most the policy's.
 
     Attributes:
-        weights: weights of the model and the policy, with the budgets of all sequences.
+        weights: the policy's arrays of each host layer, with the budgets of all sequences.
     """
 
     def __init__(self, runtime: Runtime, batch: int):
         self._decoder, self._most = runtime.decoder, budget_limit(runtime.decoder)
-        self.weights, self._at = runtime.weights, Placement(runtime.mesh).batch
+        self._policy = self.weights = runtime.weights.policy
+        self._at = Placement(runtime.mesh).batch
         if self._most is not None:
             self._budgets = np.full(batch, self._most)
             self.weights = self._with_budgets()
@@ -46,15 +47,15 @@ class SequenceBudgets:
         """Return the budget of a sequence; None if sequences cannot differ."""
         return None if self._most is None else float(self._budgets[sequence])
 
-    def _with_budgets(self) -> Weights:
+    def _with_budgets(self) -> tuple[Params, ...]:
         assert self._most is not None
-        layers, shares = list(self.weights.policy), {}
+        layers, shares = list(self._policy), {}
         for number in self._decoder.selecting:
             budget = self._decoder.budgets.get(number, self._most)
             if budget not in shares:
                 shares[budget] = self._shares(budget)
             layers[number] = layers[number] | {"share": shares[budget]}
-        return self.weights._replace(policy=tuple(layers))
+        return tuple(layers)
 
     def _shares(self, budget: float) -> Any:
         """Return a layer's budgets, scaled as the budgets of the sequences are."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array, Int
 
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.engine.engine import Engine
@@ -48,22 +49,33 @@ class NewToken(NamedTuple):
 class ServedBatch(abc.ABC):
     """Rows of a batch, their sampling and the answers in them.
 
+    An answer that is alone is decoded in a batch of one, which takes over the cache that its prompt
+    was read into. It moves to the whole batch when another one joins, and back when it is alone
+    again (`narrow`).
+
     Attributes:
         running: answers by sequence.
+        live: the batch that decodes them.
     """
 
+    kind: type[OpenBatch]
     live: OpenBatch
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         self.running: dict[int, Running] = {}
         self._engine, self._metrics = engine, metrics
         self._heat_maps = limits.heat_maps
-        self._sampler = self._sampler_of([Sampling()] * limits.batch, [()] * limits.batch)
+        batch, runtime = limits.batch, engine.runtime
+        self.live = self._whole = self.kind.empty(runtime, batch, limits.capacity)
+        self._alone = self.kind(runtime, 1)
+        self._sampler = self._whole_sampler = self._sampler_of([Sampling()] * batch, [()] * batch)
 
     @property
     def free(self) -> int | None:
         """Sequence for the next answer; None while none can join."""
-        idle = np.flatnonzero(self.live.idle)
+        idle = np.flatnonzero(self._whole.idle)
+        if self.live is self._alone:
+            idle = idle[1:]  # its answer moves to the first place
         return int(idle[0]) if len(idle) and self.live.can_join else None
 
     def join(self, sequence: int, reading: Reading, running: Running, number: int) -> None:
@@ -74,7 +86,13 @@ class ServedBatch(abc.ABC):
         """
         job = running.job
         sampler = self._sampler_of([job.sampling], [job.tokens], [number])
-        self._insert(sequence, reading, job, sampler)
+        single = self._begin(reading, running, sampler)
+        if self.running or job.answers > 1:
+            self._widen()
+            self.live.join(sequence, single)
+            self._sampler.replace(sequence, sampler)
+        else:  # in place 0, the first of an idle batch
+            self._be_alone(single, sampler)
         self.running[sequence] = running
 
     def leave(self, sequence: int) -> None:
@@ -82,10 +100,39 @@ class ServedBatch(abc.ABC):
         self.running.pop(sequence, None)
         self.live.leave(sequence)
         self._sampler.leave(sequence)
+        if not self.running and self.live is self._alone:
+            self._return()
 
-    @abc.abstractmethod
     def narrow(self) -> None:
-        """Prepare for steps while no answer is about to join."""
+        """Decode an answer that is alone in a batch of one, while no other is about to join."""
+        alone = self.live is self._whole and len(self.running) == 1
+        if alone and len(self._whole.active) > 1 and self.live.can_join:
+            ((sequence, running),) = self.running.items()
+            self._narrow(sequence)
+            self.running = {0: running}
+
+    def _narrow(self, sequence: int) -> None:
+        """Move a sequence of the whole batch to the batch of one."""
+        sampler, single = self._sampler.single(sequence), self.live.single(sequence)
+        self._sampler.leave(sequence)
+        self._be_alone(single, sampler)
+
+    def _be_alone(self, single: Single, sampler: Sampler) -> None:
+        """Decode in the batch of one."""
+        self._alone.take(single)
+        self.live, self._sampler = self._alone, sampler
+
+    def _widen(self) -> None:
+        """Decode in the whole batch; the answer that was alone is its first one."""
+        if self.live is not self._whole:
+            self._whole.join(0, self._alone.single(0))
+            self._whole_sampler.replace(0, self._sampler)
+            self._return()
+
+    def _return(self) -> None:
+        """Decode in the whole batch from now on."""
+        self._alone.release()
+        self.live, self._sampler = self._whole, self._whole_sampler
 
     @abc.abstractmethod
     def advance(self) -> Iterator[NewToken]:
@@ -94,17 +141,31 @@ class ServedBatch(abc.ABC):
         An answer may leave while tokens are yielded; the caller drops those that follow.
         """
 
-    @abc.abstractmethod
-    def warm_up(self, reading: Reading) -> None:
-        """Run every program, with a complete prompt in sequence 0."""
-
-    @abc.abstractmethod
     def try_join(self, reading: Reading) -> None:
         """Run the program by which a prompt joins, and forget it."""
+        self.live.join(0, self._try_begin(reading))
+        self.live.leave(0)
+
+    def warm_up(self, reading: Reading) -> None:
+        """Run every program, with a complete prompt in sequence 0."""
+        self.live.join(0, self._try_begin(reading))
+        self._try_steps(reading)
+        self._narrow(0)
+        self._try_steps(reading)
+        self._widen()
+        self.leave(0)
 
     @abc.abstractmethod
-    def _insert(self, sequence: int, reading: Reading, job: Job, sampler: Sampler) -> None:
-        """Copy a complete prompt and its sampler, which may draw a token, into a sequence."""
+    def _begin(self, reading: Reading, running: Running, sampler: Sampler) -> Single:
+        """Return the sequence of a complete prompt; its sampler may draw a token."""
+
+    @abc.abstractmethod
+    def _try_begin(self, reading: Reading) -> Single:
+        """Return a greedy sequence of a complete prompt that gets no tokens."""
+
+    @abc.abstractmethod
+    def _try_steps(self, reading: Reading) -> None:
+        """Run every program of steps and draws, with a sequence in the first place."""
 
     @property
     def _wants_scores(self) -> bool:
@@ -154,57 +215,14 @@ class Unread(NamedTuple):
 
 
 class SteppedBatch(ServedBatch):
-    """Batch that advances by decode steps.
+    """Batch that advances by decode steps."""
 
-    An answer that is alone is decoded in a batch of one, which takes over the cache that its prompt
-    was read into. It moves to the whole batch when another one joins, and back when it is alone
-    again (`narrow`).
-    """
-
+    kind = LiveBatch
     live: LiveBatch
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         super().__init__(engine, limits, metrics)
-        self.live = LiveBatch.empty(engine.runtime, limits.batch, limits.capacity)
-        self._whole, self._whole_sampler = self.live, self._sampler
         self._unread: Unread | None = None
-
-    @property
-    def free(self) -> int | None:
-        if self.live is self._whole:
-            return super().free
-        return 1 if len(self._whole.active) > 1 and self.live.can_join else None
-
-    def join(self, sequence: int, reading: Reading, running: Running, number: int) -> None:
-        if self.running:
-            self._widen()
-        super().join(sequence, reading, running, number)
-
-    def leave(self, sequence: int) -> None:
-        super().leave(sequence)
-        if not self.running:
-            self.live, self._sampler = self._whole, self._whole_sampler
-
-    def narrow(self) -> None:
-        alone = self.live is self._whole and len(self.running) == 1
-        if alone and len(self._whole.active) > 1 and self.live.can_join:
-            ((sequence, running),) = self.running.items()
-            sampler = self._sampler.single(sequence)
-            single = self.live.single(sequence)
-            self._sampler.leave(sequence)
-            self._be_alone(single, sampler)
-            self.running = {0: running}
-
-    def _be_alone(self, single: Single, sampler: Sampler) -> None:
-        """Decode in a batch of one."""
-        self.live, self._sampler = LiveBatch.of_one(self._engine.runtime, single), sampler
-
-    def _widen(self) -> None:
-        """Decode in the whole batch; the answer that was alone is its first one."""
-        if self.live is not self._whole:
-            self._whole.join(0, self.live.single(0))
-            self._whole_sampler.replace(0, self._sampler)
-            self.live, self._sampler = self._whole, self._whole_sampler
 
     def advance(self) -> Iterator[NewToken]:
         """Draw a token for each sequence, dispatch the next step, and yield the tokens.
@@ -234,30 +252,13 @@ class SteppedBatch(ServedBatch):
             return None
         return allowed_tokens(matchers, *self.live.logits.shape)
 
-    def _insert(self, sequence: int, reading: Reading, job: Job, sampler: Sampler) -> None:
-        single = reading.single(job.budget)
-        if self.running or job.answers > 1:
-            self.live.join(sequence, single)
-            self._sampler.replace(sequence, sampler)
-        else:  # in place 0, the first of an idle batch
-            self._be_alone(single, sampler)
+    def _begin(self, reading: Reading, running: Running, sampler: Sampler) -> Single:
+        return reading.single(running.job.budget)
 
-    def try_join(self, reading: Reading) -> None:
-        self.live.join(0, reading.single())
-        self.live.leave(0)
+    def _try_begin(self, reading: Reading) -> Single:
+        return reading.single()
 
-    def warm_up(self, reading: Reading) -> None:
-        self.live.join(0, reading.single())
-        self._try_steps()
-        sampler, single = self._sampler.single(0), self.live.single(0)
-        self._sampler.leave(0)
-        self._be_alone(single, sampler)
-        self._try_steps()
-        self._widen()
-        self.leave(0)
-
-    def _try_steps(self) -> None:
-        """Run every program of steps and draws, with a sequence in the first place."""
+    def _try_steps(self, reading: Reading) -> None:
         every = allowed_tokens({}, *self.live.logits.shape)
         # Draws without penalties come first, and have a program of their own.
         self._sampler.leave(0)
@@ -276,20 +277,21 @@ class SteppedBatch(ServedBatch):
 class RoundBatch(ServedBatch):
     """Batch of a lossless engine, which advances by rounds."""
 
+    kind = LosslessBatch
     live: LosslessBatch
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         super().__init__(engine, limits, metrics)
-        self.live = LosslessBatch(engine.runtime, limits.batch, limits.capacity)
-        self._first: dict[int, Drawn] = {}
+        self._first: list[tuple[Running, Drawn]] = []
 
     def advance(self) -> Iterator[NewToken]:
         """Yield the first tokens of new answers, then the tokens of a round."""
-        first, self._first = self._first, {}
-        for sequence, drawn in first.items():
-            if (each := self.running.get(sequence)) is not None:
-                choice = _choice(drawn.log_probs, each.job, 0)
-                yield NewToken(sequence, each, int(np.asarray(drawn.tokens)[0]), choice, None)
+        first, self._first = self._first, []
+        for answer, drawn in first:
+            for sequence, each in dict(self.running).items():
+                if each is answer:
+                    choice = _choice(drawn.log_probs, each.job, 0)
+                    yield NewToken(sequence, each, int(np.asarray(drawn.tokens)[0]), choice, None)
         if not self.live.active.any():
             return
         running, watch = dict(self.running), watch_heat if self._wants_heat else None
@@ -318,32 +320,29 @@ class RoundBatch(ServedBatch):
                 drafted.count, accepted, self._rows_of(int(round_.cached[sequence]))
             )
 
-    def _insert(self, sequence: int, reading: Reading, job: Job, sampler: Sampler) -> None:
+    def _begin(self, reading: Reading, running: Running, sampler: Sampler) -> Single:
+        job = running.job
         drawn = sampler.draw(*reading.predicted, log_probs=job.top is not None)
-        self.live.join(sequence, reading, drawn.tokens, job.most - 1, job.budget)
-        self._sampler.replace(sequence, sampler)
-        self._first[sequence] = drawn
+        self._first.append((running, drawn))
+        return _single(reading, drawn.tokens, job.budget, job.most - 1)
 
-    def leave(self, sequence: int) -> None:
-        super().leave(sequence)
-        self._first.pop(sequence, None)
+    def _try_begin(self, reading: Reading) -> Single:
+        return _single(reading, reading.predicted[1])
 
-    def narrow(self) -> None:
-        """Do nothing: rounds are compiled for the whole batch alone."""
-
-    def try_join(self, reading: Reading) -> None:
-        self.live.join(0, reading, reading.predicted[1], 0)
-        self.live.leave(0)
-
-    def warm_up(self, reading: Reading) -> None:
-        self.try_join(reading)
+    def _try_steps(self, reading: Reading) -> None:
         for sampling in SAMPLINGS:
             sampler = self._sampler_of([sampling], [(0,)])
             jax.block_until_ready(sampler.draw(*reading.predicted, log_probs=True))
             self._sampler.replace(0, sampler)
             heat = self._heat_maps and sampling.greedy and not sampling.penalises
             self.live.warm_up(self._sampler, watch_heat if heat else None)
-        self._sampler.leave(0)
+
+
+def _single(
+    reading: Reading, drawn: Int[Array, " 1"], budget: float | None = None, room: int = 0
+) -> Single:
+    """Return the sequence of a complete prompt whose first new token is drawn."""
+    return Single(reading.cache, len(reading.tokens), drawn, budget, room)
 
 
 def served_batch(engine: Engine, limits: Limits, metrics: Metrics) -> ServedBatch:

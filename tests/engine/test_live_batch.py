@@ -10,8 +10,11 @@ from runtime import SPARSE, engine, tokens_of
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.live_batch import LiveBatch, Reading, Single, chunk_lengths
+from infinigen_jax.engine.lossless_batch import LosslessBatch
+from infinigen_jax.engine.sampler import Sampler
 from infinigen_jax.policies.quest import Quest
 from infinigen_jax.programs.compilations import compilations
+from infinigen_jax.sampling import Sampling
 
 PROMPTS = [
     [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (137, 5, 70, 9, 64, 3)
@@ -104,20 +107,50 @@ def move(made: Engine, whole: LiveBatch, prompts: Sequence[list[int]]) -> list[l
                 answers[owner].append(int(best[sequence]))
             live.step(jax.device_put(best, put))
 
-    alone = LiveBatch.of_one(made.runtime, read(made, prompts[0]))
+    alone = LiveBatch(made.runtime, 1)
+    alone.take(read(made, prompts[0]))
     decode(alone, {0: 0})
     whole.join(1, alone.single(0))
+    alone.release()
     whole.join(0, read(made, prompts[1]))
     decode(whole, {1: 0, 0: 1})
-    alone = LiveBatch.of_one(made.runtime, whole.single(1))
+    alone.take(whole.single(1))
     whole.leave(0)
     decode(alone, {0: 0})
     return answers
 
 
-def read(made: Engine, prompt: list[int]) -> Single:
+def read(made: Engine, prompt: list[int], capacity: int = CAPACITY) -> Single:
     """Read a prompt."""
-    reading = Reading(made.runtime, prompt, CAPACITY, CHUNK)
+    reading = Reading(made.runtime, prompt, capacity, CHUNK)
     while not reading.complete:
         reading.advance()
     return reading.single()
+
+
+def test_a_lossless_sequence_moves_between_batches_and_drafts_by_its_budget():
+    """Tokens are the full cache's in each batch; a smaller budget only fetches fewer rows."""
+    made = engine("one", SPARSE, 0, prefill_chunk=CHUNK, lossless=True, draft_tokens=2)
+    expected = tokens_of(made, [PROMPTS[0]], new=20, ignore_eos=True)[0]
+    capacity, fetched = CAPACITY + made.runtime.draft_room, {}
+    for budget in (SPARSE.budget, SPARSE.budget / 4):
+        prompt = read(made, PROMPTS[0], capacity)
+        first = prompt.newest[1]
+        alone, whole = (
+            LosslessBatch(made.runtime, 1),
+            LosslessBatch.empty(made.runtime, 2, capacity),
+        )
+        alone.take(prompt._replace(newest=first, budget=budget, room=19))
+        answer, rows = [int(first[0])], 0
+        for live, sequence in ((alone, 0), (whole, 1)):
+            if live is whole:
+                whole.join(1, alone.single(0))
+            batch = len(live.active)
+            sampler = Sampler(made.mesh, 96, [Sampling()] * batch, [()] * batch)
+            for _ in range(3):
+                done = live.round(sampler)
+                answer += done.tokens[sequence, : done.counts[sequence]].tolist()
+                rows += sum(int(counts.moved[sequence]) for counts in done.drafted.counts)
+        assert len(answer) > 6 and answer == expected[: len(answer)]
+        fetched[budget] = rows
+    assert fetched[SPARSE.budget / 4] < fetched[SPARSE.budget] / 2
