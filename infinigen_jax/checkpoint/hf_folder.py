@@ -120,7 +120,19 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 def open_tensors(folder: Path) -> dict[str, TensorSource]:
     """Open all tensors of a model folder, keyed by name; see `weight_files`."""
     first, *shards = weight_files(folder)
-    return _open_shards(first, shards) if shards else open_file(first)
+    if not shards:
+        return open_file(first)
+    places, tensors = _weight_map(first), {}
+    for shard in shards:
+        for name, tensor in open_file(shard).items():
+            if (place := places.get(name, shard.name)) != shard.name:
+                raise InputError(
+                    f"{first}: {name} is in {shard.name}, not in {place}; get it again"
+                )
+            tensors[name] = tensor
+    if lost := sorted(places.keys() - tensors.keys()):
+        raise InputError(f"{first}: {lost[0]} is not in {places[lost[0]]}; get both again")
+    return tensors
 
 
 def open_file(path: Path) -> dict[str, TensorSource]:
@@ -161,19 +173,3 @@ def _weight_map(index: Path) -> dict[str, str]:
     if missing:
         raise InputError(f"{index}: names missing files: {', '.join(missing)}; get them again")
     return weight_map
-
-
-def _open_shards(index: Path, shards: list[Path]) -> dict[str, TensorSource]:
-    tensors: dict[str, TensorSource] = {}
-    for shard in shards:
-        for name, tensor in open_file(shard).items():
-            if name in tensors:
-                first = tensors[name].file.name
-                raise InputError(f"{index}: {name} is in {first} and in {shard.name}")
-            tensors[name] = tensor
-    weight_map = _weight_map(index)
-    places = {name: tensor.file.name for name, tensor in tensors.items()}
-    lost = [name for name, shard in weight_map.items() if places.get(name) != shard]
-    if lost:
-        raise InputError(f"{index}: {lost[0]} is not in {weight_map[lost[0]]}; get both again")
-    return tensors

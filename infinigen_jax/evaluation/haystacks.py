@@ -6,6 +6,7 @@ with more text around the needle.
 
 import dataclasses
 import random
+import re
 from collections.abc import Callable, Sequence
 
 from infinigen_jax.errors import ParameterError
@@ -35,10 +36,7 @@ class Item:
 
 def sentences(text: str) -> list[str]:
     """Split a text into sentences, approximately."""
-    words = " ".join(text.split())
-    for mark in ".!?":
-        words = words.replace(f"{mark} ", f"{mark}\n")
-    return [sentence for sentence in words.split("\n") if sentence]
+    return [s for s in re.split("(?<=[.!?]) ", " ".join(text.split())) if s]
 
 
 def make_items(

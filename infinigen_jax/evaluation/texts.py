@@ -72,15 +72,10 @@ class TokenizedText:
 
 
 def tokenize(text: Text, tokenizer: Any, vocabulary: int) -> TokenizedText:
-    """Tokenise a text."""
-
-    def encode(content: str, special: bool) -> list[int]:
-        return tokenizer.encode(content, add_special_tokens=special)
-
-    # Among special tokens at both ends, the prefix is what an empty text has.
-    plain, wrapped = encode("a", False), encode("a", True)
-    prefix = wrapped[: wrapped.index(plain[0])] if plain and plain[0] in wrapped else []
-    tokens = encode(text.content, False)
+    # Among special tokens at both ends, the prefix is what any text has before it.
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    prefix = prefixed(tokenizer, "a")[: -len(plain)] if plain else []
+    tokens = tokenizer.encode(text.content, add_special_tokens=False)
     check_vocabulary("text", [*prefix, *tokens], vocabulary)
     return TokenizedText(tuple(prefix), np.array(tokens, np.int32))
 

@@ -6,6 +6,7 @@ operating system on a separate process stop all of them.
 """
 
 import datetime
+import functools
 import json
 import os
 import resource
@@ -42,25 +43,10 @@ def environment() -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: Any = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    sandbox.filters["tojson"] = tojson
+    sandbox.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     sandbox.globals["raise_exception"] = raise_exception
     sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return sandbox

@@ -32,16 +32,18 @@ class Texts:
             if token is not None and self._tokenizer is not None:
                 stream = self._streams.get(i) or TextStream(self._tokenizer)
                 self._streams[i] = stream
-                pieces[i] = self._add(i, stream.push([token]))
+                pieces[i] = self._filters[i].push(stream.push([token]))
             elif i in self._streams:
                 # Text that was held back comes before the text of later tokens.
-                pieces[i] = self._end(i)
+                pieces[i] = self._filters[i].push(self._streams.pop(i).finish())
+                pieces[i] += self._filters[i].finish()
+            self.whole[i] += pieces[i]
         return pieces
 
     def finish(self) -> list[str]:
         """Return the text that was held back, per sequence: an incomplete character, or the
         beginning of a stop string."""
-        return [self._end(i) if i in self._streams else "" for i in range(len(self.whole))]
+        return self.push([None] * len(self.whole))
 
     def stopped(self, i: int) -> bool:
         """Return whether a sequence has come to a stop string."""
@@ -55,12 +57,3 @@ class Texts:
             # Missing or damaged. A prompt of text would have been refused with this error; a
             # prompt of token ids does not need a tokenizer.
             return None
-
-    def _end(self, i: int) -> str:
-        piece = self._filters[i].push(self._streams.pop(i).finish())
-        return self._add(i, "", piece + self._filters[i].finish())
-
-    def _add(self, i: int, piece: str, rest: str = "") -> str:
-        piece = self._filters[i].push(piece) + rest
-        self.whole[i] += piece
-        return piece
