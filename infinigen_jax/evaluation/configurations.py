@@ -35,8 +35,8 @@ class Configuration:
     def label(self) -> str:
         """Short label for progress and errors."""
         parts = [self.options.policy]
-        if hasattr(self.policy, "budget"):
-            parts.append(str(self.policy.budget))
+        budget = getattr(self.policy, "budget", None)
+        parts += [] if budget is None else [str(budget)]
         for name in ("alpha", "partial_ratio"):
             if hasattr(self.policy, name) and vars(self.options)[name] is not None:
                 parts.append(f"{name} {vars(self.options)[name]}")
