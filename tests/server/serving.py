@@ -90,6 +90,17 @@ class Served:
             time.sleep(0.01)
 
 
+@dataclasses.dataclass
+class Lossless(Served):
+    """A running lossless server; `expected` has the results of the full cache."""
+
+    full: Any = None
+
+    def expected(self, prompts: list[Any], *sampling: Any, **settings: Any) -> Generation:
+        reference = Served(self.full, self.scheduler, self.port)
+        return reference.expected(prompts, *sampling, **settings)
+
+
 @functools.cache
 def small_engine() -> Engine:
     """An engine on the embedded model, with a chat template."""
