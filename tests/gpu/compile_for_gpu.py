@@ -6,20 +6,9 @@ which operations copy the KV cache, where the transfers start and end, what is u
 how much temporary memory is needed in device memory and in pinned host memory. It says nothing
 about speed: nothing is executed.
 
-Packages, on top of the ordinary (CPU) `jax`; measured with jax 0.10.2 on Python 3.11:
-
-    pip install jax-cuda12-plugin==<version of jax> nvidia-cuda-nvcc-cu12
-
-    jax-cuda12-plugin      8 MB to download,  20 MB installed
-    jax-cuda12-pjrt      167 MB             458 MB            (comes with the plugin)
-    nvidia-cuda-nvcc-cu12 39 MB              95 MB            (ptxas and libdevice)
-
-That is all: no driver, no toolkit, no cuDNN, no cuBLAS. In particular not `jax[cuda12]`, which is
-5 GB. With CUDA 13 (jax 0.11 and newer): jax-cuda13-plugin and nvidia-cuda-nvcc, which brings
-nvidia-nvvm; 257 MB to download, 726 MB installed.
-
-Put these in a virtual environment of their own, and run with JAX_PLATFORMS=cpu: without that,
-JAX tries the plugin, prints a traceback about the missing driver and carries on with the CPU.
+`make compile-gpu` sets up the environment: JAX's CUDA plugin with its compiler (jax-cuda12-plugin,
+nvidia-cuda-nvcc-cu12, or those of CUDA 13), and neither a driver nor a toolkit. Run with
+JAX_PLATFORMS=cpu: otherwise JAX tries the plugin and prints a traceback about the missing driver.
 
     program = compile_for_gpu(step, on_host(cache_shape, jnp.bfloat16), on_device((8,), jnp.int32),
                               donate_argnums=0)

@@ -6,6 +6,9 @@
 import jax
 import pytest
 from compile_for_gpu import available
+from placeholders import register_placeholder
+
+from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +18,9 @@ def gpu_compiler():
         pytest.skip("needs JAX's CUDA plugin (make compile-gpu)")
     if jax.default_backend() != "cpu":
         pytest.skip("compiles without a GPU: run with JAX_PLATFORMS=cpu")
+
+
+@pytest.fixture
+def placeholders(gpu_compiler: None) -> None:
+    """Let programs compile that call the package's kernels."""
+    register_placeholder(LAUNCH, START, WAIT)

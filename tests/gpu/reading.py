@@ -37,6 +37,11 @@ def schedule(program: Program) -> dict[str, list[Instruction]]:
     }
 
 
+def launched(program: Program) -> list[Instruction]:
+    """Every launch, one computation after the other."""
+    return [i for body in schedule(program).values() for i in body]
+
+
 def copies(program: Program, min_bytes: int = 0) -> list[Instruction]:
     """Every copy of at least min_bytes, inside fusions too."""
     return [
@@ -82,8 +87,7 @@ def large_results(program: Program, min_bytes: int) -> list[Instruction]:
             or i.target == "AllocateBuffer"
         )
 
-    launched = [i for body in schedule(program).values() for i in body]
-    return [i for i in launched if i.nbytes >= min_bytes and fills_buffer(i)]
+    return [i for i in launched(program) if i.nbytes >= min_bytes and fills_buffer(i)]
 
 
 def async_pairs(program: Program) -> list[AsyncPair]:

@@ -12,8 +12,7 @@ import pytest
 import step_programs as sp
 from compile_for_gpu import Program, compile_for_gpu, on_device, on_host
 from hlo import Instruction
-from placeholders import register_placeholder
-from reading import copies, host_copies, large_results, schedule
+from reading import copies, host_copies, large_results, launched, schedule
 
 from infinigen_jax import check_kernels as check
 from infinigen_jax.cache.hot_set import Replacement
@@ -26,9 +25,7 @@ HOT_SET = 2.0
 HOT_ENTRIES = sp.decoder(hot_set=HOT_SET).hot_entries(sp.CAPACITY)
 
 
-@pytest.fixture(autouse=True)
-def placeholders(gpu_compiler: None) -> None:
-    register_placeholder(LAUNCH, START, WAIT)
+pytestmark = pytest.mark.usefixtures("placeholders")
 
 
 def step_of(program: Program) -> list[Instruction]:
@@ -110,7 +107,7 @@ def test_selection_is_one_launch():
     program = compile_for_gpu(
         select, on_device((2, 8, 4, 8192), jnp.float32), on_device((2,), jnp.int32)
     )
-    assert [i.target for body in schedule(program).values() for i in body] == [LAUNCH]
+    assert [i.target for i in launched(program)] == [LAUNCH]
 
 
 @pytest.mark.parametrize("hot_set", [False, True])

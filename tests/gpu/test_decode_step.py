@@ -16,7 +16,7 @@ from reading import (
     copies,
     host_copies,
     large_results,
-    schedule,
+    launched,
 )
 
 from infinigen_jax.prefill.prior_rows import BLOCK
@@ -40,19 +40,15 @@ def products(work: tuple[Instruction, ...] | list[Instruction]) -> list[Instruct
     return [i for i in work if i.op_name.endswith("dot_general")]
 
 
-def everything(program: Program) -> list[Instruction]:
-    return [i for body in schedule(program).values() for i in body]
-
-
 def assert_work_overlaps(program: Program, pair: AsyncPair, layer: str) -> None:
     """Scores, weighted sums, output projection and the whole MLP run while rows are moved.
 
     Not the projection to q, k and v: it is one product with the speculated query.
     """
-    launched = everything(program)
-    mlp = of(launched, f"{layer}mlp")
+    work = launched(program)
+    mlp = of(work, f"{layer}mlp")
     assert mlp and mlp <= of(pair.between, f"{layer}mlp")
-    attention = [i for i in products(launched) if f"/{layer}attention/" in i.op_name]
+    attention = [i for i in products(work) if f"/{layer}attention/" in i.op_name]
     beside = [i for i in products(pair.between) if f"/{layer}attention/" in i.op_name]
     assert len(beside) >= 3 and beside == attention
     last = max(i for i, each in enumerate(pair.between) if each.name in mlp)
@@ -135,7 +131,7 @@ def test_attention_of_a_prompt_by_cudnn():
     assert len(reads) == 3  # of the first block, of one further on in either loop
     for pair in reads:
         assert sum(i.target in CUDNN for i in pair.between) == 1
-    targets = [i.target for i in everything(program)]
+    targets = [i.target for i in launched(program)]
     assert [targets.count(target) for target in CUDNN] == [2, 1]
     assert program.memory["host_temp"] == 0
     assert program.memory["temp"] < 0.4 * sp.prompt_layer().memory["temp"]

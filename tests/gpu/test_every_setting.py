@@ -16,13 +16,11 @@ import pytest
 import step_programs as sp
 from compile_for_gpu import compile_for_gpu
 from jax import core
-from placeholders import register_placeholder
 
 sys.path.append(str(Path(__file__).parents[1]))
 from runtime import RAGGED, SPARSE, random_model
 
 from infinigen_jax import cuda
-from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import POLICIES
@@ -129,9 +127,8 @@ def _shaped(x: Any) -> Any:
 
 
 @pytest.fixture
-def calls(gpu_compiler: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Call]]:
+def calls(placeholders: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Call]]:
     """Record the calls of the package's functions from now on."""
-    register_placeholder(LAUNCH, START, WAIT)
     found: dict[str, Call] = {}
     jit = jax.jit
 

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import pytest
 import step_programs as sp
 from compile_for_gpu import Program, compile_for_gpu, on_device
-from hlo import Instruction, computations
-from placeholders import register_placeholder
-from reading import schedule
+from hlo import computations
+from reading import launched
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.cache import HostLayer
@@ -35,18 +34,12 @@ COLUMNS = POLICY.index_format(D).columns
 INDEX = jax.eval_shape(lambda: POLICY.index_format(D).empty(B, K, T))
 
 
-@pytest.fixture(autouse=True)
-def placeholders(gpu_compiler: None) -> None:
-    register_placeholder(LAUNCH)
+pytestmark = pytest.mark.usefixtures("placeholders")
 
 
 def array(*shape: int, dtype: Any = sp.DTYPE) -> Any:
     """The stand-in for one on the device."""
     return on_device(shape, dtype)
-
-
-def launches(program: Program) -> list[Instruction]:
-    return [i for body in schedule(program).values() for i in body]
 
 
 @functools.cache
@@ -95,13 +88,13 @@ def tail(kernels: bool) -> Program:
 
 
 def test_speculation_is_one_launch():
-    (launch,) = launches(speculated(True))
+    (launch,) = launched(speculated(True))
     assert launch.target == LAUNCH and launch.nbytes == SCORES_BYTES
 
 
 def test_the_tail_reads_the_index_once_and_stores_no_scores():
     program = tail(True)
-    work = launches(program)
+    work = launched(program)
     assert len(work) <= 8 and sum(i.target == LAUNCH for i in work) == 1
     everything = [i for body in computations(program.hlo).values() for i in body]
     (index,) = (i.name for i in everything if [r.shape for r in i.results] == [INDEX.shape])
@@ -115,5 +108,5 @@ def test_the_tail_reads_the_index_once_and_stores_no_scores():
 @pytest.mark.parametrize("made", [speculated, tail])
 def test_without_kernels_codes_are_not_written_out(made: Any):
     """XLA stores the scores, and each token's step and lowest value, but no unpacked code."""
-    largest = max(i.nbytes for i in launches(made(False)))
+    largest = max(i.nbytes for i in launched(made(False)))
     assert SCORES_BYTES <= largest < 1.001 * SCORES_BYTES

@@ -7,10 +7,8 @@ import pytest
 import step_programs as sp
 from compile_for_gpu import Program
 from hlo import Instruction
-from placeholders import register_placeholder
-from reading import async_pairs, copies, host_copies, large_results, schedule
+from reading import async_pairs, copies, host_copies, large_results, launched
 
-from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
 from infinigen_jax.transfer import Transfer, XlaTransfer
 from infinigen_jax.transfer.cuda import CudaTransfer
 
@@ -22,9 +20,7 @@ TRANSFERS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def placeholders(gpu_compiler: None) -> None:
-    register_placeholder(LAUNCH, START, WAIT)
+pytestmark = pytest.mark.usefixtures("placeholders")
 
 
 def step(transfer: Transfer) -> Program:
@@ -32,8 +28,7 @@ def step(transfer: Transfer) -> Program:
 
 
 def of_layer(program: Program, layer: int) -> list[Instruction]:
-    work = [i for body in schedule(program).values() for i in body]
-    return [i for i in work if f"/layer{layer}/" in i.op_name]
+    return [i for i in launched(program) if f"/layer{layer}/" in i.op_name]
 
 
 @TRANSFERS

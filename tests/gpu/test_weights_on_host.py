@@ -4,10 +4,8 @@ import pytest
 import step_programs as sp
 from compile_for_gpu import Program
 from hlo import Instruction
-from placeholders import register_placeholder
-from reading import AsyncPair, async_pairs, copies, host_copies, large_results, schedule
+from reading import AsyncPair, async_pairs, copies, host_copies, large_results, launched, schedule
 
-from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
 from infinigen_jax.transfer import Transfer, XlaTransfer
 from infinigen_jax.transfer.cuda import CudaTransfer
 
@@ -16,9 +14,7 @@ MATRICES = len(sp.MOVED)
 REST = sp.FETCHED_BYTES + sum(sp.MOVED) // 4
 
 
-@pytest.fixture(autouse=True)
-def placeholders(gpu_compiler: None) -> None:
-    register_placeholder(LAUNCH, START, WAIT)
+pytestmark = pytest.mark.usefixtures("placeholders")
 
 
 def weight_copies(program: Program) -> list[AsyncPair]:
@@ -28,10 +24,6 @@ def weight_copies(program: Program) -> list[AsyncPair]:
 def products(work: list[Instruction], scope: str) -> list[str]:
     """Names of the matrix products in a named scope, and of a layer's other kernels for them."""
     return [i.name for i in work if f"/{scope}/" in i.op_name and "dot_general" in i.op_name]
-
-
-def launched(program: Program) -> list[Instruction]:
-    return [i for body in schedule(program).values() for i in body]
 
 
 def assert_beside(program: Program, pair: AsyncPair, layer: str) -> None:
