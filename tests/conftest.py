@@ -5,7 +5,6 @@ import inspect
 import logging
 import mmap
 import os
-import shutil
 import tempfile
 import types
 import typing
@@ -42,8 +41,9 @@ os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # of processes that tests start
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
-# Fewer examples of each property than Hypothesis' own profile "ci", which `make fuzz` uses.
+# Few examples of each property; `make fuzz` uses "ci".
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=25)
+settings.register_profile("ci", settings.get_profile("ci"), max_examples=200)
 
 # Tracing makes millions of objects that live; collections of them took a tenth of the time.
 gc.set_threshold(200_000, 50, 100)
@@ -168,13 +168,10 @@ def tiny_with_tokenizer(tmp_path: Path) -> Callable[..., Any]:
     """Return a function like `tiny`, with a vocabulary of 1024 and the embedded tokenizer."""
 
     def make(family: str, **settings: Any) -> Any:
-        from tiny import make_tiny
-
-        from infinigen_jax.loading import load as checkpoint
+        from tiny import add_tokenizer, make_tiny
 
         made = make_tiny(tmp_path / family, family, **({"vocab_size": 1024} | settings))
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copyfile(checkpoint.embedded() / name, made.folder / name)
+        add_tokenizer(made.folder)
         return made
 
     return make
@@ -192,6 +189,19 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str,
             status = caught.code
         captured = capsys.readouterr()
         return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def refused(command: Callable[..., tuple[Any, str, str]]) -> Callable[..., str]:
+    """Return `refused(main, *arguments)`, which gives the one line that bad input ends with."""
+
+    def call(main: Callable[..., Any], *arguments: str | Path) -> str:
+        status, out, err = command(main, *arguments)
+        assert status == 2 and out == "", err
+        assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+        return err
 
     return call
 

@@ -4,11 +4,13 @@ import copy
 import dataclasses
 import functools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
@@ -58,6 +60,17 @@ COMMON: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
+
+
+def numbers(count: int, seed: int | None = None) -> list[int]:
+    """Random token numbers of a prompt."""
+    rng = np.random.default_rng(count if seed is None else seed)
+    return rng.integers(3, 96, count).tolist()
+
+
+def slow_except(names: Iterable[str], *chosen: str) -> list[Any]:
+    """Parameters of a test: those that are not chosen are slow tests."""
+    return [pytest.param(n, marks=() if n in chosen else pytest.mark.slow) for n in names]
 
 
 def random_basis(kv_heads: int, d: int, seed: int) -> Basis:
@@ -152,9 +165,7 @@ TAILED = InfiniGen(
     tail=True,
 )
 
-RAGGED = [
-    [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 5, 21)
-]  # one shorter than window and sinks together
+RAGGED = [numbers(n) for n in (37, 5, 21)]  # one shorter than window and sinks together
 NEW = 14  # several windows
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from runtime import slow_except
 from tiny import ROOT
 
 from infinigen_jax import generate, policies
@@ -72,9 +73,7 @@ def test_a_file_outside_the_package(tmp_path, monkeypatch, command):
     assert status == 0 and "my-policy" in err and "fetched 0.0 %" not in err
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in TESTS]
-)
+@pytest.mark.parametrize("name", slow_except(TESTS, *OFTEN))
 def test_one_file_adds_a_policy(example, command, name):
     test = getattr(example, name)
     test(**({"command": command} if "command" in inspect.signature(test).parameters else {}))

@@ -2,7 +2,10 @@
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.checkpoint.tensor_names import TensorSpec
-from infinigen_jax.loading.load import Model
-from infinigen_jax.models import Params, blueprint
+from infinigen_jax.loading.load import Model, embedded
+from infinigen_jax.models import blueprint
 from infinigen_jax.models.forward import forward
 
 COMMON: dict[str, Any] = {
@@ -75,6 +77,20 @@ def make_tiny(folder: Path, family: str, seed: int = 0, **settings: Any) -> Tiny
     return TinyModel(folder, model)
 
 
+def add_tokenizer(folder: Path) -> Path:
+    """Copy the embedded models' tokenizer into a folder."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(embedded() / name, folder / name)
+    return folder
+
+
+def python(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with this checkout's package on the CPU, and other environment variables."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
 def logits_of(model: Model, tokens: np.ndarray) -> np.ndarray:
     """Logits [b, s, v] of a loaded model, without cache or skewing."""
     logits = jax.jit(functools.partial(forward, blueprint(model.config, model.dtype)))
@@ -86,13 +102,20 @@ def only(folder: Path, *names: str) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in names)
 
 
+def take_tensors(folder: Path) -> dict[str, Any]:
+    """Take the tensors out of a folder: its model.safetensors is removed."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    return tensors
+
+
 def as_torch(folder: Path, shards: int = 1) -> None:
     """Turn a folder's model.safetensors into pytorch_model.bin."""
     import torch
-    from safetensors.numpy import load_file
 
-    tensors = {k: torch.tensor(v) for k, v in load_file(folder / "model.safetensors").items()}
-    (folder / "model.safetensors").unlink()
+    tensors = take_tensors(folder)
     if shards == 1:
         torch.save(tensors, folder / "pytorch_model.bin")
         return
@@ -103,11 +126,3 @@ def as_torch(folder: Path, shards: int = 1) -> None:
         weight_map |= {n: file for n in names[i::shards]}
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-
-
-def write_tree(specs: Sequence[TensorSpec], params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the parameters of a layer as named tensors in the layout of a Hugging Face file."""
-    for spec in specs:
-        whole = np.asarray(params[spec.rule.path[0]][spec.rule.path[1]])
-        part = np.split(whole, spec.rule.parts, axis=-1)[spec.rule.part]
-        yield spec.name, part.T if spec.rule.transform == "transpose" else part

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from tiny import make_tiny, only
+from tiny import add_tokenizer, make_tiny, only
 
 from benchmarks.figures import kv_size, long_context, pool, sensitivity
 from benchmarks.figures.__main__ import FIGURES, main
 from infinigen_jax import evaluate
 from infinigen_jax.cli.options import read_policy
 from infinigen_jax.convert import convert
-from infinigen_jax.loading.load import embedded
 from infinigen_jax.selection.select import budget_rows
 
 PROSE = "The old man went down to the sea, and nobody asked him where he had been. " * 8
@@ -27,9 +26,7 @@ def model(tmp_path_factory) -> Path:
     """Three layers, so that one is left where the paper's settings stream two."""
     folder = tmp_path_factory.mktemp("figures")
     made = make_tiny(folder / "source", "llama", vocab_size=1024, num_hidden_layers=3)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (made.folder / name).write_bytes((embedded() / name).read_bytes())
-    return convert(made.folder, folder / "model", calibration=list(range(3, 96)))
+    return convert(add_tokenizer(made.folder), folder / "model", calibration=list(range(3, 96)))
 
 
 @pytest.fixture
@@ -107,11 +104,10 @@ def test_accuracy_on_a_local_task_file(figure, tmp_path_factory):
     assert accuracy in (pytest.approx(1 / 3), pytest.approx(2 / 3))
 
 
-def test_without_the_harness_tasks_name_the_remedy(command, monkeypatch):
+def test_without_the_harness_tasks_name_the_remedy(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    status, out, err = command(main, "kv-size", "--tasks", "piqa")
-    assert (status, out, err.count("\n")) == (2, "", 1) and "pip install" in err
+    assert "pip install" in refused(main, "kv-size", "--tasks", "piqa")
 
 
 @pytest.mark.slow
@@ -184,7 +180,7 @@ def test_sweeps_meet_in_a_point():
     assert over_ratio == {"infinigen": [(0.5, 5.0), (0.75, 5.0)]}
 
 
-def test_bad_input(command, model, tmp_path):
+def test_bad_input(refused, model, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(PROSE)
     for arguments, message in {
@@ -198,8 +194,7 @@ def test_bad_input(command, model, tmp_path):
         ("skewing", "--text", text, "--alpha", "odd"): "--alpha odd",
         ("chunks", "--text", text, "--plot", tmp_path / "p.txt"): "--plot",
     }.items():
-        status, out, err = command(main, *arguments)
-        assert status == 2 and out == "" and err.count("\n") == 1 and message in err
+        assert message in refused(main, *arguments)
     assert only(tmp_path) == ["text.txt"]
 
 

@@ -21,7 +21,7 @@ from fuzzing import Edit, altered, attempt, damage, damages, hostile_template, r
 from gguf_files import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import LLAMA, TEXT, make_tiny
+from tiny import LLAMA, TEXT, add_tokenizer, make_tiny
 
 from infinigen_jax.checkpoint import source
 from infinigen_jax.checkpoint.gguf_file import GgufFile
@@ -44,8 +44,7 @@ def folders(tmp_path_factory) -> Path:
     """A source, with a tokenizer, in both formats; its conversion."""
     root = tmp_path_factory.mktemp("whole")
     made = make_tiny(root / "source", "llama", num_hidden_layers=1, vocab_size=1024)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(checkpoint.embedded() / name, made.folder / name)
+    add_tokenizer(made.folder)
     convert(made.folder, root / "converted", calibration=TEXT)
     shutil.copytree(made.folder, root / "sharded")
     (root / "sharded" / "model.safetensors").unlink()
@@ -92,7 +91,6 @@ def test_converted_folders(folders, data, changes):
     assert same(model.ahead, whole.ahead)
 
 
-@settings(max_examples=200)
 @given(changes=damages)
 def test_manifest(folders, changes):
     folder = fresh(folders, "converted", MANIFEST_FILE)
@@ -101,7 +99,6 @@ def test_manifest(folders, changes):
     assert manifest is None or (manifest.skew in ("svd", "balanced", "none") and manifest.files)
 
 
-@settings(max_examples=200)
 @given(name=st.sampled_from(["config.json", "generation_config.json"]), changes=damages)
 def test_config(folders, name, changes):
     folder = fresh(folders, "source", "config.json", "generation_config.json")
@@ -119,7 +116,6 @@ def check_config(config: ModelConfig) -> None:
     assert all(type(token) is int and token < config.vocab_size for token in ends if token)
 
 
-@settings(max_examples=200)
 @given(changes=damages)
 def test_safetensors(folders, changes):
     path = fresh(folders, "source", "model.safetensors") / "model.safetensors"
@@ -130,7 +126,6 @@ def test_safetensors(folders, changes):
         assert tensor.shape == file.tensors[name].shape and tensor.nbytes <= path.stat().st_size
 
 
-@settings(max_examples=60)
 @given(data=st.data(), changes=damages)
 def test_shards(folders, data, changes):
     folder = fresh(folders, "sharded")
@@ -152,7 +147,6 @@ def test_torch_data_has_a_checksum(folders):
         file.read("a")
 
 
-@settings(max_examples=200)
 @given(changes=damages)
 def test_torch_file(folders, changes):
     """Its archive has checksums: what is read is what was written."""
@@ -172,7 +166,6 @@ def test_torch_file(folders, changes):
             np.testing.assert_array_equal(tensor, whole.read(name))
 
 
-@settings(max_examples=60)
 @given(name=st.sampled_from(["tokenizer.json", "tokenizer_config.json"]), changes=damages)
 def test_tokenizer(folders, name, changes):
     folder = fresh(folders, "source", "config.json", "tokenizer.json", "tokenizer_config.json")
@@ -298,7 +291,6 @@ def test_any_damage(folders, capfd):
         attempt(functools.partial(reader, folder))
 
 
-@settings(max_examples=50)
 @given(changes=damages)
 def test_gguf(gguf_whole, changes):
     """A header without checksum: a model that the format allows, or one line."""

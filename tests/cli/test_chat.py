@@ -129,37 +129,6 @@ def test_a_full_context(talk, tmp_path):
     assert (status, out) == (2, "") and f"{tmp_path / 'pipe'}: it is not a file" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "wanted"),
-    [
-        (("--chat",), "--chat-template plain"),
-        (("--chat", "--batch", "2"), "--batch: not with --chat"),
-        (("--chat", "--stats-json", "x"), "--stats-json: not with --chat"),
-        (("--chat", "--raw"), "--raw: not with --chat"),
-        (("--chat", "--logprobs", "2"), "--logprobs: not with --chat"),
-        (("--raw", "--system", "x"), "--raw: not with --system"),
-        (("--system", "x"), "--system: no chat template"),
-        (("--logprobs", "2"), "--logprobs: they are written to --stats-json"),
-        (("--stop", ""), "--stop '': give a text"),
-        (("--save", "x"), "--save: only with --chat"),
-        (("--context", "9"), "--context: only with --chat"),
-        (("--chat", "--resume", "x", "--context", "9"), "--context: a resumed conversation"),
-        (("--chat", "--save", "/missing/x"), "--save /missing/x: cannot be written"),
-        (("--chat", "--system", "\udcff"), "--system: not UTF-8 text"),
-        (("--chat", "--chat-template", "plain", "--prompt", "\udcff"), "--prompt: not UTF-8 text"),
-        (("--chat", "--chat-template", "/missing"), "--chat-template /missing: No such file"),
-        (("--chat", "--resume", "/missing"), "/missing: no such file"),
-        (("--chat", "--context", "99999"), "--context 99999: give 2 to 1024"),
-        (("--chat", "--pool-tokens", "50"), "--pool-tokens: a conversation keeps every row"),
-    ],
-)
-def test_what_is_refused(arguments, wanted, command, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("The king said\n"))
-    status, out, err = command(generate.main, *arguments)
-    assert (status, out) == (2, "") and err.count("\n") == 1
-    assert err.startswith("error: ") and wanted in err
-
-
 def test_forgotten_messages_are_not_read_again(engine, template):
     """Afterwards the model is given what a new conversation would be given."""
 

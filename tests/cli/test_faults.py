@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from runtime import engine
-from tiny import ROOT, only
+from tiny import only, python
 
 from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.convert import __main__ as convert
@@ -19,12 +19,6 @@ from infinigen_jax.loading.load import embedded
 from infinigen_jax.policies.quest import Quest
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.settings.sampling import Sampling
-
-
-def python(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
-    command = [sys.executable, *(str(argument) for argument in arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def error_lines(done: subprocess.CompletedProcess[str], number: int = 1) -> list[str]:

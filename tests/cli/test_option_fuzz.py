@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import make_tiny
+from tiny import add_tokenizer, make_tiny
 
 from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.convert import __main__ as convert
-from infinigen_jax.loading import load as checkpoint
 
 CASES = int(os.environ.get("FUZZ_CASES", 400))
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 120))
@@ -103,8 +102,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, its conversion and a text."""
     root = tmp_path_factory.mktemp("options")
     made = make_tiny(root / "source", "llama", num_hidden_layers=2, vocab_size=1024)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(checkpoint.embedded() / name, made.folder / name)
+    add_tokenizer(made.folder)
     (root / "text").write_text("The king said that the ship lay at anchor in the bay. " * 40)
     assert (
         convert.main([str(made.folder), str(root / "model"), "--calibration", str(root / "text")])

@@ -1,12 +1,11 @@
 """Conversion: what comes out, and that failures and interruptions leave no trace."""
 
 import concurrent.futures
+import functools
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -16,16 +15,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from tiny import LLAMA, ROOT, TEXT, logits_of, only, write_tree
+from tiny import TEXT, add_tokenizer, logits_of, make_tiny, only, python
 
 from infinigen_jax.checkpoint.hf_folder import open_tensors
 from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
-from infinigen_jax.checkpoint.tensor_names import expected
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.__main__ import main
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint
-from infinigen_jax.models import blueprint, config_from_hf, random_params
 
 # Conversions out.
 
@@ -225,11 +222,9 @@ def test_killed_conversions(tiny, tmp_path):
     """SIGTERM removes the temporary folder; after SIGKILL the next conversion does."""
     made = tiny("llama")
     out = tmp_path / "out"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     leftovers = {signal.SIGTERM: 0, signal.SIGKILL: 2}
     for number, expected_leftovers in leftovers.items():
-        arguments = [sys.executable, "-c", KILLED, str(made.folder), str(out), str(int(number))]
-        status = subprocess.run(arguments, env=environment, capture_output=True).returncode
+        status = python("-c", KILLED, made.folder, out, str(int(number))).returncode
         assert status == (143 if number == signal.SIGTERM else -signal.SIGKILL)
         assert not out.exists()
         assert len(only(tmp_path, "llama")) == expected_leftovers
@@ -258,30 +253,8 @@ def test_four_conversions_to_one_folder(tiny, tmp_path):
 
 
 def test_memory_is_that_of_a_layer_not_of_the_model(tmp_path):
-    layers = 16
-    hf = LLAMA | {
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_attention_heads": 4,
-        "num_hidden_layers": layers,
-        "tie_word_embeddings": True,
-    }
-    config = config_from_hf(hf)
-    architecture = blueprint(config, jnp.float32)
-    params = random_params(config, jnp.float32)
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(hf))
-    specs = expected(architecture)
-    layout = {spec.name: (np.dtype(np.float32), spec.shape) for spec in specs.flat()}
-    with open(source / "model.safetensors", "wb") as file:
-        writer = SafetensorsWriter(file, layout)
-        trees = [params["embedding"], *params["layers"]]
-        for group, tree in zip([specs.embedding, *specs.layers], trees, strict=True):
-            for name, tensor in write_tree(group, tree):
-                writer.add(name, np.asarray(tensor))
-        writer.close()
-    del params, tree, trees
+    layers, sizes = 16, {"hidden_size": 128, "intermediate_size": 512}
+    make_tiny(source := tmp_path / "source", "llama", num_hidden_layers=layers, **sizes)
     size = (source / "model.safetensors").stat().st_size
     on_device: list[int] = []
 
@@ -302,21 +275,12 @@ def test_memory_is_that_of_a_layer_not_of_the_model(tmp_path):
 # The command line.
 
 
-def test_command_line_errors_are_one_line_and_status_two(tiny, tmp_path, capsys):
+def test_command_line(tiny, tmp_path, capsys, refused):
     made = tiny("llama", num_hidden_layers=1)
-    capsys.readouterr()
-
-    def fails(*arguments: str | Path) -> str:
-        assert main([str(a) for a in arguments]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == "" and captured.err.count("\n") == 1
-        assert captured.err.startswith("error: ") and captured.err.endswith("\n")
-        return captured.err
-
+    fails = functools.partial(refused, main)
     assert "no such folder" in fails(tmp_path / "absent", tmp_path / "out")
     assert "no tokenizer" in fails(made.folder, tmp_path / "out")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(checkpoint.embedded() / name, made.folder / name)
+    add_tokenizer(made.folder)
     text = tmp_path / "text"
     assert "--calibration" in fails(made.folder, tmp_path / "o", "--calibration", text)
     text.write_bytes(b"\xff\xfe\xfa")
@@ -325,7 +289,6 @@ def test_command_line_errors_are_one_line_and_status_two(tiny, tmp_path, capsys)
     assert "at least 12" in fails(made.folder, tmp_path / "out", "--calibration", text)
     text.write_text("a long enough text " * 20)  # but its tokens exceed the model's 96
     assert "is not among the model" in fails(made.folder, tmp_path / "out", "--calibration", text)
-    assert "--skew" in fails(made.folder, tmp_path / "out", "--skew", "odd")
     assert main([str(made.folder), str(tmp_path / "out"), "--skew", "none"]) == 0
     assert "wrote" in capsys.readouterr().err
     assert only(tmp_path) == ["llama", "out", "text"]

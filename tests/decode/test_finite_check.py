@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from tiny import LLAMA
 
 from infinigen_jax.decode.finite_check import NotFiniteError
 from infinigen_jax.engine.engine import Engine
@@ -12,19 +13,9 @@ from infinigen_jax.loading.load import Model
 from infinigen_jax.models import config_from_hf
 from infinigen_jax.models.base import random_params
 
-pytestmark = pytest.mark.usefixtures("shallow")
-
-LAYERS, VOCABULARY, BAD = 2, 48, 7
-HF = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
+BAD = 7
+HF = LLAMA | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+HF |= {"max_position_embeddings": 256, "tie_word_embeddings": False}
 
 
 @pytest.fixture(scope="module")

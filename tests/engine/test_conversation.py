@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from runtime import ALL, SPARSE, engine, random_model, tokens_of, with_ends
+from runtime import ALL, SPARSE, engine, numbers, random_model, slow_except, tokens_of, with_ends
 from tiny import only
 
 from infinigen_jax.engine import conversation as conversation_module
@@ -25,7 +24,7 @@ from infinigen_jax.settings.pool import Pool
 from infinigen_jax.settings.sampling import Sampling
 
 CONTEXT = 200
-TURNS = [[int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 1, 12, 23)]
+TURNS = [numbers(n) for n in (37, 1, 12, 23)]
 LENGTHS = (9, 1, 14, 6)  # of the answers; a flush is due every 4 tokens, or every one
 SETTINGS: dict[str, tuple[Policy, dict[str, Any]]] = {
     "infinigen": (InfiniGen(budget=0.2, window=4, sinks=2, alpha=4.0), {}),
@@ -36,7 +35,6 @@ SETTINGS: dict[str, tuple[Policy, dict[str, Any]]] = {
     "quest": (Quest(budget=0.3, window=4, sinks=2), {}),
     "previous-query": (PreviousQuery(budget=0.2, window=4, sinks=2), {}),
 }
-OFTEN = ("hot-int8",)  # the others are slow tests
 
 
 def say(conversation: Conversation, turn: list[int], new: int, stop: int = 1000) -> list[int]:
@@ -67,14 +65,15 @@ def engine_of(policy: Policy, **settings: Any) -> Callable[[], Engine]:
         pytest.param("windows", Full(window=5), "fused", marks=pytest.mark.slow),
     ],
 )
-def test_a_turn_gives_what_a_prefill_of_all_that_was_said_gives(name, policy, schedule):
+@pytest.mark.parametrize("stops", [LENGTHS, (5, 1, 7, 3)], ids=["whole", "broken off"])
+def test_a_turn_gives_what_a_prefill_of_all_that_was_said_gives(name, policy, schedule, stops):
     made = engine(name, policy, schedule=schedule)
     conversation = made.conversation(context=CONTEXT)
     said: list[int] = []
-    for turn, new in zip(TURNS, LENGTHS, strict=True):
+    for turn, new, stop in zip(TURNS, LENGTHS, stops, strict=True):
         said += turn
-        expected = tokens_of(made, [said], new, ignore_eos=True)[0]
-        assert say(conversation, turn, new) == expected
+        expected = tokens_of(made, [said], new, ignore_eos=True)[0][:stop]
+        assert say(conversation, turn, new, stop) == expected
         said += expected
         assert conversation.tokens == said
         assert conversation.run is not None
@@ -82,10 +81,7 @@ def test_a_turn_gives_what_a_prefill_of_all_that_was_said_gives(name, policy, sc
         assert len(turn) <= read <= len(turn) + 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in SETTINGS],
-)
+@pytest.mark.parametrize("name", slow_except(SETTINGS, "hot-int8"))
 def test_a_saved_conversation_goes_on_as_it_would_have(name, tmp_path):
     policy, settings = SETTINGS[name]
     made = engine("one", policy, **settings)
@@ -103,18 +99,6 @@ def test_a_saved_conversation_goes_on_as_it_would_have(name, tmp_path):
     there.save(tmp_path / "again")
     here.save(tmp_path / "saved")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "saved").read_bytes()
-
-
-def test_an_answer_that_is_broken_off_is_what_was_yielded():
-    made = engine("one", Full(window=5))
-    conversation = made.conversation(context=CONTEXT)
-    said: list[int] = []
-    for turn, stop in zip(TURNS, (1, 2, 7, 3), strict=True):
-        said += turn
-        expected = tokens_of(made, [said], 10, ignore_eos=True)[0][:stop]
-        assert say(conversation, turn, 10, stop) == expected
-        said += expected
-        assert conversation.tokens == said
 
 
 def test_sampling_goes_on_from_turn_to_turn():

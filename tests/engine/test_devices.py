@@ -4,17 +4,14 @@ JAX has as many CPU devices as it is told before it starts, so this is a process
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from runtime import random_model
+from tiny import ROOT, python
 
 from infinigen_jax.cache.host_array import checked_mesh, default_mesh
 from infinigen_jax.errors import InputError
 
-TESTS = Path(__file__).parents[1]
 PROGRAM = """
 import jax
 import numpy as np
@@ -54,12 +51,8 @@ with pytest.raises(InputError, match="KV heads"):
 
 @pytest.mark.slow
 def test_several_devices_give_the_tokens_of_one():
-    flags = "--xla_force_host_platform_device_count=4"
-    path = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
-    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    done = python("-c", PROGRAM, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", XLA_FLAGS=flags)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -1,4 +1,4 @@
-"""The engine: its settings, how generations end, and agreement with transformers."""
+"""The engine: its settings, and how generations end."""
 
 import dataclasses
 from typing import Any
@@ -25,9 +25,6 @@ from infinigen_jax.policies import Full, InfiniGenPaper, Policy
 from infinigen_jax.settings.sampling import Sampling
 
 LAYER = random_model("one")
-
-# Everything fetched is the full cache; the full cache is transformers.
-
 
 # Settings, each on a model of one layer, whose rows are on the host.
 
@@ -131,30 +128,23 @@ def test_settings_and_prompts_out_of_range():
 
 
 @pytest.mark.usefixtures("shallow")
-def test_text_of_a_stream_is_that_of_its_tokens():
-    """Also where a token ends within a character, in a sequence that ends before the others."""
+def test_texts_of_a_stream():
+    """They are those of its tokens, up to a stop string that ends one prompt and not the other."""
     model = load(embedded())
     made = Engine(model, policy=Full())
-    prompts = ["The", "When the old man saw"]
-    steps = list(made.stream(prompts, Sampling(temperature=2.0, seed=1), 20, ignore_eos=True))
-    texts = ["".join(step.texts[i] for step in steps) for i in range(2)]
-    got = made.generate(prompts, Sampling(temperature=2.0, seed=1), 20, ignore_eos=True)
-    assert texts == got.texts
-    for text, tokens in zip(got.texts, got.tokens, strict=True):
+    given = ["The", "When the old man saw"], Sampling(temperature=2.0, seed=1), 20
+    whole = made.generate(*given, ignore_eos=True)
+    for text, tokens in zip(whole.texts, whole.tokens, strict=True):
         assert text == model.tokenizer.decode(tokens, skip_special_tokens=True)
 
+    def streamed(**options: Any) -> tuple[list[Any], list[str]]:
+        steps = list(made.stream(*given, ignore_eos=True, **options))
+        return steps, ["".join(step.texts[i] for step in steps) for i in range(2)]
 
-@pytest.mark.usefixtures("shallow")
-def test_a_stop_string_ends_a_prompt_and_not_the_others():
-    """Before the string, which no step shows, even if it spans tokens."""
-    made = Engine(load(embedded()), policy=Full())
-    prompts = ["The", "When the old man saw"]
-    hot = Sampling(temperature=2.0, seed=1)
-    whole = made.generate(prompts, hot, 20, ignore_eos=True)
+    assert streamed()[1] == whole.texts
     stop = whole.texts[1][10:16]
     assert stop not in whole.texts[0]
-    steps = list(made.stream(prompts, hot, 20, ignore_eos=True, stop=stop))
-    texts = ["".join(step.texts[i] for step in steps) for i in range(2)]
+    steps, texts = streamed(stop=stop)
     assert texts == [whole.texts[0], whole.texts[1].split(stop)[0]]
     ended = [step.tokens[1] is None for step in steps].index(True)
     assert 1 < ended < 20 and all(step.tokens[1] is None for step in steps[ended:])

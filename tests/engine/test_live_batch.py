@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 import pytest
-from runtime import SPARSE, engine, tokens_of
+from runtime import SPARSE, engine, numbers, tokens_of
 
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.engine.engine import Engine
@@ -16,9 +16,7 @@ from infinigen_jax.policies.quest import Quest
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import Sampling
 
-PROMPTS = [
-    [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (137, 5, 70, 9, 64, 3)
-]
+PROMPTS = [numbers(n) for n in (137, 5, 70, 9, 64, 3)]
 ROWS, CAPACITY, CHUNK, NEW = 3, 256, 64, 9
 KINDS = [
     pytest.param(SPARSE, {}, id="exact"),

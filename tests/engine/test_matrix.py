@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from runtime import ALL, NEW, RAGGED, SPARSE, counts_of, finished, random_model
+from runtime import ALL, NEW, RAGGED, SPARSE, counts_of, finished, random_model, slow_except
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
@@ -153,16 +153,11 @@ def decoded(engine: Engine, batch: int | None) -> Run:
     return run
 
 
-# Pairs that other cases cover as well.
-SLOW = (
-    *("everything-own-query", "everything-pool", "oracle", "opt"),
-    *("sparse-moved", "streamed-moved"),
-)
+# The slow ones are pairs that other cases cover as well.
+OFTEN = ("everything", "everything-moved", "streamed", "paper", "sparse", "resident", "small-rows")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES]
-)
+@pytest.mark.parametrize("name", slow_except(CASES, *OFTEN, "pool", "h2o"))
 def test_only_the_family_decides_about_tokens(name, monkeypatch):
     case = CASES[name]
     tokens, counts = reference(case.family)

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import ALL, NEW, SPARSE, engine, random_model, tokens_of
+from runtime import ALL, NEW, SPARSE, engine, numbers, random_model, slow_except, tokens_of
 
-from infinigen_jax import generate
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
-from infinigen_jax.engine.shared_prefix import UNIT, choose_sharing, common_prefix
+from infinigen_jax.engine.shared_prefix import UNIT, choose_sharing
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import H2O, Full, Policy
@@ -24,12 +23,8 @@ from infinigen_jax.settings.sampling import Sampling
 pytestmark = pytest.mark.usefixtures("shallow")
 
 
-def numbers(seed: int, count: int) -> list[int]:
-    return [int(i) for i in np.random.default_rng(seed).integers(3, 96, count)]
-
-
-PREFIX = numbers(1, 141)
-ENDS = [numbers(2, 1), numbers(3, 37), numbers(4, 12), numbers(5, 70), numbers(6, 3)]
+PREFIX = numbers(141, 1)
+ENDS = [numbers(1, 2), numbers(37, 3), numbers(12, 4), numbers(70, 5), numbers(3, 6)]
 WHOLE = [[*PREFIX, *end] for end in ENDS]
 SETTINGS: dict[str, tuple[str, Policy, dict[str, Any]]] = {
     "infinigen": ("gqa", SPARSE, {}),
@@ -46,9 +41,7 @@ def shared(made: Engine, **settings: Any) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "infinigen" else pytest.mark.slow) for n in SETTINGS]
-)
+@pytest.mark.parametrize("name", slow_except(SETTINGS, "infinigen"))
 def test_tokens_equal_those_of_whole_prompts(name):
     """The second batch finds every program compiled and keeps the host array in place."""
     model, policy, settings = SETTINGS[name]
@@ -128,7 +121,8 @@ def test_the_prefix_that_is_given_is_what_is_shared():
     for asked, read in ((prompts, 141 + 2 * 3), ([PREFIX] * 2, 140 + 2)):
         run = made.start(asked, max_new_tokens=5, prefix=len(PREFIX))
         assert run.tokens_read == read
-    assert made.start([[5], [6, 7]], max_new_tokens=1, prefix=3).tokens_read == 3  # there is none
+    for asked, read in (([[5], [6, 7]], 3), ([[5, 6, 7], [6, 6, 7]], 6)):  # there is none
+        assert made.start(asked, max_new_tokens=1, prefix=3).tokens_read == read
     assert made.prefix_tokens(PREFIX) == 141 and made.prefix_tokens("") == 0
 
 
@@ -159,7 +153,7 @@ def test_a_row_of_a_batch_with_small_rows_gives_what_it_gives_alone():
     """Rows are scaled by the prefix, and else by the first chunk, which is as long for all."""
     made = engine("gqa", SPARSE, 1, rows="int8", prefill_chunk=192)
     ends = [[*PREFIX, *end] for end in ENDS[1:4]]
-    for prompts, prefix in ((ends, 141), ([numbers(7, 200), numbers(8, 150)], 0)):
+    for prompts, prefix in ((ends, 141), ([numbers(200, 7), numbers(150, 8)], 0)):
         both = made.start(prompts, max_new_tokens=30, prefix=prefix)
         assert [*both.tokens(ignore_eos=True)]
         for i, prompt in enumerate(prompts):
@@ -183,21 +177,7 @@ def test_text_is_tokenised_whole():
         made.encode_with_prefix("xxa", [[5]])
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        (("--prefix", ""), "--prefix: it is empty"),
-        (("--prefix", "a", "--prefix-file", "b"), "--prefix: not with --prefix-file"),
-        (("--prefix-file", "/missing"), "--prefix-file /missing: No such file"),
-        (("--prefix", "a", "--chat"), "--prefix: not with --chat"),
-    ],
-)
-def test_options_that_are_refused(given, wanted, command):
-    status, out, err = command(generate.main, *given)
-    assert (status, out) == (2, "") and err.count("\n") == 1 and wanted in err
-
-
-def test_what_is_refused():
+def test_a_pool_is_refused():
     with pytest.raises(InputError, match="pool: not with a shared prefix"):
         engine("gqa", pool=Pool(tokens=50)).generate(ENDS, None, NEW, prefix=PREFIX)
 
@@ -213,12 +193,3 @@ def test_shared_layouts_have_room_and_waste_nothing(prefix, unshared, batch):
     assert slots <= batch * -(-(prefix + unshared) // UNIT) * UNIT
     if prefix > 4 * (unshared + UNIT) and batch > 8:
         assert slots < 0.6 * batch * (prefix + unshared)
-
-
-@settings(max_examples=100)
-@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=4))
-def test_common_prefixes(prompts):
-    n = common_prefix(prompts)
-    assert all(prompt[:n] == prompts[0][:n] and len(prompt) > n for prompt in prompts)
-    longer = {tuple(prompt[: n + 1]) for prompt in prompts}
-    assert len(longer) > 1 or min(map(len, prompts)) == n + 1

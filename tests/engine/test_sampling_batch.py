@@ -1,13 +1,12 @@
 """Sampling settings of each sequence in a batch, penalties and log-probabilities."""
 
 import numpy as np
-from runtime import NEW, SPARSE, engine, tokens_of
+from runtime import NEW, SPARSE, engine, numbers, tokens_of
 
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.sampling import Sampling
 
-rng = np.random.default_rng(8)
-PROMPTS = [[int(i) for i in rng.integers(3, 96, n)] for n in (12, 7, 20, 9)]
+PROMPTS = [numbers(n) for n in (12, 7, 20, 9)]
 SETTINGS = [
     Sampling(),
     Sampling(temperature=1.0, top_k=40, seed=5),

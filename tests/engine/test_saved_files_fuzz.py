@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fuzzing import attempt, damage, damages
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from runtime import engine
 
@@ -15,7 +15,6 @@ from infinigen_jax.engine.saved_file import SavedFile, write_saved
 from infinigen_jax.evaluation.parts import Measurement, Parts
 
 
-@settings(max_examples=200)
 @given(changes=damages)
 def test_saved_measurements(tmp_path_factory, changes):
     """A damaged part is measured again, never read as another one."""
@@ -41,7 +40,6 @@ def conversation(tmp_path_factory) -> Path:
     return path
 
 
-@settings(max_examples=200)
 @given(changes=damages)
 def test_saved_conversations(conversation, changes):
     """The checksum finds everything."""
@@ -59,7 +57,6 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=50)
 @given(data=st.data())
 def test_saved_conversations_with_another_content(conversation, data):
     """The checksum fits; records and arrays of another kind are refused all the same."""

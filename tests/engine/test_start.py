@@ -1,12 +1,10 @@
 """The work of a start: what is traced of many layers, and what a second process saves."""
 
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
 
 from runtime import COMMON, RAGGED, SPARSE, tokens_of
-from tiny import ROOT
+from tiny import ROOT, python
 
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.steps import steps
@@ -68,6 +66,5 @@ def test_a_second_process_traces_no_step(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     tokens = start()
     folders = ROOT, ROOT / "tests", ROOT / "tests/engine"
-    monkeypatch.setenv("PYTHONPATH", ":".join(map(str, folders)))
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    done = python("-c", PROGRAM, PYTHONPATH=":".join(map(str, folders)))
     assert (done.returncode, done.stdout) == (0, f"{tokens} 0\n"), done.stderr[-2000:]

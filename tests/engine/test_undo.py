@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
-from runtime import RAGGED, SPARSE, TAILED, engine
+from runtime import RAGGED, SPARSE, TAILED, engine, slow_except
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
@@ -32,10 +32,7 @@ POLICIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "previous-query": ("one", PreviousQuery(budget=0.2, window=WINDOW, sinks=2), {}),
     "windows": ("windows", SPARSE, {}),
 }
-MARKED = [
-    pytest.param(name, marks=pytest.mark.slow if name in ("quest", "previous-query") else ())
-    for name in POLICIES
-]
+MARKED = slow_except(POLICIES, "hot-set", "tail", "h2o", "windows")
 TOKENS = strategies.lists(strategies.integers(0, 95), min_size=3 * SIZE, max_size=3 * SIZE)
 ACCEPTED = strategies.tuples(*[strategies.integers(0, SIZE)] * len(RAGGED))
 ROUND = strategies.tuples(strategies.integers(0, WINDOW), TOKENS, ACCEPTED)

@@ -124,18 +124,3 @@ def test_the_embedded_model_looks_things_up(tmp_path, capsys):
     found = json.loads(result.read_text())["configurations"]
     assert [c["policy"] for c in found] == ["full", "infinigen", "window"]
     assert [c["accuracy"] for c in found[:2]] == [1, 1] and found[2]["accuracy"] < 1
-
-
-def test_bad_values(capsys, tmp_path):
-    for bad in (
-        ["--length", "8"],
-        ["--length", "100000"],
-        ["--length", "60"],
-        ["--depth", "1.5"],
-        ["--items", "0"],
-        ["--max-new-tokens", "0"],
-        ["--haystack", str(tmp_path / "absent")],
-    ):
-        assert evaluate.main(["retrieval", "--quiet", *bad]) == 2
-        captured = capsys.readouterr()
-        assert bad[0] in captured.err and captured.err.count("\n") == 1 and not captured.out

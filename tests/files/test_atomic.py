@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import ROOT, make_tiny, only
+from tiny import ROOT, make_tiny, only, python
 
 from infinigen_jax.convert import convert
 from infinigen_jax.errors import InputError
@@ -18,13 +18,7 @@ from infinigen_jax.files.atomic import staged, whole_file, write_text
 
 def killed(what: str, folder: Path) -> tuple[list[str], list[str]]:
     """Kill a program at each file operation; return the states found and the operations."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/kills.py"), what, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = python(ROOT / "tests/kills.py", what, folder)
     assert done.returncode == 0, done.stderr
     lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
     found = [line for line in lines if "found" in line]

@@ -3,14 +3,12 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
-from tiny import ROOT, only
+from tiny import only, python
 
 from infinigen_jax.checkpoint.hf_folder import SIDE_FILES, read_config
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
@@ -125,12 +123,7 @@ def test_sizes_that_a_file_claims_take_no_memory(tmp_path):
     files.append(tmp_path / "header.safetensors")
     files[-1].write_bytes((1 << 30).to_bytes(8, "little"))
     os.truncate(files[-1], 1 << 31)
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, *map(str, files)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", LIMITED, *files)
     assert done.returncode == 0 and not done.stderr, done.stderr
     refused = done.stdout.splitlines()
     assert len(refused) == len(files) and max(map(len, refused)) < 1000

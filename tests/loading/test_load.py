@@ -22,6 +22,7 @@ from infinigen_jax.loading.conversion_cache import (
     cache_lock,
     prune,
 )
+from infinigen_jax.transfer.host_weights import STAYS
 
 
 @pytest.mark.parametrize("name", checkpoint.EMBEDDED)
@@ -58,6 +59,22 @@ def test_embedded_models_by_name(command, tmp_path, monkeypatch):
     status, out, err = command(plan.main, *given, *rates)
     assert status == 2 and not out and "config.json" in err
     assert "config.json" in command(generate.main, "--model", "tiny-opt", "--quiet")[2]
+
+
+@pytest.mark.usefixtures("shallow")
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-opt"])
+def test_loading_onto_the_host(name):
+    """The matrices, but those that queries are made by."""
+    there, here = (
+        checkpoint.load(checkpoint.embedded(name), weights=place) for place in ("host", "device")
+    )
+    for layer, other in zip(there.params["layers"], here.params["layers"], strict=True):
+        for part, parameters in layer.items():
+            for x in jax.tree.leaves(parameters):
+                moved = part not in STAYS and x.ndim == 2
+                assert x.sharding.memory_kind == ("pinned_host" if moved else "device"), part
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(other)} == {"device"}
+    jax.tree.map(np.testing.assert_array_equal, there.params, here.params)
 
 
 # Damage in a converted folder.

@@ -28,14 +28,6 @@ from infinigen_jax.settings.pool import Pool
 GIB = 1 << 30
 
 
-def make_tree(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
 def meminfo(gibibytes):
     return f"MemTotal: 99999999 kB\nMemAvailable:   {gibibytes * 2**20} kB\n"
 
@@ -49,49 +41,54 @@ class FakeDevice:
         return self.statistics
 
 
-def test_host_without_limits(tmp_path):
-    assert available_host_bytes(make_tree(tmp_path, {"proc/meminfo": meminfo(8)})) == 8 * GIB
+GROUP = "sys/fs/cgroup/service"
+TREES = {
+    "without limits": ({"proc/meminfo": meminfo(8)}, 8 * GIB),
+    # The outer group leaves 3 GiB, of which a file cache of 1 GiB counts as free.
+    "nested groups of version 2": (
+        {
+            "proc/meminfo": meminfo(64),
+            "proc/self/cgroup": "0::/service/worker\n",
+            f"{GROUP}/worker/memory.max": "max\n",
+            f"{GROUP}/worker/memory.current": "5\n",
+            f"{GROUP}/memory.max": f"{10 * GIB}\n",
+            f"{GROUP}/memory.current": f"{8 * GIB}\n",
+            f"{GROUP}/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+        },
+        3 * GIB,
+    ),
+    # The group's path is the outer host's; only the mount exists.
+    "a container of version 1": (
+        {
+            "proc/meminfo": meminfo(64),
+            "proc/self/cgroup": "5:cpu:/x\n4:memory,hugetlb:/docker/abc\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{5 * GIB}",
+            "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {2 * GIB}\n",
+        },
+        GIB,
+    ),
+    "over the limit": (
+        {
+            "proc/meminfo": meminfo(64),
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": "10",
+            "sys/fs/cgroup/memory.current": "20",
+        },
+        0,
+    ),
+}
 
 
-def test_host_without_proc_reports_physical_memory(tmp_path):
-    assert available_host_bytes(tmp_path) > 1 << 20
-
-
-def test_host_in_nested_groups_of_version_2(tmp_path):
-    """The outer group leaves 3 GiB, of which a file cache of 1 GiB counts as free."""
-    group = "sys/fs/cgroup/service"
-    files = {
-        "proc/meminfo": meminfo(64),
-        "proc/self/cgroup": "0::/service/worker\n",
-        f"{group}/worker/memory.max": "max\n",
-        f"{group}/worker/memory.current": "5\n",
-        f"{group}/memory.max": f"{10 * GIB}\n",
-        f"{group}/memory.current": f"{8 * GIB}\n",
-        f"{group}/memory.stat": f"anon 1\ninactive_file {GIB}\n",
-    }
-    assert available_host_bytes(make_tree(tmp_path, files)) == 3 * GIB
-
-
-def test_host_in_a_container_of_version_1(tmp_path):
-    """The group's path is the outer host's; only the mount exists."""
-    files = {
-        "proc/meminfo": meminfo(64),
-        "proc/self/cgroup": "5:cpu:/x\n4:memory,hugetlb:/docker/abc\n0::/\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{5 * GIB}",
-        "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {2 * GIB}\n",
-    }
-    assert available_host_bytes(make_tree(tmp_path, files)) == GIB
-
-
-def test_host_over_its_limit_has_nothing_left(tmp_path):
-    files = {
-        "proc/meminfo": meminfo(64),
-        "proc/self/cgroup": "0::/\n",
-        "sys/fs/cgroup/memory.max": "10",
-        "sys/fs/cgroup/memory.current": "20",
-    }
-    assert available_host_bytes(make_tree(tmp_path, files)) == 0
+@pytest.mark.parametrize("name", TREES)
+def test_host(name, tmp_path):
+    assert available_host_bytes(tmp_path) > 1 << 20  # without /proc, the physical memory
+    files, expected = TREES[name]
+    for file, text in files.items():
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert available_host_bytes(tmp_path) == expected
 
 
 def test_device():

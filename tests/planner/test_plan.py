@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import only
 
 from infinigen_jax import plan
 from infinigen_jax.cache.layers import DenseLayer, Resident
@@ -359,23 +358,3 @@ def test_here_and_now(command, monkeypatch):
     machine = plan.this_machine(parsed())
     assert not machine.separate or jax.default_backend() != "cpu"
     assert abs(machine.host_memory - available_host_bytes()) < GIB
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (("--context", "0"), "--context 0"),
-        (("--context", "9999"), "--context 9999: the model has 1024 positions"),
-        (("--context", "64", "--device-memory", "-1"), "--device-memory -1"),
-        (("--context", "64", "--host-memory", "nan"), "--host-memory nan"),
-        (("--context", "64", "--rows", "int3", *GPU), "--rows int3"),
-        (("--context", "64", "--model", "/nowhere"), "/nowhere: no such folder"),
-        (("--context", "64", "--json", "/nowhere/x"), "--json"),
-        (("--context", "64", "--dtype", "int8", *GPU), "--dtype int8"),
-    ],
-)
-def test_bad_options(options, message, command, tmp_path):
-    status, text, errors = command(plan.main, *options)
-    assert status == 2 and text == "" and errors.count("\n") == 1
-    assert errors.startswith("error: ") and message in errors
-    assert only(tmp_path) == []

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import NEW, RAGGED, engine, finished, random_model
+from runtime import NEW, RAGGED, engine, finished, random_model, slow_except
 
 from infinigen_jax.cache.layers import Slots
 from infinigen_jax.errors import InputError
@@ -213,9 +213,7 @@ def test_everything_fetched_is_the_full_cache(kind):
     assert run.new_tokens == finished(engine("one", Full())).new_tokens
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "full" else pytest.mark.slow) for n in POLICIES]
-)
+@pytest.mark.parametrize("name", slow_except(POLICIES, "full"))
 def test_int4_rows_act_as_exact_rows_of_the_same_numbers(name):
     """Greedy generation; before each step, the other host cache gets what this one's rows mean.
 

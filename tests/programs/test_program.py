@@ -1,7 +1,5 @@
 """Compiled programs on disk: when one is loaded, and when it is compiled again."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from tiny import ROOT
+from tiny import python
 
 from infinigen_jax.programs.program import SUFFIX, Program
 
@@ -110,8 +108,7 @@ np.testing.assert_allclose(Program(inverse, ())(matrix) @ matrix, np.eye(2), ato
 def test_a_program_with_lapack_is_loaded_by_a_fresh_process(folder):
     printed = []
     for _ in range(2):
-        command = [sys.executable, "-c", LAPACK]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = python("-c", LAPACK)
         assert done.returncode == 0, done.stderr[-2000:]
         printed.append(done.stdout)
     assert printed == ["traced\n", ""]

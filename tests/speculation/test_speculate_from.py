@@ -12,7 +12,6 @@ import pytest
 from runtime import SPARSE, counts_of, finished, random_model
 from tiny import TEXT
 
-from infinigen_jax import generate
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding, Slots
 from infinigen_jax.cli.options import add_engine_options, make_policy
 from infinigen_jax.convert import convert
@@ -184,7 +183,7 @@ def test_a_source_of_earlier_releases_is_refused(tiny: Any, tmp_path: Any):
         load(folder)
 
 
-def test_the_option(command: Any, tmp_path: Any):
+def test_the_option(tmp_path: Any):
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     named = "infinigen:speculate_from=resident,query=plain"
@@ -195,10 +194,6 @@ def test_the_option(command: Any, tmp_path: Any):
     names = [f"infinigen:query=plain,speculate_from={source}" for source in SOURCES]
     made = configurations(several.parse_args(["--policy", *names]), reference=False)
     assert [c.policy.source for c in made] == list(SOURCES)
-    named = "infinigen:speculate_from=output"
-    status, out, err = command(generate.main, "--prompt", "The", "--policy", named)
-    assert status == 2 and not out
-    assert err.startswith(f"error: --policy {named}: speculate_from output: use auto")
     with pytest.raises(InputError, match="speculate_from resident: .* svd has none"):
         convert(tmp_path, tmp_path / "x", speculate_from="resident", skew="svd")
     with pytest.raises(InputError, match="speculate_from output: use input or resident"):

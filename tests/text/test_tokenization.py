@@ -3,14 +3,11 @@
 import json
 import os
 import random
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import ROOT
+from tiny import add_tokenizer, python
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import EMBEDDED_FOLDER, embedded
@@ -100,9 +97,7 @@ def test_a_folder_of_vocabulary_and_merges(tmp_path):
 def copied(folder: Path) -> Path:
     """A folder with an embedded model's tokenizer."""
     folder.mkdir(exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(embedded() / name, folder / name)
-    return folder
+    return add_tokenizer(folder)
 
 
 EVIL = "import pathlib\npathlib.Path({!r}).touch()\nclass Tok: pass\n"
@@ -196,6 +191,4 @@ def test_transformers_is_not_imported_for_a_tokenizer():
         "import sys; from infinigen_jax.text.tokenizer import load_tokenizer; from pathlib import "
         "Path; load_tokenizer(Path(sys.argv[1])); sys.exit('transformers' in sys.modules)"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program, str(embedded())], env=environment)
-    assert done.returncode == 0
+    assert python("-c", program, embedded()).returncode == 0

@@ -1,0 +1,104 @@
+"""Bad options end every command with one line that names them, and status 2."""
+
+import io
+import re
+import shlex
+import sys
+
+import pytest
+
+from infinigen_jax import evaluate, generate, plan, serve
+from infinigen_jax.convert import __main__ as convert
+
+pytestmark = pytest.mark.usefixtures("shallow")
+
+GENERATE = {
+    "--no-such-option": "--no-such-option",
+    "--max-new-tokens": "--max-new-tokens expected one argument",
+    "'stray\nargument'": "unrecognized arguments: stray argument",
+    "--max-new-tokens 0": "--max-new-tokens",
+    "--max-new-tokens 1.5": "--max-new-tokens",
+    "--dense-layers two": "--dense-layers",
+    "--temperature nan": "--temperature",
+    "--budget 1e-10": "--budget",
+    "--policy best": "--policy best",
+    "--policy ''": "--policy",
+    "--policy infinigen:speculate_from=output": "speculate_from=output: speculate_from output: use",
+    "--schedule eager": "--schedule eager",
+    "--weights disk": "--weights disk",
+    "--weight-dtype int3": "--weight-dtype int3: use bfloat16, int8 or int4",
+    "--batch 0": "--batch",
+    "--prefill-chunk 0": "--prefill-chunk",
+    "--stop ''": "--stop '': give a text",
+    "--logprobs 2": "--logprobs: they are written to --stats-json",
+    "--prefix ''": "--prefix: it is empty",
+    "--prefix a --prefix-file b": "--prefix: not with --prefix-file",
+    "--prefix-file /missing": "--prefix-file /missing: No such file",
+    "--pool-tokens many": "--pool-tokens many: give a number",
+    "--pool-tokens 120%": "--pool-tokens 120%: it must be",
+    "--pool-tokens 10": "--pool-tokens 10: .* use at least 32",
+    "--pool-tokens 90% --pool-eviction first": "--pool-eviction first: use fifo",
+    "--pool-eviction lru": "--pool-eviction: .* --pool-tokens",
+    "--pool-tokens 50 --policy quest": "policy quest cannot have a limit",
+    "--system x": "--system: no chat template",
+    "--raw --system x": "--raw: not with --system",
+    "--save x": "--save: only with --chat",
+    "--context 9": "--context: only with --chat",
+    "--chat": "--chat-template plain",
+    "--chat --prefix a": "--prefix: not with --chat",
+    "--chat --batch 2": "--batch: not with --chat",
+    "--chat --stats-json x": "--stats-json: not with --chat",
+    "--chat --raw": "--raw: not with --chat",
+    "--chat --logprobs 2": "--logprobs: not with --chat",
+    "--chat --resume x --context 9": "--context: a resumed conversation",
+    "--chat --save /missing/x": "--save /missing/x: cannot be written",
+    "--chat --system \udcff": "--system: not UTF-8 text",
+    "--chat --chat-template plain --prompt \udcff": "--prompt: not UTF-8 text",
+    "--chat --chat-template /missing": "--chat-template /missing: No such file",
+    "--chat --resume /missing": "/missing: no such file",
+    "--chat --context 99999": "--context 99999: give 2 to 1024",
+    "--chat --pool-tokens 50": "--pool-tokens: a conversation keeps every row",
+}
+PLAN = {
+    "--context 0": "--context 0",
+    "--context 9999": "--context 9999: the model has 1024 positions",
+    "--context 64 --device-memory -1": "--device-memory -1",
+    "--context 64 --host-memory nan": "--host-memory nan",
+    "--context 64 --rows int3": "--rows int3",
+    "--context 64 --model /nowhere": "/nowhere: no such folder",
+    "--context 64 --json /nowhere/x": "--json",
+    "--context 64 --dtype int8": "--dtype int8",
+    "--context 64 --weight-dtype int3": "--weight-dtype int3: use bfloat16, int8 or int4",
+}
+EVALUATE = {
+    "": "COMMAND",
+    "recal": "recal",
+    "perplexity": "--text",
+    "perplexity --text t --no-such": "--no-such",
+    "perplexity --text t --weight-dtype int3": "--weight-dtype int3: use bfloat16, int8 or int4",
+    "retrieval --length 8": "--length",
+    "retrieval --length 100000": "--length",
+    "retrieval --length 60": "--length",
+    "retrieval --depth 1.5": "--depth",
+    "retrieval --items 0": "--items",
+    "retrieval --max-new-tokens 0": "--max-new-tokens",
+    "retrieval --haystack /absent": "--haystack",
+}
+CONVERT = {"": "required", "a b --skew odd": "--skew"}
+SERVE = {"--weight-dtype int3": "--weight-dtype int3: use bfloat16, int8 or int4"}
+COMMANDS = {
+    generate.main: GENERATE,
+    plan.main: PLAN,
+    evaluate.main: EVALUATE,
+    convert.main: CONVERT,
+    serve.main: SERVE,
+}
+
+
+@pytest.mark.parametrize(
+    ("main", "line", "wanted"),
+    [(main, line, wanted) for main, cases in COMMANDS.items() for line, wanted in cases.items()],
+)
+def test_one_line_names_what_is_wrong(main, line, wanted, refused, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The king said\n"))
+    assert re.search(wanted, refused(main, *shlex.split(line)))
