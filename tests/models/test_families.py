@@ -1,4 +1,4 @@
-"""LLaMA's relatives and stretched rotary embeddings against transformers, in float32.
+"""Models of all families and their rotary embeddings against transformers, in float32.
 
 Logits of a whole pass; then through convert, load and the engine, token by token, next to
 transformers' own decoding with its cache.
@@ -10,12 +10,11 @@ import json
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from runtime import ALL, RAGGED, SPARSE, engine, finished, random_model
+from runtime import ALL, RAGGED, SPARSE, engine, finished, numbers, random_model, slow_except
 from tiny import COMMON, LLAMA, TEXT, logits_of, make_tiny
 
 from benchmarks.torch_systems import with_cache
@@ -26,7 +25,6 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import config_from_hf
-from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import Full
 
 # Two orders of the same float32 sums over at most 64 terms and 3 layers, logits up to about 10.
@@ -91,11 +89,36 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3 yarn": ("smollm3", GQA | NOPE | rope(**YARN)),
     "yarn, two scales": ("llama", rope(**YARN, mscale=0.7, mscale_all_dim=1.2)),
 }
+# Decoding them differs in nothing from decoding the models above.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+BASIC: dict[str, tuple[str, dict[str, Any]]] = {
+    "mha": ("llama", {}),
+    "gqa": ("llama", GQA),
+    "mqa": ("llama", {"num_key_value_heads": 1}),
+    "three heads": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "six over three": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "attention bias": ("llama", GQA | {"attention_bias": True}),
+    "mlp bias": ("llama", {"mlp_bias": True}),
+    "wide heads": ("llama", {"head_dim": 20}),
+    "gelu": ("llama", {"hidden_act": "gelu"}),
+    "rope theta": ("llama", rope(rope_type="default", rope_theta=5e5)),
+    "rope llama3": ("llama", rope(**LLAMA3)),
+    "opt three heads": ("opt", {"num_attention_heads": 3}),
+    "opt untied": ("opt", {"tie_word_embeddings": False}),
+    "opt without biases": ("opt", {"enable_bias": False}),
+}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | BASIC)
 def test_logits_of_a_whole_pass(name, tokens, tmp_path):
-    family, changes = MODELS[name]
+    family, changes = (MODELS | BASIC)[name]
     reference = make_tiny(tmp_path / "source", family, **changes)
     model = checkpoint.load(convert(reference.folder, tmp_path / "out", skew="none"), "float32")
     expected = reference.logits(tokens)
@@ -127,7 +150,7 @@ def test_the_language_model_of_a_model_of_text_and_images(tokens, tmp_path):
     assert type(again).__name__ == "Gemma3ForCausalLM"
 
 
-PROMPTS = [[int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (27, 5, 14)]
+PROMPTS = [numbers(n) for n in (27, 5, 14)]
 NEW = 12
 
 
@@ -161,12 +184,7 @@ def decoded(made: Engine, tokens: list[list[int]]) -> np.ndarray:
     return np.stack(steps, axis=1)
 
 
-OFTEN = ("gemma3",)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in MODELS]
-)
+@pytest.mark.parametrize("name", slow_except(MODELS, "gemma3"))
 def test_decoding_is_that_of_transformers(name, tmp_path):
     """Calibrated and skewed; the window fits one prompt whole and moves over the others."""
     family, changes = MODELS[name]
@@ -203,28 +221,6 @@ def test_a_first_layer_on_the_host_before_a_window():
         for policy, layers in ((ALL, 0), (Full(), 0), (Full(), 3))
     ]
     assert made[0] == made[1] == made[2]
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_a_ring_holds_the_last_tokens(size):
-    rng = np.random.default_rng(size)
-    lengths, steps = np.array([6, 2, 3]), 11
-    rows = rng.normal(size=(3, 20, 2, 4)).astype(np.float32)  # [b, s, k, d]
-    prompt = jnp.asarray(np.concatenate([rows, -rows], axis=-1)[:, :6].swapaxes(1, 2))
-    ring = Sliding.empty((3, 2, size, 4), jnp.float32)
-    ring = ring.extend(prompt, Span.first(jnp.asarray(lengths, jnp.int32)))
-    for step in range(steps):
-        at = lengths + step
-        new = jnp.asarray(rows[np.arange(3), at])
-        position = jnp.asarray(at, jnp.int32)
-        ring = ring.write(new, -new, position)
-        part = ring.part(position, jnp.float32)
-        for b in range(3):
-            kept = np.asarray(part.keys)[b][:, np.asarray(part.valid)[b, 0]]
-            wanted = rows[b, max(0, at[b] - size + 1) : at[b] + 1].swapaxes(0, 1)
-            order = [np.lexsort(x.T) for x in (kept[0], wanted[0])]
-            np.testing.assert_array_equal(kept[:, order[0]], wanted[:, order[1]])
-        np.testing.assert_array_equal(part.values, -np.asarray(part.keys))
 
 
 # Configurations.

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import SPARSE, engine, random_model, tokens_of
 
-from infinigen_jax import evaluate, generate, plan, serve
+from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import ParameterError
@@ -215,21 +215,6 @@ def test_a_text(command):
     options = ("--prompt", "The king said", "--max-new-tokens", "4", "--policy", "full", "--quiet")
     status, text, errors = command(generate.main, *options, "--weight-dtype", "int8")
     assert status == 0 and text.strip() and not errors
-
-
-@pytest.mark.parametrize(
-    ("main", "options"),
-    [
-        (generate.main, ("--prompt", "A")),
-        (plan.main, ("--context", "64")),
-        (evaluate.main, ("perplexity", "--text", "text.txt")),
-        (serve.main, ()),
-    ],
-)
-def test_a_wrong_option_is_one_line(main, options, command):
-    status, text, errors = command(main, *options, "--weight-dtype", "int3")
-    assert status == 2 and text == "" and errors.count("\n") == 1
-    assert errors.startswith("error: --weight-dtype int3: use bfloat16, int8 or int4")
 
 
 @pytest.mark.usefixtures("shallow")
