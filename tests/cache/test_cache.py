@@ -18,7 +18,7 @@ from infinigen_jax.cache.host_array import (
     store_rows,
     write_span,
 )
-from infinigen_jax.cache.layers import DenseLayer, Resident, Slots
+from infinigen_jax.cache.layers import Resident, Slots
 from infinigen_jax.ops.span import Span, put_span
 
 SHAPE = (3, 2, 2, 40, 6)  # layers, sequences, KV heads, slots, row
@@ -151,19 +151,6 @@ def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
-def test_dense_layers_hold_everything():
-    rows = np.random.default_rng(0).normal(size=(2, 3, 5, 8)).astype(np.float32)
-    layer = DenseLayer.empty((2, 3, 8, 4), jnp.float32)
-    layer = layer.extend(jnp.asarray(rows), Span.first(jnp.array([5, 2], jnp.int32)))
-    at = jnp.array([5, 2], jnp.int32)
-    layer = layer.write(jnp.ones((2, 3, 4)), jnp.full((2, 3, 4), 2.0), at)
-    part = layer.part(at, jnp.float32)
-    assert part.valid[:, 0].tolist() == [[True] * 6 + [False] * 2, [True] * 3 + [False] * 5]
-    np.testing.assert_array_equal(part.keys[0, :, :5], rows[0, ..., :4])
-    np.testing.assert_array_equal(part.values[1, :, :2], rows[1, :, :2, 4:])
-    assert (part.keys[0, :, 5] == 1).all() and (part.values[1, :, 2] == 2).all()
-
-
 # The host array.
 
 write = jax.jit(functools.partial(write_span, mesh=MESH), donate_argnums=0)
@@ -182,15 +169,6 @@ def filled(seed: int = 0, shape: tuple = SHAPE) -> tuple[jax.Array, np.ndarray]:
 def copied(cache: jax.Array) -> np.ndarray:
     """Contents, without holding a view: a view would forbid updates in place."""
     return np.array(jax.device_put(cache, jax.memory.Space.Device))
-
-
-def test_the_cache_is_in_pinned_host_memory():
-    cache = allocate_host(SHAPE, jnp.bfloat16, MESH)
-    assert cache.sharding.memory_kind == "pinned_host"
-    assert cache.shape == SHAPE and cache.dtype == jnp.bfloat16
-    written, expected = filled()
-    assert written.sharding.memory_kind == "pinned_host"
-    np.testing.assert_array_equal(copied(written), expected)
 
 
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), min_size=2, max_size=2)
@@ -212,43 +190,6 @@ def test_written_chunks_leave_everything_else(places):
         expected[1, i, :, start : start + count] = rows[i, :, :count]
     np.testing.assert_array_equal(copied(cache), expected)
     np.testing.assert_array_equal(on_device, expected[1])
-
-
-def test_gathered_rows():
-    cache, expected = filled()
-    slots = np.random.default_rng(1).integers(0, SHAPE[3], (2, 2, 9)).astype(np.int32)
-    slots[0, 0, :2], slots[1, 1, -2:] = 0, SHAPE[3] - 1
-    gather = jax.jit(functools.partial(gather_rows, mesh=MESH))
-    for layer in range(SHAPE[0]):
-        rows = gather(cache, jnp.int32(layer), jnp.asarray(slots))
-        assert rows.sharding.memory_kind == "device"
-        reference = np.take_along_axis(expected[layer], slots[..., None], axis=2)
-        np.testing.assert_array_equal(rows, reference)
-
-
-def test_blocks():
-    cache, expected = filled()
-    read = jax.jit(functools.partial(read_block, mesh=MESH), static_argnames="size")
-    for layer, start, size in ((0, 0, 40), (1, 8, 8), (2, 39, 1)):
-        rows = read(cache, jnp.int32(layer), jnp.int32(start), size=size)
-        assert rows.sharding.memory_kind == "device"
-        np.testing.assert_array_equal(rows, expected[layer][:, :, start : start + size])
-
-
-store = jax.jit(functools.partial(store_rows, mesh=MESH), donate_argnums=0)
-
-
-def test_updates_are_in_place():
-    cache, _ = filled()
-    rows = jnp.ones((3, 2, 2, 5, 6))
-    slots = jnp.broadcast_to(jnp.arange(5), (3, 2, 2, 5))
-    store(filled()[0], rows, slots)  # compiled before
-    address = cache.unsafe_buffer_pointer()
-    cache = store(cache, rows, slots)
-    assert cache.unsafe_buffer_pointer() == address
-    cache = write(cache, jnp.int32(2), jnp.ones((2, 2, 9, 6)), Span.whole(2, 9))
-    assert cache.unsafe_buffer_pointer() == address
-    assert cache.sharding.memory_kind == "pinned_host"
 
 
 def test_a_token_is_written_to_the_ring_where_it_lies():

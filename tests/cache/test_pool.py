@@ -257,16 +257,6 @@ def test_full_counters_are_halved_in_order():
     assert made.slots.tolist() == [[[3]]]  # 3 and 4 are at 0 now, 3 is older
 
 
-def test_sinks_give_way_by_choice():
-    for sinks, victim in ((0, 0), (2, 2)):
-        pool = Pool(tokens=6, eviction="fifo", sinks=sinks)
-        positions = after_prompt(pool, jnp.array([6], jnp.int32), 1, 6, 0)
-        made = inserted(
-            pool, positions, None, jnp.array([[6]], jnp.int32), jnp.array([7], jnp.int32), 0
-        )
-        assert made.slots.tolist() == [[[victim]]]
-
-
 def test_limits():
     assert Pool(tokens=100).slots(1000, 4, 32) == 100
     assert Pool(tokens=2000).slots(1000, 4, 32) == 1000

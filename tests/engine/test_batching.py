@@ -2,12 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from runtime import NEW, SPARSE, engine, finished, tokens_of, with_ends
+from runtime import NEW, SPARSE, engine, numbers, tokens_of, with_ends
 
 from infinigen_jax.engine import memory_plan as planning
-from infinigen_jax.engine.batching import IDLE, Owners
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.memory_plan import FILLED
 from infinigen_jax.errors import InputError
@@ -16,9 +13,7 @@ from infinigen_jax.settings.pool import Pool
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
-PROMPTS = [
-    [int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (37, 5, 21, 9, 50, 3, 12)
-]
+PROMPTS = [numbers(n) for n in (37, 5, 21, 9, 50, 3, 12)]
 
 
 def alone(engine: Engine, **settings) -> list[list[int]]:
@@ -26,27 +21,23 @@ def alone(engine: Engine, **settings) -> list[list[int]]:
 
 
 def test_more_prompts_than_sequences():
-    made = engine("one")
-    run = made.start(PROMPTS, max_new_tokens=NEW, batch=2)
-    assert run.cache.lengths.shape == (2,)
-    assert [sum(t is not None for t in step) for step in run.tokens()][0] == 2
-    single = [finished(made, [prompt]) for prompt in PROMPTS]
-    assert run.new_tokens == [each.new_tokens[0] for each in single]
-    stats, of_each = run.stats(), [each.stats() for each in single]
-    fractions = [each.selected_fraction for each in of_each]
-    assert stats.selected_fraction == pytest.approx(np.mean(fractions), rel=1e-6)
-    assert stats.host_cache_bytes == 2 * of_each[0].host_cache_bytes
-    assert (stats.new_tokens, stats.prompt_tokens) == (7 * NEW, sum(map(len, PROMPTS)))
-
-
-def test_sequences_that_end_at_different_times():
+    """They end at different times, and the statistics count the steps of each."""
     made = with_ends(engine("one"), *range(0, 96, 12))
-    expected = alone(made, new=60)
-    assert len({len(tokens) for tokens in expected}) > 3
-    steps = list(made.stream(PROMPTS, max_new_tokens=60, batch=2))
-    assert max(sum(token is not None for token in step.tokens) for step in steps) == 2
-    columns = [[s.tokens[i] for s in steps if s.tokens[i] is not None] for i in range(7)]
-    assert columns == expected
+    run = made.start(PROMPTS, max_new_tokens=60, batch=2)
+    assert run.cache.lengths.shape == (2,)
+    steps = list(run.tokens())
+    assert max(sum(token is not None for token in step) for step in steps) == 2
+    columns = [[step[i] for step in steps if step[i] is not None] for i in range(7)]
+    single = [made.start([prompt], max_new_tokens=60) for prompt in PROMPTS]
+    expected = [[step[0] for step in one.tokens()] for one in single]
+    assert run.new_tokens == columns == expected
+    lengths = np.array([len(tokens) for tokens in expected])
+    assert len(set(lengths)) > 3
+    stats, of_each = run.stats(), [one.stats() for one in single]
+    fractions = [each.selected_fraction for each in of_each]
+    assert stats.selected_fraction == pytest.approx(np.average(fractions, weights=lengths - 1))
+    assert stats.host_cache_bytes == 2 * of_each[0].host_cache_bytes
+    assert (stats.new_tokens, stats.prompt_tokens) == (lengths.sum(), sum(map(len, PROMPTS)))
 
 
 def test_a_prompt_that_ends_with_its_first_token():
@@ -88,7 +79,7 @@ def test_idle_rows_rest():
 def test_sequences_that_end_between_flushes(policy, settings):
     """The second one ends at the full capacity of 128, one step before prompts are admitted."""
     made = engine("one", policy, **settings)
-    prompts = [[int(i) for i in np.random.default_rng(n).integers(3, 96, 29)] for n in (1, 2, 3)]
+    prompts = [numbers(29, seed) for seed in (1, 2, 3)]
     expected = [tokens_of(made, [prompt], 99)[0] for prompt in prompts]
     end = next(i for i in range(2, 60) if expected[0][i] not in expected[1] + expected[2])
     stopping = with_ends(made, expected[0][end])
@@ -97,38 +88,6 @@ def test_sequences_that_end_between_flushes(policy, settings):
         assert np.array_equal(run.cached, run.cache.lengths)
         assert run.cached.max() <= run.capacity == 128
     assert run.new_tokens == [expected[0][: end + 1], *expected[1:]]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_owners_against_a_list(data):
-    lengths = np.array(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6)), np.int32)
-    batch = data.draw(st.integers(1, len(lengths)))
-    owners, tokens = Owners(lengths, batch), lengths[:batch]
-    steps = dict.fromkeys(range(len(lengths)), 0)  # of each prompt
-    history = []
-    for _ in range(data.draw(st.integers(0, 20))):
-        history.append(
-            [None if o == IDLE else (o, int(lengths[o]) + steps[o]) for o in owners.owner.tolist()]
-        )
-        for owner in owners.owner.tolist():
-            steps[owner] = steps.get(owner, 0) + 1
-        owners.step(tokens)
-        tokens = tokens + 1
-        sequence = data.draw(st.integers(0, batch - 1))
-        if data.draw(st.booleans()):
-            owners.leave(sequence)
-            if owners.waiting:
-                tokens[sequence] = lengths[owners.waiting[0]]
-                owners.give(sequence, owners.waiting.popleft())
-    counted = np.array(data.draw(st.lists(st.integers(0, 9), min_size=6, max_size=6)))
-    kept, cached = owners.history(counted[: len(lengths)])
-    for step, cells in enumerate(history):
-        for sequence, cell in enumerate(cells):
-            inside = cell is not None and cell[1] - lengths[cell[0]] < counted[cell[0]]
-            assert kept[step, sequence] == inside
-            assert not inside or cell is None or cached[step, sequence] == cell[1]
-    assert len(kept) == len(history)
 
 
 def test_as_many_prompts_together_as_fit(monkeypatch, caplog):

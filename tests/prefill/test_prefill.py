@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runtime
-from runtime import RAGGED, engine, random_model, tokens_of
+from runtime import RAGGED, engine, numbers, random_model, tokens_of
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.layers import Resident
@@ -22,7 +22,7 @@ from infinigen_jax.programs.compilations import compilations
 
 # Policies of no other test: programs are shared by policy, and these have small blocks.
 SPARSE, ALL = (dataclasses.replace(policy, sinks=3) for policy in (runtime.SPARSE, runtime.ALL))
-LONG = [[int(i) for i in np.random.default_rng(n).integers(3, 96, n)] for n in (150, 40, 97)]
+LONG = [numbers(n) for n in (150, 40, 97)]
 POLICIES: dict[str, Policy] = {
     "infinigen": dataclasses.replace(SPARSE, tail=True, index_dtype="int4", partial_ratio=1.0),
     "paper": InfiniGenPaper(sinks=3),
@@ -150,32 +150,6 @@ def decode(chosen: Engine, cache: Cache, drawn: Any, number: int) -> np.ndarray:
         new, _, drawn, _ = programs.fused(chosen.weights, *parts, drawn)
         cache = cache.stepped(new)
     return np.stack(tokens)
-
-
-def test_a_sequence_gets_what_it_would_get_alone():
-    chosen = engine("one", SPARSE)
-    cache, _ = read(chosen, LONG, 64)
-    cache, drawn = add(chosen, cache, [LONG[1], LONG[2], []], 64)
-    for i, turn in ((0, LONG[1]), (1, LONG[2])):
-        alone, _ = read(chosen, [LONG[i]], 64)
-        alone, first = add(chosen, alone, [turn], 64)
-        assert drawn[i] == first[0]
-    untouched, _ = read(chosen, LONG, 64)
-    for x, y in zip(
-        contents(chosen, cache)["rows 2"], contents(chosen, untouched)["rows 2"], strict=True
-    ):
-        np.testing.assert_array_equal(x, y)
-
-
-def test_a_cache_is_filled_to_its_last_slot():
-    """The last chunk with its padding would not fit."""
-    chosen = engine("one", SPARSE)
-    text = [int(i) for i in np.random.default_rng(4).integers(3, 96, CAPACITY)]
-    whole, first = read(chosen, [text])
-    cache, _ = read(chosen, [text[:170]], 64)
-    cache, drawn = add(chosen, cache, [text[170:]], 64)
-    assert drawn.tolist() == first.tolist()
-    assert_alike(chosen, cache, whole)
 
 
 def test_small_rows_are_scaled_by_the_first_chunk():
