@@ -24,6 +24,7 @@ SYSTEMS = {
     "int4-streamed": "full-streamed with 4-bit rows",
     "infinigen-fixed": "infinigen with --budget-rows rows at any context",
     "infinigen-layerwise": "infinigen, one call per layer",
+    "infinigen-fused": "infinigen, one call per step",
     "full-streamed-layerwise": "full-streamed, one call per layer",
     "llama.cpp": "the GGUF file as it is, with an f16 cache",
     "llama.cpp-f16": "the GGUF file with f16 weights and cache",

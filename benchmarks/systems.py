@@ -59,8 +59,8 @@ def settings(name: str, options: argparse.Namespace, model: Model, context: int)
     given = {"dense_layers": options.dense_layers, "hot_set": options.hot_set}
     chosen = {key: value for key, value in given.items() if value is not None}
     chosen["transfer"] = options.transfer
-    if name.endswith("-layerwise"):
-        chosen["schedule"] = "layerwise"
+    if name.endswith(("-layerwise", "-fused")):
+        chosen["schedule"] = name.rpartition("-")[2]
     for rows in ("int8", "int4"):
         if rows in name:
             chosen["rows"] = rows
