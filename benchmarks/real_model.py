@@ -30,6 +30,10 @@ SETTINGS = (
     *("full", "infinigen", "infinigen:layer_budgets=equal", AHEAD),
     "infinigen:query=corrected,layer_budgets=equal",
 )
+RULES = (
+    *("full", "infinigen", "infinigen:alpha=5", "infinigen:alpha=6", "infinigen:alpha=inf"),
+    *("infinigen:alpha=6,partial_ratio=1.0", "infinigen:alpha=6,tail_tokens=32"),
+)
 CONTEXTS = ("1024", "4096", "7680")  # with the new tokens, within 8,192 positions
 SYSTEMS = (
     *("infinigen", "full-device", "transformers", "transformers-static"),
@@ -55,6 +59,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         chosen[f"length-{text}-8192"] = score(text, 8192, "0.05 0.1", ("full", "infinigen"))
         chosen[f"budgets-{text}-4096"] = score(text, 4096, "0.02 0.1", ("full", "infinigen"))
         chosen[f"settings-{text}-4096"] = score(text, 4096, "0.05", SETTINGS)
+        chosen[f"rules-{text}-4096"] = score(text, 4096, "0.05", RULES)
     retrieval = ["infinigen_jax.evaluate", "retrieval", "--model", options.model]
     for length in ("1024", "2048", "4096"):
         given = [*retrieval, "--length", length, "--items", "3", "--budget", "0.05"]
