@@ -31,8 +31,6 @@ def test_commands_are_those_of_the_programs(tmp_path):
         modules = figures.FIGURES if "figures" in command[0] else evaluate.COMMANDS
         parsed = evaluate.build_parser(modules).parse_args(command[1:])
         assert parsed.json == str(tmp_path / "a.json")
-        if "none" in (parsed.basis or []):
-            parsed.basis.remove("none")  # a basis of figure 13 alone, whose model `skewing` makes
         assert configurations(parsed, reference=True), name
 
 
