@@ -192,6 +192,27 @@ def test_written_chunks_leave_everything_else(places):
     np.testing.assert_array_equal(on_device, expected[1])
 
 
+def test_gathered_rows():
+    cache, expected = filled()
+    slots = np.random.default_rng(1).integers(0, SHAPE[3], (2, 2, 9)).astype(np.int32)
+    slots[0, 0, :2], slots[1, 1, -2:] = 0, SHAPE[3] - 1
+    gather = jax.jit(functools.partial(gather_rows, mesh=MESH))
+    for layer in range(SHAPE[0]):
+        rows = gather(cache, jnp.int32(layer), jnp.asarray(slots))
+        assert rows.sharding.memory_kind == "device"
+        reference = np.take_along_axis(expected[layer], slots[..., None], axis=2)
+        np.testing.assert_array_equal(rows, reference)
+
+
+def test_blocks():
+    cache, expected = filled()
+    read = jax.jit(functools.partial(read_block, mesh=MESH), static_argnames="size")
+    for layer, start, size in ((0, 0, 40), (1, 8, 8), (2, 39, 1)):
+        rows = read(cache, jnp.int32(layer), jnp.int32(start), size=size)
+        assert rows.sharding.memory_kind == "device"
+        np.testing.assert_array_equal(rows, expected[layer][:, :, start : start + size])
+
+
 def test_a_token_is_written_to_the_ring_where_it_lies():
     """Though what it drives out is read from it, by more than one operation."""
     slots, matrix = Slots(4, 16, 8), jnp.ones((2, 8, 8))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 from runtime import (
     ALL,
     NEW,
@@ -15,11 +16,13 @@ from runtime import (
     SPARSE,
     TAILED,
     engine,
+    finished,
     random_model,
     slow_except,
     tokens_of,
     with_ends,
 )
+from tiny import logits_of
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.live_batch import LiveBatch
@@ -142,6 +145,61 @@ def test_a_conversation_may_end_a_turn_at_any_token(name):
         return answers
 
     assert talk(engines[1]) == talk(engines[0])
+
+
+def test_the_cache_is_the_full_cache():
+    """Host rows are those that the full cache would hold, for every token but the last."""
+    caches = []
+    for made in pair("poor"):
+        run = finished(made, RAGGED, NEW)
+        run.settle()
+        assert run.cache.host is not None
+        caches.append(np.asarray(run.cache.host))
+    for sequence, prompt in enumerate(RAGGED):
+        cached = len(prompt) + NEW - 1
+        one, other = (host[:, sequence, :, :cached] for host in caches)
+        np.testing.assert_allclose(one, other, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_sampling_has_the_distribution_of_the_full_model():
+    """A chi-square test over 1,000 draws per seed of three tokens after a prompt."""
+    batch, length, kept, seeds = 1000, 3, 3, 20
+    warm = Sampling(temperature=1.5, top_k=kept)
+    prompt, model = RAGGED[0][:12], random_model("one")
+    made = engine("one", POOR, lossless=True, draft_tokens=2)
+    counts: dict[tuple[int, ...], int] = {}
+    rates = []
+    for seed in range(seeds):
+        sampling = dataclasses.replace(warm, seed=seed)
+        generation, stats = stats_of(made, [prompt] * batch, sampling, length)
+        rates.append(stats.acceptance_rate)
+        for tokens in map(tuple, generation.tokens):
+            counts[tokens] = counts.get(tokens, 0) + 1
+    assert 0 < np.mean(rates) < 1
+    expected = distribution(model, prompt, length, kept, warm.temperature)
+    assert set(counts) <= set(expected)
+    total = seeds * batch
+    found = np.array([counts.get(tokens, 0) for tokens in expected])
+    likely = np.array(list(expected.values())) * total
+    assert scipy.stats.chisquare(found, likely).pvalue > 1e-3
+
+
+def distribution(
+    model: Any, prompt: list[int], length: int, kept: int, temperature: float
+) -> dict[tuple[int, ...], float]:
+    """Probabilities of all continuations, by the logits of the whole model."""
+    found = {(): 1.0}
+    for _ in range(length):
+        texts = np.array([[*prompt, *tokens] for tokens in found], np.int32)
+        following = {}
+        for (tokens, share), logits in zip(found.items(), logits_of(model, texts), strict=True):
+            best = np.argsort(-logits[-1], kind="stable")[:kept]
+            weights = np.exp((logits[-1][best] - logits[-1].max()).astype(float) / temperature)
+            for token, weight in zip(best, weights / weights.sum(), strict=True):
+                following[(*tokens, int(token))] = share * weight
+        found = following
+    return found
 
 
 @pytest.mark.parametrize(

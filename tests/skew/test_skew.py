@@ -155,6 +155,19 @@ def test_balanced_factors_are_inverse_and_equally_spread(shape):
     assert np.all(np.abs(np.einsum("kcc->kc", keys) - spread) <= bound)
 
 
+def test_balanced_residual_is_the_dropped_spectrum():
+    rng = np.random.default_rng(5)
+    q, k = decaying(rng, 200, 2, 6), decaying(rng, 200, 1, 6)
+    seen = moments(q, k)
+    query, key, spread = balanced_basis(seen)
+    s, sigma = seen.query_gram[0] / 400, seen.key_covariance[0]
+    for r in range(7):
+        left = np.eye(6) - query[0, :, :r] @ key[0, :, :r].T
+        residual = np.trace(left.T @ s @ left @ sigma)
+        expected = np.trace(s @ sigma) - np.square(spread[0, :r]).sum()
+        np.testing.assert_allclose(residual, expected, atol=2e-3 * np.trace(s @ sigma))
+
+
 # The balanced basis for a guessed query.
 
 

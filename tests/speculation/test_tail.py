@@ -122,6 +122,17 @@ def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
     assert np.abs(with_tail - full).mean() < 0.9 * np.abs(without - full).mean()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one", "opt"])
+def test_a_tail_of_single_tokens_equals_the_full_cache(name):
+    """The index has every key, and the sums every value, so nothing is lost."""
+    model = random_model(name)
+    policy = dataclasses.replace(TAILED, tail_tokens=1, alpha=4.0, budget=0.05)
+    np.testing.assert_allclose(
+        scores_of(model, policy), scores_of(model, Full()), rtol=1e-4, atol=1e-4
+    )
+
+
 @pytest.mark.parametrize("query", [pytest.param("plain", marks=pytest.mark.slow), "own"])
 def test_a_tail_of_single_tokens_is_the_full_cache_under_a_soft_cap(query):
     model = random_model("gemma2")
