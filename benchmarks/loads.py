@@ -1,6 +1,7 @@
 """Loads of `benchmarks.transfer`: the rows that it moves, and the concurrent computation."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ from infinigen_jax.ops.span import Span
 from infinigen_jax.selection.select import Request
 
 GROUPS = (8, 8)  # sequences, KV heads
-CACHE_BYTES = 1 << 30  # bytes of the host array
 MOVED_BYTES = 1 << 25  # bytes per transfer, limited by the rows of the host array
 WEIGHTS = (16, 4096, 4096)  # bfloat16, 0.5 GB: more than a cache on the chip holds
 
@@ -25,9 +25,9 @@ class Shape:
     wanted: int
 
     @classmethod
-    def of(cls, row: int) -> "Shape":
+    def of(cls, row: int, cache_bytes: int) -> "Shape":
         groups = GROUPS[0] * GROUPS[1]
-        capacity = min(1 << 16, CACHE_BYTES // (groups * row))
+        capacity = cache_bytes // (groups * row)
         return cls(row, capacity, max(1, min(capacity // 4, MOVED_BYTES // (groups * row))))
 
     @property
@@ -35,18 +35,29 @@ class Shape:
         """Bytes of all requested rows."""
         return GROUPS[0] * GROUPS[1] * self.wanted * self.row
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the host array."""
+        return GROUPS[0] * GROUPS[1] * self.capacity * self.row
+
     def host(self) -> jax.Array:
-        """Return a host cache of one layer with random bytes."""
+        """Return a host cache of one layer that holds `content`."""
         mesh = default_mesh()
         host = allocate_host((1, *GROUPS, self.capacity, self.row), jnp.uint8, mesh)
         whole = Span.whole(GROUPS[0], self.capacity)
-        fill = jax.jit(
-            lambda host, rows: write_span(host, jnp.int32(0), rows, whole, mesh),
-            donate_argnums=0,
-            out_shardings=Placement(mesh).host,
-        )
-        rows = jax.random.bits(jax.random.key(0), (*GROUPS, self.capacity, self.row), jnp.uint8)
-        return fill(host, rows)
+
+        def fill(host: jax.Array) -> jax.Array:
+            slots = jnp.broadcast_to(jnp.arange(self.capacity), (*GROUPS, self.capacity))
+            rows = self.content(slots).astype(jnp.uint8)
+            return write_span(host, jnp.int32(0), rows, whole, mesh)
+
+        return jax.jit(fill, donate_argnums=0, out_shardings=Placement(mesh).host)(host)
+
+    def content(self, slots: Any) -> Any:
+        """Return the bytes of rows, which depend on group, slot and column: [b, k, n, row]."""
+        group = np.arange(GROUPS[0] * GROUPS[1]).reshape(*GROUPS, 1, 1)
+        columns = np.arange(self.row)[None, None, None]
+        return (slots[..., None] * (2 * columns + 1) + 37 * group + (slots[..., None] >> 8)) % 251
 
     def request(self) -> Request:
         """Return a request for different rows of each group, in random order."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.transfer
 
-It measures row sizes and numbers of blocks, alone and together with a computation that is bound by
+It measures row sizes, numbers of blocks and sizes of the host array, alone and together with a computation that is bound by
 reading weights, as decoding is. The hidden share of a transfer is the time that it does not add:
 
     hidden = (transfer alone + computation alone - both together) / transfer alone
@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=[16, 8, 4, 32, 64, 132],
         help="blocks of the cuda gather; all for rows of 512 bytes, the first two for others",
     )
+    add("--cache-gib", type=float, nargs="+", default=[1, 16], help="sizes of the host array")
     add("--cap-seconds", type=float, help="time after which no measurement starts")
     add("--json", type=Path, help="result file (default: benchmarks/results/transfer-gpu.json)")
     return parser
@@ -89,10 +90,14 @@ def measure(options: argparse.Namespace, path: Path | None) -> dict[str, Any]:
         gathers = [(CudaTransfer(blocks=blocks), blocks) for blocks in options.blocks]
         ways = [*gathers, *ways]
     compute = Compute.make()
-    for row in options.rows:
-        shape = Shape.of(row)
+    sizes = [(row, options.cache_gib[0]) for row in options.rows]
+    sizes += [(MAIN_ROW, gib) for gib in options.cache_gib[1:]]
+    for row, gib in sizes:
+        if time.monotonic() >= deadline:
+            break
+        shape = Shape.of(row, int(gib * 2**30))
         host, request = shape.host(), shape.request()
-        expected = reference(host, request)
+        expected = shape.content(np.asarray(request.slots)).astype(np.uint8)
         for transfer, blocks in ways:
             few = row == MAIN_ROW or blocks in (None, *options.blocks[:2])
             if few and time.monotonic() < deadline:
@@ -152,6 +157,7 @@ def measure_one(
     transfer_s, compute_s, both_s = (statistics.median(s) for s in (moving, computing, joined))
     return {
         "row_bytes": shape.row,
+        "cache_bytes": shape.cache_bytes,
         "rows": shape.moved // shape.row,
         "bytes": shape.moved,
         "bytes_per_second": shape.moved / transfer_s,
@@ -161,12 +167,6 @@ def measure_one(
         "hidden_share": (transfer_s + compute_s - both_s) / transfer_s,
         "round_seconds": {"transfer": moving, "compute": computing, "both": joined},
     }
-
-
-def reference(host: jax.Array, request: Request) -> np.ndarray:
-    """Return the rows with NumPy, from a copy on the host."""
-    cache = np.asarray(host)[0]
-    return np.take_along_axis(cache, np.asarray(request.slots)[..., None], axis=2)
 
 
 def _seconds(run: Callable[[], Any]) -> list[float]:
@@ -183,6 +183,7 @@ def _seconds(run: Callable[[], Any]) -> list[float]:
 
 COLUMNS = {
     "row, bytes": ("row_bytes", "{}"),
+    "cache, bytes": ("cache_bytes", "{:.3g}"),
     "transfer": ("transfer", "{}"),
     "blocks": ("blocks", "{}"),
     "bytes/s": ("bytes_per_second", "{:.3g}"),
