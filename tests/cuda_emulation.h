@@ -213,6 +213,11 @@ T __shfl_xor_sync(unsigned mask, T value, int distance) {
 }
 
 template <typename T>
+T __shfl_sync(unsigned mask, T value, int source) {
+  return emulation::exchange(mask, value, [=](auto of) { return of(source); });
+}
+
+template <typename T>
 T __shfl_up_sync(unsigned mask, T value, unsigned distance) {
   const unsigned own = threadIdx.x % emulation::WARP_SIZE;
   return emulation::exchange(mask, value,

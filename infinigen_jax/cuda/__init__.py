@@ -24,7 +24,7 @@ from infinigen_jax.cuda.driver import CudaError, Driver
 from infinigen_jax.cuda.launch import Launcher
 from infinigen_jax.cuda.nvrtc import CompileError, kernels
 
-SOURCES = ("gather.cu", "top.cu", "select.cu", "replace.cu", "score.cu")
+SOURCES = ("top.cu", "gather.cu", "select.cu", "replace.cu", "score.cu")
 
 
 def source() -> str:

@@ -44,8 +44,7 @@ __device__ void replace(const int* slots, const int* count, const int* positions
     least = min(least, key);
     most = max(most, key);
   }
-  least = reduce(least, [](unsigned a, unsigned b) { return min(a, b); });
-  most = reduce(most, [](unsigned a, unsigned b) { return max(a, b); });
+  span(&least, &most);
   top(keys, entries, entries, least, most, missing, 0, victims);
 
   // The first missing row gets the first victim, and so on. Each warp numbers its share.

@@ -12,10 +12,11 @@ from infinigen_jax.cuda.launch import LAUNCH, call
 from infinigen_jax.selection.select import Rest
 
 THREADS = 256
-TILE = 2 * THREADS  # slots per block
+SUBTILE = 32  # slots of a warp at a time
+BLOCKS = 1024  # most blocks of a launch, unless there are more pairs of sequence and KV head
 MAX_COLUMNS = 256  # as in score.cu
 LEADING = (8, 16)  # numbers of columns that the kernel can average
-MAX_TAIL_BLOCK = 128  # slots per number of `index_rest`; divides TILE
+TAIL_BLOCKS = (8, 16, 32, 64, 128)  # slots per number of `index_rest`
 
 
 def index_scores(
@@ -31,8 +32,8 @@ def index_scores(
     def local(query: Array, index: Array) -> Array:
         b, k, g, _ = query.shape
         out = jax.ShapeDtypeStruct((b, k, g, index.shape[3]), jnp.float32)
-        sizes = (g, *_sizes(query, index))
-        (scores,) = _launch("index_scores", (query, index), (out,), sizes)
+        sizes = (g, *_sizes(query, index, SUBTILE))
+        (scores,) = _launch("index_scores", (query, index), (out,), sizes, sizes[-1])
         return scores
 
     return _on_each_device(local, query, index)
@@ -54,7 +55,7 @@ def index_rest(
     Args:
         positions: positions of the current tokens; slots from sinks to position - window count.
         slots, count: requested slots, which do not count.
-        blocks: m; the t / m slots of a block are at most MAX_TAIL_BLOCK, a power of two.
+        blocks: m; a block has t / m slots, one of TAIL_BLOCKS.
         columns: c of `Rest.entry`, at most the last of LEADING; 0 for none.
     """
     leading = min((n for n in LEADING if n >= columns), default=0) if columns else 0
@@ -62,11 +63,12 @@ def index_rest(
     def local(query: Array, index: Array, *others: Array) -> tuple[Array, ...]:
         b, k, g, _ = query.shape
         tail_block, size = index.shape[3] // blocks, others[1].shape[2]
-        integers = (k, g, *_sizes(query, index), size, tail_block, sinks, window, leading)
+        sizes = _sizes(query, index, max(tail_block, SUBTILE))
+        integers = (k, g, *sizes, size, tail_block, sinks, window, leading)
         score = jax.ShapeDtypeStruct((b, k, g, blocks), jnp.float32)
         # The kernel needs a pointer even if it does not write there.
         entry = jax.ShapeDtypeStruct((b, k, g, blocks if leading else 1, leading or 1), jnp.float32)
-        return _launch("index_rest", (query, index, *others), (score, entry), integers)
+        return _launch("index_rest", (query, index, *others), (score, entry), integers, sizes[-1])
 
     score, entry = _on_each_device(local, query, index, positions, slots, count)
     if not columns:
@@ -75,10 +77,12 @@ def index_rest(
     return Rest(score, jnp.einsum("bkgm,bkgmc->bkgc", shares, entry[..., :columns]))
 
 
-def _sizes(query: Array, index: Array) -> tuple[int, int, int, int]:
-    """Return columns, words of codes, capacity and tiles."""
-    capacity = index.shape[3]
-    return query.shape[3], index.shape[2] - 1, capacity, -(-capacity // TILE)
+def _sizes(query: Array, index: Array, warp_slots: int) -> tuple[int, int, int, int]:
+    """Return columns, words of codes, capacity, and blocks per pair of sequence and KV head."""
+    capacity, pairs = index.shape[3], index.shape[0] * index.shape[1]
+    tiles = -(-capacity // (THREADS // 32 * warp_slots))
+    # Few blocks with several tiles each, as every block prepares the query.
+    return query.shape[3], index.shape[2] - 1, capacity, min(tiles, max(1, BLOCKS // pairs))
 
 
 def _launch(
@@ -86,9 +90,9 @@ def _launch(
     operands: tuple[Array, ...],
     outs: tuple[jax.ShapeDtypeStruct, ...],
     integers: tuple[int, ...],
+    tiles: int,
 ) -> tuple[Array, ...]:
-    b, k, _, capacity = operands[1].shape
-    grid = (b * k * -(-capacity // TILE), THREADS)
+    grid = (operands[1].shape[0] * operands[1].shape[1] * tiles, THREADS)
     return tuple(call(LAUNCH, operands, outs, {}, kernel, grid, integers))
 
 

@@ -8,12 +8,16 @@
 //   count      [b][k]        how many
 //   keys       [b][k][t]     scratch
 //
-// Three passes over the eligible scores, at most six over the keys. Per query head, the peak and the
+// Two passes over the eligible scores, at most six over the keys. Per query head, the peak and the
 // logarithm of the softmax's denominator. Then for each token the margin to the peak, which decides
 // whether it passes, and its rank, stored as an integer of the same order: 0 where it does not pass.
 // Then the largest keys.
+//
+// A thread reads four slots of GROUP heads at a time. It keeps the scores of the second pass for the
+// rank; those of a larger group are read again where a token passes.
 
 constexpr int MAX_GROUP = 128;
+constexpr int GROUP = 4;
 
 // Integer of the same order; 0 is below that of every finite number.
 __device__ inline unsigned ordered(float x) {
@@ -21,35 +25,58 @@ __device__ inline unsigned ordered(float x) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// Largest of a head's scores, and log(sum(exp(score))); 0 for both where all are -inf.
-__device__ inline void measure(const float* scores, int first, int end, bool with_total,
-                               float* peak_out, float* total_out) {
-  float peak = minus_infinity(), total = 0;
-  for (int begin = first + threadIdx.x; begin < end; begin += BATCH * blockDim.x) {
-    float score[BATCH];
+// Scores of four slots from `at` on, -inf outside of first .. end - 1.
+__device__ inline void load_scores(const float* __restrict__ scores, int at, int first, int end,
+                                   float (&score)[4]) {
+  load_four(scores, at, end, minus_infinity(), score);
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int at = begin + i * blockDim.x;
-      score[i] = at < end ? scores[at] : minus_infinity();
-    }
-    float highest = peak;
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) highest = fmaxf(highest, score[i]);
-    if (with_total && highest > minus_infinity()) {
-      total *= expf(peak - highest);
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) total += expf(score[i] - highest);
-    }
-    peak = highest;
+  for (int i = 0; i < 4; ++i) {
+    if (at + i < first) score[i] = minus_infinity();
   }
-  const float highest = reduce(peak, larger);
-  const bool any = highest > minus_infinity();
+}
+
+// Of up to GROUP heads: the largest of the scores, and log(sum(exp(score))); 0 for both where all
+// are -inf.
+__device__ inline void measure(const float* scores, int heads, int capacity, int first, int end,
+                               bool with_total, float* peak_out, float* total_out) {
+  float peak[GROUP], total[GROUP] = {};
+#pragma unroll
+  for (int head = 0; head < GROUP; ++head) peak[head] = minus_infinity();
+  for (int at = first / 4 * 4 + 4 * threadIdx.x; at < end; at += 4 * blockDim.x) {
+#pragma unroll
+    for (int head = 0; head < GROUP; ++head) {
+      if (head >= heads) break;
+      float score[4];
+      load_scores(scores + (unsigned long long)head * capacity, at, first, end, score);
+      float highest = peak[head];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) highest = fmaxf(highest, score[i]);
+      if (with_total && highest > minus_infinity()) {
+        total[head] *= expf(peak[head] - highest);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) total[head] += expf(score[i] - highest);
+      }
+      peak[head] = highest;
+    }
+  }
+  float highest[GROUP];
+#pragma unroll
+  for (int head = 0; head < GROUP; ++head) highest[head] = peak[head];
+  reduce(highest, minus_infinity(), larger);
   if (with_total) {
-    total = reduce(any ? total * expf(peak - highest) : 0.0f, added);
+#pragma unroll
+    for (int head = 0; head < GROUP; ++head) {
+      total[head] = peak[head] > minus_infinity() ? total[head] * expf(peak[head] - highest[head]) : 0;
+    }
+    reduce(total, 0.0f, added);
   }
-  if (threadIdx.x == 0) {
-    *peak_out = any ? highest : 0.0f;
-    *total_out = any && with_total ? highest + logf(total) : 0.0f;
+  if (threadIdx.x > 0) return;
+#pragma unroll
+  for (int head = 0; head < GROUP; ++head) {
+    if (head >= heads) break;
+    const bool any = highest[head] > minus_infinity();
+    peak_out[head] = any ? highest[head] : 0.0f;
+    total_out[head] = any && with_total ? highest[head] + logf(total[head]) : 0.0f;
   }
 }
 
@@ -69,57 +96,64 @@ extern "C" __global__ void __launch_bounds__(1024)
                 int capacity, int size, int sinks, int window, int alpha_bits) {
   __shared__ float peak[MAX_GROUP], total[MAX_GROUP];
   const int position = positions[blockIdx.x / heads];
-  const int length = max(min(position - window + 1, capacity) - sinks, 0);
+  const int end = min(position - window + 1, capacity), first = sinks / 4 * 4;
+  const int length = max(end - first, 0);  // of the keys
   scores += (unsigned long long)blockIdx.x * group * capacity;
   keys += (unsigned long long)blockIdx.x * capacity;
   slots += (unsigned long long)blockIdx.x * size;
 
-  for (int i = 0; i < group; ++i) {
-    measure(scores + (unsigned long long)i * capacity, sinks, sinks + length, group > 1, peak + i,
-            total + i);
+  for (int i = 0; i < group; i += GROUP) {
+    measure(scores + (unsigned long long)i * capacity, group - i, capacity, sinks, end, group > 1,
+            peak + i, total + i);
   }
   __syncthreads();
 
   int passing = 0;
   unsigned least = ALL, most = 0;
-  for (int begin = threadIdx.x; begin < length; begin += BATCH * blockDim.x) {
-    float margin[BATCH], best[BATCH];
+  for (int at = first + 4 * threadIdx.x; at < end; at += 4 * blockDim.x) {
+    float score[GROUP][4], margin[4], best[4];
 #pragma unroll
-    for (int j = 0; j < BATCH; ++j) margin[j] = best[j] = minus_infinity();
-    for (int i = 0; i < group; ++i) {
+    for (int j = 0; j < 4; ++j) margin[j] = best[j] = minus_infinity();
+    for (int begin = 0; begin < group; begin += GROUP) {
 #pragma unroll
-      for (int j = 0; j < BATCH; ++j) {
-        const int at = begin + j * blockDim.x;
-        if (at < length) {
-          const float value = scores[(unsigned long long)i * capacity + sinks + at];
-          margin[j] = fmaxf(margin[j], value - peak[i]);
-          best[j] = fmaxf(best[j], value - total[i]);
+      for (int i = 0; i < GROUP; ++i) {
+        const int head = begin + i;
+        if (head >= group) break;
+        load_scores(scores + (unsigned long long)head * capacity, at, sinks, end, score[i]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          margin[j] = fmaxf(margin[j], score[i][j] - peak[head]);
+          best[j] = fmaxf(best[j], score[i][j] - total[head]);
         }
       }
     }
 #pragma unroll
-    for (int j = 0; j < BATCH; ++j) {
-      const int at = begin + j * blockDim.x;
-      if (at >= length) break;
+    for (int j = 0; j < 4; ++j) {
       unsigned key = 0;
       if (margin[j] > -__int_as_float(alpha_bits)) {
-        const float weight = group > 1 ? group_weight(scores + sinks + at, total, best[j], group,
-                                                      capacity)
-                                       : 1.0f;
-        key = ordered(best[j] + logf(weight));
+        float weight = 0;
+        if (group <= GROUP) {
+#pragma unroll
+          for (int i = 0; i < GROUP; ++i) {
+            if (i < group) weight += expf(score[i][j] - total[i] - best[j]);
+          }
+        } else {
+          weight = group_weight(scores + at + j, total, best[j], group, capacity);
+        }
+        // A head alone has no denominator: its rank is its score.
+        key = ordered(group > 1 ? best[j] + logf(weight) : best[j]);
         ++passing;
         least = min(least, key);
         most = max(most, key);
       }
-      keys[at] = key;
+      if (at + j < end) keys[at - first + j] = key;
     }
   }
   passing = sum(passing);
-  least = reduce(least, [](unsigned a, unsigned b) { return min(a, b); });
-  most = reduce(most, [](unsigned a, unsigned b) { return max(a, b); });
+  span(&least, &most);
 
   const int wanted = max(min(min(passing, allowed[blockIdx.x / heads]), size), 0);
-  top(keys, length, passing, least, most, wanted, sinks, slots);
+  top(keys, length, passing, least, most, wanted, first, slots);
   for (int i = wanted + threadIdx.x; i < size; i += blockDim.x) slots[i] = 0;
   if (threadIdx.x == 0) count[blockIdx.x] = wanted;
 }

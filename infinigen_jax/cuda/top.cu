@@ -23,17 +23,22 @@ __device__ inline T reduce_warp(T value, Combine combine) {
   return value;
 }
 
-// The same for every thread of the block.
-template <typename T, typename Combine>
-__device__ T reduce(T value, Combine combine) {
-  __shared__ T partial[WARP];
-  value = reduce_warp(value, combine);
-  if (lane() == 0) partial[warp()] = value;
+// The same for every thread of the block, of COUNT values at once; `neutral` changes no value that
+// it is combined with.
+template <int COUNT, typename T, typename Combine>
+__device__ void reduce(T (&values)[COUNT], T neutral, Combine combine) {
+  __shared__ T partial[COUNT][WARP];
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    values[i] = reduce_warp(values[i], combine);
+    if (lane() == 0) partial[i][warp()] = values[i];
+  }
   __syncthreads();
-  value = partial[0];
-  for (int i = 1; i < warps(); ++i) value = combine(value, partial[i]);
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    values[i] = reduce_warp(lane() < warps() ? partial[i][lane()] : neutral, combine);
+  }
   __syncthreads();
-  return value;
 }
 
 __device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
@@ -41,7 +46,36 @@ __device__ inline float larger(float a, float b) { return fmaxf(a, b); }
 __device__ inline float added(float a, float b) { return a + b; }
 
 __device__ inline int sum(int value) {
-  return reduce(value, [](int a, int b) { return a + b; });
+  int values[1] = {value};
+  reduce(values, 0, [](int a, int b) { return a + b; });
+  return values[0];
+}
+
+// The least and the largest of all threads' values.
+__device__ inline void span(unsigned* least, unsigned* most) {
+  unsigned values[2] = {~*least, *most};
+  reduce(values, 0u, [](unsigned a, unsigned b) { return max(a, b); });
+  *least = ~values[0];
+  *most = values[1];
+}
+
+__device__ inline void from_bits(unsigned bits, unsigned* x) { *x = bits; }
+__device__ inline void from_bits(unsigned bits, float* x) { *x = __uint_as_float(bits); }
+
+// Elements first .. first + 3 of an array; `other` from `end` on.
+template <typename T>
+__device__ inline void load_four(const T* __restrict__ array, int first, int end, T other,
+                                 T (&four)[4]) {
+  if (first + 4 <= end && ((unsigned long long)(array + first) & 15) == 0) {
+    const uint4 bits = *(const uint4*)(array + first);
+    from_bits(bits.x, four);
+    from_bits(bits.y, four + 1);
+    from_bits(bits.z, four + 2);
+    from_bits(bits.w, four + 3);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) four[i] = first + i < end ? array[first + i] : other;
+  }
 }
 
 // visit(key) for all keys, in any order, by the whole block.

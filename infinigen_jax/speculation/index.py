@@ -176,7 +176,7 @@ class IndexFormat:
         """
         capacity = index.shape[3]
         blocks = slots.blocks(capacity)
-        if cap is None and self.by_kernel and capacity // blocks <= scoring.MAX_TAIL_BLOCK:
+        if cap is None and self.by_kernel and capacity // blocks in scoring.TAIL_BLOCKS:
             return scoring.index_rest(
                 query.astype(jnp.float32),
                 index,
