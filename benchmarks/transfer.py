@@ -2,8 +2,9 @@
 
     python -m benchmarks.transfer
 
-It measures row sizes, numbers of blocks and sizes of the host array, alone and together with a computation that is bound by
-reading weights, as decoding is. The hidden share of a transfer is the time that it does not add:
+It measures row sizes, numbers of blocks and sizes of the host array, alone and together with a
+computation that is bound by reading weights, as decoding is. The hidden share of a transfer is the
+time that it does not add:
 
     hidden = (transfer alone + computation alone - both together) / transfer alone
 

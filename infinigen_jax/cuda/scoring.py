@@ -12,11 +12,13 @@ from infinigen_jax.cuda.launch import LAUNCH, call
 from infinigen_jax.selection.select import Rest
 
 THREADS = 256
-SUBTILE = 32  # slots of a warp at a time
-BLOCKS = 1024  # most blocks of a launch, unless there are more pairs of sequence and KV head
+WARPS = THREADS // 32
+TILE = 32  # slots of a warp at a time, as in score.cu
+BLOCKS = 384  # of a launch, about: as many as run at a time on an H100
+MAX_SHARE = 16384  # slots of a block, as in score.cu
 MAX_COLUMNS = 256  # as in score.cu
 LEADING = (8, 16)  # numbers of columns that the kernel can average
-TAIL_BLOCKS = (8, 16, 32, 64, 128)  # slots per number of `index_rest`
+TAIL_BLOCKS = (32, 64, 128)  # slots per number of `index_rest`
 
 
 def index_scores(
@@ -32,7 +34,7 @@ def index_scores(
     def local(query: Array, index: Array) -> Array:
         b, k, g, _ = query.shape
         out = jax.ShapeDtypeStruct((b, k, g, index.shape[3]), jnp.float32)
-        sizes = (g, *_sizes(query, index, SUBTILE))
+        sizes = (g, *_sizes(query, index, TILE))
         (scores,) = _launch("index_scores", (query, index), (out,), sizes, sizes[-1])
         return scores
 
@@ -63,7 +65,7 @@ def index_rest(
     def local(query: Array, index: Array, *others: Array) -> tuple[Array, ...]:
         b, k, g, _ = query.shape
         tail_block, size = index.shape[3] // blocks, others[1].shape[2]
-        sizes = _sizes(query, index, max(tail_block, SUBTILE))
+        sizes = _sizes(query, index, tail_block)
         integers = (k, g, *sizes, size, tail_block, sinks, window, leading)
         score = jax.ShapeDtypeStruct((b, k, g, blocks), jnp.float32)
         # The kernel needs a pointer even if it does not write there.
@@ -78,11 +80,15 @@ def index_rest(
 
 
 def _sizes(query: Array, index: Array, warp_slots: int) -> tuple[int, int, int, int]:
-    """Return columns, words of codes, capacity, and blocks per pair of sequence and KV head."""
+    """Return columns, words of codes, capacity, and the slots of a block: whole turns of its warps.
+
+    Every block prepares the query, so there are no more than run at a time.
+    """
     capacity, pairs = index.shape[3], index.shape[0] * index.shape[1]
-    tiles = -(-capacity // (THREADS // 32 * warp_slots))
-    # Few blocks with several tiles each, as every block prepares the query.
-    return query.shape[3], index.shape[2] - 1, capacity, min(tiles, max(1, BLOCKS // pairs))
+    turn = WARPS * warp_slots
+    turns = -(-capacity * pairs // (BLOCKS * turn))
+    share = turn * min(max(1, turns), MAX_SHARE // turn)
+    return query.shape[3], index.shape[2] - 1, capacity, share
 
 
 def _launch(
@@ -90,9 +96,10 @@ def _launch(
     operands: tuple[Array, ...],
     outs: tuple[jax.ShapeDtypeStruct, ...],
     integers: tuple[int, ...],
-    tiles: int,
+    share: int,
 ) -> tuple[Array, ...]:
-    grid = (operands[1].shape[0] * operands[1].shape[1] * tiles, THREADS)
+    b, k, _, capacity = operands[1].shape
+    grid = (b * k * -(-capacity // share), THREADS)
     return tuple(call(LAUNCH, operands, outs, {}, kernel, grid, integers))
 
 

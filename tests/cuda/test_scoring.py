@@ -25,9 +25,10 @@ pytestmark = [
 ]
 
 # Sequences, KV heads, group, columns, capacity, and tokens of a block of the rest: heads beyond
-# those that share a product, columns that do not fill their words, capacities of less than a tile and of
-# several, and one whose rows are not aligned; without a tail (0). Each is compiled once by the reference.
-SHAPES = [(2, 2, 1, 16, 128, 8), (1, 1, 4, 128, 384, 64), (1, 2, 6, 19, 256, 16)]
+# those that share a product, columns that do not fill their words, capacities of less than a tile
+# and of several, and one whose rows are not aligned, without a tail (0). Each is compiled once by
+# the reference.
+SHAPES = [(2, 2, 1, 16, 128, 32), (1, 1, 4, 128, 384, 64), (1, 2, 6, 19, 256, 128)]
 SHAPES += [(1, 1, 9, 5, 128, 128), (1, 1, 2, 256, 128, 32), (1, 1, 3, 24, 70, 0)]
 reference_scores = jax.jit(IndexFormat.scores, static_argnums=0)
 reference_rest = jax.jit(log_rest, static_argnames="blocks")
@@ -47,7 +48,7 @@ def cases(draw: Any) -> dict[str, Any]:
         "index": np.asarray(index.encode(jnp.asarray(keys, jnp.float32))),
         "random": random,
         "grid": (draw(st.sampled_from([32, 64, 256])), draw(st.integers(0, 1000))),
-        "tiles": draw(st.integers(1, 3)),
+        "share": draw(st.integers(1, 4)) * (tail_block or 32),
         "tail_block": tail_block,
     }
 
@@ -82,8 +83,8 @@ def test_scores(emulator: Emulator, case: dict[str, Any]):
     t, words = index.shape[3], index.shape[2] - 1
     result = np.full((b, k, g, t), np.nan, np.float32)
     emulator.run(
-        *("index_scores", b * k * case["tiles"], *case["grid"], query, index, result),
-        *(g, r, words, t, case["tiles"]),
+        *("index_scores", b * k * -(-t // case["share"]), *case["grid"], query, index, result),
+        *(g, r, words, t, case["share"]),
     )
     expected = reference_scores(case["format"], jnp.asarray(query), jnp.asarray(index))
     assert_close(result, expected, query, largest(case))
@@ -109,15 +110,25 @@ def test_rest(emulator: Emulator, case: dict[str, Any], sinks: int, window: int,
     assume(tail_block)
     b, k, g, r = query.shape
     t, words, n = index.shape[3], index.shape[2] - 1, 37
-    threads, seed = case["grid"]
     positions = case["random"].integers(0, t, b).astype(np.int32)
     wanted = request(case["random"], b, k, n, t)
     result = np.full((b, k, g, t // tail_block), np.nan, np.float32)
     entry = np.full((b, k, g, t // tail_block, leading), np.nan, np.float32)
+    blocks, slots, count = b * k * -(-t // case["share"]), *map(np.asarray, wanted[:2])
     emulator.run(
-        *("index_rest", b * k * case["tiles"], max(threads, 64), seed, query, index),
-        *(positions, np.asarray(wanted.slots), np.asarray(wanted.count), result, entry),
-        *(k, g, r, words, t, case["tiles"], n, tail_block, sinks, window, leading),
+        *(
+            "index_rest",
+            blocks,
+            *case["grid"],
+            query,
+            index,
+            positions,
+            slots,
+            count,
+            result,
+            entry,
+        ),
+        *(k, g, r, words, t, case["share"], n, tail_block, sinks, window, leading),
     )
     scores = reference_scores(case["format"], jnp.asarray(query), jnp.asarray(index))
     eligible = Slots(sinks, window).eligible(jnp.asarray(positions), t)[:, None]
@@ -187,7 +198,7 @@ def test_each_device_scores_its_own_part(monkeypatch: pytest.MonkeyPatch):
     """A kernel is called on shards, as XLA cannot divide it."""
     seen = []
 
-    def run(kernel: str, operands: tuple, outs: tuple, integers: tuple, tiles: int) -> tuple:
+    def run(kernel: str, operands: tuple, outs: tuple, integers: tuple, share: int) -> tuple:
         seen.append(operands[1].shape)
         return tuple(jnp.zeros(out.shape, out.dtype) for out in outs)
 
