@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--cache-gib", type=float, nargs="+", default=[1, 16], help="sizes of the host array")
     add("--cap-seconds", type=float, help="time after which no measurement starts")
-    add("--json", type=Path, help="result file (default: benchmarks/results/transfer-gpu.json)")
+    add("--json", type=Path, help="result file (default: benchmarks/results/gpu/transfer.json)")
     return parser
 
 
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     if not machine.has_gpu():
         print("benchmarks.transfer measures an NVIDIA GPU, and here is none", file=sys.stderr)
         return 2
-    path = options.json or RESULTS / "transfer-gpu.json"
+    path = options.json or RESULTS / "gpu" / "transfer.json"
     result = measure(options, path)
     print(table(result))
     note(f"written to {path}")
