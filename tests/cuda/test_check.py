@@ -17,6 +17,7 @@ from tiny import ROOT
 from infinigen_jax import check_kernels as check
 from infinigen_jax import cuda
 from infinigen_jax.cuda import first_use
+from infinigen_jax.cuda.nvrtc import CompileError
 from infinigen_jax.cuda.launch import KERNELS
 
 on_the_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU")
@@ -222,12 +223,25 @@ def test_the_switch(
     assert machine.start() == reason and not machine.checks
 
 
-def test_a_driver_that_does_not_answer(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (OSError("libcuda.so.1: cannot open shared object file"), None),
+        (
+            CompileError("nvrtcVersion failed\nwith NVRTC error 7"),
+            "nvrtcVersion failed with NVRTC error 7",
+        ),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_a_driver_that_does_not_answer(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str | None
+):
     def missing() -> None:
-        raise OSError("libcuda.so.1: cannot open shared object file")
+        raise error
 
     monkeypatch.setattr(first_use, "Driver", missing)
-    assert machine.start() == "libcuda.so.1: cannot open shared object file"
+    assert machine.start() == (reason or str(error))
 
 
 def test_what_is_checked_is_in_the_sources():
