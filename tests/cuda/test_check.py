@@ -17,8 +17,8 @@ from tiny import ROOT
 from infinigen_jax import check_kernels as check
 from infinigen_jax import cuda
 from infinigen_jax.cuda import first_use
-from infinigen_jax.cuda.nvrtc import CompileError
 from infinigen_jax.cuda.launch import KERNELS
+from infinigen_jax.cuda.nvrtc import CompileError
 
 on_the_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU")
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs g++")
