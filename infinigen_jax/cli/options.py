@@ -120,8 +120,8 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
         "--policy",
         default=["infinigen"] if several else "infinigen",
         metavar="P",
-        help="infinigen (default), full, infinigen-paper, window, h2o, quest, ... or the path of a "
-        "class, package.module.MyPolicy; other settings follow its name: quest:page=8,window=64",
+        help="infinigen (default), full, infinigen-paper, window, h2o, quest, ... or a class, "
+        "package.module:MyPolicy; other settings follow its name: quest:page=8,window=64",
         nargs="+" if several else None,
     )
     add_settings(group, InfiniGenSettings, COMMON_POLICY_OPTIONS, several=several)
@@ -197,10 +197,16 @@ def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> l
 
 
 def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
-    """A policy's class, and the settings that follow its name: "quest:page=8,window=64"."""
+    """A policy's class, and the settings that follow its name: "quest:page=8,window=64".
+
+    The name of a class has a colon of its own: "package.module:MyPolicy:page=8".
+    """
     from infinigen_jax.policies import find_policy
 
     name, _, rest = text.partition(":")
+    of_class, _, settings_of_class = rest.partition(":")
+    if rest and "=" not in of_class:
+        name, rest = f"{name}:{of_class}", settings_of_class
     policy = find_policy(name)
     kinds = {field.name: _kind(field) for field in dataclasses.fields(policy)}
     kinds = {field: kind for field, kind in kinds.items() if kind is not None}

@@ -61,7 +61,7 @@ def find_policy(name: str) -> Any:
 
     Args:
         name: of a policy in this package; of an entry point of the group ENTRY_POINTS; or the
-            dotted path of a class, such as "package.module.MyPolicy".
+            a class, such as "package.module:MyPolicy".
 
     Raises:
         InputError: if there is no such policy.
@@ -69,10 +69,10 @@ def find_policy(name: str) -> Any:
     if name in POLICIES:
         return POLICIES[name]
     (entry, *_) = (*importlib.metadata.entry_points(group=ENTRY_POINTS, name=name), None)
-    if entry is None and "." not in name:
-        remedy = f"use {listed([*POLICIES, 'the path of a class such as package.module.MyPolicy'])}"
+    if entry is None and ":" not in name:
+        remedy = f"use {listed([*POLICIES, 'a class such as package.module:MyPolicy'])}"
         raise ParameterError("policy", remedy, name)
-    module, _, attribute = name.rpartition(".")
+    module, _, attribute = name.partition(":")
     try:
         kind = (
             getattr(importlib.import_module(module), attribute) if entry is None else entry.load()

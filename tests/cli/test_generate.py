@@ -136,15 +136,16 @@ def test_prompts_from_stdin(run, monkeypatch):
 def test_a_policy_of_another_package(run, tmp_path, monkeypatch):
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
     monkeypatch.syspath_prepend(tmp_path)
-    asked = ["--policy", "elsewhere.Recent:window=8", "--budget", "0.5"]
+    asked = ["--policy", "elsewhere:Recent:window=8", "--budget", "0.5"]
     policy: Any = make_policy(generate.build_parser().parse_args(asked))
     assert (policy.name, policy.window, policy.budget) == ("recent", 8, 0.5)
     for name, message in {
-        "elsewhere.Recent:page=8": "'page' is no setting; use sinks, window, budget",
-        "elsewhere.Missing": "no attribute 'Missing'",
-        "elsewhere.dataclasses": "not a policy",
-        "missing.Recent": "No module named 'missing'",
-        ".": "--policy .: ",
+        "elsewhere:Recent:page=8": "'page' is no setting; use sinks, window, budget",
+        "elsewhere:Missing": "no attribute 'Missing'",
+        "elsewhere:dataclasses": "not a policy",
+        "missing:Recent": "No module named 'missing'",
+        "elsewhere.Recent": "a class such as package.module:MyPolicy",
+        ":": "--policy :: ",
     }.items():
         status, out, err = run(*SHORT, "--policy", name)
         assert status == 2 and out == "" and err.count("\n") == 1 and message in err
