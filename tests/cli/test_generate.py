@@ -145,7 +145,7 @@ def test_a_policy_of_another_package(run, tmp_path, monkeypatch):
         "elsewhere:dataclasses": "not a policy",
         "missing:Recent": "No module named 'missing'",
         "elsewhere.Recent": "a class such as package.module:MyPolicy",
-        ":": "--policy :: ",
+        ":": "--policy : use ",
     }.items():
         status, out, err = run(*SHORT, "--policy", name)
         assert status == 2 and out == "" and err.count("\n") == 1 and message in err
