@@ -45,8 +45,6 @@ PROMPTS = (
     *("benchmarks.prefill", "--shape", "llama-8b", "--dtype", "bfloat16", "--systems", "infinigen"),
     *("--prompts", "16384", "65536", "--memory", "16384", "65536"),
 )
-# In the trace, some kernels inside a CUDA graph lack their instruction.
-NO_GRAPHS = (("XLA_FLAGS", "--xla_gpu_enable_command_buffer="),)
 
 
 def _decode(preset: str, context: int, *arguments: str) -> tuple[str, ...]:
@@ -58,17 +56,6 @@ PIECES = (
     Piece("llama8b-16k", 0.35, _decode("llama8b", 16384, "--systems", *OURS)),
     Piece("llama8b-16k-theirs", 0.3, _decode("llama8b", 16384, "--systems", *THEIRS)),
     Piece("paper", 0.4, _decode("paper", 1920, "--systems", *OURS)),
-    Piece(
-        "breakdown-16k",
-        0.35,
-        _decode(
-            "llama8b",
-            16384,
-            *("--systems", "infinigen", "full-streamed", "infinigen-layerwise"),
-            *("--rounds", "1", "--steps", "6", "--trace-steps", "8"),
-        ),
-        NO_GRAPHS,
-    ),
     Piece("prompts", 0.3, PROMPTS),
     Piece("prompts-xla", 0.4, PROMPTS, ((first_use.SWITCH, first_use.OFF),)),
     Piece("paper-theirs", 0.4, _decode("paper", 1920, "--systems", *THEIRS)),

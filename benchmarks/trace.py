@@ -38,6 +38,7 @@ SCOPES = {
     "sample": "sampling",
 }
 PARTS = (*dict.fromkeys(SCOPES.values()), "other", "idle")
+SHOWN = 16  # operations in a breakdown
 GATHER_KERNEL = "gather_rows"  # of the cuda transfer, on a stream unknown to XLA
 
 
@@ -60,8 +61,9 @@ def account(ops: Sequence[Op], steps: int) -> dict[str, Any]:
 
     Returns:
         step_ms; parts_ms, by part, which sum to it; layers_ms, the same by layer ("" for time
-        outside of layers); transfer_ms, the time of transfers; hidden_share of that; guessed_share,
-        the share of the step whose part was taken from neighbours.
+        outside of layers); operations_ms, the longest by name; transfer_ms, the time of transfers;
+        hidden_share of that; guessed_share, the share of the step whose part was taken from
+        neighbours.
     """
     if not ops:
         raise ValueError("the trace shows no operations")
@@ -98,11 +100,16 @@ def account(ops: Sequence[Op], steps: int) -> dict[str, Any]:
             hidden += length * bool(other)
     scale = 1e-6 / steps
     total = changes[-1] - changes[0]
+    durations: dict[str, float] = collections.defaultdict(float)
+    for op in ops:
+        durations[re.sub(r"[._]?\d+", "", op.name)] += op.end - op.start
+    longest = sorted(durations, key=lambda name: -durations[name])[:SHOWN]
     return {
         "steps": steps,
         "step_ms": total * scale,
         "parts_ms": {part: spent[part] * scale for part in PARTS},
         "layers_ms": {name: layers[name] * scale for name in sorted(layers, key=_order)},
+        "operations_ms": {name: durations[name] * scale for name in longest},
         "transfer_ms": moving * scale,
         "hidden_share": hidden / moving if moving else None,
         "guessed_share": uncertain / total,

@@ -21,7 +21,7 @@ class Op(NamedTuple):
 
     Attributes:
         line: its thread or stream.
-        name: name of the HLO instruction, or of the kernel if the instruction is unknown.
+        name: name of the HLO instruction; on a GPU, of the kernel.
         path: source scope, "jit(fused)/layer1/select/..."; "" if unknown.
         start, end: nanoseconds.
         copy: whether it only moves data between host and device.
@@ -69,15 +69,15 @@ def _ops(line_name: str, line: Any, programs: Any, by_kernel: Any, on_gpu: bool)
         if name is None and not on_gpu:
             continue
         program = programs.get(f"{stats.get('hlo_module')}({stats.get('program_id')})")
-        if name is not None and program is not None:
-            path = program.get(name, "")
-        else:  # a kernel of a CUDA graph, which may name only itself
+        path = program.get(name, "") if name is not None and program is not None else ""
+        if on_gpu and not path:  # a kernel of a CUDA graph, whose instruction is the whole graph
             path = by_kernel.get(kernel_name(event.name), "")
         copy = on_gpu and "memcpyh2d" in event.name.lower()
         if on_gpu and "memcpyd2h" in event.name.lower():
             continue  # tokens, or rows of a flush: a step does not wait for them
         waiting[stats.get("_p")] = len(ops)
-        ops.append(Op(line_name, name or event.name, path, event.start_ns, end, copy))
+        shown = event.name if on_gpu or name is None else name
+        ops.append(Op(line_name, shown, path, event.start_ns, end, copy))
     return ops
 
 

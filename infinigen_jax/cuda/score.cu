@@ -120,16 +120,23 @@ __device__ inline float product(unsigned a, unsigned b) {
   return from_half(a) * from_half(b) + from_half(a >> 16) * from_half(b >> 16);
 }
 
+__device__ inline unsigned long long pair(unsigned low, unsigned high) {
+  return low | (unsigned long long)high << 32;
+}
+
+__device__ inline float product(unsigned long long a, unsigned long long b) {
+  return product((unsigned)a, (unsigned)b) + product((unsigned)(a >> 32), (unsigned)(b >> 32));
+}
+
 __device__ inline void multiply(float (&d)[4], const uint4& a, unsigned b0, unsigned b1) {
   for (int i = 0; i < QUAD; ++i) {
     const int row = lane() / QUAD * QUAD + i, column = lane() % QUAD * 2 * QUAD + i;
-    const unsigned x = __shfl_sync(ALL, a.x, row), y = __shfl_sync(ALL, a.y, row);
-    const unsigned z = __shfl_sync(ALL, a.z, row), w = __shfl_sync(ALL, a.w, row);
+    const unsigned long long own = __shfl_sync(ALL, pair(a.x, a.z), row);
+    const unsigned long long further = __shfl_sync(ALL, pair(a.y, a.w), row);
     for (int next = 0; next < 2; ++next) {
-      const unsigned c0 = __shfl_sync(ALL, b0, column + QUAD * next);
-      const unsigned c1 = __shfl_sync(ALL, b1, column + QUAD * next);
-      d[next] += product(x, c0) + product(z, c1);
-      d[2 + next] += product(y, c0) + product(w, c1);
+      const unsigned long long b = __shfl_sync(ALL, pair(b0, b1), column + QUAD * next);
+      d[next] += product(own, b);
+      d[2 + next] += product(further, b);
     }
   }
 }
