@@ -201,11 +201,11 @@ def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
 
     The name of a class has a colon of its own: "package.module:MyPolicy:page=8".
     """
-    from infinigen_jax.policies import find_policy
+    from infinigen_jax.policies import POLICIES, find_policy
 
     name, _, rest = text.partition(":")
     of_class, _, settings_of_class = rest.partition(":")
-    if rest and "=" not in of_class:
+    if name not in POLICIES and rest and "=" not in of_class:
         name, rest = f"{name}:{of_class}", settings_of_class
     policy = find_policy(name)
     kinds = {field.name: _kind(field) for field in dataclasses.fields(policy)}
