@@ -254,8 +254,8 @@ CASES: dict[str, tuple[Callable[[], Iterator[Compared]], ...]] = {
     ),
     "replace_entries_16": (_case(replaced, False, 2, 3, 150, 350, 1500, 600),),
     "replace_entries_32": (_case(replaced, True, 2, 3, 150, 350, 1500, 600),),
-    "index_scores": (_case(scored, 2, 2, 7, 30, 1152),),
-    "index_rest": (_case(left, 2, 2, 7, 30, 1152),),
+    "index_scores": (_case(scored, 2, 2, 7, 30, 640),),
+    "index_rest": (_case(left, 2, 2, 7, 30, 640),),
 }
 """Cases of each kernel of `launch.KERNELS`."""
 
