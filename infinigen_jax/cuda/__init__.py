@@ -3,7 +3,7 @@
     gather.cu           gather rows from pinned host memory during XLA's work (transfer/cuda.py)
     top.cu, select.cu   select the rows to fetch, in one launch
     replace.cu          update the hot set's directory, in one launch
-    score.cu            score a quantised index, read once for all query heads
+    score.cu            score a quantised index, read once for eight query heads
 
 They need only JAX's CUDA wheels: NVRTC compiles the sources (`nvrtc`), the driver API launches the
 kernels (`driver`, `launch`), and XLA calls handlers written in Python (`ffi`). Before the first use
@@ -23,6 +23,7 @@ from infinigen_jax.cuda import first_use
 from infinigen_jax.cuda.driver import Driver
 from infinigen_jax.cuda.launch import Launcher
 from infinigen_jax.cuda.nvrtc import kernels
+from infinigen_jax.errors import one_line
 
 SOURCES = ("top.cu", "gather.cu", "select.cu", "replace.cu", "score.cu")
 
@@ -70,7 +71,7 @@ def unavailable() -> str | None:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(str(error)) or type(error).__name__
 
 
 def in_use() -> bool:

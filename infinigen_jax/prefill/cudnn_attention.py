@@ -24,6 +24,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from infinigen_jax.cuda.first_use import OFF, SWITCH
+from infinigen_jax.errors import one_line
 from infinigen_jax.ops.attention import Softmax, join_softmax
 from infinigen_jax.prefill.prior_rows import NOWHERE, Attended, Block, PriorRows, Rows
 
@@ -65,7 +66,7 @@ def unavailable(dtype: str, head_dim: int, windowed: bool = False) -> str | None
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             error = _error(jnp.dtype(dtype), head_dim, CHECKED_WINDOW if windowed else None)
     except Exception as raised:  # the type depends on the missing component
-        reason = " ".join(str(raised).split())[:200] or type(raised).__name__
+        reason = one_line(str(raised)) or type(raised).__name__
     else:
         if error < 1:  # False for NaN
             return None
@@ -103,7 +104,7 @@ def refusal(
         for kernel, rows, *mask in calls:
             jax.jit(kernel).lower(q, rows, rows, *mask).compile()
     except Exception as raised:  # any type
-        reason = " ".join(str(raised).split())[:200] or type(raised).__name__
+        reason = one_line(str(raised)) or type(raised).__name__
         _warn(f"{dtype} queries {list(shape)}", reason)
         return reason
     return None
