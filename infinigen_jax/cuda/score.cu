@@ -182,25 +182,6 @@ __device__ inline void load_query(const float* query, int heads, int columns, in
   __syncthreads();
 }
 
-// Slots of a tile: their codes (of all lanes together), and of the lane's own slots the parameters.
-// Loaded together, ahead of their use: latency is what a warp waits for.
-struct Tile {
-  unsigned codes[STEPS][4];
-  unsigned parameters[LANE_SLOTS];
-};
-
-__device__ inline void load_codes(const unsigned* __restrict__ index, int capacity, int words,
-                                  int first, int step, Tile* tile) {
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i) {
-    const int word = (step + i) * STEP_WORDS + lane() % QUAD;
-    if (word < words) {
-      load_four(index + (unsigned long long)word * capacity, first + lane() / QUAD * 4, capacity, 0u,
-                tile->codes[i]);
-    }
-  }
-}
-
 // A row of the index for the lane's own slots.
 __device__ inline void load_own(const unsigned* __restrict__ row, int capacity, int first,
                                 unsigned (&words)[LANE_SLOTS]) {
@@ -219,24 +200,31 @@ __device__ inline float step_of(unsigned parameters) {
 }
 __device__ inline float low_of(unsigned parameters) { return __uint_as_float(parameters << 16); }
 
-// The scores of a tile, of the lane's head and slots.
+// The scores of a tile, of the lane's head and slots, and the parameters of these slots.
 __device__ inline void score_tile(const unsigned* __restrict__ index, int capacity, int words,
-                                  const Query& query, int first, Tile* tile,
-                                  float (&score)[LANE_SLOTS]) {
+                                  const Query& query, int first, float (&score)[LANE_SLOTS],
+                                  unsigned (&parameters)[LANE_SLOTS]) {
   float sum[4][4] = {};  // [i]: of the slots first + i, first + i + 4, ...
-  load_own(index + (unsigned long long)words * capacity, capacity, first, tile->parameters);
+  load_own(index + (unsigned long long)words * capacity, capacity, first, parameters);
   for (int step = 0; step * STEP_WORDS < words; step += STEPS) {
-    load_codes(index, capacity, words, first, step, tile);
+    unsigned codes[STEPS][4] = {};  // loaded before they are used: a warp waits for latency
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const int word = (step + i) * STEP_WORDS + lane() % QUAD;
+      if (word < words) {
+        load_four(index + (unsigned long long)word * capacity, first + lane() / QUAD * 4, capacity,
+                  0u, codes[i]);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
       if ((step + i) * STEP_WORDS >= words) break;
-      const bool there = (step + i) * STEP_WORDS + lane() % QUAD < words;
       const uint4 rows = query.rows[2 * (step + i)][lane()];
       const uint4 next_rows = query.rows[2 * (step + i) + 1][lane()];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const unsigned codes = there ? tile->codes[i][j] : 0, rest = codes >> 2 * CODE_BITS;
-        multiply(sum[j], rows, codes & LOW_CODES, codes & LOW_CODES << CODE_BITS);
+        const unsigned first_half = codes[i][j], rest = first_half >> 2 * CODE_BITS;
+        multiply(sum[j], rows, first_half & LOW_CODES, first_half & LOW_CODES << CODE_BITS);
         multiply(sum[j], next_rows, rest & LOW_CODES, rest & LOW_CODES << CODE_BITS);
       }
     }
@@ -246,7 +234,7 @@ __device__ inline void score_tile(const unsigned* __restrict__ index, int capaci
 #pragma unroll
   for (int i = 0; i < LANE_SLOTS; ++i) {
     const float products = (sum[i % 4][i / 4] + sum[i % 4][i / 4 + 2]) * scale;
-    const float step = step_of(tile->parameters[i]), low = low_of(tile->parameters[i]);
+    const float step = step_of(parameters[i]), low = low_of(parameters[i]);
     score[i] = products * step + low * total - step * step * bias;
   }
 }
@@ -276,9 +264,9 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 3)
     float* const out = scores + (unsigned long long)head * capacity;
     for (int first = start + warp() * TILE; first < min(start + share, capacity);
          first += warps() * TILE) {
-      Tile tile;
       float score[LANE_SLOTS];
-      score_tile(index, capacity, words, shared, first, &tile, score);
+      unsigned parameters[LANE_SLOTS];
+      score_tile(index, capacity, words, shared, first, score, parameters);
       const int own = first + lane() % QUAD * LANE_SLOTS;
       if (head < group) {
 #pragma unroll
@@ -385,16 +373,15 @@ __device__ void rest_of_share(const float* query, const unsigned* index, int pos
       Rest<WORDS> sums;
       for (int first = block; first < block + tail_block; first += TILE) {
         if (first >= end || first + TILE <= sinks) continue;  // not on the host alone
-        Tile tile;
         float score[LANE_SLOTS];
-        unsigned codes[WORDS + 1][LANE_SLOTS] = {};
+        unsigned parameters[LANE_SLOTS], codes[WORDS + 1][LANE_SLOTS] = {};
 #pragma unroll
         for (int word = 0; word < WORDS; ++word) {
           if (word < words) {
             load_own(index + (unsigned long long)word * capacity, capacity, first, codes[word]);
           }
         }
-        score_tile(index, capacity, words, *shared, first, &tile, score);
+        score_tile(index, capacity, words, *shared, first, score, parameters);
         const int own = lane() % QUAD * LANE_SLOTS;
         const unsigned marks = requested[(first - start) / WARP] >> own;
 #pragma unroll
@@ -402,7 +389,7 @@ __device__ void rest_of_share(const float* query, const unsigned* index, int pos
           const int slot = first + own + i;
           if (slot < sinks || slot >= end || (marks >> i & 1)) score[i] = minus_infinity();
         }
-        sums.add(score, tile.parameters, codes);
+        sums.add(score, parameters, codes);
       }
       sums.finish();
       if (head < group) {

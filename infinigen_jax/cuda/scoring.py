@@ -82,7 +82,7 @@ def index_rest(
 def _sizes(query: Array, index: Array, warp_slots: int) -> tuple[int, int, int, int]:
     """Return columns, words of codes, capacity, and the slots of a block: whole turns of its warps.
 
-    Every block prepares the query, so there are no more than run at a time.
+    Every block prepares the query, so blocks are as large as BLOCKS and MAX_SHARE allow.
     """
     capacity, pairs = index.shape[3], index.shape[0] * index.shape[1]
     turn = WARPS * warp_slots
