@@ -29,7 +29,7 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.memory_plan import plan_memory
 from infinigen_jax.engine.prompts import round_up_capacity
 from infinigen_jax.ops.span import Span
-from infinigen_jax.prefill.compiled import prefill_steps
+from infinigen_jax.prefill.compiled import cache_steps, chunk_steps
 from infinigen_jax.prefill.prefill import chunk_for
 
 PEAK = ("temporaries", "resident", "dense")  # parts of the peak, without weights and index
@@ -171,7 +171,8 @@ def temporaries(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> li
 def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[Any]:
     """Return the lowered programs that read a chunk, the host layer's first."""
     decoder, weights = engine.decoder, engine.weights
-    programs, config, stored = prefill_steps(decoder), decoder.config, decoder.row_format
+    caches, chunks = cache_steps(decoder), chunk_steps(decoder.of_chunks)
+    config, stored = decoder.config, decoder.row_format
     at = Placement(decoder.mesh)
 
     def shaped(tree: Any, sharding: Any) -> Any:
@@ -179,7 +180,7 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    empty = programs.empty.shapes(batch=batch, capacity=capacity, slots=capacity)
+    empty = caches.empty.shapes(batch=batch, capacity=capacity, slots=capacity)
     lengths = shaped(empty.lengths, at.batch)
     cache = shaped(empty._replace(lengths=None), at.rows)
     k, w = config.num_kv_heads, 2 * config.head_dim
@@ -192,10 +193,10 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
     span, layers = Span(lengths, lengths), weights.params["layers"]
     first = decoder.on_host[0]
     lowered = [
-        programs.host_layer.lower(
+        chunks.host_layer.lower(
             layers[first], x, cache.scales[0], host, layer_number, span, lengths
         ),
-        programs.keep.lower(
+        caches.keep.lower(
             weights.policy[0],
             rows,
             span,
@@ -209,8 +210,8 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
     ]
     if first > 0:
         lowered += [
-            programs.device_layer.lower(layers[0], x, cache.local[0], span, lengths, window=None),
-            programs.keep_on_device.lower(cache.local[0], rows, span),
+            chunks.device_layer.lower(layers[0], x, cache.local[0], span, lengths, window=None),
+            chunks.keep_on_device.lower(cache.local[0], rows, span),
         ]
     return lowered
 

@@ -20,7 +20,7 @@ from infinigen_jax.engine.generation import Run
 from infinigen_jax.loading.load import Basis, Model
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf, random_params
 from infinigen_jax.policies import InfiniGen, Policy
-from infinigen_jax.prefill.compiled import prefill_steps
+from infinigen_jax.prefill.compiled import cache_steps
 from infinigen_jax.skew.tail_moments import block_products
 
 HF: dict[str, dict[str, Any]] = {
@@ -224,7 +224,7 @@ def large_cache(decoder: Decoder, capacity: int) -> Cache:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    empty = prefill_steps(decoder).empty
+    empty = cache_steps(decoder).empty
     cache: Any = empty.shapes(batch=1, capacity=capacity, slots=capacity)
     lengths = shaped(cache.lengths, at.batch)
     shape = (decoder.host_layers, 1, decoder.config.num_kv_heads, capacity, stored.width)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -14,6 +14,7 @@ from infinigen_jax.cache.row_format import RowFormat, row_format
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.ops.bit_storage import kept_dtype
 from infinigen_jax.policies.base import Policy
+from infinigen_jax.policies.full import Full
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.speculation.layer_budgets import Curves, share_out
 from infinigen_jax.transfer import Transfer
@@ -45,6 +46,16 @@ class Layout:
     pool: Pool | None = None
     weights_on_host: bool = False
     curves: Curves | None = None
+
+    @functools.cached_property
+    def of_chunks(self) -> Self:
+        """The layout with defaults for all settings that a prompt's layers do not depend on.
+
+        Engines that differ in these settings alone share the programs, also those on disk.
+        """
+        return dataclasses.replace(
+            self, policy=Full(), dense_layers=0, hot_set=0.0, pool=None, curves=None
+        )
 
     @property
     def blueprint(self) -> Blueprint:

@@ -25,7 +25,7 @@ from infinigen_jax.engine.runtime import draft_form
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
 from infinigen_jax.loading.load import Model
 from infinigen_jax.machine.memory_limits import tree_bytes
-from infinigen_jax.models import Blueprint, ModelConfig, blueprint
+from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.models.packed import split
 from infinigen_jax.models.small_weights import shrink
 from infinigen_jax.planner.lossless import Rounds, draft_traffic, forecast_rounds, full_traffic
@@ -150,6 +150,9 @@ class Planner:
         asked, _ = make({})
         # With all layers on the host, the policy has weights for every layer.
         self._decoder, self._weights = make({"dense_layers": 0})
+        self._small_bytes = functools.cache(
+            functools.partial(small_bytes, self._weights.params["layers"])
+        )
         reuses = machine.separate and policy.reuses and "hot_set" not in self.given
         hot_set = 2.0 if reuses else asked.hot_set
         self.asked = EngineOptions(
@@ -221,7 +224,7 @@ class Planner:
             settings=settings,
             weights=tree_bytes(weights.params) - brought,
             weights_on_host=brought,
-            drafts=draft_bytes(settings, weights),
+            drafts=self._draft_bytes(settings),
             bases=tree_bytes(kept),
             speculation=tree_bytes(weights.policy),
             chunk=chunk,
@@ -246,13 +249,18 @@ class Planner:
     ) -> Rounds | None:
         if decoder.pool is not None or _streams(decoder):
             return None
-        copied = draft_bytes(dataclasses.replace(settings, lossless=True), weights)
+        copied = self._draft_bytes(dataclasses.replace(settings, lossless=True))
         drafting = draft_traffic(traffic, tree_bytes(weights.params["layers"]), copied)
         draft = self._seconds(drafting, streams=False)
         verification = self._seconds(full_traffic(traffic, host_rows), streams=True)
         if draft is None or verification is None:
             return None
         return forecast_rounds(draft, verification)
+
+    def _draft_bytes(self, settings: EngineOptions) -> int:
+        """Return the bytes of the copy of the weights for drafts; 0 without one."""
+        form = draft_form(settings, self._weights.params)
+        return 0 if form is None else self._small_bytes(form)
 
     def _seconds(self, traffic: Traffic, streams: bool) -> float | None:
         """Return the least seconds of a step.
@@ -306,12 +314,9 @@ def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
     return Conversion(manifest.skew, manifest.speculate_from, losses)
 
 
-def draft_bytes(settings: EngineOptions, weights: Weights) -> int:
-    """Return the bytes of the copy of the weights for drafts; 0 without one."""
-    form, layers = draft_form(settings, weights.params), weights.params["layers"]
-    if form is None:
-        return 0
-    return tree_bytes(jax.eval_shape(lambda: [shrink(layer, form) for layer in layers]))
+def small_bytes(layers: list[Params], dtype: str) -> int:
+    """Return the bytes of layers with small weights."""
+    return tree_bytes(jax.eval_shape(lambda: [shrink(layer, dtype) for layer in layers]))
 
 
 def brought_bytes(decoder: Decoder, weights: Weights) -> int:

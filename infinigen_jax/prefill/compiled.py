@@ -20,39 +20,47 @@ from infinigen_jax.programs.program import Program
 from infinigen_jax.transfer.host_weights import await_copy, start_next
 
 
-class PrefillSteps(NamedTuple):
-    """Compiled functions of prefill; they donate the cache arrays that they replace.
+class CacheSteps(NamedTuple):
+    """Compiled functions of prefill that depend on the policy; they donate what they replace.
+
+    Attributes:
+        empty: make an empty cache without host rows.
+        keep: store a chunk's rows of a layer on the host.
+        pool, kept: initial state of a pool.
+    """
+
+    empty: Any
+    keep: Any
+    pool: Any
+    kept: Any
+
+
+class ChunkSteps(NamedTuple):
+    """Compiled functions of the layers over a chunk, equal for all policies.
 
     The last result of a layer's function is the next layer's weights on the device, if they were
     passed in host memory as `stored` (see `transfer.host_weights`); else None.
 
     Attributes:
-        empty: make an empty cache without host rows.
         embed: embed a chunk's tokens.
         device_layer, keep_on_device: compute a layer on the device, and store its rows.
-        host_layer, observed_layer, keep: compute a layer on the host (for a policy that observes:
-            with its queries and received attention), and store its rows.
+        host_layer, observed_layer: compute a layer on the host; for a policy that observes, with
+            its queries and received attention.
         last: take the output of each sequence's last token.
-        pool, kept: initial state of a pool.
     """
 
-    empty: Any
     embed: Any
     device_layer: Any
     keep_on_device: Any
     host_layer: Any
     observed_layer: Any
-    keep: Any
     last: Any
-    pool: Any
-    kept: Any
 
 
 @functools.lru_cache(maxsize=64)
-def prefill_steps(decoder: Decoder) -> PrefillSteps:
-    """Return a decoder's compiled functions for chunks."""
+def cache_steps(decoder: Decoder) -> CacheSteps:
+    """Return a decoder's compiled functions for its cache."""
     config, policy, stored = decoder.config, decoder.policy, decoder.row_format
-    cap = config.attention_softcap
 
     def empty(*, batch: int, capacity: int, slots: int) -> Cache:
         k, d = config.num_kv_heads, config.head_dim
@@ -77,6 +85,36 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
             tuple(stored.no_scales(batch, k) for _ in streams),
             tuple(None if s else decoder.empty_hot_set(batch, slots) for s in streams),
         )
+
+    at: Any = Placement(decoder.mesh)
+    return CacheSteps(
+        empty=Program(
+            empty,
+            decoder,
+            out_shardings=Cache(None, at.rows, at.rows, at.batch, at.rows, at.rows),
+            static_argnames=("batch", "capacity", "slots"),
+        ),
+        keep=Program(
+            functools.partial(keep_rows, decoder),
+            decoder,
+            out_shardings=(at.rows, at.rows, at.rows, at.host),
+            static_argnames="streams",
+            donate_argnums=(3, 4, 5, 6),
+        ),
+        pool=Program(
+            functools.partial(start_pool, decoder),
+            decoder,
+            out_shardings=at.rows,
+            static_argnames="slots",
+        ),
+        kept=Program(functools.partial(start_kept, decoder), decoder, out_shardings=at.rows),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def chunk_steps(decoder: Decoder) -> ChunkSteps:
+    """Return the compiled functions for a chunk, given a decoder's `of_chunks`."""
+    config, cap = decoder.config, decoder.config.attention_softcap
 
     def embed(params: Params, tokens: Int[Array, "b c"], span: Span) -> Float[Array, "b c e"]:
         # Padding may lie beyond the last position, where an embedding table would give NaN.
@@ -151,12 +189,7 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
             compiler_options=options,
         )
 
-    return PrefillSteps(
-        empty=program(
-            empty,
-            Cache(None, at.rows, at.rows, at.batch, at.rows, at.rows),
-            static_argnames=("batch", "capacity", "slots"),
-        ),
+    return ChunkSteps(
         embed=program(embed, at.batch),
         device_layer=program(
             device_layer,
@@ -168,13 +201,5 @@ def prefill_steps(decoder: Decoder) -> PrefillSteps:
         keep_on_device=program(keep_on_device, at.rows, donate_argnums=0),
         host_layer=on_host(observed=False),
         observed_layer=on_host(observed=True),
-        keep=program(
-            functools.partial(keep_rows, decoder),
-            (at.rows, at.rows, at.rows, at.host),
-            static_argnames="streams",
-            donate_argnums=(3, 4, 5, 6),
-        ),
         last=program(last, (at.batch, at.batch)),
-        pool=program(functools.partial(start_pool, decoder), at.rows, static_argnames="slots"),
-        kept=program(functools.partial(start_kept, decoder), at.rows),
     )

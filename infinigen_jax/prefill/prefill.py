@@ -35,7 +35,7 @@ from infinigen_jax.decode.steps import flush_cache, steps
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
-from infinigen_jax.prefill.compiled import prefill_steps
+from infinigen_jax.prefill.compiled import cache_steps, chunk_steps
 from infinigen_jax.transfer.host_weights import bring, merged
 
 CHUNK = 1024  # most tokens of a sequence in a chunk on the CPU
@@ -157,14 +157,14 @@ def empty_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None =
         stored = decoder.row_format
         shape = (decoder.host_layers, batch, decoder.config.num_kv_heads, slots, stored.width)
         host = allocate_host(shape, stored.storage, decoder.mesh)
-    cache = prefill_steps(decoder).empty(batch=batch, capacity=capacity, slots=slots)
+    cache = cache_steps(decoder).empty(batch=batch, capacity=capacity, slots=slots)
     return cache._replace(host=host)
 
 
 def _with_pool(decoder: Decoder, cache: Cache, lengths: np.ndarray) -> Cache:
     """Return an empty cache whose pools are prepared for these prompts."""
     assert cache.host is not None
-    programs, at = prefill_steps(decoder), Placement(decoder.mesh)
+    programs, at = cache_steps(decoder), Placement(decoder.mesh)
     placed = jax.device_put(lengths.astype(np.int32), at.batch)
     pool = programs.pool(placed, slots=cache.host.shape[3])
     streams = [decoder.streams(number) for number in range(decoder.host_layers)]
@@ -223,7 +223,7 @@ def read_chunk(
     Returns:
         The cache, and the last layer's output for the last token of each sequence so far.
     """
-    programs, at = prefill_steps(decoder), Placement(decoder.mesh)
+    programs, at = chunk_steps(decoder.of_chunks), Placement(decoder.mesh)
     if last is None:
         zeros = np.zeros((len(tokens), decoder.config.hidden_size), decoder.dtype)
         last = jax.device_put(zeros, at.batch)
@@ -256,7 +256,8 @@ class RowStore:
 
     def __init__(self, decoder: Decoder, weights: Weights, cache: Cache):
         self._decoder, self._policy, self._cache = decoder, weights.policy, cache
-        self._programs, self.host = prefill_steps(decoder), cache.host
+        self._programs, self._chunks = cache_steps(decoder), chunk_steps(decoder.of_chunks)
+        self.host = cache.host
         self.local, self.states = list(cache.local), list(cache.states)
         self.scales = list(cache.scales)
 
@@ -270,7 +271,7 @@ class RowStore:
         """
         number = self._decoder.host_number(layer)
         if number < 0:
-            self.local[layer] = self._programs.keep_on_device(self.local[layer], rows, span)
+            self.local[layer] = self._chunks.keep_on_device(self.local[layer], rows, span)
             return
         kept = self.local[layer], self.states[number], self.scales[number], self.host
         new = self._programs.keep(
@@ -323,7 +324,7 @@ def _layers(
     Reading prior rows and writing the chunk's rows are two programs: in one program XLA would
     copy the whole cache between them.
     """
-    programs, store = prefill_steps(decoder), RowStore(decoder, weights, cache)
+    programs, store = chunk_steps(decoder.of_chunks), RowStore(decoder, weights, cache)
     look = look or (lambda stage, x, start, count: None)
     look(0, x, *span)
 

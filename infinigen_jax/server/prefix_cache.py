@@ -25,7 +25,7 @@ from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, write_block
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.live_batch import Reading, chunk_lengths
-from infinigen_jax.prefill.compiled import prefill_steps
+from infinigen_jax.prefill.compiled import cache_steps
 from infinigen_jax.prefill.prefill import empty_cache
 
 
@@ -71,7 +71,7 @@ class PrefixCache:
         self._decoder, self._capacity, self._chunk, self._limit = decoder, capacity, chunk, limit
         self._root, self._nodes = Node(None, np.zeros(0, np.int32)), set[Node]()
         self._clock = itertools.count(1)
-        make = prefill_steps(decoder).empty.shapes
+        make = cache_steps(decoder).empty.shapes
         small, large = (make(batch=1, capacity=n, slots=n) for n in (capacity, 2 * capacity))
         observed = len(jax.tree.leaves(small.states)) if decoder.policy.observes else 0
         pairs = zip(*(jax.tree.leaves(_kept(shapes)) for shapes in (small, large)), strict=True)

@@ -39,7 +39,7 @@ from infinigen_jax.models.rope import Rope
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.prefill import cudnn_attention as fused_attention
-from infinigen_jax.prefill.compiled import prefill_steps
+from infinigen_jax.prefill.compiled import cache_steps, chunk_steps
 from infinigen_jax.selection.select import Request
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.transfer import Transfer, XlaTransfer
@@ -164,7 +164,7 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights
 
 def _cache(made: Decoder | None = None) -> Cache:
     at, made = Placement(default_mesh()), made or decoder()
-    empty = prefill_steps(made).empty
+    empty = cache_steps(made).empty
     cache = empty.shapes(batch=BATCH, capacity=CAPACITY, slots=CAPACITY)
     host = (made.host_layers, BATCH, CONFIG.num_kv_heads, CAPACITY, 2 * CONFIG.head_dim)
     lengths = _placed(cache.lengths, at.batch)
@@ -303,7 +303,7 @@ def prompt_layer(weights_on: str = "device", by_cudnn: bool = False) -> Program:
     at = Placement(default_mesh())
     cache, constant = _cache(), weights()
     upcoming = tuple(weights("host").params["layers"][-1:])
-    programs = prefill_steps.__wrapped__(decoder(weights_on=weights_on))  # traced anew
+    programs = chunk_steps.__wrapped__(decoder(weights_on=weights_on))  # traced anew
     with cudnn_attention() if by_cudnn else contextlib.nullcontext():
         return compile_for_gpu(
             programs.host_layer,
@@ -342,7 +342,7 @@ def keep_rows() -> Program:
     at = Placement(default_mesh())
     cache, constant = _cache(), weights()
     return compile_for_gpu(
-        prefill_steps(decoder()).keep,
+        cache_steps(decoder()).keep,
         constant.policy[0],
         _shaped((BATCH, CONFIG.num_kv_heads, PROMPT, 2 * CONFIG.head_dim), DTYPE, at.rows),
         Span(cache.lengths, cache.lengths),

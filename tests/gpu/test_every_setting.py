@@ -24,7 +24,7 @@ from infinigen_jax import cuda
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import POLICIES
-from infinigen_jax.prefill.compiled import prefill_steps
+from infinigen_jax.prefill.compiled import cache_steps, chunk_steps
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.transfer import CudaTransfer, XlaTransfer
 
@@ -139,10 +139,10 @@ def calls(placeholders: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
 
     monkeypatch.setattr(jax, "jit", recording)
     monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer())
-    for cached in (steps, prefill_steps):
+    for cached in (steps, cache_steps, chunk_steps):
         cached.cache_clear()
     yield found
-    for cached in (steps, prefill_steps):
+    for cached in (steps, cache_steps, chunk_steps):
         cached.cache_clear()
 
 
@@ -170,7 +170,7 @@ def test_it_compiles(case: str, calls: dict[str, Call], monkeypatch: pytest.Monk
             compile_for_gpu(step, *call.arguments, keywords=call.keywords)
     if model.dtype.itemsize == 2:
         with sp.cudnn_attention():
-            by_cudnn = prefill_steps.__wrapped__(made.decoder)  # traced anew
+            by_cudnn = chunk_steps.__wrapped__(made.decoder)  # traced anew
             assert again["host_layer"] and again["device_layer"]
             for name in ("host_layer", "device_layer"):
                 for call in again[name]:
