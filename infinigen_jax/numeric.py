@@ -64,7 +64,8 @@ class Range(Check):
     def problem(self, value: Any) -> str:
         if not isinstance(value, numbers.Integral if self.whole else numbers.Real):
             return f"it must be a {'whole ' * self.whole}number"
-        if self.least <= float(value) <= self.most or (self.or_zero and value == 0):
+        exact: Any = value  # a whole number may be too large for a float
+        if self.least <= exact <= self.most or (self.or_zero and exact == 0):
             return ""
         lower = "above 0" if self.least == LEAST_SHARE else f"at least {self.least}"
         upper = "" if math.isinf(self.most) else f" and at most {self.most}"

@@ -108,8 +108,10 @@ def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
 
 
 def add_setting(writer: GGUFWriter, key: str, value: Any) -> None:
-    """Add a setting, or replace one."""
+    """Add a setting, or replace one; None leaves it out."""
     writer.kv_data[0].pop(key, None)
+    if value is None:
+        return
     if isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, bool):

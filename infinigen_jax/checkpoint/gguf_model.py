@@ -117,10 +117,10 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
     A name without counterpart is kept, so that it appears in the error of `tensor_names.match`.
     """
     found = architecture(file)
+    counts = {"attn_q": file.metadata.get(f"{found[0]}.attention.head_count")}
+    counts["attn_k"] = file.metadata.get(f"{found[0]}.attention.head_count_kv", counts["attn_q"])
     heads = {
-        f"{module}.{kind}": file.metadata.get(f"{found[0]}.attention.{count}")
-        for module, count in (("attn_q", "head_count"), ("attn_k", "head_count_kv"))
-        for kind in ("weight", "bias")
+        f"{module}.{kind}": count for module, count in counts.items() for kind in ("weight", "bias")
     }
     sources = {}
     for name, tensor in file.tensors.items():
@@ -213,6 +213,9 @@ def _rope(file: GgufFile, name: str) -> dict[str, Any]:
     if width and head and width != head:
         hf["partial_rotary_factor"] = width / head
     kind, factor = (data.get(f"{name}.rope.scaling.{key}") for key in ("type", "factor"))
+    factor = factor or data.get(f"{name}.rope.scale_linear")  # the former key
+    if kind is None and factor not in (None, 0, 1):
+        kind = "linear"
     if kind in ("linear", "yarn"):
         hf["rope_scaling"] = {"rope_type": kind, "factor": factor}
     elif kind not in (None, "none", "longrope"):

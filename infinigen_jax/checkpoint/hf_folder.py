@@ -78,17 +78,21 @@ def checked_folder(path: str | Path) -> Path:
 
 def side_files(folder: Path) -> list[Path]:
     """List the files that a conversion copies, excluding config.json and weights."""
-    return sorted({path for pattern in SIDE_FILES for path in folder.glob(pattern)})
+    found = {path for pattern in SIDE_FILES for path in folder.glob(pattern)}
+    return sorted(path for path in found if not path.is_dir())
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the weight files, an index first. Safetensors take precedence over torch files."""
+    """List the weight files, an index first.
+
+    As in transformers, safetensors take precedence over torch files, and one file over an index.
+    """
     for single in (SAFETENSORS, TORCH):
-        index = folder / f"{single}.index.json"
-        if os.path.lexists(index):
-            return [index, *(folder / shard for shard in sorted(set(_weight_map(index).values())))]
         if os.path.lexists(folder / single):
             return [folder / single]
+        index = folder / f"{single}.index.json"
+        if os.path.lexists(index):
+            return [index, *_shards(index)]
     raise InputError(f"{folder}: {_why_no_weights(folder)}")
 
 
@@ -119,20 +123,27 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 def open_tensors(folder: Path) -> dict[str, TensorSource]:
     """Open all tensors of a model folder, keyed by name; see `weight_files`."""
-    first, *shards = weight_files(folder)
-    if not shards:
-        return open_file(first)
-    places, tensors = _weight_map(first), {}
-    for shard in shards:
+    first = weight_files(folder)[0]
+    return open_shards(first) if first.suffix == ".json" else open_file(first)
+
+
+def open_shards(index: Path) -> dict[str, TensorSource]:
+    """Open all tensors of the files that an index names, keyed by name."""
+    places, tensors = _weight_map(index), {}
+    for shard in _shards(index):
         for name, tensor in open_file(shard).items():
             if (place := places.get(name, shard.name)) != shard.name:
                 raise InputError(
-                    f"{first}: {name} is in {shard.name}, not in {place}; get it again"
+                    f"{index}: {name} is in {shard.name}, not in {place}; get it again"
                 )
             tensors[name] = tensor
     if lost := sorted(places.keys() - tensors.keys()):
-        raise InputError(f"{first}: {lost[0]} is not in {places[lost[0]]}; get both again")
+        raise InputError(f"{index}: {lost[0]} is not in {places[lost[0]]}; get both again")
     return tensors
+
+
+def _shards(index: Path) -> list[Path]:
+    return [index.parent / shard for shard in sorted(set(_weight_map(index).values()))]
 
 
 def open_file(path: Path) -> dict[str, TensorSource]:

@@ -98,7 +98,7 @@ def chat(
         talk.read()
     except InputError as error:
         refusal = error
-    if arguments.save is not None and conversation.cached:
+    if arguments.save is not None and conversation.messages:
         say(dialogue.save(arguments.save))
     if refusal is not None:
         raise refusal

@@ -103,7 +103,7 @@ class Dialogue:
     def save(self, path: str | Path) -> str:
         """Write the conversation to a file, for `--resume`; return a line that says so."""
         self._conversation.save(path)
-        return f"{len(self._conversation.tokens)} tokens saved to {path}"
+        return f"{len(self._conversation.messages)} messages saved to {path}"
 
     def summary(self, seconds: float) -> str:
         """A line for a person about the last turn."""

@@ -123,7 +123,8 @@ class Conversation:
         self.tokens += new
         try:
             for tokens in run.tokens(ignore_eos=ignore_eos):
-                self.tokens += run.new_tokens[0][-1:]
+                # The rest of a lossless round, after a stop string, has none.
+                self.tokens += [token for token in tokens if token is not None]
                 yield Step(tokens, run.push_text(tokens))
             tail = run.finish_text()
             if any(tail):
@@ -144,8 +145,8 @@ class Conversation:
         Raises:
             InputError: if the conversation is empty or the file cannot be written.
         """
-        begun = self._begun
-        if begun is None or begun.cache is None:
+        cache, drawn = (None, 0) if self._begun is None else (self._begun.cache, self._begun.drawn)
+        if cache is None and not self.messages:
             raise InputError(f"{path}: no conversation yet; give a prompt first")
         record = {
             "model": fingerprint(self.runtime.model),
@@ -153,11 +154,14 @@ class Conversation:
             "sampling": dataclasses.asdict(self.sampling),
             "context": self.context,
             "cached": self.cached,
-            "drawn": begun.drawn,
-            "tokens": self.tokens,
+            "drawn": drawn,
+            "tokens": [] if cache is None else self.tokens,
             "messages": self.messages,
         }
-        state = self.runtime.decoder, begun.cache, self.cached
+        if cache is None:
+            write_saved(Path(path), record, {}, ())
+            return
+        state = self.runtime.decoder, cache, self.cached
         write_saved(Path(path), record, layout(*state), arrays(*state))
 
     @classmethod
@@ -181,16 +185,18 @@ class Conversation:
             numbers = [context, cached, drawn, *tokens]
             if not all(type(n) is int and n >= 0 for n in numbers):
                 raise ValueError
-            if not 0 < cached <= len(tokens) <= cached + 1 or len(tokens) > context:
+            if not cached <= len(tokens) <= cached + bool(cached) or len(tokens) > context:
                 raise ValueError
             conversation = cls(runtime, sampling, context)
-            conversation.tokens = encode(runtime.model, tokens)
+            conversation.tokens = encode(runtime.model, tokens) if tokens else []
             conversation.messages = [
                 {str(name): str(text) for name, text in message.items()}
                 for message in record["messages"]
             ]
         conversation._check_memory(cached)
-        cache = restore(runtime.decoder, conversation.capacity, cached, file)
+        cache = None
+        if cached:
+            cache = restore(runtime.decoder, conversation.capacity, cached, file)
         conversation._begun = Begun(cache, [cached], drawn)
         return conversation
 

@@ -312,7 +312,7 @@ class Run(Batch):
 
         A prompt whose text comes to a stop string ends.
         """
-        pieces = self._texts.push(tokens)
+        pieces = self._texts.push(tokens, self.ended)
         for sequence, prompt in enumerate(self.owners.owner):
             if prompt != IDLE and self._texts.stopped(int(prompt)):
                 self._leave(sequence)

@@ -311,8 +311,9 @@ def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None 
 
 def _listed_tensors(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
     """Open the weights that the manifest lists; other files in the folder are ignored."""
-    if f"{SAFETENSORS}.index.json" in manifest.files:
-        return hf_folder.open_tensors(folder)
+    index = f"{SAFETENSORS}.index.json"
+    if index in manifest.files:
+        return hf_folder.open_shards(folder / index)
     if SAFETENSORS in manifest.files:
         return hf_folder.open_file(folder / SAFETENSORS)
     raise InputError(f"{folder}: has no weights; give the model that it was converted from")
@@ -342,7 +343,9 @@ def _check_room(folder: Path, architecture: Blueprint, weights: str) -> None:
 
 
 @functools.partial(jax.jit, static_argnames=("transform", "dtype"))
-def _joined(parts: list[Array], transform: str, dtype: jnp.dtype) -> Array:
+def _joined(parts: list[Array], transform: str, dtype: Any) -> Array:
+    if transform == "add one":  # see `models.gemma2.Layer`
+        dtype = jnp.float32
     return jnp.concatenate([TRANSFORMS[transform](p).astype(dtype) for p in parts], axis=-1)
 
 

@@ -1,7 +1,7 @@
 """Gemma 2: LLaMA with norms on both sides of each block, and soft-capped scores and logits."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -64,12 +64,17 @@ def _softcap(hf: Mapping[str, Any], name: str) -> float | None:
 
 
 class Layer(llama.Layer):
-    """See `models.base.Layer`. The outputs of attention and MLP are normalised as well."""
+    """See `models.base.Layer`. The outputs of attention and MLP are normalised as well.
+
+    Scales of norms are stored minus 1. In two bytes, 1 + scale would lose most of its digits.
+    """
+
+    norm_dtype: ClassVar[Any] = jnp.float32
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)
-        self.attention_post_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.mlp_post_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.attention_post_norm = RMSNorm(config.hidden_size, config.norm_eps, self.norm_dtype)
+        self.mlp_post_norm = RMSNorm(config.hidden_size, config.norm_eps, self.norm_dtype)
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
         return self.attention_post_norm(super().attention_output(o))
@@ -80,6 +85,8 @@ class Layer(llama.Layer):
 
 class Embedding(llama.Embedding):
     """See `models.base.Embedding`. Hidden states are scaled by the root of their size."""
+
+    norm_dtype: ClassVar[Any] = jnp.float32
 
     def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
         x = super().embed(tokens, positions)

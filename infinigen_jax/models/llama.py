@@ -4,7 +4,7 @@ Related families reuse these modules; their files describe only the differences.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -66,16 +66,22 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
 
 
 class Layer(nnx.Module):
-    """See `models.base.Layer`."""
+    """See `models.base.Layer`.
+
+    Attributes:
+        norm_dtype: dtype of the scales of norms; None for that of the weights.
+    """
+
+    norm_dtype: ClassVar[Any] = None
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         c = config
         query_width, kv_width = c.query_width, 2 * c.num_kv_heads * c.head_dim
-        self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype)
+        self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps, self.norm_dtype or dtype)
         self.q = Linear(c.hidden_size, query_width, c.attention_bias, dtype)
         self.kv = Linear(c.hidden_size, kv_width, c.attention_bias, dtype)
         self.o = Linear(query_width, c.hidden_size, c.attention_bias, dtype)
-        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype)
+        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, self.norm_dtype or dtype)
         self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, dtype)
         self.down = Linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype)
         if c.layer_ropes:
@@ -144,12 +150,14 @@ class Layer(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """See `models.base.Embedding`."""
+    """See `models.base.Embedding`, and `Layer` for `norm_dtype`."""
+
+    norm_dtype: ClassVar[Any] = None
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         c = config
         self.tokens = TokenTable(c.vocab_size, c.hidden_size, dtype)
-        self.norm = RMSNorm(c.hidden_size, c.norm_eps, dtype)
+        self.norm = RMSNorm(c.hidden_size, c.norm_eps, self.norm_dtype or dtype)
         if not c.tie_embeddings:
             self.head = Linear(c.hidden_size, c.vocab_size, False, dtype)
         self.config = config

@@ -27,8 +27,8 @@ class Layer(llama.Layer):
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, dtype)
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, dtype)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, self.norm_dtype or dtype)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, self.norm_dtype or dtype)
 
     def normed_query(self, q: Float[Array, "*b h d"]) -> Float[Array, "*b h d"]:
         return self.q_norm(q)

@@ -1,7 +1,7 @@
 """Top-k of a row by searching the threshold that separates the largest entries.
 
 A pass counts the entries above a guess. Sorting the context, or `lax.top_k`, takes many times as
-long on a CPU (`benchmarks.selection`).
+long on a CPU.
 """
 
 from typing import NamedTuple

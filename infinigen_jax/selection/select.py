@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from infinigen_jax.numeric import LEAST_SHARE
 from infinigen_jax.ops.compaction import compact_words, marked, pack_marks
 from infinigen_jax.ops.indexing import put
 from infinigen_jax.ops.reductions import best, summed
@@ -69,10 +70,10 @@ class Request(NamedTuple):
 def budget_fraction(budget: float) -> Fraction:
     """Return a budget as a fraction of small integers, so that budget * n is exact in int32.
 
-    Budgets below 1/1000 become unit fractions.
+    Budgets below 1/1000 become unit fractions, and the smallest is LEAST_SHARE.
     """
-    if budget < 1 / 1000:
-        return Fraction(1, math.ceil((1 - 1e-9) / budget))  # 1e-9 absorbs the rounding of 1 / m
+    if budget < 1 / 1000:  # 1e-9 absorbs the rounding of 1 / m
+        return Fraction(1, math.ceil((1 - 1e-9) / max(budget, LEAST_SHARE)))
     return Fraction(budget).limit_denominator(1000)
 
 

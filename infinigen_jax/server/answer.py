@@ -49,6 +49,9 @@ class Piece:
 class Answer:
     """An answer in progress.
 
+    Args:
+        context: tokens that the answer's text continues.
+
     Attributes:
         tokens: tokens drawn so far, including one that ended the answer.
         matcher: matcher of the tokens that may follow; None if all may.
@@ -62,11 +65,12 @@ class Answer:
         stops: Sequence[str],
         ends: frozenset[int],
         matcher: LLMatcher | None = None,
+        context: Sequence[int] = (),
     ):
         self.tokens: list[int] = []
         self.matcher = matcher
         self._number, self._most, self._ends = number, most, ends
-        self._stream, self._filter = TextStream(tokenizer), StopFilter(stops)
+        self._stream, self._filter = TextStream(tokenizer, context), StopFilter(stops)
         self._received, self._sent = 0, 0  # characters before and after the filter
         self._scores: list[TokenScore] = []
 

@@ -201,8 +201,11 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
 
 async def _answer(scheduler: Scheduler, request: Request, wire: Wire, jobs: list[Job]) -> Response:
     """Submit the jobs of a request, and stream or collect their pieces."""
+    if len(jobs) > scheduler.limits.waiting:
+        most = f"at most {scheduler.limits.waiting} prompts in a request"
+        raise RefusedError(f"prompt: {most}, not {len(jobs)}", "prompt")
     exchange = Exchange(scheduler, request, jobs)
-    exchange.submit()
+    scheduler.submit(jobs)
     if wire.body.stream:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         events = _events(exchange, wire)
@@ -252,15 +255,6 @@ class Exchange:
     def _send(self, loop: asyncio.AbstractEventLoop, number: int, piece: Piece | Exception) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._queue.put_nowait, (number, piece))
-
-    def submit(self) -> None:
-        """Queue all jobs, or none."""
-        try:
-            for job in self.jobs:
-                self._scheduler.submit(job)
-        except (BusyError, UnavailableError):
-            self._cancel()
-            raise
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yield pieces with the number of their job; cancel the jobs if the caller ends early.

@@ -47,6 +47,7 @@ class Job:
         top: number of most likely tokens to report for each token; None to report nothing.
         budget: see `SequenceBudgets.replace`.
         heat: whether to report the heat map of each token.
+        continues: whether the answer's text continues the prompt's, as in completions.
         send: called in the scheduler's thread with each piece, or an error that ended the job.
         cancelled: set by other threads; no piece is sent afterwards.
     """
@@ -61,6 +62,7 @@ class Job:
     top: int | None
     budget: float | None
     heat: bool
+    continues: bool
     send: Callable[[Piece | Exception], None]
     cancelled: bool = False
     cached_tokens: int = 0

@@ -109,7 +109,8 @@ class Prompts:
                 matcher=matcher,
                 top=body.top,
                 budget=body.budget,
-                heat=body.heat_map,
+                heat=bool(body.heat_map),
+                continues=isinstance(body, Completion),
                 send=lambda piece: None,
             )
             for tokens in encoded

@@ -36,7 +36,7 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     """Options of a stream."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
@@ -85,12 +85,12 @@ class Generating(BaseModel, abc.ABC):
     stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = Field(False, description="Go on after the end-of-text token")
+    ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token")
     budget: float | None = Field(
         None, gt=0, le=1, description="Rows fetched at most, as a share of those cached"
     )
     lossless: bool | None = Field(None, description="As the server: verified by the full cache")
-    heat_map: bool = Field(False, description="Stream which cached tokens each token fetched")
+    heat_map: bool | None = Field(None, description="Stream which cached tokens each token fetched")
     user: str | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
@@ -113,7 +113,7 @@ class Generating(BaseModel, abc.ABC):
     @property
     def with_usage(self) -> bool:
         """Whether the last part of a stream has the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @field_validator(*options_of(Sampling))
     @classmethod
@@ -137,7 +137,7 @@ class Completion(Generating):
 
     prompt: str | Tokens | Annotated[list[str | Tokens], Field(min_length=1)]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
-    echo: bool = False
+    echo: bool | None = None
     suffix: Literal[""] | None = None
     best_of: Literal[1] | None = None
 
@@ -162,7 +162,10 @@ class Completion(Generating):
 
 def _parsed(arguments: Any) -> Any:
     """Return the arguments of a call, which clients send as the text of a JSON object."""
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 class TextPart(Strict):

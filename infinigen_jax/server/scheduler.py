@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from infinigen_jax.server.job import BusyError, Intake, Job, RefusedError, Runni
 from infinigen_jax.server.limits import READERS, Limits
 from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.prefix_cache import Node, PrefixCache
+from infinigen_jax.text.detokenize import MOST_HELD
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +57,19 @@ class Scheduler:
         """Start the thread, which first warms up."""
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Queue a request.
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue the prompts of a request, all or none.
 
         Raises:
-            BusyError: if too many requests wait.
+            BusyError: if too many prompts wait.
             UnavailableError: if the server is not ready or is stopping.
         """
         with self._wake:
             if self._stopping or not self.ready.is_set() or self.failure is not None:
                 raise UnavailableError
-            if len(self._waiting) >= self.limits.waiting:
+            if len(self._waiting) + len(jobs) > self.limits.waiting:
                 raise BusyError
-            self._waiting.append(job)
+            self._waiting += jobs
             self._wake.notify()
 
     def cancel(self, job: Job) -> None:
@@ -204,7 +206,8 @@ class Scheduler:
                     return
                 number, tokenizer = intake.joined, self.engine.model.tokenizer
                 matcher = None if job.matcher is None else job.matcher.deep_copy()
-                answer = Answer(tokenizer, number, job.most, job.stop, job.ends, matcher)
+                context = job.tokens[-MOST_HELD:] if job.continues else ()
+                answer = Answer(tokenizer, number, job.most, job.stop, job.ends, matcher, context)
                 assert intake.reading is not None
                 self._batch.join(sequence, intake.reading, Running(job, answer), number)
                 intake.joined += 1

@@ -73,7 +73,8 @@ class Wire(abc.ABC):
         return self._part([]) | usage(jobs)
 
     def _part(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"object": self.part_kind, **self._frame, "choices": choices}
+        part = {"object": self.part_kind, **self._frame, "choices": choices}
+        return part | {"usage": None} if self.body.with_usage else part
 
     @abc.abstractmethod
     def _choice(self, number: int, text: str) -> dict[str, Any]:
@@ -88,7 +89,9 @@ class Wire(abc.ABC):
         """Return the log-probabilities of tokens, if they were asked for."""
 
     def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+        """Return a token's text after another token: a space at the start may be stripped."""
+        alone = self._tokenizer.decode([token])
+        return self._tokenizer.decode([token, token])[len(alone) :]
 
 
 class CompletionWire(Wire):
@@ -120,7 +123,10 @@ class CompletionWire(Wire):
         if self.body.top is None:
             return None
         count = self.body.top
-        top = [{self._text(t): value for t, value in s.choice.top[:count]} for s in scores]
+        # Of tokens with equal texts the likeliest counts.
+        top = [
+            {self._text(t): value for t, value in reversed(s.choice.top[:count])} for s in scores
+        ]
         return {
             "tokens": [self._text(score.token) for score in scores],
             "token_logprobs": [score.choice.log_prob for score in scores],

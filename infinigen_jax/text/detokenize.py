@@ -1,6 +1,7 @@
 """Streaming detokenisation: text from tokens, without decoding all of them for each new token."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from infinigen_jax.errors import ParameterError
@@ -28,12 +29,17 @@ class TextStream:
     Tokens are decoded after the token before them, because a decoder may strip the space before the
     first word. A token may end within a character and then decodes to U+FFFD, so text that ends in
     U+FFFD is held back for the next tokens.
+
+    Args:
+        context: tokens whose text the text continues; not used if it ends within a character.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, context: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._has_text = functools.cache(self._decides_text)
         self._restart()
+        if not self._decode([*context]).endswith(REPLACEMENT):
+            self._context = [*context]
 
     def push(self, token_ids: list[int]) -> str:
         """Append tokens; return the text that became final and was not returned before."""

@@ -1,7 +1,7 @@
 """Streaming text of several sequences, up to their stop strings."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import InputError
@@ -25,16 +25,20 @@ class Texts:
         self._streams: dict[int, TextStream] = {}
         self._filters = [StopFilter(stops) for _ in self.whole]
 
-    def push(self, tokens: list[int | None]) -> list[str]:
-        """Append one step's tokens, None for an ended sequence; return each sequence's new text."""
+    def push(self, tokens: list[int | None], ended: Callable[[int], bool]) -> list[str]:
+        """Append one step's tokens, and return each sequence's new text.
+
+        Args:
+            tokens: None for a sequence without one in this step.
+            ended: whether a sequence gets no more tokens.
+        """
         pieces = [""] * len(tokens)
         for i, token in enumerate(tokens):
             if token is not None and self._tokenizer is not None:
                 stream = self._streams.get(i) or TextStream(self._tokenizer)
                 self._streams[i] = stream
                 pieces[i] = self._filters[i].push(stream.push([token]))
-            elif i in self._streams:
-                # Text that was held back comes before the text of later tokens.
+            elif i in self._streams and ended(i):
                 pieces[i] = self._filters[i].push(self._streams.pop(i).finish())
                 pieces[i] += self._filters[i].finish()
             self.whole[i] += pieces[i]
@@ -43,7 +47,7 @@ class Texts:
     def finish(self) -> list[str]:
         """Return the text that was held back, per sequence: an incomplete character, or the
         beginning of a stop string."""
-        return self.push([None] * len(self.whole))
+        return self.push([None] * len(self.whole), lambda i: True)
 
     def stopped(self, i: int) -> bool:
         """Return whether a sequence has come to a stop string."""

@@ -31,7 +31,11 @@ TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "spe
 
 
 class Tokenizer:
-    """Tokenizer of a model folder, equivalent to the one of transformers.
+    """Tokenizer of a model folder, as its `tokenizer.json` says.
+
+    It equals that of transformers, except where transformers 5 replaces the file's normalizer: with
+    LLaMA 2's, which the model was trained with, texts that begin with a space or follow a special
+    token have one token more.
 
     Args:
         special_tokens: texts by name, such as `bos_token`, for chat templates.

@@ -165,6 +165,22 @@ def test_frequency_factors_of_llama_3(tmp_path):
             assert read_config(path)[1].rope == expected
 
 
+def test_settings_that_older_files_spell_otherwise(tmp_path):
+    """Linear scaling by its former key, or without a type; as many KV heads as query heads."""
+    made = make_tiny(tmp_path / "hf", "llama", **(SIZES | {"num_key_value_heads": 4}))
+    plain = write_gguf(tmp_path / "plain.gguf", made)
+    for key in ("llama.rope.scale_linear", "llama.rope.scaling.factor"):
+        scaled: Any = {key: 4}
+        rope = read_config(write_gguf(tmp_path / "a.gguf", made, **scaled))[1].rope
+        assert rope is not None and (rope.kind, rope.factor) == ("linear", 4.0)
+    without: Any = {"llama.attention.head_count_kv": None}
+    unnamed = write_gguf(tmp_path / "b.gguf", made, **without)
+    assert read_config(unnamed)[1] == read_config(plain)[1]
+    expected = open_tensors(plain)
+    for name, tensor in open_tensors(unnamed).items():
+        np.testing.assert_array_equal(tensor.read(), expected[name].read())
+
+
 def test_load_converts_once(tmp_path, monkeypatch, command):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made, path = tiny_gguf(tmp_path, num_hidden_layers=1)

@@ -13,7 +13,13 @@ import torch
 from safetensors.numpy import load_file
 from tiny import LLAMA, as_torch, only, take_tensors
 
-from infinigen_jax.checkpoint.hf_folder import open_tensors, read_config
+from infinigen_jax.checkpoint.hf_folder import (
+    checked_folder,
+    open_tensors,
+    read_config,
+    side_files,
+    weight_files,
+)
 from infinigen_jax.checkpoint.tensor_names import match
 from infinigen_jax.checkpoint.torch_pickle import read_pickle
 from infinigen_jax.convert import convert
@@ -153,6 +159,22 @@ def test_index_problems(tiny, tmp_path):
     refused(shards[1])
     shutil.copyfile(made.folder / shards[0], made.folder / shards[1])
     refused("is in")
+
+
+def test_one_file_goes_before_an_index(tiny):
+    """Merged weights may be saved into a folder of shards. Transformers reads them, too."""
+    made = tiny("llama")
+    (made.folder / "model.safetensors.index.json").write_text("{}")
+    assert weight_files(made.folder) == [made.folder / "model.safetensors"]
+
+
+def test_a_folder_of_licences_is_no_side_file(tiny):
+    made = tiny("llama")
+    (made.folder / "LICENSES").mkdir()
+    (made.folder / "LICENSE").write_text("Apache-2.0")
+    assert checked_folder(made.folder) == made.folder
+    assert made.folder / "LICENSE" in side_files(made.folder)
+    assert made.folder / "LICENSES" not in side_files(made.folder)
 
 
 def test_wrong_sources(tmp_path):

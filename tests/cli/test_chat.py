@@ -123,7 +123,7 @@ def test_a_full_context(talk, tmp_path):
     assert status == 2 and "Traceback" not in err
     assert err.count("the context is full: the oldest 2 messages are dropped") == 2
     assert err.splitlines()[-1].startswith("error: --context 16: the conversation has 1")
-    assert f"tokens saved to {saved}" in err and saved.is_file() and out.count("\n") == 3
+    assert f"messages saved to {saved}" in err and saved.is_file() and out.count("\n") == 3
     os.mkfifo(tmp_path / "pipe")
     status, out, err = talk("The king said\n", "--save", tmp_path / "pipe")
     assert (status, out) == (2, "") and f"{tmp_path / 'pipe'}: it is not a file" in err
@@ -151,6 +151,21 @@ def test_forgotten_messages_are_not_read_again(engine, template):
     )
     assert said(conversation) == said(other)
     assert dialogue.undo() and not dialogue.undo()
+
+
+def test_a_chat_is_saved_after_undo(engine, template, tmp_path):
+    """The file has the messages that are left; a resumed chat reads them anew."""
+    saved = tmp_path / "saved"
+    dialogue = Dialogue(engine.conversation(context=200), str(template))
+    first, second = ("".join(dialogue.answer(text, 6)) for text in ("The king said", "And then?"))
+    dialogue.undo()
+    assert dialogue.save(saved) == f"2 messages saved to {saved}"
+    resumed = engine.resume(saved)
+    assert [m["content"] for m in resumed.messages] == ["The king said", first]
+    assert "".join(Dialogue(resumed, str(template)).answer("And then?", 6)) == second
+    dialogue.clear()
+    with pytest.raises(InputError, match="no conversation yet"):
+        dialogue.save(saved)
 
 
 def test_a_full_context_drops_the_oldest_turns(engine, template):

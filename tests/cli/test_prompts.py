@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from runtime import random_model
 
-from infinigen_jax.cli.prompts import ANSWER_TOKENS, NEW_TOKENS, prepare_prompts
+from infinigen_jax.cli.prompts import ANSWER_TOKENS, NEW_TOKENS, fitting, prepare_prompts
 from infinigen_jax.engine.encoding import encode, encode_with_prefix, prefix_tokens
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded
@@ -66,6 +66,23 @@ def test_prompts_without_a_template(tokenizer):
         assert given == (expected, 0, NEW_TOKENS)
     with pytest.raises(InputError, match="system: no chat template"):
         prepared(tokenizer, None, system="Be brief.")
+
+
+@pytest.mark.parametrize(
+    "short, lengths, most",
+    [
+        (None, [10, 60], 40),
+        (None, [10, 20], 64),
+        (None, [100], 1),
+        (80, [10, 70], 11),
+        (80, [80], 1),
+        (80, [81], 19),
+    ],
+)
+def test_the_default_is_what_the_model_takes(short, lengths, most):
+    """100 positions; texts of up to `short` tokens may not grow beyond."""
+    config: Any = SimpleNamespace(max_positions=100, longest_short=short)
+    assert fitting(64, [[7] * length for length in lengths], config) == most
 
 
 def test_tokens_that_end_a_turn(tokenizer):

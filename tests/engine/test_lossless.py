@@ -147,6 +147,22 @@ def test_a_conversation_may_end_a_turn_at_any_token(name):
     assert talk(engines[1]) == talk(engines[0])
 
 
+def test_a_stop_string_within_a_round_ends_a_turn():
+    """The context holds the tokens up to it, once each."""
+    model = load("tiny-llama")
+    full = Engine(model, policy=Full())
+    made = Engine(model, policy=ALL, lossless=True, draft_tokens=3)
+    prompt = "Once upon a time"
+    whole = full.generate([prompt], max_new_tokens=8, ignore_eos=True)
+    stop = model.tokenizer.decode(whole.tokens[0][:6])[-3:]
+    talks = [engine.conversation(context=200) for engine in (full, made)]
+    for talk in talks:
+        for _ in talk.turn(prompt, 8, ignore_eos=True, stop=[stop]):
+            pass
+    assert talks[0].tokens == talks[1].tokens
+    assert len(talks[0].tokens) < len(model.tokenizer.encode(prompt)) + 8
+
+
 def test_the_cache_is_the_full_cache():
     """Host rows are those that the full cache would hold, for every token but the last."""
     caches = []

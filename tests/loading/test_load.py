@@ -42,6 +42,24 @@ def test_embedded_models(name):
         checkpoint.embedded("gpt")
 
 
+def test_scales_of_gemma_keep_their_digits(tiny, tmp_path):
+    """They are stored minus 1; 1 + scale in bfloat16 would lose most of them."""
+    sizes = {"head_dim": 16, "sliding_window": 7}
+    made = tiny("gemma3_text", **sizes, layer_types=["sliding_attention", "full_attention"])
+    name = "model.layers.0.post_attention_layernorm.weight"
+    stored = load_file(made.folder / "model.safetensors")
+    stored[name] = np.linspace(-0.01, 0.01, len(stored[name]), dtype=np.float32)
+    save_file(stored, made.folder / "model.safetensors", metadata={"format": "pt"})
+    convert(made.folder, tmp_path / "out", skew="none")
+    model = checkpoint.load(tmp_path / "out", dtype="bfloat16")
+    scales = {n: p["scale"] for n, p in model.params["layers"][0].items() if "norm" in n}
+    assert {scale.dtype.name for scale in scales.values()} == {"float32"} and len(scales) == 6
+    np.testing.assert_array_equal(scales["attention_post_norm"], stored[name] + 1)
+    assert model.params["layers"][0]["down"]["kernel"].dtype.name == "bfloat16"
+    logits = logits_of(model, np.array([[1, 2, 3]], np.int32))
+    assert np.isfinite(logits).all()
+
+
 def test_embedded_models_by_name(command, tmp_path, monkeypatch):
     """A folder of that name goes first, and every command says which names there are."""
     monkeypatch.chdir(tmp_path)

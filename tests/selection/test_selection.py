@@ -278,3 +278,9 @@ def test_marks_that_are_not_searched_are_not_copied():
     assert text is not None
     main = text[text.index("\nENTRY") :]
     assert "while(" in main and not re.search(r"= (pred|u32)\S+ (copy|conditional)\(", main)
+
+
+@pytest.mark.parametrize("budget", [1e-10, 5e-324, 0.0])
+def test_the_smallest_budgets_are_int32(budget):
+    share = budget_fraction(budget)
+    assert share.numerator == 1 and 0 < share.denominator < 2**31

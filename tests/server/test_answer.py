@@ -1,11 +1,16 @@
 """Texts of answers, token by token."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infinigen_jax.engine.results import Choice
-from infinigen_jax.server.answer import Answer
+from infinigen_jax.server.answer import Answer, Piece, TokenScore
+from infinigen_jax.server.protocol import Completion
+from infinigen_jax.server.wire import CompletionWire
 
 
 class Letters:
@@ -48,3 +53,24 @@ def test_why_an_answer_ends(most, finish):
 def test_text_that_may_begin_a_stop_string_is_held_back():
     pieces, _ = answered("a<|b<|e", ["<|end"])
     assert [piece.text for piece in pieces] == ["a", "", "", "<|b", "", "", ""]
+
+
+class Bytes(Letters):
+    """A tokenizer whose tokens above 99 are bytes of characters, and whose decoder strips."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        text = "".join("\ufffd" if token > 99 else chr(token) for token in tokens)
+        return text.removeprefix(" ")
+
+
+def test_log_probabilities_by_text():
+    """The likeliest of the tokens with one text counts, and a token keeps its space."""
+    body = Completion.model_validate({"model": "m", "prompt": "a", "logprobs": 3})
+    wire = CompletionWire("m", body, Bytes(), [[97]])
+    score = TokenScore(32, Choice(-1.0, [(32, -1.0), (200, -2.0), (201, -5.0)]), 0)
+    wire.add(0, Piece(0, " ", (score,), "stop"))
+    numbers = {"new_tokens": 1, "cached_tokens": 0, "fetched_fraction": 0, "tokens_per_second": 0}
+    job: Any = SimpleNamespace(tokens=[97], **numbers)
+    (choice,) = wire.whole([job])["choices"]
+    assert choice["logprobs"]["tokens"] == [" "]
+    assert choice["logprobs"]["top_logprobs"] == [{" ": -1.0, "\ufffd": -2.0}]

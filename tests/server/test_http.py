@@ -58,6 +58,7 @@ def test_status_pages(served: Served):
         json.dumps(BODY | {"prompt": [-1]}).encode(),
         json.dumps(BODY | {"prompt": []}).encode(),
         json.dumps(BODY | {"temperature": float("nan")}).encode(),
+        json.dumps(BODY | {"top_k": 10**400}).encode(),
     ],
 )
 def test_malformed_bodies(served: Served, body):
@@ -139,7 +140,8 @@ def _raw(server: Served, text: str) -> str:
 
 def job(most: int, send: Any, tokens: int = 5) -> Job:
     """A job that does not end early."""
-    return Job([7] * tokens, most, Sampling(), 1, (), frozenset(), None, None, None, False, send)
+    fixed = (), frozenset(), None, None, None, False, False
+    return Job([7] * tokens, most, Sampling(), 1, *fixed, send)
 
 
 def test_full_queue_and_shutdown(served: Served, monkeypatch):
@@ -158,7 +160,7 @@ def test_full_queue_and_shutdown(served: Served, monkeypatch):
         def is_full() -> bool:
             """Three answers run, two prompts are read ahead, and one waits."""
             try:
-                scheduler.submit(job(240, send))
+                scheduler.submit([job(240, send)])
             except BusyError:
                 return server.metric("infinigen_waiting_requests") == 3
             return False
@@ -169,7 +171,7 @@ def test_full_queue_and_shutdown(served: Served, monkeypatch):
         assert content["error"]["type"] == "rate_limit_error"
     assert ended and all(isinstance(error, UnavailableError) for error in ended)
     with pytest.raises(UnavailableError):
-        scheduler.submit(job(1, send))
+        scheduler.submit([job(1, send)])
 
 
 def test_clients_that_die_at_any_point(served: Served):
@@ -200,7 +202,7 @@ def test_not_ready_before_the_warm_up(served: Served):
     engine = small_engine()
     scheduler = Scheduler(engine, Limits.of(engine, ROWS, CONTEXT), Metrics(engine.decoder))
     with pytest.raises(UnavailableError):
-        scheduler.submit(job(1, print))
+        scheduler.submit([job(1, print)])
     scheduler.stop(1.0)
 
 
@@ -238,11 +240,11 @@ def test_a_long_prompt_stalls_no_stream(served: Served):
         return send
 
     running = job(200, of("running"))
-    served.scheduler.submit(running)
+    served.scheduler.submit([running])
     served.wait(lambda: len(times) > 2)
     before = len(times)
     chunks = 3
-    served.scheduler.submit(job(1, of("long"), chunks * 64 - 5))
+    served.scheduler.submit([job(1, of("long"), chunks * 64 - 5)])
     served.wait(lambda: "long" in times)
     served.scheduler.cancel(running)
     assert times[before:].index("long") >= chunks - 1

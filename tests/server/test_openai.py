@@ -39,6 +39,7 @@ def test_stream(served: Served):
     assert len(parts) > 10
     assert [part.choices[0].finish_reason for part in parts[:-1]][-1] == "length"
     assert parts[-1].choices == [] and parts[-1].usage.completion_tokens == 20
+    assert all("usage" in part.model_fields_set and part.usage is None for part in parts[:-1])
 
 
 def test_chat(served: Served):
@@ -131,6 +132,7 @@ REFUSED = {
     "max_tokens": {"max_tokens": 0},
     "new": {"extra_body": {"new": 1}},
     "prompt": {"prompt": ""},
+    "prompt ": {"prompt": [PROMPT] * 65},
     "budget": {"extra_body": {"budget": 0.9}},
     "heat_map": {"prompt": [PROMPT, LONG], "stream": True, "extra_body": {"heat_map": True}},
 }
@@ -141,7 +143,7 @@ def test_refused_parameters_are_named(served: Served, field):
     with pytest.raises(openai.BadRequestError) as caught:
         served.complete(**({"prompt": PROMPT} | REFUSED[field]))
     error: Any = caught.value.body
-    assert error["param"] == field and field in error["message"]
+    assert error["param"] == field.strip() and error["param"] in error["message"]
     assert error["type"] == "invalid_request_error"
 
 
@@ -174,6 +176,25 @@ def test_other_refusals(served: Served):
             model="small", messages=[{"role": "user", "content": [part]}]
         )
     assert image.value.param == "messages"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    with pytest.raises(openai.BadRequestError) as nested:
+        asked: Any = [{"role": "assistant", "tool_calls": [call]}]
+        served.client.chat.completions.create(model="small", messages=asked)
+    assert nested.value.param == "messages"
+
+
+def test_null_is_as_left_out(served: Served):
+    none = dict.fromkeys(("echo", "ignore_eos", "heat_map", "budget", "lossless", "top_k"))
+    answer = served.complete(PROMPT, extra_body=none)
+    assert answer.choices[0].text == served.expected([PROMPT]).texts[0]
+
+
+def test_a_tiny_budget_ends_no_other_request(served: Served):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        other = pool.submit(served.complete, LONG)
+        answer = served.complete(LONG, extra_body={"budget": 1e-12})
+    assert len(answer.choices[0].text) > 0
+    assert other.result().choices[0].text == served.expected([LONG]).texts[0]
 
 
 def test_models(served: Served):

@@ -1,6 +1,7 @@
 """Streaming text against decoding all tokens together, for both kinds of tokenizer."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinigen_jax.text.detokenize import REPLACEMENT, TextStream
+from infinigen_jax.text.texts import Texts
 
 WORDS = ["a", " word", "é", "€", " 日本", "😀", "  ", "\n", ".", " '", "n't"]
 BYTES = ["<0xE2>", "<0x82>", "<0xAC>", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "<0x41>"]
@@ -162,3 +164,30 @@ def test_cost_is_linear(make, kind):
     expected = tokenizer.tokenizer.decode([token] * count, skip_special_tokens=True)
     assert "".join(pieces) + rest == expected
     assert tokenizer.decoded < 30 * count
+
+
+def test_a_text_goes_on_after_its_context():
+    """A decoder that strips a text's first space strips none of a text that continues another."""
+    tokenizer: Any = byte_fallback()
+    words = tokenizer.convert_tokens_to_ids(["▁the", "cat", "▁the"])
+    assert TextStream(tokenizer, words[:2]).push(words[2:]) == " the"
+    assert TextStream(tokenizer).push(words[2:]) == "the"
+    # What ends within a character does not tell where the text begins.
+    part = tokenizer.convert_tokens_to_ids(BYTES[:1])
+    assert TextStream(tokenizer, part).push(words[2:]) == "the"
+
+
+def test_a_sequence_without_a_token_in_a_step_has_not_ended():
+    """A lossless round may accept more tokens for other sequences."""
+    tokenizer: Any = byte_fallback()
+    model: Any = SimpleNamespace(tokenizer=tokenizer)
+    euro = tokenizer.convert_tokens_to_ids(BYTES[:3])
+    texts = Texts(model, 2, [".cat"])
+    dot, cat = tokenizer.convert_tokens_to_ids([".", "cat"])
+    steps = [[euro[0], dot], [euro[1], None], [None, cat], [euro[2], None]]
+    pieces = [texts.push(step, lambda i: False) for step in steps]
+    assert "".join(piece[0] for piece in pieces) == "€"
+    assert texts.whole == ["€", ""] and texts.stopped(1) and not texts.stopped(0)
+    texts = Texts(model, 1)
+    assert texts.push(euro[:1], lambda i: False) == [""]
+    assert texts.push([None], lambda i: True) == [REPLACEMENT]

@@ -68,7 +68,8 @@ async function* events(response) {
 }
 
 async function send(text) {
-  messages.push({ role: "user", content: text });
+  const mine = messages; // "New chat" replaces them
+  mine.push({ role: "user", content: text });
   show("user", text);
   const box = show("assistant");
   const started = performance.now();
@@ -106,7 +107,8 @@ async function send(text) {
   } catch (error) {
     if (error.name !== "AbortError") show("error", error.message);
   }
-  messages.push({ role: "assistant", content: answer });
+  if (answer) mine.push({ role: "assistant", content: answer });
+  else mine.pop(); // a message without an answer is not repeated in later requests
   $("send").hidden = !($("stop").hidden = true);
 }
 
