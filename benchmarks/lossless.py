@@ -28,7 +28,7 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.evaluation.texts import common_length
-from infinigen_jax.loading.load import DTYPES, Model, load
+from infinigen_jax.loading.load import DTYPES, Model
 from infinigen_jax.policies import Full
 
 SYSTEMS = ("full", "infinigen", "lossless:infinigen")
@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all contexts and return the result, which is written as it grows."""
     path = options.json or RESULTS / f"lossless-{machine.device_name()}.json"
     longest = max(options.contexts) + TOKENS + options.tokens * options.rounds + 128
-    model = _model(options, longest)
+    model, _ = shapes.model_of(options, longest)
     names = "contexts tokens rounds budget weights dtype draft_tokens systems".split()
     result: dict[str, Any] = {
         "benchmark": "lossless",
@@ -102,12 +102,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         write_json(path, result)
     note(f"written to {path}")
     return result
-
-
-def _model(options: argparse.Namespace, positions: int) -> Model:
-    if options.model:
-        return load(options.model, dtype=options.dtype)
-    return shapes.peaked_model(shapes.SHAPES[options.shape], positions, options.dtype)
 
 
 def _measure_context(model: Model, context: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def gather_rows(
         head = lax.broadcasted_iota(jnp.int32, slots.shape, 1)
         return _gather(cache, layer, sequence, head, slots)
 
-    return _sharded(local, mesh, (CACHE_SPEC, PartitionSpec(), ROWS_SPEC), ROWS_SPEC)(
+    return sharded(local, mesh, (CACHE_SPEC, PartitionSpec(), ROWS_SPEC), ROWS_SPEC)(
         cache, layer, slots
     )
 
@@ -253,7 +253,7 @@ def read_block(
         block = lax.dynamic_slice(cache, (layer, zero, zero, start, zero), (1, b, k, size, w))
         return to_device(block.reshape(b, k, size, w))
 
-    return _sharded(local, mesh, (CACHE_SPEC, PartitionSpec(), PartitionSpec()), ROWS_SPEC)(
+    return sharded(local, mesh, (CACHE_SPEC, PartitionSpec(), PartitionSpec()), ROWS_SPEC)(
         cache, layer, start
     )
 
@@ -289,7 +289,7 @@ def write_span(
         return lax.fori_loop(zero, jnp.int32(rows.shape[0]), write, cache)
 
     specs = (CACHE_SPEC, PartitionSpec(), ROWS_SPEC, BATCH_SPEC, BATCH_SPEC)
-    return _sharded(local, mesh, specs, CACHE_SPEC)(cache, layer, rows, span.start, span.count)
+    return sharded(local, mesh, specs, CACHE_SPEC)(cache, layer, rows, span.start, span.count)
 
 
 def read_sequence(
@@ -311,7 +311,7 @@ def read_sequence(
         return to_device(lax.dynamic_slice(cache, at, (1, 1, k, size, w))[0])
 
     one = PartitionSpec()
-    return _sharded(local, mesh, (CACHE_SPEC, one, one, one), ROWS_SPEC)(
+    return sharded(local, mesh, (CACHE_SPEC, one, one, one), ROWS_SPEC)(
         cache, layer, sequence, start
     )
 
@@ -337,7 +337,7 @@ def write_block(
 
     one = PartitionSpec()
     specs = (CACHE_SPEC, one, one, one, PartitionSpec(None, "model"))
-    return _sharded(local, mesh, specs, CACHE_SPEC)(cache, layer, sequence, start, rows)
+    return sharded(local, mesh, specs, CACHE_SPEC)(cache, layer, sequence, start, rows)
 
 
 def store_rows(
@@ -368,14 +368,15 @@ def store_rows(
         )
 
     slots_spec = PartitionSpec(None, "data", "model", None)
-    return _sharded(local, mesh, (CACHE_SPEC, CACHE_SPEC, slots_spec), CACHE_SPEC)(
+    return sharded(local, mesh, (CACHE_SPEC, CACHE_SPEC, slots_spec), CACHE_SPEC)(
         cache, rows, slots
     )
 
 
-def _sharded(
-    function: Callable[..., Array], mesh: Mesh, in_specs: Any, out_specs: Any
-) -> Callable[..., Array]:
+def sharded(
+    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Return a function of arrays on a mesh, given one of the parts that a device holds."""
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )

@@ -15,13 +15,12 @@ the device with static shapes, without the host.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax import cuda
-from infinigen_jax.cache.host_array import BATCH_SPEC, ROWS_SPEC
+from infinigen_jax.cache.host_array import BATCH_SPEC, ROWS_SPEC, sharded
 from infinigen_jax.cuda import calls
 from infinigen_jax.ops.indexing import look_up, put
 from infinigen_jax.selection.select import Request, top_slots
@@ -118,13 +117,8 @@ def replace_entries(
         return replacement(hot, request, positions)
     arrays = (request.slots, request.count, positions, hot.slots, hot.used, hot.place)
     rows = [ROWS_SPEC] * 5
-    replaced = jax.shard_map(
-        calls.replace_entries,
-        mesh=mesh,
-        in_specs=(*rows[:2], BATCH_SPEC, *rows[:3]),
-        out_specs=tuple(rows),
-        check_vma=False,
-    )
+    specs = (*rows[:2], BATCH_SPEC, *rows[:3])
+    replaced = sharded(calls.replace_entries, mesh, specs, tuple(rows))
     entry, miss, slots, used, place = replaced(*arrays)
     return HotSet(hot.rows, slots, used, place), Replacement(entry, miss)
 

@@ -238,20 +238,15 @@ Local = DenseLayer | Sliding | Resident  # rows that the device keeps of a layer
 
 
 def sums_of_values(
-    rows: Float[Array, "b k n w"], counted: Bool[Array, "b kv n"], blocks: int = 1, size: int = 0
-) -> Float[Array, "b k m d"]:
+    rows: Float[Array, "b k n w"], counted: Bool[Array, "b kv n"]
+) -> Float[Array, "b k 1 d"]:
     """Return the sums of the values of the counted rows, float32; other rows may hold anything.
 
     Args:
         counted: mask of the rows, per KV head or, with kv = 1, for all heads.
-        blocks: number m of blocks.
-        size: rows per block; 0 for one block of all rows.
     """
     values = jnp.where(counted[..., None], values_of(rows).astype(jnp.float32), 0.0)
-    b, k, n, d = values.shape
-    size = size or n
-    values = jnp.pad(values, ((0, 0), (0, 0), (0, blocks * size - n), (0, 0)))
-    return jnp.sum(values.reshape(b, k, blocks, size, d), axis=3)
+    return jnp.sum(values, axis=2, keepdims=True)
 
 
 def _picked(

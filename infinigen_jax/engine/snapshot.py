@@ -72,7 +72,7 @@ def restore(decoder: Decoder, capacity: int, length: int, file: SavedFile) -> Ca
         # Never alias the mapped file: the array will be donated.
         array = array.view(leaf.dtype)
         leaves.append(jax.device_put(array, leaf.sharding, may_alias=False))
-    tree = jax.tree.structure(_kept(cache))
+    tree = jax.tree.structure(kept(cache))
     states, local, lengths, scales = jax.tree.unflatten(tree, leaves)
     host = cache.host
     for layer in range(decoder.host_layers):
@@ -86,7 +86,8 @@ def _numbers(decoder: Decoder, array: Any) -> np.ndarray:
     return array.view(number_dtype(array.dtype, decoder.dtype))
 
 
-def _kept(cache: Cache) -> tuple[Any, ...]:
+def kept(cache: Cache) -> tuple[Any, ...]:
+    """Return the arrays of a cache except the host's, and hot sets, which never affect results."""
     return cache.states, cache.local, cache.lengths, cache.scales
 
 
@@ -94,7 +95,7 @@ def _leaves(cache: Cache) -> list[tuple[Any, bool]]:
     """Return the arrays except the host's, each with whether its axis 2 counts tokens."""
     layers = [layer for layer in cache.local if isinstance(layer, DenseLayer)]
     by_token = {id(leaf) for leaf in jax.tree.leaves(layers)}
-    return [(leaf, id(leaf) in by_token) for leaf in jax.tree.leaves(_kept(cache))]
+    return [(leaf, id(leaf) in by_token) for leaf in jax.tree.leaves(kept(cache))]
 
 
 def fill_layer(decoder: Decoder, host: Any, layer: int, rows: np.ndarray) -> Any:
@@ -105,12 +106,14 @@ def fill_layer(decoder: Decoder, host: Any, layer: int, rows: np.ndarray) -> Any
         piece = np.pad(piece, ((0, 0), (0, 0), (0, block - piece.shape[2]), (0, 0)))
         piece = piece.view(host.dtype)
         numbers = (jax.device_put(np.int32(i), at.whole) for i in (layer, start))
-        host = _writer(decoder)(host, *numbers, jax.device_put(piece, at.rows))
+        host = row_writer(decoder)(host, *numbers, jax.device_put(piece, at.rows))
     return host
 
 
 @functools.lru_cache(maxsize=16)
-def _writer(decoder: Decoder) -> Any:
+def row_writer(decoder: Decoder) -> Any:
+    """Return the compiled `write_block` of a cache of one sequence."""
+
     def write(host: Any, layer: Any, start: Any, rows: Any) -> Any:
         return write_block(host, layer, jnp.int32(0), start, rows, decoder.mesh)
 

@@ -104,18 +104,15 @@ def compare(decoder: Decoder, watched: Watched) -> Seen:
         covered = near + jnp.sum(jnp.where(mask[:, :, None], far, 0.0), axis=-1)
         return jnp.where(total > 0, covered / jnp.where(total > 0, total, 1.0), 1.0)
 
-    def output(o: Float[Array, "b k g d"]) -> Float[Array, "b e"]:
-        return layer.attention_output(o.reshape(o.shape[0], config.num_heads, -1))
-
-    whole = output(everything)
+    whole = decoder.output(layer, everything)
     return Seen(
         mass(fetched),
         mass(best),
         _entries(fetched),
         wanted,
         _entries(fetched & best),
-        _relative(output(had), whole),
-        _relative(output(could), whole),
+        _relative(decoder.output(layer, had), whole),
+        _relative(decoder.output(layer, could), whole),
     )
 
 

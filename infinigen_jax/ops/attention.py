@@ -115,12 +115,12 @@ def _with_tail(
 class Softmax(NamedTuple):
     """Online softmax in progress: peak score, sum of weights, weighted sum of values."""
 
-    peak: Float[Array, "b k g"]
-    total: Float[Array, "b k g"]
-    weighted: Float[Array, "b k g d"]
+    peak: Float[Array, "*b"]
+    total: Float[Array, "*b"]
+    weighted: Float[Array, "*b d"]
 
 
-def start_softmax(q: Float[Array, "b k g d"]) -> Softmax:
+def start_softmax(q: Float[Array, "*b d"]) -> Softmax:
     """Return the state before any row is attended."""
     shape = q.shape[:-1]
     zeros = jnp.zeros(q.shape, jnp.float32)

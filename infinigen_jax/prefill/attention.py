@@ -18,30 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.ops.attention import MASKED, Softmax, soft_capped
+from infinigen_jax.ops.attention import MASKED, Softmax, soft_capped, start_softmax
 from infinigen_jax.prefill import cudnn_attention as fused_attention
 from infinigen_jax.prefill.prior_rows import BLOCK, NOWHERE, Attended, Block, PriorRows
 
 DIAGONAL_BLOCK = 512  # for the chunk's own keys; small, as blocks on the diagonal are half masked
 CPU_TILE = 1536  # most rows of a tile: queries times query heads of a KV head
 DEVICE_TILE_BYTES = 1 << 26  # for all tiles processed together
-
-
-def causal_attention(
-    q: Float[Array, "b s h d"],
-    keys: Float[Array, "b s k d"],
-    values: Float[Array, "b s k d"],
-    window: int | None = None,
-) -> Float[Array, "b s h d"]:
-    """Return causal attention over prompts padded on the right; query heads share KV heads.
-
-    Padded positions affect only outputs at padded positions.
-
-    Args:
-        window: number of tokens, including itself, that a token attends to; None for all prior
-            ones.
-    """
-    return attend_chunk(q, keys, values, window=window).output
 
 
 def attend_chunk(
@@ -54,11 +37,14 @@ def attend_chunk(
 ) -> Attended:
     """Return causal attention of a chunk, over itself and over the rows before it.
 
+    Padding on the right affects only outputs at padded positions.
+
     Args:
         q: scaled queries; query head h reads KV head h // (h / k).
         keys, values: keys and values of the chunk.
         prior: rows before the chunk; None for none.
-        window: see `causal_attention`.
+        window: number of tokens, including itself, that a token attends to; None for all prior
+            ones.
         cap: bound of the scores, see `ops.attention.soft_capped`.
     """
     cpu, default = (functools.partial(_attend, prior, window, cap, all) for all in (False, True))
@@ -253,7 +239,7 @@ def _attend_diagonal(
     begin, end = jnp.int32(0), jnp.minimum(tile.places[-1] // size + 1, keys.shape[0] // size)
     if mask.window is not None:
         begin = jnp.maximum(tile.places[0] - mask.window + 1, 0) // size
-    return lax.fori_loop(begin, end, visit, _empty_softmax(tile.q))
+    return lax.fori_loop(begin, end, visit, start_softmax(tile.q))
 
 
 def _attend_block(
@@ -270,11 +256,6 @@ def _attend_block(
     if mask.window is not None:
         visible &= (start + tile.places)[:, None] - positions[None] < mask.window
     return _update(state, tile.q, keys, values, visible, mask.cap)
-
-
-def _empty_softmax(q: Float[Array, "m d"]) -> Softmax:
-    zeros = jnp.zeros(q.shape, jnp.float32)
-    return Softmax(jnp.full(q.shape[:-1], MASKED, jnp.float32), zeros[..., 0], zeros)
 
 
 def _update(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.ops.attention import MASKED, Softmax, soft_capped
+from infinigen_jax.ops.attention import MASKED, Softmax, soft_capped, start_softmax
 from infinigen_jax.prefill.prior_rows import NOWHERE, Attended, Block, PriorRows
 
 
@@ -63,7 +63,7 @@ def attend_narrow(
         following = prior.block(number + 1)
         return _update(state, grouped, seen(block), cap), following
 
-    state = _empty(grouped)
+    state = start_softmax(grouped.swapaxes(2, 3))
     for rows in near:
         state = _update(state, grouped, rows, cap)
     first = jnp.int32(0)
@@ -79,11 +79,6 @@ def attend_narrow(
 def _ungrouped(x: Float[Array, "b k m d"], c: int) -> Float[Array, "b c h d"]:
     b, k, m, d = x.shape
     return x.reshape(b, k, c, m // c, d).transpose(0, 2, 1, 3, 4).reshape(b, c, -1, d)
-
-
-def _empty(grouped: Float[Array, "b k d m"]) -> Softmax:
-    zeros = jnp.zeros(grouped.swapaxes(2, 3).shape, jnp.float32)
-    return Softmax(jnp.full(zeros.shape[:-1], MASKED, jnp.float32), zeros[..., 0], zeros)
 
 
 def _update(

@@ -17,14 +17,14 @@ import sys
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from infinigen_jax.cache.cache import Cache
-from infinigen_jax.cache.host_array import Placement, write_block
+from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.live_batch import Reading, chunk_lengths
+from infinigen_jax.engine.snapshot import kept, row_writer
 from infinigen_jax.prefill.compiled import cache_steps
 from infinigen_jax.prefill.prefill import empty_cache
 
@@ -74,7 +74,7 @@ class PrefixCache:
         make = cache_steps(decoder).empty.shapes
         small, large = (make(batch=1, capacity=n, slots=n) for n in (capacity, 2 * capacity))
         observed = len(jax.tree.leaves(small.states)) if decoder.policy.observes else 0
-        pairs = zip(*(jax.tree.leaves(_kept(shapes)) for shapes in (small, large)), strict=True)
+        pairs = zip(*(jax.tree.leaves(kept(shapes)) for shapes in (small, large)), strict=True)
         self._axes = [
             _token_axis(one.shape, two.shape, capacity, changes=i < observed)
             for i, (one, two) in enumerate(pairs)
@@ -102,7 +102,7 @@ class PrefixCache:
             return None
         cache = empty_cache(decoder, 1, self._capacity)
         host = cache.host if cache.host is None else self._fill(cache.host, chain)
-        leaves, tree = jax.tree.flatten(_kept(cache))
+        leaves, tree = jax.tree.flatten(kept(cache))
         for i, (leaf, axis) in enumerate(zip(leaves, self._axes, strict=True)):
             parts = [n.leaves[i] for n in (chain if axis.by_token else chain[-1:])]
             stored = np.concatenate(parts, axis=axis.number)
@@ -151,19 +151,19 @@ class PrefixCache:
         size = next(size for size in chunk_lengths(self._chunk) if size >= node.count)
         at = min(start, self._capacity - size)
         sliced = tuple(axis.number if axis.by_token else None for axis in self._axes)
-        arrays = jax.device_get(_cut(sliced, size)(jax.tree.leaves(_kept(cache)), np.int32(at)))
+        arrays = jax.device_get(_cut(sliced, size)(jax.tree.leaves(kept(cache)), np.int32(at)))
         for array, axis in zip(arrays, self._axes, strict=True):
-            kept = slice(start - at, start - at + node.count)
+            part = slice(start - at, start - at + node.count)
             if not axis.by_token:
-                kept = slice(-(-node.end * array.shape[axis.number] // self._capacity))
-            kept = slice(None) if axis.number == 0 else kept
-            node.leaves.append(array[(slice(None),) * axis.number + (kept,)].copy())
+                part = slice(-(-node.end * array.shape[axis.number] // self._capacity))
+            part = slice(None) if axis.number == 0 else part
+            node.leaves.append(array[(slice(None),) * axis.number + (part,)].copy())
         if cache.host is not None:
             node.rows = np.asarray(cache.host)[:, 0, :, start : node.end].copy()
 
     def _fill(self, host: Any, chain: list[Node]) -> Any:
         """Write the rows of a chain of nodes to the host's array of one sequence."""
-        at, write = Placement(self._decoder.mesh), _writer(self._decoder)
+        at, write = Placement(self._decoder.mesh), row_writer(self._decoder)
         for node in chain:
             assert node.rows is not None
             start, rows = node.end - node.count, node.rows
@@ -174,8 +174,8 @@ class PrefixCache:
                 rows = rows[:, :, start : node.end]
             if rows.shape[2] < size:
                 rows = np.pad(rows, ((0, 0), (0, 0), (0, size - rows.shape[2]), (0, 0)))
-            place = jax.device_put(np.int32(start), at.whole)
-            host = write(host, place, jax.device_put(rows, at.rows))
+            first, place = (jax.device_put(np.int32(i), at.whole) for i in (0, start))
+            host = write(host, first, place, jax.device_put(rows, at.rows))
         return host
 
     def _evict(self) -> None:
@@ -187,11 +187,6 @@ class PrefixCache:
             del node.parent.children[node.key]
             self._nodes.remove(node)
             self.bytes -= node.bytes
-
-
-def _kept(cache: Cache) -> Any:
-    """Return the arrays of a cache except the host's, and hot sets, which never affect results."""
-    return cache.states, cache.local, cache.lengths, cache.scales
 
 
 class _Axis(NamedTuple):
@@ -212,17 +207,6 @@ def _token_axis(
     grown = (i for i, (n, m) in enumerate(zip(shape, larger, strict=True)) if n != m)
     number = next(grown, 0)
     return _Axis(number, number > 0 and shape[number] == capacity and not changes)
-
-
-@functools.lru_cache(maxsize=16)
-def _writer(decoder: Decoder) -> Any:
-    """Return the compiled `write_block`, of all layers of the only sequence."""
-
-    def write(host: Any, start: Any, rows: Any) -> Any:
-        first = jnp.int32(0)
-        return write_block(host, first, first, start, rows, decoder.mesh)
-
-    return jax.jit(write, donate_argnums=0, out_shardings=Placement(decoder.mesh).host)
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax import cuda
-from infinigen_jax.cache.host_array import CACHE_SPEC, ROWS_SPEC, kernel_slots
+from infinigen_jax.cache.host_array import CACHE_SPEC, ROWS_SPEC, kernel_slots, sharded
 from infinigen_jax.cache.hot_set import Replacement
 from infinigen_jax.cuda.calls import Gather, await_gather, start_gather
 from infinigen_jax.selection.select import Request
@@ -70,7 +70,7 @@ class CudaTransfer:
 
         arrays = (host, layer, request.slots, request.count, *directory)
         out = _gather_specs(replacement is not None)
-        return Ticket(_sharded(local, mesh, _specs(len(arrays)), out)(*arrays), mesh)
+        return Ticket(sharded(local, mesh, _specs(len(arrays)), out)(*arrays), mesh)
 
     def order(self, ticket: Ticket, q: Array) -> tuple[Ticket, Array]:
         """Order the start before the work that it should overlap with.
@@ -91,15 +91,9 @@ class CudaTransfer:
         x, (rows, hot) = lax.optimization_barrier((x, (gather.rows, gather.hot)))
         gather = gather._replace(rows=rows, hot=hot)
         specs = _gather_specs(hot is not None)
-        await_local = _sharded(await_gather, ticket.mesh, (specs,), (specs.rows, specs.hot))
+        await_local = sharded(await_gather, ticket.mesh, (specs,), (specs.rows, specs.hot))
         x, (rows, hot) = lax.optimization_barrier((x, await_local(gather)))
         return x, rows, hot
-
-
-def cuda_transfer_or_reason() -> CudaTransfer | str:
-    """Return the transfer, or one line that states why this process cannot use it."""
-    reason = cuda.unavailable()
-    return CudaTransfer() if reason is None else reason
 
 
 def best_transfer(requested: bool) -> CudaTransfer | XlaTransfer:
@@ -111,11 +105,10 @@ def best_transfer(requested: bool) -> CudaTransfer | XlaTransfer:
     """
     if not requested and jax.default_backend() != "gpu":
         return xla_transfer()
-    transfer = cuda_transfer_or_reason()
-    if isinstance(transfer, str):
-        logger.warning("transfer cuda: %s; using xla instead", transfer)
+    if reason := cuda.unavailable():
+        logger.warning("transfer cuda: %s; using xla instead", reason)
         return xla_transfer()
-    return transfer
+    return CudaTransfer()
 
 
 def _specs(arrays: int) -> tuple[PartitionSpec, ...]:
@@ -127,9 +120,3 @@ def _gather_specs(hot: bool) -> Any:
     """Return the specs of a Gather, with or without a hot set."""
     arrays: Any = (ROWS_SPEC, ROWS_SPEC if hot else None, _specs(6 if hot else 4))
     return Gather(*arrays)
-
-
-def _sharded(function: Any, mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )

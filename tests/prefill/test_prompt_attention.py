@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from infinigen_jax.cache.layers import Sliding
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import attention as prompt_attention
-from infinigen_jax.prefill.attention import attend_chunk, causal_attention
+from infinigen_jax.prefill.attention import attend_chunk
 from infinigen_jax.prefill.attention_mass import attention_mass
 from infinigen_jax.prefill.layer import device_rows
 from infinigen_jax.prefill.prior_rows import PriorRows
@@ -99,19 +99,19 @@ def test_windows(window, attend, monkeypatch):
 def test_blocks_of_their_true_size():
     q, keys, values = prompts(1, 600, 4, 2)
     np.testing.assert_allclose(
-        causal_attention(q, keys, values), dense(q, keys, values), atol=TOLERANCE
+        attend_chunk(q, keys, values).output, dense(q, keys, values), atol=TOLERANCE
     )
 
 
 def test_padding_behind_a_prompt_reaches_only_its_own_outputs():
     q, keys, values = prompts(1, 21, 2, 2)
-    short = causal_attention(q[:, :13], keys[:, :13], values[:, :13])
-    np.testing.assert_allclose(causal_attention(q, keys, values)[:, :13], short, atol=TOLERANCE)
+    short = attend_chunk(q[:, :13], keys[:, :13], values[:, :13]).output
+    np.testing.assert_allclose(attend_chunk(q, keys, values).output[:, :13], short, atol=TOLERANCE)
 
 
 def test_half_precision_keeps_its_type_and_a_float32_softmax():
     q, keys, values = (jnp.asarray(x, jnp.bfloat16) for x in prompts(2, 40, 4, 2))
-    output = causal_attention(q, keys, values)
+    output = attend_chunk(q, keys, values).output
     assert output.dtype == jnp.bfloat16
     exact: Any = [np.asarray(x, np.float32) for x in (q, keys, values)]
     expected = dense(*exact)

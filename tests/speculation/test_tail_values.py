@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runtime import TAILED, random_model, scores_of, slow_except, tokens_of
 
 from infinigen_jax import Engine
-from infinigen_jax.cache.layers import Slots, sums_of_values
+from infinigen_jax.cache.layers import Slots
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.calibrate import DEFAULT_TEXT, SINKS
 from infinigen_jax.errors import InputError
@@ -141,7 +141,8 @@ def test_values_that_follow_from_their_keys_are_attended_exactly(dtype, toleranc
     centre = jnp.einsum("bkgc,kc->bkg", own, weights["centre"])[..., None]
     there = SLOTS.eligible(positions, t)
     less = without_predicted(weights, jnp.asarray(keys), jnp.asarray(values))
-    sums = sums_of_values(jnp.concatenate([less, less], axis=-1), there[:, None], 4, 64)
+    left = jnp.where(there[:, None, :, None], less, 0.0).reshape(b, k, 4, 64, d)
+    sums = jnp.sum(left, axis=3)
     count = jnp.sum(there.reshape(b, 1, 4, 64), axis=-1, dtype=jnp.int32)
     assert rest.entry is not None
     tail = Tail(rest.score + centre, sums, count, predicted(weights, rest.entry))
