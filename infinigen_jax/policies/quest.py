@@ -43,7 +43,7 @@ class Quest(Budgeted):
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Bounds:
         shape = (batch, config.num_kv_heads, -(-capacity // self.page), config.head_dim)
-        return Bounds(jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf))
+        return Bounds(*(jnp.full(shape, x, jnp.float32) for x in (jnp.inf, -jnp.inf)))
 
     def select(self, lookup: Lookup) -> Request:
         query, state = lookup.query.astype(jnp.float32), lookup.state

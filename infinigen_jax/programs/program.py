@@ -45,7 +45,9 @@ class Program:
     """
 
     def __init__(self, function: Callable[..., Any], settings: Any, **options: Any):
-        self._jitted = jax.jit(function, **options)
+        # A function of its own. For an equal one JAX would return the executable that it has in
+        # memory; if it had read that from its cache, XLA could not serialise it.
+        self._jitted = jax.jit(functools.partial(function), **options)
         self._name = _name_of(function)
         self._settings = settings
         self._options = {name: options[name] for name in options if name != "out_shardings"}
@@ -86,7 +88,8 @@ class Program:
 
     def _load_or_compile(self, key: Any, arguments: Any, static: dict[str, Any]) -> Any:
         folder = program_folder()
-        if folder is None or jax.default_backend() != "cpu":  # untested on other backends
+        # Elsewhere untested; and an executable is loaded for all devices that a process has.
+        if folder is None or jax.default_backend() != "cpu" or jax.device_count() > 1:
             return self._jitted.lower(*arguments, **static).compile()
         sources = outside_sources(self._settings)
         text = repr((self._name, self._settings, sources, self._options, key, environment()))

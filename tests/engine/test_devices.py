@@ -36,7 +36,7 @@ for name, (policy, settings) in cases.items():
     found = []
     for shape in ((1, 1), (2, 2)):
         mesh = jax.make_mesh(shape, ("data", "model"), devices=jax.devices()[: shape[0] * shape[1]])
-        engine = Engine(model, policy=policy, mesh=mesh, **settings)
+        engine = Engine(model, policy=policy, mesh=mesh, **{"dense_layers": 1} | settings)
         found.append(engine.generate(prompts, max_new_tokens=10).tokens)
     assert len(found[0][0]) > 1 and found[0] == found[1], name
     host = engine.start(prompts, max_new_tokens=2).cache.host

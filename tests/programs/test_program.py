@@ -112,3 +112,30 @@ def test_a_program_with_lapack_is_loaded_by_a_fresh_process(folder):
         assert done.returncode == 0, done.stderr[-2000:]
         printed.append(done.stdout)
     assert printed == ["traced\n", ""]
+
+
+REUSED = """
+import jax, jax.numpy as jnp, numpy as np, pathlib, sys
+from infinigen_jax.programs.program import SUFFIX, Program
+
+def doubled(x):
+    return jnp.where(x > 1, 2 * jnp.sin(x), x)
+
+x = np.arange(4, dtype=np.float32)
+for _ in range(2):  # the second one finds the executable of the first in memory
+    np.testing.assert_allclose(Program(doubled, ())(x), np.where(x > 1, 2 * np.sin(x), x), 1e-5)
+if sys.argv[1:]:
+    for file in pathlib.Path(sys.argv[1]).glob("*" + SUFFIX):
+        file.unlink()
+"""
+
+
+def test_what_jax_read_from_its_own_cache_is_not_written_again(tmp_path):
+    """XLA cannot serialise it: a program from such a file would lack functions."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    cache["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    for arguments in ([str(tmp_path)], [], []):
+        done = python("-c", REUSED, *arguments, **cache)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert not kept(tmp_path)
