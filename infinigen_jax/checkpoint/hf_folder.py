@@ -77,9 +77,12 @@ def checked_folder(path: str | Path) -> Path:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """List the files that a conversion copies, excluding config.json and weights."""
+    """List the files that a conversion copies, excluding config.json and weights.
+
+    Folders of licences are left out. A folder in a file's place is listed, to be refused.
+    """
     found = {path for pattern in SIDE_FILES for path in folder.glob(pattern)}
-    return sorted(path for path in found if not path.is_dir())
+    return sorted(path for path in found if path.name in SIDE_FILES or not path.is_dir())
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -36,6 +36,8 @@ def test_pipes_devices_and_folders_are_refused_without_opening(name, tmp_path):
     """None is waited for; a device might never end."""
     folder = source(tmp_path / "source")
     for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
+        if name == "LICENSE" and make is os.mkdir:
+            continue  # may be a folder of licences
         path = folder / name
         path.unlink(missing_ok=True)
         make(path)
