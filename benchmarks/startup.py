@@ -1,11 +1,13 @@
 """Time from the start of a process to the end of a run of four tokens, cold and warm.
 
     python -m benchmarks.startup --layers 30 60 --json benchmarks/results/startup-cpu.json
+    python -m benchmarks.startup --model DIR --text F --prompts 32 7680
 
-A random model in LLaMA's shape (d 576, 9 query and 3 KV heads of 64) is written and converted
-once. Each run is a process of its own: `cold` begins with an empty cache of programs, `warm` with
-the cache that a run before it left. Processor seconds hardly depend on what else the machine does;
-wall seconds do.
+The first one writes and converts a random model in LLaMA's shape (d 576, 9 query and 3 KV heads of
+64). The second one takes a converted model to its first token, and measures peak memory as well.
+Each run is a process of its own: `cold` begins with an empty cache of programs, `warm` with the
+cache that a run before it left. Processor seconds hardly depend on what else the machine does; wall
+seconds do.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from benchmarks.files import write_json
 from benchmarks.machine import describe
 from benchmarks.processes import usage_of
 from infinigen_jax.convert.__main__ import main as convert
+from infinigen_jax.text.tokenizer import load_tokenizer
 
 SHAPE = {
     "model_type": "llama",
@@ -77,46 +80,68 @@ def write_model(folder: Path, layers: int) -> None:
 
 
 def timed_run(model: Path, programs: Path, arguments: list[str]) -> dict[str, float]:
-    """Return wall and processor seconds of one `generate` process."""
-    command = ["infinigen_jax.generate", "--model", str(model), "--prompt", "Once upon a time"]
-    command += ["--max-new-tokens", "4", "--ignore-eos", "--quiet", *arguments]
-    usage = usage_of(command, programs, stdout=subprocess.DEVNULL)
-    del usage["peak_bytes"]  # a child's peak starts at its parent's, which wrote the model
-    return usage
+    """Return wall and processor seconds of one `generate` process, and its peak bytes."""
+    command = ["infinigen_jax.generate", "--model", str(model), "--ignore-eos", "--quiet"]
+    return usage_of([*command, *arguments], programs, stdout=subprocess.DEVNULL)
 
 
-def measure(folder: Path, layers: int, repeats: int, arguments: list[str]) -> dict:
-    """Cold and warm runs of a model; medians."""
-    source, model = folder / f"source-{layers}", folder / f"model-{layers}"
-    write_model(source, layers)
-    if convert([str(source), str(model)]):
-        raise SystemExit("the conversion failed")
-    record: dict = {"layers": layers}
-    runs: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
+def cold_and_warm(
+    model: Path, folder: Path, repeats: int, arguments: list[str]
+) -> dict[str, float]:
+    """Return medians of cold and warm runs."""
+    record, runs = {}, {"cold": [], "warm": []}
     for i in range(repeats):
-        programs = folder / f"programs-{layers}-{i}"
-        for kind in runs:
-            runs[kind].append(timed_run(model, programs, arguments))
-            print(f"{layers} layers, {kind}: {runs[kind][-1]}", file=sys.stderr, flush=True)
+        for kind, results in runs.items():
+            results.append(timed_run(model, folder / f"programs-{i}", arguments))
+            print(f"{model.name}, {kind}: {results[-1]}", file=sys.stderr, flush=True)
     for kind, results in runs.items():
         for name in results[0]:
             record[f"{kind}_{name}"] = median(result[name] for result in results)
     return record
 
 
+def measure(folder: Path, layers: int, repeats: int, arguments: list[str]) -> dict[str, float]:
+    """Four tokens of a random model."""
+    source, model = folder / f"source-{layers}", folder / f"model-{layers}"
+    write_model(source, layers)
+    if convert([str(source), str(model)]):
+        raise SystemExit("the conversion failed")
+    given = ["--prompt", "Once upon a time", "--max-new-tokens", "4", *arguments]
+    record = cold_and_warm(model, folder / f"of-{layers}", repeats, given)
+    for kind in ("cold", "warm"):
+        del record[f"{kind}_peak_bytes"]  # a child's peak starts at its parent's
+    return {"layers": layers} | record
+
+
+def measure_given(folder: Path, chosen: argparse.Namespace, tokens: int) -> dict[str, float]:
+    """The first token after a prompt of about `tokens` tokens, of a converted model."""
+    tokenizer, file = load_tokenizer(chosen.model), folder / f"prompt-{tokens}.txt"
+    with chosen.text.open(encoding="utf-8") as text:
+        file.write_text(tokenizer.decode(tokenizer.encode(text.read(16 * tokens))[:tokens]))
+    given = ["--raw", "--prompt-file", str(file), "--max-new-tokens", "1", *chosen.arguments]
+    found = cold_and_warm(chosen.model, folder / f"of-{tokens}", chosen.repeats, given)
+    return {"prompt_tokens": tokens} | found
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[30, 60])
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a converted model instead")
+    parser.add_argument("--text", type=Path, metavar="F", help="text of its prompts")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[32], metavar="N")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="F")
     parser.add_argument("arguments", nargs="*", help="further arguments of generate, after --")
     chosen = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        results = [
-            measure(Path(folder), layers, chosen.repeats, chosen.arguments)
-            for layers in chosen.layers
-        ]
+        if chosen.model:
+            results = [measure_given(Path(folder), chosen, n) for n in chosen.prompts]
+        else:
+            given = chosen.repeats, chosen.arguments
+            results = [measure(Path(folder), layers, *given) for layers in chosen.layers]
     record = {"machine": describe(), "results": results}
+    if chosen.model:
+        record["model"] = chosen.model.name
     print(json.dumps(results, indent=1))
     if chosen.json:
         write_json(chosen.json, record)

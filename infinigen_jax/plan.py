@@ -81,12 +81,13 @@ def plan(arguments: argparse.Namespace) -> None:
             f"--context {arguments.context}: the model has {config.max_positions} positions; "
             "give fewer tokens"
         )
-    asked = None if arguments.dtype is None else checked_dtype(arguments.dtype)
+    if arguments.dtype is not None:
+        checked_dtype(arguments.dtype)  # before anything is measured
     start_backend()
     with Messages().working("measuring the bandwidths of this machine"):
         machine = this_machine(arguments)
     # A device with memory of its own is one that runs in bfloat16 by default.
-    dtype = asked or checked_dtype("bfloat16" if machine.separate else None)
+    dtype = checked_dtype(arguments.dtype or ("bfloat16" if machine.separate else None))
     planner = Planner(config, dtype, conversion_of(folder, config), policy, arguments, machine)
     advice = advise(planner, arguments.batch, arguments.context)
     print(report(advice, Path(arguments.model or folder), dtype.name, arguments))
