@@ -108,7 +108,7 @@ def _measure_context(model: Model, context: int, options: argparse.Namespace) ->
     systems: dict[str, System] = {}
     prompt = shapes.prompt(model.config, context)
     if options.text:
-        prompt = shapes.text_tokens(model, options.text, context)
+        prompt = shapes.text_tokens(model.tokenizer, options.text, context)
     for name in options.systems:
         note(f"{context} tokens: {name}")
         systems[name] = System(name, model, prompt, options)

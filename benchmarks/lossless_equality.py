@@ -70,7 +70,7 @@ def _prompts(model: Model, options: argparse.Namespace) -> list[list[int]]:
     """Return consecutive parts of the text, of random lengths."""
     most = min(options.context, model.config.max_positions) - options.tokens - 1
     lengths = np.random.default_rng(0).integers(max(1, most - SPREAD), most, options.prompts)
-    ids = shapes.text_tokens(model, options.text, int(lengths.sum()))
+    ids = shapes.text_tokens(model.tokenizer, options.text, int(lengths.sum()))
     return [part.tolist() for part in np.split(np.array(ids), np.cumsum(lengths)[:-1])]
 
 

@@ -73,7 +73,7 @@ def prompts(bench: Bench, context: int) -> list[list[int]]:
     options, model = bench.options, bench.model
     if not options.model:
         return [shapes.prompt(model.config, context, seed) for seed in range(options.batch)]
-    ids = shapes.text_tokens(model, options.text, context * options.batch)
+    ids = shapes.text_tokens(model.tokenizer, options.text, context * options.batch)
     return [ids[i : i + context] for i in range(0, len(ids), context)]
 
 

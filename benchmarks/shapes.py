@@ -28,6 +28,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import Basis, Model, load
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf
 from infinigen_jax.skew.basis import svd_basis
+from infinigen_jax.text.tokenizer import Tokenizer
 
 # Deviation of attention logits over tokens; plain random weights have 1. With 3.0 about 4 % of 2048
 # tokens are within 4 of the best one; the paper fetches 3.6 % there.
@@ -163,14 +164,14 @@ def prompt(config: ModelConfig, tokens: int, seed: int = 1) -> list[int]:
     return np.random.default_rng(seed).integers(0, config.vocab_size, tokens).tolist()
 
 
-def text_tokens(model: Model, text: Path, count: int) -> list[int]:
+def text_tokens(tokenizer: Tokenizer, text: Path, count: int) -> list[int]:
     """Return the first `count` tokens of a text.
 
     Raises:
         InputError: the text is shorter.
     """
     with text.open(encoding="utf-8") as file:
-        ids = model.tokenizer.encode(file.read(16 * count))
+        ids = tokenizer.encode(file.read(16 * count))
     if len(ids) < count:
         raise InputError(f"{text}: {len(ids)} tokens; give a longer text")
     return ids[:count]

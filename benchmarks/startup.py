@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from benchmarks.files import write_json
 from benchmarks.machine import describe
 from benchmarks.processes import usage_of
+from benchmarks.shapes import text_tokens
 from infinigen_jax.convert.__main__ import main as convert
 from infinigen_jax.text.tokenizer import load_tokenizer
 
@@ -116,8 +117,7 @@ def measure(folder: Path, layers: int, repeats: int, arguments: list[str]) -> di
 def measure_given(folder: Path, chosen: argparse.Namespace, tokens: int) -> dict[str, float]:
     """The first token after a prompt of about `tokens` tokens, of a converted model."""
     tokenizer, file = load_tokenizer(chosen.model), folder / f"prompt-{tokens}.txt"
-    with chosen.text.open(encoding="utf-8") as text:
-        file.write_text(tokenizer.decode(tokenizer.encode(text.read(16 * tokens))[:tokens]))
+    file.write_text(tokenizer.decode(text_tokens(tokenizer, chosen.text, tokens)))
     given = ["--raw", "--prompt-file", str(file), "--max-new-tokens", "1", *chosen.arguments]
     found = cold_and_warm(chosen.model, folder / f"of-{tokens}", chosen.repeats, given)
     return {"prompt_tokens": tokens} | found
@@ -133,6 +133,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="F")
     parser.add_argument("arguments", nargs="*", help="further arguments of generate, after --")
     chosen = parser.parse_args(argv)
+    if chosen.model and not chosen.text:
+        parser.error("--model: give --text as well")
     with tempfile.TemporaryDirectory() as folder:
         if chosen.model:
             results = [measure_given(Path(folder), chosen, n) for n in chosen.prompts]
