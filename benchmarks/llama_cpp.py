@@ -1,5 +1,10 @@
 """llama.cpp on the same GGUF file, through the server in the wheel `xllamacpp`.
 
+    python -m benchmarks.llama_cpp FILE NAME PROMPT FOLDER
+
+loads a GGUF file as one of KINDS and draws the first token after a prompt, token ids in JSON, for
+`benchmarks.startup`.
+
 Each round decodes after the prompt, whose rows the server keeps, so the context does not grow from
 round to round as it does in the other systems. Times are the server's own, without HTTP.
 """
@@ -7,6 +12,7 @@ round to round as it does in the other systems. Times are the server's own, with
 import concurrent.futures
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +136,8 @@ def converted(path: Path, name: str, folder: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return copy
+
+
+if __name__ == "__main__":
+    gguf_file, kind, prompt, copies = sys.argv[1:]
+    LlamaCpp(Path(gguf_file), kind, [json.loads(Path(prompt).read_text())], 1, Path(copies))

@@ -20,24 +20,22 @@ from infinigen_jax.evaluation.report import labels
 
 
 def recall(folder: Path, path: Path) -> None:
-    """Draw the attention mass by layer and position, at the smaller budget."""
-    result = json.loads((folder / "recall-tiny-llama.json").read_text())
-    lines = [
-        line
-        for line in result["configurations"]
-        if line["settings"].get("budget") == BUDGETS[0] and line["policy"] != "oracle"
-    ]
+    """Draw the real model's attention mass and output error by layer."""
+    result = json.loads((folder / "real-model" / "recall-wiki-4096.json").read_text())
+    lines = [line for line in result["configurations"] if not line["reference"]]
     named = list(zip(labels(lines), lines, strict=True))
 
-    def panel(part: str, key: str, title: str) -> Panel:
-        points = {
-            label: [(entry[key], entry["of_oracle"]) for entry in line[part]]
-            for label, line in named
-            if line["layers"]
-        }
-        return Panel(title, "mass, share of the oracle's", points)
+    def panel(key: str, title: str) -> Panel:
+        return Panel(
+            "layer",
+            title,
+            {
+                label: [(entry["layer"], entry[key]) for entry in line["layers"]]
+                for label, line in named
+            },
+        )
 
-    panels = [panel("layers", "layer", "layer"), panel("chunks", "from", "position, tokens")]
+    panels = [panel("of_oracle", "mass, share of the oracle's"), panel("error", "output error")]
     draw(path, panels, f"Attention covered, {result['model']['name']}, budget 5 %")
 
 
@@ -81,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     def draw_all() -> None:
-        for name, picture in {"recall-tiny-llama.svg": recall, "steps.svg": steps}.items():
+        for name, picture in {"recall-real-model.svg": recall, "steps.svg": steps}.items():
             path = checked_plot(str(DOCS / name))
             assert path is not None
             picture(options.results, path)

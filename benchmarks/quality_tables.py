@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import real_tables
 from benchmarks.figures import sensitivity, skewing
 from benchmarks.tables import Spec, Titled, result_table
 
@@ -238,6 +239,7 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
         by_figure("pool", [("infinigen", INFINIGEN | _UNLIMITED)]),
         "limit",
     ),
+    **real_tables.TABLES,
 }
 
 

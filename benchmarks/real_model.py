@@ -34,11 +34,10 @@ RULES = (
     *("full", "infinigen", "infinigen:alpha=5", "infinigen:alpha=6", "infinigen:alpha=inf"),
     *("infinigen:alpha=6,partial_ratio=1.0", "infinigen:alpha=6,tail_tokens=32"),
 )
+RECALL = ("full", "infinigen", AHEAD, "quest", "h2o", "infinigen-paper")
+LOOKUPS = {"1024": "3", "2048": "3", "4096": "3", "7680": "1"}  # items by length, at five depths
 CONTEXTS = ("1024", "4096", "7680")  # with the new tokens, within 8,192 positions
-SYSTEMS = (
-    *("infinigen", "full-device", "transformers", "transformers-static"),
-    *("llama.cpp", "llama.cpp-f16", "llama.cpp-f32"),
-)
+SYSTEMS = ("infinigen", "full-device", "transformers", "transformers-static", "llama.cpp-f32")
 
 
 def commands(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -56,18 +55,31 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     for text in texts:
         others = OTHERS if text == "wiki" else ()
         chosen[f"policies-{text}-4096"] = score(text, 4096, "0.05", (*POLICIES, *others))
+        chosen[f"policies-{text}-2048"] = score(text, 2048, "0.05", POLICIES)
         chosen[f"length-{text}-8192"] = score(text, 8192, "0.05 0.1", ("full", "infinigen"))
         chosen[f"budgets-{text}-4096"] = score(text, 4096, "0.02 0.1", ("full", "infinigen"))
         chosen[f"settings-{text}-4096"] = score(text, 4096, "0.05", SETTINGS)
         chosen[f"rules-{text}-4096"] = score(text, 4096, "0.05", RULES)
+    recall = ["infinigen_jax.evaluate", "recall", "--model", options.model, "--budget", "0.05"]
+    recall += ["--text", str(texts["wiki"]), "--window", "4096", "--context", "3840"]
+    recall += ["--windows", "2", "--policy", *RECALL]
+    chosen["recall-wiki-4096"] = recall
     retrieval = ["infinigen_jax.evaluate", "retrieval", "--model", options.model]
-    for length in ("1024", "2048", "4096"):
-        given = [*retrieval, "--length", length, "--items", "3", "--budget", "0.05"]
-        chosen[f"needles-{length}"] = [*given, "--policy", *POLICIES, *OTHERS[:2]]
+    retrieval += ["--budget", "0.05", "--policy", *POLICIES, *OTHERS[:2]]
+    for length, items in LOOKUPS.items():
+        given = [*retrieval, "--length", length, "--items", items]
+        chosen[f"needles-{length}"] = given
+        chosen[f"pairs-{length}"] = [*given, "--pairs"]
     decode = ["benchmarks.decode", "--model", options.model, "--gguf", str(options.gguf)]
-    decode += ["--text", str(options.texts[0]), "--trace-steps", "0", "--systems", *SYSTEMS]
-    for batch in ("1", "4", "8"):
-        chosen[f"decode-batch-{batch}"] = [*decode, "--contexts", *CONTEXTS, "--batch", batch]
+    decode += ["--text", str(options.texts[0]), "--trace-steps", "0"]
+    one, both = ["--contexts", *CONTEXTS, "--systems"], ["--contexts", "1024", "7680", "--systems"]
+    chosen["decode-batch-1"] = [*decode, *one, *SYSTEMS, "llama.cpp"]
+    small = ["infinigen", "full-device", "llama.cpp", "--weight-dtype", "int4"]
+    chosen["decode-batch-1-int4"] = [*decode, *one, *small]
+    chosen["decode-batch-1-fused"] = [*decode, *both, "infinigen", "infinigen-fused"]
+    for batch in ("4", "8"):
+        given = ["--batch", batch, "--contexts", *CONTEXTS[:2], "--systems", *SYSTEMS]
+        chosen[f"decode-batch-{batch}"] = [*decode, *given]
     return chosen
 
 

@@ -1,10 +1,11 @@
 """Time from the start of a process to the end of a run of four tokens, cold and warm.
 
     python -m benchmarks.startup --layers 30 60 --json benchmarks/results/startup-cpu.json
-    python -m benchmarks.startup --model DIR --text F --prompts 32 7680
+    python -m benchmarks.startup --model DIR --text F --prompts 32 7680 --gguf FILE
 
 The first one writes and converts a random model in LLaMA's shape (d 576, 9 query and 3 KV heads of
-64). The second one takes a converted model to its first token, and measures peak memory as well.
+64). The second one takes a converted model to its first token, and measures peak memory as well;
+with its GGUF file also of llama.cpp, which has no cold start.
 Each run is a process of its own: `cold` begins with an empty cache of programs, `warm` with the
 cache that a run before it left. Processor seconds hardly depend on what else the machine does; wall
 seconds do.
@@ -17,11 +18,13 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.files import write_json
+from benchmarks.llama_cpp import KINDS, converted
 from benchmarks.machine import describe
 from benchmarks.processes import usage_of
 from benchmarks.shapes import text_tokens
@@ -114,13 +117,31 @@ def measure(folder: Path, layers: int, repeats: int, arguments: list[str]) -> di
     return {"layers": layers} | record
 
 
-def measure_given(folder: Path, chosen: argparse.Namespace, tokens: int) -> dict[str, float]:
+def measure_given(folder: Path, chosen: argparse.Namespace, tokens: int) -> dict[str, Any]:
     """The first token after a prompt of about `tokens` tokens, of a converted model."""
     tokenizer, file = load_tokenizer(chosen.model), folder / f"prompt-{tokens}.txt"
     file.write_text(tokenizer.decode(text_tokens(tokenizer, chosen.text, tokens)))
     given = ["--raw", "--prompt-file", str(file), "--max-new-tokens", "1", *chosen.arguments]
     found = cold_and_warm(chosen.model, folder / f"of-{tokens}", chosen.repeats, given)
-    return {"prompt_tokens": tokens} | found
+    record: dict[str, Any] = {"prompt_tokens": tokens} | found
+    if chosen.gguf:
+        ids = folder / f"prompt-{tokens}.json"
+        ids.write_text(json.dumps(tokenizer.encode(file.read_text())))
+        for name in ("llama.cpp", "llama.cpp-f32"):
+            record[name] = start_of_llama_cpp(chosen.gguf, name, ids, chosen.repeats)
+    return record
+
+
+def start_of_llama_cpp(gguf: Path, name: str, ids: Path, repeats: int) -> dict[str, float]:
+    """Return medians of processes that load a GGUF file and draw the first token after a prompt."""
+    weights, _ = KINDS[name]
+    folder = ids.parent
+    if weights is not None:
+        converted(gguf, weights, folder)
+    command = ["benchmarks.llama_cpp", str(gguf), name, str(ids), str(folder)]
+    runs = [usage_of(command, folder, stderr=subprocess.DEVNULL) for _ in range(repeats)]
+    print(f"{name}: {runs}", file=sys.stderr, flush=True)
+    return {key: median(run[key] for run in runs) for key in runs[0]}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -129,6 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, metavar="DIR", help="a converted model instead")
     parser.add_argument("--text", type=Path, metavar="F", help="text of its prompts")
     parser.add_argument("--prompts", type=int, nargs="+", default=[32], metavar="N")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="its file, for llama.cpp")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="F")
     parser.add_argument("arguments", nargs="*", help="further arguments of generate, after --")

@@ -14,7 +14,8 @@ from typing import Any
 Line = Mapping[str, Any]
 Spec = Mapping[str, Any]
 Titled = Sequence[tuple[str, Spec]]
-KEYS = ("result", "model", "policy", "show", "against")  # Spec keys that are not settings
+# Spec keys that are not settings.
+KEYS = ("result", "model", "text", "policy", "show", "against")
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -44,8 +45,10 @@ def result_table(folder: Path, rows: Titled, columns: Titled, corner: str = "") 
 
     Args:
         rows, columns: title -> lookup; entries of a row override those of a column. Among KEYS,
-            `result` is a file name without suffix ("{model}" stands for `model`), `show` one of
-            CELLS. All other entries are settings that the line must have.
+            `result` is a file name without suffix, in which "{model}" stands for `model`, and
+            likewise of `text`; `show` is one of CELLS. All other entries are settings
+            that the line must have, and `reference`, for the full cache that the others are
+            compared with.
     """
     cells = [[title, *(_cell(folder, {**c, **row}) for _, c in columns)] for title, row in rows]
     return markdown([corner, *(title for title, _ in columns)], cells)
@@ -74,12 +77,12 @@ def find(lines: Sequence[Line], policy: str, settings: Mapping[str, Any]) -> Lin
     Raises:
         ValueError: several lines match.
     """
+    wanted = {"reference": False, **settings}
     matches = [
         line
         for line in lines
         if line["policy"] == policy
-        and not line["reference"]
-        and all({**line["settings"], **line}.get(k) == v for k, v in settings.items())
+        and all({**line["settings"], **line}.get(k) == v for k, v in wanted.items())
     ]
     if len(matches) > 1:
         raise ValueError(f"{len(matches)} lines of {policy} with {dict(settings)}")
@@ -118,6 +121,9 @@ CELLS: Mapping[str, Callable[[Line, Line | None], str]] = {
     "between": _between,
     "fetched": _percent("fetched_fraction"),
     "size": _percent("relative_kv_size"),
+    "same": _percent("same_best_fraction"),
+    "index": lambda line, _: f"{line['device_index_bytes'] / 2**20:.1f}",
     "of oracle": _percent("of_oracle", "{:.1f}"),
+    "error": lambda line, _: f"{line['error']:.3f}",
     "accuracy": _percent("accuracy", "{:.0f}"),
 }

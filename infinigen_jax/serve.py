@@ -68,7 +68,7 @@ def build_parser() -> Parser:
         help="time for running requests at the end (default 30)",
     )
     add_settings(parser.add_argument_group("answers"), EngineOptions, ("lossless",))
-    add_engine_options(parser)
+    add_engine_options(parser, pool=False)
     add_settings(parser.experts, EngineOptions, ("draft_tokens", "draft_weights"))
     add = parser.add_argument_group("output").add_argument
     add("--quiet", action="store_true", help="no messages on stderr but errors")

@@ -129,7 +129,7 @@ def test_pictures_are_of_the_results(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "DOCS", tmp_path)
     assert pictures.main([]) == 0
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["recall-tiny-llama.svg", "steps.svg"]
+    assert names == ["recall-real-model.svg", "steps.svg"]
     shown = quality_tables.table("steps", RESULTS).splitlines()[2:]
     points = pictures.step_points(RESULTS)["books-llama"]
     assert [f"{value:.2f}" for _, value in points] == [

@@ -108,12 +108,15 @@ def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return given(arguments, tuple(options_of(Sampling)))
 
 
-def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+def add_engine_options(
+    parser: argparse.ArgumentParser, *, several: bool = False, pool: bool = True
+) -> None:
     """Add the options that `make_policy` and `make_engine` read.
 
     Args:
         several: the policy and settings in SEVERAL take one or several values, and are lists then;
             see `evaluation.configurations`.
+        pool: whether the host's cache may have a limit.
     """
     group = parser.add_argument_group("policy: which cached rows are fetched")
     group.add_argument(
@@ -139,7 +142,8 @@ def add_engine_options(parser: argparse.ArgumentParser, *, several: bool = False
     experts = parser.experts if isinstance(parser, Parser) else parser
     add_settings(experts, InfiniGenSettings, ("partial_ratio",), several=several)
     add_settings(experts, EngineOptions, ENGINE_EXPERTS, several=several)
-    add_settings(experts, Pool, POOL_OPTIONS, several=several, prefix="pool-", types=LIMIT)
+    if pool:
+        add_settings(experts, Pool, POOL_OPTIONS, several=several, prefix="pool-", types=LIMIT)
 
 
 def make_policy(arguments: argparse.Namespace) -> "Policy":
@@ -238,8 +242,8 @@ def _value(text: str, value: str, kind: Any) -> Any:
 
 def make_pool(arguments: argparse.Namespace) -> Pool | None:
     """The limit of the host's cache, if there is to be one; its options are single values."""
-    others = given(arguments, POOL_OPTIONS[1:], "pool_")
-    limit = arguments.pool_tokens
+    others = given(arguments, POOL_OPTIONS, "pool_")
+    limit = others.pop("tokens", None)
     if limit is None and others:
         name = next(iter(others))
         raise ParameterError(f"pool.{name}", "nothing is evicted without `pool.tokens`")

@@ -1,7 +1,8 @@
-"""Needles: a number at some depth of an unrelated text of any length, as in RULER (COLM 2024).
+"""Needles: a number at some depth of a text of any length, as in RULER (COLM 2024).
 
-Random choices depend only on the seed and the item's number, so a longer item is the shorter one
-with more text around the needle.
+The text is unrelated, or consists of other numbers, as in a key-value lookup. Random choices depend
+only on the seed and the item's number, so a longer item is the shorter one with more text around
+the needle.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ class Item:
     """A needle in a haystack.
 
     Attributes:
+        context: first part of the prompt, up to the question.
         question: second part of the prompt; the generated answer follows.
         depth: position of the needle in the context, 0 to 1.
         length: tokens that the item was made for, including the answer.
@@ -44,16 +46,20 @@ def make_items(
     depths: Sequence[float],
     count: int,
     seed: int,
-    filler: Sequence[str],
+    filler: Sequence[str] | None,
     tokens: Callable[[str], int],
+    frame: tuple[str, str] = ("", ""),
 ) -> list[Item]:
     """Make `count` items for each length and depth.
 
     Args:
-        filler: sentences of the texts, taken cyclically from a random start.
+        filler: sentences of the texts, taken cyclically from a random start; None for other
+            numbers, each with a word of its own.
+        frame: what a chat template puts before the text and after the question. The beginning of
+            the answer follows.
     """
     return [
-        _fitted(number, seed, depth, length, filler, tokens)
+        _fitted(number, seed, depth, length, filler, tokens, frame)
         for length in lengths
         for depth in depths
         for number in range(count)
@@ -70,21 +76,27 @@ def _fitted(
     seed: int,
     depth: float,
     length: int,
-    filler: Sequence[str],
+    filler: Sequence[str] | None,
     tokens: Callable[[str], int],
+    frame: tuple[str, str],
 ) -> Item:
     """Return an item with as many sentences as fit."""
     rng = random.Random(f"{seed} needle {number}")
-    word = "".join(rng.choice("bdfgklmnprstv") + rng.choice("aeiou") for _ in range(3))
-    value, start = str(rng.randrange(10**6, 10**7)), rng.randrange(len(filler))
-    topic = f"the special magic number for {word}"
-    question = f"\nWhat is {topic} mentioned in the text? T{topic[1:]} is"
+    topic, value = _fact(rng)
+    start = rng.randrange(len(filler)) if filler else 0
+    before, after = frame
+    question = f"\nWhat is {topic} mentioned in the text?{after or ' '}T{topic[1:]} is"
     room = length - answer_tokens(value, tokens)
 
+    def sentence(i: int) -> str:
+        if filler:
+            return filler[(start + i) % len(filler)]
+        return _sentence(*_fact(random.Random(f"{seed} needle {number} other {i}")))
+
     def context(amount: int) -> str:
-        text = [filler[(start + i) % len(filler)] for i in range(amount)]
-        text.insert(round(depth * amount), f"One of the facts: {topic} is {value}.")
-        return INTRODUCTION + " ".join(text)
+        text = [sentence(i) for i in range(amount)]
+        text.insert(round(depth * amount), _sentence(topic, value))
+        return before + INTRODUCTION + " ".join(text)
 
     def used(amount: int) -> int:
         return tokens(context(amount) + question)
@@ -99,3 +111,13 @@ def _fitted(
         middle = (low + high) // 2
         low, high = (middle, high) if used(middle) <= room else (low, middle)
     return Item(context(low), question, value, depth, length, number)
+
+
+def _fact(rng: random.Random) -> tuple[str, str]:
+    """Return what a number is for, and the number."""
+    word = "".join(rng.choice("bdfgklmnprstv") + rng.choice("aeiou") for _ in range(3))
+    return f"the special magic number for {word}", str(rng.randrange(10**6, 10**7))
+
+
+def _sentence(topic: str, value: str) -> str:
+    return f"One of the facts: {topic} is {value}."

@@ -1,14 +1,16 @@
 """Needles in a long text: accuracy of greedy answers for several policies and budgets.
 
 A number is hidden at some depth of a text of any length. The text is prefilled; question and answer
-are decoded. An answer is right if it contains the number. `same` is the share of answers that equal
-the full cache's token for token, which distinguishes policies even if the model finds no needle.
+are decoded, through the model's chat template if it has one. An answer is right if it contains the
+number. `same` is the share of answers that equal the full cache's token for token, which
+distinguishes policies even if the model finds no needle.
 Other tasks: lm-evaluation-harness, with its adapter (`lm_eval`).
 """
 
 import argparse
 import functools
 import itertools
+import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ from infinigen_jax.evaluation.session import (
 from infinigen_jax.evaluation.statistics import mean_and_error
 from infinigen_jax.evaluation.texts import Text, common_length, prefixed
 from infinigen_jax.numeric import number, whole_number
+from infinigen_jax.text.templates import render_chat
 from infinigen_jax.text.tokenizer import check_vocabulary
 
 if TYPE_CHECKING:
@@ -62,6 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="items per length and depth (default 10)",
     )
     add("--haystack", metavar="F", help="text around the numbers (default: about grass and sky)")
+    add("--pairs", action="store_true", help="words and other numbers around it: lookups by key")
+    add("--raw", action="store_true", help="prompts as they are, without the chat template")
     add("--seed", type=whole_number(0), default=0, help="seed of the items (default 0)")
     add(
         "--max-new-tokens",
@@ -74,10 +79,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     given = arguments.haystack
+    if arguments.pairs and given is not None:
+        raise ParameterError("pairs", "not with `haystack`; leave one of them out")
     haystack = None if given is None else Text.read(given, "haystack")
     filler = sentences(GRASS if haystack is None else haystack.content)
     if not filler:
-        raise ParameterError("haystack", "no sentences; give some text", arguments.haystack)
+        raise ParameterError("haystack", "no sentences; give some text", given)
     session = Session.of(arguments, say)
     model = session.load()
     positions = model.config.max_positions
@@ -86,7 +93,17 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         problem = f"the model has {positions} positions; lower it"
         raise ParameterError("length", problem, max(lengths))
     count, depths = arguments.items, arguments.depth
-    items = make_items(lengths, depths, count, arguments.seed, filler, counting(model))
+    frame = ("", "") if arguments.raw else chat_frame(model.tokenizer)
+    encode = encoder(model.tokenizer, frame)
+    items = make_items(
+        lengths,
+        depths,
+        count,
+        arguments.seed,
+        None if arguments.pairs else filler,
+        lambda text: len(encode(text)),
+        frame,
+    )
     session.record |= {
         "settings": {
             "lengths": lengths,
@@ -95,23 +112,41 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
             "batch": arguments.batch,
             "max_new_tokens": arguments.max_new_tokens,
             "seed": arguments.seed,
+            "chat_template": any(frame),
+            "pairs": arguments.pairs,
             "haystack": haystack and {"file": haystack.name, "sha256": haystack.sha256},
         },
         "items": len(items),
     }
-    answer_all = functools.partial(measure, items, arguments.batch, arguments.max_new_tokens)
+    answer_all = functools.partial(
+        measure, items, encode, arguments.batch, arguments.max_new_tokens
+    )
     measured = list(session.measure(model, answer_all, len(items), "items"))
     lines = with_scores(measured, items, model)
     session.finish(lines, ["found, %", "same"], table_cells)
 
 
-def counting(model: "Model") -> Callable[[str], int]:
-    """Return the function that counts the tokens of a prompt."""
-    return lambda text: len(prefixed(model.tokenizer, text))
+def chat_frame(tokenizer: Any) -> tuple[str, str]:
+    """Return what a chat template puts around a user's message, empty without a template."""
+    if tokenizer.chat_template is None:
+        return "", ""
+    mark = secrets.token_hex(16)
+    turn = [{"role": "user", "content": mark}]
+    rendered = render_chat(tokenizer.chat_template, turn, tokenizer.special_tokens)
+    before, _, after = rendered.partition(mark)
+    return before, after
+
+
+def encoder(tokenizer: Any, frame: tuple[str, str]) -> Callable[[str], list[int]]:
+    """Return the function that makes tokens of a prompt. A chat template adds its special ones."""
+    if any(frame):
+        return functools.partial(tokenizer.encode, add_special_tokens=False)
+    return functools.partial(prefixed, tokenizer)
 
 
 def measure(
     items: list[Item],
+    encode: Callable[[str], list[int]],
     batch: int,
     new: int | None,
     engine: "Engine",
@@ -124,7 +159,7 @@ def measure(
     answers, total = [], Traffic()
     # Neighbours of equal length have the same shapes.
     for _, group in itertools.groupby(items, lambda item: item.length):
-        prompts, decoded, room = prepare(list(group), engine.model)
+        prompts, decoded, room = prepare(list(group), encode, engine.model)
         tokens, moved = answer(engine, prompts, decoded, new or room, batch, advance)
         answers.append(tokens)
         total += moved
@@ -136,15 +171,17 @@ def measure(
     return Measurement({"answers": np.concatenate(padded)}, traffic_of(total))
 
 
-def prepare(group: list[Item], model: "Model") -> tuple[list[list[int]], int, int]:
+def prepare(
+    group: list[Item], encode: Callable[[str], list[int]], model: "Model"
+) -> tuple[list[list[int]], int, int]:
     """Return prompts, the number of question tokens at their end, and the room for an answer."""
-    prompts = [prefixed(model.tokenizer, item.context + item.question) for item in group]
+    prompts = [encode(item.context + item.question) for item in group]
     check_vocabulary("model", itertools.chain(*prompts), model.config.vocab_size)
     decoded = 1
     for item, prompt in zip(group, prompts, strict=True):
-        common = common_length(prefixed(model.tokenizer, item.context), prompt)
-        decoded = max(decoded, len(prompt) - common)
-    return prompts, decoded, max(answer_tokens(item.answer, counting(model)) for item in group)
+        decoded = max(decoded, len(prompt) - common_length(encode(item.context), prompt))
+    room = max(answer_tokens(item.answer, lambda text: len(encode(text))) for item in group)
+    return prompts, decoded, room
 
 
 def with_scores(measured: list[Line], items: list[Item], model: "Model") -> list[dict[str, Any]]:

@@ -85,7 +85,8 @@ class EngineOptions(Settings):
     check: bool = setting(False, "stop at a NaN or an infinity, and say where it is")
     prefill_chunk: int | None = setting(
         None,
-        "tokens of a prompt read at a time (default: 1024 on the CPU, else up to 4096)",
+        "tokens of a prompt read at a time (default: 1024 on the CPU, else up to 4096; a server: "
+        "half of that)",
         "N",
         whole_number(1),
     )

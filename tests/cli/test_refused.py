@@ -83,6 +83,7 @@ EVALUATE = {
     "retrieval --items 0": "--items",
     "retrieval --max-new-tokens 0": "--max-new-tokens",
     "retrieval --haystack /absent": "--haystack",
+    "retrieval --haystack F --pairs": "--pairs",
 }
 CONVERT = {"": "required", "a b --skew odd": "--skew"}
 SERVE = {"--weight-dtype int3": "--weight-dtype int3: use bfloat16, int8 or int4"}

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from typing import Any
+import re
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from infinigen_jax import evaluate
 from infinigen_jax.evaluation.answers import answer
 from infinigen_jax.evaluation.haystacks import GRASS, Item, make_items, sentences
 from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.retrieval import with_scores
+from infinigen_jax.evaluation.retrieval import chat_frame, encoder, with_scores
 from infinigen_jax.evaluation.session import Line
 from infinigen_jax.policies import Full
 
@@ -43,6 +44,41 @@ def test_items_depend_on_seed_and_number_only():
     assert len({item.answer for item in [*first, *other]}) == 4
     (longer,) = make_items([300], [0.5], 1, 1, FILLER, words)
     assert longer.answer == first[0].answer
+
+
+def test_pairs_have_one_answer_and_end_like_the_needle():
+    """As in a key-value lookup, only the word tells the number from the others."""
+    (item,) = make_items([400], [0.5], 1, 7, None, words)
+    facts = re.findall(
+        r"One of the facts: the special magic number for (\w+) is (\d+)\.", item.context
+    )
+    assert len(facts) > 20 and len(dict(facts)) == len(facts)
+    (word,) = re.findall(r"number for (\w+) mentioned", item.question)
+    assert facts[round((len(facts) - 1) / 2)] == (word, item.answer)
+
+
+def test_a_chat_template_encloses_text_and_question():
+    frame = ("<user>", "</user><model>")
+    (item,) = make_items([150], [0.5], 1, 7, FILLER, words, frame)
+    assert item.context.startswith("<user>A special magic number") and "</user>" not in item.context
+    assert re.fullmatch(r"\nWhat is .* text\?</user><model>The .* is", item.question)
+
+
+class Chat:
+    """A tokenizer with a chat template, of one token per character."""
+
+    chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}>"
+    special_tokens: ClassVar = {"bos_token": "B"}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(map(ord, "B" * add_special_tokens + text))
+
+
+def test_a_chat_template_is_used_and_brings_its_special_tokens():
+    frame = chat_frame(Chat())
+    assert frame == ("B[", "]>")
+    assert encoder(Chat(), frame)("B[a") == list(map(ord, "B[a"))
+    assert encoder(Chat(), ("", ""))("a") == list(map(ord, "Ba"))
 
 
 # Answers.

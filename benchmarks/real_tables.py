@@ -1,0 +1,117 @@
+"""Tables of the real model's quality in the documentation, described for `benchmarks.tables`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.tables import Titled
+
+TEXTS = {"wiki": "WikiText-2", "book": "book", "python": "Python"}
+FULL = {"policy": "full", "reference": True}
+OWN = {"policy": "infinigen", "query": "own", "alpha": 4.0}
+AHEAD = OWN | {"query": "corrected"}
+OURS: Titled = [
+    ("**InfiniGen**, own query (default on a CPU)", OWN),
+    ("**InfiniGen**, a layer ahead (default on a GPU)", AHEAD),
+]
+OTHERS: Titled = [
+    ("oracle: exact scores, no tail", {"policy": "oracle"}),
+    ("Quest", {"policy": "quest"}),
+    ("previous token's query", {"policy": "previous-query"}),
+    ("the paper's settings", {"policy": "infinigen-paper"}),
+    ("H2O", {"policy": "h2o"}),
+    ("window", {"policy": "window"}),
+]
+# Tokens and budget, and the result that has them.
+SIZES: Titled = [
+    (f"{tokens:,} tokens, {budget:.0%}", {"budget": budget, "result": f"real-model/{result}"})
+    for tokens, budget, result in (
+        (2048, 0.05, "policies-{text}-2048"),
+        (4096, 0.02, "budgets-{text}-4096"),
+        (4096, 0.05, "policies-{text}-4096"),
+        (4096, 0.1, "budgets-{text}-4096"),
+        (8192, 0.05, "length-{text}-8192"),
+        (8192, 0.1, "length-{text}-8192"),
+    )
+]
+LOOKUPS = {"needles": "number in a text", "pairs": "among numbers"}
+RULES: Titled = [
+    ("alpha 4 (default)", {"alpha": 4.0}),
+    ("alpha 5", {"alpha": 5.0}),
+    ("alpha 6", {"alpha": 6.0, "partial_ratio": 0.75, "tail_tokens": 64}),
+    ("no alpha", {"alpha": "inf"}),
+    ("alpha 6, index of all columns", {"partial_ratio": 1.0}),
+    ("alpha 6, tail blocks of 32 tokens", {"tail_tokens": 32}),
+]
+
+
+def by_text(result: str, *shows: str, **spec: Any) -> Titled:
+    """Return columns: some values for each text."""
+    titles = {"above": "perplexity", "divergence": "divergence", "fetched": "fetched"}
+    return [
+        (f"{title}: {titles[show]}", {"result": result, "text": text, "show": show, **spec})
+        for text, title in TEXTS.items()
+        for show in shows
+    ]
+
+
+def of_one(name: str, *extra: tuple[str, str], **spec: Any) -> Titled:
+    """Return columns: some values of one result."""
+    shown = [("perplexity", "above"), ("divergence", "divergence"), ("fetched", "fetched"), *extra]
+    return [
+        (title, {"result": f"real-model/{name}", "show": show, **spec}) for title, show in shown
+    ]
+
+
+TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
+    "real policies": (
+        [*OURS, *OTHERS],
+        [
+            *by_text("real-model/policies-{text}-4096", "above", "divergence"),
+            ("fetched", {"result": "real-model/policies-wiki-4096", "show": "fetched"}),
+        ],
+        "",
+    ),
+    "real sizes": (SIZES, by_text("", "above", "divergence", "fetched", **OWN), "budget"),
+    "real lookups": (
+        [
+            ("full cache", FULL),
+            *OURS,
+            *(other for other in OTHERS if other[0] != "previous token's query"),
+        ],
+        [
+            (
+                f"{title}, {length:,}",
+                {"result": f"real-model/{kind}-{length}", "show": "accuracy"},
+            )
+            for kind, title in LOOKUPS.items()
+            for length in (1024, 2048, 4096, 7680)
+        ],
+        "",
+    ),
+    "real mass": (
+        [*OURS, *OTHERS],
+        [
+            (title, {"result": "real-model/recall-wiki-4096", "show": show})
+            for title, show in (
+                ("mass, % of the oracle's", "of oracle"),
+                ("output error", "error"),
+                ("fetched", "fetched"),
+            )
+        ],
+        "",
+    ),
+    "real budgets": (
+        [
+            (f"{title}, {kind}", {**spec, "layer_budgets": kind})
+            for title, spec in (("own query", OWN), ("a layer ahead", AHEAD))
+            for kind in ("calibrated", "equal")
+        ],
+        of_one("settings-wiki-4096"),
+        "layer budgets",
+    ),
+    "real rules": (
+        RULES,
+        of_one("rules-wiki-4096", ("index, MiB", "index"), policy="infinigen"),
+        "",
+    ),
+}
