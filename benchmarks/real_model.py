@@ -42,6 +42,10 @@ SYSTEMS = ("infinigen", "full-device", "transformers", "transformers-static", "l
 
 def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the command of each measurement, without Python itself and the result file."""
+    return quality_commands(options) | speed_commands(options)
+
+
+def quality_commands(options: argparse.Namespace) -> dict[str, list[str]]:
     texts: dict[str, Path] = dict(zip(("wiki", "book"), options.texts, strict=False))
     texts["python"] = options.out / "python-source.txt"
     chosen: dict[str, list[str]] = {}
@@ -70,16 +74,28 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         given = [*retrieval, "--length", length, "--items", items]
         chosen[f"needles-{length}"] = given
         chosen[f"pairs-{length}"] = [*given, "--pairs"]
-    decode = ["benchmarks.decode", "--model", options.model, "--gguf", str(options.gguf)]
-    decode += ["--text", str(options.texts[0]), "--trace-steps", "0"]
-    one, both = ["--contexts", *CONTEXTS, "--systems"], ["--contexts", "1024", "7680", "--systems"]
-    chosen["decode-batch-1"] = [*decode, *one, *SYSTEMS, "llama.cpp"]
+    windows = ["--window", "1280", "--context", "1024", "--windows", "16"]
+    small = ["--model", options.model, "--text", str(texts["wiki"]), *windows]
+    chosen["small-weights"] = ["benchmarks.small_weights", *small]
+    return chosen
+
+
+def speed_commands(options: argparse.Namespace) -> dict[str, list[str]]:
+    model, gguf = ["--model", options.model], ["--gguf", str(options.gguf)]
+    text = ["--text", str(options.texts[0])]
+    decode = ["benchmarks.decode", *model, *gguf, *text, "--trace-steps", "0", "--contexts"]
     small = ["infinigen", "full-device", "llama.cpp", "--weight-dtype", "int4"]
-    chosen["decode-batch-1-int4"] = [*decode, *one, *small]
-    chosen["decode-batch-1-fused"] = [*decode, *both, "infinigen", "infinigen-fused"]
+    chosen = {
+        "decode-batch-1": [*decode, *CONTEXTS, "--systems", *SYSTEMS, "llama.cpp"],
+        "decode-batch-1-int4": [*decode, *CONTEXTS, "--systems", *small],
+        "decode-batch-1-fused": [*decode, *CONTEXTS, "--systems", "infinigen", "infinigen-fused"],
+    }
     for batch in ("4", "8"):
-        given = ["--batch", batch, "--contexts", *CONTEXTS[:2], "--systems", *SYSTEMS]
-        chosen[f"decode-batch-{batch}"] = [*decode, *given]
+        given = [*decode, *CONTEXTS[:2], "--systems", *SYSTEMS]
+        chosen[f"decode-batch-{batch}"] = [*given, "--batch", batch]
+    chosen["prefill"] = ["benchmarks.prefill", *model, "--prompts", *CONTEXTS]
+    start = ["benchmarks.startup", *model, *text, *gguf]
+    chosen["startup"] = [*start, "--prompts", "32", "7680"]
     return chosen
 
 

@@ -14,7 +14,7 @@ from tiny import TinyModel
 
 from infinigen_jax.loading.load import embedded
 
-PERMUTED = ("llama", "smollm3")
+PERMUTED = ("granite", "llama", "smollm3")
 ARCHITECTURES = {"gemma3_text": "gemma3"}
 
 
@@ -91,6 +91,11 @@ def write_config(writer: GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(original)
     if window := getattr(config, "sliding_window", None):
         writer.add_sliding_window(window)
+    if config.model_type == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if cap := getattr(config, "attn_logit_softcapping", None):
         writer.add_attn_logit_softcapping(cap)
     if cap := getattr(config, "final_logit_softcapping", None):

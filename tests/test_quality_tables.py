@@ -1,12 +1,13 @@
 """The measurements of the documentation: their commands, and the tables and pictures of results."""
 
+import importlib
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import pictures, quality, quality_tables, tables
+from benchmarks import pictures, quality, quality_tables, real_model, tables
 from benchmarks.figures import __main__ as figures
 from benchmarks.files import RESULTS
 from infinigen_jax import evaluate
@@ -32,6 +33,17 @@ def test_commands_are_those_of_the_programs(tmp_path):
         parsed = evaluate.build_parser(modules).parse_args(command[1:])
         assert parsed.json == str(tmp_path / "a.json")
         assert configurations(parsed, reference=True), name
+
+
+def test_commands_of_the_real_model_are_those_of_the_programs(tmp_path):
+    given = ["--model", "m", "--gguf", "g", "--texts", "a", "b", "--out", str(tmp_path)]
+    for name, command in real_model.commands(real_model.build_parser().parse_args(given)).items():
+        program = importlib.import_module(command[0])
+        arguments = [*command[1:], "--json", "j"]
+        if command[0] == "infinigen_jax.evaluate":
+            assert configurations(program.build_parser().parse_args(arguments), reference=True)
+        elif hasattr(program, "build_parser"):
+            assert program.build_parser().parse_args(arguments), name
 
 
 def test_an_experiment_runs_once_and_for_its_models(tmp_path, monkeypatch, capsys):

@@ -30,6 +30,10 @@ SETTINGS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
 }
 TOKENS = {
     "bos_token_id": "bos_token_id",
@@ -59,7 +63,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-GEMMA_NAMES = {
+POST_NORM_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -86,7 +90,7 @@ class Architecture(NamedTuple):
     activation: str = "silu"
 
 
-GEMMA: dict[str, Any] = {"names": GEMMA_NAMES, "shift": 1, "activation": "gelu_pytorch_tanh"}
+GEMMA: dict[str, Any] = {"names": POST_NORM_NAMES, "shift": 1, "activation": "gelu_pytorch_tanh"}
 ARCHITECTURES = {
     "llama": Architecture("llama", permuted=True),
     "qwen2": Architecture("qwen2"),
@@ -95,6 +99,8 @@ ARCHITECTURES = {
     "gemma3": Architecture("gemma3_text", **GEMMA),
     "phi3": Architecture("phi3", names={"ffn_up": "mlp.gate_up_proj"}),
     "smollm3": Architecture("smollm3", permuted=True),
+    "granite": Architecture("granite", permuted=True),
+    "olmo2": Architecture("olmo2", names=POST_NORM_NAMES),
 }
 
 

@@ -106,10 +106,20 @@ TABLES = {
             *_gain("self_attn.k_norm", "k_norm"),
         ]
     ),
+    "granite": LLAMA,
     "llama": LLAMA,
     "mistral": LLAMA,
     "ministral": LLAMA,
     "qwen2": LLAMA,
+    "olmo2": LLAMA._replace(
+        layer=[
+            *PROJECTIONS,
+            *_norm("self_attn.q_norm", "q_norm"),
+            *_norm("self_attn.k_norm", "k_norm"),
+            *_norm("post_attention_layernorm", "attention_post_norm"),
+            *_norm("post_feedforward_layernorm", "mlp_post_norm"),
+        ]
+    ),
     "smollm3": LLAMA,
     "phi3": LLAMA._replace(
         layer=[

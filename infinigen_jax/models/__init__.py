@@ -17,8 +17,8 @@ from infinigen_jax.models.base import (
 )
 
 FAMILIES = (
-    *("gemma2", "gemma3", "llama", "ministral", "mistral", "opt", "phi3", "qwen2", "qwen3"),
-    "smollm3",
+    *("gemma2", "gemma3", "granite", "llama", "ministral", "mistral", "olmo2", "opt", "phi3"),
+    *("qwen2", "qwen3", "smollm3"),
 )
 ALIASES = {"gemma3_text": "gemma3"}  # other names of a model_type
 # Reasons to name for unsupported model types that contain these words.

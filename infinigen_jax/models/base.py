@@ -42,6 +42,8 @@ class ModelConfig:
         query_scale: factor on the attention scores; None for the inverse root of the head size.
         attention_softcap, logit_softcap: bounds of the attention scores and of the logits, see
             `ops.attention.soft_capped`; None for none.
+        embedding_scale, residual_scale, logit_divisor: factors on embeddings, on what attention
+            and MLP add, and inverse factor on the logits, for families that have them.
         sliding_window: number of tokens, itself included, that a token attends to in
             `sliding_layers`.
         eos_ids: tokens that end a generation; may be empty.
@@ -66,6 +68,9 @@ class ModelConfig:
     query_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     bos_id: int | None = None

@@ -145,7 +145,11 @@ class Layer(nnx.Module):
         return self.o(o.reshape(*o.shape[:-2], -1))
 
     def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        gate, up = jnp.split(self.gate_up(self.mlp_norm(x)), 2, axis=-1)
+        return self.feed_forward(self.mlp_norm(x))
+
+    def feed_forward(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        """Return the gated MLP of normalised hidden states."""
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(ACTIVATIONS[self.config.activation](gate) * up)
 
 

@@ -33,6 +33,7 @@ TEKKEN = (
 WORDS = {
     "default": None,
     "gpt-2": None,
+    "refact": None,
     "smollm": None,
     "llama-bpe": LLAMA3,
     "llama3": LLAMA3,
@@ -43,6 +44,7 @@ WORDS = {
     "deepseek-r1-qwen": QWEN2,
     "tekken": TEKKEN,
 }
+SINGLE_DIGITS = ("refact", "smollm")  # rules in which each digit is a word
 BEGINS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # rules whose texts begin with BOS
 SPECIAL = {
     "bos_token": "bos_token_id",
@@ -108,7 +110,7 @@ def _byte_level(settings: dict[str, Any], architecture: str) -> "tokenizers.Toke
     words = WORDS[rule]
     # These vocabularies have whole words that no merge leads to.
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=words in (LLAMA3, TEKKEN)))
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] * (rule == "smollm")
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] * (rule in SINGLE_DIGITS)
     if words is not None:
         steps.append(pre_tokenizers.Split(Regex(words), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None))

