@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from benchmarks import machine, presets, shapes
-from benchmarks.files import RESULTS, note, write_json
+from benchmarks.files import note, write_json
 from benchmarks.measure import measure_context, model_facts
 from benchmarks.report import table
 from benchmarks.waves import Bench
@@ -44,8 +44,8 @@ LOGITS_PROMPT = 64  # tokens of the prompt that compares the two models
 
 def main(argv: list[str] | None = None) -> int:
     options = presets.parse(argv)
-    name = f"{options.preset or 'decode-' + options.shape}-{machine.device_name()}.json"
-    path = options.json or RESULTS / name
+    name = options.preset or ("decode" if options.model else f"decode-{options.shape}")
+    path = options.json or machine.result_path(name, options.model)
     os.environ |= machine.gpu_environment(shares=bool(set(options.systems) & set(presets.THEIRS)))
 
     def run() -> None:

@@ -14,9 +14,10 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.systems import MARGIN, StepTime
+if TYPE_CHECKING:
+    from benchmarks.systems import StepTime  # imports JAX, which would count as llama.cpp's start
 
 # Name of a system -> type of the weights (None: as in the file) and of the cache.
 KINDS = {
@@ -51,12 +52,16 @@ class LlamaCpp:
             self.round(tokens)
 
     def round(self, tokens: int) -> float:
+        from benchmarks.systems import MARGIN
+
         timings = self._complete(tokens + MARGIN)
         # The first token comes with the prompt's last one and is not in the predicted time.
         steps = tokens + MARGIN - 1
         return max(each["predicted_ms"] for each in timings) / 1e3 * tokens / steps
 
-    def step(self) -> StepTime:
+    def step(self) -> "StepTime":
+        from benchmarks.systems import StepTime
+
         return StepTime(self.round(1))
 
     def facts(self) -> dict[str, Any]:
@@ -115,12 +120,14 @@ def converted(path: Path, name: str, folder: Path) -> Path:
     import gguf
     import numpy as np
 
-    copy = folder / f"{path.stem}-{name}.gguf"
+    found = path.stat()
+    copy = folder / f"{path.stem}-{found.st_size}-{found.st_mtime_ns}-{name}.gguf"
     if copy.exists():
         return copy
+    part = copy.with_suffix(".part")
     reader = gguf.GGUFReader(path)
     architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(copy, architecture)
+    writer = gguf.GGUFWriter(part, architecture)
     for key, field in reader.fields.items():
         if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
             continue
@@ -135,6 +142,7 @@ def converted(path: Path, name: str, folder: Path) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    part.replace(copy)
     return copy
 
 

@@ -19,9 +19,10 @@ from typing import Any
 import jax
 
 from benchmarks import machine, shapes
-from benchmarks.files import RESULTS, note, write_json
+from benchmarks.files import note, write_json
 from benchmarks.measure import turns
 from benchmarks.plots import checked_plot, draw_speeds
+from benchmarks.systems import STREAMED
 from benchmarks.tables import entry_table
 from infinigen_jax.cli.options import read_policy
 from infinigen_jax.engine.engine import Engine
@@ -29,7 +30,6 @@ from infinigen_jax.engine.generation import Run
 from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.evaluation.texts import common_length
 from infinigen_jax.loading.load import DTYPES, Model
-from infinigen_jax.policies import Full
 
 SYSTEMS = ("full", "infinigen", "lossless:infinigen")
 TOKENS = 24  # tokens of the first turn, which compiles and is not timed
@@ -58,7 +58,9 @@ class System:
         kind, _, policy = name.partition(":")
         lossless = kind.startswith("lossless")
         settings: dict[str, Any] = {"lossless": lossless, "weights": options.weights}
-        settings["policy"] = Full() if name == "full" else _policy(policy or kind, options.budget)
+        settings["policy"] = STREAMED
+        if name != "full":
+            settings["policy"] = _policy(policy or kind, options.budget)
         if lossless:
             settings["draft_tokens"] = options.draft_tokens
             settings["draft_weights"] = kind.partition("-")[2] or None
@@ -86,7 +88,7 @@ def _policy(text: str, budget: float | None) -> Any:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all contexts and return the result, which is written as it grows."""
-    path = options.json or RESULTS / f"lossless-{machine.device_name()}.json"
+    path = options.json or machine.result_path("lossless", options.model)
     longest = max(options.contexts) + TOKENS + options.tokens * options.rounds + 128
     model, _ = shapes.model_of(options, longest)
     names = "contexts tokens rounds budget weights dtype draft_tokens systems".split()

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.files import RESULTS
 from infinigen_jax.evaluation.report import version_of
 from infinigen_jax.machine.memory_limits import PINNED_POOL_VARIABLE, available_host_bytes
 from infinigen_jax.planner import bandwidths
@@ -95,3 +96,9 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("+" if changed else "")
+
+
+def result_path(name: str, model: str | Path | None = None) -> Path:
+    """Return the file of a result on this device; a given model's name is a part of it."""
+    parts = [name, *([] if model is None else [Path(model).name]), device_name()]
+    return RESULTS / f"{'-'.join(parts)}.json"

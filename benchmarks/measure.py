@@ -116,7 +116,8 @@ def _measure_wave(
     exact = next((systems[name] for name in EXACT if name in systems), None)
     reference += [] if reference or exact is None else exact.drawn
     for name, system in systems.items() if reference else ():
-        entries[name]["first_tokens_equal_to_exact"] = common_length(system.drawn, reference)
+        if system.drawn:  # llama.cpp's are not known
+            entries[name]["first_tokens_equal_to_exact"] = common_length(system.drawn, reference)
     return entries
 
 

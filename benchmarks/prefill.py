@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import machine, shapes
-from benchmarks.files import RESULTS, note, write_json
+from benchmarks.files import note, write_json
 from benchmarks.tables import entry_table
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.engine.engine import Engine
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
-    path = options.json or RESULTS / f"prefill-{machine.device_name()}.json"
+    path = options.json or machine.result_path("prefill", options.model)
     result = measure(options, path)
     print(table(result))
     note(f"written to {path}")

@@ -119,7 +119,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = build_parser().parse_args(argv)
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if len(options.texts) > 2:
+        parser.error("--texts: give an encyclopaedia and a book, no more")
     return run_command(lambda: measure(options))
 
 

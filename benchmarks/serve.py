@@ -354,6 +354,8 @@ def main() -> None:
     add("--chunk", type=int, help="tokens of a chunk (default: the server's)")
     add("--json", type=Path)
     options = parser.parse_args()
+    if "stall" in options.measure and options.system not in OURS:
+        parser.error(f"--measure stall: of {' and '.join(OURS)} only; choose streams or turns")
     tokenizer = load("tiny-llama").tokenizer
     if options.model is None:
         model = peaked_model(SHAPES[options.shape], options.long + 512, "float32")

@@ -32,6 +32,10 @@ class StepTime(NamedTuple):
     flush: bool = False
 
 
+# The full cache on the host. New rows are written there in blocks, as by InfiniGen, not one by one.
+STREAMED = Full(window=32)
+
+
 class System(Protocol):
     """A generation in progress; `drawn` holds the tokens of the first sequence so far."""
 
@@ -70,7 +74,7 @@ def settings(name: str, options: argparse.Namespace, model: Model, context: int)
         paper = InfiniGenPaper(alpha=5.0 if model.config.family == "llama" else 4.0)
         chosen |= {"policy": paper, "dense_layers": 0, "hot_set": 0.0}
     elif "streamed" in name:
-        chosen |= {"policy": Full()}
+        chosen |= {"policy": STREAMED}
     else:
         budget = options.budget_rows / context if name == "infinigen-fixed" else options.budget
         given: dict[str, Any] = {"alpha": options.alpha}

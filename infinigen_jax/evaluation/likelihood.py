@@ -4,9 +4,8 @@ All tokens of the context except the last are prefilled; the last one and the co
 decoded.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -16,7 +15,6 @@ from infinigen_jax.evaluation.scoring import Traffic, traffic
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
-    from infinigen_jax.models import ModelConfig
 
 
 class Continuation(NamedTuple):
@@ -74,22 +72,17 @@ def likelihoods(
 
 def _first_token(engine: "Engine", token: int, target: int) -> tuple[float, float]:
     """Return a token's log-likelihood after a single one, and whether it is the most likely."""
-    model = engine.model
-    logits = _forward(model.config, model.dtype)(model.params, np.array([[token]], np.int32))
-    logits = np.asarray(logits, np.float64)[0, -1]
+    from infinigen_jax.engine.prompts import round_up_capacity
+    from infinigen_jax.prefill.prefill import prefill
+
+    decoder, one = engine.decoder, np.ones((1, 1), np.int32)
+    capacity = round_up_capacity(decoder.policy.window)
+    slots = decoder.host_slots(1, capacity)
+    read = prefill(decoder, engine.runtime.weights, token * one, one[0], capacity, slots)
+    logits = np.asarray(read.logits, np.float64)[0]
     top = logits.max()
     score = logits[target] - top - np.log(np.exp(logits - top).sum())
     return float(score), float(logits.argmax() == target)
-
-
-@functools.cache
-def _forward(config: "ModelConfig", dtype: Any) -> Any:
-    import jax
-
-    from infinigen_jax.models import blueprint
-    from infinigen_jax.models.forward import forward
-
-    return jax.jit(functools.partial(forward, blueprint(config, dtype)))
 
 
 def _batches(cut: Sequence[Continuation], batch: int, positions: int) -> Iterator[list[int]]:

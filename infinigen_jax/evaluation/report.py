@@ -81,7 +81,7 @@ def _distinguishing(lines: Sequence[dict[str, Any]]) -> list[str]:
     for policy in dict.fromkeys(line["policy"] for line in lines):
         settings = [line["settings"] for line in lines if line["policy"] == policy]
         for name in settings[0]:
-            if name != "budget" and any(s[name] != settings[0][name] for s in settings):
+            if name != "budget" and any(s.get(name) != settings[0][name] for s in settings):
                 names.setdefault(name)
     return list(names)
 

@@ -130,8 +130,10 @@ class Session:
         Args:
             total: work of one configuration, for the progress.
         """
+        from infinigen_jax.programs.program import environment, is_foreign
+
         self.record |= provenance(model, self.arguments.model or self.folder or "")
-        self.parts = Parts(self.output, self.record | {"date": None})
+        self.parts = Parts(self.output, self.record | {"date": None, "source": environment()})
         known: set[Any] = set()
         told: set[str] = set()
         for index, configuration in enumerate(self.chosen, 1):
@@ -144,7 +146,8 @@ class Session:
                 "settings": settings,
             }
             title = f"{index}/{len(self.chosen)} {configuration.label}"
-            key = {"policy": configuration.policy.name} | settings
+            kind = type(configuration.policy)
+            key = {"policy": f"{kind.__module__}:{kind.__qualname__}"} | settings
             for line in options_without_effect(configuration.options, engine):
                 if line not in told:
                     self.say(f"{title}: {line}")
@@ -155,7 +158,8 @@ class Session:
                 gc.collect()
                 continue
             known.add(same)
-            measured = self.parts.load(key)
+            # A user's policy may have changed since.
+            measured = None if is_foreign(engine.decoder.policy) else self.parts.load(key)
             if measured is not None:
                 self.say(f"{title}: measured before")
             else:

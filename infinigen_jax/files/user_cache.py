@@ -34,9 +34,9 @@ def program_folder() -> Path | None:
     """Return the folder of compiled programs, created if necessary; None if none can be used.
 
     The variables of JAX's cache apply: JAX_COMPILATION_CACHE_DIR names another folder, and
-    JAX_ENABLE_COMPILATION_CACHE=0 turns the cache off.
+    JAX_ENABLE_COMPILATION_CACHE=0, or its setting in `jax.config`, turns the cache off.
     """
-    if os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "1").lower() in ("0", "false"):
+    if not jax.config.jax_enable_compilation_cache:  # pyright: ignore[reportAttributeAccessIssue]
         return None
     given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     try:

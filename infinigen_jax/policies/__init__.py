@@ -77,8 +77,11 @@ def find_policy(name: str) -> Any:
         kind = (
             getattr(importlib.import_module(module), attribute) if entry is None else entry.load()
         )
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ParameterError("policy", f"{error}; is it on PYTHONPATH?", name) from None
-    if not (inspect.isclass(kind) and dataclasses.is_dataclass(kind) and hasattr(kind, "select")):
+    parts = ("name", "select")
+    if not (inspect.isclass(kind) and dataclasses.is_dataclass(kind)) or not all(
+        hasattr(kind, part) for part in parts
+    ):
         raise ParameterError("policy", "not a policy; give a class as docs/policies.md says", name)
     return kind

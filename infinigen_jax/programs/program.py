@@ -6,8 +6,8 @@ saves only the compilation, a third of the start-up time.
 
 The file name of an executable is a hash of everything the executable depends on: the source of this
 package, the JAX versions, the processor, the XLA flags, the settings the function closes over, and
-the shapes, dtypes and shardings of the arguments. The file is a pickle, so the folder must belong
-to the user.
+the shapes, dtypes and shardings of the arguments. Programs with a policy from outside of the
+package are not stored. The file is a pickle, so the folder must belong to the user.
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ import logging
 import os
 import pickle
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,12 +86,11 @@ class Program:
         return self._executables[key]
 
     def _load_or_compile(self, key: Any, arguments: Any, static: dict[str, Any]) -> Any:
-        folder = program_folder()
+        folder = None if is_foreign(self._settings) else program_folder()
         # Elsewhere untested; and an executable is loaded for all devices that a process has.
         if folder is None or jax.default_backend() != "cpu" or jax.device_count() > 1:
             return self._jitted.lower(*arguments, **static).compile()
-        sources = outside_sources(self._settings)
-        text = repr((self._name, self._settings, sources, self._options, key, environment()))
+        text = repr((self._name, self._settings, self._options, key, environment()))
         path = folder / (hashlib.sha256(text.encode()).hexdigest()[:40] + SUFFIX)
         executable = _load(path)
         if executable is None:
@@ -149,30 +147,22 @@ def environment() -> str:
     return repr((source.hexdigest(), versions, processor(), flags, numerics))
 
 
-def outside_sources(settings: Any) -> list[str]:
-    """Hashes of the modules outside of this package that define a part of the settings.
+def is_foreign(settings: Any) -> bool:
+    """Whether a part of the settings is of a class from elsewhere, such as a user's policy.
 
-    A policy may be the user's own: its code is compiled into the programs.
+    Its code is compiled into the programs, and may import other modules that change.
     """
-    parts, hashes = [settings], set()
+    parts = [settings]
     while parts:
         part = parts.pop()
         if isinstance(part, tuple):
             parts += part
         elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+            rooms = {kind.__module__.partition(".")[0] for kind in type(part).__mro__}
+            if rooms - {"infinigen_jax"} - sys.stdlib_module_names:
+                return True
             parts += [getattr(part, field.name) for field in dataclasses.fields(part)]
-            for kind in type(part).__mro__:
-                if not kind.__module__.startswith(("infinigen_jax.", "builtins")):
-                    hashes.add(_source_hash(kind.__module__))
-    return sorted(hashes)
-
-
-def _source_hash(module: str) -> str:
-    """Hash of a module's file, or its name if it has none (a notebook: a new one each time)."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:
-        return f"{module} {time.time_ns()}"
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return False
 
 
 def _load(path: Path) -> Any:

@@ -22,6 +22,7 @@ from jax import lax
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.cache.layers import Resident
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.live_batch import Reading, chunk_lengths
 from infinigen_jax.engine.snapshot import kept, row_writer
@@ -73,11 +74,14 @@ class PrefixCache:
         self._clock = itertools.count(1)
         make = cache_steps(decoder).empty.shapes
         small, large = (make(batch=1, capacity=n, slots=n) for n in (capacity, 2 * capacity))
-        observed = len(jax.tree.leaves(small.states)) if decoder.policy.observes else 0
+        # What later tokens change: observations, and the sums over tokens that leave the window.
+        changing = [small.states] if decoder.policy.observes else []
+        changing += [each.left for each in small.local if isinstance(each, Resident)]
+        changed = {id(shape) for shape in jax.tree.leaves(changing)}
         pairs = zip(*(jax.tree.leaves(kept(shapes)) for shapes in (small, large)), strict=True)
         self._axes = [
-            _token_axis(one.shape, two.shape, capacity, changes=i < observed)
-            for i, (one, two) in enumerate(pairs)
+            _token_axis(one.shape, two.shape, capacity, changes=id(one) in changed)
+            for one, two in pairs
         ]
 
     def find(self, tokens: np.ndarray) -> Node:

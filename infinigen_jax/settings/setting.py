@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import Any, ClassVar, NamedTuple
 
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.numeric import Check, check_value
 
 
@@ -50,6 +51,8 @@ class Settings:
 
 def check_setting(kind: type[Settings], name: str, value: Any) -> None:
     check = options_of(kind)[name].check
+    if isinstance(defaults_of(kind)[name], bool) and not isinstance(value, bool):
+        raise ParameterError(f"{kind.room}{name}", "use True or False", value)
     if check is not None:
         check_value(f"{kind.room}{name}", value, check)
 

@@ -131,7 +131,7 @@ def test_evicted_rows_are_masked_in_full_attention(policy, eviction):
 def test_slots_hold_the_rows_of_the_directory():
     """Rows, index and sums of the first layer equal those of a cache without a limit."""
     free, run = (
-        scored(engine("one", TAIL, rows="int8", pool=pool), 30)[0] for pool in (None, SMALL)
+        scored(engine("one", TAIL, rows="int4", pool=pool), 30)[0] for pool in (None, SMALL)
     )
     d = run.decoder.config.head_dim
     free.settle()
@@ -156,9 +156,12 @@ def test_slots_hold_the_rows_of_the_directory():
         assert isinstance(local, Resident) and local.left is not None
         # As if all slots held rows.
         stored = run.decoder.row_format.decode(run.cache.scales[0], jnp.asarray(mine))
-        values = np.asarray(stored)[i, j, slots[there <= current[i] - TAIL.window], d:]
-        # Rows of the ring count with the values they have before they are quantised.
-        np.testing.assert_allclose(local.left[i, j, 0], values.sum(axis=0), rtol=1e-4, atol=0.2)
+        values = np.asarray(stored)[i, j, slots, d:]
+        # Pooled rows that are resident as well count with the error of storing them.
+        resident = there > current[i] - TAIL.window
+        ring = run.decoder.slots.of(jnp.asarray(there[resident]))
+        values[resident] -= np.asarray(local.rows)[i, j, np.asarray(ring), d:]
+        np.testing.assert_allclose(local.left[i, j, 0], values.sum(axis=0), rtol=1e-4, atol=1e-4)
 
 
 def test_the_limit_is_what_is_allocated():

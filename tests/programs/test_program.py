@@ -1,5 +1,6 @@
 """Compiled programs on disk: when one is loaded, and when it is compiled again."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from infinigen_jax.programs.program import SUFFIX, Program
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder in which programs are kept; JAX's own cache, which may save one, is off."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("JAX_ENABLE_COMPILATION_CACHE", raising=False)
-    jax.config.update("jax_enable_compilation_cache", False)
+    before: Any = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()  # it remembers whether it is on
     yield tmp_path
-    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.reset_cache()
 
 
@@ -71,6 +72,19 @@ def test_other_settings_shapes_and_static_arguments_are_other_files(folder):
         assert traced.traces == len(kept(folder)) == number
 
 
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """A setting of a class from outside of the package, as a user's policy is."""
+
+
+def test_programs_with_code_from_elsewhere_are_not_stored(folder):
+    """Its imports may change, which no hash of it shows."""
+    traced = Traced()
+    for _ in range(2):
+        traced.call(traced.program((1, Foreign())))
+    assert traced.traces == 2 and not kept(folder)
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b""])
 def test_a_damaged_file_is_compiled_and_written_again(folder, damage):
     traced = Traced()
@@ -85,10 +99,13 @@ def test_a_damaged_file_is_compiled_and_written_again(folder, damage):
     assert traced.traces == 2
 
 
-def test_without_a_folder_programs_run(folder, monkeypatch):
-    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
+def test_programs_run_where_the_cache_is_off(folder):
     traced = Traced()
-    traced.call(traced.program())
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        traced.call(traced.program())
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
     assert traced.traces == 1 and not kept(folder)
 
 

@@ -1,5 +1,7 @@
 """The prefix cache gives back the state that reading a prompt leaves, within its limit."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -36,6 +38,7 @@ def stored(prefixes: PrefixCache, tokens: np.ndarray) -> int:
     [
         pytest.param(SPARSE, {}, id="exact"),
         pytest.param(TAILED, {"rows": "int8", "hot_set": 1.5}, id="int8-tail"),
+        pytest.param(dataclasses.replace(TAILED, tail_tokens=1), {}, id="tail-by-token"),
         pytest.param(H2O(budget=0.2, window=4), {}, id="observing", marks=pytest.mark.slow),
     ],
 )
