@@ -34,6 +34,8 @@ SETTINGS = {
     "residual_multiplier": "residual_scale",
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
+    "num_local_experts": "expert_count",
+    "rope_local_base_freq": "rope.freq_base_swa",
 }
 TOKENS = {
     "bos_token_id": "bos_token_id",
@@ -68,6 +70,7 @@ POST_NORM_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+ENDS = ("fast", "slow")  # of the frequencies that YaRN stretches in part
 # Factors of rotary frequencies, which `_rope` puts into the configuration.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -169,6 +172,9 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     hf |= _end_tokens(file) | _rope(file, name)
     embedding = file.tensors.get("token_embd.weight")
     hf["vocab_size"] = embedding.shape[0] if embedding else None
+    for token in ("bos_token_id", "pad_token_id"):  # some files have numbers that mean none
+        if embedding and not 0 <= hf.get(token, 0) < embedding.shape[0]:
+            del hf[token]
     hf["tie_word_embeddings"] = "output.weight" not in file.tensors
     hf["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     hf["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
@@ -188,12 +194,11 @@ def _special_settings(name: str, hf: Mapping[str, Any]) -> dict[str, Any]:
     largest = layers == {"gemma2": 46, "gemma3": 62}[name]
     per_head = hf["hidden_size"] // hf["num_attention_heads"] if largest else hf.get("head_dim")
     period = {"gemma2": 2, "gemma3": 6}[name]
+    if name == "gemma3" and not hf.get("sliding_window"):
+        period = 1  # no windows
     kinds = ("full_attention", "sliding_attention")
-    return {
-        "query_pre_attn_scalar": per_head,
-        "layer_types": [kinds[(i + 1) % period != 0] for i in range(layers)],
-        "rope_local_base_freq": 10000.0,  # used by gemma3 alone
-    }
+    types = [kinds[(i + 1) % period != 0] for i in range(layers)]
+    return {"query_pre_attn_scalar": per_head, "layer_types": types}
 
 
 def _end_tokens(file: GgufFile) -> dict[str, Any]:
@@ -223,7 +228,8 @@ def _rope(file: GgufFile, name: str) -> dict[str, Any]:
     if kind is None and factor not in (None, 0, 1):
         kind = "linear"
     if kind in ("linear", "yarn"):
-        hf["rope_scaling"] = {"rope_type": kind, "factor": factor}
+        turns = {f"beta_{end}": data.get(f"{name}.rope.scaling.yarn_beta_{end}") for end in ENDS}
+        hf["rope_scaling"] = {"rope_type": kind, "factor": factor} | turns
     elif kind not in (None, "none", "longrope"):
         raise UnsupportedModelError(f"rope.scaling.type {kind!r} is not supported")
     if "rope_freqs.weight" in file.tensors:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, SIDE_FILES, TORCH
+from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, SIDE_FILES, TORCH, read_config
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.regular import expanded
 
@@ -41,8 +41,11 @@ def fetched(name: str | Path, revision: str | None = None, weights: bool = True)
             import huggingface_hub
 
             return Path(huggingface_hub.hf_hub_download(model, file[1:], revision=revision))
+    folder = _snapshot(model, revision, *SETTINGS)
     if not weights:
-        return _snapshot(model, revision, *SETTINGS)
+        return folder
+    if (folder / "config.json").exists():
+        read_config(folder)  # refuse an unsupported model before its weights are downloaded
     for patterns in WEIGHTS:
         folder = _snapshot(model, revision, *SETTINGS, *patterns)
         if any(folder.glob(f"{patterns[0]}*")):

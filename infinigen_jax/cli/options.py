@@ -266,12 +266,12 @@ def load_engine(arguments: argparse.Namespace, say: Messages) -> "Engine":
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     with say.working(f"loading {arguments.model or DEFAULT_MODEL}"):
         from infinigen_jax.loading.load import load
-        from infinigen_jax.machine.backend import widen_pinned_pool
+        from infinigen_jax.machine.backend import claim_memory
 
         policy = make_policy(arguments)  # before the model is loaded, to report errors early
         for line in unused_options(arguments):
             say(line)
-        widen_pinned_pool()
+        claim_memory()
         model = load(arguments.model, notify=say, **load_settings(arguments))
         engine = make_engine(model, policy, arguments)
         for line in options_without_effect(arguments, engine):

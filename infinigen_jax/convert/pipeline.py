@@ -1,7 +1,6 @@
 """Conversion pipeline: read, run, skew and write one layer before the next."""
 
 import contextlib
-import ctypes
 import functools
 import json
 import os
@@ -50,6 +49,7 @@ from infinigen_jax.convert.write import (
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.atomic import link_or_copy, staged, write_text
 from infinigen_jax.machine.backend import start_backend
+from infinigen_jax.machine.memory_limits import return_freed_memory
 from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.numeric import listed
 from infinigen_jax.settings.policy import SOURCES
@@ -234,9 +234,7 @@ class _Job:
         """Return the memory of a layer to the system, where freed pieces would add up."""
         for spec in specs:
             self.sources[spec.name].release()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
-        if trim is not None:
-            trim(0)
+        return_freed_memory()
 
     def _ahead_layout(self) -> dict[str, Any]:
         return {

@@ -109,10 +109,10 @@ class Session:
         """Load the model and check that it supports all configurations."""
         from infinigen_jax.files.user_cache import keep_programs
         from infinigen_jax.loading.load import load, model_folder
-        from infinigen_jax.machine.backend import widen_pinned_pool
+        from infinigen_jax.machine.backend import claim_memory
 
         self.folder = model_folder(self.arguments.model, self.arguments.revision)
-        widen_pinned_pool()
+        claim_memory()
         keep_programs()
         settings: dict[str, Any] = load_settings(self.arguments) | {"revision": None}
         model = load(self.folder, notify=self.say, **settings)

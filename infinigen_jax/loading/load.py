@@ -39,6 +39,7 @@ from infinigen_jax.machine.memory_limits import (
     available_device_bytes,
     available_host_bytes,
     pinned_pool_limit_bytes,
+    return_freed_memory,
     tree_bytes,
     widen_pool_to,
 )
@@ -281,7 +282,7 @@ def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None 
     skewing = read_skew(folder, manifest, config)
     dtype, architecture = form.dtype, blueprint(config, form.dtype)
     in_memory = blueprint(config, form.dtype, form.weight_dtype)
-    _check_room(source or folder, in_memory, form.weights)
+    room = _check_room(source or folder, in_memory, form.weights)
     tensors = open_tensors(source) if source else _listed_tensors(folder, manifest)
     sources = match(tensors, architecture, source or folder)
     specs = expected(architecture)
@@ -301,11 +302,12 @@ def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None 
     def layer(number: int, tensors: list[TensorSpec]) -> Params:
         return jax.block_until_ready(form.layer(architecture.complete(number, tree(tensors))))
 
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(_readers(architecture, room)) as pool:
         layers = pool.map(layer, itertools.count(), specs.layers)
         embedding = form.matrices(tree(specs.embedding))
         params = {"embedding": embedding, "layers": list(layers)}
     jax.block_until_ready(params)
+    return_freed_memory()
     return Model(config, params, dtype, skew=manifest.skew, path=folder, **skewing)
 
 
@@ -319,8 +321,12 @@ def _listed_tensors(folder: Path, manifest: Manifest) -> dict[str, TensorSource]
     raise InputError(f"{folder}: has no weights; give the model that it was converted from")
 
 
-def _check_room(folder: Path, architecture: Blueprint, weights: str) -> None:
-    """Refuse a model whose weights do not fit, before reading any."""
+def _check_room(folder: Path, architecture: Blueprint, weights: str) -> int | None:
+    """Refuse a model whose weights do not fit, before reading any.
+
+    Returns:
+        Bytes of the device's memory that remain; None if unknown.
+    """
     device, layers_on_device = jax.devices()[0], architecture.config.num_layers
     layer = tree_bytes(architecture.layer_shapes)
 
@@ -339,7 +345,15 @@ def _check_room(folder: Path, architecture: Blueprint, weights: str) -> None:
         check("pinned memory", on_host, pool, widen_pool_to(on_host))
         layers_on_device = min(2, layers_on_device)  # layers on the device at a time
     needed = tree_bytes(architecture.embedding_shapes) + layer * layers_on_device
-    check("memory", needed, available_device_bytes(device), f"{smaller}, or `weights` host")
+    available = available_device_bytes(device)
+    check("memory", needed, available, f"{smaller}, or `weights` host")
+    return None if available is None else available - needed
+
+
+def _readers(architecture: Blueprint, room: int | None) -> int:
+    """Return how many layers to read at a time; each takes twice its size for a while."""
+    layer = 2 * tree_bytes(architecture.layer_shapes)
+    return READERS if room is None else max(1, min(READERS, room // layer))
 
 
 @functools.partial(jax.jit, static_argnames=("transform", "dtype"))
@@ -367,7 +381,7 @@ def _load_through_cache(
 ) -> Model:
     from infinigen_jax.convert.pipeline import convert, progress_bar
 
-    read_config(source)  # refuse a foreign model before announcing anything
+    _, config = read_config(source)  # refuse a foreign model before announcing anything
     destination = cache_folder(source)
 
     def load_cached() -> Model:
@@ -385,6 +399,8 @@ def _load_through_cache(
             except InputError as error:
                 notify(f"the cached conversion is unusable; converting again ({error})")
         else:
+            # Refused now rather than after the conversion.
+            _check_room(source, blueprint(config, form.dtype, form.weight_dtype), form.weights)
             notify(f"{source} is not converted yet: converting it into {destination}")
         with progress_bar() as progress:
             convert(source, destination, force=True, sidecar=True, progress=progress)

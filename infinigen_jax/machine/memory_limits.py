@@ -1,5 +1,6 @@
 """Limits of memory: of the host, of a device, and of JAX's pool of pinned host memory."""
 
+import ctypes
 import os
 import resource
 from collections.abc import Iterator
@@ -48,6 +49,13 @@ def available_device_bytes(device: Device) -> int | None:
     if not statistics or "bytes_limit" not in statistics:
         return None
     return max(0, statistics["bytes_limit"] - statistics.get("bytes_in_use", 0))
+
+
+def return_freed_memory() -> None:
+    """Return freed pieces of memory to the system, where there would be many."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
+    if trim is not None:
+        trim(0)
 
 
 def pinned_pool_limit_bytes(device: Device | None = None) -> int | None:

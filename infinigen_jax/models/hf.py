@@ -16,7 +16,8 @@ def language_model(hf: Mapping[str, Any]) -> dict[str, Any]:
     part = hf.get("text_config")
     if hf.get("model_type") != "gemma3" or not isinstance(part, Mapping):
         return dict(hf)
-    shared = {name: hf[name] for name in ("eos_token_id", "dtype", "torch_dtype") if name in hf}
+    names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
+    shared = {name: hf[name] for name in names if name in hf}
     name = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
     return shared | {**part} | name
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from infinigen_jax.models import llama
 from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.hf import refuse_sliding_windows
 from infinigen_jax.models.llama import Embedding
 from infinigen_jax.models.norms import RMSNorm
 
@@ -16,6 +17,7 @@ __all__ = ["Embedding", "Layer", "config_from_hf"]
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "olmo2"; refuse unsupported settings."""
+    refuse_sliding_windows(hf)  # OLMo 3
     hf = {"rms_norm_eps": 1e-5, **hf}
     return llama.relative_from_hf(hf, "olmo2", attention_bias=bool(hf.get("attention_bias", False)))
 

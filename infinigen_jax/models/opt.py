@@ -25,7 +25,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     settings = common_settings(hf, layers="num_hidden_layers", mlp="ffn_dim")
     refuse_sliding_windows(hf)
     refuse_unless(hf.get("do_layer_norm_before", True), "do_layer_norm_before=false (opt-350m)")
-    projected = hf.get("word_embed_proj_dim", settings["hidden_size"])
+    projected = hf.get("word_embed_proj_dim") or settings["hidden_size"]
     refuse_unless(projected == settings["hidden_size"], f"word_embed_proj_dim {projected}")
     refuse_unless(not hf.get("_remove_final_layer_norm", False), "_remove_final_layer_norm=true")
     affine = hf.get("layer_norm_elementwise_affine", True)

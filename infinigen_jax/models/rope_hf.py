@@ -18,11 +18,13 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int, partial: bool = False) -
     Raises:
         UnsupportedModelError: names the kind or setting that is not implemented.
     """
-    settings = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+    former, settings = (dict(hf.get(n) or {}) for n in ("rope_scaling", "rope_parameters"))
+    same = not (former and settings) or _kind(former) == _kind(settings)
+    refuse_unless(same, "rope_scaling beside other rope_parameters; keep one of them: both")
+    settings = former | settings
     nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
     refuse_unless(not nested, f"separate rope_parameters for {', '.join(nested)}")
-    kind = settings.get("rope_type") or settings.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind  # its first name
+    kind = _kind(settings)
     if kind not in KINDS:
         raise UnsupportedModelError(
             f"config.json: rope type {kind!r} is not supported (supported: {', '.join(KINDS)})"
@@ -53,6 +55,11 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int, partial: bool = False) -
             f"config.json: rope type {kind!r} without its setting {missing}"
         ) from None
     return Rope(theta=theta, kind=kind, share=share, **scaling)
+
+
+def _kind(settings: Mapping[str, Any]) -> str:
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    return "longrope" if kind == "su" else kind  # its first name
 
 
 def stretched_positions(rope: Rope, positions: int) -> int:

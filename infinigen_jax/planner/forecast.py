@@ -78,8 +78,8 @@ class Forecast:
         prefill, decode: temporaries, including weights in transit from the host; the larger one is
             the plan's workspace.
         seconds: lower bound on the time of a decode step; None without bandwidths.
-        lossless: times of the lossless mode; None without bandwidths, with a pool, or if all rows
-            are on the device or streamed.
+        lossless: times of the lossless mode; None without bandwidths, with a pool, if all rows are
+            on the device or streamed, or if the copy of the weights for drafts does not fit.
     """
 
     settings: EngineOptions
@@ -220,7 +220,7 @@ class Planner:
             kept["ahead"] = [ahead.basis for ahead in kept["ahead"]]
         brought = brought_bytes(decoder, weights)
         traffic = dataclasses.replace(traffic, brought=brought)
-        return Forecast(
+        found = Forecast(
             settings=settings,
             weights=tree_bytes(weights.params) - brought,
             weights_on_host=brought,
@@ -233,11 +233,15 @@ class Planner:
             plan=plan,
             traffic=traffic,
             seconds=self._seconds(traffic, _streams(decoder)),
-            lossless=self._lossless(
-                decoder, settings, weights, traffic, plan.host_cache * context // capacity
-            ),
+            lossless=None,
             machine=self.machine,
         )
+        drafting = dataclasses.replace(settings, lossless=True)
+        if not dataclasses.replace(found, drafts=self._draft_bytes(drafting)).fits:
+            return found
+        host_rows = plan.host_cache * context // capacity
+        rounds = self._lossless(decoder, settings, weights, traffic, host_rows)
+        return dataclasses.replace(found, lossless=rounds)
 
     def _lossless(
         self,

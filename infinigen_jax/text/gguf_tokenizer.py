@@ -29,6 +29,11 @@ TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # Expression that splits words, by `tokenizer.ggml.pre`; None for GPT-2's, which the library has.
 WORDS = {
     "default": None,
@@ -40,12 +45,15 @@ WORDS = {
     "llama-v3": LLAMA3,
     "smaug-bpe": LLAMA3,
     "dbrx": LLAMA3,
+    "falcon3": LLAMA3,
+    "gpt-4o": GPT4O,  # Phi-4-mini
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
     "tekken": TEKKEN,
 }
 SINGLE_DIGITS = ("refact", "smollm")  # rules in which each digit is a word
 BEGINS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # rules whose texts begin with BOS
+KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's special tokens
 SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -64,7 +72,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(settings.get("model")))
     if build is None:
         raise _unsupported(file, "model", ("gpt2", "llama"))
-    if build is _byte_level and str(settings.get("pre", "default")) not in WORDS:
+    if build is _byte_level and settings.get("pre") not in WORDS:
         raise _unsupported(file, "pre", WORDS)
     template = file.metadata.get("tokenizer.chat_template")
     architecture = str(file.metadata.get("general.architecture"))
@@ -73,7 +81,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
         if len(set(tokens)) != len(tokens):
             raise ValueError("two tokens have the same text")
         backend = build(settings, architecture)
-        _add_special(backend, settings)
+        _add_special(backend, settings, architecture)
         names = {
             name: tokens[settings[key]]
             for name, key in SPECIAL.items()
@@ -162,16 +170,25 @@ def _merges(
     return merges
 
 
-def _add_special(backend: "tokenizers.Tokenizer", settings: dict[str, Any]) -> None:
+def _add_special(
+    backend: "tokenizers.Tokenizer", settings: dict[str, Any], architecture: str
+) -> None:
     """Add the tokens that are never split, and those at the beginning and end of a text."""
     from tokenizers import AddedToken, processors
 
     tokens, kinds = settings["tokens"], settings.get("token_type", ())
+    # Those of Phi-3 take the white space after them, which its files do not say.
+    strips = architecture == "phi3" and settings["model"] == "llama"
+
+    def added(text: str, special: bool) -> AddedToken:
+        rstrip = strips and special and text not in KEEP_SPACE
+        return AddedToken(text, normalized=False, special=special, rstrip=rstrip)
+
     for kind, add in ((CONTROL, backend.add_special_tokens), (USER_DEFINED, backend.add_tokens)):
         special = kind == CONTROL
         texts = [text for text, k in zip(tokens, kinds, strict=False) if k == kind and text]
         known = [text for text in texts if backend.token_to_id(text) is not None]
-        add([AddedToken(text, normalized=False, special=special) for text in known])
+        add([added(text, special) for text in known])
     ends = [
         tokens[settings[f"{name}_token_id"]] if settings.get(f"add_{name}_token") else None
         for name in ("bos", "eos")

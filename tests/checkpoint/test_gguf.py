@@ -184,6 +184,48 @@ def test_settings_that_older_files_spell_otherwise(tmp_path):
         np.testing.assert_array_equal(tensor.read(), expected[name].read())
 
 
+def test_gemma_3_without_windows(tmp_path):
+    """As llama.cpp writes models of this form whose layers all attend to everything."""
+    gemma: Any = {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6}
+    made = make_tiny(tmp_path / "hf", "gemma3_text", **(SIZES | gemma))
+    for window, local, layers in ((None, None, ()), (7, 50_000, (0, 1, 2, 3, 4))):
+        changes: Any = {
+            "gemma3.attention.sliding_window": window,
+            "gemma3.rope.freq_base_swa": local,
+        }
+        config = read_config(write_gguf(tmp_path / "a.gguf", made, **changes))[1]
+        assert config.sliding_layers == layers
+        thetas = [rope and rope.theta for rope in config.layer_ropes]
+        assert thetas == [local if i in layers else 1_000_000.0 for i in range(6)]
+
+
+def test_settings_that_are_easily_missed(tmp_path):
+    """Bounds of YaRN; a number beyond the vocabulary for no token; a mixture of experts."""
+    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
+    yarn: Any = {"type": "yarn", "factor": 4, "yarn_beta_fast": 16, "yarn_beta_slow": 2}
+    changes: Any = {f"llama.rope.scaling.{name}": value for name, value in yarn.items()}
+    changes |= {"tokenizer.ggml.padding_token_id": 2**32 - 1}
+    config = read_config(write_gguf(tmp_path / "a.gguf", made, **changes))[1]
+    assert config.rope is not None and config.pad_id is None
+    assert (config.rope.fast_turns, config.rope.slow_turns) == (16, 2)
+    experts: Any = {"llama.expert_count": 8}
+    with pytest.raises(InputError, match="mixture of experts"):
+        read_config(write_gguf(tmp_path / "b.gguf", made, **experts))
+
+
+def test_special_tokens_of_phi_3_take_the_space_after_them(tmp_path):
+    settings = sentencepiece()
+    tokens, kinds = (settings[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    settings["tokenizer.ggml.tokens"] = [*tokens, "<|user|>"]
+    settings["tokenizer.ggml.token_type"] = [*kinds, 3]
+    settings["tokenizer.ggml.scores"] = [*settings["tokenizer.ggml.scores"], 0.0]
+    plain, phi = (
+        tokenizer_of(tmp_path, settings, architecture) for architecture in ("llama", "phi3")
+    )
+    assert phi.encode("<|user|>\nthe", False) == plain.encode("<|user|>the", False)
+    assert phi.encode("<s>\nthe", False) == plain.encode("<s>\nthe", False)
+
+
 def test_load_converts_once(tmp_path, monkeypatch, command):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made, path = tiny_gguf(tmp_path, num_hidden_layers=1)

@@ -11,13 +11,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tiny import LLAMA
 
 from infinigen_jax.checkpoint.hub import fetched
 from infinigen_jax.errors import InputError
 
 COMMITS = {"main": "a" * 40, "old": "b" * 40}
+CONFIG = json.dumps(LLAMA).encode()
 NEEDED = {
-    "config.json": b"{}",
+    "config.json": CONFIG,
     "generation_config.json": b"{}",
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"x",
@@ -34,9 +36,10 @@ OTHERS = {
 }
 REPOSITORIES = {
     "org/sharded": NEEDED | OTHERS,
-    "org/torch": {"config.json": b"{}", "pytorch_model.bin": b"x", "tokenizer.json": b"{}"},
+    "org/torch": {"config.json": CONFIG, "pytorch_model.bin": b"x", "tokenizer.json": b"{}"},
     "org/quantised": {"a.gguf": b"a", "b.gguf": b"b"},
-    "org/private": {"config.json": b"{}", "model.safetensors": b"x"},
+    "org/experts": {"config.json": b'{"model_type": "mixtral"}', "model.safetensors": b"x"},
+    "org/private": {"config.json": CONFIG, "model.safetensors": b"x"},
 }
 
 
@@ -149,6 +152,8 @@ def test_only_needed_files_are_fetched(ask):
     assert names(torch) == set(REPOSITORIES["org/torch"])
     assert file.endswith("b.gguf") and Path(file).read_bytes() == b"b"
     assert names(str(Path(file).parent)) == {"b.gguf"}
+    (refused,) = ask("org/experts@@")
+    assert "a mixture of experts" in refused and names(ask("org/experts@@x")[0]) == {"config.json"}
     offline = ask("org/sharded@@", "org/torch@@", "org/private@@", HF_HUB_OFFLINE="1")
     assert offline[:2] == [sharded, torch] and "HF_HUB_OFFLINE is set" in offline[2]
 

@@ -210,6 +210,15 @@ def test_unconverted_folders_go_through_the_cache(
     assert only(tmp_path / "cache" / "infinigen_jax") == [model.path.name]  # no lock remains
 
 
+def test_a_model_that_does_not_fit_is_not_converted(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(checkpoint, "available_device_bytes", lambda device: 1000)
+    said: list[str] = []
+    with pytest.raises(InputError, match="the weights need .* of memory"):
+        checkpoint.load(tiny("llama").folder, notify=said.append)
+    assert not said and not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
 def test_the_cache_goes_by_content(tiny, tmp_path, monkeypatch):
     """Not by times, places or files that are not read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -192,6 +192,13 @@ def test_weights_that_the_host_has_no_room_for(monkeypatch, tmp_path):
     checkpoint._check_room(tmp_path, shapes, "device")
 
 
+def test_fewer_layers_are_read_at_a_time_where_memory_is_short():
+    shapes = blueprint(random_model("gqa").config, "float32")
+    layer = tree_bytes(shapes.layer_shapes)
+    rooms = (None, 100 * layer, 5 * layer, 0)
+    assert [checkpoint._readers(shapes, room) for room in rooms] == [4, 4, 2, 1]
+
+
 @pytest.mark.parametrize("value", ["many", "0", "-1", "1.5"])
 def test_pinned_pool_refuses_nonsense(monkeypatch, value):
     monkeypatch.setenv(PINNED_POOL_VARIABLE, value)

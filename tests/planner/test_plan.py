@@ -236,6 +236,17 @@ def test_lossless_is_forecast_where_a_link_carries_the_cache(folder):
     assert forecast(Machine(None, 256 * GIB, None, None)).lossless is None
 
 
+def test_lossless_is_not_recommended_where_its_drafts_do_not_fit(folder):
+    """With weights on the host, drafts take a copy of them on the device."""
+    made = planner(folder, Machine(80 * GIB, 256 * GIB, 2e12, 5e10), "--weights=host")
+    drafting = dataclasses.replace(made.asked, lossless=True)
+    needed = [made.forecast(settings, 1, 4096).device for settings in (made.asked, drafting)]
+    for memory, offered in ((needed[1], True), (needed[1] - 1, False)):
+        tight = planner(folder, Machine(memory, 256 * GIB, 2e12, 5e10), "--weights=host")
+        assert needed[0] < memory
+        assert (tight.forecast(tight.asked, 1, 4096).lossless is not None) is offered
+
+
 def test_a_prompt_that_takes_too_much_is_read_in_shorter_chunks(folder):
     """Before rows lose precision; and the workspace of its layers shrinks by it."""
     options = ("--dense-layers=0", "--hot-set=2")
