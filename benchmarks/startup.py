@@ -28,7 +28,9 @@ from benchmarks.llama_cpp import KINDS, converted
 from benchmarks.machine import describe
 from benchmarks.processes import usage_of
 from benchmarks.shapes import text_tokens
+from infinigen_jax.checkpoint.tensor_names import expected
 from infinigen_jax.convert.__main__ import main as convert
+from infinigen_jax.models import blueprint, config_from_hf
 from infinigen_jax.text.tokenizer import load_tokenizer
 
 SHAPE = {
@@ -53,30 +55,17 @@ SHAPE = {
 def write_model(folder: Path, layers: int) -> None:
     """Write a random checkpoint in Hugging Face's layout; weights are normal, 1/sqrt(fan in)."""
     random = np.random.default_rng(0)
-    width, inner, heads, kv = 576, 1536, 9 * 64, 3 * 64
+    shape = SHAPE | {"num_hidden_layers": layers}
 
-    def matrix(rows: int, columns: int) -> np.ndarray:
-        return (random.standard_normal((rows, columns)) * columns**-0.5).astype(np.float32)
+    def values(size: tuple[int, ...]) -> np.ndarray:
+        if len(size) == 1:  # of a norm
+            return np.ones(size, np.float32)
+        return (random.standard_normal(size) * size[1] ** -0.5).astype(np.float32)
 
-    tensors = {
-        "model.embed_tokens.weight": matrix(SHAPE["vocab_size"], width),
-        "model.norm.weight": np.ones(width, np.float32),
-    }
-    for i in range(layers):
-        name = f"model.layers.{i}"
-        tensors |= {
-            f"{name}.input_layernorm.weight": np.ones(width, np.float32),
-            f"{name}.post_attention_layernorm.weight": np.ones(width, np.float32),
-            f"{name}.self_attn.q_proj.weight": matrix(heads, width),
-            f"{name}.self_attn.k_proj.weight": matrix(kv, width),
-            f"{name}.self_attn.v_proj.weight": matrix(kv, width),
-            f"{name}.self_attn.o_proj.weight": matrix(width, heads),
-            f"{name}.mlp.gate_proj.weight": matrix(inner, width),
-            f"{name}.mlp.up_proj.weight": matrix(inner, width),
-            f"{name}.mlp.down_proj.weight": matrix(width, inner),
-        }
+    specs = expected(blueprint(config_from_hf(shape), "float32")).flat()
+    tensors = {spec.name: values(spec.shape) for spec in specs}
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps(shape))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     embedded = Path(__file__).parents[1] / "infinigen_jax" / "embedded" / "books-llama"
     for name in ("tokenizer.json", "tokenizer_config.json"):
