@@ -31,8 +31,9 @@ from infinigen_jax.models.base import random_params
 
 
 def convert(model: Path) -> dict[str, float]:
-    """Convert a model folder in a new process."""
-    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    """Convert a model folder or a GGUF file in a new process."""
+    files = [model] if model.is_file() else model.glob("*.safetensors")
+    weights = sum(file.stat().st_size for file in files)
     with tempfile.TemporaryDirectory() as folder:
         usage = usage_of(["infinigen_jax.convert", str(model), f"{folder}/out"], folder)
     return usage | {"weight_bytes": weights}
@@ -61,7 +62,7 @@ def layer(shape: str) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, metavar="F", help="Hugging Face folder to convert")
+    parser.add_argument("--model", type=Path, metavar="F", help="folder or GGUF file to convert")
     parser.add_argument("--json", type=Path, metavar="F")
     chosen = parser.parse_args(argv)
     record: dict[str, Any] = {"machine": describe()}
