@@ -20,7 +20,7 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int, partial: bool = False) -
     """
     former, settings = (dict(hf.get(n) or {}) for n in ("rope_scaling", "rope_parameters"))
     same = not (former and settings) or _kind(former) == _kind(settings)
-    refuse_unless(same, "rope_scaling beside other rope_parameters; keep one of them: both")
+    refuse_unless(same, "rope_scaling that contradicts rope_parameters")
     settings = former | settings
     nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
     refuse_unless(not nested, f"separate rope_parameters for {', '.join(nested)}")

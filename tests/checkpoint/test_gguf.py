@@ -185,7 +185,7 @@ def test_settings_that_older_files_spell_otherwise(tmp_path):
 
 
 def test_gemma_3_without_windows(tmp_path):
-    """As llama.cpp writes models of this form whose layers all attend to everything."""
+    """All layers attend to everything; llama.cpp writes such models without a window."""
     gemma: Any = {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6}
     made = make_tiny(tmp_path / "hf", "gemma3_text", **(SIZES | gemma))
     for window, local, layers in ((None, None, ()), (7, 50_000, (0, 1, 2, 3, 4))):

@@ -46,8 +46,8 @@ def test_items_depend_on_seed_and_number_only():
     assert longer.answer == first[0].answer
 
 
-def test_pairs_have_one_answer_and_end_like_the_needle():
-    """As in a key-value lookup, only the word tells the number from the others."""
+def test_pairs_have_one_answer():
+    """Only the word tells the number from the others."""
     (item,) = make_items([400], [0.5], 1, 7, None, words)
     facts = re.findall(
         r"One of the facts: the special magic number for (\w+) is (\d+)\.", item.context

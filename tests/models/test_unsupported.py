@@ -28,7 +28,7 @@ REFUSED = {
     "rope shrunk": (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor below 1"),
     "rope twice": (
         LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}},
-        "rope_scaling beside other rope_parameters",
+        "rope_scaling that contradicts rope_parameters",
     ),
     "rope without factor": (LLAMA | {"rope_scaling": {"type": "linear"}}, "factor"),
     "experts": (LLAMA | {"num_local_experts": 8}, "num_local_experts"),
