@@ -116,6 +116,7 @@ def generate(arguments: argparse.Namespace) -> None:
     prepared = prepare_prompts(engine, arguments, prompts, prefix)
     progress = None if arguments.quiet else prompt_progress()
     given: Any = {"batch": arguments.batch, "notify": progress, "fit": True}
+    given["continues"] = prepared.continues
     given |= {"log_probs": arguments.log_probs, "stop": arguments.stop or ()}
     with say.working(READING):
         run = engine.start(

@@ -27,11 +27,13 @@ class Prepared(NamedTuple):
 
     Attributes:
         shared: number of leading tokens that all share, to be read once.
+        continues: whether texts continue their prompts, rather than answer them.
     """
 
     tokens: list[list[int]]
     shared: int
     most: int
+    continues: bool
 
 
 def prepare_prompts(
@@ -47,7 +49,7 @@ def prepare_prompts(
             raise ParameterError("system", problem)
         tokens = engine.encode_with_prefix(prefix, prompts)
         most = arguments.max_new_tokens or fitting(NEW_TOKENS, tokens, engine.model.config)
-        return Prepared(tokens, engine.prefix_tokens(prefix), most)
+        return Prepared(tokens, engine.prefix_tokens(prefix), most, True)
 
     def rendered(content: str) -> str:
         system = [] if arguments.system is None else [("system", arguments.system)]
@@ -61,7 +63,7 @@ def prepare_prompts(
     most = arguments.max_new_tokens or fitting(ANSWER_TOKENS, tokens, engine.model.config)
     mark = secrets.token_hex(16)
     shared = rendered(prefix + mark).partition(mark)[0] if prefix else ""
-    return Prepared(tokens, engine.prefix_tokens(shared, first=False), most)
+    return Prepared(tokens, engine.prefix_tokens(shared, first=False), most, False)
 
 
 def fitting(most: int, prompts: list[list[int]], config: "ModelConfig") -> int:

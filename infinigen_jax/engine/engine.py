@@ -128,6 +128,7 @@ class Engine:
         fit: bool = False,
         log_probs: int | None = None,
         stop: str | Sequence[str] = (),
+        continues: bool = False,
     ) -> Run:
         """Process prompts, given as token numbers, and draw their first tokens.
 
@@ -149,6 +150,8 @@ class Engine:
             log_probs: number of likeliest tokens whose log-probabilities are returned with those of
                 each drawn token, at most 20; None for no log-probabilities.
             stop: strings that end a text before them; see `Run.push_text`.
+            continues: whether each text continues its prompt, with the space before its first word;
+                if not it begins anew, as an answer does.
 
         Raises:
             InputError: if the model has too few positions or memory is too small.
@@ -191,7 +194,7 @@ class Engine:
         sequences = [list(prompt) for prompt in prompts]
         fit = fit and batch is None and self.mesh.shape["data"] == 1
         options: Any = {"batch": batch, "prefix": prefix, "fit": fit, "log_probs": log_probs}
-        options["stops"] = checked_stops(stop)
+        options |= {"stops": checked_stops(stop), "continues": continues}
         run = make_run(self.runtime, sequences, max_new_tokens, settings, **options)
         run.start(notify)
         return run
@@ -229,8 +232,10 @@ class Engine:
         stop: str | Sequence[str],
     ) -> Run:
         """Encode prompts and start a run."""
-        encoded = self.encode_with_prefix(prefix, prompt_list(prompts))
+        given = prompt_list(prompts)
+        encoded = self.encode_with_prefix(prefix, given)
         options: Any = {"fit": True, "log_probs": log_probs, "stop": stop}
+        options["continues"] = all(isinstance(prompt, str) for prompt in given)
         options["prefix"] = self.prefix_tokens(prefix)
         return self.start(encoded, sampling, max_new_tokens, batch=batch, **options)
 
@@ -249,7 +254,7 @@ class Engine:
         """Yield a Step per token until every sequence has ended or has `max_new_tokens`.
 
         Args:
-            prompts: text or token numbers of each prompt, or a single prompt.
+            prompts: text or token numbers of each prompt, or a single prompt. Texts are continued.
             sampling: settings, also one for each prompt; greedy by default.
             max_new_tokens: maximum number of new tokens per prompt.
             ignore_eos: whether to continue after the end-of-sequence token.

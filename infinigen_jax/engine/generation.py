@@ -30,6 +30,7 @@ from infinigen_jax.prefill.prefill import Notify, Prefilled
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import LogProbs
 from infinigen_jax.settings.sampling import Sampling
+from infinigen_jax.text.detokenize import MOST_HELD
 from infinigen_jax.text.texts import Texts
 
 
@@ -58,6 +59,7 @@ class Run(Batch):
         fit: bool = False,
         log_probs: int | None = None,
         stops: Sequence[str] = (),
+        continues: bool = False,
     ):
         """Prepare a run; arguments not listed are those of `Engine.start`.
 
@@ -101,7 +103,8 @@ class Run(Batch):
         self._compiled = None
         self.new_tokens: list[list[int]] = [[] for _ in prompts]
         self.log_probs: list[list[Choice]] = [[] for _ in prompts]
-        self._texts = Texts(runtime.model, len(prompts), stops)
+        contexts = [prompt[-MOST_HELD:] for prompt in prompts] if continues else ()
+        self._texts = Texts(runtime.model, len(prompts), stops, contexts)
 
     def start(self, notify: Notify | None = None) -> None:
         """Read the first prompts, draw their first tokens and wait for them."""

@@ -15,13 +15,22 @@ if TYPE_CHECKING:
 class Texts:
     """Streaming text of several sequences.
 
+    Args:
+        contexts: tokens that each sequence's text continues; none by default.
+
     Attributes:
         whole: final text of each sequence so far.
     """
 
-    def __init__(self, model: "Model", sequences: int, stops: Sequence[str] = ()):
+    def __init__(
+        self,
+        model: "Model",
+        sequences: int,
+        stops: Sequence[str] = (),
+        contexts: Sequence[Sequence[int]] = (),
+    ):
         self.whole = [""] * sequences
-        self._model = model
+        self._model, self._contexts = model, contexts or [()] * sequences
         self._streams: dict[int, TextStream] = {}
         self._filters = [StopFilter(stops) for _ in self.whole]
 
@@ -35,7 +44,7 @@ class Texts:
         pieces = [""] * len(tokens)
         for i, token in enumerate(tokens):
             if token is not None and self._tokenizer is not None:
-                stream = self._streams.get(i) or TextStream(self._tokenizer)
+                stream = self._streams.get(i) or TextStream(self._tokenizer, self._contexts[i])
                 self._streams[i] = stream
                 pieces[i] = self._filters[i].push(stream.push([token]))
             elif i in self._streams and ended(i):

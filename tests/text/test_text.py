@@ -175,6 +175,9 @@ def test_a_text_goes_on_after_its_context():
     # What ends within a character does not tell where the text begins.
     part = tokenizer.convert_tokens_to_ids(BYTES[:1])
     assert TextStream(tokenizer, part).push(words[2:]) == "the"
+    model: Any = SimpleNamespace(tokenizer=tokenizer)
+    texts = Texts(model, 2, contexts=[words[:2], ()])
+    assert texts.push(words[2:] * 2, lambda i: False) == [" the", "the"]
 
 
 def test_a_sequence_without_a_token_in_a_step_has_not_ended():
