@@ -25,7 +25,6 @@ OTHERS: Titled = [
 SIZES: Titled = [
     (f"{tokens:,} tokens, {budget:.0%}", {"budget": budget, "result": f"real-model/{result}"})
     for tokens, budget, result in (
-        (2048, 0.05, "policies-{text}-2048"),
         (4096, 0.02, "budgets-{text}-4096"),
         (4096, 0.05, "policies-{text}-4096"),
         (4096, 0.1, "budgets-{text}-4096"),
@@ -35,7 +34,7 @@ SIZES: Titled = [
 ]
 LOOKUPS = (
     ("needles", "in a text", (1024, 2048, 4096)),
-    ("pairs", "among numbers", (1024, 2048)),
+    ("pairs", "among numbers", (1024,)),
 )
 RULES: Titled = [
     ("alpha 4 (default)", {"alpha": 4.0}),
