@@ -63,7 +63,7 @@ def test_a_prefix_is_within_the_message_and_shared(tokenizer):
 def test_prompts_without_a_template(tokenizer):
     expected = [tokenizer.encode(prompt) for prompt in PROMPTS]
     for given in (prepared(tokenizer, None), prepared(tokenizer, TEMPLATE, raw=True)):
-        assert given == (expected, 0, NEW_TOKENS)
+        assert given == (expected, 0, NEW_TOKENS, True)
     with pytest.raises(InputError, match="system: no chat template"):
         prepared(tokenizer, None, system="Be brief.")
 

@@ -36,10 +36,12 @@ def test_a_users_choice_and_a_read_only_folder_are_left_alone(monkeypatch, tmp_p
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "mine")
     keep_programs()
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
-    keep_programs()
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        keep_programs()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
     assert not list(tmp_path.iterdir())
-    monkeypatch.delenv("JAX_ENABLE_COMPILATION_CACHE")
     (tmp_path / "infinigen_jax").write_text("in the way")
     keep_programs()
     assert getattr(jax.config, FOLDER) == before
