@@ -34,17 +34,10 @@ from infinigen_jax.checkpoint.source import checked_source, open_tensors, read_c
 from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, TensorSpec, expected, match, read_tree
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
 from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, prune
+from infinigen_jax.loading.room import check_room, readers
 from infinigen_jax.machine.backend import start_backend
-from infinigen_jax.machine.memory_limits import (
-    available_device_bytes,
-    available_host_bytes,
-    pinned_pool_limit_bytes,
-    return_freed_memory,
-    tree_bytes,
-    widen_pool_to,
-)
-from infinigen_jax.messages import format_bytes
-from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
+from infinigen_jax.machine.memory_limits import return_freed_memory
+from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.models.small_weights import shrink
 from infinigen_jax.numeric import OneOf, check_value, listed
 from infinigen_jax.settings.engine import WEIGHT_DTYPES, EngineOptions
@@ -55,7 +48,6 @@ from infinigen_jax.transfer.host_weights import placed
 
 logger = logging.getLogger("infinigen_jax")
 
-READERS = 4  # layers read, and dequantised, at a time
 DENSE_LOSS = 0.03  # docs/policies-infinigen.md
 DENSE_AMONG = 4
 DENSE_UNKNOWN = 2
@@ -282,7 +274,7 @@ def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None 
     skewing = read_skew(folder, manifest, config)
     dtype, architecture = form.dtype, blueprint(config, form.dtype)
     in_memory = blueprint(config, form.dtype, form.weight_dtype)
-    room = _check_room(source or folder, in_memory, form.weights)
+    room = check_room(source or folder, in_memory, form.weights)
     tensors = open_tensors(source) if source else _listed_tensors(folder, manifest)
     sources = match(tensors, architecture, source or folder)
     specs = expected(architecture)
@@ -302,7 +294,7 @@ def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None 
     def layer(number: int, tensors: list[TensorSpec]) -> Params:
         return jax.block_until_ready(form.layer(architecture.complete(number, tree(tensors))))
 
-    with ThreadPoolExecutor(_readers(architecture, room)) as pool:
+    with ThreadPoolExecutor(readers(architecture, room)) as pool:
         layers = pool.map(layer, itertools.count(), specs.layers)
         embedding = form.matrices(tree(specs.embedding))
         params = {"embedding": embedding, "layers": list(layers)}
@@ -319,41 +311,6 @@ def _listed_tensors(folder: Path, manifest: Manifest) -> dict[str, TensorSource]
     if SAFETENSORS in manifest.files:
         return hf_folder.open_file(folder / SAFETENSORS)
     raise InputError(f"{folder}: has no weights; give the model that it was converted from")
-
-
-def _check_room(folder: Path, architecture: Blueprint, weights: str) -> int | None:
-    """Refuse a model whose weights do not fit, before reading any.
-
-    Returns:
-        Bytes of the device's memory that remain; None if unknown.
-    """
-    device, layers_on_device = jax.devices()[0], architecture.config.num_layers
-    layer = tree_bytes(architecture.layer_shapes)
-
-    def check(memory: str, needed: int, available: int | None, remedy: str) -> None:
-        if available is not None and needed > available:
-            raise MemoryShortageError(
-                f"{folder}: the weights need {format_bytes(needed)} of {memory}, and "
-                f"{format_bytes(available)} are available; {remedy}"
-            )
-
-    smaller = "use `weight_dtype` int8 or a smaller model"
-    if weights == "host" and device.platform != "cpu":
-        on_host = layer * layers_on_device
-        check("host memory", on_host, available_host_bytes(), smaller)
-        pool = pinned_pool_limit_bytes(device)
-        check("pinned memory", on_host, pool, widen_pool_to(on_host))
-        layers_on_device = min(2, layers_on_device)  # layers on the device at a time
-    needed = tree_bytes(architecture.embedding_shapes) + layer * layers_on_device
-    available = available_device_bytes(device)
-    check("memory", needed, available, f"{smaller}, or `weights` host")
-    return None if available is None else available - needed
-
-
-def _readers(architecture: Blueprint, room: int | None) -> int:
-    """Return how many layers to read at a time; each takes twice its size for a while."""
-    layer = 2 * tree_bytes(architecture.layer_shapes)
-    return READERS if room is None else max(1, min(READERS, room // layer))
 
 
 @functools.partial(jax.jit, static_argnames=("transform", "dtype"))
@@ -400,7 +357,7 @@ def _load_through_cache(
                 notify(f"the cached conversion is unusable; converting again ({error})")
         else:
             # Refused now rather than after the conversion.
-            _check_room(source, blueprint(config, form.dtype, form.weight_dtype), form.weights)
+            check_room(source, blueprint(config, form.dtype, form.weight_dtype), form.weights)
             notify(f"{source} is not converted yet: converting it into {destination}")
         with progress_bar() as progress:
             convert(source, destination, force=True, sidecar=True, progress=progress)

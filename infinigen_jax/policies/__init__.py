@@ -79,9 +79,7 @@ def find_policy(name: str) -> Any:
         )
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ParameterError("policy", f"{error}; is it on PYTHONPATH?", name) from None
-    parts = ("name", "select")
-    if not (inspect.isclass(kind) and dataclasses.is_dataclass(kind)) or not all(
-        hasattr(kind, part) for part in parts
-    ):
+    complete = hasattr(kind, "name") and hasattr(kind, "select")
+    if not (inspect.isclass(kind) and dataclasses.is_dataclass(kind) and complete):
         raise ParameterError("policy", "not a policy; give a class as docs/policies.md says", name)
     return kind

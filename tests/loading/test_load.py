@@ -16,6 +16,7 @@ from infinigen_jax.convert import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.files.user_cache import keep_programs
 from infinigen_jax.loading import load as checkpoint
+from infinigen_jax.loading import room
 from infinigen_jax.loading.conversion_cache import (
     HASHES,
     cache_folder,
@@ -212,7 +213,7 @@ def test_unconverted_folders_go_through_the_cache(
 
 def test_a_model_that_does_not_fit_is_not_converted(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(checkpoint, "available_device_bytes", lambda device: 1000)
+    monkeypatch.setattr(room, "available_device_bytes", lambda device: 1000)
     said: list[str] = []
     with pytest.raises(InputError, match="the weights need .* of memory"):
         checkpoint.load(tiny("llama").folder, notify=said.append)

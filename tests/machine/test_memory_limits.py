@@ -11,7 +11,7 @@ from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.memory_plan import MemoryPlan, check_memory
 from infinigen_jax.engine.remedies import LENGTHS, Remedies
 from infinigen_jax.errors import InputError
-from infinigen_jax.loading import load as checkpoint
+from infinigen_jax.loading import room
 from infinigen_jax.machine.memory_limits import (
     PINNED_POOL_VARIABLE,
     available_device_bytes,
@@ -181,22 +181,22 @@ def test_weights_that_the_host_has_no_room_for(monkeypatch, tmp_path):
     shapes = blueprint(model.config, model.dtype)
     needed = tree_bytes(shapes.layer_shapes) * shapes.config.num_layers
     monkeypatch.setattr(jax, "devices", lambda: [FakeDevice("gpu")])
-    monkeypatch.setattr(checkpoint, "available_host_bytes", lambda: needed)
-    checkpoint._check_room(tmp_path, shapes, "host")
-    monkeypatch.setattr(checkpoint, "pinned_pool_limit_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(room, "available_host_bytes", lambda: needed)
+    room.check_room(tmp_path, shapes, "host")
+    monkeypatch.setattr(room, "pinned_pool_limit_bytes", lambda device: needed - 1)
     with pytest.raises(InputError, match=f"pinned memory.*set {PINNED_POOL_VARIABLE}=3"):
-        checkpoint._check_room(tmp_path, shapes, "host")
-    monkeypatch.setattr(checkpoint, "available_host_bytes", lambda: needed - 1)
+        room.check_room(tmp_path, shapes, "host")
+    monkeypatch.setattr(room, "available_host_bytes", lambda: needed - 1)
     with pytest.raises(InputError, match="of host memory, .*use `weight_dtype` int8"):
-        checkpoint._check_room(tmp_path, shapes, "host")
-    checkpoint._check_room(tmp_path, shapes, "device")
+        room.check_room(tmp_path, shapes, "host")
+    room.check_room(tmp_path, shapes, "device")
 
 
 def test_fewer_layers_are_read_at_a_time_where_memory_is_short():
     shapes = blueprint(random_model("gqa").config, "float32")
     layer = tree_bytes(shapes.layer_shapes)
-    rooms = (None, 100 * layer, 5 * layer, 0)
-    assert [checkpoint._readers(shapes, room) for room in rooms] == [4, 4, 2, 1]
+    left = (None, 100 * layer, 5 * layer, 0)
+    assert [room.readers(shapes, each) for each in left] == [4, 4, 2, 1]
 
 
 @pytest.mark.parametrize("value", ["many", "0", "-1", "1.5"])
