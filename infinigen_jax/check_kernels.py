@@ -27,6 +27,7 @@ from infinigen_jax.cache.layers import Slots
 from infinigen_jax.cuda import calls, first_use, scoring
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.machine.backend import start_backend
+from infinigen_jax.ops.attention import Softmax, packed, softmax_over
 from infinigen_jax.ops.span import Span
 from infinigen_jax.selection.select import (
     Request,
@@ -87,12 +88,13 @@ def cumulate(x: Float[Array, "b e"]) -> Float[Array, "b e"]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def move(transfer: CudaTransfer, work: Work, host: Array, fetch: Fetch, x: Array) -> Any:
-    """Run `work` on x during a fetch; return both results."""
+    """Run `work` on x during a fetch; return both results, the rows padded with zeros."""
     layer, request, hot, where = fetch
     ticket = transfer.start(host, layer, request, hot, where, default_mesh())
     ticket, x = transfer.order(ticket, x)
-    x, *rows = transfer.wait(ticket, work(x))
-    return x, rows
+    x, rows, hot = transfer.wait(ticket, work(x))
+    rows = jnp.where(request.valid[..., None], rows, 0)
+    return x, [rows] if hot is None else [rows, hot]
 
 
 def fetched(stored: np.ndarray, fetch: Fetch) -> list[np.ndarray]:
@@ -241,6 +243,23 @@ def _index(
     return index, query, jnp.asarray(on_cpu(index.encode, keys))
 
 
+def attended(b: int, k: int, g: int, d: int, n: int) -> Iterator[Compared]:
+    """Compare the attention to a request's rows; rows after its count are NaN."""
+    random, request = np.random.default_rng(0), random_request(b, k, n, n, 0)
+    q = jnp.asarray(random.normal(0, 1, (b, k, g, d)), jnp.float32)
+    rows = jnp.asarray(random.normal(0, 1, (b, k, n, 2 * d)), jnp.bfloat16)
+
+    def by_kernel(q: Array, rows: Array, request: Request) -> Softmax:
+        rows = jnp.where(request.valid[..., None], rows, jnp.nan)
+        return calls.attend_rows(q, rows, request.count, None)
+
+    def by_xla(q: Array, rows: Array, request: Request) -> Softmax:
+        return softmax_over(q, packed(rows.astype(jnp.float32), request.valid))
+
+    result, expected = jax.jit(by_kernel)(q, rows, request), on_cpu(by_xla, q, rows, request)
+    yield result, expected, 1e-3
+
+
 _case = functools.partial
 CASES: dict[str, tuple[Callable[[], Iterator[Compared]], ...]] = {
     "gather_rows": (
@@ -256,6 +275,7 @@ CASES: dict[str, tuple[Callable[[], Iterator[Compared]], ...]] = {
     "replace_entries_32": (_case(replaced, True, 2, 3, 150, 350, 1500, 600),),
     "index_scores": (_case(scored, 2, 2, 7, 30, 640),),
     "index_rest": (_case(left, 2, 2, 7, 30, 640),),
+    "attend_rows": (_case(attended, 2, 2, 7, 80, 600), _case(attended, 2, 2, 4, 128, 600)),
 }
 """Cases of each kernel of `launch.KERNELS`."""
 

@@ -238,6 +238,11 @@ T __ldcs(const T* address) {
   return *address;
 }
 
+template <typename T>
+void __stcg(T* address, T value) {
+  *address = value;
+}
+
 template <typename To, typename From>
 To emulation_cast(From value) {
   To result;

@@ -21,7 +21,7 @@ from infinigen_jax.cuda.launch import KERNELS, Launcher
 XLA_STREAM, CONTEXT, MODULE, TRANSFER_STREAM = 7, 100, 200, 300
 FIRST_FUNCTION, FIRST_EVENT = 1000, 2000
 PARAMETERS = {"gather_rows": 9, "gather_rows_hot": 14, "select_rows": 13, "replace_entries": 17}
-PARAMETERS |= {"index_scores": 8, "index_rest": 18}
+PARAMETERS |= {"index_scores": 8, "index_rest": 18, "attend_rows": 11}
 
 
 class Function:

@@ -3,14 +3,16 @@
     gather.cu           gather rows from pinned host memory during XLA's work (transfer/cuda.py)
     top.cu, select.cu   select the rows to fetch, in one launch
     replace.cu          update the hot set's directory, in one launch
-    score.cu            score a quantised index, read once for eight query heads
+    score.cu            score a quantised index
+    attend.cu           attend to fetched rows
 
-They need only JAX's CUDA wheels: NVRTC compiles the sources (`nvrtc`), the driver API launches the
-kernels (`driver`, `launch`), and XLA calls handlers written in Python (`ffi`). Before the first use
-on a machine, `infinigen_jax.check_kernels` verifies them (`first_use`). The environment variable
-INFINIGEN_JAX_KERNELS turns them off (`0`) or skips the check (`unchecked`).
+They need only JAX's CUDA wheels: NVRTC compiles the sources (`nvrtc`). Kernels on XLA's stream are
+compiled into its programs (`embed`). Handlers written in Python (`ffi`, `launch`) start the gathers
+through the driver API (`driver`), and all kernels where the driver is older than the compiler.
+Before the first use on a machine, `infinigen_jax.check_kernels` verifies them (`first_use`). The
+environment variable INFINIGEN_JAX_KERNELS turns them off (`0`) or skips the check (`unchecked`).
 
-Imports selection, files, errors. Start reading at launch.py.
+Imports selection, ops, files, errors. Start reading at launch.py.
 """
 
 import functools
@@ -19,13 +21,13 @@ from importlib import resources
 
 import jax
 
-from infinigen_jax.cuda import first_use
-from infinigen_jax.cuda.driver import Driver
+from infinigen_jax.cuda import embed, first_use, launch
+from infinigen_jax.cuda.driver import INT, Driver
 from infinigen_jax.cuda.launch import Launcher
 from infinigen_jax.cuda.nvrtc import kernels
 from infinigen_jax.errors import one_line
 
-SOURCES = ("top.cu", "gather.cu", "select.cu", "replace.cu", "score.cu")
+SOURCES = ("top.cu", "gather.cu", "select.cu", "replace.cu", "score.cu", "attend.cu")
 
 
 def source() -> str:
@@ -44,10 +46,14 @@ def load() -> str | None:
     if jax.default_backend() != "gpu":
         return "JAX sees no NVIDIA GPU"
     try:
-        launcher = Launcher(Driver(), lambda architecture: kernels(source(), architecture))
+        driver = Driver()
+        launcher = Launcher(driver, lambda architecture: kernels(source(), architecture))
         for device in jax.local_devices():
             launcher.prepare(device.local_hardware_id)
         launcher.register()
+        if embed.readable(driver.get("cuDriverGetVersion", kind=INT)):
+            architecture = driver.compute_capability(jax.local_devices()[0].local_hardware_id)
+            launch.embedded = functools.partial(embed.call, source(), architecture)
     except Exception as error:  # of the driver, the compiler or XLA; without kernels, XLA works
         return _line(error)
     return None

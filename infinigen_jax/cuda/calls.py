@@ -9,9 +9,13 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.cuda.launch import LAUNCH, START, WAIT, call
 from infinigen_jax.errors import ParameterError
+from infinigen_jax.ops.attention import Softmax, join_parts
 
 VECTOR = 16  # bytes that a lane moves in one instruction
 MAX_GROUP = 128  # as in select.cu
+SHARE = 128  # rows that a block attends to, as in attend.cu
+MAX_HEAD = 256  # columns of a key, as in attend.cu
+ATTEND_THREADS = 128
 THREADS = 1024  # threads per block; a block works on one (b, k)
 
 
@@ -43,7 +47,7 @@ def start_gather(
 
     Args:
         slots: slots as `cache.host_array.kernel_slots` numbers them.
-        count: number of valid slots; rows after them are zeros.
+        count: number of valid slots; rows after them are undefined.
         hot, entry, miss: the hot set's rows and its replacement, or None.
         blocks, threads: maximum number of blocks, and of threads per block.
 
@@ -95,6 +99,42 @@ def await_gather(
     return awaited[0], awaited[1] if gather.hot is not None else None
 
 
+def attends(dtype: jnp.dtype, head_dim: int) -> bool:
+    """Return whether `attend_rows` reads rows of this dtype and head size."""
+    return dtype == jnp.bfloat16 and head_dim % 8 == 0 and head_dim <= MAX_HEAD
+
+
+def attend_rows(
+    q: Float[Array, "b k g d"],
+    rows: Shaped[Array, "b k n w"],
+    count: Int[Array, "b k"],
+    cap: float | None,
+) -> Softmax:
+    """Attend to the valid rows of a request. See attend.cu.
+
+    Args:
+        rows: key and value of each row, of a dtype and head size for which `attends` holds.
+        count: number of valid rows; those after them are not read.
+        cap: bound of the scores, as in `ops.attention.attend`.
+    """
+    b, k, g, d = q.shape
+    n = rows.shape[2]
+    shares = -(-n // SHARE)
+    heads = jax.ShapeDtypeStruct((b, k, shares, g), jnp.float32)
+    columns = jax.ShapeDtypeStruct((b, k, shares, g, d), jnp.float32)
+    parts = call(
+        LAUNCH,
+        (q.astype(jnp.float32), rows, count),
+        (heads, heads, columns),
+        {},
+        "attend_rows",
+        (b * k * shares, ATTEND_THREADS),
+        (g, n, d, shares, int(np.float32(cap or 0).view(np.int32))),
+    )
+    # A share without valid rows has no weight.
+    return join_parts(Softmax(*parts), jnp.ones((b, k, shares), bool))
+
+
 def select_rows(
     scores: Float[Array, "b k g t"],
     positions: Int[Array, " b"],
@@ -121,7 +161,7 @@ def select_rows(
         (
             jax.ShapeDtypeStruct((b, k, size), jnp.int32),
             jax.ShapeDtypeStruct((b, k), jnp.int32),
-            jax.ShapeDtypeStruct((b, k, t), jnp.uint32),
+            jax.ShapeDtypeStruct((b, k, 2, t), jnp.uint32),
         ),
         {},
         "select_rows",

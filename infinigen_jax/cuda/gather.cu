@@ -4,7 +4,7 @@
 //   layer  []                                    which layer to read
 //   slots  [groups][fetched]                     the first count[group] of them are meant
 //   count  [groups]
-//   rows   [groups][fetched][vectors]            what was meant, and zeros behind it
+//   rows   [groups][fetched][vectors]            what was meant; nothing is written behind it
 //
 // and, with a hot set of rows that stay on the device:
 //
@@ -19,8 +19,7 @@
 // blocks with LOADS independent 16-byte loads in each lane have several times that, and leave the
 // other multiprocessors to the computation beside the transfer. Counts are far below `fetched` and
 // differ between groups, so lanes are dealt the vectors of the rows that are meant, of all groups in
-// one sequence: a lane at work on padding would wait for its neighbours' loads. The padding is
-// cleared at the end.
+// one sequence: a lane at work on padding would wait for its neighbours' loads.
 //
 // Pointers come first in each kernel's parameters, operands before results, then 32-bit integers.
 // Needs no header, so that it can be built at run time.
@@ -117,25 +116,19 @@ __device__ void gather(const uint4* __restrict__ cache, const int* __restrict__ 
     }
     __syncthreads();  // the next groups' counts take the place of these
   }
-  for (int group = blockIdx.x; group < groups; group += gridDim.x) {
-    uint4* const padding = rows + ((unsigned long long)group * fetched + count[group]) * vectors;
-    const unsigned length = (fetched - count[group]) * vectors;
-    for (unsigned i = threadIdx.x; i < length; i += blockDim.x) padding[i] = make_uint4(0, 0, 0, 0);
-  }
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
-    gather_rows(const uint4* cache, const int* layer, const int* slots, const int* count,
-                uint4* rows, int groups, int capacity, int fetched, int vectors) {
+KERNEL(gather_rows, 1024, 1)
+(const uint4* cache, const int* layer, const int* slots, const int* count, uint4* rows, int groups,
+ int capacity, int fetched, int vectors) {
   gather<false>(cache, layer, slots, count, nullptr, nullptr, nullptr, rows, groups, capacity,
                 fetched, vectors, 0);
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
-    gather_rows_hot(const uint4* cache, const int* layer, const int* slots, const int* count,
-                    const uint4* /* hot_in */, const int* entry, const unsigned char* miss,
-                    uint4* rows, uint4* hot_out, int groups, int capacity, int fetched,
-                    int vectors, int entries) {
+KERNEL(gather_rows_hot, 1024, 1)
+(const uint4* cache, const int* layer, const int* slots, const int* count,
+ const uint4* /* hot_in */, const int* entry, const unsigned char* miss, uint4* rows,
+ uint4* hot_out, int groups, int capacity, int fetched, int vectors, int entries) {
   gather<true>(cache, layer, slots, count, entry, miss, hot_out, rows, groups, capacity, fetched,
                vectors, entries);
 }

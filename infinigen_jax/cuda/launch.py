@@ -1,7 +1,7 @@
 """Launches of the kernels from XLA's programs, through three FFI targets.
 
-`infinigen_launch` runs a kernel on XLA's stream. `infinigen_start` and `infinigen_wait` run it
-concurrently with XLA's work:
+`infinigen_launch` runs a kernel on XLA's stream, unless XLA launches it itself (embed.py).
+`infinigen_start` and `infinigen_wait` run it concurrently with XLA's work:
 
     XLA's stream      ... speculation | attention, MLP ...     | wait(finished) | next layer ...
                                       v started                ^ finished
@@ -25,10 +25,13 @@ from infinigen_jax.cuda.driver import NO_TIMING, NON_BLOCKING_STREAM, Driver
 
 KERNELS = (
     *("gather_rows", "gather_rows_hot", "select_rows", "replace_entries_16", "replace_entries_32"),
-    *("index_scores", "index_rest"),
+    *("index_scores", "index_rest", "attend_rows"),
 )
 LAUNCH, START, WAIT = "infinigen_launch", "infinigen_start", "infinigen_wait"
 HEADER = 3  # integers of `config` before the kernel's arguments
+
+embedded: Callable[..., Any] | None = None
+"""Traces a launch on XLA's stream into XLA's program (embed.py); None: a handler launches."""
 
 _DATA = ffi.Buffer.data.offset
 _Parameters = [ctypes.c_void_p * n for n in range(33)]
@@ -179,6 +182,8 @@ def call(
         aliases: operand index -> index of the result that updates it in place.
         grid: number of blocks, and of threads per block.
     """
+    if target == LAUNCH and embedded is not None:
+        return embedded(kernel, operands, results, aliases, grid, integers)
     config = (KERNELS.index(kernel), *grid, *integers) if kernel else (0,)
     target_call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
     return target_call(*operands, config=np.array(config, np.int32))

@@ -25,8 +25,10 @@ class CompileError(RuntimeError):
     """NVRTC refused the source; holds its messages."""
 
 
-def kernels(source: str, architecture: int, folder: Path | None = None) -> bytes:
-    """Return machine code for an architecture (90 for sm_90), cached or compiled now.
+def kernels(
+    source: str, architecture: int, folder: Path | None = None, *, as_ptx: bool = False
+) -> bytes:
+    """Return machine code or PTX for an architecture (90 for sm_90), cached or compiled now.
 
     Raises:
         OSError: NVRTC is missing.
@@ -34,12 +36,13 @@ def kernels(source: str, architecture: int, folder: Path | None = None) -> bytes
     """
     nvrtc = Nvrtc.load()
     digest = hashlib.sha256("\0".join((source, *OPTIONS)).encode()).hexdigest()[:16]
-    name = f"kernels-{digest}-sm_{architecture}-nvrtc_{nvrtc.version}.bin"
+    kind = "compute" if as_ptx else "sm"
+    name = f"kernels-{digest}-{kind}_{architecture}-nvrtc_{nvrtc.version}.bin"
     path = None
     with contextlib.suppress(OSError):  # no cache folder or no entry
         path = (cache_root() if folder is None else folder) / name
         return path.read_bytes()
-    code = nvrtc.compile(source, architecture)
+    code = nvrtc.compile(source, architecture, as_ptx)
     if path is not None:
         write_if_possible(path, code)
     return code
@@ -85,8 +88,8 @@ class Nvrtc:
         self._call("nvrtcGetSupportedArchs", values)
         return sorted(values)
 
-    def compile(self, source: str, architecture: int) -> bytes:
-        """Compile a loadable image: machine code, or the newest PTX for a GPU that is newer.
+    def compile(self, source: str, architecture: int, as_ptx: bool = False) -> bytes:
+        """Compile a loadable image: machine code, or PTX if wanted or if the GPU is newer.
 
         Raises:
             CompileError: the source does not compile.
@@ -94,7 +97,7 @@ class Nvrtc:
         known = [a for a in self.architectures() if a <= architecture]
         if not known:
             raise CompileError(f"NVRTC {self.version} does not support sm_{architecture}")
-        native = known[-1] == architecture
+        native = known[-1] == architecture and not as_ptx
         target = f"{'sm' if native else 'compute'}_{known[-1]}"
         options = [f"--gpu-architecture={target}".encode(), *(o.encode() for o in OPTIONS)]
         program = ctypes.c_void_p()

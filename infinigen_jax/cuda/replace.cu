@@ -45,7 +45,7 @@ __device__ void replace(const int* slots, const int* count, const int* positions
     most = max(most, key);
   }
   span(&least, &most);
-  top(keys, entries, entries, least, most, missing, 0, victims);
+  top(keys, entries, entries, least, most, missing, victims, [](int entry) { return entry; });
 
   // The first missing row gets the first victim, and so on. Each warp numbers its share.
   __shared__ int shares[WARP];
@@ -79,14 +79,14 @@ __device__ void replace(const int* slots, const int* count, const int* positions
   }
 }
 
-#define REPLACE(name, Place)                                                                    \
-  extern "C" __global__ void __launch_bounds__(1024)                                            \
-      name(const int* slots, const int* count, const int* positions, const int* /* hot_slots */, \
-           const int* /* used */, const Place* /* place */, int* entry, unsigned char* miss,    \
-           int* hot_slots, int* used, Place* place, unsigned* keys, int* victims, int heads,    \
-           int size, int entries, int capacity) {                                               \
-    replace(slots, count, positions, entry, miss, hot_slots, used, place, keys, victims, heads, \
-            size, entries, capacity);                                                           \
+#define REPLACE(name, Place)                                                                   \
+  KERNEL(name, 1024, 1)                                                                        \
+  (const int* slots, const int* count, const int* positions, const int* /* hot_slots */,       \
+   const int* /* used */, const Place* /* place */, int* entry, unsigned char* miss,           \
+   int* hot_slots, int* used, Place* place, unsigned* keys, int* victims, int heads, int size, \
+   int entries, int capacity) {                                                                \
+    replace(slots, count, positions, entry, miss, hot_slots, used, place, keys, victims,       \
+            heads, size, entries, capacity);                                                   \
   }
 
 REPLACE(replace_entries_16, short)

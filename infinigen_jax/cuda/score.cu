@@ -16,28 +16,29 @@
 //                                          8 or 16
 //
 // A block takes `share` slots of one (b, k), for HEADS query heads at a time; further heads go over
-// the slots again, which are in the cache by then. A warp takes TILE slots at a time. Products are
-// those of the tensor cores (mma.m16n8k16, sm_80 and newer), with these heads as rows:
+// the slots again, which are in the cache by then. A warp takes TILE slots at a time; lane l has four
+// of them, from l / QUAD * 4, for head l % QUAD. Products are those of the tensor cores
+// (mma.m16n8k16, sm_80 and newer):
 //
-//   scores    [heads][columns] times codes [columns][slots]
-//   entries   [heads][slots] (weights) times codes [slots][leading columns]
+//   scores    codes [slots][columns] times query [columns][heads]
+//   entries   codes [leading columns][slots] times weights [slots][heads]
 //
 // Codes need no conversion. A code in the low bits of a 16-bit half is a subnormal number of half
 // precision, exactly code * 2^-24, and one that is 4 bits higher is 16 times as much; the query is
-// scaled for both. In half precision queries and weights would lose digits: each head has two rows,
-// for the rounded numbers and for the rests.
+// scaled for both. In half precision queries and weights would lose digits: each head has two
+// columns, for the rounded numbers and for the rests.
 
 constexpr int CODE_BITS = 4;
 constexpr int CODES = 32 / CODE_BITS;  // in a word
 constexpr unsigned LOW_CODES = 0x000f000f;
-constexpr int HEADS = 8;
 constexpr int TILE = 32;
-constexpr int QUAD = 4;        // lanes with one head, lane() / QUAD
-constexpr int LANE_SLOTS = 8;  // consecutive slots of a tile that a lane has, from lane() % QUAD
+constexpr int QUAD = 4;      // lanes with the same slots
+constexpr int HEADS = QUAD;  // at a time
+constexpr int LANE_SLOTS = 4;
 constexpr int MAX_COLUMNS = 256;
 constexpr int STEP_WORDS = 4;  // words of codes of two products
-constexpr int STEPS = 2;       // whose codes are loaded together
-constexpr int PRODUCTS = 2 * MAX_COLUMNS / (STEP_WORDS * CODES);
+constexpr int STEPS = 4;       // whose codes are loaded together
+constexpr int MAX_STEPS = MAX_COLUMNS / (STEP_WORDS * CODES);
 constexpr int MAX_THREADS = 256;
 constexpr int MAX_SHARE = 16384;
 constexpr int EXPONENT = 13;       // of the largest number in half precision: finite, with a rest
@@ -53,8 +54,8 @@ __device__ inline int scale_exponent(float most) {
 }
 
 struct Query {
-  uint4 rows[PRODUCTS][WARP];  // as `multiply` takes them; head i in rows i and i + 8 of 16
-  float scale[HEADS];          // of sums of products
+  uint4 columns[MAX_STEPS][WARP];  // of two products each, as `multiply` takes them
+  float scale[HEADS];              // of sums of products
   float sum[HEADS];
   float bias[HEADS];  // see `rounding_bias`
 };
@@ -89,13 +90,6 @@ __device__ inline unsigned to_halves(float* x, float* y) {
 }
 #endif
 
-// What a lane gives of two rows, l / 4 and 8 further, for `multiply`.
-__device__ inline uint4 two_rows(float x, float y, float z, float w) {
-  const unsigned first = to_halves(&x, &y), second = to_halves(&z, &w);
-  const unsigned first_rest = to_halves(&x, &y);
-  return make_uint4(first, first_rest, second, to_halves(&z, &w));
-}
-
 // d += a b, of a [16][16] and b [16][8] in half precision, and d [16][8].
 //
 // Of lane l: d has row l / 4 and row l / 4 + 8, columns l % 4 * 2 and the next, of each. A word of a
@@ -107,6 +101,14 @@ __device__ inline void multiply(float (&d)[4], const uint4& a, unsigned b0, unsi
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+// The transpose of a matrix [8][8] of halves, of which lane l has columns l % 4 * 2 and the next of
+// row l / 4.
+__device__ inline unsigned transpose(unsigned x) {
+  unsigned transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(x));
+  return transposed;
 }
 #else
 __device__ inline float from_half(unsigned x) {
@@ -140,6 +142,13 @@ __device__ inline void multiply(float (&d)[4], const uint4& a, unsigned b0, unsi
     }
   }
 }
+
+__device__ inline unsigned transpose(unsigned x) {
+  const int row = lane() % QUAD * 2 * QUAD + lane() / 8;
+  const unsigned first = __shfl_sync(ALL, x, row), next = __shfl_sync(ALL, x, row + QUAD);
+  const int shift = lane() / QUAD % 2 * 16;
+  return (first >> shift & 0xffff) | (next >> shift & 0xffff) << 16;
+}
 #endif
 
 // HEADS heads of a query, zeros behind the last one. `shared` is there for all behind the barrier.
@@ -165,33 +174,38 @@ __device__ inline void load_query(const float* query, int heads, int columns, in
     }
   }
   __syncthreads();
-  const int products = 2 * ((words + STEP_WORDS - 1) / STEP_WORDS);
-  for (int i = threadIdx.x; i < products * WARP; i += blockDim.x) {
-    const int head = i % WARP / QUAD;
-    // The first product of two has codes 0, 4, 1, 5 of each word, the second 2, 6, 3, 7.
-    const int word = i / WARP / 2 * STEP_WORDS + i % QUAD, code = i / WARP % 2 * 2;
-    float x[4];
-    for (int j = 0; j < 4; ++j) {
-      const int column = word * CODES + code + j / 2 + j % 2 * CODES / 2;
-      const bool there = head < heads && column < columns;
-      x[j] = there ? query[head * columns + column] * scales[head] : 0.0f;
-      if (j / 2) x[j] *= 1.0f / (1 << CODE_BITS);
+  const int steps = (words + STEP_WORDS - 1) / STEP_WORDS;
+  for (int i = threadIdx.x; i < steps * WARP; i += blockDim.x) {
+    const int head = i % WARP / QUAD / 2, word = i / WARP * STEP_WORDS + i % QUAD;
+    const bool rest = i / QUAD % 2;
+    unsigned halves[4];
+    for (int j = 0; j < 4; ++j) {  // codes j and j + 4 of the word, which are in one mask
+      float x[2];
+      for (int k = 0; k < 2; ++k) {
+        const int column = word * CODES + j + k * CODES / 2;
+        const bool there = head < heads && column < columns;
+        x[k] = there ? query[head * columns + column] * scales[head] : 0.0f;
+        if (j % 2) x[k] *= 1.0f / (1 << CODE_BITS);
+      }
+      halves[j] = to_halves(x, x + 1);
+      if (rest) halves[j] = to_halves(x, x + 1);
     }
-    shared->rows[i / WARP][i % WARP] = two_rows(x[0], x[1], x[2], x[3]);
+    shared->columns[i / WARP][i % WARP] = make_uint4(halves[0], halves[1], halves[2], halves[3]);
   }
   __syncthreads();
 }
 
-// A row of the index for the lane's own slots.
-__device__ inline void load_own(const unsigned* __restrict__ row, int capacity, int first,
-                                unsigned (&words)[LANE_SLOTS]) {
-  const int own = first + lane() % QUAD * LANE_SLOTS;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    unsigned four[4];
-    load_four(row, own + 4 * half, capacity, 0u, four);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[4 * half + i] = four[i];
+// Words of a row of the index, `row`, of the four slots from `first` on; 0 from `capacity` on.
+__device__ inline void load_words(const unsigned* __restrict__ row, int first, int capacity,
+                                  unsigned* words) {
+  if (capacity % 4 == 0) {  // rows are aligned
+    const uint4 four = first < capacity ? *(const uint4*)(row + first) : make_uint4(0, 0, 0, 0);
+    words[0] = four.x;
+    words[1] = four.y;
+    words[2] = four.z;
+    words[3] = four.w;
+  } else {
+    for (int i = 0; i < 4; ++i) words[i] = first + i < capacity ? row[first + i] : 0;
   }
 }
 
@@ -204,54 +218,60 @@ __device__ inline float low_of(unsigned parameters) { return __uint_as_float(par
 __device__ inline void score_tile(const unsigned* __restrict__ index, int capacity, int words,
                                   const Query& query, int first, float (&score)[LANE_SLOTS],
                                   unsigned (&parameters)[LANE_SLOTS]) {
-  float sum[4][4] = {};  // [i]: of the slots first + i, first + i + 4, ...
-  load_own(index + (unsigned long long)words * capacity, capacity, first, parameters);
+  const int own = first + lane() / QUAD * LANE_SLOTS;
+  float sum[2][4] = {};  // [i]: of slots own + 2 i and the next; rounded query and rest of each
   for (int step = 0; step * STEP_WORDS < words; step += STEPS) {
-    unsigned codes[STEPS][4] = {};  // loaded before they are used: a warp waits for latency
+    unsigned codes[STEPS][LANE_SLOTS] = {};  // loaded before they are used: a warp waits for latency
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
       const int word = (step + i) * STEP_WORDS + lane() % QUAD;
-      if (word < words) {
-        load_four(index + (unsigned long long)word * capacity, first + lane() / QUAD * 4, capacity,
-                  0u, codes[i]);
-      }
+      if (word < words) load_words(index + (unsigned long long)word * capacity, own, capacity, codes[i]);
+    }
+    if (step == 0) {
+      load_words(index + (unsigned long long)words * capacity, own, capacity, parameters);
     }
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
       if ((step + i) * STEP_WORDS >= words) break;
-      const uint4 rows = query.rows[2 * (step + i)][lane()];
-      const uint4 next_rows = query.rows[2 * (step + i) + 1][lane()];
+      const uint4 columns = query.columns[step + i][lane()];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const unsigned first_half = codes[i][j], rest = first_half >> 2 * CODE_BITS;
-        multiply(sum[j], rows, first_half & LOW_CODES, first_half & LOW_CODES << CODE_BITS);
-        multiply(sum[j], next_rows, rest & LOW_CODES, rest & LOW_CODES << CODE_BITS);
+      for (int j = 0; j < 2; ++j) {
+        const unsigned x = codes[i][2 * j], y = codes[i][2 * j + 1];
+        const unsigned x_rest = x >> 2 * CODE_BITS, y_rest = y >> 2 * CODE_BITS;
+        constexpr unsigned HIGH_CODES = LOW_CODES << CODE_BITS;
+        multiply(sum[j], make_uint4(x & LOW_CODES, y & LOW_CODES, x & HIGH_CODES, y & HIGH_CODES),
+                 columns.x, columns.y);
+        multiply(sum[j],
+                 make_uint4(x_rest & LOW_CODES, y_rest & LOW_CODES, x_rest & HIGH_CODES,
+                            y_rest & HIGH_CODES),
+                 columns.z, columns.w);
       }
     }
   }
-  const int head = lane() / QUAD;
+  const int head = lane() % QUAD;
   const float scale = query.scale[head], total = query.sum[head], bias = query.bias[head];
 #pragma unroll
   for (int i = 0; i < LANE_SLOTS; ++i) {
-    const float products = (sum[i % 4][i / 4] + sum[i % 4][i / 4 + 2]) * scale;
+    const float products = (sum[i / 2][i % 2 * 2] + sum[i / 2][i % 2 * 2 + 1]) * scale;
     const float step = step_of(parameters[i]), low = low_of(parameters[i]);
     score[i] = products * step + low * total - step * step * bias;
   }
 }
 
 // Stores four numbers to out + at, those before `end`.
-__device__ inline void store_four(const float* four, float* out, int at, int end) {
+__device__ inline void store_four(const float (&four)[4], float* out, int at, int end) {
   if (at + 4 <= end && ((unsigned long long)(out + at) & 15) == 0) {
-    *(uint4*)(out + at) = make_uint4(__float_as_uint(four[0]), __float_as_uint(four[1]),
-                                     __float_as_uint(four[2]), __float_as_uint(four[3]));
+    const uint4 bits = make_uint4(__float_as_uint(four[0]), __float_as_uint(four[1]),
+                                  __float_as_uint(four[2]), __float_as_uint(four[3]));
+    __stcg((uint4*)(out + at), bits);
   } else {
     for (int i = 0; i < 4 && at + i < end; ++i) out[at + i] = four[i];
   }
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, 3)
-    index_scores(const float* query, const unsigned* index, float* scores, int group, int columns,
-                 int words, int capacity, int share) {
+KERNEL(index_scores, MAX_THREADS, 4)
+(const float* query, const unsigned* index, float* scores, int group, int columns, int words,
+ int capacity, int share) {
   __shared__ Query shared;
   const int blocks = (capacity + share - 1) / share, start = blockIdx.x % blocks * share;
   const unsigned long long pair = blockIdx.x / blocks;
@@ -260,90 +280,96 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 3)
   scores += pair * group * capacity;
   for (int begin = 0; begin < group; begin += HEADS) {
     load_query(query + begin * columns, group - begin, columns, words, &shared);
-    const int head = begin + lane() / QUAD;
+    const int head = begin + lane() % QUAD;
     float* const out = scores + (unsigned long long)head * capacity;
     for (int first = start + warp() * TILE; first < min(start + share, capacity);
          first += warps() * TILE) {
       float score[LANE_SLOTS];
       unsigned parameters[LANE_SLOTS];
       score_tile(index, capacity, words, shared, first, score, parameters);
-      const int own = first + lane() % QUAD * LANE_SLOTS;
-      if (head < group) {
-#pragma unroll
-        for (int i = 0; i < LANE_SLOTS; i += 4) store_four(score + i, out, own + i, capacity);
-      }
+      if (head < group) store_four(score, out, first + lane() / QUAD * LANE_SLOTS, capacity);
     }
     __syncthreads();  // the next heads' query takes this one's place
   }
 }
 
+// Of the lane's head, over the lanes that have it.
+template <typename Combine>
+__device__ inline float reduce_head(float x, Combine combine) {
+#pragma unroll
+  for (int distance = QUAD; distance < WARP; distance *= 2) {
+    x = combine(x, __shfl_xor_sync(ALL, x, distance));
+  }
+  return x;
+}
+
 // The rest of a tail block so far: the peak of the lane's head, the lane's own parts of the sums of
-// weights and of the entries' lowest values, and sums of two of each CODES leading columns.
+// weights and of the entries' lowest values, and the sum of one of each CODES leading columns.
 template <int WORDS>
 struct Rest {
   float peak, total, low;
-  float columns[WORDS + 1][2];
+  float columns[WORDS + 1];
 
   __device__ Rest() : peak(minus_infinity()), total(0), low(0), columns() {}
 
-  // Adds a tile: its scores, and the words of the lane's slots with the leading codes.
+  // Adds a tile: its scores, and the words with the leading codes of the 8 slots from l % QUAD * 8.
   __device__ void add(const float (&score)[LANE_SLOTS], const unsigned (&parameters)[LANE_SLOTS],
-                      const unsigned (&codes)[WORDS + 1][LANE_SLOTS]) {
+                      const unsigned (&codes)[WORDS + 1][2 * LANE_SLOTS]) {
     float highest = peak, most = 0;
 #pragma unroll
     for (int i = 0; i < LANE_SLOTS; ++i) {
       highest = fmaxf(highest, score[i]);
       most = fmaxf(most, step_of(parameters[i]));
     }
-    for (int i = 1; i < QUAD; i *= 2) {
-      highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, i));
-      most = fmaxf(most, __shfl_xor_sync(ALL, most, i));
-    }
+    highest = reduce_head(highest, larger);
     const float base = highest > minus_infinity() ? highest : 0.0f, kept = expf(peak - base);
-    const int exponent = scale_exponent(most);
-    const float up = power_of_two(exponent), down = power_of_two(CODE_EXPONENT - exponent);
     peak = highest;
     total *= kept;
     low *= kept;
-    float scaled[LANE_SLOTS];
+    float weight[LANE_SLOTS];
 #pragma unroll
     for (int i = 0; i < LANE_SLOTS; ++i) {
-      const float weight = expf(score[i] - base);
-      total += weight;
-      low += weight * low_of(parameters[i]);
-      scaled[i] = weight * (step_of(parameters[i]) * up);
+      weight[i] = expf(score[i] - base);
+      total += weight[i];
+      low += weight[i] * low_of(parameters[i]);
     }
-    uint4 rows[LANE_SLOTS / 4];
+    if (WORDS == 0) return;
+    const int exponent = scale_exponent(reduce_head(most, larger));
+    const float up = power_of_two(exponent), down = power_of_two(CODE_EXPONENT - exponent);
+    unsigned weights[LANE_SLOTS];  // [slot of each lane][head, rounded and rest], transposed
 #pragma unroll
-    for (int i = 0; i < LANE_SLOTS / 4 && WORDS; ++i) {
-      const float* const x = scaled + 4 * i;
-      rows[i] = two_rows(x[0], x[1], x[2], x[3]);
+    for (int i = 0; i < LANE_SLOTS; ++i) {
+      float scaled = weight[i] * (step_of(parameters[i]) * up), none = 0;
+      const unsigned rounded = to_halves(&scaled, &none);
+      weights[i] = transpose(rounded | to_halves(&scaled, &none) << 16);
+    }
+    const int shift = lane() / QUAD * CODE_BITS;  // of the column that is this lane's
+    float sum[4] = {};
+#pragma unroll
+    for (int i = 0; i < LANE_SLOTS; i += 2) {
+      unsigned code[2][2] = {};  // [word][slots i and i + 1 of two lanes]
+#pragma unroll
+      for (int word = 0; word < WORDS; ++word) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          constexpr unsigned CODE = (1 << CODE_BITS) - 1;
+          code[word][j] = (codes[word][i + j] >> shift & CODE) |
+                          (codes[word][i + j + LANE_SLOTS] >> shift & CODE) << 16;
+        }
+      }
+      multiply(sum, make_uint4(code[0][0], code[1][0], code[0][1], code[1][1]), weights[i],
+               weights[i + 1]);
     }
 #pragma unroll
     for (int word = 0; word < WORDS; ++word) {
-      float sum[4] = {};
-#pragma unroll
-      for (int i = 0; i < LANE_SLOTS; i += 4) {
-        unsigned code[4];  // of the column that is this lane's in the product
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          code[j] = codes[word][i + j] >> lane() / QUAD * CODE_BITS & ((1 << CODE_BITS) - 1);
-        }
-        multiply(sum, rows[i / 4], code[0] | code[1] << 16, code[2] | code[3] << 16);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        columns[word][i] = columns[word][i] * kept + (sum[i] + sum[i + 2]) * down;
-      }
+      columns[word] = columns[word] * kept + (sum[2 * word] + sum[2 * word + 1]) * down;
     }
   }
 
   // The sums of all lanes of the head.
   __device__ void finish() {
-    for (int i = 1; i < QUAD; i *= 2) {
-      total += __shfl_xor_sync(ALL, total, i);
-      low += __shfl_xor_sync(ALL, low, i);
-    }
+    total = reduce_head(total, added);
+    low = reduce_head(low, added);
   }
 };
 
@@ -367,27 +393,31 @@ __device__ void rest_of_share(const float* query, const unsigned* index, int pos
   const int end = min(position - window + 1, capacity), tail_blocks = capacity / tail_block;
   for (int begin = 0; begin < group; begin += HEADS) {
     load_query(query + begin * columns, group - begin, columns, words, shared);
-    const int head = begin + lane() / QUAD;
+    const int head = begin + lane() % QUAD;
     for (int block = start + warp() * tail_block; block < min(start + share, capacity);
          block += warps() * tail_block) {
       Rest<WORDS> sums;
       for (int first = block; first < block + tail_block; first += TILE) {
         if (first >= end || first + TILE <= sinks) continue;  // not on the host alone
         float score[LANE_SLOTS];
-        unsigned parameters[LANE_SLOTS], codes[WORDS + 1][LANE_SLOTS] = {};
+        unsigned parameters[LANE_SLOTS], codes[WORDS + 1][2 * LANE_SLOTS] = {};
+        score_tile(index, capacity, words, *shared, first, score, parameters);
 #pragma unroll
         for (int word = 0; word < WORDS; ++word) {
           if (word < words) {
-            load_own(index + (unsigned long long)word * capacity, capacity, first, codes[word]);
+            const unsigned* const row = index + (unsigned long long)word * capacity;
+            const int own = first + lane() % QUAD * 2 * LANE_SLOTS;
+            load_words(row, own, capacity, codes[word]);
+            load_words(row, own + LANE_SLOTS, capacity, codes[word] + LANE_SLOTS);
           }
         }
-        score_tile(index, capacity, words, *shared, first, score, parameters);
-        const int own = lane() % QUAD * LANE_SLOTS;
-        const unsigned marks = requested[(first - start) / WARP] >> own;
+        unsigned left_out = requested[(first - start) / WARP];
+        if (first < sinks) left_out |= (1u << (sinks - first)) - 1;
+        if (end - first < TILE) left_out |= ALL << (end - first);
+        left_out >>= lane() / QUAD * LANE_SLOTS;
 #pragma unroll
         for (int i = 0; i < LANE_SLOTS; ++i) {
-          const int slot = first + own + i;
-          if (slot < sinks || slot >= end || (marks >> i & 1)) score[i] = minus_infinity();
+          if (left_out >> i & 1) score[i] = minus_infinity();
         }
         sums.add(score, parameters, codes);
       }
@@ -395,12 +425,11 @@ __device__ void rest_of_share(const float* query, const unsigned* index, int pos
       if (head < group) {
         const unsigned long long place = (unsigned long long)head * tail_blocks + block / tail_block;
         const bool any = sums.total > 0;
-        if (lane() % QUAD == 0) rest[place] = any ? sums.peak + logf(sums.total) : minus_infinity();
+        if (lane() < QUAD) rest[place] = any ? sums.peak + logf(sums.total) : minus_infinity();
 #pragma unroll
-        for (int i = 0; i < 2 * WORDS; ++i) {
-          const int column = i / 2 * CODES + lane() % QUAD * 2 + i % 2;
-          const float mean = (sums.columns[i / 2][i % 2] + sums.low) / sums.total;
-          entry[place * WORDS * CODES + column] = any ? mean : 0.0f;
+        for (int word = 0; word < WORDS; ++word) {
+          const float mean = (sums.columns[word] + sums.low) / sums.total;
+          entry[(place * WORDS + word) * CODES + lane() / QUAD] = any ? mean : 0.0f;
         }
       }
     }
@@ -408,11 +437,10 @@ __device__ void rest_of_share(const float* query, const unsigned* index, int pos
   }
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, 3)
-    index_rest(const float* query, const unsigned* index, const int* positions, const int* slots,
-               const int* count, float* rest, float* entry, int heads, int group, int columns,
-               int words, int capacity, int share, int size, int tail_block, int sinks, int window,
-               int leading) {
+KERNEL(index_rest, MAX_THREADS, 4)
+(const float* query, const unsigned* index, const int* positions, const int* slots,
+ const int* count, float* rest, float* entry, int heads, int group, int columns, int words,
+ int capacity, int share, int size, int tail_block, int sinks, int window, int leading) {
   __shared__ Query shared;
   __shared__ unsigned requested[MAX_SHARE / WARP];
   const int blocks = (capacity + share - 1) / share, start = blockIdx.x % blocks * share;

@@ -14,7 +14,7 @@ from infinigen_jax.selection.select import Rest
 THREADS = 256
 WARPS = THREADS // 32
 TILE = 32  # slots of a warp at a time, as in score.cu
-BLOCKS = 384  # of a launch, about: as many as run at a time on an H100
+BLOCKS = 1024  # of a launch, about: twice as many as run at a time on an H100
 MAX_SHARE = 16384  # slots of a block, as in score.cu
 MAX_COLUMNS = 256  # as in score.cu
 LEADING = (8, 16)  # numbers of columns that the kernel can average

@@ -6,11 +6,11 @@
 //   allowed    [b]           rows that the budget allows
 //   slots      [b][k][n]     of the rows chosen, ascending, and zeros behind them
 //   count      [b][k]        how many
-//   keys       [b][k][t]     scratch
+//   scratch    [b][k][2][t]  keys of the tokens that pass, in order, and their slots
 //
 // Two passes over the eligible scores, at most six over the keys. Per query head, the peak and the
 // logarithm of the softmax's denominator. Then for each token the margin to the peak, which decides
-// whether it passes, and its rank, stored as an integer of the same order: 0 where it does not pass.
+// whether it passes, and its rank; those of tokens that pass are kept, as integers of the same order.
 // Then the largest keys.
 //
 // A thread reads four slots of GROUP heads at a time. It keeps the scores of the second pass for the
@@ -90,16 +90,36 @@ __device__ inline float group_weight(const float* __restrict__ score, const floa
   return weight;
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
-    select_rows(const float* __restrict__ scores, const int* positions,
-                const int* allowed, int* slots, int* count, unsigned* keys, int heads, int group,
-                int capacity, int size, int sinks, int window, int alpha_bits) {
+// Sum of the counts of the threads before this one; that of all is added to `all`. Barriers are as in
+// a call of `reduce`.
+__device__ inline int count_before(int count, int* all) {
+  __shared__ int totals[WARP];
+  int reached = count;  // by this lane and those before it
+  for (int distance = 1; distance < WARP; distance *= 2) {
+    const int other = __shfl_up_sync(ALL, reached, distance);
+    if (lane() >= distance) reached += other;
+  }
+  if (lane() == WARP - 1) totals[warp()] = reached;
+  __syncthreads();
+  int before = reached - count;
+  for (int i = 0; i < warps(); ++i) {
+    if (i < warp()) before += totals[i];
+    *all += totals[i];
+  }
+  __syncthreads();
+  return before;
+}
+
+KERNEL(select_rows, 1024, 1)
+(const float* __restrict__ scores, const int* positions, const int* allowed, int* slots,
+ int* count, unsigned* scratch, int heads, int group, int capacity, int size, int sinks, int window,
+ int alpha_bits) {
   __shared__ float peak[MAX_GROUP], total[MAX_GROUP];
   const int position = positions[blockIdx.x / heads];
   const int end = min(position - window + 1, capacity), first = sinks / 4 * 4;
-  const int length = max(end - first, 0);  // of the keys
   scores += (unsigned long long)blockIdx.x * group * capacity;
-  keys += (unsigned long long)blockIdx.x * capacity;
+  unsigned* const keys = scratch + 2ull * blockIdx.x * capacity;
+  unsigned* const places = keys + capacity;
   slots += (unsigned long long)blockIdx.x * size;
 
   for (int i = 0; i < group; i += GROUP) {
@@ -108,29 +128,32 @@ extern "C" __global__ void __launch_bounds__(1024)
   }
   __syncthreads();
 
-  int passing = 0;
+  int passing = 0;  // so far, of all threads
   unsigned least = ALL, most = 0;
-  for (int at = first + 4 * threadIdx.x; at < end; at += 4 * blockDim.x) {
-    float score[GROUP][4], margin[4], best[4];
+  for (int chunk = first; chunk < end; chunk += 4 * blockDim.x) {
+    const int at = chunk + 4 * threadIdx.x;
+    unsigned key[4] = {};
+    int count = 0;
+    if (at < end) {
+      float score[GROUP][4], margin[4], best[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) margin[j] = best[j] = minus_infinity();
-    for (int begin = 0; begin < group; begin += GROUP) {
+      for (int j = 0; j < 4; ++j) margin[j] = best[j] = minus_infinity();
+      for (int begin = 0; begin < group; begin += GROUP) {
 #pragma unroll
-      for (int i = 0; i < GROUP; ++i) {
-        const int head = begin + i;
-        if (head >= group) break;
-        load_scores(scores + (unsigned long long)head * capacity, at, sinks, end, score[i]);
+        for (int i = 0; i < GROUP; ++i) {
+          const int head = begin + i;
+          if (head >= group) break;
+          load_scores(scores + (unsigned long long)head * capacity, at, sinks, end, score[i]);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          margin[j] = fmaxf(margin[j], score[i][j] - peak[head]);
-          best[j] = fmaxf(best[j], score[i][j] - total[head]);
+          for (int j = 0; j < 4; ++j) {
+            margin[j] = fmaxf(margin[j], score[i][j] - peak[head]);
+            best[j] = fmaxf(best[j], score[i][j] - total[head]);
+          }
         }
       }
-    }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      unsigned key = 0;
-      if (margin[j] > -__int_as_float(alpha_bits)) {
+      for (int j = 0; j < 4; ++j) {
+        if (!(margin[j] > -__int_as_float(alpha_bits))) continue;
         float weight = 0;
         if (group <= GROUP) {
 #pragma unroll
@@ -141,19 +164,25 @@ extern "C" __global__ void __launch_bounds__(1024)
           weight = group_weight(scores + at + j, total, best[j], group, capacity);
         }
         // A head alone has no denominator: its rank is its score.
-        key = ordered(group > 1 ? best[j] + logf(weight) : best[j]);
-        ++passing;
-        least = min(least, key);
-        most = max(most, key);
+        key[j] = ordered(group > 1 ? best[j] + logf(weight) : best[j]);
+        ++count;
+        least = min(least, key[j]);
+        most = max(most, key[j]);
       }
-      if (at + j < end) keys[at - first + j] = key;
+    }
+    int number = passing;
+    number += count_before(count, &passing);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (!key[j]) continue;
+      keys[number] = key[j];
+      places[number++] = at + j;
     }
   }
-  passing = sum(passing);
-  span(&least, &most);
+  span(&least, &most);  // behind it, all threads see all keys
 
   const int wanted = max(min(min(passing, allowed[blockIdx.x / heads]), size), 0);
-  top(keys, length, passing, least, most, wanted, first, slots);
+  top(keys, passing, passing, least, most, wanted, slots, [&](int number) { return places[number]; });
   for (int i = wanted + threadIdx.x; i < size; i += blockDim.x) slots[i] = 0;
   if (threadIdx.x == 0) count[blockIdx.x] = wanted;
 }

@@ -2,6 +2,21 @@
 //
 // All threads of a block call these functions together; blocks have whole warps, at most 32.
 
+// A kernel of at most `threads` threads, `blocks` of which fit a multiprocessor at a time; a function
+// where another kernel calls it (embed.py).
+#ifdef EMBEDDED
+#define KERNEL(name, threads, blocks)    \
+  constexpr int name##_blocks = blocks; \
+  __device__ inline void name
+template <typename... Parameters, typename... Arguments>
+__device__ inline void call(void (&kernel)(Parameters...), Arguments... arguments) {
+  kernel((Parameters)arguments...);
+}
+#else
+#define KERNEL(name, threads, blocks) \
+  extern "C" __global__ void __launch_bounds__(threads, blocks) name
+#endif
+
 constexpr unsigned ALL = 0xffffffffu;  // lanes of a warp
 constexpr int WARP = 32;
 constexpr int BATCH = 4;  // independent loads of a lane
@@ -180,13 +195,14 @@ __device__ inline Threshold find_threshold(const unsigned* keys, int length, uns
   }
 }
 
-// Writes the positions of the `wanted` largest keys to out, ascending; of equal keys the first.
+// Writes place(i) of the positions i of the `wanted` largest keys to out, ascending; of equal keys
+// the first.
 //
 //   available    how many keys are not 0; at least `wanted`
 //   least, most  of those
-//   origin       is added to the positions
-__device__ inline void top(const unsigned* keys, int length, int available, unsigned least,
-                           unsigned most, int wanted, int origin, int* out) {
+template <typename Place>
+__device__ void top(const unsigned* keys, int length, int available, unsigned least, unsigned most,
+                    int wanted, int* out, Place place) {
   __shared__ int larger[WARP], equal[WARP];
   if (wanted == 0) return;
   Threshold threshold = {0, 0};
@@ -215,7 +231,7 @@ __device__ inline void top(const unsigned* keys, int length, int available, unsi
                       (equals >> lane() & 1 &&
                        tied + __popc(equals & lanes_below()) < threshold.ties);
     const unsigned all_kept = __ballot_sync(ALL, kept);
-    if (kept) out[before + __popc(all_kept & lanes_below())] = origin + position;
+    if (kept) out[before + __popc(all_kept & lanes_below())] = place(position);
     before += __popc(all_kept);
     tied += __popc(equals);
   });

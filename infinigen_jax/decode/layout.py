@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.cache.layers import Slots, Summed
 from infinigen_jax.cache.row_format import RowFormat, row_format
+from infinigen_jax.cuda import calls
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.ops.bit_storage import kept_dtype
 from infinigen_jax.policies.base import Policy
@@ -160,6 +161,14 @@ class Layout:
         observe them.
         """
         return self.transfer.in_place and not self.policy.observes and self.mesh.size == 1
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether a CUDA kernel attends to fetched rows; it keeps no attention weights either."""
+        stored, d = self.row_format, self.config.head_dim
+        if self.transfer.name != "cuda" or self.policy.observes or not stored.exact:
+            return False
+        return calls.attends(stored.storage, d)
 
     def host_slots(self, tokens: int, capacity: int) -> int:
         """Return the slots of the host cache for sequences of up to `tokens`.

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from infinigen_jax.ops.attention import Softmax, packed, softmax_over, start_softmax
+from infinigen_jax.ops.attention import Softmax, join_parts, packed, softmax_over, start_softmax
 from infinigen_jax.ops.barriers import compute_once
 from infinigen_jax.ops.compaction import mark_starts, marks_at, running_counts
 from infinigen_jax.ops.work_items import cut_items, items_at_once, most_items
@@ -86,17 +86,4 @@ def attend_requested(
     valid_items = valid_items.reshape(b, k, most)
     if sums:
         taken = jnp.sum(jnp.where(valid_items[..., None], taken, 0.0), axis=2)
-    return _together(parts, valid_items), taken
-
-
-def _together(parts: Softmax, valid: Bool[Array, "b k m"]) -> Softmax:
-    """Combine the valid items of each head into one softmax."""
-    valid = valid[..., None]
-    peaks = jnp.where(valid, parts.peak, jnp.min(parts.peak))
-    peak = jnp.max(peaks, axis=2)
-    kept = jnp.where(valid, jnp.exp(peaks - peak[:, :, None]), 0.0)
-    return Softmax(
-        peak,
-        jnp.sum(parts.total * kept, axis=2),
-        jnp.einsum("bkmgd,bkmg->bkgd", parts.weighted, kept),
-    )
+    return join_parts(parts, valid_items), taken

@@ -3,6 +3,7 @@
 A layer that selects nothing attends to all rows, streamed block by block.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -12,8 +13,16 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.cache import pool
 from infinigen_jax.cache.cache import HostLayer
-from infinigen_jax.cache.host_array import capacity_of, gather_items, gather_rows, read_block
+from infinigen_jax.cache.host_array import (
+    ROWS_SPEC,
+    capacity_of,
+    gather_items,
+    gather_rows,
+    read_block,
+    sharded,
+)
 from infinigen_jax.cache.layers import Resident
+from infinigen_jax.cuda import calls
 from infinigen_jax.decode.layout import Layout
 from infinigen_jax.decode.requested_attention import attend_requested
 from infinigen_jax.decode.state import Counts, Fetched
@@ -52,12 +61,16 @@ def attend_fetched(
     if layout.in_chunks:
         return attend_chunks(layout, q, resident, fetched, host, local, host_layer, positions), None
     request = fetched.request
-    part = fetched_part(layout, fetched, host, host_layer)
+    part, cap = fetched_part(layout, fetched, host, host_layer), layout.config.attention_softcap
     taken = part.taken(q.shape[-1])
     tail = tail_term(layout, q, request, taken, local, host_layer, positions)
-    o, (near, far) = attend_weighted(
-        q, resident, part, tail=tail, cap=layout.config.attention_softcap
-    )
+    if layout.by_kernel:
+        attend = functools.partial(calls.attend_rows, cap=cap)
+        softmax = sharded(attend, layout.mesh, (ROWS_SPEC,) * 3, ROWS_SPEC)(
+            q, fetched.rows, request.count
+        )
+        return finish_softmax(join_softmax(softmax_over(q, resident, cap), softmax), q, tail), None
+    o, (near, far) = attend_weighted(q, resident, part, tail=tail, cap=cap)
     if not layout.policy.observes:
         return o, None
     places = layout.slots.positions(positions)
@@ -99,7 +112,10 @@ def fetched_part(
     rows = fetched.rows
     if rows is None:
         rows = gather_rows(host, host_layer.number, fetched.request.slots, layout.mesh)
-    return packed(layout.row_format.decode(host_layer.scales, rows), fetched.request.valid)
+    rows = layout.row_format.decode(host_layer.scales, rows)
+    if layout.transfer.masks:  # padding may hold NaN, which a weight of 0 does not mask
+        rows = jnp.where(fetched.request.valid[..., None], rows, 0)
+    return packed(rows, fetched.request.valid)
 
 
 def tail_term(

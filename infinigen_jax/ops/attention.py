@@ -145,6 +145,19 @@ def join_softmax(one: Softmax, other: Softmax) -> Softmax:
     return Softmax(peak, total, weighted)
 
 
+def join_parts(parts: Softmax, valid: Bool[Array, "b k m"]) -> Softmax:
+    """Combine the states [b, k, m, g] of m disjoint sets of rows, of which only some are valid."""
+    valid = valid[..., None]
+    peaks = jnp.where(valid, parts.peak, MASKED)
+    peak = jnp.max(peaks, axis=2)
+    kept = jnp.where(valid, jnp.exp(peaks - peak[:, :, None]), 0.0)
+    return Softmax(
+        peak,
+        jnp.sum(parts.total * kept, axis=2),
+        jnp.einsum("bkmgd,bkmg->bkgd", parts.weighted, kept),
+    )
+
+
 def finish_softmax(
     state: Softmax, q: Float[Array, "b k g d"], tail: Tail | None = None
 ) -> Float[Array, "b k g d"]:

@@ -67,7 +67,9 @@ class Transfer(Protocol):
     ) -> tuple[
         Float[Array, "b e"], Shaped[Array, "b k n w"] | None, Shaped[Array, "b k h w"] | None
     ]:
-        """Return the rows in the order of the request; rows beyond its count are finite.
+        """Return the rows in the order of the request.
+
+        Rows beyond its count are undefined with `masks`, and else finite.
 
         Work that uses the returned x runs after the end of the transfer.
 

@@ -5,7 +5,17 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import loads, machine, on_gpu, prefill, presets, trace, transfer, xplane
+from benchmarks import (
+    loads,
+    lossless,
+    machine,
+    on_gpu,
+    prefill,
+    presets,
+    trace,
+    transfer,
+    xplane,
+)
 from infinigen_jax.transfer import XlaTransfer
 
 
@@ -131,6 +141,7 @@ def test_commands_of_a_gpu_session_parse(piece, tmp_path):
     module, *arguments = piece.command
     parse = {
         "benchmarks.decode": presets.parse,
+        "benchmarks.lossless": lossless.build_parser().parse_args,
         "benchmarks.prefill": prefill.build_parser().parse_args,
         "benchmarks.transfer": transfer.build_parser().parse_args,
     }[module]

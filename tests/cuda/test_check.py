@@ -23,7 +23,7 @@ from infinigen_jax.cuda.nvrtc import CompileError
 on_the_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU")
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs g++")
 RESULTS = {"gather_rows": 4, "gather_rows_hot": 7, "select_rows": 3, "replace_entries_16": 6}
-RESULTS |= {"replace_entries_32": 6, "index_scores": 2, "index_rest": 5}
+RESULTS |= {"replace_entries_32": 6, "index_scores": 2, "index_rest": 5, "attend_rows": 3}
 """Which parameter of a kernel is its first result."""
 
 

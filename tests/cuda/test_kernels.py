@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from infinigen_jax.cache.hot_set import HotSet, place_dtype, replacement
 from infinigen_jax.cache.layers import Slots
+from infinigen_jax.cuda.calls import SHARE
+from infinigen_jax.ops.attention import Softmax, join_parts, packed, softmax_over
 from infinigen_jax.selection.select import Request, budget_fraction, budget_rows, group_rank, select
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++")
@@ -44,9 +46,9 @@ def gathers(draw: Any) -> tuple:
 
 
 def gathered(host: np.ndarray, layer: np.ndarray, slots: np.ndarray, counts: np.ndarray):
-    """Return the expected result of the kernel."""
+    """Return the expected result of the kernel; padding is left as it was, 7."""
     rows = np.take_along_axis(host[layer], slots[..., None].astype(np.int64), axis=1)
-    rows[np.arange(slots.shape[1])[None] >= counts[:, None]] = 0
+    rows[np.arange(slots.shape[1])[None] >= counts[:, None]] = 7
     return rows
 
 
@@ -54,7 +56,7 @@ def gathered(host: np.ndarray, layer: np.ndarray, slots: np.ndarray, counts: np.
 def test_gather(emulator: Emulator, arrays: tuple, grid: tuple):
     host, layer, slots, counts = arrays
     _, groups, capacity, row = host.shape
-    rows = bytes_of(np.random.default_rng(0), (*slots.shape, row))
+    rows = np.full((*slots.shape, row), 7, np.uint8)
     shape = (groups, capacity, slots.shape[1], row // 16)
     emulator.run("gather_rows", *grid, host, layer, slots, counts, rows, *shape)
     np.testing.assert_array_equal(rows, gathered(host, layer, slots, counts))
@@ -81,7 +83,7 @@ def test_gather_with_a_hot_set(
             else:
                 expected[group, i] = hot[group, entry[group, i]]
     entry[np.arange(n)[None] >= counts[:, None]] = 0  # as a replacement has it
-    rows = bytes_of(random, (*slots.shape, row))
+    rows = np.full((*slots.shape, row), 7, np.uint8)
     emulator.run(
         *("gather_rows_hot", *grid, host, layer, slots, counts, hot, entry, miss, rows, hot),
         *(groups, capacity, n, row // 16, entries),
@@ -133,7 +135,7 @@ def test_select(emulator: Emulator, case: dict[str, Any], threads: int, seed: in
     cap = np.asarray(budget_rows(case["budget"], jnp.asarray(positions)))
     slots = np.full((b, k, size), -7, np.int32)
     count = np.full((b, k), -7, np.int32)
-    keys = np.zeros((b, k, t), np.uint32)
+    keys = np.zeros((b, k, 2, t), np.uint32)
     alpha = np.float32(case["alpha"]).view(np.int32)
     emulator.run(
         *("select_rows", b * k, threads, seed, scores, positions, cap, slots, count, keys),
@@ -201,3 +203,36 @@ def test_replacement(emulator: Emulator, data: st.DataObject):
             np.testing.assert_array_equal(mine, reference)
         hot = expected
         positions = positions + 1
+
+
+# Query heads of a KV head, columns, rows, and bound of the scores: lanes without columns, heads
+# beyond those attended at a time, several shares, and shares without valid rows.
+ATTENTIONS = [(1, 64, 40, None), (4, 128, 300, None), (6, 80, 530, 2.0), (3, 256, 70, None)]
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(ATTENTIONS),
+    st.integers(0, 2**32),
+    st.sampled_from([32, 64, 128]),
+    st.booleans(),
+)
+def test_attend(emulator: Emulator, shape: tuple, seed: int, threads: int, empty: bool):
+    (g, d, n, cap), (b, k), random = shape, (2, 2), np.random.default_rng(seed)
+    q = random.normal(0, 1, (b, k, g, d)).astype(np.float32)
+    rows = np.asarray(jnp.asarray(random.normal(0, 1, (b, k, n, 2 * d)), jnp.bfloat16)).copy()
+    count = random.integers(0, n + 1, (b, k)).astype(np.int32)
+    if empty:
+        count[0, 0] = 0
+    valid = np.arange(n) < count[..., None]
+    rows[~valid] = np.nan
+    shares = -(-n // SHARE)
+    parts = [np.full((b, k, shares, g, *last), np.nan, np.float32) for last in ((), (), (d,))]
+    bits = int(np.float32(cap or 0).view(np.int32))
+    grid = "attend_rows", b * k * shares, threads, seed % 1000
+    emulator.run(*grid, q, rows, count, *parts, g, n, d, shares, bits)
+    result = join_parts(Softmax(*map(jnp.asarray, parts)), jnp.ones((b, k, shares), bool))
+    rows[~valid] = 0
+    part = packed(jnp.asarray(rows.astype(np.float32)), jnp.asarray(valid))
+    expected = softmax_over(jnp.asarray(q), part, cap)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 2e-5, 2e-5), result, expected)

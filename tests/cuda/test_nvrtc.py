@@ -16,9 +16,9 @@ class Compiler:
     def __init__(self):
         self.compiled = 0
 
-    def compile(self, source: str, architecture: int) -> bytes:
+    def compile(self, source: str, architecture: int, as_ptx: bool) -> bytes:
         self.compiled += 1
-        return f"{source} for {architecture}".encode()
+        return f"{source} for {architecture}{' as PTX' * as_ptx}".encode()
 
 
 @pytest.fixture
@@ -34,7 +34,8 @@ def test_code_is_compiled_once(compiler: Compiler, tmp_path: Path):
         assert nvrtc.kernels("a", 90, folder) == b"a for 90"
         assert nvrtc.kernels("a", 80, folder) == b"a for 80"
         assert nvrtc.kernels("b", 90, folder) == b"b for 90"
-    assert compiler.compiled == len(list(folder.iterdir())) == 3
+        assert nvrtc.kernels("a", 90, folder, as_ptx=True) == b"a for 90 as PTX"
+    assert compiler.compiled == len(list(folder.iterdir())) == 4
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(compiler: Compiler, tmp_path: Path):

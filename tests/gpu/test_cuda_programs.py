@@ -56,9 +56,11 @@ def test_attention_and_mlp_lie_between_start_and_wait(hot_set: float):
         assert not [i for i in between if f"/layer{number + 1}/attention/" in i.op_name]
         assert len(between) >= 10
     # What is started was scored by one launch, chosen by a second, and looked up in the hot set by
-    # a third.
+    # a third. A layer with fetched rows has a launch for them and one for its tail.
     order = [(i.target, i.op_name.split("/")[-2]) for i in body if i.target in (LAUNCH, START)]
-    order = [each for each in order if each != (LAUNCH, "tail")]
+    attended = order.count((LAUNCH, "attention"))
+    assert attended == order.count((LAUNCH, "tail")) == len(fetching)
+    order = [each for each in order if each[1] not in ("attention", "tail")]
     chosen = [(LAUNCH, "speculate"), (LAUNCH, "select"), *[(LAUNCH, "reuse")] * (hot_set > 0)]
     assert order == [*chosen, (START, "fetch")] * len(fetching)
 

@@ -54,11 +54,16 @@ def test_every_layer_hides_the_copy_of_the_next_ones_weights(transfer: Transfer)
 def test_copies_begin_with_the_layer():
     """With the `cuda` transfer, which has no copy of its own to wait for, before anything else."""
     work = launched(sp.fused(CudaTransfer(), weights_on="host"))
+    starts = [i for i, each in enumerate(work) if each.opcode == "copy-start"]
+    assert len(starts) == MATRICES * sp.LAYERS
     for layer in range(1, sp.LAYERS - 1):
-        first = next(i for i, each in enumerate(work) if f"/layer{layer}/" in each.op_name)
-        before = work[first - MATRICES : first]
-        assert sorted(i.nbytes for i in before) == sorted(sp.MOVED)
-        assert {i.opcode for i in before} == {"copy-start"}
+        # The first layer's own copies come first, then those that each layer starts for the next.
+        own = starts[MATRICES * (layer + 1) :][:MATRICES]
+        assert own == list(range(own[0], own[0] + MATRICES))
+        assert sorted(work[i].nbytes for i in own) == sorted(sp.MOVED)
+        assert f"/layer{layer}/" in work[own[-1] + 1].op_name
+        earlier = [each for each in work[: own[0]] if f"/layer{layer}/" in each.op_name]
+        assert all(each.nbytes < 100 for each in earlier)  # named after one of equal kernels
 
 
 @pytest.mark.parametrize("transfer", [XlaTransfer(), CudaTransfer()], ids=["xla", "cuda"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cuda_emulation import compiler
 from cuda_fake import TRANSFER_STREAM, XLA_STREAM, FakeCuda, emulated
-from runtime import SPARSE, engine, random_model, tokens_of
+from runtime import ALL, SPARSE, engine, random_model, scores_of, tokens_of
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.host_array import allocate_host, default_mesh, write_span
@@ -245,6 +245,20 @@ def test_generated_tokens_are_those_of_the_reference(
     assert launched["gather_rows"] + launched["gather_rows_hot"] == launched["select_rows"] > 0
     assert launched["replace_entries_16"] == launched["gather_rows_hot"]
     assert bool(launched["gather_rows_hot"]) == bool(settings["hot_set"]) and not driver.queue
+
+
+@pytest.mark.parametrize("name", ["one", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_a_kernel_attends_to_rows_in_bfloat16(
+    driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    model = random_model(name, "bfloat16")
+    expected = scores_of(model, ALL)
+    monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: CudaTransfer())
+    monkeypatch.setattr(cuda, "in_use", lambda: True)
+    driver.calls.clear()
+    np.testing.assert_allclose(scores_of(model, ALL), expected, atol=0.03)
+    launched = driver.kernels()
+    assert launched["attend_rows"] == launched["select_rows"] > 0
 
 
 def test_without_a_gpu_it_says_so_once(caplog: pytest.LogCaptureFixture):
