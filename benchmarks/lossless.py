@@ -10,6 +10,7 @@ compared with those of the full cache.
 """
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -88,6 +89,7 @@ def _policy(text: str, budget: float | None) -> Any:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all contexts and return the result, which is written as it grows."""
+    end = math.inf if options.cap_seconds is None else time.monotonic() + options.cap_seconds
     path = options.json or machine.result_path("lossless", options.model)
     longest = max(options.contexts) + TOKENS + options.tokens * options.rounds + 128
     model, _ = shapes.model_of(options, longest)
@@ -100,13 +102,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "contexts": [],
     }
     for context in options.contexts:
-        result["contexts"].append(_measure_context(model, context, options))
+        result["contexts"].append(_measure_context(model, context, options, end))
         write_json(path, result)
     note(f"written to {path}")
     return result
 
 
-def _measure_context(model: Model, context: int, options: argparse.Namespace) -> dict[str, Any]:
+def _measure_context(
+    model: Model, context: int, options: argparse.Namespace, end: float
+) -> dict[str, Any]:
     systems: dict[str, System] = {}
     prompt = shapes.prompt(model.config, context)
     if options.text:
@@ -115,6 +119,8 @@ def _measure_context(model: Model, context: int, options: argparse.Namespace) ->
         note(f"{context} tokens: {name}")
         systems[name] = System(name, model, prompt, options)
     for number in range(options.rounds):
+        if number and time.monotonic() >= end:
+            break
         for name in turns(options.systems, number):
             systems[name].turn(options.tokens)
     return {"context": context, "systems": _entries(systems)}
@@ -165,6 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--draft-tokens", type=int, metavar="N", help="tokens per draft (default: by times)")
     add("--tokens", type=int, default=32, help="tokens of a turn (default 32)")
     add("--rounds", type=int, default=3, help="turns of each system (default 3)")
+    add("--cap-seconds", type=float, help="time after which no round starts but the first")
     add("--json", type=Path, help="result file (default: benchmarks/results/lossless-DEVICE.json)")
     add("--plot", type=Path, help="also draw tokens per second into this file")
     return parser

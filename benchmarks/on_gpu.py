@@ -40,10 +40,18 @@ class Piece:
 
 
 # JAX and PyTorch both keep memory once allocated, so each has its own process.
-OURS = ("infinigen", "full-device", "full-streamed", "infinigen-paper", "infinigen-int4")
+OURS = ("infinigen", "full-device", "full-streamed")
+PAPER = (*OURS, "infinigen-paper", "infinigen-int4")
+QUICK = ("--tokens", "8", "--rounds", "4", "--steps", "8", "--trace-steps", "3")
+ONCE = ("--tokens", "4", "--rounds", "2", "--steps", "4", "--trace-steps", "0")
 PROMPTS = (
     *("benchmarks.prefill", "--shape", "llama-8b", "--dtype", "bfloat16", "--systems", "infinigen"),
-    *("--prompts", "16384", "65536", "--memory", "16384", "65536"),
+    *("--prompts", "16384", "--memory"),
+)
+LOSSLESS = (
+    *("benchmarks.lossless", "--shape", "llama-8b", "--dtype", "bfloat16", "--weights", "host"),
+    *("--systems", "full", "lossless:infinigen", "--contexts", "4096", "--tokens", "16"),
+    *("--rounds", "2"),
 )
 
 
@@ -51,16 +59,24 @@ def _decode(preset: str, context: int, *arguments: str) -> tuple[str, ...]:
     return ("benchmarks.decode", "--preset", preset, "--contexts", str(context), *arguments)
 
 
+ONE = ("--batch", "1")
 PIECES = (
-    Piece("transfer", 0.15, ("benchmarks.transfer",)),
-    Piece("llama8b-16k", 0.35, _decode("llama8b", 16384, "--systems", *OURS)),
-    Piece("llama8b-16k-theirs", 0.3, _decode("llama8b", 16384, "--systems", *THEIRS)),
-    Piece("paper", 0.4, _decode("paper", 1920, "--systems", *OURS)),
-    Piece("prompts", 0.3, PROMPTS),
-    Piece("prompts-xla", 0.4, PROMPTS, ((first_use.SWITCH, first_use.OFF),)),
+    Piece("llama8b-16k", 0.5, _decode("llama8b", 16384, *QUICK, "--systems", *OURS)),
+    Piece("llama8b-16k-theirs", 0.3, _decode("llama8b", 16384, *ONCE, "--systems", *THEIRS)),
+    Piece("llama8b-16k-single", 0.4, _decode("llama8b", 16384, *ONE, *QUICK, "--systems", *OURS)),
+    Piece("lossless-host", 0.5, LOSSLESS),
+    Piece("transfer", 0.4, ("benchmarks.transfer",)),
+    Piece("prompts", 0.4, PROMPTS),
+    Piece(
+        "llama8b-16k-single-theirs",
+        0.3,
+        _decode("llama8b", 16384, *ONE, *ONCE, "--systems", *THEIRS),
+    ),
+    Piece("prompts-xla", 0.3, PROMPTS, ((first_use.SWITCH, first_use.OFF),)),
+    Piece("paper", 0.4, _decode("paper", 1920, "--systems", *PAPER)),
     Piece("paper-theirs", 0.4, _decode("paper", 1920, "--systems", *THEIRS)),
-    Piece("paper-capped", 0.5, _decode("paper-capped", 1920, "--systems", *OURS)),
-    Piece("llama8b-32k", 1.0, _decode("llama8b", 32768, "--systems", *OURS)),
+    Piece("paper-capped", 0.5, _decode("paper-capped", 1920, "--systems", *PAPER)),
+    Piece("llama8b-32k", 1.0, _decode("llama8b", 32768, *QUICK, "--systems", *OURS)),
 )
 
 
