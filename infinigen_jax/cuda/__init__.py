@@ -52,7 +52,8 @@ def load() -> str | None:
             launcher.prepare(device.local_hardware_id)
         launcher.register()
         if embed.readable(driver.get("cuDriverGetVersion", kind=INT)):
-            architecture = driver.compute_capability(jax.local_devices()[0].local_hardware_id)
+            ordinals = [device.local_hardware_id for device in jax.local_devices()]
+            architecture = min(map(driver.compute_capability, ordinals))
             launch.embedded = functools.partial(embed.call, source(), architecture)
     except Exception as error:  # of the driver, the compiler or XLA; without kernels, XLA works
         return _line(error)
