@@ -40,6 +40,15 @@ SCOPES = {
 PARTS = (*dict.fromkeys(SCOPES.values()), "other", "idle")
 SHOWN = 16  # operations in a breakdown
 GATHER_KERNEL = "gather_rows"  # of the cuda transfer, on a stream unknown to XLA
+# The beginning of the names of the package's kernels, which in a CUDA graph have no scope.
+KERNELS = {
+    GATHER_KERNEL: "transfer",
+    "embedded_index_scores": "speculation",
+    "embedded_select_rows": "selection",
+    "embedded_replace_entries": "selection",
+    "embedded_attend_rows": "attention",
+    "embedded_index_rest": "attention",
+}
 
 
 def breakdown(run: Callable[[], Any], steps: int) -> dict[str, Any]:
@@ -118,8 +127,9 @@ def account(ops: Sequence[Op], steps: int) -> dict[str, Any]:
 
 def _parts(ops: Sequence[Op]) -> tuple[list[str], set[int]]:
     """Return the part of every operation, and the operations whose part was guessed."""
-    parts = ["transfer" if op.name.startswith(GATHER_KERNEL) else _part(op.path) for op in ops]
-    named = [op.path or op.copy or op.name.startswith(GATHER_KERNEL) for op in ops]
+    kernels = [next((k for k in KERNELS if op.name.startswith(k)), "") for op in ops]
+    parts = [KERNELS.get(k) or _part(op.path) for k, op in zip(kernels, ops, strict=True)]
+    named = [op.path or op.copy or k for k, op in zip(kernels, ops, strict=True)]
     guessed = {i for i, known in enumerate(named) if not known}
     before: dict[str, str] = {}
     for i, op in enumerate(ops):

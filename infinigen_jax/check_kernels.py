@@ -243,18 +243,21 @@ def _index(
     return index, query, jnp.asarray(on_cpu(index.encode, keys))
 
 
-def attended(b: int, k: int, g: int, d: int, n: int) -> Iterator[Compared]:
-    """Compare the attention to a request's rows; rows after its count are NaN."""
+def attended(
+    b: int, k: int, g: int, d: int, n: int, cap: float | None = None
+) -> Iterator[Compared]:
+    """Compare the attention to requested rows; the first request is empty, padding is NaN."""
     random, request = np.random.default_rng(0), random_request(b, k, n, n, 0)
+    request = request._replace(count=request.count.at[0, 0].set(0))
     q = jnp.asarray(random.normal(0, 1, (b, k, g, d)), jnp.float32)
     rows = jnp.asarray(random.normal(0, 1, (b, k, n, 2 * d)), jnp.bfloat16)
 
     def by_kernel(q: Array, rows: Array, request: Request) -> Softmax:
         rows = jnp.where(request.valid[..., None], rows, jnp.nan)
-        return calls.attend_rows(q, rows, request.count, None)
+        return calls.attend_rows(q, rows, request.count, cap)
 
     def by_xla(q: Array, rows: Array, request: Request) -> Softmax:
-        return softmax_over(q, packed(rows.astype(jnp.float32), request.valid))
+        return softmax_over(q, packed(rows.astype(jnp.float32), request.valid), cap)
 
     result, expected = jax.jit(by_kernel)(q, rows, request), on_cpu(by_xla, q, rows, request)
     yield result, expected, 1e-3
@@ -275,7 +278,7 @@ CASES: dict[str, tuple[Callable[[], Iterator[Compared]], ...]] = {
     "replace_entries_32": (_case(replaced, True, 2, 3, 150, 350, 1500, 600),),
     "index_scores": (_case(scored, 2, 2, 7, 30, 640),),
     "index_rest": (_case(left, 2, 2, 7, 30, 640),),
-    "attend_rows": (_case(attended, 2, 2, 7, 80, 600), _case(attended, 2, 2, 4, 128, 600)),
+    "attend_rows": (_case(attended, 2, 2, 7, 80, 600, 2.0), _case(attended, 2, 2, 4, 128, 600)),
 }
 """Cases of each kernel of `launch.KERNELS`."""
 

@@ -48,11 +48,11 @@ def load() -> str | None:
     try:
         driver = Driver()
         launcher = Launcher(driver, lambda architecture: kernels(source(), architecture))
-        for device in jax.local_devices():
-            launcher.prepare(device.local_hardware_id)
+        ordinals = [device.local_hardware_id for device in jax.local_devices()]
+        for ordinal in ordinals:
+            launcher.prepare(ordinal)
         launcher.register()
         if embed.readable(driver.get("cuDriverGetVersion", kind=INT)):
-            ordinals = [device.local_hardware_id for device in jax.local_devices()]
             architecture = min(map(driver.compute_capability, ordinals))
             launch.embedded = functools.partial(embed.call, source(), architecture)
     except Exception as error:  # of the driver, the compiler or XLA; without kernels, XLA works

@@ -144,7 +144,7 @@ KERNEL(attend_rows, MAX_WARPS * WARP, 4)
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
           // A lane that has had no valid row has a peak of MASKED.
-          score[head][i] = score[head][i] > MASKED ? expf(score[head][i] - highest) : 0.0f;
+          score[head][i] = score[head][i] == MASKED ? 0.0f : expf(score[head][i] - highest);
           softmax.total[head] += score[head][i];
         }
       }

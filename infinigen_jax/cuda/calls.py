@@ -131,8 +131,7 @@ def attend_rows(
         (b * k * shares, ATTEND_THREADS),
         (g, n, d, shares, int(np.float32(cap or 0).view(np.int32))),
     )
-    # A share without valid rows has no weight.
-    return join_parts(Softmax(*parts), jnp.ones((b, k, shares), bool))
+    return join_parts(Softmax(*parts))
 
 
 def select_rows(

@@ -76,18 +76,14 @@ def call(
     """Trace a launch of a kernel; arguments as of `launch.call`."""
     pointers = len(operands) + len(results)
     blocks, threads = grid
-    sizes = {"grid": (blocks, 1, 1), "block": (threads, 1, 1)}
-    attributes = {
-        f"{of}_{axis}": np.int32(n)
-        for of, size in sizes.items()
-        for axis, n in zip("xyz", size, strict=True)
-    }
+    one = np.int32(1)
     return jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)(
         *operands,
         name=f"embedded_{kernel}",
         kernel_type="ptx",
         kernel_data=ptx(source, architecture, kernel, threads, pointers, integers),
+        **{"grid_x": np.int32(blocks), "grid_y": one, "grid_z": one},
+        **{"block_x": np.int32(threads), "block_y": one, "block_z": one},
         shared_mem_bytes=np.int32(0),
         output_indices=np.arange(len(operands), pointers, dtype=np.int32),
-        **attributes,
     )

@@ -14,6 +14,7 @@ operands and results, in order, are the kernel's pointers.
 
 import ctypes
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,10 @@ import numpy as np
 
 from infinigen_jax.cuda import ffi
 from infinigen_jax.cuda.driver import NO_TIMING, NON_BLOCKING_STREAM, Driver
+from infinigen_jax.cuda.nvrtc import CompileError
+from infinigen_jax.errors import one_line
+
+logger = logging.getLogger(__name__)
 
 KERNELS = (
     *("gather_rows", "gather_rows_hot", "select_rows", "replace_entries_16", "replace_entries_32"),
@@ -182,8 +187,15 @@ def call(
         aliases: operand index -> index of the result that updates it in place.
         grid: number of blocks, and of threads per block.
     """
+    global embedded
     if target == LAUNCH and embedded is not None:
-        return embedded(kernel, operands, results, aliases, grid, integers)
+        try:
+            return embedded(kernel, operands, results, aliases, grid, integers)
+        except (CompileError, OSError) as error:
+            logger.warning(
+                "kernel %s: %s; handlers launch the kernels", kernel, one_line(str(error))
+            )
+            embedded = None
     config = (KERNELS.index(kernel), *grid, *integers) if kernel else (0,)
     target_call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
     return target_call(*operands, config=np.array(config, np.int32))

@@ -1,7 +1,7 @@
 """Compilation of CUDA source at run time, with the NVRTC library of JAX's CUDA wheels.
 
 Compiled code is kept in the user's cache folder, one file for each source, architecture and
-compiler version.
+compiler version; those used least recently are removed beyond KEPT bytes.
 """
 
 import contextlib
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from infinigen_jax.files.atomic import write_if_possible
-from infinigen_jax.files.user_cache import cache_root
+from infinigen_jax.files.user_cache import cache_root, prune
 
 OPTIONS = ("--std=c++17",)
 FOLDERS = ("cu*/lib", "cuda_nvrtc/lib")  # in the package `nvidia` of CUDA 13 and CUDA 12
+KEPT = 64 << 20
 SYSTEM_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 
@@ -40,11 +41,12 @@ def kernels(
     name = f"kernels-{digest}-{kind}_{architecture}-nvrtc_{nvrtc.version}.bin"
     path = None
     with contextlib.suppress(OSError):  # no cache folder or no entry
-        path = (cache_root() if folder is None else folder) / name
+        path = (cache_root() / "kernels" if folder is None else folder) / name
         return path.read_bytes()
     code = nvrtc.compile(source, architecture, as_ptx)
     if path is not None:
         write_if_possible(path, code)
+        prune(path.parent, KEPT)
     return code
 
 

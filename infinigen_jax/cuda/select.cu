@@ -133,7 +133,7 @@ KERNEL(select_rows, 1024, 1)
   for (int chunk = first; chunk < end; chunk += 4 * blockDim.x) {
     const int at = chunk + 4 * threadIdx.x;
     unsigned key[4] = {};
-    int count = 0;
+    int kept = 0;
     if (at < end) {
       float score[GROUP][4], margin[4], best[4];
 #pragma unroll
@@ -165,13 +165,13 @@ KERNEL(select_rows, 1024, 1)
         }
         // A head alone has no denominator: its rank is its score.
         key[j] = ordered(group > 1 ? best[j] + logf(weight) : best[j]);
-        ++count;
+        ++kept;
         least = min(least, key[j]);
         most = max(most, key[j]);
       }
     }
-    int number = passing;
-    number += count_before(count, &passing);
+    const int before = passing;
+    int number = before + count_before(kept, &passing);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (!key[j]) continue;

@@ -163,8 +163,8 @@ class Layout:
         return self.transfer.in_place and not self.policy.observes and self.mesh.size == 1
 
     @property
-    def by_kernel(self) -> bool:
-        """Whether a CUDA kernel attends to fetched rows; it keeps no attention weights either."""
+    def attends_by_kernel(self) -> bool:
+        """Whether a CUDA kernel attends to fetched rows. It keeps no attention weights."""
         stored, d = self.row_format, self.config.head_dim
         if self.transfer.name != "cuda" or self.policy.observes or not stored.exact:
             return False

@@ -64,7 +64,7 @@ def attend_fetched(
     part, cap = fetched_part(layout, fetched, host, host_layer), layout.config.attention_softcap
     taken = part.taken(q.shape[-1])
     tail = tail_term(layout, q, request, taken, local, host_layer, positions)
-    if layout.by_kernel:
+    if layout.attends_by_kernel:
         attend = functools.partial(calls.attend_rows, cap=cap)
         softmax = sharded(attend, layout.mesh, (ROWS_SPEC,) * 3, ROWS_SPEC)(
             q, fetched.rows, request.count
@@ -113,7 +113,8 @@ def fetched_part(
     if rows is None:
         rows = gather_rows(host, host_layer.number, fetched.request.slots, layout.mesh)
     rows = layout.row_format.decode(host_layer.scales, rows)
-    if layout.transfer.masks:  # padding may hold NaN, which a weight of 0 does not mask
+    if fetched.rows is not None and layout.transfer.masks:
+        # Padding may hold NaN, which a weight of 0 does not mask.
         rows = jnp.where(fetched.request.valid[..., None], rows, 0)
     return packed(rows, fetched.request.valid)
 

@@ -145,12 +145,13 @@ def join_softmax(one: Softmax, other: Softmax) -> Softmax:
     return Softmax(peak, total, weighted)
 
 
-def join_parts(parts: Softmax, valid: Bool[Array, "b k m"]) -> Softmax:
-    """Combine the states [b, k, m, g] of m disjoint sets of rows, of which only some are valid."""
-    valid = valid[..., None]
-    peaks = jnp.where(valid, parts.peak, MASKED)
+def join_parts(parts: Softmax, valid: Bool[Array, "b k m"] | None = None) -> Softmax:
+    """Combine the states [b, k, m, g] of m disjoint sets of rows, or of those that are valid."""
+    peaks = parts.peak if valid is None else jnp.where(valid[..., None], parts.peak, MASKED)
     peak = jnp.max(peaks, axis=2)
-    kept = jnp.where(valid, jnp.exp(peaks - peak[:, :, None]), 0.0)
+    kept = jnp.exp(peaks - peak[:, :, None])
+    if valid is not None:
+        kept = jnp.where(valid[..., None], kept, 0.0)
     return Softmax(
         peak,
         jnp.sum(parts.total * kept, axis=2),

@@ -1,6 +1,6 @@
 """The CUDA kernels on a real GPU: `python -m pytest -m gpu`.
 
-The cases of `cuda.check` in more shapes, and larger ones.
+The cases of `check_kernels` in more shapes, and larger ones.
 """
 
 import math
@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from runtime import SPARSE, random_model, tokens_of
+from runtime import ALL, SPARSE, random_model, scores_of, tokens_of
 
 from infinigen_jax import check_kernels as check
 from infinigen_jax import cuda
@@ -69,6 +70,23 @@ def test_selection(b: int, k: int, g: int, t: int, budget: float, alpha: float, 
 def test_scores(b: int, k: int, g: int, r: int, t: int):
     assert difference(check.scored(b, k, g, r, t)) is None
     assert difference(check.left(b, k, g, r, t)) is None
+
+
+@pytest.mark.parametrize(
+    "g, d, n, cap", [(1, 8, 3, None), (4, 128, 5000, None), (9, 256, 700, 3.0), (3, 112, 300, None)]
+)
+def test_attention_to_fetched_rows(g: int, d: int, n: int, cap: float | None):
+    assert difference(check.attended(2, 8, g, d, n, cap)) is None
+
+
+@pytest.mark.parametrize("name", ["gqa", "gemma2"])
+def test_attention_by_a_kernel_is_that_of_xla(monkeypatch: pytest.MonkeyPatch, name: str):
+    scores = []
+    for transfer in (XlaTransfer(), CudaTransfer()):
+        made = "infinigen_jax.engine.runtime.make_transfer"
+        monkeypatch.setattr(made, lambda name, t=transfer: t)
+        scores.append(scores_of(random_model(name, "bfloat16"), ALL))
+    np.testing.assert_allclose(*scores, atol=0.05)
 
 
 @pytest.mark.parametrize("wide", [False, True])

@@ -1,6 +1,6 @@
 """The `cuda` transfer and the kernels of selection and reuse in programs compiled for a GPU.
 
-The kernels' FFI targets are placeholders: this shows what is launched around them, in which order,
+Handlers are placeholders: this shows what is launched around them, in which order,
 and that XLA neither stages nor copies what they work on.
 """
 
@@ -17,6 +17,7 @@ from reading import copies, host_copies, large_results, launched, schedule
 from infinigen_jax import check_kernels as check
 from infinigen_jax.cache.hot_set import Replacement
 from infinigen_jax.cuda import calls
+from infinigen_jax.cuda.embed import TARGET
 from infinigen_jax.cuda.launch import LAUNCH, START, WAIT
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer.cuda import CudaTransfer
@@ -34,9 +35,12 @@ def step_of(program: Program) -> list[Instruction]:
     return body
 
 
-@pytest.mark.parametrize("hot_set", [0.0, HOT_SET])
-def test_attention_and_mlp_lie_between_start_and_wait(hot_set: float):
-    body = step_of(sp.fused(CudaTransfer(), hot_set))
+@pytest.mark.parametrize("hot_set, embedded", [(0.0, False), (HOT_SET, False), (HOT_SET, True)])
+def test_attention_and_mlp_lie_between_start_and_wait(hot_set: float, embedded: bool):
+    body, launch = step_of(sp.fused(CudaTransfer(), hot_set, embedded=embedded)), LAUNCH
+    if embedded:
+        launch = TARGET
+        assert not [i for i in body if i.target == LAUNCH]
     order = [i.target for i in body if i.target in (START, WAIT)]
     fetching = range(sp.DENSE - 1, sp.LAYERS - 1)
     assert order == [START, WAIT] * len(fetching)
@@ -57,11 +61,11 @@ def test_attention_and_mlp_lie_between_start_and_wait(hot_set: float):
         assert len(between) >= 10
     # What is started was scored by one launch, chosen by a second, and looked up in the hot set by
     # a third. A layer with fetched rows has a launch for them and one for its tail.
-    order = [(i.target, i.op_name.split("/")[-2]) for i in body if i.target in (LAUNCH, START)]
-    attended = order.count((LAUNCH, "attention"))
-    assert attended == order.count((LAUNCH, "tail")) == len(fetching)
+    order = [(i.target, i.op_name.split("/")[-2]) for i in body if i.target in (launch, START)]
+    attended = order.count((launch, "attention"))
+    assert attended == order.count((launch, "tail")) == len(fetching)
     order = [each for each in order if each[1] not in ("attention", "tail")]
-    chosen = [(LAUNCH, "speculate"), (LAUNCH, "select"), *[(LAUNCH, "reuse")] * (hot_set > 0)]
+    chosen = [(launch, "speculate"), (launch, "select"), *[(launch, "reuse")] * (hot_set > 0)]
     assert order == [*chosen, (START, "fetch")] * len(fetching)
 
 
