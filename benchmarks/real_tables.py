@@ -25,6 +25,7 @@ OTHERS: Titled = [
 SIZES: Titled = [
     (f"{tokens:,} tokens, {budget:.0%}", {"budget": budget, "result": f"real-model/{result}"})
     for tokens, budget, result in (
+        (2048, 0.05, "policies-{text}-2048"),
         (4096, 0.02, "budgets-{text}-4096"),
         (4096, 0.05, "policies-{text}-4096"),
         (4096, 0.1, "budgets-{text}-4096"),
