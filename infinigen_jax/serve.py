@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from infinigen_jax.server.app import Service
     from infinigen_jax.server.scheduler import Scheduler
 
+INTERRUPTED = 130  # exit status, as after Ctrl-C
 KEY_VARIABLE = "INFINIGEN_API_KEY"
 
 
@@ -98,7 +99,15 @@ def serve(arguments: argparse.Namespace) -> None:
         config = http_config(create_app(scheduler, service), service, connections)
         host, port = listening.getsockname()[:2]
         say(f"http://{host}:{port}")
-        uvicorn.Server(config).run(sockets=[listening])
+        server = uvicorn.Server(config)
+        scheduler.failed = lambda: setattr(server, "should_exit", True)
+        try:
+            server.run(sockets=[listening])
+        finally:
+            if not scheduler.stop(0):
+                # Python would end within a compilation, which aborts the process.
+                sys.stderr.flush()
+                os._exit(INTERRUPTED)
     if scheduler.failure is not None:
         raise InputError(scheduler.failure)
 
@@ -121,10 +130,13 @@ def make_scheduler(arguments: argparse.Namespace, say: Messages) -> "Scheduler":
 def make_service(arguments: argparse.Namespace) -> "Service":
     from infinigen_jax.server.app import Service
 
+    key = os.environ.get(KEY_VARIABLE) if arguments.api_key is None else arguments.api_key
+    if key == "":
+        raise InputError(f"--api-key, or {KEY_VARIABLE}: it is empty; give a key, or leave it out")
     return Service(
         model=arguments.served_model_name or Path(arguments.model or DEFAULT_MODEL).name,
         drain_seconds=arguments.shutdown_seconds,
-        api_key=arguments.api_key or os.environ.get(KEY_VARIABLE) or None,
+        api_key=key,
         origins=tuple(arguments.allow_origin),
     )
 

@@ -95,7 +95,7 @@ class GgufFile:
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"its {ALIGNMENT} is {alignment!r}")
         start = -(-end // alignment) * alignment
-        placed = {}
+        placed: dict[str, GgufTensor] = {}
         for name, (shape, code, offset) in entries.items():
             kind, block, block_bytes = self._format(name, code)
             if not shape or 0 in shape or not countable(shape) or shape[-1] % block:
@@ -104,6 +104,11 @@ class GgufFile:
             if begin + size > len(self._map):
                 raise ValueError(f"the data of {name} reaches beyond its end: truncated")
             placed[name] = GgufTensor(shape, kind, begin, size)
+        reached = start
+        for name, tensor in sorted(placed.items(), key=lambda item: item[1].begin):
+            if tensor.begin < reached:
+                raise ValueError(f"the data of {name} overlaps another tensor's")
+            reached = tensor.begin + tensor.size
         return placed
 
     def _format(self, name: str, code: int) -> tuple[Any, int, int]:

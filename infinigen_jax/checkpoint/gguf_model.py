@@ -266,7 +266,7 @@ def _llama3(file: GgufFile, hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _full_name(name: str, kind: Architecture) -> str:
     """Return a tensor's name in a Hugging Face folder; unknown names stay."""
-    if name.startswith("blk."):
+    if name.startswith("blk.") and name.count(".") > 1:
         _, layer, stem = name.split(".", 2)
         module, _, suffix = stem.rpartition(".")
         module = ({**LAYER_NAMES, **kind.names}).get(module)

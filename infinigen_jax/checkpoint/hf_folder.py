@@ -139,6 +139,10 @@ def open_shards(index: Path) -> dict[str, TensorSource]:
                 raise InputError(
                     f"{index}: {name} is in {shard.name}, not in {place}; get it again"
                 )
+            if name in tensors:
+                raise InputError(
+                    f"{index}: does not name {name}, which two files have; get it again"
+                )
             tensors[name] = tensor
     if lost := sorted(places.keys() - tensors.keys()):
         raise InputError(f"{index}: {lost[0]} is not in {places[lost[0]]}; get both again")

@@ -1,6 +1,7 @@
 """HTTP interface: OpenAI's completions and chat completions, health, metrics and the page."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -179,6 +180,7 @@ def _check_model(name: str, service: Service) -> None:
 
 def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> None:
     prompts = Prompts(scheduler.engine, scheduler.limits)
+    compiler = concurrent.futures.ThreadPoolExecutor(1, "grammar")
 
     @app.post("/v1/completions")
     async def completions(body: Completion, request: Request) -> Response:
@@ -186,8 +188,7 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
         _check_model(body.model, service)
         encoded = await asyncio.to_thread(prompts.completion, body)
         wire = CompletionWire(service.model, body, prompts.tokenizer, encoded)
-        jobs = await asyncio.to_thread(prompts.jobs, body, encoded)
-        return await _answer(scheduler, request, wire, jobs)
+        return await _answer(scheduler, request, wire, prompts.jobs(body, encoded))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatCompletion, request: Request) -> Response:
@@ -195,15 +196,13 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
         _check_model(body.model, service)
         encoded = [await asyncio.to_thread(prompts.chat, body)]
         wire = ChatWire(service.model, body, prompts.tokenizer, encoded)
-        jobs = await asyncio.to_thread(prompts.jobs, body, encoded)
-        return await _answer(scheduler, request, wire, jobs)
+        # Compiling a schema takes long: in a thread of its own, other requests do not wait.
+        matcher = await asyncio.get_running_loop().run_in_executor(compiler, prompts.matcher, body)
+        return await _answer(scheduler, request, wire, prompts.jobs(body, encoded, matcher))
 
 
 async def _answer(scheduler: Scheduler, request: Request, wire: Wire, jobs: list[Job]) -> Response:
     """Submit the jobs of a request, and stream or collect their pieces."""
-    if len(jobs) > scheduler.limits.waiting:
-        most = f"at most {scheduler.limits.waiting} prompts in a request"
-        raise RefusedError(f"prompt: {most}, not {len(jobs)}", "prompt")
     exchange = Exchange(scheduler, request, jobs)
     scheduler.submit(jobs)
     if wire.body.stream:

@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 
 # White space between two parts. Without a limit, a model may write it until `max_tokens`.
+MOST_MULTIPLE = 1000
 SPACES = r"[ \n]{0,12}"
 
 
@@ -28,6 +29,7 @@ class Grammars:
         Raises:
             ValueError: if the schema is wrong or beyond llguidance, or the tokenizer is.
         """
+        _check_multiples(schema)
         options: Any = {"whitespace_pattern": SPACES}
         grammar = LLMatcher.grammar_from_json_schema(dict(schema), defaults=options)
         matcher = LLMatcher(self._tokens, grammar, log_level=0)
@@ -39,6 +41,20 @@ class Grammars:
     def _tokens(self) -> LLTokenizer:
         text = self._tokenizer.backend.to_str()
         return LLTokenizer(text, n_vocab=self._vocabulary, eos_token=sorted(self._ends) or None)
+
+
+def _check_multiples(schema: Any) -> None:
+    """Refuse large multiples, whose automaton has as many states."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            multiple = part.get("multipleOf", 1)
+            if isinstance(multiple, int | float) and multiple > MOST_MULTIPLE:
+                raise ValueError(f"multipleOf is {multiple}; use at most {MOST_MULTIPLE}")
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
 
 
 def allowed_tokens(matchers: Mapping[int, LLMatcher], batch: int, vocabulary: int) -> np.ndarray:

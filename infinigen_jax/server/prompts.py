@@ -16,6 +16,7 @@ from infinigen_jax.settings.sampling import Sampling
 from infinigen_jax.settings.setting import options_of
 from infinigen_jax.text.templates import render_chat
 
+NORMALISED = 4  # characters that a normaliser may make one
 MAX_TOKENS = 16  # of a completion, as in OpenAI's interface
 
 
@@ -25,6 +26,10 @@ class Prompts:
     def __init__(self, engine: Engine, limits: Limits):
         self.tokenizer: Any = engine.model.tokenizer
         self._engine, self._context, self._heat_maps = engine, limits.context, limits.heat_maps
+        self._waiting = limits.waiting
+        # No text of more characters fits the context: encoding a very long one takes minutes.
+        longest = max(map(len, self.tokenizer.backend.get_vocab()), default=1)
+        self._most_characters = NORMALISED * longest * limits.context
         self._lossless = engine.runtime.settings.lossless
         self._most_budget = budget_limit(engine.decoder)
         model = engine.model
@@ -36,6 +41,9 @@ class Prompts:
         Raises:
             RefusedError: for a prompt that cannot be encoded or exceeds the context.
         """
+        if len(body.prompts) > self._waiting:
+            most = f"at most {self._waiting} prompts in a request"
+            raise RefusedError(f"prompt: {most}, not {len(body.prompts)}", "prompt")
         return [self._checked(prompt, body, "prompt") for prompt in body.prompts]
 
     def chat(self, body: ChatCompletion) -> list[int]:
@@ -55,6 +63,7 @@ class Prompts:
             raise RefusedError("tools: this model's chat template has no place for them", "tools")
         try:
             text = render_chat(template, messages, self.tokenizer.special_tokens, tools=tools)
+            self._check_length(text, "messages")
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
         except InputError as error:
             message = str(error).partition("; give another")[0]
@@ -63,6 +72,8 @@ class Prompts:
 
     def _checked(self, prompt: str | list[int], body: Generating, param: str) -> list[int]:
         self._check_options(body)
+        if isinstance(prompt, str):
+            self._check_length(prompt, param)
         try:
             tokens = self._engine.encode(prompt)
         except InputError as error:
@@ -78,6 +89,15 @@ class Prompts:
             raise RefusedError(message, param, code=code)
         return tokens
 
+    def _check_length(self, text: str, param: str) -> None:
+        if len(text) > self._most_characters:
+            raise RefusedError(
+                f"{param}: {len(text)} characters exceed the context of {self._context} tokens; "
+                "shorten the prompt",
+                param,
+                code="context_length_exceeded",
+            )
+
     def _check_options(self, body: Generating) -> None:
         if body.heat_map and not self._heat_maps:
             raise RefusedError("heat_map: this server makes none", "heat_map")
@@ -90,13 +110,10 @@ class Prompts:
             remedy = "leave it out" if most is None else f"give at most {most:g}, the server's"
             raise RefusedError(f"budget: {remedy}", "budget")
 
-    def jobs(self, body: Generating, encoded: list[list[int]]) -> list[Job]:
-        """Return a job for each encoded prompt.
-
-        Raises:
-            RefusedError: for a schema that answers cannot be held to.
-        """
-        matcher = self._matcher(body)
+    def jobs(
+        self, body: Generating, encoded: list[list[int]], matcher: LLMatcher | None = None
+    ) -> list[Job]:
+        """Return a job for each encoded prompt; `matcher` is that of the body's schema."""
         ends = frozenset(() if body.ignore_eos else self._engine.model.eos_ids)
         return [
             Job(
@@ -116,8 +133,13 @@ class Prompts:
             for tokens in encoded
         ]
 
-    def _matcher(self, body: Generating) -> LLMatcher | None:
-        schema = body.schema_of_answer if isinstance(body, ChatCompletion) else None
+    def matcher(self, body: ChatCompletion) -> LLMatcher | None:
+        """Return the matcher of a chat's schema; None without one.
+
+        Raises:
+            RefusedError: for a schema that answers cannot be held to.
+        """
+        schema = body.schema_of_answer
         if schema is None:
             return None
         if self._lossless:

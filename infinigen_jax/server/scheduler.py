@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -36,11 +36,13 @@ class Scheduler:
         limits: sizes of the batch and the queue.
         ready: set after the warm-up, when nothing is left to compile.
         failure: message of an error that ended the thread; None while it runs.
+        failed: called after such an error.
     """
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         self.engine, self.limits, self._metrics = engine, limits, metrics
         self.ready, self.failure = threading.Event(), None
+        self.failed: Callable[[], None] = lambda: None
         self._wake = threading.Condition()
         self._stopping = False
         self._waiting: collections.deque[Job] = collections.deque()
@@ -78,13 +80,18 @@ class Scheduler:
             job.cancelled = True
             self._wake.notify()
 
-    def stop(self, seconds: float) -> None:
-        """End the thread after the step in progress; unfinished requests fail."""
+    def stop(self, seconds: float) -> bool:
+        """End the thread after the step in progress; unfinished requests fail.
+
+        Returns:
+            Whether it ended within this time.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.ident is not None:
             self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     @property
     def late_compilations(self) -> int:
@@ -117,6 +124,8 @@ class Scheduler:
             logger.exception("the scheduler ended")
             self.failure = str(error)
         self._fail_all(UnavailableError())
+        if self.failure is not None:
+            self.failed()
 
     def _make(self) -> None:
         """Begin with an empty batch."""
@@ -128,6 +137,8 @@ class Scheduler:
         """Run every program: a prompt of each chunk length, and steps with each kind of draw."""
         limits, reading = self.limits, None
         for length in chunk_lengths(limits.chunk):
+            if self._stopping:
+                return
             tokens = np.zeros(length, np.int32)
             reading = Reading(self.engine.runtime, tokens, limits.capacity, limits.chunk)
             reading.advance()

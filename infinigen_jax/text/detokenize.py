@@ -7,7 +7,8 @@ from typing import Any
 from infinigen_jax.errors import ParameterError
 
 REPLACEMENT = "\ufffd"  # decoded from bytes that are not, or not yet, a character
-MOST_HELD = 8  # tokens held back; a character has at most four bytes
+MOST_BYTES = 4  # of a character
+MOST_HELD = 8  # tokens held back
 
 
 def checked_text(parameter: str, text: str) -> str:
@@ -31,15 +32,17 @@ class TextStream:
     U+FFFD is held back for the next tokens.
 
     Args:
-        context: tokens whose text the text continues; not used if it ends within a character.
+        context: tokens whose text the text continues. It may begin within a character; it is not
+            used if it ends within one.
     """
 
     def __init__(self, tokenizer: Any, context: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._has_text = functools.cache(self._decides_text)
         self._restart()
-        if not self._decode([*context]).endswith(REPLACEMENT):
-            self._context = [*context]
+        parts = ([*context[i:]] for i in range(len(context)))
+        whole = (part for part in parts if not self._decode(part).endswith(REPLACEMENT))
+        self._context = next(whole, [])
 
     def push(self, token_ids: list[int]) -> str:
         """Append tokens; return the text that became final and was not returned before."""
@@ -57,11 +60,24 @@ class TextStream:
 
     def _push(self, token: int) -> str:
         self._pending.append(token)
-        text = self._text()
-        if text.endswith(REPLACEMENT) and len(self._pending) < MOST_HELD:
-            return ""
-        self._context, self._pending = self._pending, []
+        text, held = self._text(), 0
+        if text.endswith(REPLACEMENT):
+            if len(self._pending) < MOST_HELD:
+                return ""
+            held = self._unfinished(text)
+            text = text[: len(text) - len(self._decode(self._pending[len(self._pending) - held :]))]
+        settled = len(self._pending) - held
+        self._context, self._pending = self._pending[:settled], self._pending[settled:]
         return text
+
+    def _unfinished(self, text: str) -> int:
+        """Return how many of the last pending tokens may be the beginning of a character."""
+        for held in range(1, MOST_BYTES):
+            context, pending, last = self._context, self._pending[:-held], self._pending[-held:]
+            before = self._decode(context + pending)[len(self._decode(context)) :]
+            if before + self._decode(last) == text:  # no character is cut
+                return held
+        return 0
 
     def _text(self) -> str:
         """Return the text of the pending tokens after their context."""

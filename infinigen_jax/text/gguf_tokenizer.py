@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from infinigen_jax.checkpoint.gguf_file import GgufFile
-from infinigen_jax.errors import UnsupportedModelError
+from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.text.tokenizer import Tokenizer, refused, silent_panics, tried
 
 if TYPE_CHECKING:
@@ -72,9 +72,11 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(settings.get("model")))
     if build is None:
         raise _unsupported(file, "model", ("gpt2", "llama"))
-    if build is _byte_level and settings.get("pre") not in WORDS:
+    if build is _byte_level and settings.get("pre") not in tuple(WORDS):
         raise _unsupported(file, "pre", WORDS)
     template = file.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise InputError(f"{file.path}: tokenizer.chat_template is not a text; get the file again")
     architecture = str(file.metadata.get("general.architecture"))
     with refused(str(file.path)), silent_panics():
         tokens = settings["tokens"]

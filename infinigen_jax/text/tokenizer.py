@@ -73,7 +73,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         checked_text("the text to tokenise", text)
         with refused(self._where), silent_panics():
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike `encode`, this lets other threads run: a server has streams to send.
+            texts = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return texts[0].ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids, without clean-up of spaces."""

@@ -242,6 +242,29 @@ def test_load_converts_once(tmp_path, monkeypatch, command):
     assert status == 0 and "renamed.gguf" in out
 
 
+def test_names_without_a_module_are_unknown(tmp_path):
+    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
+    path = write_gguf(tmp_path / "a.gguf", made, tensors={"blk.extra": np.zeros(3, np.float32)})
+    with pytest.raises(InputError, match=r"blk\.extra"):
+        convert(path, tmp_path / "out")
+
+
+def test_tensors_that_overlap(tmp_path):
+    """One bit of an offset."""
+    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
+    path = write_gguf(tmp_path / "a.gguf", made)
+    file, data = GgufFile(path), bytearray(path.read_bytes())
+    name = b"blk.0.attn_q.weight"
+    # Behind a name: the number of sizes, two sizes, the format, the offset.
+    at = data.index(name) + len(name) + 4 + 2 * 8 + 4
+    offset = int.from_bytes(data[at : at + 8], "little")
+    assert file.tensors[name.decode()].begin >= offset > 256
+    data[at : at + 8] = (offset - 256).to_bytes(8, "little")
+    path.write_bytes(data)
+    with pytest.raises(InputError, match="overlaps"):
+        convert(path, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -252,6 +275,8 @@ def test_load_converts_once(tmp_path, monkeypatch, command):
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model 't5' is not"),
         ({"tokenizer.ggml.pre": "odd"}, "tokenizer.ggml.pre 'odd' is not supported"),
         ({"tokenizer.ggml.tokens": ["a"]}, "tokenizer cannot be used"),
+        ({"tokenizer.ggml.pre": ["gpt-2"]}, "tokenizer.ggml.pre"),
+        ({"tokenizer.chat_template": 5}, "tokenizer.chat_template is not a text"),
     ],
 )
 def test_refusals(settings, message, tmp_path):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny import LLAMA, as_torch, only, take_tensors
 
 from infinigen_jax.checkpoint.hf_folder import (
@@ -150,6 +150,16 @@ def test_index_problems(tiny, tmp_path):
     ):
         index.write_text(json.dumps(value))
         refused(message)
+    # Two files have a tensor that the index does not name.
+    first, second = (made.folder / shard for shard in shards[:2])
+    whole, both = second.read_bytes(), load_file(second)
+    twice = next(iter(load_file(first).items()))
+    save_file(both | dict([twice]), second)
+    index.write_text(
+        json.dumps({"weight_map": {n: x for n, x in good["weight_map"].items() if n != twice[0]}})
+    )
+    refused("two files have")
+    second.write_bytes(whole)
     index.write_text("{")
     refused("not valid JSON")
     index.unlink()

@@ -59,6 +59,8 @@ def test_status_pages(served: Served):
         json.dumps(BODY | {"prompt": []}).encode(),
         json.dumps(BODY | {"temperature": float("nan")}).encode(),
         json.dumps(BODY | {"top_k": 10**400}).encode(),
+        json.dumps(BODY | {"prompt": ["a"] * 65}).encode(),
+        json.dumps(BODY | {"prompt": "a" * 10**6}).encode(),
     ],
 )
 def test_malformed_bodies(served: Served, body):
@@ -98,6 +100,7 @@ def test_bodies_too_large_or_too_slow(strict: Served):
     # The rest of the body never comes.
     slow = _raw(strict, f"{head}Content-Length: 100\r\n\r\n{{")
     assert slow.startswith("HTTP/1.1 408")
+    assert strict.request("GET", "/health", headers={"X": "x" * 20_000})[0] == 431
     assert strict.request("POST", "/v1/completions", BODY, KEY)[0] == 200
 
 

@@ -83,6 +83,7 @@ WRONG_FORMATS = [
     {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
     {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/a"}}},
     {"type": "json_object", "json_schema": {"name": "x"}},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"multipleOf": 99_991}}},
 ]
 
 

@@ -111,6 +111,16 @@ def test_valid_text_never_shows_half_a_character(text):
     assert rest == ""  # nothing is left for the end: each character came when it was complete
 
 
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@given(st.text("a �é日😀", max_size=40))
+def test_replacement_characters_of_a_text_hide_no_character(make, text):
+    """A run of them looks like one unfinished character after another."""
+    tokenizer = make()
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    pieces, rest = stream(tokenizer, [[token] for token in tokens])
+    assert "".join(pieces) + rest == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
 def test_text_comes_at_once_where_nothing_is_open():
     tokenizer = byte_level()
     tokens = tokenizer.encode("a word. a word", add_special_tokens=False)
@@ -175,6 +185,9 @@ def test_a_text_goes_on_after_its_context():
     # What ends within a character does not tell where the text begins.
     part = tokenizer.convert_tokens_to_ids(BYTES[:1])
     assert TextStream(tokenizer, part).push(words[2:]) == "the"
+    # It may begin within one, where the last tokens of a prompt were cut off.
+    rest = tokenizer.convert_tokens_to_ids([*BYTES[2:3], *BYTES[3:7]])
+    assert TextStream(tokenizer, rest).push(words[2:]) == " the"
     model: Any = SimpleNamespace(tokenizer=tokenizer)
     texts = Texts(model, 2, contexts=[words[:2], ()])
     assert texts.push(words[2:] * 2, lambda i: False) == [" the", "the"]
