@@ -15,6 +15,7 @@ from infinigen_jax.cli.options import (
     add_model_options,
     add_settings,
     make_policy,
+    unused_options,
 )
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.files.output import checked_output, write_json
@@ -68,9 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan(arguments: argparse.Namespace) -> None:
     output = checked_output("json", arguments.json)
     policy = make_policy(arguments)
+    for line in unused_options(arguments):
+        Messages()(line)
     from infinigen_jax.checkpoint.source import checked_source, read_config
     from infinigen_jax.loading.load import checked_dtype, model_folder
-    from infinigen_jax.machine.backend import start_backend
+    from infinigen_jax.machine.backend import claim_memory, start_backend
     from infinigen_jax.planner.advice import advise
     from infinigen_jax.planner.forecast import Planner, conversion_of
 
@@ -83,6 +86,7 @@ def plan(arguments: argparse.Namespace) -> None:
         )
     if arguments.dtype is not None:
         checked_dtype(arguments.dtype)  # before anything is measured
+    claim_memory()
     start_backend()
     with Messages().working("measuring the bandwidths of this machine"):
         machine = this_machine(arguments)

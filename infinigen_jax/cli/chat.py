@@ -64,7 +64,8 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
 
 def check_chat_options(arguments: argparse.Namespace) -> None:
     for name in OTHERS if arguments.chat else CHAT_OPTIONS:
-        if getattr(arguments, name) not in (None, False):
+        value = getattr(arguments, name)
+        if value is not None and value is not False:
             if arguments.chat:
                 raise ParameterError(name, "not with `chat`; leave one of them out")
             raise ParameterError(name, f"only with `chat`; add that, or leave `{name}` out")

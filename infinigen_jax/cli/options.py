@@ -151,7 +151,7 @@ def make_policy(arguments: argparse.Namespace) -> "Policy":
     kind, named = read_policy(arguments.policy)
     try:
         policy = kind(**named)
-    except InputError as error:
+    except (InputError, TypeError, ValueError) as error:  # the latter of a user's class
         raise ParameterError("policy", str(error), arguments.policy) from None
     return dataclasses.replace(policy, **_chosen(kind, named, arguments))
 
@@ -269,6 +269,7 @@ def load_engine(arguments: argparse.Namespace, say: Messages) -> "Engine":
         from infinigen_jax.machine.backend import claim_memory
 
         policy = make_policy(arguments)  # before the model is loaded, to report errors early
+        make_pool(arguments)
         for line in unused_options(arguments):
             say(line)
         claim_memory()

@@ -59,15 +59,10 @@ class Runtime:
 
     @property
     def most_drafted(self) -> int:
-        """Most tokens drafted before a verification; 0 without verification.
-
-        A draft ends before rows reach the host, and with quantised rows before they leave the
-        window of a verified token.
-        """
+        """Most tokens drafted before a verification; 0 without verification."""
         if not self.settings.lossless:
             return 0
-        window = self.decoder.policy.window - (not self.decoder.row_format.exact)
-        return min(self.settings.draft_tokens or MOST, window)
+        return most_drafted(self.decoder, self.settings.draft_tokens)
 
     @property
     def draft_room(self) -> int:
@@ -141,6 +136,15 @@ def check_lossless(decoder: Decoder) -> None:
         raise ParameterError(
             "lossless", f"`rows` {decoder.rows} needs a recent window; give `window` 2 or more"
         )
+
+
+def most_drafted(decoder: Decoder, wanted: int | None) -> int:
+    """Return the most tokens that are drafted before a verification, at most those wanted.
+
+    A draft ends before rows reach the host, and with quantised rows before they leave the window of
+    a verified token.
+    """
+    return min(wanted or MOST, decoder.policy.window - (not decoder.row_format.exact))
 
 
 def make_decoder(model: Model, settings: EngineSettings, transfer: Transfer, mesh: Mesh) -> Decoder:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from infinigen_jax.cache.row_format import row_format
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.planner.forecast import Forecast, Planner
 from infinigen_jax.settings.engine import EngineOptions
 
@@ -88,16 +88,15 @@ def placements(
 def fits(planner: Planner, batch: int, context: int) -> bool:
     """Return whether any settings fit: those that need the least memory."""
     tried = choices(planner)
-    ends = {tried["dense_layers"][0], tried["dense_layers"][-1]}
     leanest = {name: tried[name][-1] for name in ("rows", "prefill_chunk", "hot_set")}
-    return any(
-        planner.forecast(
-            dataclasses.replace(planner.asked, weights=weights, dense_layers=dense, **leanest),
-            batch,
-            context,
-        ).fits
-        for weights, dense in itertools.product(tried["weights"], ends)
+    settings = (
+        dataclasses.replace(planner.asked, weights=weights, dense_layers=dense, **leanest)
+        for weights, dense in itertools.product(tried["weights"], tried["dense_layers"])
     )
+    try:
+        return any(planner.forecast(each, batch, context).fits for each in settings)
+    except ParameterError:  # too few tokens for a pool of this share
+        return False
 
 
 def choices(planner: Planner) -> dict[str, list[Any]]:

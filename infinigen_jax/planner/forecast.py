@@ -21,7 +21,7 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.memory_plan import MemoryPlan, plan_memory
 from infinigen_jax.engine.prompts import round_up_capacity
-from infinigen_jax.engine.runtime import draft_form
+from infinigen_jax.engine.runtime import HOT_SET, draft_form, most_drafted
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
 from infinigen_jax.loading.load import Model
 from infinigen_jax.machine.memory_limits import tree_bytes
@@ -153,8 +153,10 @@ class Planner:
         self._small_bytes = functools.cache(
             functools.partial(small_bytes, self._weights.params["layers"])
         )
-        reuses = machine.separate and policy.reuses and "hot_set" not in self.given
-        hot_set = 2.0 if reuses else asked.hot_set
+        # The default, `cuda` on a GPU, and not of `xla`; see `engine.runtime`.
+        crosses = machine.separate and self.given.get("transfer") != "xla"
+        reuses = crosses and policy.reuses and "hot_set" not in self.given
+        hot_set = HOT_SET if reuses else asked.hot_set
         self.asked = EngineOptions(
             **(self.given | {"dense_layers": asked.dense_layers, "hot_set": hot_set})
         )
@@ -253,13 +255,16 @@ class Planner:
     ) -> Rounds | None:
         if decoder.pool is not None or _streams(decoder):
             return None
+        most = most_drafted(decoder, settings.draft_tokens)
+        if most < 1:
+            return None
         copied = self._draft_bytes(dataclasses.replace(settings, lossless=True))
         drafting = draft_traffic(traffic, tree_bytes(weights.params["layers"]), copied)
         draft = self._seconds(drafting, streams=False)
         verification = self._seconds(full_traffic(traffic, host_rows), streams=True)
         if draft is None or verification is None:
             return None
-        return forecast_rounds(draft, verification)
+        return forecast_rounds(draft, verification, most)
 
     def _draft_bytes(self, settings: EngineOptions) -> int:
         """Return the bytes of the copy of the weights for drafts; 0 without one."""

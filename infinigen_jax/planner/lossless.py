@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from infinigen_jax.engine.draft_length import MOST, SIZES, START, DraftLength
+from infinigen_jax.engine.draft_length import MOST, START, DraftLength
 from infinigen_jax.planner.traffic import Traffic
 
 ACCEPTED = START  # assumed share of the drafted tokens that are accepted
@@ -44,16 +44,17 @@ def draft_traffic(traffic: Traffic, layers: int, copied: int) -> Traffic:
     return dataclasses.replace(traffic, weights=traffic.weights - layers + copied, brought=0)
 
 
-def forecast_rounds(draft: float, verification: float) -> Rounds:
+def forecast_rounds(draft: float, verification: float, most: int = MOST) -> Rounds:
     """Return the best rounds if a share ACCEPTED of the drafted tokens is accepted.
 
     Args:
         draft: seconds of a drafted step.
         verification: seconds of a verification, as of a step with the full cache.
+        most: most tokens of a draft.
     """
-    length = DraftLength(MOST)
+    length = DraftLength(most)
     length.time_draft(1, draft)
-    for size in SIZES:
+    for size in length.sizes:
         length.time_verification(size, verification)
-    drafted = length.choose(MOST)
+    drafted = length.choose(most)
     return Rounds(drafted, 1 / length.rate(drafted), verification)

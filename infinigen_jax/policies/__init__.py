@@ -10,7 +10,7 @@ import inspect
 import pkgutil
 from typing import Any
 
-from infinigen_jax.errors import ParameterError
+from infinigen_jax.errors import ParameterError, one_line
 from infinigen_jax.numeric import listed
 from infinigen_jax.policies.base import Policy
 from infinigen_jax.policies.full import Full
@@ -77,8 +77,9 @@ def find_policy(name: str) -> Any:
         kind = (
             getattr(importlib.import_module(module), attribute) if entry is None else entry.load()
         )
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ParameterError("policy", f"{error}; is it on PYTHONPATH?", name) from None
+    except Exception as error:  # the module's own code may raise anything
+        problem = f"{type(error).__name__}: {one_line(str(error))}"
+        raise ParameterError("policy", f"{problem}; is it on PYTHONPATH?", name) from None
     complete = hasattr(kind, "name") and hasattr(kind, "select")
     if not (inspect.isclass(kind) and dataclasses.is_dataclass(kind) and complete):
         raise ParameterError("policy", "not a policy; give a class as docs/policies.md says", name)

@@ -100,7 +100,7 @@ class Pool(Settings):
             slots = min(self.tokens, tokens)
         else:
             assert self.share is not None
-            slots = int(Fraction(self.share).limit_denominator(1000) * tokens)
+            slots = int(Fraction(self.share).limit_denominator(10**6) * tokens)
         least = window + max(0, self.sinks - sinks)
         if slots < min(tokens, least):
             raise ParameterError(

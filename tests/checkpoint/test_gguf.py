@@ -255,7 +255,7 @@ def test_tensors_that_overlap(tmp_path):
     path = write_gguf(tmp_path / "a.gguf", made)
     file, data = GgufFile(path), bytearray(path.read_bytes())
     name = b"blk.0.attn_q.weight"
-    # Behind a name: the number of sizes, two sizes, the format, the offset.
+    # After a name: the number of sizes, two sizes, the format, the offset.
     at = data.index(name) + len(name) + 4 + 2 * 8 + 4
     offset = int.from_bytes(data[at : at + 8], "little")
     assert file.tensors[name.decode()].begin >= offset > 256

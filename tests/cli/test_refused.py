@@ -50,6 +50,7 @@ GENERATE = {
     "--chat --stats-json x": "--stats-json: not with --chat",
     "--chat --raw": "--raw: not with --chat",
     "--chat --logprobs 2": "--logprobs: not with --chat",
+    "--chat --chat-template plain --logprobs 0": "--logprobs: not with --chat",
     "--chat --resume x --context 9": "--context: a resumed conversation",
     "--chat --save /missing/x": "--save /missing/x: cannot be written",
     "--chat --system \udcff": "--system: not UTF-8 text",

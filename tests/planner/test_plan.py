@@ -226,6 +226,12 @@ def test_lossless_is_forecast_where_a_link_carries_the_cache(folder):
     (line,) = plan.exact_tokens(found)
     assert "--lossless takes" in line and f"{1e3 * rounds.full:.2f} ms" in line
 
+    # The window limits drafts, and small rows must not leave it.
+    narrow = forecast(link, "--dense-layers=0", "--policy=infinigen:window=2").lossless
+    assert narrow is not None and 1 <= narrow.drafted <= 2
+    paper = ("--dense-layers=0", "--policy=infinigen-paper", "--rows=int8")
+    assert forecast(link, *paper).lossless is None
+
     streamed = forecast(link, "--dense-layers=0", "--weights=host").lossless
     assert streamed is not None and streamed.full / streamed.seconds > 3
     short = forecast(Machine(None, 256 * GIB, 2e12, 2e12), "--dense-layers=0", context=256)
@@ -343,6 +349,24 @@ def test_bytes_need_no_bandwidths(folder, tmp_path, command, option):
     for name in rates if option is None else [missing[option]]:
         rates[name] = None
     assert rates.items() <= asked["machine"].items()
+
+
+def test_the_xla_transfer_has_no_hot_set(folder):
+    sizes = [planner(folder, SMALL_GPU, *given).asked.hot_set for given in ([], ["--transfer=xla"])]
+    assert sizes == [2.0, 0.0]
+
+
+def test_nothing_fits_a_pool_of_a_share(command):
+    """The search for what would fit also tries contexts that are too short for the pool."""
+    options = ("--context", "1024", "--pool-tokens", "10%", *GPU, "--device-memory", "0.01")
+    status, text, _ = command(plan.main, *options)
+    assert status == 0 and "nothing fits: at most 0 tokens" in text
+
+
+def test_options_without_effect_are_named(folder, command):
+    options = ("--model", folder, "--context", "1024", "--policy", "full", "--budget", "0.3", *GPU)
+    status, _, errors = command(plan.main, *options)
+    assert (status, errors) == (0, "--budget: no effect with --policy full\n")
 
 
 def test_what_fits_without_bandwidths(folder, command):
