@@ -4,7 +4,7 @@ Settings are arrays, so that changing them compiles nothing. A sequence's draw d
 logits, settings, stream and step, not on the rest of the batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,7 +105,7 @@ def sample(
     scaled /= jnp.maximum(settings.temperature, GREEDY_BELOW)[:, None]
     scaled = jnp.pad(scaled, ((0, 0), (0, -scaled.shape[1] % BLOCK)), constant_values=-jnp.inf)
     weights = jnp.where(candidates(scaled, settings), jnp.exp(scaled), 0)
-    drawn = _locate(weights, uniform)
+    drawn = _locate(weights, lambda total: uniform * total)
     return jnp.where((settings.temperature < GREEDY_BELOW) | (drawn < 0), best, drawn)
 
 
@@ -191,7 +191,8 @@ def leading(
     threshold = lax.while_loop(lambda x: jnp.any(is_open(*x)), halve, bounds)[0][:, None]
     above, ties = keys > threshold, jnp.where(keys == threshold, weights, 0)
     missing = needed - _sum(jnp.where(above, weights, 0))
-    last = _locate(ties, jnp.nextafter(missing / _sum(ties), -jnp.inf))
+    # The sum by blocks may be less than what is missing.
+    last = _locate(ties, lambda total: jnp.nextafter(jnp.minimum(missing, total), -jnp.inf))
     place = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
     return above | ((ties > 0) & (place <= last[:, None])) | off[:, None]
 
@@ -201,13 +202,14 @@ def _sum(x: Float[Array, "b v"]) -> Float[Array, " b"]:
     return x.reshape(len(x), -1, BLOCK).sum(axis=1).sum(axis=1)
 
 
-def _locate(weights: Float[Array, "b v"], share: Float[Array, " b"]) -> Int[Array, " b"]:
-    """Return the first index at which the cumulative weight exceeds a share of the sum.
+def _locate(weights: Float[Array, "b v"], goal_of: Callable[[Array], Array]) -> Int[Array, " b"]:
+    """Return the first index at which the cumulative weight exceeds a goal.
 
     The sums of blocks are searched first: cumulative sums over the vocabulary are slow on a CPU.
 
     Args:
         weights: at least 0; the number of columns is a multiple of BLOCK.
+        goal_of: returns the goal, below the sum, given the sum.
 
     Returns:
         Indices of positive weights, int32; -1 if rounding leaves none.
@@ -215,7 +217,7 @@ def _locate(weights: Float[Array, "b v"], share: Float[Array, " b"]) -> Int[Arra
     blocks = weights.reshape(len(weights), -1, BLOCK)
     sums = blocks.sum(axis=2)
     ends = jnp.cumsum(sums, axis=1)
-    goal = share * ends[:, -1]
+    goal = goal_of(ends[:, -1])
     block = _first((ends > goal[:, None]) & (sums > 0))
     place = jnp.maximum(block, 0)[:, None]
     inside = jnp.take_along_axis(blocks, place[:, :, None], axis=1)[:, 0]

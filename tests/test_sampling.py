@@ -156,6 +156,14 @@ def test_random_numbers_differ_by_seed_stream_and_step():
     assert 0 <= numbers.min() and numbers.max() < 1
 
 
+@pytest.mark.parametrize("k, ties", [(5, 11), (9, 20), (3, 29), (18, 38), (40, 41)])
+def test_top_k_of_equal_logits(k, ties):
+    logits = np.full((1, 60), -9.0, np.float32)
+    logits[:, :ties] = 2.0
+    draws = draw_many(logits[0], Sampling(temperature=1.0, top_k=k), count=2000)
+    assert set(np.flatnonzero(draws)) == set(range(k))
+
+
 def test_tiny_temperatures_stay_finite():
     logits = jnp.array([[1e30, -1e30, 1e30 * 0.99]], jnp.float32)
     for temperature in (1e-5, 1e-30):

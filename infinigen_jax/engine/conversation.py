@@ -61,6 +61,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self.run: Run | None = None
         self._begun: Begun | None = Begun(None, [0])
+        self._turns, self._drawn = 0, 0  # turns and resets so far; tokens drawn before this turn
 
     @property
     def capacity(self) -> int:
@@ -110,6 +111,8 @@ class Conversation:
                 self.context,
             )
         begun, self._begun = self._begun, None  # its arrays are donated
+        self._turns, self._drawn = self._turns + 1, begun.drawn
+        turn = self._turns
         room = min(room, max_new_tokens)
         settings = (self.runtime, [self.tokens + new], room, [self.sampling])
         try:
@@ -123,6 +126,8 @@ class Conversation:
         self.tokens += new
         try:
             for tokens in run.tokens(ignore_eos=ignore_eos):
+                if turn != self._turns:
+                    raise InputError("the conversation was reset during this turn; start another")
                 # The rest of a lossless round, after a stop string, has none.
                 self.tokens += [token for token in tokens if token is not None]
                 yield Step(tokens, run.push_text(tokens))
@@ -130,22 +135,29 @@ class Conversation:
             if any(tail):
                 yield Step([None], tail)
         except GeneratorExit:
-            self._keep(run, begun.drawn)
+            self._keep(run, turn)
             raise
-        self._keep(run, begun.drawn)
+        self._keep(run, turn)
 
     def reset(self) -> None:
         """Forget all tokens; the random stream goes on. The caller's messages are left alone."""
-        drawn = 0 if self._begun is None else self._begun.drawn
+        if self._begun is not None:
+            drawn = self._begun.drawn
+        else:
+            drawn = self._drawn + (0 if self.run is None else len(self.run.new_tokens[0]))
+        self._turns += 1
         self.tokens, self._begun = [], Begun(None, [0], drawn)
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a file, whole or not at all.
 
         Raises:
-            InputError: if the conversation is empty or the file cannot be written.
+            InputError: if the conversation is empty or within a turn, or the file cannot be
+                written.
         """
-        cache, drawn = (None, 0) if self._begun is None else (self._begun.cache, self._begun.drawn)
+        if self._begun is None:
+            raise InputError(f"{path}: the conversation is in the middle of a turn; save it later")
+        cache, drawn = self._begun.cache, self._begun.drawn
         if cache is None and not self.messages:
             raise InputError(f"{path}: no conversation yet; give a prompt first")
         record = {
@@ -208,10 +220,12 @@ class Conversation:
         remedies = Remedies(decoder, ("`context` of a new conversation",), may_pool=False)
         check_memory(plan, self.runtime.device, remedies)
 
-    def _keep(self, run: Run, drawn: int) -> None:
-        """Store the state of a run for the next turn."""
+    def _keep(self, run: Run, turn: int) -> None:
+        """Store the state of a run for the next turn, unless the conversation was reset."""
+        if turn != self._turns:
+            return
         run.settle()
-        drawn += len(run.new_tokens[0])
+        drawn = self._drawn + len(run.new_tokens[0])
         self._begun = Begun(run.cache, [int(run.cached[0])], drawn)
 
 

@@ -158,6 +158,8 @@ class Engine:
         """
         if not prompts:
             raise ParameterError("prompts", "give at least one prompt")
+        prompts = [encode(self.model, prompt) for prompt in prompts]
+        check_range("prefix", prefix, 0)
         check_range("max_new_tokens", max_new_tokens, 1)
         if batch is not None:
             check_range("batch", batch, 1)

@@ -239,13 +239,16 @@ class Run(Batch):
     def tokens(self, *, ignore_eos: bool = False) -> Iterator[list[int | None]]:
         """Yield the drawn tokens of each step; None for prompts that wait or have ended."""
         eos = frozenset() if ignore_eos else self.runtime.model.eos_ids
+        owner = list(self.owners.owner)  # when the step was dispatched whose tokens come next
         while True:
             drawn, place, log_probs = self.drawn, self._place, self._log_probs
             # Once compiled, the next step is dispatched before the tokens of this step are read.
             ahead = self._compiled is not None and self._goes_on(1)
+            before, owner = owner, list(self.owners.owner)
             if ahead:
                 self.advance()
-            refuse(place, self.decoder.config.num_layers, self.owners.owner)
+            same = [x if x == y else IDLE for x, y in zip(owner, before, strict=True)]
+            refuse(place, self.decoder.config.num_layers, same)
             decoded = sum(bool(self.new_tokens[i]) for i in self.owners.owner if i != IDLE)
             values = self._take(np.asarray(drawn), eos, log_probs)
             self.clock.step(decoded)
@@ -253,6 +256,7 @@ class Run(Batch):
             if self.idle.all() and not self.owners.waiting:
                 return
             if not ahead and self._goes_on(0):
+                owner = list(self.owners.owner)
                 self.advance()  # not earlier: the first token does not wait for the compilation
                 self._compiled = compilations()
             self._admit()

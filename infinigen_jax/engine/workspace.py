@@ -49,7 +49,7 @@ def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
     """Return the bytes of temporaries of a decode step: rows, speculated scores and logits."""
     config = decoder.config
     selecting = any(not decoder.streams(number) for number in range(decoder.host_layers))
-    requested = decoder.policy.request_size(capacity) if selecting else 0
+    requested = decoder.request_size(capacity) if selecting else 0
     row = batch * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
     # The rows of two layers are on the device at a time.
     moved = 0 if decoder.transfer.in_place and not decoder.hot_set else 2 * requested * row

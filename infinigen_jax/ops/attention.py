@@ -150,8 +150,11 @@ def join_parts(parts: Softmax, valid: Bool[Array, "b k m"] | None = None) -> Sof
     peaks = parts.peak if valid is None else jnp.where(valid[..., None], parts.peak, MASKED)
     peak = jnp.max(peaks, axis=2)
     kept = jnp.exp(peaks - peak[:, :, None])
-    if valid is not None:
+    if valid is not None:  # what is not valid may hold another sequence's infinity
         kept = jnp.where(valid[..., None], kept, 0.0)
+        total = jnp.where(valid[..., None], parts.total, 0.0)
+        weighted = jnp.where(valid[..., None, None], parts.weighted, 0.0)
+        parts = Softmax(peaks, total, weighted)
     return Softmax(
         peak,
         jnp.sum(parts.total * kept, axis=2),

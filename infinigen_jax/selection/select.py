@@ -118,7 +118,10 @@ def group_rank(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
 
 
 def combine_counts(
-    counts: Int[Array, "b k"], cap: Int[Array, "#b #k"], mode: str
+    counts: Int[Array, "b k"],
+    cap: Int[Array, "#b #k"],
+    mode: str,
+    active: Bool[Array, " b"] | None = None,
 ) -> Int[Array, "b k"]:
     """Return the number of rows to fetch, from the counts of tokens that pass the threshold.
 
@@ -127,9 +130,11 @@ def combine_counts(
         cap: most rows per KV head.
         mode: "head" uses each KV head's count. "mean" uses the mean over all heads and sequences,
             rounded down (the paper's released code; it couples the sequences of a batch).
+        active: sequences with rows to choose from, which are those of the mean; None for all.
     """
     if mode == "mean":
-        mean = jnp.sum(counts) // counts.size
+        sequences = counts.shape[0] if active is None else jnp.maximum(jnp.sum(active), 1)
+        mean = jnp.sum(counts) // (sequences * counts.shape[1])
         counts = jnp.full(counts.shape, mean, counts.dtype)
     return jnp.minimum(counts, cap)
 
@@ -153,12 +158,14 @@ def select(
         cap: most rows per KV head, for each sequence.
         size: static length n of the request, at least the largest cap.
     """
+    active = None
     if eligible is not None:
         eligible = eligible if eligible.ndim == 3 else eligible[:, None]
+        active = jnp.any(eligible, axis=(1, 2))
         scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     passing = group_margin(scores) > -alpha
     between = _bounds(scores, alpha) if mode == "head" else None
-    count = combine_counts(_entries(passing), cap[:, None], mode)
+    count = combine_counts(_entries(passing), cap[:, None], mode, active)
     rank = group_rank(scores)
     if mode != "head":  # a head may get more than its own count; fill up by rank
         count = jnp.minimum(count, _entries(rank > -jnp.inf))

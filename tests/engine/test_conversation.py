@@ -270,3 +270,22 @@ def test_a_first_turn_that_memory_has_no_room_for_can_be_tried_again(monkeypatch
             say(conversation, TURNS[1], 2)
     assert conversation.tokens == [] and conversation.run is None
     assert len(say(conversation, TURNS[1], 2)) == 2
+
+
+def test_a_conversation_is_reset_within_a_turn(tmp_path):
+    """The turn's iterator, closed later, changes nothing, and the file would lack its tokens."""
+    made = engine("one", Full(window=4))
+    fresh = say(made.conversation(context=CONTEXT), TURNS[0], 5)
+    conversation = made.conversation(context=CONTEXT)
+    old = conversation.turn(TURNS[2], 5, ignore_eos=True)
+    next(old)
+    with pytest.raises(InputError, match="in the middle of a turn"):
+        conversation.save(tmp_path / "chat")
+    conversation.reset()
+    new = conversation.turn(TURNS[0], 5, ignore_eos=True)
+    answer = list(next(new).tokens)
+    old.close()
+    for step in new:
+        answer += step.tokens
+    assert answer == fresh and conversation.tokens == TURNS[0] + fresh
+    assert not (tmp_path / "chat").exists()

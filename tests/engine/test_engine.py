@@ -128,6 +128,15 @@ def test_settings_and_prompts_out_of_range():
 
 
 @pytest.mark.usefixtures("shallow")
+@pytest.mark.parametrize("prompts", [[[]], [[], [5, 6]], [[5, 600]]])
+def test_prompts_of_start_are_checked(prompts):
+    made = engine("one")
+    with pytest.raises(InputError, match="prompts"):
+        made.start(prompts)
+    with pytest.raises(InputError, match="prefix"):
+        made.start([[5, 6]], prefix=-3)
+
+
 def test_texts_of_a_stream():
     """They are those of its tokens, up to a stop string that ends one prompt and not the other."""
     model = load(embedded())

@@ -118,3 +118,15 @@ def test_packed_rows_are_attended_as_if_taken_apart(n):
     np.testing.assert_allclose(attend(q, current, together), apart, atol=TOLERANCE)
     state = extend_softmax(extend_softmax(start_softmax(q), q, together), q, current)
     np.testing.assert_allclose(finish_softmax(state, q), apart, atol=TOLERANCE)
+
+
+def test_parts_that_are_not_valid_may_hold_anything():
+    """They belong to another sequence, whose values may be infinite."""
+    parts = attention.Softmax(*(normal((1, 2, 3, 2, *d), i) for i, d in enumerate(((), (), (4,)))))
+    valid = jnp.asarray([[[True, False, True], [False, False, True]]])
+    spoilt = jax.tree.map(
+        lambda x: jnp.where(valid.reshape(1, 2, 3, *[1] * (x.ndim - 3)), x, np.inf), parts
+    )
+    joined = [jax.jit(attention.join_parts)(each, valid) for each in (parts, spoilt)]
+    jax.tree.map(np.testing.assert_array_equal, *joined)
+    assert all(bool(jnp.isfinite(x).all()) for x in joined[1])
