@@ -3,7 +3,7 @@
     gather.cu           gather rows from pinned host memory during XLA's work (transfer/cuda.py)
     top.cu, select.cu   select the rows to fetch, in one launch
     replace.cu          update the hot set's directory, in one launch
-    score.cu            score a quantised index
+    tensor.cu, score.cu score a quantised index
     attend.cu           attend to fetched rows
 
 They need only JAX's CUDA wheels: NVRTC compiles the sources (`nvrtc`). Kernels on XLA's stream are
@@ -27,7 +27,7 @@ from infinigen_jax.cuda.launch import Launcher
 from infinigen_jax.cuda.nvrtc import kernels
 from infinigen_jax.errors import one_line
 
-SOURCES = ("top.cu", "gather.cu", "select.cu", "replace.cu", "score.cu", "attend.cu")
+SOURCES = ("top.cu", "gather.cu", "select.cu", "replace.cu", "tensor.cu", "score.cu", "attend.cu")
 
 
 def source() -> str:
