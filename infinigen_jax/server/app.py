@@ -196,8 +196,11 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
         _check_model(body.model, service)
         encoded = [await asyncio.to_thread(prompts.chat, body)]
         wire = ChatWire(service.model, body, prompts.tokenizer, encoded)
-        # Compiling a schema takes long: in a thread of its own, other requests do not wait.
-        matcher = await asyncio.get_running_loop().run_in_executor(compiler, prompts.matcher, body)
+        matcher = None
+        if (schema := body.schema_of_answer) is not None:
+            # This takes long: in a thread of its own, requests without a schema do not wait.
+            loop = asyncio.get_running_loop()
+            matcher = await loop.run_in_executor(compiler, prompts.matcher, schema)
         return await _answer(scheduler, request, wire, prompts.jobs(body, encoded, matcher))
 
 

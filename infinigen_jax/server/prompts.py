@@ -133,15 +133,12 @@ class Prompts:
             for tokens in encoded
         ]
 
-    def matcher(self, body: ChatCompletion) -> LLMatcher | None:
-        """Return the matcher of a chat's schema; None without one.
+    def matcher(self, schema: dict[str, Any]) -> LLMatcher:
+        """Return the matcher of answers that follow a JSON schema.
 
         Raises:
             RefusedError: for a schema that answers cannot be held to.
         """
-        schema = body.schema_of_answer
-        if schema is None:
-            return None
         if self._lossless:
             message = "response_format: not on a lossless server, which drafts; leave it out"
             raise RefusedError(message, "response_format")

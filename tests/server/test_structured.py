@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import threading
 from typing import Any
 
 import openai
@@ -53,6 +54,24 @@ def test_answers_follow_a_schema(served: Served, sampling):
         assert content["kind"] in ("old", "new") and max(content["ages"], default=0) <= 99
         assert len(content["ages"]) <= 2 and len(content) == 3
     assert served.scheduler.late_compilations == before
+
+
+def test_a_schema_that_takes_long_holds_up_no_other_request(served: Served, monkeypatch):
+    began, ended = threading.Event(), threading.Event()
+    matcher = Grammars.matcher
+
+    def slow(grammars: Grammars, schema: Any) -> LLMatcher:
+        began.set()
+        assert ended.wait(60)
+        return matcher(grammars, schema)
+
+    monkeypatch.setattr(Grammars, "matcher", slow)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, served, response_format={"type": "json_object"})
+        assert began.wait(60)
+        assert ask(served).choices and not waiting.done()
+        ended.set()
+        assert waiting.result().choices
 
 
 def test_json_objects(served: Served):
