@@ -39,15 +39,15 @@ SCOPES = {
 }
 PARTS = (*dict.fromkeys(SCOPES.values()), "other", "idle")
 SHOWN = 16  # operations in a breakdown
-GATHER_KERNEL = "gather_rows"  # of the cuda transfer, on a stream unknown to XLA
-# The beginning of the names of the package's kernels, which in a CUDA graph have no scope.
+GATHER_KERNEL = "gather_rows"  # of the cuda transfer
+# The beginning of the names of the package's kernels.
 KERNELS = {
     GATHER_KERNEL: "transfer",
-    "embedded_index_scores": "speculation",
-    "embedded_select_rows": "selection",
-    "embedded_replace_entries": "selection",
-    "embedded_attend_rows": "attention",
-    "embedded_index_rest": "attention",
+    "index_scores": "speculation",
+    "select_rows": "selection",
+    "replace_entries": "selection",
+    "attend_rows": "attention",
+    "index_rest": "attention",
 }
 
 

@@ -90,11 +90,10 @@ def cumulate(x: Float[Array, "b e"]) -> Float[Array, "b e"]:
 def move(transfer: CudaTransfer, work: Work, host: Array, fetch: Fetch, x: Array) -> Any:
     """Run `work` on x during a fetch; return both results, the rows padded with zeros."""
     layer, request, hot, where = fetch
-    ticket = transfer.start(host, layer, request, hot, where, default_mesh())
-    ticket, x = transfer.order(ticket, x)
-    x, rows, hot = transfer.wait(ticket, work(x))
+    rows, hot = transfer.fetch(host, layer, request, hot, where, default_mesh())
+    assert rows is not None
     rows = jnp.where(request.valid[..., None], rows, 0)
-    return x, [rows] if hot is None else [rows, hot]
+    return work(x), [rows] if hot is None else [rows, hot]
 
 
 def fetched(stored: np.ndarray, fetch: Fetch) -> list[np.ndarray]:

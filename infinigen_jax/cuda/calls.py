@@ -1,13 +1,11 @@
 """Kernels as traced functions of one device's arrays; callers wrap them in `jax.shard_map`."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from infinigen_jax.cuda.launch import LAUNCH, START, WAIT, call
+from infinigen_jax.cuda.launch import call
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.ops.attention import Softmax, join_parts
 
@@ -19,20 +17,7 @@ ATTEND_THREADS = 128
 THREADS = 1024  # threads per block; a block works on one (b, k)
 
 
-class Gather(NamedTuple):
-    """A gather in progress: its results, and the operands to keep allocated until it finishes.
-
-    Attributes:
-        rows: gathered rows; read them only after `await_gather`.
-        hot: rows of the hot set, with the same rule; None without a hot set.
-    """
-
-    rows: Shaped[Array, "b k n w"]
-    hot: Shaped[Array, "b k h w"] | None
-    operands: tuple[Array, ...]
-
-
-def start_gather(
+def gather(
     host: Shaped[Array, "l a k t w"],
     layer: Int[Array, ""],
     slots: Int[Array, "b k n"],
@@ -42,14 +27,17 @@ def start_gather(
     miss: Bool[Array, "b k n"] | None,
     blocks: int,
     threads: int,
-) -> Gather:
-    """Start to gather rows of a layer on the transfer stream. See gather.cu.
+) -> tuple[Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
+    """Gather rows of a layer from pinned memory during other work. See gather.cu.
 
     Args:
         slots: slots as `cache.host_array.kernel_slots` numbers them.
         count: number of valid slots; rows after them are undefined.
         hot, entry, miss: the hot set's rows and its replacement, or None.
         blocks, threads: maximum number of blocks, and of threads per block.
+
+    Returns:
+        The gathered rows and the hot set's, updated in place if donated.
 
     Raises:
         InputError: rows are not whole vectors of 16 bytes, or too many for one launch.
@@ -72,31 +60,13 @@ def start_gather(
     integers = (b * k, t, n, vectors)
     operands = (host, layer, slots, count)
     if hot is None:
-        (moved,) = call(START, operands, (rows,), {}, "gather_rows", grid, integers)
-        return Gather(moved, None, operands)
+        (moved,) = call("gather_rows", operands, (rows,), {}, grid, integers, concurrent=True)
+        return moved, None
     assert entry is not None and miss is not None
-    like_hot = jax.ShapeDtypeStruct(hot.shape, hot.dtype)
-    moved, hot = call(
-        START,
-        (*operands, hot, entry, miss),
-        (rows, like_hot),
-        {4: 1},
-        "gather_rows_hot",
-        grid,
-        (*integers, hot.shape[2]),
-    )
-    return Gather(moved, hot, (*operands, entry, miss))
-
-
-def await_gather(
-    gather: Gather,
-) -> tuple[Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
-    """Return the gathered rows and the hot set's rows, ordered after the end of the gather."""
-    written = tuple(x for x in (gather.rows, gather.hot) if x is not None)
-    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written)
-    aliases = {i: i for i in range(len(written))}
-    awaited = call(WAIT, (*written, *gather.operands), results, aliases)
-    return awaited[0], awaited[1] if gather.hot is not None else None
+    results = rows, jax.ShapeDtypeStruct(hot.shape, hot.dtype)
+    operands, integers = (*operands, hot, entry, miss), (*integers, hot.shape[2])
+    moved, hot = call("gather_rows_hot", operands, results, {4: 1}, grid, integers, concurrent=True)
+    return moved, hot
 
 
 def attends(dtype: jnp.dtype, head_dim: int) -> bool:
@@ -123,11 +93,10 @@ def attend_rows(
     heads = jax.ShapeDtypeStruct((b, k, shares, g), jnp.float32)
     columns = jax.ShapeDtypeStruct((b, k, shares, g, d), jnp.float32)
     parts = call(
-        LAUNCH,
+        "attend_rows",
         (q.astype(jnp.float32), rows, count),
         (heads, heads, columns),
         {},
-        "attend_rows",
         (b * k * shares, ATTEND_THREADS),
         (g, n, d, shares, int(np.float32(cap or 0).view(np.int32))),
     )
@@ -155,7 +124,7 @@ def select_rows(
     """
     b, k, g, t = scores.shape
     slots, count, _ = call(
-        LAUNCH,
+        "select_rows",
         (scores, positions, most),
         (
             jax.ShapeDtypeStruct((b, k, size), jnp.int32),
@@ -163,7 +132,6 @@ def select_rows(
             jax.ShapeDtypeStruct((b, k, 2, t), jnp.uint32),
         ),
         {},
-        "select_rows",
         (b * k, THREADS),
         (k, g, t, size, sinks, window, int(np.float32(alpha).view(np.int32))),
     )
@@ -193,13 +161,12 @@ def replace_entries(
         jax.ShapeDtypeStruct(hot_slots.shape, jnp.uint32),
         jax.ShapeDtypeStruct((b, k, n), jnp.int32),
     )
-    results: Any = call(
-        LAUNCH,
+    entry, miss, hot_slots, used, place, *_ = call(
+        "replace_entries_16" if place.dtype == jnp.int16 else "replace_entries_32",
         (slots, count, positions, *directory),
         (*replacement, *like, *scratch),
         {3: 2, 4: 3, 5: 4},
-        "replace_entries_16" if place.dtype == jnp.int16 else "replace_entries_32",
         (b * k, THREADS),
         (k, n, hot_slots.shape[2], place.shape[2]),
     )
-    return tuple(results[:5])
+    return entry, miss, hot_slots, used, place

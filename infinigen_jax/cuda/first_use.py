@@ -1,8 +1,8 @@
 """Check of the kernels before their first use on a machine, once, in a separate process.
 
 A wrong kernel can end a process or leave an unusable CUDA context. A file in the cache folder marks
-success. Its name depends on everything that may affect the outcome: the code of kernels and
-handlers, the GPU, its driver, JAX. A failure leaves no mark.
+success. Its name depends on everything that may affect the outcome: the code of the kernels and
+their calls, the GPU, its driver, JAX. A failure leaves no mark.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import jax
 from jaxlib.version import __version__ as jaxlib_version
 
 from infinigen_jax.cuda import nvrtc
-from infinigen_jax.cuda.driver import INT, CudaError, Driver
+from infinigen_jax.cuda.launch import driver_version
 from infinigen_jax.files.atomic import write_if_possible
 from infinigen_jax.files.user_cache import cache_root
 
@@ -38,7 +38,7 @@ def failure() -> str | None:
     """Return a line with the reason why the kernels must not be used on this GPU, or None.
 
     Raises:
-        CudaError, OSError: the driver or the compiler is missing.
+        OSError: the driver or the compiler is missing.
     """
     device = jax.local_devices()[0]
     mark = mark_of(device)
@@ -61,7 +61,7 @@ def mark_of(device: Any) -> Path | None:
 
 def remember(device: Any) -> None:
     """Write the mark; if the cache cannot be written, the next process checks again."""
-    with contextlib.suppress(OSError, CudaError):
+    with contextlib.suppress(OSError):
         if (mark := mark_of(device)) is not None:
             write_if_possible(mark, combination(device).encode())
 
@@ -71,7 +71,7 @@ def combination(device: Any) -> str:
     return "\n".join(
         [
             f"GPU {device.device_kind}",
-            f"driver's CUDA {Driver().get('cuDriverGetVersion', kind=INT)}",
+            f"driver's CUDA {driver_version()}",
             f"XLA's {' '.join(device.client.platform_version.split())}",
             f"NVRTC {nvrtc.Nvrtc.load().version}",
             f"jax {jax.__version__}, jaxlib {jaxlib_version}",

@@ -1,4 +1,4 @@
-"""Compilation of CUDA source at run time, with the NVRTC library of JAX's CUDA wheels.
+"""Compilation of CUDA source to PTX at run time, with the NVRTC library of JAX's CUDA wheels.
 
 Compiled code is kept in the user's cache folder, one file for each source, architecture and
 compiler version; those used least recently are removed beyond KEPT bytes.
@@ -26,10 +26,8 @@ class CompileError(RuntimeError):
     """NVRTC refused the source; holds its messages."""
 
 
-def kernels(
-    source: str, architecture: int, folder: Path | None = None, *, as_ptx: bool = False
-) -> bytes:
-    """Return machine code or PTX for an architecture (90 for sm_90), cached or compiled now.
+def ptx(source: str, architecture: int, folder: Path | None = None) -> str:
+    """Return the PTX of a source for an architecture (90 for sm_90), cached or compiled now.
 
     Raises:
         OSError: NVRTC is missing.
@@ -37,15 +35,14 @@ def kernels(
     """
     nvrtc = Nvrtc.load()
     digest = hashlib.sha256("\0".join((source, *OPTIONS)).encode()).hexdigest()[:16]
-    kind = "compute" if as_ptx else "sm"
-    name = f"kernels-{digest}-{kind}_{architecture}-nvrtc_{nvrtc.version}.bin"
+    name = f"kernels-{digest}-compute_{architecture}-nvrtc_{nvrtc.version}.ptx"
     path = None
     with contextlib.suppress(OSError):  # no cache folder or no entry
         path = (cache_root() / "kernels" if folder is None else folder) / name
-        return path.read_bytes()
-    code = nvrtc.compile(source, architecture, as_ptx)
+        return path.read_text()
+    code = nvrtc.compile(source, architecture)
     if path is not None:
-        write_if_possible(path, code)
+        write_if_possible(path, code.encode())
         prune(path.parent, KEPT)
     return code
 
@@ -90,8 +87,8 @@ class Nvrtc:
         self._call("nvrtcGetSupportedArchs", values)
         return sorted(values)
 
-    def compile(self, source: str, architecture: int, as_ptx: bool = False) -> bytes:
-        """Compile a loadable image: machine code, or PTX if wanted or if the GPU is newer.
+    def compile(self, source: str, architecture: int) -> str:
+        """Compile PTX for an architecture, or for the newest that the library knows before it.
 
         Raises:
             CompileError: the source does not compile.
@@ -99,9 +96,8 @@ class Nvrtc:
         known = [a for a in self.architectures() if a <= architecture]
         if not known:
             raise CompileError(f"NVRTC {self.version} does not support sm_{architecture}")
-        native = known[-1] == architecture and not as_ptx
-        target = f"{'sm' if native else 'compute'}_{known[-1]}"
-        options = [f"--gpu-architecture={target}".encode(), *(o.encode() for o in OPTIONS)]
+        options = [f"--gpu-architecture=compute_{known[-1]}".encode()]
+        options += [option.encode() for option in OPTIONS]
         program = ctypes.c_void_p()
         self._call(
             "nvrtcCreateProgram",
@@ -110,17 +106,17 @@ class Nvrtc:
         try:
             list_ = (ctypes.c_char_p * len(options))(*options)
             if self.library.nvrtcCompileProgram(program, len(options), list_):
-                raise CompileError(self._text(program, "ProgramLog").rstrip(b"\0").decode())
-            return self._text(program, "CUBIN" if native else "PTX")
+                raise CompileError(self._text(program, "ProgramLog"))
+            return self._text(program, "PTX")
         finally:
             self._call("nvrtcDestroyProgram", ctypes.byref(program))
 
-    def _text(self, program: ctypes.c_void_p, part: str) -> bytes:
+    def _text(self, program: ctypes.c_void_p, part: str) -> str:
         size = ctypes.c_size_t()
         self._call(f"nvrtcGet{part}Size", program, ctypes.byref(size))
         text = ctypes.create_string_buffer(size.value)
         self._call(f"nvrtcGet{part}", program, text)
-        return text.raw
+        return text.value.decode()
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self.library, name)(*arguments)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
-from infinigen_jax.cuda.launch import LAUNCH, call
+from infinigen_jax.cuda.launch import call
 from infinigen_jax.selection.select import Rest
 
 THREADS = 256
@@ -100,7 +100,7 @@ def _launch(
 ) -> tuple[Array, ...]:
     b, k, _, capacity = operands[1].shape
     grid = (b * k * -(-capacity // share), THREADS)
-    return tuple(call(LAUNCH, operands, outs, {}, kernel, grid, integers))
+    return call(kernel, operands, outs, {}, grid, integers)
 
 
 def _on_each_device(local: Callable[..., Any], *arrays: Any) -> Any:

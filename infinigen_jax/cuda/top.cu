@@ -2,20 +2,15 @@
 //
 // All threads of a block call these functions together; blocks have whole warps, at most 32.
 
-// A kernel of at most `threads` threads, `blocks` of which fit a multiprocessor at a time; a function
-// where another kernel calls it (embed.py).
-#ifdef EMBEDDED
-#define KERNEL(name, threads, blocks)    \
+// A kernel of at most `threads` threads, `blocks` of which fit a multiprocessor at a time. The entry
+// point that calls it, with integers as constants, comes from launch.py.
+#define KERNEL(name, threads, blocks)   \
   constexpr int name##_blocks = blocks; \
   __device__ inline void name
 template <typename... Parameters, typename... Arguments>
 __device__ inline void call(void (&kernel)(Parameters...), Arguments... arguments) {
   kernel((Parameters)arguments...);
 }
-#else
-#define KERNEL(name, threads, blocks) \
-  extern "C" __global__ void __launch_bounds__(threads, blocks) name
-#endif
 
 constexpr unsigned ALL = 0xffffffffu;  // lanes of a warp
 constexpr int WARP = 32;

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from infinigen_jax.cuda.launch import CONCURRENT
 from infinigen_jax.decode.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ def layer_options(layout: Layout) -> Options:
 def step_options(layout: Layout) -> Options:
     """Return options for programs of a step, of all layers or of one."""
     options = layer_options(layout)
+    if layout.transfer.concurrent and layout.selecting:
+        options = options | _known(CONCURRENT, "transfers will not overlap")
     if layout.as_bits and layout.dtype.itemsize == 2:
         options = options | _known(ONE_AFTER_THE_OTHER, "weights in float32 take more memory")
     return options

@@ -72,7 +72,7 @@ class Decoder(Layout):
         with jax.named_scope("attention"):
             q = self.config.grouped(layer.query(a, positions))
             key, value = layer.key_value(a, positions)
-            started, q = self.tie(started, q)
+            q = self.tie(started, q)
             rows = rows.write(key, value)
             started, q = timing.from_resident(started, layer, carry.x, q, rows, hot)
             o, rows, counts = rows.attend(q, carry)
@@ -115,10 +115,10 @@ class Decoder(Layout):
         request = request._replace(chosen=None, marks=marks)
         rows = None if hot is None else hot.rows
         with jax.named_scope("fetch"):
-            ticket = self.transfer.start(
+            arrays = self.transfer.fetch(
                 inputs.host, target.number, request, rows, replacement, self.mesh
             )
-        return Started(request, ticket, moved, hot, used)
+        return Started(request, arrays, moved, hot, used)
 
     def select(
         self, target: Target, a: Float[Array, "b e"], positions: Int[Array, " b"], capacity: int
@@ -139,12 +139,14 @@ class Decoder(Layout):
             )
         )
 
-    def tie(self, started: Started | None, x: Array) -> tuple[Started | None, Array]:
-        """Order the start of a transfer before the work on `x`."""
-        if started is None:
-            return None, x
-        ticket, x = self.transfer.order(started.ticket, x)
-        return started._replace(ticket=ticket), x
+    def tie(self, started: Started | None, q: Array) -> Array:
+        """Keep the work on a query apart from the work that leads to a request.
+
+        XLA would merge products of both, and the transfer could start only after all of them.
+        """
+        if started is None or not self.transfer.concurrent:
+            return q
+        return lax.optimization_barrier((started.request.slots, q))[1]
 
     def wait(
         self, started: Started | None, carry: Carry, hot: HotSet | Kept | None
@@ -153,7 +155,8 @@ class Decoder(Layout):
         if started is None:
             return carry, hot
         with jax.named_scope("wait"):
-            x, rows, hot_rows = self.transfer.wait(started.ticket, carry.x)
+            # Without this barrier XLA would await a copy early, not at the end of the layer.
+            x, (rows, hot_rows) = lax.optimization_barrier((carry.x, started.arrays))
         hot = None
         if started.hot is not None:
             assert hot_rows is not None

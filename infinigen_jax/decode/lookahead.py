@@ -51,7 +51,7 @@ class NoRequest:
         rows: DeviceRows | HostRows,
         hot: Hot,
     ) -> tuple[Started | None, Float[Array, "b k g d"]]:
-        """Return the transfer under way (or None), and the query ordered after its start."""
+        """Return the transfer under way (or None), and the query, tied to its request."""
         return started, q
 
 
@@ -101,7 +101,8 @@ class FromResident(NoRequest):
             x = x + self.decoder.output(layer, o)
         # Normalise with the parameters of the layer whose input `x` approximates.
         a = self.decoder.blueprint.layer(self.target.params).attention_input(x)
-        return self.decoder.tie(self.decoder.start(self.inputs, self.target, a, hot), q)
+        started = self.decoder.start(self.inputs, self.target, a, hot)
+        return started, self.decoder.tie(started, q)
 
 
 def lookahead(decoder: "Decoder", inputs: LayerInputs) -> NoRequest:

@@ -11,6 +11,7 @@ from infinigen_jax.cache.layers import Local
 from infinigen_jax.cache.pool import Kept
 from infinigen_jax.models import Params
 from infinigen_jax.selection.select import Request
+from infinigen_jax.transfer.base import FetchedRows
 
 
 class Weights(NamedTuple):
@@ -101,13 +102,13 @@ class Started(NamedTuple):
     """Transfer under way.
 
     Attributes:
-        ticket: the transfer's handle, for `Transfer.wait`.
+        arrays: what `Transfer.fetch` returned.
         moved: rows that cross, per sequence and KV head; the hot set holds the others.
         hot: hot set with the new directory and the old rows.
     """
 
     request: Request
-    ticket: Any
+    arrays: FetchedRows
     moved: Int[Array, "b k"]
     hot: HotSet | None
     used: Shaped[Array, "b k t"] | None = None

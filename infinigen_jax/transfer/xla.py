@@ -1,19 +1,20 @@
 """Transfer by XLA alone: a gather in host memory, then an asynchronous copy. For all backends."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from infinigen_jax.cache.host_array import gather_rows
 from infinigen_jax.cache.hot_set import Replacement
 from infinigen_jax.ops.compaction import compact
 from infinigen_jax.ops.indexing import look_up, put
 from infinigen_jax.selection.select import Request
+from infinigen_jax.transfer.base import FetchedRows
 
 CHUNK = 64  # missing rows per KV head moved into a hot set in one iteration
 
@@ -34,12 +35,13 @@ class XlaTransfer:
     name: ClassVar[str] = "xla"
 
     in_place: bool = False
+    concurrent: ClassVar[bool] = False
 
     @property
     def masks(self) -> bool:
         return self.in_place
 
-    def start(
+    def fetch(
         self,
         host: Shaped[Array, "l a k t w"],
         layer: Int[Array, ""],
@@ -47,7 +49,7 @@ class XlaTransfer:
         hot_rows: Shaped[Array, "b k h w"] | None,
         replacement: Replacement | None,
         mesh: Mesh,
-    ) -> tuple[Shaped[Array, "b k n w"] | None, Shaped[Array, "b k h w"] | None]:
+    ) -> FetchedRows:
         if hot_rows is None:
             if self.in_place:
                 return None, None
@@ -58,20 +60,6 @@ class XlaTransfer:
             hot_rows, replacement.entry[..., None], axis=2, mode="promise_in_bounds"
         )
         return rows, hot_rows
-
-    def order(self, ticket: Any, q: Array) -> tuple[Any, Array]:
-        return ticket, q  # XLA starts copies as early as possible
-
-    def wait(
-        self,
-        ticket: tuple[Shaped[Array, "b k n w"] | None, Shaped[Array, "b k h w"] | None],
-        x: Float[Array, "b e"],
-    ) -> tuple[
-        Float[Array, "b e"], Shaped[Array, "b k n w"] | None, Shaped[Array, "b k h w"] | None
-    ]:
-        # Without this barrier XLA would await the copy early, not at the end of the layer.
-        x, (rows, hot_rows) = lax.optimization_barrier((x, ticket))
-        return x, rows, hot_rows
 
 
 def xla_transfer() -> XlaTransfer:

@@ -119,8 +119,7 @@ def test_rows_through_a_hot_set_are_the_rows():
 
     @jax.jit
     def move(host: jax.Array, request: Request, rows: jax.Array, made: Replacement) -> tuple:
-        ticket = transfer.start(host, jnp.int32(1), request, rows, made, mesh)
-        return transfer.wait(ticket, jnp.zeros((b, 1)))[1:]
+        return transfer.fetch(host, jnp.int32(1), request, rows, made, mesh)
 
     hot = HotSet.empty(b, k, 2 * n, w, t, jnp.float32)
     for position in range(3):

@@ -1,6 +1,5 @@
 """The kernels' check, with emulated kernels that are right or wrong, and when it is run at all."""
 
-import ctypes
 import logging
 import sys
 import types
@@ -8,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import emulated_gpu
 import jax
 import pytest
 from cuda_emulation import compiler
-from cuda_fake import FakeCuda, emulated
 from tiny import ROOT
 
 from infinigen_jax import check_kernels as check
@@ -22,46 +21,30 @@ from infinigen_jax.cuda.nvrtc import CompileError
 
 on_the_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU")
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs g++")
-RESULTS = {"gather_rows": 4, "gather_rows_hot": 7, "select_rows": 3, "replace_entries_16": 6}
-RESULTS |= {"replace_entries_32": 6, "index_scores": 2, "index_rest": 5, "attend_rows": 3}
-"""Which parameter of a kernel is its first result."""
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    installed = emulated()
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated_gpu.install(monkeypatch)
     monkeypatch.setattr(cuda, "load", lambda: None)
-    yield installed
-    installed.failing.clear()
-    installed.queue.clear()
 
 
 @on_the_cpu
 @needs_compiler
-def test_right_kernels_pass(driver: FakeCuda, command: Callable[..., Any]):
-    driver.calls.clear()
+def test_right_kernels_pass(kernels: None, command: Callable[..., Any]):
     status, out, err = command(check.main)
     assert (status, err) == (0, "")
     assert out.splitlines() == [f"{kernel}: as the reference" for kernel in KERNELS]
-    assert set(driver.kernels()) == set(KERNELS)
+    assert set(emulated_gpu.launched) == set(KERNELS)
 
 
 @on_the_cpu
 @needs_compiler
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_wrong_kernel_is_found(
-    driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any], kernel: str
+    kernels: None, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any], kernel: str
 ):
-    right = driver.kernel
-
-    def wrong(name: str, blocks: int, threads: int, parameters: int) -> None:
-        right(name, blocks, threads, parameters)
-        if name == kernel:
-            addresses = (ctypes.c_void_p * (RESULTS[name] + 1)).from_address(parameters)
-            first = ctypes.c_uint64.from_address(addresses[-1]).value
-            ctypes.c_uint32.from_address(first).value ^= 0x40000041
-
-    monkeypatch.setattr(driver, "kernel", wrong)
+    emulated_gpu.wrong.add(kernel)
     monkeypatch.setattr(check, "CASES", {kernel: check.CASES[kernel]})
     status, out, err = command(check.main)
     assert status == 1 and len(out.splitlines()) == len(err.splitlines()) == 1
@@ -71,10 +54,10 @@ def test_a_wrong_kernel_is_found(
 
 @on_the_cpu
 @needs_compiler
-def test_nothing_is_tried_behind_an_error(driver: FakeCuda, command: Callable[..., Any]):
-    driver.failing.add("cuLaunchKernel")
+def test_nothing_is_tried_behind_an_error(kernels: None, command: Callable[..., Any]):
+    emulated_gpu.failing.add("gather_rows")
     status, out, err = command(check.main)
-    assert status == 1 and "cuLaunchKernel: invalid argument" in err
+    assert status == 1 and "gather_rows failed" in err
     assert len(out.splitlines()) == len(err.splitlines()) == 1 and out.startswith("gather_rows: ")
 
 
@@ -111,9 +94,9 @@ class Machine:
         patch.delenv(first_use.SWITCH, raising=False)
         patch.setattr(cuda, "load", lambda: None)
         patch.setattr(jax, "local_devices", self.devices)
-        compiler, driver = types.SimpleNamespace(version="12.9"), types.SimpleNamespace
+        compiler = types.SimpleNamespace(version="12.9")
         patch.setattr(first_use.nvrtc.Nvrtc, "load", lambda: compiler)
-        patch.setattr(first_use, "Driver", lambda: driver(get=lambda *_, **__: self.driver))
+        patch.setattr(first_use, "driver_version", lambda: self.driver)
         patch.setattr(first_use, "sources", lambda: self.sources)
 
     def devices(self) -> list[Any]:
@@ -240,7 +223,7 @@ def test_a_driver_that_does_not_answer(
     def missing() -> None:
         raise error
 
-    monkeypatch.setattr(first_use, "Driver", missing)
+    monkeypatch.setattr(first_use, "driver_version", missing)
     assert machine.start() == (reason or str(error))
 
 

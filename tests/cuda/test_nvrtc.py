@@ -16,9 +16,9 @@ class Compiler:
     def __init__(self):
         self.compiled = 0
 
-    def compile(self, source: str, architecture: int, as_ptx: bool) -> bytes:
+    def compile(self, source: str, architecture: int) -> str:
         self.compiled += 1
-        return f"{source} for {architecture}{' as PTX' * as_ptx}".encode()
+        return f"{source} for {architecture}"
 
 
 @pytest.fixture
@@ -31,18 +31,17 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 def test_code_is_compiled_once(compiler: Compiler, tmp_path: Path):
     folder = tmp_path / "new" / "cache"
     for _ in range(2):
-        assert nvrtc.kernels("a", 90, folder) == b"a for 90"
-        assert nvrtc.kernels("a", 80, folder) == b"a for 80"
-        assert nvrtc.kernels("b", 90, folder) == b"b for 90"
-        assert nvrtc.kernels("a", 90, folder, as_ptx=True) == b"a for 90 as PTX"
-    assert compiler.compiled == len(list(folder.iterdir())) == 4
+        assert nvrtc.ptx("a", 90, folder) == "a for 90"
+        assert nvrtc.ptx("a", 80, folder) == "a for 80"
+        assert nvrtc.ptx("b", 90, folder) == "b for 90"
+    assert compiler.compiled == len(list(folder.iterdir())) == 3
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(compiler: Compiler, tmp_path: Path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     for _ in range(2):
-        assert nvrtc.kernels("a", 90, blocked) == b"a for 90"
+        assert nvrtc.ptx("a", 90, blocked) == "a for 90"
     assert compiler.compiled == 2
 
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
+import emulated_gpu
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_emulation import Emulator, compiler, emulated_kernels
-from cuda_fake import emulated
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -174,8 +174,7 @@ def decode(index: IndexFormat, entries: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("columns", [0, 5])
 def test_through_xla(monkeypatch: pytest.MonkeyPatch, columns: int):
-    driver = emulated()
-    driver.calls.clear()
+    emulated_gpu.install(monkeypatch)
     b, k, g, r, t, slots = 2, 2, 3, 24, 1152, Slots(4, 32, 64)
     random, index = np.random.default_rng(0), IndexFormat("int4", r)
     query = jnp.asarray(random.normal(0, 1, (b, k, g, r)).astype(np.float32))
@@ -191,7 +190,7 @@ def test_through_xla(monkeypatch: pytest.MonkeyPatch, columns: int):
     monkeypatch.setattr(cuda, "in_use", lambda: True)
     result = jax.jit(lambda *x: both(*x))(query, entries)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), result, expected)
-    assert driver.kernels() == {"index_scores": 1, "index_rest": 1}
+    assert emulated_gpu.launched == {"index_scores": 1, "index_rest": 1}
 
 
 def test_each_device_scores_its_own_part(monkeypatch: pytest.MonkeyPatch):

@@ -106,18 +106,35 @@ def async_pairs(program: Program) -> list[AsyncPair]:
     return pairs
 
 
-def between_custom_calls(program: Program, first: str, last: str) -> list[Instruction]:
-    """The work scheduled between a custom call to `first` and the next one to `last`.
+def independent(program: Program, work: Instruction) -> list[Instruction]:
+    """Launches of the same computation that neither lead to `work` nor need its results.
 
-    For a transfer that is started by one FFI call and awaited by another: what overlaps with it.
-    Raises ValueError where the two do not occur in this order in any computation.
+    They can run at the same time, whatever their order in the program.
     """
-    for body in schedule(program).values():
-        targets = [i.target for i in body]
-        if first in targets:
-            begin = targets.index(first)
-            return body[begin + 1 : targets.index(last, begin)]
-    raise ValueError(f"no custom call to {first}")
+    body = computations(program.hlo)[work.computation]
+    by_name = {i.name: i for i in body}
+
+    def resolve(name: str) -> str:
+        """The operation that makes a value which tuples only pass on."""
+        one = by_name.get(name)
+        if one is None or one.opcode not in ("get-tuple-element", "bitcast"):
+            return name
+        source = by_name.get(resolve(one.operands[0]))
+        if one.opcode == "get-tuple-element" and source is not None and source.opcode == "tuple":
+            return resolve(source.operands[int(one.text.rpartition("index=")[2].split(",")[0])])
+        return one.operands[0] if source is None else source.name
+
+    needs = {i.name: {resolve(name) for name in i.operands} for i in body if i.opcode != "tuple"}
+    before, after, pending = set(), {work.name}, [work.name]
+    while pending:
+        name = pending.pop()
+        if name not in before:
+            before.add(name)
+            pending += needs.get(name, ())
+    for i in body:
+        if needs.get(i.name, set()) & after:
+            after.add(i.name)
+    return [i for i in schedule(program)[work.computation] if i.name not in before | after]
 
 
 def assert_no_copy_larger_than(program: Program, limit_bytes: int) -> None:

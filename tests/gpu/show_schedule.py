@@ -3,7 +3,7 @@
     JAX_PLATFORMS=cpu .venv-gpu-compile/bin/python tests/gpu/show_schedule.py [--all] [PROGRAM]...
 
 PROGRAM is one of fused (the default), fetching_layer, flush, prompt_layer, and, to see what is
-avoided, untied (no barrier after a layer) and scanned (stacked weights). `make compile-gpu` makes
+avoided, scanned (stacked weights). `make compile-gpu` makes
 the environment. `--all` lists every launch, not only those next to a transfer.
 """
 
@@ -21,7 +21,6 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "fetching_layer": sp.fetching_layer,
     "flush": sp.flush,
     "prompt_layer": sp.prompt_layer,
-    "untied": lambda: sp.fused(sp.UntiedTransfer()),
     "scanned": sp.scanned,
 }
 

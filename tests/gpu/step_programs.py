@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import jax
@@ -21,7 +21,6 @@ from infinigen_jax import cuda
 from infinigen_jax.cache.cache import Cache, HostLayer
 from infinigen_jax.cache.host_array import Placement, default_mesh
 from infinigen_jax.checkpoint.skew_file import projection_shapes
-from infinigen_jax.cuda import embed, launch
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.pool_flush import start_kept
 from infinigen_jax.decode.state import (
@@ -46,7 +45,6 @@ from infinigen_jax.settings.pool import Pool
 from infinigen_jax.transfer import Transfer, XlaTransfer
 from infinigen_jax.transfer.host_weights import in_host_memory, placement
 
-ARCHITECTURE = 90  # of an H200
 LAYERS, DENSE, BATCH, CAPACITY, PROMPT = 6, 2, 2, 8192, 128
 DTYPE = jnp.dtype(jnp.bfloat16)
 CONFIG = ModelConfig(
@@ -91,16 +89,6 @@ MOVED = [
 ]
 # The smallest matrices of a layer: to the queries, to keys and values, and the output projection.
 WEIGHT_BYTES = CONFIG.hidden_size * CONFIG.query_width * DTYPE.itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class UntiedTransfer(XlaTransfer):
-    """An alternative to the package's step: pass rows on without a barrier after the layer."""
-
-    name: ClassVar[str] = "untied"
-
-    def wait(self, ticket: Any, x: Any) -> tuple[Any, Any, Any]:
-        return x, *ticket
 
 
 @functools.cache
@@ -185,25 +173,18 @@ def fused(
     weights_on: str = "device",
     config: ModelConfig = CONFIG,
     speculate_from: str = "input",
-    embedded: bool = False,
+    options: dict[str, Any] | None = None,
 ) -> Program:
-    """The whole step, greedy; with the `cuda` transfer, selection and reuse by kernels as well.
-
-    Args:
-        embedded: whether the kernels are part of the program, as where the driver is not older
-            than the compiler; else placeholders of handlers launch them.
-    """
+    """The whole step, greedy; with the `cuda` transfer, selection and reuse by kernels as well."""
     made = decoder(transfer, hot_set, weights_on, config, speculate_from)
-    cache, embed_call = _cache(made), functools.partial(embed.call, cuda.source(), ARCHITECTURE)
-    with (
-        mock.patch.object(cuda, "in_use", lambda: made.transfer.name == "cuda"),
-        mock.patch.object(launch, "embedded", embed_call if embedded else None),
-    ):
+    cache = _cache(made)
+    with mock.patch.object(cuda, "in_use", lambda: made.transfer.name == "cuda"):
         return compile_for_gpu(
             steps.__wrapped__(made).fused,  # not a trace of the other kind
             weights(weights_on, config),
             *cache.parts(observes=False),
             cache.lengths,
+            options=options,
         )
 
 

@@ -150,13 +150,6 @@ def test_a_chunks_rows_are_written_in_place():
     assert not large_results(program, sp.LAYER_BYTES)
 
 
-def test_without_a_barrier_the_transfer_is_awaited_at_once():
-    """Why `Transfer.wait` ties the rows to the end of the layer."""
-    pairs = transfers(sp.fused(sp.UntiedTransfer()))
-    assert len(pairs) == len(FETCHING)
-    assert not any(of(pair.between, "mlp") for pair in pairs)
-
-
 @pytest.mark.parametrize("matrix", ["q", "kv", "o", "gate_up", "down"])
 def test_a_scan_over_stacked_weights_copies_them(matrix):
     """Why the layers are unrolled."""

@@ -127,7 +127,7 @@ def _shaped(x: Any) -> Any:
 
 
 @pytest.fixture
-def calls(placeholders: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Call]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Call]]:
     """Record the calls of the package's functions from now on."""
     found: dict[str, Call] = {}
     jit = jax.jit

@@ -20,7 +20,7 @@ from infinigen_jax import cuda
 from infinigen_jax.cache.cache import HostLayer
 from infinigen_jax.cache.host_array import default_mesh
 from infinigen_jax.cache.layers import Resident
-from infinigen_jax.cuda.launch import LAUNCH
+from infinigen_jax.cuda.launch import TARGET
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.sparse_attention import tail_blocks
 from infinigen_jax.policies import InfiniGen
@@ -32,9 +32,6 @@ POLICY = InfiniGen()
 SCORES_BYTES = 4 * B * K * G * T
 COLUMNS = POLICY.index_format(D).columns
 INDEX = jax.eval_shape(lambda: POLICY.index_format(D).empty(B, K, T))
-
-
-pytestmark = pytest.mark.usefixtures("placeholders")
 
 
 def array(*shape: int, dtype: Any = sp.DTYPE) -> Any:
@@ -89,16 +86,16 @@ def tail(kernels: bool) -> Program:
 
 def test_speculation_is_one_launch():
     (launch,) = launched(speculated(True))
-    assert launch.target == LAUNCH and launch.nbytes == SCORES_BYTES
+    assert launch.target == TARGET and launch.nbytes == SCORES_BYTES
 
 
 def test_the_tail_reads_the_index_once_and_stores_no_scores():
     program = tail(True)
     work = launched(program)
-    assert len(work) <= 8 and sum(i.target == LAUNCH for i in work) == 1
+    assert len(work) <= 8 and sum(i.target == TARGET for i in work) == 1
     everything = [i for body in computations(program.hlo).values() for i in body]
     (index,) = (i.name for i in everything if [r.shape for r in i.results] == [INDEX.shape])
-    assert [i.target for i in everything if index in i.operands] == [LAUNCH]
+    assert [i.target for i in everything if index in i.operands] == [TARGET]
     # A block's score, and the mean entry of what is left of it.
     of_blocks = SCORES_BYTES // POLICY.tail_block * (1 + POLICY.tail_columns)
     assert max(i.nbytes for i in work) <= of_blocks

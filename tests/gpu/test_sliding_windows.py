@@ -20,9 +20,6 @@ TRANSFERS = pytest.mark.parametrize(
 )
 
 
-pytestmark = pytest.mark.usefixtures("placeholders")
-
-
 def step(transfer: Transfer) -> Program:
     return sp.fused(transfer, config=sp.SLIDING)
 

@@ -1,15 +1,15 @@
-"""Handlers, launches and the transfer on the CPU, with a stand-in for the driver."""
+"""The `cuda` transfer, and selection and reuse by kernels, on the CPU with emulated kernels."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
+import emulated_gpu
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_emulation import compiler
-from cuda_fake import TRANSFER_STREAM, XLA_STREAM, FakeCuda, emulated
+from emulated_gpu import launched
 from runtime import ALL, SPARSE, engine, random_model, scores_of, tokens_of
 
 from infinigen_jax import cuda
@@ -29,13 +29,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def driver() -> Iterator[FakeCuda]:
-    installed = emulated()
-    installed.calls.clear()
-    yield installed
-    installed.failing.clear()
-    installed.queue.clear()
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated_gpu.install(monkeypatch)
 
 
 def host_cache(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
@@ -60,50 +56,39 @@ def request(shape: tuple[int, int, int], slots: int, seed: int) -> Request:
     return Request(jnp.asarray(chosen), jnp.asarray(count))
 
 
-def step(transfer: Any, host: Any, layer: Any, wanted: Request, hot: Any, replaced: Any, x: Any):
-    """Rows and hot rows, with work between start and wait; padding is made zeros."""
-    ticket = transfer.start(host, layer, wanted, hot, replaced, default_mesh())
-    if isinstance(transfer, CudaTransfer):
-        ticket, x = transfer.order(ticket, x)
-    x = jnp.tanh(x)
-    x, rows, hot = transfer.wait(ticket, x)
-    return x, jnp.where(wanted.valid[..., None], rows, 0), hot
+def fetch(transfer: Any, host: Any, layer: Any, wanted: Request, hot: Any, replaced: Any):
+    """Rows and hot rows; padding is made zeros."""
+    rows, hot = transfer.fetch(host, layer, wanted, hot, replaced, default_mesh())
+    return jnp.where(wanted.valid[..., None], rows, 0), hot
 
 
-compiled_step = jax.jit(step, static_argnums=0)
+compiled_fetch = jax.jit(fetch, static_argnums=0)
 reference = jax.jit(replacement)
 SHAPES = [(2, 3, 5, 8, jnp.float32), (1, 2, 9, 16, jnp.bfloat16), (2, 2, 7, 80, jnp.uint8)]
 """b, k, n, row width, dtype."""
 
 
 @pytest.mark.parametrize("b, k, n, w, dtype", SHAPES)
-def test_rows_are_those_of_the_reference(driver: FakeCuda, b, k, n, w, dtype):
+def test_rows_are_those_of_the_reference(b, k, n, w, dtype):
     host = host_cache((3, b, k, 40, w), dtype)
-    x = jnp.ones((b, 4))
     for seed in range(5):
-        arguments = host, jnp.int32(seed % 3), request((b, k, n), 40, seed), None, None, x
-        _, expected, _ = compiled_step(XlaTransfer(), *arguments)
-        driver.calls.clear()
-        y, rows, hot = compiled_step(CudaTransfer(), *arguments)
+        arguments = host, jnp.int32(seed % 3), request((b, k, n), 40, seed), None, None
+        expected, _ = compiled_fetch(XlaTransfer(), *arguments)
+        rows, hot = compiled_fetch(CudaTransfer(), *arguments)
         np.testing.assert_array_equal(rows, expected)
-        np.testing.assert_array_equal(y, jnp.tanh(x))
         assert hot is None
-        assert driver.names()[-5:] == [
-            *("cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel", "cuEventRecord"),
-            "cuStreamWaitEvent",
-        ]
+    assert launched["gather_rows"] == 5
 
 
 @pytest.mark.parametrize("b, k, n, w, dtype", SHAPES[:1])
-def test_slots_that_sequences_share(driver: FakeCuda, b, k, n, w, dtype):
+def test_slots_that_sequences_share(b, k, n, w, dtype):
     """Two more rows of the array after the sequences' own: 40 slots that all share."""
     host = host_cache((3, b + 2, k, 20, w), dtype)
-    x = jnp.ones((b, 4))
     for seed in range(5):
         layer = jnp.int32(seed % 3)
         wanted = request((b, k, n), 60, seed)
-        _, expected, _ = compiled_step(XlaTransfer(), host, layer, wanted, None, None, x)
-        _, rows, _ = compiled_step(CudaTransfer(), host, layer, wanted, None, None, x)
+        expected, _ = compiled_fetch(XlaTransfer(), host, layer, wanted, None, None)
+        rows, _ = compiled_fetch(CudaTransfer(), host, layer, wanted, None, None)
         np.testing.assert_array_equal(rows, expected)
         stored = np.asarray(host)[seed % 3].astype(np.float32)
         for i, head, j in np.ndindex(b, k, n):
@@ -116,18 +101,17 @@ def test_slots_that_sequences_share(driver: FakeCuda, b, k, n, w, dtype):
 
 
 @pytest.mark.parametrize("b, k, n, w, dtype", SHAPES[2:])
-def test_the_hot_set_is_that_of_the_reference(driver: FakeCuda, b, k, n, w, dtype):
+def test_the_hot_set_is_that_of_the_reference(b, k, n, w, dtype):
     host = host_cache((2, b, k, 30, w), dtype)
     empty = HotSet.empty(b, k, n + 3, w, 30, dtype)
     sets = {transfer: empty for transfer in (XlaTransfer(), CudaTransfer())}
-    x = jnp.ones((b, 4))
     for position in range(6):
         wanted = request((b, k, n), 12, position)
         results = {}
         for transfer, hot in sets.items():
             hot, replaced = reference(hot, wanted, jnp.full(b, position, jnp.int32))
-            _, rows, hot_rows = compiled_step(
-                transfer, host, jnp.int32(1), wanted, hot.rows, replaced, x
+            rows, hot_rows = compiled_fetch(
+                transfer, host, jnp.int32(1), wanted, hot.rows, replaced
             )
             sets[transfer] = hot._replace(rows=hot_rows)
             results[transfer] = rows
@@ -135,55 +119,14 @@ def test_the_hot_set_is_that_of_the_reference(driver: FakeCuda, b, k, n, w, dtyp
         np.testing.assert_array_equal(sets[CudaTransfer()].rows, sets[XlaTransfer()].rows)
 
 
-def test_order_of_streams_and_events(driver: FakeCuda):
-    host = host_cache((1, 1, 1, 8, 8), jnp.float32)
-    wanted = request((1, 1, 4), 8, 0)
-    compiled_step(
-        CudaTransfer(blocks=3, threads=64), host, jnp.int32(0), wanted, None, None, jnp.ones((1, 2))
-    )
-    started, kernel_waits, launch, finished, waits = (
-        arguments for name, arguments in driver.calls[-7:] if name != "cuCtxGetCurrent"
-    )
-    assert started[1] == XLA_STREAM and kernel_waits[:2] == (TRANSFER_STREAM, started[0])
-    assert launch[1:8] == (1, 1, 1, 64, 1, 1, 0) and launch[8] == TRANSFER_STREAM
-    assert finished[1] == TRANSFER_STREAM and waits[:2] == (XLA_STREAM, finished[0])
-    assert started[0] != finished[0]
-
-
-def test_rows_are_not_there_before_the_wait(driver: FakeCuda):
-    """The stand-in runs a gather as late as a GPU may: that no result came early is no accident."""
-    host = host_cache((1, 1, 1, 8, 8), jnp.float32)
-    wanted = Request(jnp.arange(4, dtype=jnp.int32)[None, None], jnp.full((1, 1), 4, jnp.int32))
-
-    @jax.jit
-    def start_only(host: Any) -> Any:
-        ticket = CudaTransfer().start(host, jnp.int32(0), wanted, None, None, default_mesh())
-        return ticket.gather.rows
-
-    start_only(host).block_until_ready()
-    assert len(driver.queue) == 1
-
-
-def fetched(host: Any) -> Any:
-    wanted = request((1, 1, 4), 8, 0)
-    return compiled_step(CudaTransfer(), host, jnp.int32(0), wanted, None, None, jnp.ones((1, 2)))
-
-
-def test_a_failing_launch_is_an_error_of_the_program(driver: FakeCuda):
-    host = host_cache((1, 1, 1, 8, 8), jnp.float32)
-    driver.failing.add("cuLaunchKernel")
-    with pytest.raises(RuntimeError, match=r"infinigen_start: cuLaunchKernel: invalid argument"):
-        jax.block_until_ready(fetched(host))
-
-
 def test_rows_that_are_not_whole_vectors_are_refused():
-    host = host_cache((1, 1, 1, 8, 6), jnp.float32)
+    host, wanted = host_cache((1, 1, 1, 8, 6), jnp.float32), request((1, 1, 4), 8, 0)
     with pytest.raises(InputError, match="rows of 24 bytes"):
-        fetched(host)
+        compiled_fetch(CudaTransfer(), host, jnp.int32(0), wanted, None, None)
 
 
 @pytest.mark.parametrize("alpha", [3.0, math.inf])
-def test_selection_through_xla(driver: FakeCuda, alpha: float):
+def test_selection_through_xla(alpha: float):
     selected = jax.jit(
         lambda scores, positions: calls.select_rows(
             scores, positions, budget_rows(0.3, positions), 27, alpha, 2, 4
@@ -204,7 +147,7 @@ def test_selection_through_xla(driver: FakeCuda, alpha: float):
         np.testing.assert_array_equal(slots, expected.slots)
 
 
-def test_replacement_through_xla(driver: FakeCuda):
+def test_replacement_through_xla():
     hot = HotSet.empty(2, 2, 9, 4, 40, jnp.float32)
     replaced = jax.jit(calls.replace_entries, donate_argnums=(3, 4, 5))
     directory = [jnp.array(x) for x in (hot.slots, hot.used, hot.place)]
@@ -231,7 +174,7 @@ def test_replacement_through_xla(driver: FakeCuda):
     ],
 )
 def test_generated_tokens_are_those_of_the_reference(
-    driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ):
     expected = tokens_of(engine(**settings))
     monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: CudaTransfer())
@@ -239,25 +182,21 @@ def test_generated_tokens_are_those_of_the_reference(
     rest = {key: value for key, value in settings.items() if key != "name"}
     dense = 0 if settings["name"] == "one" else 1
     made = Engine(random_model(settings["name"]), policy=SPARSE, dense_layers=dense, **rest)
-    driver.calls.clear()
+    launched.clear()
     assert tokens_of(made) == expected
-    launched = driver.kernels()
     assert launched["gather_rows"] + launched["gather_rows_hot"] == launched["select_rows"] > 0
     assert launched["replace_entries_16"] == launched["gather_rows_hot"]
-    assert bool(launched["gather_rows_hot"]) == bool(settings["hot_set"]) and not driver.queue
+    assert bool(launched["gather_rows_hot"]) == bool(settings["hot_set"])
 
 
 @pytest.mark.parametrize("name", ["one", pytest.param("gemma2", marks=pytest.mark.slow)])
-def test_a_kernel_attends_to_rows_in_bfloat16(
-    driver: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str
-):
+def test_a_kernel_attends_to_rows_in_bfloat16(monkeypatch: pytest.MonkeyPatch, name: str):
     model = random_model(name, "bfloat16")
     expected = scores_of(model, ALL)
     monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: CudaTransfer())
     monkeypatch.setattr(cuda, "in_use", lambda: True)
-    driver.calls.clear()
+    launched.clear()
     np.testing.assert_allclose(scores_of(model, ALL), expected, atol=0.03)
-    launched = driver.kernels()
     assert launched["attend_rows"] == launched["select_rows"] > 0
 
 
