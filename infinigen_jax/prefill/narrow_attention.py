@@ -1,7 +1,8 @@
 """Attention of a few tokens of each sequence over a long cache, which is read once for all of them.
 
 Prompt chunks have hundreds of queries, and tiles of scores decide the time. Here the rows do: all
-queries of a KV head are the columns of one product with each block of rows.
+queries of a KV head are the columns of one product with each block of rows. On a CPU, both products
+take whole rows, key and value: copies of their halves would take longer than the products.
 """
 
 from typing import NamedTuple
@@ -18,12 +19,12 @@ class Seen(NamedTuple):
     """Rows with the queries that see them.
 
     Attributes:
-        visible: whether a row is visible to a query; c is 1 if it is the same for all.
+        visible: whether a row is visible to a query; c is 1 if it is the same for all. None: all.
     """
 
     keys: Float[Array, "b k n d"]
     values: Float[Array, "b k n d"]
-    visible: Bool[Array, "b n c"]
+    visible: Bool[Array, "b n c"] | None
 
 
 def attend_narrow(
@@ -58,6 +59,9 @@ def attend_narrow(
     def visit(number: Array, state: Softmax) -> Softmax:
         return _update(state, grouped, seen(prior.block(number)), cap)
 
+    def visit_whole(number: Array, state: Softmax) -> Softmax:
+        return _update(state, grouped, Seen(*prior.rows(number), None), cap, whole_rows=True)
+
     def visit_ahead(number: Array, carry: tuple[Softmax, Block]) -> tuple[Softmax, Block]:
         state, block = carry
         following = prior.block(number + 1)
@@ -70,7 +74,11 @@ def attend_narrow(
     if ahead:
         state, _ = lax.fori_loop(first, prior.blocks, visit_ahead, (state, prior.block(first)))
     else:
-        state = lax.fori_loop(first, prior.blocks, visit, state)
+        begin = jnp.int32(-(-prior.first // prior.size))
+        end = begin if window is not None else jnp.maximum(begin, prior.whole_blocks)
+        state = lax.fori_loop(first, jnp.minimum(begin, prior.blocks), visit, state)
+        state = lax.fori_loop(begin, end, visit_whole, state)
+        state = lax.fori_loop(end, prior.blocks, visit, state)
     output = (state.weighted / state.total[..., None]).astype(q.dtype)
     log_sum = (state.peak + jnp.log(state.total))[..., None]
     return Attended(_ungrouped(output, c), _ungrouped(log_sum, c)[..., 0])
@@ -82,24 +90,38 @@ def _ungrouped(x: Float[Array, "b k m d"], c: int) -> Float[Array, "b c h d"]:
 
 
 def _update(
-    state: Softmax, grouped: Float[Array, "b k d m"], rows: Seen, cap: float | None
+    state: Softmax,
+    grouped: Float[Array, "b k d m"],
+    rows: Seen,
+    cap: float | None,
+    whole_rows: bool = False,
 ) -> Softmax:
     """Attend to further rows.
 
     Rows lead in the scores: a product that reads keys in their order needs no transposed copy.
+
+    Args:
+        whole_rows: whether both products take keys and values side by side, as they are stored.
     """
-    scores = jnp.einsum("bknd,bkdm->bknm", rows.keys, grouped, preferred_element_type=jnp.float32)
-    queries = grouped.shape[-1] // rows.visible.shape[-1]
-    visible = jnp.repeat(rows.visible, queries, axis=-1)[:, None]
-    scores = jnp.where(visible, soft_capped(scores, cap), MASKED)
+    keys, values = rows.keys, rows.values
+    if whole_rows:
+        keys = values = jnp.concatenate([keys, values], axis=-1)
+        grouped = jnp.concatenate([grouped, jnp.zeros_like(grouped)], axis=2)
+    scores = jnp.einsum("bknd,bkdm->bknm", keys, grouped, preferred_element_type=jnp.float32)
+    scores, visible = soft_capped(scores, cap), rows.visible
+    if visible is not None:
+        visible = jnp.repeat(visible, grouped.shape[-1] // visible.shape[-1], axis=-1)[:, None]
+        scores = jnp.where(visible, scores, MASKED)
     peak = jnp.maximum(state.peak, jnp.max(scores, axis=2))
     kept = jnp.exp(state.peak - peak)
-    weights = jnp.where(visible, jnp.exp(scores - peak[:, :, None]), 0.0)
+    weights = jnp.exp(scores - peak[:, :, None])
+    if visible is not None:
+        weights = jnp.where(visible, weights, 0.0)
     added = jnp.einsum(
         "bknm,bknd->bkmd",
-        weights.astype(rows.values.dtype),
-        rows.values,
+        weights.astype(values.dtype),
+        values,
         preferred_element_type=jnp.float32,
-    )
+    )[..., -state.weighted.shape[-1] :]
     total = state.total * kept + jnp.sum(weights, axis=2)
     return Softmax(peak, total, state.weighted * kept[..., None] + added)

@@ -19,6 +19,7 @@ class PriorRows(NamedTuple):
         capacity: number of slots, at least `size`.
         start: number of valid positions: those before the chunk.
         positions: positions of the slots, -1 for a slot without a row; None if slot = position.
+        first: first valid slot; 0 for attention of a chunk.
     """
 
     read: Callable[[Int[Array, ""], int], tuple[Array, Array]]
@@ -26,6 +27,7 @@ class PriorRows(NamedTuple):
     capacity: int
     start: Int[Array, " b"]
     positions: Int[Array, "b t"] | None = None
+    first: int = 0
 
     @property
     def blocks(self) -> Int[Array, ""]:
@@ -34,7 +36,7 @@ class PriorRows(NamedTuple):
 
     @property
     def whole_blocks(self) -> Int[Array, ""]:
-        """Number of leading blocks in which every row of every sequence is valid."""
+        """Number of leading blocks whose rows from `first` on are valid in all sequences."""
         if self.positions is not None:
             return jnp.int32(0)
         return jnp.minimum(jnp.min(self.start), self.capacity) // self.size
@@ -54,7 +56,8 @@ class PriorRows(NamedTuple):
         position = slot
         if self.positions is not None:
             position = lax.dynamic_slice_in_dim(self.positions, at, self.size, axis=1)
-        valid = (slot >= number * self.size) & (position >= 0) & (position < self.start[:, None])
+        least = jnp.maximum(number * self.size, self.first)
+        valid = (slot >= least) & (position >= 0) & (position < self.start[:, None])
         # Unwritten slots may hold NaN, which a weight of 0 does not mask.
         values = jnp.where(valid[:, None, :, None], rows.values, 0)
         return Block(rows.keys, values, jnp.where(valid, position, NOWHERE), at)

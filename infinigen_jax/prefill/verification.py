@@ -265,12 +265,8 @@ def host_only_rows(
 ) -> PriorRows:
     """Return the rows that only the host has when the next token is computed."""
     prior = host_rows(decoder, host, number, scales, Span(start, start))
-    slots = jnp.arange(prior.capacity, dtype=jnp.int32)[None]
-    positions = jnp.where(slots < decoder.policy.sinks, -1, slots)
-    return prior._replace(
-        start=jnp.maximum(start - decoder.policy.window + 1, 0),
-        positions=jnp.broadcast_to(positions, (len(start), prior.capacity)),
-    )
+    end = jnp.maximum(start - decoder.policy.window + 1, 0)
+    return prior._replace(start=end, first=decoder.policy.sinks)
 
 
 def resident_rows(
