@@ -37,7 +37,7 @@ def ptx(source: str, architecture: int, folder: Path | None = None) -> str:
     digest = hashlib.sha256("\0".join((source, *OPTIONS)).encode()).hexdigest()[:16]
     name = f"kernels-{digest}-compute_{architecture}-nvrtc_{nvrtc.version}.ptx"
     path = None
-    with contextlib.suppress(OSError):  # no cache folder or no entry
+    with contextlib.suppress(OSError, UnicodeError):  # no cache folder, no entry or damage
         path = (cache_root() / "kernels" if folder is None else folder) / name
         return path.read_text()
     code = nvrtc.compile(source, architecture)

@@ -113,7 +113,7 @@ def host_rows(
         keys, values = jnp.split(decoder.row_format.decode(scales, stored), 2, axis=-1)
         return keys, values
 
-    return PriorRows(read, min(BLOCK, capacity), capacity, span.start)
+    return PriorRows(read, min(BLOCK, capacity), capacity, span.start, side_by_side=True)
 
 
 def keep_rows(

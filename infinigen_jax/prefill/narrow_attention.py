@@ -60,7 +60,7 @@ def attend_narrow(
         return _update(state, grouped, seen(prior.block(number)), cap)
 
     def visit_whole(number: Array, state: Softmax) -> Softmax:
-        return _update(state, grouped, Seen(*prior.rows(number), None), cap, whole_rows=True)
+        return _update(state, grouped, Seen(*prior.rows(number), None), cap, prior.side_by_side)
 
     def visit_ahead(number: Array, carry: tuple[Softmax, Block]) -> tuple[Softmax, Block]:
         state, block = carry

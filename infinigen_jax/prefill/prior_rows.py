@@ -20,6 +20,7 @@ class PriorRows(NamedTuple):
         start: number of valid positions: those before the chunk.
         positions: positions of the slots, -1 for a slot without a row; None if slot = position.
         first: first valid slot; 0 for attention of a chunk.
+        side_by_side: whether keys and values are read as halves of one array.
     """
 
     read: Callable[[Int[Array, ""], int], tuple[Array, Array]]
@@ -28,6 +29,7 @@ class PriorRows(NamedTuple):
     start: Int[Array, " b"]
     positions: Int[Array, "b t"] | None = None
     first: int = 0
+    side_by_side: bool = False
 
     @property
     def blocks(self) -> Int[Array, ""]:

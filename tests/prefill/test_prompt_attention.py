@@ -1,4 +1,4 @@
-"""Attention of chunks, against dense softmax attention in NumPy in float64."""
+"""Attention of chunks and of a few tokens, against a dense softmax in NumPy in float64."""
 
 import functools
 from typing import Any
@@ -16,6 +16,7 @@ from infinigen_jax.prefill import attention as prompt_attention
 from infinigen_jax.prefill.attention import attend_chunk
 from infinigen_jax.prefill.attention_mass import attention_mass
 from infinigen_jax.prefill.layer import device_rows
+from infinigen_jax.prefill.narrow_attention import Seen, attend_narrow
 from infinigen_jax.prefill.prior_rows import PriorRows
 
 TOLERANCE = 4e-6  # float32, sums over at most some hundred terms of size 1
@@ -191,3 +192,50 @@ def test_attention_that_slots_receive(starts, counts):
         rows = weights[i, :, starts[i] : starts[i] + counts[i]]
         expected[i, :, :40] = rows.sum(axis=1)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+TOKENS, CAPACITY = 5, 64
+
+
+@functools.partial(jax.jit, static_argnames=("first", "size", "side_by_side", "ahead"))
+def attend_few(
+    tables: list[jax.Array],
+    starts: jax.Array,
+    chunk: list[jax.Array],
+    *,
+    first: int,
+    size: int,
+    side_by_side: bool,
+    ahead: bool,
+) -> jax.Array:
+    """Attend to the first rows at hand, to those of the tokens themselves, and to the rest."""
+    q, keys, values = chunk
+    places = jnp.arange(TOKENS)
+    own = Seen(keys.swapaxes(1, 2), values.swapaxes(1, 2), (places[:, None] <= places[None])[None])
+    sinks = [jnp.nan_to_num(x[:, :, :first]) for x in tables]
+    near = Seen(*sinks, (jnp.arange(first)[None] < starts[:, None])[:, :, None])
+    prior = earlier_rows(tables, size, starts)._replace(first=first, side_by_side=side_by_side)
+    at = starts[:, None] + places[None]
+    return attend_narrow(q, [own, near], prior, at, ahead=ahead).output
+
+
+@pytest.mark.parametrize("side_by_side, ahead", [(True, False), (False, False), (False, True)])
+@given(
+    starts=st.lists(st.integers(0, 56), min_size=2, max_size=2),
+    first=st.sampled_from([1, 4, 9]),
+    size=st.sampled_from([8, 13, 64]),
+)
+def test_few_tokens_after_any_beginning(
+    starts: list[int], first: int, size: int, side_by_side: bool, ahead: bool
+):
+    q, keys, values = prompts(2, 61, 4, 2)
+    expected = cut(dense(q, keys, values), starts, TOKENS)
+    # Rows of each sequence end where its tokens begin; what follows is unwritten.
+    tables: Any = [np.array(x) for x in stored(keys, values, CAPACITY)]
+    for table in tables:
+        for row, start in zip(table, starts, strict=True):
+            row[:, start:] = np.nan
+    chunk: Any = [cut(x, starts, TOKENS) for x in (q, keys, values)]
+    settings: Any = {"first": first, "size": size, "side_by_side": side_by_side, "ahead": ahead}
+    got = attend_few([*map(jnp.asarray, tables)], jnp.array(starts, jnp.int32), chunk, **settings)
+    np.testing.assert_allclose(got, expected, atol=TOLERANCE)
