@@ -44,7 +44,6 @@ LAYERS, CAPACITY = 3, 2000  # of the host cache
 SLOTS = Slots(4, 32, 64)
 TRANSFER = CudaTransfer()
 
-Work = Callable[[Array], Array]
 Fetch = tuple[Array, Request, Array | None, Replacement | None]
 """A layer, the request, and the hot set's rows and replacement or None."""
 Compared = tuple[Any, Any, float]
@@ -81,19 +80,14 @@ def on_cpu(function: Callable[..., Any], *arguments: Any) -> Any:
         return jax.tree.map(np.asarray, jax.jit(function)(*cpu_arguments))
 
 
-def cumulate(x: Float[Array, "b e"]) -> Float[Array, "b e"]:
-    """Do work without rounding, to overlap with a gather."""
-    return jnp.cumsum(x, axis=-1)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def move(transfer: CudaTransfer, work: Work, host: Array, fetch: Fetch, x: Array) -> Any:
-    """Run `work` on x during a fetch; return both results, the rows padded with zeros."""
+@functools.partial(jax.jit, static_argnums=0)
+def move(transfer: CudaTransfer, host: Array, fetch: Fetch) -> list[Array]:
+    """Return the rows of a fetch, padded with zeros, and the hot rows."""
     layer, request, hot, where = fetch
     rows, hot = transfer.fetch(host, layer, request, hot, where, default_mesh())
     assert rows is not None
     rows = jnp.where(request.valid[..., None], rows, 0)
-    return work(x), [rows] if hot is None else [rows, hot]
+    return [rows] if hot is None else [rows, hot]
 
 
 def fetched(stored: np.ndarray, fetch: Fetch) -> list[np.ndarray]:
@@ -118,29 +112,25 @@ def gathered(
     dtype: Any,
     steps: int = 4,
     transfer: CudaTransfer = TRANSFER,
-    work: Work = cumulate,
 ) -> Iterator[Compared]:
     """Compare rows gathered from the host, from another layer in each step."""
     stored, host = random_host(b, k, w, dtype)
-    x = jnp.ones((b, 1024))
     for step in range(steps):
         request = random_request(b, k, n, CAPACITY, step)
         fetch: Fetch = jnp.int32(step % LAYERS), request, None, None
-        yield move(transfer, work, host, fetch, x), (work(x), fetched(stored, fetch)), 0
+        yield move(transfer, host, fetch), fetched(stored, fetch), 0
 
 
-def gathered_hot(
-    b: int, k: int, n: int, w: int, dtype: Any, steps: int = 4, work: Work = cumulate
-) -> Iterator[Compared]:
+def gathered_hot(b: int, k: int, n: int, w: int, dtype: Any, steps: int = 4) -> Iterator[Compared]:
     """Compare rows gathered from the host and from a hot set that fills over the steps."""
     stored, host = random_host(b, k, w, dtype)
-    x, hot = jnp.ones((b, 1024)), HotSet.empty(b, k, 2 * n, w, CAPACITY, dtype)
+    hot = HotSet.empty(b, k, 2 * n, w, CAPACITY, dtype)
     for step in range(steps):
         request = random_request(b, k, n, 4 * n, step)
         directory, where = on_cpu(replacement, hot, request, jnp.full(b, step, jnp.int32))
         fetch = jnp.int32(1), request, hot.rows, where
         expected = fetched(stored, fetch)
-        yield move(TRANSFER, work, host, fetch, x), (work(x), expected), 0
+        yield move(TRANSFER, host, fetch), expected, 0
         # Other values than on the host reveal where a row comes from.
         hot = directory._replace(rows=100 - jnp.asarray(expected[1]))
 

@@ -23,10 +23,8 @@
 #include <ucontext.h>
 #endif
 
-#define __global__
 #define __device__
 #define __shared__ static
-#define __launch_bounds__(...)
 
 struct uint4 {
   unsigned x, y, z, w;
@@ -182,7 +180,7 @@ void run(void (*kernel)(P...), unsigned blocks, unsigned threads, void** paramet
   }
 }
 
-// Parameters as cuLaunchKernel takes them: the address of each.
+// `parameters` holds the address of each.
 template <typename... P>
 void run(void (*kernel)(P...), unsigned blocks, unsigned threads, void** parameters,
          uint64_t seed) {

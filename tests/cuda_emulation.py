@@ -39,11 +39,6 @@ class Emulator:
         subprocess.run(command, check=True)
         self.library = ctypes.CDLL(str(library))
 
-    def launch(self, kernel: str, blocks: int, threads: int, parameters: int, seed: int) -> None:
-        """Launch like cuLaunchKernel: `parameters` points to an array of their addresses."""
-        run = getattr(self.library, f"run_{kernel}")
-        run(blocks, threads, ctypes.c_void_p(parameters), ctypes.c_uint64(seed))
-
     def run(self, kernel: str, blocks: int, threads: int, seed: int, *arguments: Any) -> None:
         """Run on numpy arrays, which it changes, and integers."""
         values = [
@@ -51,7 +46,7 @@ class Emulator:
             for a in arguments
         ]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        self.launch(kernel, blocks, threads, ctypes.addressof(addresses), seed)
+        getattr(self.library, f"run_{kernel}")(blocks, threads, addresses, ctypes.c_uint64(seed))
 
 
 @functools.cache

@@ -24,9 +24,10 @@ def call(
     kernel: str,
     operands: tuple[jax.Array, ...],
     results: tuple[jax.ShapeDtypeStruct, ...],
-    aliases: dict[int, int],
     grid: tuple[int, int],
     integers: tuple[int, ...],
+    *,
+    aliases: dict[int, int] | None = None,
     concurrent: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Do what `launch.call` does."""
@@ -36,7 +37,7 @@ def call(
             raise RuntimeError(f"{kernel} failed")
         inputs = [np.array(x, order="C") for x in arrays]
         outputs = [np.full(x.size * x.dtype.itemsize, UNDEFINED, np.uint8) for x in results]
-        for operand, result in aliases.items():
+        for operand, result in (aliases or {}).items():
             outputs[result] = inputs[operand].reshape(-1).view(np.uint8)
         blocks, threads = grid
         emulated_kernels().run(kernel, blocks, min(threads, 64), 1, *inputs, *outputs, *integers)

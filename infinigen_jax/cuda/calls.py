@@ -22,9 +22,10 @@ def gather(
     layer: Int[Array, ""],
     slots: Int[Array, "b k n"],
     count: Int[Array, "b k"],
-    hot: Shaped[Array, "b k h w"] | None,
-    entry: Int[Array, "b k n"] | None,
-    miss: Bool[Array, "b k n"] | None,
+    hot: Shaped[Array, "b k h w"] | None = None,
+    entry: Int[Array, "b k n"] | None = None,
+    miss: Bool[Array, "b k n"] | None = None,
+    *,
     blocks: int,
     threads: int,
 ) -> tuple[Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
@@ -60,12 +61,14 @@ def gather(
     integers = (b * k, t, n, vectors)
     operands = (host, layer, slots, count)
     if hot is None:
-        (moved,) = call("gather_rows", operands, (rows,), {}, grid, integers, concurrent=True)
+        (moved,) = call("gather_rows", operands, (rows,), grid, integers, concurrent=True)
         return moved, None
     assert entry is not None and miss is not None
     results = rows, jax.ShapeDtypeStruct(hot.shape, hot.dtype)
     operands, integers = (*operands, hot, entry, miss), (*integers, hot.shape[2])
-    moved, hot = call("gather_rows_hot", operands, results, {4: 1}, grid, integers, concurrent=True)
+    moved, hot = call(
+        "gather_rows_hot", operands, results, grid, integers, aliases={4: 1}, concurrent=True
+    )
     return moved, hot
 
 
@@ -96,7 +99,6 @@ def attend_rows(
         "attend_rows",
         (q.astype(jnp.float32), rows, count),
         (heads, heads, columns),
-        {},
         (b * k * shares, ATTEND_THREADS),
         (g, n, d, shares, int(np.float32(cap or 0).view(np.int32))),
     )
@@ -131,7 +133,6 @@ def select_rows(
             jax.ShapeDtypeStruct((b, k), jnp.int32),
             jax.ShapeDtypeStruct((b, k, 2, t), jnp.uint32),
         ),
-        {},
         (b * k, THREADS),
         (k, g, t, size, sinks, window, int(np.float32(alpha).view(np.int32))),
     )
@@ -165,8 +166,8 @@ def replace_entries(
         "replace_entries_16" if place.dtype == jnp.int16 else "replace_entries_32",
         (slots, count, positions, *directory),
         (*replacement, *like, *scratch),
-        {3: 2, 4: 3, 5: 4},
         (b * k, THREADS),
         (k, n, hot_slots.shape[2], place.shape[2]),
+        aliases={3: 2, 4: 3, 5: 4},
     )
     return entry, miss, hot_slots, used, place

@@ -31,6 +31,7 @@ TARGET = "__gpu$xla.gpu.ptx"
 CONCURRENT: dict[str, int | str] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 ASYNCHRONOUS = {"_xla_stream_annotation": "1", "inlineable": "false"}
 ENTRY = """{source}
+static_assert({threads} <= {kernel}_threads, "too many threads");
 extern "C" __global__ void __launch_bounds__({threads}, {kernel}_blocks)
 {kernel}_entry({parameters}) {{
   call({kernel}, {arguments});
@@ -42,18 +43,19 @@ def call(
     kernel: str,
     operands: tuple[jax.Array, ...],
     results: tuple[jax.ShapeDtypeStruct, ...],
-    aliases: dict[int, int],
     grid: tuple[int, int],
     integers: tuple[int, ...],
+    *,
+    aliases: dict[int, int] | None = None,
     concurrent: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Trace a launch of a kernel.
 
     Args:
         operands, results: the arrays whose pointers are the kernel's first parameters.
-        aliases: operand index -> index of the result that updates it in place.
         grid: number of blocks, and of threads per block.
         integers: its other parameters.
+        aliases: operand index -> index of the result that updates it in place.
         concurrent: whether other work runs at the same time.
 
     Raises:

@@ -100,7 +100,7 @@ def _launch(
 ) -> tuple[Array, ...]:
     b, k, _, capacity = operands[1].shape
     grid = (b * k * -(-capacity // share), THREADS)
-    return call(kernel, operands, outs, {}, grid, integers)
+    return call(kernel, operands, outs, grid, integers)
 
 
 def _on_each_device(local: Callable[..., Any], *arrays: Any) -> Any:

@@ -4,8 +4,9 @@
 
 // A kernel of at most `threads` threads, `blocks` of which fit a multiprocessor at a time. The entry
 // point that calls it, with integers as constants, comes from launch.py.
-#define KERNEL(name, threads, blocks)   \
-  constexpr int name##_blocks = blocks; \
+#define KERNEL(name, threads, blocks)     \
+  constexpr int name##_threads = threads; \
+  constexpr int name##_blocks = blocks;   \
   __device__ inline void name
 template <typename... Parameters, typename... Arguments>
 __device__ inline void call(void (&kernel)(Parameters...), Arguments... arguments) {

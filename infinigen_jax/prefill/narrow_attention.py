@@ -2,7 +2,7 @@
 
 Prompt chunks have hundreds of queries, and tiles of scores decide the time. Here the rows do: all
 queries of a KV head are the columns of one product with each block of rows. On a CPU, both products
-take whole rows, key and value: copies of their halves would take longer than the products.
+of a few columns take whole rows, key and value: copying the halves would take longer.
 """
 
 from typing import NamedTuple
@@ -13,6 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.ops.attention import MASKED, Softmax, soft_capped, start_softmax
 from infinigen_jax.prefill.prior_rows import NOWHERE, Attended, Block, PriorRows
+
+MOST_COLUMNS = 32  # of products with whole rows
 
 
 class Seen(NamedTuple):
@@ -48,6 +50,7 @@ def attend_narrow(
     """
     b, c, h, d = q.shape
     k = near[0].keys.shape[1]
+    whole_rows = prior.side_by_side and c * h // k <= MOST_COLUMNS
     grouped = q.reshape(b, c, k, h // k, d).transpose(0, 2, 4, 1, 3).reshape(b, k, d, -1)
 
     def seen(block: Block) -> Seen:
@@ -60,7 +63,7 @@ def attend_narrow(
         return _update(state, grouped, seen(prior.block(number)), cap)
 
     def visit_whole(number: Array, state: Softmax) -> Softmax:
-        return _update(state, grouped, Seen(*prior.rows(number), None), cap, prior.side_by_side)
+        return _update(state, grouped, Seen(*prior.rows(number), None), cap, whole_rows)
 
     def visit_ahead(number: Array, carry: tuple[Softmax, Block]) -> tuple[Softmax, Block]:
         state, block = carry

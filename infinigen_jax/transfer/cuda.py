@@ -51,9 +51,8 @@ class CudaTransfer:
         directory = () if replacement is None else (hot_rows, replacement.entry, replacement.miss)
 
         def local(host: Array, layer: Array, slots: Array, count: Array, *hot: Any) -> FetchedRows:
-            slots, hot = kernel_slots(host, layer, slots), hot or (None, None, None)
-            grid = {"blocks": self.blocks, "threads": self.threads}
-            return gather(host, layer, slots, count, *hot, **grid)
+            slots = kernel_slots(host, layer, slots)
+            return gather(host, layer, slots, count, *hot, blocks=self.blocks, threads=self.threads)
 
         arrays = (host, layer, request.slots, request.count, *directory)
         specs = CACHE_SPEC, PartitionSpec(), *[ROWS_SPEC] * (len(arrays) - 2)

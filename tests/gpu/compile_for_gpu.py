@@ -152,11 +152,6 @@ def _topology(target_config: str, devices: int):
     )
 
 
-def load_compiler() -> None:
-    """Load the plugin."""
-    _topology(H200, 1)
-
-
 def compile_options(lowered) -> dict[str, Any]:
     """The compiler options that a function was jitted with."""
     return dict(lowered._lowering._compiler_options_kvs)

@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu .venv-gpu-compile/bin/python tests/gpu/show_schedule.py [--all] [PROGRAM]...
 
 PROGRAM is one of fused (the default), fetching_layer, flush, prompt_layer, and, to see what is
-avoided, scanned (stacked weights). `make compile-gpu` makes
-the environment. `--all` lists every launch, not only those next to a transfer.
+avoided, scanned (stacked weights). `make compile-gpu` makes the environment. `--all` lists every
+launch, not only those next to a transfer.
 """
 
 import argparse

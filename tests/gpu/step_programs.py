@@ -242,20 +242,24 @@ def scanned() -> Program:
 
 
 @functools.cache
-def fetching_layer(weights_on: str = "device") -> Program:
+def fetching_layer(
+    weights_on: str = "device", transfer: Transfer | None = None, hot_set: float = 0.0
+) -> Program:
     """One layer on the host that fetches for the next one, as the layerwise schedule runs it."""
-    cache, constant = _cache(), weights()
+    made, constant = decoder(transfer, hot_set, weights_on), weights()
+    cache = _cache(made)
     target = Target(constant.params["layers"][-1], constant.policy[-1], cache.states[-1], _scalar())
     place = HostLayer(_scalar(), SCALES, constant.policy[0], cache.states[0])
     params, upcoming = constant.params["layers"][DENSE], []
     if weights_on == "host":
         upcoming = weights("host").params["layers"][-1:]
-    return compile_for_gpu(
-        steps(decoder(weights_on=weights_on)).pieces.layer,
-        LayerInputs(params, upcoming, cache.host, place, target, cache.lengths),
-        LayerState(cache.local[-1], None, None),
-        _carry(),
-    )
+    with mock.patch.object(cuda, "in_use", lambda: made.transfer.name == "cuda"):
+        return compile_for_gpu(
+            steps(made).pieces.layer,
+            LayerInputs(params, upcoming, cache.host, place, target, cache.lengths),
+            LayerState(cache.local[-1], cache.hot[-1] if hot_set else None, None),
+            _carry(),
+        )
 
 
 @functools.cache

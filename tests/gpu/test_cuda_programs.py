@@ -94,6 +94,16 @@ def test_nothing_is_staged_or_copied(hot_set: float):
     assert in_place >= (sp.LAYERS - sp.DENSE) * hot_rows * (hot_set > 0)
 
 
+def test_a_layer_of_its_own_call_fetches_the_same_way():
+    program = sp.fetching_layer(transfer=CudaTransfer(), hot_set=HOT_SET)
+    (fetch,) = (i for i in step_of(program) if is_fetch(i))
+    mlp = products(step_of(program), "mlp")
+    assert mlp and all(i in independent(program, fetch) for i in mlp)
+    assert not host_copies(program, 1024)
+    assert not [copy for copy in copies(program, 1024) if copy.nbytes >= sp.FETCHED_BYTES]
+    assert program.memory["alias"] >= sp.RESIDENT_BYTES + sp.HEADS * HOT_ENTRIES * sp.ROW
+
+
 def test_the_directory_of_the_hot_set_is_replaced_in_place():
     b, k, n, h, t = 2, 8, 409, 818, 8192
     arguments = [on_device(s, jnp.int32) for s in [(b, k, n), (b, k), (b,), (b, k, h), (b, k, h)]]

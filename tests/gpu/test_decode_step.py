@@ -1,6 +1,6 @@
 """XLA's programs for the package's functions: a decode step, a flush and a prompt's layer.
 
-The claims of docs/gpu.md, each a test, with the two alternatives that were rejected. To look at a
+The claims of docs/gpu.md, each a test, with an alternative that was rejected. To look at a
 schedule: `python tests/gpu/show_schedule.py`.
 """
 

@@ -213,7 +213,7 @@ def attend_few(
     places = jnp.arange(TOKENS)
     own = Seen(keys.swapaxes(1, 2), values.swapaxes(1, 2), (places[:, None] <= places[None])[None])
     sinks = [jnp.nan_to_num(x[:, :, :first]) for x in tables]
-    near = Seen(*sinks, (jnp.arange(first)[None] < starts[:, None])[:, :, None])
+    near = Seen(sinks[0], sinks[1], (jnp.arange(first)[None] < starts[:, None])[:, :, None])
     prior = earlier_rows(tables, size, starts)._replace(first=first, side_by_side=side_by_side)
     at = starts[:, None] + places[None]
     return attend_narrow(q, [own, near], prior, at, ahead=ahead).output
