@@ -33,10 +33,10 @@ IGNORE = {"ignore_eos": True}
 @pytest.fixture(scope="module")
 def lossless(served: Served) -> Iterator[Lossless]:
     """The lossless server, whose drafts have all lengths; else they depend on measured times."""
-    model, counts = small_engine().model, itertools.cycle((3, 0, 4, 1, 2))
+    model, counts = small_engine().model, itertools.cycle((3, 0, 1, 2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DraftLength, "choose", lambda self, most: min(next(counts), most, self.most))
-        with Running(engine=engine_of(model, POOR, lossless=True)) as server:
+        with Running(engine=engine_of(model, POOR, lossless=True, draft_tokens=3)) as server:
             full = engine_of(model, Full(window=4, sinks=2))
             yield (made := Lossless(server.engine, server.scheduler, server.port, full))
             made.client.close()
