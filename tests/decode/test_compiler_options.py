@@ -1,11 +1,14 @@
 """The options that programs are compiled with."""
 
+import dataclasses
 import logging
 
 import jax
 import jax.numpy as jnp
 import pytest
+from runtime import ALL, engine
 
+from infinigen_jax.cuda.launch import CONCURRENT
 from infinigen_jax.decode import compiler_options as compiler
 from infinigen_jax.decode.compiler_options import (
     COPIES_IN_FLIGHT,
@@ -14,8 +17,11 @@ from infinigen_jax.decode.compiler_options import (
     WIDE,
     WIDTH,
     layer_options,
+    step_options,
 )
 from infinigen_jax.decode.layout import Layout
+from infinigen_jax.policies import Full
+from infinigen_jax.transfer import CudaTransfer
 
 
 def layout(weights_on_host: bool) -> Layout:
@@ -60,3 +66,11 @@ def test_an_option_that_xla_does_not_know_is_left_out(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert layer_options(STREAMED) == {}
     assert "no_such_option" in caplog.text
+
+
+def test_kernels_run_concurrently_where_rows_are_fetched_by_one():
+    made = engine("one", ALL).decoder
+    by_kernel = dataclasses.replace(made, transfer=CudaTransfer())
+    assert CONCURRENT.items() <= step_options(by_kernel).items()
+    for other in (made, dataclasses.replace(by_kernel, policy=Full())):
+        assert not CONCURRENT.keys() & step_options(other).keys()
