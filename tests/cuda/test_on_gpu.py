@@ -78,7 +78,7 @@ def test_attention_by_a_kernel_is_that_of_xla(monkeypatch: pytest.MonkeyPatch, n
         made = "infinigen_jax.engine.runtime.make_transfer"
         monkeypatch.setattr(made, lambda name, t=transfer: t)
         scores.append(scores_of(random_model(name, "bfloat16"), ALL))
-    # Of log-probabilities down to -30; bfloat16 has eight significant bits.
+    # Of log-probabilities down to -30; XLA rounds the weights of attention to eight bits.
     np.testing.assert_allclose(*scores, rtol=2**-8, atol=0.02)
 
 
