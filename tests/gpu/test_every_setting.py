@@ -7,7 +7,6 @@ Shows that XLA takes them, no more. Minutes: `python -m pytest tests/gpu -m slow
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,8 @@ from infinigen_jax import cuda
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import POLICIES
-from infinigen_jax.prefill.compiled import cache_steps, chunk_steps
+from infinigen_jax.prefill.compiled import chunk_steps
+from infinigen_jax.programs.program import Program
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.transfer import CudaTransfer, XlaTransfer
 
@@ -93,31 +93,12 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 class Call(NamedTuple):
-    """A jitted function, and what it was first called with of some shapes."""
+    """A program, and what it was first called with of some shapes."""
 
     name: str
-    jitted: Any
+    program: Program
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-
-
-class Recorder:
-    """In the place of a jitted function; notes calls from outside of a trace."""
-
-    def __init__(self, function: Callable[..., Any], calls: dict[str, Call], jitted: Any):
-        self._name = getattr(getattr(function, "func", function), "__name__", "")
-        self._calls, self._jitted = calls, jitted
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        leaves = jax.tree.leaves((arguments, keywords))
-        if not any(isinstance(leaf, core.Tracer) for leaf in leaves):
-            shaped = jax.tree.map(_shaped, (arguments, keywords))
-            key = f"{self._name} {shaped}"
-            self._calls.setdefault(key, Call(self._name, self._jitted, *shaped))
-        return self._jitted(*arguments, **keywords)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)
 
 
 def _shaped(x: Any) -> Any:
@@ -127,23 +108,22 @@ def _shaped(x: Any) -> Any:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Call]]:
-    """Record the calls of the package's functions from now on."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Call]:
+    """Record the calls of the package's programs from now on."""
     found: dict[str, Call] = {}
-    jit = jax.jit
+    run = Program.__call__
 
-    def recording(function: Any = None, **options: Any) -> Any:
-        if function is None:
-            return lambda function: recording(function, **options)
-        return Recorder(function, found, jit(function, **options))
+    def recorded(program: Program, *arguments: Any, **keywords: Any) -> Any:
+        leaves = jax.tree.leaves((arguments, keywords))
+        if not any(isinstance(leaf, core.Tracer) for leaf in leaves):
+            shaped = jax.tree.map(_shaped, (arguments, keywords))
+            name = program._name.partition("[")[0].rpartition(".")[2]
+            found.setdefault(f"{name} {shaped}", Call(name, program, *shaped))
+        return run(program, *arguments, **keywords)
 
-    monkeypatch.setattr(jax, "jit", recording)
+    monkeypatch.setattr(Program, "__call__", recorded)
     monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer())
-    for cached in (steps, cache_steps, chunk_steps):
-        cached.cache_clear()
-    yield found
-    for cached in (steps, cache_steps, chunk_steps):
-        cached.cache_clear()
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -156,7 +136,7 @@ def test_it_compiles(case: str, calls: dict[str, Call], monkeypatch: pytest.Monk
     made.generate([prefix + prompt for prompt in RAGGED], max_new_tokens=8)
     assert {"embed", "keep_rows"} <= {call.name for call in calls.values()}
     for call in list(calls.values()):
-        compile_for_gpu(call.jitted, *call.arguments, keywords=call.keywords)
+        compile_for_gpu(call.program, *call.arguments, keywords=call.keywords)
     monkeypatch.setattr(cuda, "in_use", lambda: True)
     by_kernels = steps(dataclasses.replace(made.decoder, transfer=CudaTransfer()))
     again = {
