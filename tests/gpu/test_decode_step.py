@@ -154,5 +154,7 @@ def test_a_chunks_rows_are_written_in_place():
 def test_a_scan_over_stacked_weights_copies_them(matrix):
     """Why the layers are unrolled."""
     kernel = sp.weights().params["layers"][0][matrix]["kernel"]
-    made = {i.nbytes for i in large_results(sp.scanned(), sp.WEIGHT_BYTES)}
-    assert kernel.size * kernel.dtype.itemsize in made
+    size = kernel.size * kernel.dtype.itemsize
+    made = large_results(sp.scanned(), sp.WEIGHT_BYTES)
+    # A launch may have an index as a second result.
+    assert any(part.nbytes == size for i in made for part in i.results)
