@@ -20,16 +20,7 @@ wrong: set[str] = set()
 """Kernels whose first result has other bits than it should."""
 
 
-def call(
-    kernel: str,
-    operands: tuple[jax.Array, ...],
-    results: tuple[jax.ShapeDtypeStruct, ...],
-    grid: tuple[int, int],
-    integers: tuple[int, ...],
-    *,
-    aliases: dict[int, int] | None = None,
-    concurrent: bool = False,
-) -> tuple[jax.Array, ...]:
+def call(kernel: str, operands: Any, results: Any, grid: Any, integers: Any, **options: Any) -> Any:
     """Do what `launch.call` does."""
 
     def run(*arrays: Any) -> tuple[np.ndarray, ...]:
@@ -37,7 +28,7 @@ def call(
             raise RuntimeError(f"{kernel} failed")
         inputs = [np.array(x, order="C") for x in arrays]
         outputs = [np.full(x.size * x.dtype.itemsize, UNDEFINED, np.uint8) for x in results]
-        for operand, result in (aliases or {}).items():
+        for operand, result in (options.get("aliases") or {}).items():
             outputs[result] = inputs[operand].reshape(-1).view(np.uint8)
         blocks, threads = grid
         emulated_kernels().run(kernel, blocks, min(threads, 64), 1, *inputs, *outputs, *integers)
