@@ -63,7 +63,7 @@ class Reading:
         """Prepare to read a prompt; nothing is dispatched yet.
 
         Args:
-            cache: cache that holds the first `done` tokens already, fewer than all.
+            cache: cache that holds the first `done` tokens, fewer than all; None for a new one.
         """
         self.tokens, self.done = np.asarray(tokens, np.int32), done
         self._runtime, self._chunk = runtime, chunk
@@ -165,9 +165,11 @@ class OpenBatch(Batch):
         self._since_flush, self._left = 0, False
         self._activate(0, single)
 
-    def release(self) -> None:
-        """Free the arrays of an idle batch of one; `take` brings others."""
+    def release(self) -> Array | None:
+        """Free the arrays of an idle batch of one, and return its host array; see `take`."""
+        host = self.cache.host
         del self.cache, self.newest
+        return host
 
     def _activate(self, sequence: int, single: Single) -> None:
         self.active[sequence] = True
@@ -175,21 +177,23 @@ class OpenBatch(Batch):
         steps = self.selecting
         steps.weights = steps.weights._replace(policy=self.budgets.weights)
 
-    def single(self, sequence: int) -> Single:
+    def single(self, sequence: int, host: Array | None = None) -> Single:
         """Return an active sequence, to continue elsewhere; it leaves this batch.
 
         It may leave while others `can_join`. A batch of one gives its own arrays away; a larger one
         copies the sequence out of them.
+
+        Args:
+            host: see `empty_cache`.
         """
         assert self.can_join and self.active[sequence]
         budget, tokens = self.budgets.of(sequence), int(self.cached[sequence])
         self.settle()
         cache, newest = self.cache, self.newest
         if len(self.active) > 1:
-            host = cache.host
-            if host is not None:
-                shape = (host.shape[0], 1, *host.shape[2:])
-                host = allocate_host(shape, host.dtype, self.runtime.mesh)
+            if cache.host is not None and host is None:
+                shape = (cache.host.shape[0], 1, *cache.host.shape[2:])
+                host = allocate_host(shape, cache.host.dtype, self.runtime.mesh)
             at = jax.device_put(np.int32(sequence), self._at.whole)
             cache, newest = self._admission.extract(host, cache, newest, at)
         self.leave(sequence)

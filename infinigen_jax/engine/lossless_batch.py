@@ -7,6 +7,7 @@ sequence do not depend on the others, as the full model draws them.
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Array
 
 from infinigen_jax.decode.steps import Watch
 from infinigen_jax.engine.dispatch import Dispatcher
@@ -67,9 +68,9 @@ class LosslessBatch(OpenBatch):
         super()._activate(sequence, single)
         self.room[sequence] = single.room
 
-    def single(self, sequence: int) -> Single:
+    def single(self, sequence: int, host: Array | None = None) -> Single:
         room = int(self.room[sequence])
-        return super().single(sequence)._replace(room=room)
+        return super().single(sequence, host)._replace(room=room)
 
     def leave(self, sequence: int) -> None:
         super().leave(sequence)

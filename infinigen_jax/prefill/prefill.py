@@ -150,10 +150,20 @@ def chunk_for(decoder: Decoder, batch: int, tokens: int, most: int | None) -> in
     return chunk_length(tokens, most)
 
 
-def empty_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = None) -> Cache:
-    """Return a cache without tokens, with room for `capacity` tokens of each sequence."""
-    host, slots = None, capacity if slots is None else slots
-    if decoder.host_layers:
+def empty_cache(
+    decoder: Decoder,
+    batch: int,
+    capacity: int,
+    slots: int | None = None,
+    host: Array | None = None,
+) -> Cache:
+    """Return a cache without tokens, with room for `capacity` tokens of each sequence.
+
+    Args:
+        host: host array of an equal cache that is not used any more; None allocates one.
+    """
+    slots = capacity if slots is None else slots
+    if decoder.host_layers and host is None:
         stored = decoder.row_format
         shape = (decoder.host_layers, batch, decoder.config.num_kv_heads, slots, stored.width)
         host = allocate_host(shape, stored.storage, decoder.mesh)

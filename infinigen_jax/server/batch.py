@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
+from infinigen_jax.cache.cache import Cache
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.heat_map import watch_heat
@@ -19,6 +20,7 @@ from infinigen_jax.engine.live_batch import LiveBatch, OpenBatch, Reading, Singl
 from infinigen_jax.engine.lossless_batch import LosslessBatch, Round
 from infinigen_jax.engine.results import Choice, choices_of
 from infinigen_jax.engine.sampler import Drawn, Sampler
+from infinigen_jax.prefill.prefill import empty_cache
 from infinigen_jax.sampling import LogProbs
 from infinigen_jax.server.grammar import allowed_tokens
 from infinigen_jax.server.job import Job, Running
@@ -66,9 +68,26 @@ class ServedBatch(abc.ABC):
         self._engine, self._metrics = engine, metrics
         self._heat_maps = limits.heat_maps
         batch, runtime = limits.batch, engine.runtime
+        self._capacity, self._spare = limits.capacity, None
         self.live = self._whole = self.kind.empty(runtime, batch, limits.capacity)
         self._alone = self.kind(runtime, 1)
         self._sampler = self._whole_sampler = self._sampler_of([Sampling()] * batch, [()] * batch)
+
+    def empty_cache(self) -> Cache:
+        """Return a cache for the next prompt, in the host array of an earlier one if there is one.
+
+        Memory that was just allocated is slow: its pages are written before a prompt is read.
+        """
+        return empty_cache(self._engine.decoder, 1, self._capacity, host=self._take_spare())
+
+    def reuse(self, reading: Reading) -> None:
+        """Keep the host array of a prompt all of whose answers have joined."""
+        if self.live is self._whole or self.live.cache is not reading.cache:
+            self._spare = reading.cache.host
+
+    def _take_spare(self) -> Array | None:
+        spare, self._spare = self._spare, None
+        return spare
 
     @property
     def free(self) -> int | None:
@@ -113,7 +132,8 @@ class ServedBatch(abc.ABC):
 
     def _narrow(self, sequence: int) -> None:
         """Move a sequence of the whole batch to the batch of one."""
-        sampler, single = self._sampler.single(sequence), self.live.single(sequence)
+        sampler = self._sampler.single(sequence)
+        single = self.live.single(sequence, self._take_spare())
         self._sampler.leave(sequence)
         self._be_alone(single, sampler)
 
@@ -131,7 +151,7 @@ class ServedBatch(abc.ABC):
 
     def _return(self) -> None:
         """Decode in the whole batch from now on."""
-        self._alone.release()
+        self._spare = self._alone.release()
         self.live, self._sampler = self._whole, self._whole_sampler
 
     @abc.abstractmethod

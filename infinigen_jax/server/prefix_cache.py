@@ -99,12 +99,11 @@ class PrefixCache:
                 return node
             node, node.used = child, next(self._clock)
 
-    def restore(self, node: Node) -> Cache | None:
-        """Return a cache of one sequence with the tokens up to a node; None for the root."""
-        chain, decoder = node.chain(), self._decoder
+    def restore(self, node: Node, cache: Cache) -> Cache:
+        """Fill an empty cache of one sequence with the tokens up to a node; it is donated."""
+        chain = node.chain()
         if not chain:
-            return None
-        cache = empty_cache(decoder, 1, self._capacity)
+            return cache
         host = cache.host if cache.host is None else self._fill(cache.host, chain)
         leaves, tree = jax.tree.flatten(kept(cache))
         for i, (leaf, axis) in enumerate(zip(leaves, self._axes, strict=True)):
@@ -145,7 +144,7 @@ class PrefixCache:
         limit, self._limit = self._limit, sys.maxsize
         node = self.store(self._root, reading)
         assert node is not None
-        self.restore(node)
+        self.restore(node, empty_cache(self._decoder, 1, self._capacity))
         self._limit = 0
         self._evict()
         self._limit = limit

@@ -187,10 +187,11 @@ class Scheduler:
 
     def _begin(self, job: Job) -> tuple[Reading, Node | None]:
         """Begin to read a prompt after the tokens that the prefix cache has."""
-        limits, tokens, node, cache = self.limits, np.asarray(job.tokens, np.int32), None, None
+        limits, tokens, node = self.limits, np.asarray(job.tokens, np.int32), None
+        cache = self._batch.empty_cache()
         if self._prefixes is not None:
             node = self._prefixes.find(tokens)
-            cache, job.cached_tokens = self._prefixes.restore(node), node.end
+            cache, job.cached_tokens = self._prefixes.restore(node, cache), node.end
         runtime, done = self.engine.runtime, job.cached_tokens
         return Reading(runtime, tokens, limits.capacity, limits.chunk, cache, done), node
 
@@ -223,6 +224,8 @@ class Scheduler:
                 self._batch.join(sequence, intake.reading, Running(job, answer), number)
                 intake.joined += 1
             self._intakes.remove(intake)
+            assert intake.reading is not None
+            self._batch.reuse(intake.reading)
 
     def _take(self, new: NewToken) -> None:
         """Send a new token's text, unless its answer has ended."""

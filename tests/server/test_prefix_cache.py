@@ -10,17 +10,20 @@ from runtime import SPARSE, TAILED, engine
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.live_batch import Reading
 from infinigen_jax.policies.h2o import H2O
+from infinigen_jax.prefill.prefill import empty_cache
 from infinigen_jax.server.prefix_cache import Node, PrefixCache
 
 CAPACITY, CHUNK = 256, 64
 PROMPT = np.random.default_rng(0).integers(3, 96, 150).astype(np.int32)
 
 
-def read(made: Engine, prefixes: PrefixCache, tokens: np.ndarray) -> tuple[Reading, int]:
+def read(
+    made: Engine, prefixes: PrefixCache, tokens: np.ndarray, host: jax.Array | None = None
+) -> tuple[Reading, int]:
     """Read a prompt as the scheduler does; also the number of cached tokens."""
     node = prefixes.find(tokens)
     done = node.end
-    cache = prefixes.restore(node)
+    cache = prefixes.restore(node, empty_cache(made.decoder, 1, CAPACITY, host=host))
     reading = Reading(made.runtime, tokens, CAPACITY, CHUNK, cache, done)
     while not reading.complete:
         reading.advance()
@@ -47,7 +50,8 @@ def test_restored_states_are_equal_bits(policy, settings):
     prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
     whole, cached = read(made, prefixes, PROMPT)
     assert cached == 0
-    again, cached = read(made, prefixes, PROMPT)
+    used = read(made, prefixes, np.tile(PROMPT[::-1], 2)[:250])[0].cache.host
+    again, cached = read(made, prefixes, PROMPT, used)  # in the host array of another prompt
     assert cached == 128
     one, two = (
         (r.predicted, r.cache._replace(host=None, hot=()), np.asarray(r.cache.host)[..., :150, :])
@@ -67,8 +71,8 @@ def test_chunks_at_the_end_of_the_capacity_are_restored():
     for end in (212, 250):
         reading, _ = read(made, prefixes, tokens[:end])
     node = prefixes.find(tokens)
-    restored = prefixes.restore(node)
-    assert restored is not None and node.end == 250
+    restored = prefixes.restore(node, empty_cache(made.decoder, 1, CAPACITY))
+    assert node.end == 250
     one, two = (np.asarray(c.host)[..., :250, :] for c in (reading.cache, restored))
     np.testing.assert_array_equal(one, two)
 
