@@ -15,56 +15,26 @@ each system, measurement and length can have a run of its own, in turns.
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
-import http.client
 import itertools
 import json
-import os
-import socket
-import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvicorn
 
 from benchmarks.files import note, write_json
 from benchmarks.machine import describe
-from benchmarks.shapes import SHAPES, peaked_model
-from infinigen_jax.engine.engine import Engine
-from infinigen_jax.loading.load import Model, load
-from infinigen_jax.server.app import Service, create_app
-from infinigen_jax.server.connection import http_config
-from infinigen_jax.server.limits import Limits
-from infinigen_jax.server.metrics import Metrics
-from infinigen_jax.server.scheduler import Scheduler
+from benchmarks.servers import OURS, SYSTEMS, Served, running
+from benchmarks.shapes import SHAPES
+from infinigen_jax.text.tokenizer import load_tokenizer
 
 VOCABULARY = 1000  # random tokens of prompts are below
 WARM_UP = 512  # tokens of prompts before the measurement
 MEASUREMENTS = ("streams", "turns", "stall")
-OURS = ("infinigen", "infinigen-lossless")
-THEIRS = {"transformers": (), "transformers-batching": ("--continuous-batching",)}
-SYSTEMS = (*OURS, *THEIRS, "llama.cpp", "llama.cpp-f32")
-
-
-@dataclasses.dataclass
-class Stream:
-    """Times of one request, in seconds since its start."""
-
-    tokens: list[float]
-
-    @property
-    def first(self) -> float:
-        return self.tokens[0]
-
-    @property
-    def gaps(self) -> np.ndarray:
-        return np.diff(self.tokens)
 
 
 @dataclasses.dataclass
@@ -84,151 +54,6 @@ class Prompts:
             return generator.integers(3, VOCABULARY, length).tolist()
         start = int(generator.integers(0, len(self.text) - length))
         return self.text[start : start + length].tolist()
-
-
-def request(
-    port: int, body: dict[str, Any], new: int, count: Any, begun: threading.Event | None = None
-) -> Stream:
-    """Stream an answer of `new` tokens from a server.
-
-    Args:
-        body: model and prompt, and the settings of the server for a greedy answer of this length.
-        count: function that returns the number of tokens of an event.
-        begun: event that is set with the third token.
-    """
-    body = body | {"max_tokens": new, "stream": True, "temperature": 0}
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    started = time.perf_counter()
-    kind = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body), kind)
-    response, times = connection.getresponse(), []
-    assert response.status == 200, response.read()
-    for line in response:
-        if line.startswith(b"data: {"):
-            times += [time.perf_counter() - started] * count(json.loads(line[6:]))
-            if begun is not None and len(times) >= 3:
-                begun.set()
-    assert len(times) == new, (len(times), new)
-    return Stream(times)
-
-
-def scored_tokens(event: dict[str, Any]) -> int:
-    """Return the number of tokens in an event of ours, or of llama.cpp."""
-    scores = [choice.get("logprobs") or {} for choice in event["choices"]]
-    return sum(len(each.get("tokens") or each.get("content") or ()) for each in scores)
-
-
-def events_before_the_end(event: dict[str, Any]) -> int:
-    """Return the number of tokens in an event of transformers: one, and none in the last event."""
-    return int(event["choices"][0].get("finish_reason") is None)
-
-
-class System:
-    """A running server, on a port of this machine."""
-
-    port: int
-
-    def stream(self, prompt: list[int], new: int, begun: Any = None) -> Stream:
-        """Stream an answer; with log-probabilities every token is reported, also without text."""
-        body = {"model": "m", "prompt": prompt, "ignore_eos": True, "logprobs": 1}
-        return request(self.port, body, new, scored_tokens, begun)
-
-    def together(self, prompts: list[list[int]], new: int) -> list[Stream]:
-        """Stream an answer to every prompt, all at the same time."""
-        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(lambda prompt: self.stream(prompt, new), prompts))
-
-    def facts(self) -> dict[str, Any]:
-        """Return further results."""
-        return {}
-
-
-class Served(System):
-    """Our server in this process."""
-
-    def __init__(self, model: Model, context: int, rows: int, chunk: int | None, lossless: bool):
-        engine = Engine(model, prefill_chunk=chunk, lossless=lossless)
-        limits = Limits.of(engine, rows, context, heat_maps=False)
-        self.scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.port, service = listening.getsockname()[1], Service("m", drain_seconds=30)
-        run = uvicorn.Server(http_config(create_app(self.scheduler, service), service)).run
-        threading.Thread(target=run, args=([listening],), daemon=True).start()
-        while not self.scheduler.ready.wait(0.1):
-            assert self.scheduler.failure is None, self.scheduler.failure
-
-    def facts(self) -> dict[str, Any]:
-        lines = self.scheduler.metrics_text().decode().splitlines()
-        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        names = ("compilations_after_warmup", "drafted_tokens_total", "accepted_tokens_total")
-        return {name: int(float(values[f"infinigen_{name}"])) for name in names}
-
-
-class LlamaServed(System):
-    """llama.cpp's server in this process."""
-
-    def __init__(self, gguf: Path, name: str, context: int, rows: int):
-        from benchmarks.llama_cpp import start_server
-
-        self._server = start_server(gguf, name, rows, context, gguf.parent)
-        self.port = int(self._server.listening_address.rsplit(":")[-1])
-
-    def facts(self) -> dict[str, Any]:
-        import xllamacpp  # pyright: ignore[reportMissingImports]
-
-        return {"build": xllamacpp.__version__}
-
-
-class TransformersServed(System):
-    """`transformers serve` in a process of its own."""
-
-    def __init__(self, folder: Path, model: Model, port: int):
-        self.port, self._folder, self._tokenizer = port, folder, model.tokenizer
-
-    def stream(self, prompt: list[int], new: int, begun: Any = None) -> Stream:
-        text = self._tokenizer.decode(prompt)
-        assert len(self._tokenizer.encode(text)) == len(prompt)
-        settings = {"do_sample": False, "eos_token_id": None, "max_new_tokens": new}
-        body = {"model": str(self._folder), "prompt": text}
-        body["generation_config"] = json.dumps(settings)
-        return request(self.port, body, new, events_before_the_end, begun)
-
-
-@contextlib.contextmanager
-def transformers_server(model: Model, options: tuple[str, ...]) -> Iterator[TransformersServed]:
-    """Run `transformers serve` on a model's folder."""
-    assert model.path is not None
-    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as free:
-        folder, port = Path(name), free.getsockname()[1]
-        for file in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-            (folder / file).symlink_to((model.path / file).resolve())
-        config = json.loads((model.path / "config.json").read_text())
-        config.setdefault("architectures", ["LlamaForCausalLM"])
-        (folder / "config.json").write_text(json.dumps(config))
-        free.close()
-        command = ["transformers", "serve", str(folder), "--device", "cpu", *options]
-        command += ["--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-        output = subprocess.DEVNULL
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        try:
-            while process.poll() is None and not answers(port):
-                time.sleep(0.2)
-            assert process.poll() is None, "transformers serve ended"
-            yield TransformersServed(folder, model, port)
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def answers(port: int) -> bool:
-    """Return whether a server is healthy."""
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
 
 
 def throughput(system: Any, prompts: list[list[int]], new: int) -> dict[str, Any]:
@@ -260,7 +85,7 @@ def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 def stall(server: Served, prompts: Prompts, length: int, long: int) -> dict[str, Any]:
     """Measure the pauses of a running stream while a long prompt is read."""
-    begun, chunk = threading.Event(), server.scheduler.limits.chunk
+    begun, chunk = threading.Event(), server.chunk
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         new = long // chunk + 40
         running = pool.submit(server.stream, prompts.make(length, 1), new, begun)
@@ -319,21 +144,6 @@ def measure(system: Any, options: argparse.Namespace, prompts: Prompts) -> dict[
     return result
 
 
-@contextlib.contextmanager
-def running(options: argparse.Namespace, model: Model) -> Iterator[Any]:
-    """Run a system."""
-    longest = {"streams": options.length, "turns": options.turn, "stall": options.long}
-    context = max(longest[name] for name in options.measure) + 512
-    if options.system in THEIRS:
-        with transformers_server(model, THEIRS[options.system]) as server:
-            yield server
-    elif options.system in OURS:
-        lossless = options.system == "infinigen-lossless"
-        yield Served(model, context, options.batch, options.chunk, lossless)
-    else:
-        yield LlamaServed(options.gguf, options.system, context, options.batch)
-
-
 def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve")
@@ -356,16 +166,13 @@ def main() -> None:
     options = parser.parse_args()
     if "stall" in options.measure and options.system not in OURS:
         parser.error(f"--measure stall: of {' and '.join(OURS)} only; choose streams or turns")
-    tokenizer = load("tiny-llama").tokenizer
-    if options.model is None:
-        model = peaked_model(SHAPES[options.shape], options.long + 512, "float32")
-        model = dataclasses.replace(model, given_tokenizer=tokenizer)
-    else:
-        model = load(options.model, "float32")
     text = None
     if options.text is not None:
-        text = np.array(model.tokenizer.encode(options.text.read_text()[:1_000_000]))
-    with running(options, model) as system:
+        tokenizer = load_tokenizer(Path(options.model))
+        text = np.array(tokenizer.encode(options.text.read_text()[:1_000_000]))
+    longest = {"streams": options.length, "turns": options.turn, "stall": options.long}
+    context = max(longest[name] for name in options.measure) + 512
+    with running(options, context) as system:
         note("warm")
         machine = describe()
         found = measure(system, options, Prompts(text))
