@@ -60,7 +60,7 @@ def attend_narrow(
         return Seen(block.keys, block.values, visible)
 
     def visit(number: Array, state: Softmax) -> Softmax:
-        return _update(state, grouped, seen(prior.block(number)), cap)
+        return _update(state, grouped, seen(prior.block(number)), cap, whole_rows)
 
     def visit_whole(number: Array, state: Softmax) -> Softmax:
         return _update(state, grouped, Seen(*prior.rows(number), None), cap, whole_rows)
@@ -77,11 +77,9 @@ def attend_narrow(
     if ahead:
         state, _ = lax.fori_loop(first, prior.blocks, visit_ahead, (state, prior.block(first)))
     else:
-        begin = jnp.int32(-(-prior.first // prior.size))
-        end = begin if window is not None else jnp.maximum(begin, prior.whole_blocks)
-        state = lax.fori_loop(first, jnp.minimum(begin, prior.blocks), visit, state)
-        state = lax.fori_loop(begin, end, visit_whole, state)
-        state = lax.fori_loop(end, prior.blocks, visit, state)
+        whole = first if window is not None else prior.whole_blocks
+        state = lax.fori_loop(first, whole, visit_whole, state)
+        state = lax.fori_loop(whole, prior.blocks, visit, state)
     output = (state.weighted / state.total[..., None]).astype(q.dtype)
     log_sum = (state.peak + jnp.log(state.total))[..., None]
     return Attended(_ungrouped(output, c), _ungrouped(log_sum, c)[..., 0])

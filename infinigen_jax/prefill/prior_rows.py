@@ -19,7 +19,7 @@ class PriorRows(NamedTuple):
         capacity: number of slots, at least `size`.
         start: number of valid positions: those before the chunk.
         positions: positions of the slots, -1 for a slot without a row; None if slot = position.
-        first: first valid slot; 0 for attention of a chunk.
+        first: first valid slot, where the first block begins.
         side_by_side: whether keys and values are read as halves of one array.
     """
 
@@ -34,14 +34,14 @@ class PriorRows(NamedTuple):
     @property
     def blocks(self) -> Int[Array, ""]:
         """Number of blocks with valid rows."""
-        return (jnp.minimum(jnp.max(self.start), self.capacity) + self.size - 1) // self.size
+        return (self._rows(jnp.max(self.start)) + self.size - 1) // self.size
 
     @property
     def whole_blocks(self) -> Int[Array, ""]:
-        """Number of leading blocks whose rows from `first` on are valid in all sequences."""
+        """Number of leading blocks whose rows are valid in all sequences."""
         if self.positions is not None:
             return jnp.int32(0)
-        return jnp.minimum(jnp.min(self.start), self.capacity) // self.size
+        return self._rows(jnp.min(self.start)) // self.size
 
     def rows(self, number: Int[Array, ""]) -> "Rows":
         """Read a block as it is stored."""
@@ -58,14 +58,21 @@ class PriorRows(NamedTuple):
         position = slot
         if self.positions is not None:
             position = lax.dynamic_slice_in_dim(self.positions, at, self.size, axis=1)
-        least = jnp.maximum(number * self.size, self.first)
-        valid = (slot >= least) & (position >= 0) & (position < self.start[:, None])
+        valid = (
+            (slot >= self.first + number * self.size)
+            & (position >= 0)
+            & (position < self.start[:, None])
+        )
         # Unwritten slots may hold NaN, which a weight of 0 does not mask.
         values = jnp.where(valid[:, None, :, None], rows.values, 0)
         return Block(rows.keys, values, jnp.where(valid, position, NOWHERE), at)
 
     def _at(self, number: Int[Array, ""]) -> Int[Array, ""]:
-        return jnp.minimum(number * self.size, self.capacity - self.size)
+        return jnp.minimum(self.first + number * self.size, self.capacity - self.size)
+
+    def _rows(self, start: Int[Array, ""]) -> Int[Array, ""]:
+        """Return the number of slots from `first` up to a position."""
+        return jnp.maximum(jnp.minimum(start, self.capacity) - self.first, 0)
 
 
 class Rows(NamedTuple):
