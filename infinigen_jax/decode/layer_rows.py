@@ -20,6 +20,7 @@ from infinigen_jax.decode.layout import Layout
 from infinigen_jax.decode.sparse_attention import attend_fetched, attend_streamed, count_streamed
 from infinigen_jax.decode.state import Carry, Counts, LayerInputs, LayerState
 from infinigen_jax.ops.attention import Part, attend
+from infinigen_jax.ops.used_slots import over_used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,12 @@ class DeviceRows:
         self, q: Float[Array, "b k g d"], carry: Carry
     ) -> tuple[Float[Array, "b k g d"], "DeviceRows", Counts]:
         part = self.local.part(self.positions, self.layout.dtype)
-        o = attend(q, part, cap=self.layout.config.attention_softcap)
+        cap = self.layout.config.attention_softcap
+
+        def attend_first(slots: int) -> Array:
+            return attend(q, Part(*(x[:, :, :slots] for x in part)), cap=cap)
+
+        o = over_used(attend_first, jnp.max(self.positions) + 1, part.keys.shape[2])
         return o, self, carry.counts
 
 

@@ -55,8 +55,13 @@ def pack_marks(mask: Bool[Array, "*b t"]) -> UInt32[Array, "*b v"]:
     bits = (lax.bitcast_convert_type(quads, jnp.uint32) * jnp.uint32(0x10204080)) >> jnp.uint32(28)
     places = jnp.arange(0, WORD, 4, dtype=jnp.uint32).reshape(*[1] * (len(rows) + 1), WORD // 4)
     packed = jnp.sum(bits.reshape(*rows, words, WORD // 4) << places, axis=-1, dtype=jnp.uint32)
-    group = _group(words)  # `_first_above` needs whole groups
-    return jnp.pad(packed, [(0, 0)] * len(rows) + [(0, -words % group)])
+    return jnp.pad(packed, [(0, 0)] * len(rows) + [(0, marked_words(t) - words)])
+
+
+def marked_words(t: int) -> int:
+    """Return the number of words of t packed marks: whole groups, which `_first_above` needs."""
+    words = -(-t // WORD)
+    return words + -words % _group(words)
 
 
 def unpack_marks(words: UInt32[Array, "*b v"], t: int) -> Bool[Array, "*b t"]:

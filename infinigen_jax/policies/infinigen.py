@@ -19,7 +19,9 @@ from jaxtyping import Array, Float, Int, Shaped
 from infinigen_jax import cuda
 from infinigen_jax.cache.layers import Slots, values_of
 from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.ops.compaction import marked_words
 from infinigen_jax.ops.span import Span
+from infinigen_jax.ops.used_slots import over_used, padded
 from infinigen_jax.policies.base import Budgeted, Lookup
 from infinigen_jax.selection.rest import log_rest
 from infinigen_jax.selection.select import Request, Rest
@@ -122,6 +124,26 @@ class InfiniGen(InfiniGenSettings, Budgeted):
         return self.index_format(config.head_dim).empty(batch, config.num_kv_heads, capacity)
 
     def select(self, lookup: Lookup) -> Request:
+        if lookup.held is not None:
+            return self._select(lookup)
+        capacity = lookup.state.shape[-1]
+
+        def select(slots: int) -> Request:
+            state, size = lookup.state[..., :slots], min(lookup.size, slots)
+            request = self._select(dataclasses.replace(lookup, state=state, size=size))
+            rest, marks = request.rest, request.marks
+            if marks is not None:
+                marks = padded(marks, marked_words(capacity), 0)
+            if rest is not None and self.tail_block:
+                blocks = capacity // self.tail_block
+                rest = rest._replace(score=padded(rest.score, blocks, -jnp.inf))
+            chosen = padded(request.slots, lookup.size, 0)
+            return Request(chosen, request.count, rest, marks=marks)  # which have the mask as well
+
+        return over_used(select, jnp.max(lookup.positions), capacity)
+
+    def _select(self, lookup: Lookup) -> Request:
+        """Select among the leading slots that `state` has entries for."""
         config, weights, state = lookup.config, lookup.weights, lookup.state
         index = self.index_format(config.head_dim)
         true = None if self.lead else lookup.query

@@ -1,0 +1,35 @@
+"""Work on the slots in use, in arrays that have room for more, as in a server or a conversation."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+UNIT = 1024  # the sizes below the capacity are multiples of it
+SHARES = (16, 4)
+
+
+def over_used(compute: Callable[[int], Any], used: Int[Array, ""], capacity: int) -> Any:
+    """Return `compute(n)` for the smallest of few sizes n that is not below `used`.
+
+    The program contains the work for every size, and one of them runs. Elsewhere than on a CPU, n
+    is the capacity: a GPU's kernels end at a sequence's end themselves.
+
+    Args:
+        compute: function of the number of leading slots to work on; its results have equal shapes.
+        used: number of leading slots that are in use.
+    """
+    sizes = [size for share in SHARES if (size := capacity // share // UNIT * UNIT)]
+    if not sizes or jax.default_backend() != "cpu":
+        return compute(capacity)
+    number = sum((used > size).astype(jnp.int32) for size in sizes)
+    return jax.lax.switch(number, [functools.partial(compute, n) for n in (*sizes, capacity)])
+
+
+def padded(x: Shaped[Array, "*b n"], size: int, value: int | float) -> Shaped[Array, "*b m"]:
+    """Return x with a last axis of m = `size` elements; `value` fills those after x's own."""
+    widths = [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])]
+    return jnp.pad(x, widths, constant_values=value)
