@@ -26,18 +26,21 @@ import jax
 
 from benchmarks import machine, presets, shapes
 from benchmarks.files import note, write_json
-from benchmarks.measure import measure_context, model_facts
+from benchmarks.measure import measure_context
+from benchmarks.physics import cache_bytes, weight_bytes
 from benchmarks.report import table
+from benchmarks.systems import new_tokens
 from benchmarks.waves import Bench
 from infinigen_jax.cache.host_array import Placement, default_mesh
 from infinigen_jax.errors import run_command
 from infinigen_jax.loading.load import Model
+from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.models.small_weights import shrink_model
 from infinigen_jax.planner import bandwidths
 
 SETTINGS = (
     "preset shape batch dtype weight_dtype tokens rounds warmup steps budget budget_rows alpha "
-    "dense_layers hot_set transfer device_memory systems"
+    "device_memory systems"
 ).split()
 LOGITS_PROMPT = 64  # tokens of the prompt that compares the two models
 
@@ -61,9 +64,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         # The trace would confuse cached programs, whose numbers repeat.
         jax.config.update("jax_enable_compilation_cache", False)
     began = time.monotonic()
-    deadline = float("inf") if options.cap_seconds is None else began + options.cap_seconds
-    unlimited = Bench(options, None, None, (1.0, None), deadline, note)  # type: ignore[arg-type]
-    model, config = shapes.model_of(options, max(options.contexts) + unlimited.new_tokens + 2)
+    model, config = shapes.model_of(options, max(options.contexts) + new_tokens(options) + 2)
     # Place them where engines want them, or each engine would make a copy.
     placed = jax.device_put(model.params, Placement(default_mesh()).whole)
     model = dataclasses.replace(model, params=placed)
@@ -75,12 +76,17 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         model = dataclasses.replace(model, params=small)
     rates = machine.memory_read_bandwidth(), bandwidths.host_to_device_bandwidth()
     described = machine.describe()
+    sizes = {
+        "parameter_bytes": tree_bytes(model.params),
+        "weight_bytes_per_step": weight_bytes(model),
+        "cache_bytes_per_token": cache_bytes(model, 1, 1),
+    }
     result: dict[str, Any] = {
         "benchmark": "decode",
         "device": described["device"].partition(":")[0],
         "machine": described,
         "settings": {name: getattr(options, name) for name in SETTINGS},
-        "model": {"name": options.model and Path(options.model).name} | config | model_facts(model),
+        "model": {"name": options.model and Path(options.model).name} | config | sizes,
         "score_deviation": shapes.SCORE_DEVIATION,
         "common_share_of_queries": shapes.COMMON,
         "logits_relative_difference": difference,
@@ -88,7 +94,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         "host_to_device_bytes_per_second": rates[1],
         "contexts": [],
     }
-    bench = Bench(options, model, other, rates, deadline, note)
+    bench = Bench(options, model, other, rates, began + options.cap_seconds)
     for context in options.contexts:
         done = result["contexts"]
         for entry in measure_context(bench, context):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.llama_cpp FILE NAME PROMPT FOLDER
 
-loads a GGUF file as one of KINDS and draws the first token after a prompt, token ids in JSON, for
+loads a GGUF file as one of CACHES and draws the first token after a prompt, token ids in JSON, for
 `benchmarks.startup`.
 
 Each round decodes after the prompt, whose rows the server keeps, so the context does not grow from
@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from benchmarks.systems import StepTime  # imports JAX, which would count as llama.cpp's start
 
-# Name of a system -> type of the weights (None: as in the file) and of the cache.
-KINDS = {
-    "llama.cpp": (None, "F16"),
-    "llama.cpp-f16": ("F16", "F16"),
-    "llama.cpp-f32": ("F32", "F32"),
-}
+CACHES = {"llama.cpp": "F16", "llama.cpp-f32": "F32"}  # name of a system -> type of the cache
 
 
 class LlamaCpp:
@@ -32,10 +27,10 @@ class LlamaCpp:
 
     Args:
         path: GGUF file.
-        name: one of KINDS.
+        name: one of CACHES; "llama.cpp-f32" has weights in float32, too.
         prompts: token ids of equal lengths.
         new_tokens: capacity for new tokens.
-        folder: folder for a copy of the file with other weights.
+        folder: folder for the copy of the file with weights in float32.
     """
 
     def __init__(
@@ -73,13 +68,8 @@ class LlamaCpp:
         """Decode after every prompt concurrently; return the server's times."""
 
         def one(prompt: list[int]) -> dict[str, float]:
-            request = {
-                "prompt": prompt,
-                "n_predict": tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "cache_prompt": True,
-            }
+            request = {"prompt": prompt, "n_predict": tokens, "temperature": 0}
+            request |= {"ignore_eos": True, "cache_prompt": True}
             answer = self.server.handle_completions(request)
             answer = json.loads(answer) if isinstance(answer, str) else answer
             return answer["timings"]
@@ -98,16 +88,14 @@ def start_server(path: Path, name: str, rows: int, context: int, folder: Path) -
     """
     import xllamacpp  # pyright: ignore[reportMissingImports]
 
-    weights, cache = KINDS[name]
     parameters = xllamacpp.CommonParams()
-    parameters.model.path = str(path if weights is None else converted(path, weights, folder))
+    parameters.model.path = str(converted(path, folder) if name == "llama.cpp-f32" else path)
     parameters.n_ctx, parameters.n_parallel = rows * context, rows
     parameters.warmup = False
     parameters.verbosity = 0
     parameters.ctx_shift = False
-    parameters.cache_type_k = parameters.cache_type_v = getattr(
-        xllamacpp.ggml_type, f"GGML_TYPE_{cache}"
-    )
+    cache = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{CACHES[name]}")
+    parameters.cache_type_k = parameters.cache_type_v = cache
     enabled = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
     parameters.flash_attn_type = enabled
     for threads in (parameters.cpuparams, parameters.cpuparams_batch):
@@ -115,13 +103,13 @@ def start_server(path: Path, name: str, rows: int, context: int, folder: Path) -
     return xllamacpp.Server(parameters)
 
 
-def converted(path: Path, name: str, folder: Path) -> Path:
-    """Return a copy of a GGUF file with all quantised weights as F32 or F16, made once."""
+def converted(path: Path, folder: Path) -> Path:
+    """Return a copy of a GGUF file with all weights in float32, made once."""
     import gguf
     import numpy as np
 
     found = path.stat()
-    copy = folder / f"{path.stem}-{found.st_size}-{found.st_mtime_ns}-{name}.gguf"
+    copy = folder / f"{path.stem}-{found.st_size}-{found.st_mtime_ns}-F32.gguf"
     if copy.exists():
         return copy
     part = copy.with_suffix(".part")
@@ -134,10 +122,9 @@ def converted(path: Path, name: str, folder: Path) -> Path:
         kinds = field.types
         inner = kinds[-1] if kinds[0] is gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(key, field.contents(), kinds[0], sub_type=inner)
-    kind = {"F32": np.float32, "F16": np.float16}[name]
     for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        writer.add_tensor(tensor.name, values.astype(kind) if values.ndim > 1 else values)
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, values.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

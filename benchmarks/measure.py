@@ -23,22 +23,14 @@ import jax
 import numpy as np
 
 from benchmarks import shapes, trace
-from benchmarks.physics import (
-    Traffic,
-    cache_bytes,
-    offloaded_traffic,
-    resident_traffic,
-    traffic_of,
-    weight_bytes,
-)
+from benchmarks.files import note
+from benchmarks.physics import Traffic, offloaded_traffic, resident_traffic, traffic_of
 from benchmarks.presets import LLAMA_CPP, is_ours
-from benchmarks.systems import Ours, StepTime, System, settings
-from benchmarks.waves import FEWEST_STEPS, Bench, absent_entry, needs_of, room_of, waves_of
+from benchmarks.systems import FEWEST_STEPS, Ours, StepTime, System, new_tokens, settings
+from benchmarks.waves import Bench, absent_entry, needs_of, room_of, waves_of
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.texts import common_length
-from infinigen_jax.loading.load import Model
-from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.programs.compilations import compilations
 
 EXACT = ("transformers", "transformers-static", "full-device", "full-streamed")  # equal tokens
@@ -63,8 +55,8 @@ def measure_context(bench: Bench, context: int) -> Iterator[dict[str, Any]]:
         result["systems"] |= entries
         _let_go()
         yield result
-    order = [name for name in options.systems if name in result["systems"]]
-    result["systems"] = {name: result["systems"][name] for name in order}
+    done = result["systems"]
+    result["systems"] = {name: done[name] for name in options.systems if name in done}
     yield result
 
 
@@ -84,7 +76,7 @@ def _measure_wave(
     systems: dict[str, System] = {}
     entries: dict[str, Any] = {}
     for name in names:
-        bench.note(f"{context} tokens: {name} starts")
+        note(f"{context} tokens: {name} starts")
         try:
             systems[name] = _start(bench, context, name, tokens)
             systems[name].warm_up(options.warmup, options.tokens)
@@ -102,7 +94,7 @@ def _measure_wave(
             seconds[name].append(systems[name].round(options.tokens))
     compiled = compilations() - compiled
     for name, system in systems.items():
-        bench.note(f"{context} tokens: {name}, single steps")
+        note(f"{context} tokens: {name}, single steps")
         singles = [] if bench.late else _single_steps(system, options.steps)
         entries[name] = _speed(bench, seconds[name]) | system.facts() | _steps_entry(singles)
         # Weights of other systems, and llama.cpp's cache, may have sizes of their own.
@@ -141,7 +133,8 @@ def _let_go() -> None:
 
 
 def _start(bench: Bench, context: int, name: str, tokens: list[list[int]]) -> System:
-    options, model, room = bench.options, bench.model, bench.new_tokens + 1
+    options, model = bench.options, bench.model
+    room = new_tokens(options) + 1
     if is_ours(name):
         engine = Engine(model, **settings(name, options, model, context))
         return Ours(engine.start(tokens, max_new_tokens=room))
@@ -151,7 +144,7 @@ def _start(bench: Bench, context: int, name: str, tokens: list[list[int]]) -> Sy
         return LlamaCpp(options.gguf, name, tokens, room, GGUF_COPIES)
     from benchmarks.torch_systems import Transformers
 
-    return Transformers(bench.other, name, tokens, room, options.torch_threads)
+    return Transformers(bench.other, name, tokens, room)
 
 
 def _single_steps(system: System, count: int) -> list[StepTime]:
@@ -197,13 +190,11 @@ def _steps_entry(times: list[StepTime]) -> dict[str, Any]:
 
 
 def _traffic(bench: Bench, name: str, system: System, context: int) -> Traffic:
-    middle = context + bench.new_tokens // 2
+    middle = context + new_tokens(bench.options) // 2
     if isinstance(system, Ours):
         return traffic_of(system.run, middle)
-    offloaded = name == "transformers-offloaded"
-    return (offloaded_traffic if offloaded else resident_traffic)(
-        bench.model, bench.options.batch, middle
-    )
+    theirs = offloaded_traffic if name == "transformers-offloaded" else resident_traffic
+    return theirs(bench.model, bench.options.batch, middle)
 
 
 def _against_floor(bench: Bench, traffic: Traffic, round_seconds: float) -> dict[str, Any]:
@@ -219,13 +210,4 @@ def _against_floor(bench: Bench, traffic: Traffic, round_seconds: float) -> dict
         "memory_share": traffic.memory / step / memory,
         "link_bytes_per_second": traffic.link / step,
         "link_share": traffic.link / step / link if link else None,
-    }
-
-
-def model_facts(model: Model) -> dict[str, Any]:
-    """Return the model's sizes for the result file."""
-    return {
-        "parameter_bytes": tree_bytes(model.params),
-        "weight_bytes_per_step": weight_bytes(model),
-        "cache_bytes_per_token": cache_bytes(model, 1, 1),
     }

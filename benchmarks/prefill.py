@@ -15,6 +15,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompts", type=int, nargs="*", default=[4096, 16384], metavar="N", help="timed")
     add("--memory", type=int, nargs="*", default=[4096, 16384, 65536], metavar="N")
     add("--rounds", type=int, default=3, help="timed rounds, both systems in each (default 3)")
-    add("--chunk", type=int, help="prompt tokens per chunk (default: the engine's choice)")
     add("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="NAME")
-    add("--cap-seconds", type=float, help="time after which no round starts")
+    add("--cap-seconds", type=float, default=math.inf, help="time after which no round starts")
     add("--json", type=Path, help="result file")
     return parser
 
@@ -65,9 +65,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Measure all prompts and return the result, which is written as it grows."""
-    deadline = time.monotonic() + (options.cap_seconds or math.inf)
+    deadline = time.monotonic() + options.cap_seconds
     model, config = shapes.model_of(options, max([*options.prompts, *options.memory]) + 2)
-    engine = Engine(model, prefill_chunk=options.chunk)
+    engine = Engine(model)
     result: dict[str, Any] = {
         "benchmark": "prefill",
         "machine": machine.describe(),
@@ -77,14 +77,17 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         "memory": [memory(engine, tokens) for tokens in options.memory],
         "times": [],
     }
-    systems = {"infinigen": lambda prompt: ours(engine, prompt)}
+    systems: dict[str, Callable[[list[int]], float]] = {}
+    systems["infinigen"] = lambda prompt: engine.start([prompt], max_new_tokens=1).clock.prefill
     if options.prompts and "transformers" in options.systems:
-        from benchmarks.torch_systems import logits_difference, torch_model
+        from benchmarks.torch_systems import Transformers, logits_difference, torch_model
 
         other = torch_model(model, config)
         difference = logits_difference(model, other, shapes.prompt(model.config, 64))
         result["logits_relative_difference"] = difference
-        systems["transformers"] = lambda prompt: theirs(other, prompt)
+        systems["transformers"] = lambda prompt: (
+            Transformers(other, "transformers", [prompt], 1).prefill_seconds
+        )
     write_json(path, result)
     for tokens in options.prompts:
         prompt = shapes.prompt(model.config, tokens)
@@ -103,27 +106,6 @@ def attention(engine: Engine, tokens: int) -> str:
     """Return whose attention kernel a prompt's chunk uses, according to its program."""
     program = chunk_programs(engine, *sizes(engine, tokens))[0]
     return "cuDNN" if "__cudnn$fmha" in program.as_text() else "XLA"
-
-
-def ours(engine: Engine, prompt: list[int]) -> float:
-    """Return the seconds to the first token."""
-    return engine.start([prompt], max_new_tokens=1).clock.prefill
-
-
-def theirs(model: Any, prompt: list[int]) -> float:
-    """Return the seconds to the first token of transformers, with its default cache."""
-    import torch
-    import transformers
-
-    from benchmarks.torch_systems import with_cache
-
-    ids = torch.tensor([prompt], device=model.device)
-    start = time.perf_counter()
-    with torch.inference_mode():
-        cache = transformers.DynamicCache(config=model.config)
-        output = model(ids, **with_cache(model, cache), logits_to_keep=1)
-        output.logits[:, -1].argmax(dim=-1).tolist()
-    return time.perf_counter() - start
 
 
 def summary(tokens: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
@@ -162,10 +144,9 @@ def sizes(engine: Engine, tokens: int) -> tuple[int, int]:
 
 def temporaries(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[int]:
     """Return each chunk program's bytes in addition to its operands, including results."""
-    programs = chunk_programs(engine, chunk, capacity, batch)
-    analyses = [program.compile().memory_analysis() for program in programs]
-    new = [s.output_size_in_bytes - s.alias_size_in_bytes for s in analyses]
-    return [s.temp_size_in_bytes + more for s, more in zip(analyses, new, strict=True)]
+    lowered = chunk_programs(engine, chunk, capacity, batch)
+    analyses = [program.compile().memory_analysis() for program in lowered]
+    return [s.temp_size_in_bytes + s.output_size_in_bytes - s.alias_size_in_bytes for s in analyses]
 
 
 def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[Any]:

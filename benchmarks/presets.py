@@ -1,6 +1,7 @@
 """Command line of the decode benchmark, and named sets of its settings."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,14 @@ SYSTEMS = {
     "transformers-static": "its static cache, on the device",
     "transformers-offloaded": "its offloaded cache; needs CUDA",
     "infinigen-int4": "infinigen with 4-bit rows on the host",
-    "infinigen-int8": "infinigen with 8-bit rows on the host",
-    "int4-streamed": "full-streamed with 4-bit rows",
     "infinigen-fixed": "infinigen with --budget-rows rows at any context",
-    "infinigen-layerwise": "infinigen, one call per layer",
     "infinigen-fused": "infinigen, one call per step",
-    "full-streamed-layerwise": "full-streamed, one call per layer",
     "llama.cpp": "the GGUF file as it is, with an f16 cache",
-    "llama.cpp-f16": "the GGUF file with f16 weights and cache",
     "llama.cpp-f32": "the GGUF file with f32 weights and cache",
 }
 THEIRS = ("transformers", "transformers-static", "transformers-offloaded")
-LLAMA_CPP = ("llama.cpp", "llama.cpp-f16", "llama.cpp-f32")
+LLAMA_CPP = ("llama.cpp", "llama.cpp-f32")
 
-_CPU: dict[str, Any] = {"contexts": [4096, 16384, 32768], "batch": 1, "dtype": "float32"}
 # bfloat16 has the size of the paper's float16, and random weights do not overflow it.
 _PAPER: dict[str, Any] = {
     "shape": "opt-13b",
@@ -54,8 +49,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "steps": 6,
         "budget_rows": 16,
     },
-    "cpu": {"shape": "llama"} | _CPU,
-    "cpu-opt": {"shape": "opt"} | _CPU,
+    "cpu": {"contexts": [4096, 16384, 32768]},
     "paper": _PAPER,
     "paper-capped": _PAPER | {"device_memory": 40.0},
     "llama8b": {
@@ -100,12 +94,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--budget", type=float, help="maximum share of rows fetched (default: the policy's)")
     add("--budget-rows", type=int, default=256, help="rows of infinigen-fixed (default 256)")
     add("--alpha", type=float, help="alpha of infinigen (default: the policy's)")
-    add("--dense-layers", type=int, help="leading layers on the device (default: the policy's)")
-    add("--transfer", default="auto", help="auto, xla or cuda")
-    add("--hot-set", type=float, help="size in multiples of a request (default: the engine's)")
     add("--device-memory", type=float, metavar="GB", help="refuse systems that need more, in 1e9")
-    add("--torch-threads", type=int, default=0, help="default: one or all cores, the faster")
-    add("--cap-seconds", type=float, help="time after which no measurement starts")
+    add("--cap-seconds", type=float, default=math.inf, help="time after which nothing starts")
     add("--json", type=Path, help="result file (default: benchmarks/results/PRESET-DEVICE.json)")
     return parser
 

@@ -16,6 +16,7 @@ from infinigen_jax.loading.load import Model
 from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
 
 MARGIN = 1  # untimed tokens of a round
+FEWEST_STEPS = 6  # single steps, however long they take
 
 
 class StepTime(NamedTuple):
@@ -58,31 +59,27 @@ class System(Protocol):
         ...
 
 
+def new_tokens(options: argparse.Namespace) -> int:
+    """Return the number of tokens that a system decodes in total."""
+    rounds = (options.warmup + options.rounds) * (options.tokens + MARGIN)
+    return rounds + max(options.steps, FEWEST_STEPS) + options.trace_steps + 1
+
+
 def settings(name: str, options: argparse.Namespace, model: Model, context: int) -> dict[str, Any]:
     """Return the arguments of `Engine` for a system of this package; others keep defaults."""
-    given = {"dense_layers": options.dense_layers, "hot_set": options.hot_set}
-    chosen = {key: value for key, value in given.items() if value is not None}
-    chosen["transfer"] = options.transfer
-    if name.endswith(("-layerwise", "-fused")):
-        chosen["schedule"] = name.rpartition("-")[2]
-    for rows in ("int8", "int4"):
-        if rows in name:
-            chosen["rows"] = rows
     if name == "full-device":
-        chosen |= {"policy": Full(), "dense_layers": model.config.num_layers}
-    elif name == "infinigen-paper":
+        return {"policy": Full(), "dense_layers": model.config.num_layers}
+    if name == "full-streamed":
+        return {"policy": STREAMED}
+    if name == "infinigen-paper":
         paper = InfiniGenPaper(alpha=5.0 if model.config.family == "llama" else 4.0)
-        chosen |= {"policy": paper, "dense_layers": 0, "hot_set": 0.0}
-    elif "streamed" in name:
-        chosen |= {"policy": STREAMED}
-    else:
-        budget = options.budget_rows / context if name == "infinigen-fixed" else options.budget
-        given: dict[str, Any] = {"alpha": options.alpha}
-        given["budget"] = min(budget, 1.0) if budget else None
-        given = {name: value for name, value in given.items() if value is not None}
-        policy_settings = read_policy(name)[1] if ":" in name else {}
-        chosen |= {"policy": InfiniGen(**(given | policy_settings))}
-    return chosen
+        return {"policy": paper, "dense_layers": 0, "hot_set": 0.0}
+    budget = options.budget_rows / context if name == "infinigen-fixed" else options.budget
+    asked = {"alpha": options.alpha, "budget": min(budget, 1.0) if budget else None}
+    given = {key: value for key, value in asked.items() if value is not None}
+    given |= read_policy(name)[1] if ":" in name else {}
+    others = {"infinigen-int4": {"rows": "int4"}, "infinigen-fused": {"schedule": "fused"}}
+    return {"policy": InfiniGen(**given)} | others.get(name, {})
 
 
 class Ours:

@@ -25,31 +25,29 @@ LOGITS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of the
 class Transformers:
     """A generation in progress.
 
+    On a CPU it takes the faster of all cores and a single thread, because with small matrices a
+    second thread can cost more than it saves.
+
     Args:
         model: result of `torch_model`.
         name: cache, one of `presets.THEIRS`.
         prompts: token ids of equal lengths, read by the constructor.
         new_tokens: capacity for new tokens.
-        threads: threads of torch; 0 for the faster of all cores and a single one, because with
-            small matrices a second thread can cost more than it saves.
     """
 
-    def __init__(
-        self, model: Any, name: str, prompts: list[list[int]], new_tokens: int, threads: int
-    ):
+    def __init__(self, model: Any, name: str, prompts: list[list[int]], new_tokens: int):
         import torch
         import transformers
 
-        self.model, self.threads = model, threads or len(os.sched_getaffinity(0))
-        self._choose_threads = not threads and model.device.type == "cpu"
+        self.model, self.threads = model, len(os.sched_getaffinity(0))
+        self._choose_threads = model.device.type == "cpu"
         self.drawn: list[int] = []
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(self.threads)
         ids = torch.tensor(prompts, device=model.device)
         start = time.perf_counter()
         with torch.inference_mode():
-            cache = transformers.DynamicCache(
-                config=model.config, offloading=name == "transformers-offloaded"
-            )
+            offloading = name == "transformers-offloaded"
+            cache = transformers.DynamicCache(config=model.config, offloading=offloading)
             output = model(ids, **with_cache(model, cache), logits_to_keep=1)
             self.next = output.logits[:, -1:].argmax(dim=-1)
             self.next.tolist()
@@ -164,9 +162,8 @@ def logits_difference(model: Model, other: Any, prompt: list[int]) -> float:
     tokens = jnp.array([prompt], jnp.int32)
     architecture = blueprint(model.config, model.dtype)
     with jax.default_matmul_precision("highest"):
-        mine = np.asarray(
-            jax.jit(lambda params: forward(architecture, params, tokens))(model.params)
-        )
+        logits = jax.jit(lambda params: forward(architecture, params, tokens))(model.params)
+        mine = np.asarray(logits)
     with torch.inference_mode():
         ids = torch.tensor([prompt], device=other.device)
         theirs = other(ids).logits.float().cpu().numpy()

@@ -12,6 +12,7 @@ time that it does not add:
 
 import argparse
 import functools
+import math
 import statistics
 import sys
 import time
@@ -36,7 +37,9 @@ from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import XlaTransfer
 
 REPEATS, CALLS = 7, 10  # timed rounds, and consecutive transfers in each
-MAIN_ROW = 512  # bytes; the row size measured with all numbers of blocks
+SIZES = ((512, 1), (144, 1), (272, 1), (64, 1), (4096, 1), (512, 16))  # bytes of a row; GiB of all
+BLOCKS = (16, 8, 4, 32, 64, 132)  # of the cuda gather
+MAIN_ROW = 512  # bytes; measured with all numbers of blocks, others with the first two
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,16 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.transfer", description="Measure moving rows to a GPU."
     )
     add = parser.add_argument
-    add("--rows", type=int, nargs="+", default=[512, 144, 272, 64, 4096], help="bytes of a row")
-    add(
-        "--blocks",
-        type=int,
-        nargs="+",
-        default=[16, 8, 4, 32, 64, 132],
-        help="blocks of the cuda gather; all for rows of 512 bytes, the first two for others",
-    )
-    add("--cache-gib", type=float, nargs="+", default=[1, 16], help="sizes of the host array")
-    add("--cap-seconds", type=float, help="time after which no measurement starts")
+    add("--cap-seconds", type=float, default=math.inf, help="time after which nothing starts")
     add("--json", type=Path, help="result file (default: benchmarks/results/gpu/transfer.json)")
     return parser
 
@@ -70,11 +64,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(options: argparse.Namespace, path: Path | None) -> dict[str, Any]:
+def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Measure all row sizes and numbers of blocks; the file is written as it grows."""
-    deadline = float("inf")
-    if options.cap_seconds is not None:
-        deadline = time.monotonic() + options.cap_seconds
+    deadline = time.monotonic() + options.cap_seconds
     result: dict[str, Any] = {
         "benchmark": "transfer",
         "machine": machine.describe(),
@@ -90,25 +82,22 @@ def measure(options: argparse.Namespace, path: Path | None) -> dict[str, Any]:
     else:
         from infinigen_jax.transfer.cuda import CudaTransfer
 
-        gathers = [(CudaTransfer(blocks=blocks), blocks) for blocks in options.blocks]
+        gathers = [(CudaTransfer(blocks=blocks), blocks) for blocks in BLOCKS]
         ways = [*gathers, *ways]
     compute = Compute.make()
-    sizes = [(row, options.cache_gib[0]) for row in options.rows]
-    sizes += [(MAIN_ROW, gib) for gib in options.cache_gib[1:]]
-    for row, gib in sizes:
+    for row, gib in SIZES:
         if time.monotonic() >= deadline:
             break
-        shape = Shape.of(row, int(gib * 2**30))
+        shape = Shape.of(row, gib << 30)
         host, request = shape.host(), shape.request()
         expected = shape.content(np.asarray(request.slots)).astype(np.uint8)
         for transfer, blocks in ways:
-            few = row == MAIN_ROW or blocks in (None, *options.blocks[:2])
-            if few and time.monotonic() < deadline:
+            wanted = row == MAIN_ROW or blocks in (None, *BLOCKS[:2])
+            if wanted and time.monotonic() < deadline:
                 entry = {"transfer": transfer.name, "blocks": blocks}
                 entry |= measure_one(transfer, shape, host, request, expected, compute)
                 result["measurements"].append(entry)
-                if path:
-                    write_json(path, result)
+                write_json(path, result)
         del host
     return result
 
@@ -146,9 +135,7 @@ def measure_one(
     x, weights = compute.x, compute.weights
     rows = np.asarray(alone(host, request))
     if not np.array_equal(rows, expected):
-        raise AssertionError(
-            f"the {transfer.name} transfer brought other rows of {shape.row} bytes"
-        )
+        raise AssertionError(f"other rows came by {transfer.name}, of {shape.row} bytes")
     moving = _seconds(lambda: alone(host, request))
     once = _seconds(lambda: _work(x, weights, 1))
     # About one and a half times as long as the transfer, so that it can be hidden.

@@ -3,14 +3,13 @@
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from benchmarks.physics import Memory, memory_of, memory_of_theirs
 from benchmarks.presets import is_ours
-from benchmarks.systems import MARGIN, settings
+from benchmarks.systems import new_tokens, settings
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import Model
@@ -20,9 +19,6 @@ from infinigen_jax.machine.memory_limits import (
     pinned_pool_limit_bytes,
     tree_bytes,
 )
-
-Note = Callable[[str], None]
-FEWEST_STEPS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +36,6 @@ class Bench:
     other: Any
     bandwidths: tuple[float, float | None]
     deadline: float
-    note: Note
-
-    @property
-    def new_tokens(self) -> int:
-        """Return the number of tokens that a system decodes in total."""
-        o = self.options
-        rounds = (o.warmup + o.rounds) * (o.tokens + MARGIN)
-        return rounds + max(o.steps, FEWEST_STEPS) + o.trace_steps + 1
 
     @property
     def late(self) -> bool:
@@ -58,15 +46,14 @@ class Bench:
 def needs_of(bench: Bench, context: int) -> tuple[dict[str, Memory], dict[str, Any]]:
     """Return the memory of each system that can run, and the reasons why others cannot."""
     options, model = bench.options, bench.model
+    total = context + new_tokens(options) + 1
     needs: dict[str, Memory] = {}
     absent: dict[str, Any] = {}
     for name in options.systems:
         if name == "transformers-offloaded" and jax.default_backend() != "gpu":
-            absent[name] = absent_entry(
-                "skipped", "transformers offloads to the host from CUDA only"
-            )
+            reason = "transformers offloads to the host from CUDA only"
+            absent[name] = absent_entry("skipped", reason)
             continue
-        total = context + bench.new_tokens + 1
         if is_ours(name):
             try:
                 engine = Engine(model, **settings(name, options, model, context))
