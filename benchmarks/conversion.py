@@ -19,10 +19,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.files import write_json
+from benchmarks.files import note, write_json
 from benchmarks.machine import describe
 from benchmarks.processes import usage_of
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, settings
 from infinigen_jax.convert.calibrate import DEFAULT_TOKENS, CalibrationTokens, Calibrator
 from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.convert.pipeline import blas_threads
@@ -41,7 +41,7 @@ def convert(model: Path) -> dict[str, float]:
 
 def layer(shape: str) -> dict[str, float]:
     """Calibrate the second of two layers; the first includes compilation."""
-    config = config_from_hf(SHAPES[shape].settings(8192))
+    config = config_from_hf(settings(SHAPES[shape], 8192))
     config = dataclasses.replace(config, num_layers=1, vocab_size=256)
     params = random_params(config, jnp.float32)
     ids = np.random.default_rng(0).integers(0, 256, (1, DEFAULT_TOKENS)).astype(np.int32)
@@ -56,7 +56,7 @@ def layer(shape: str) -> dict[str, float]:
             calibrator.loss(params["layers"][0])
         record["wall_seconds"] = time.perf_counter() - start[0]
         record["processor_seconds"] = time.process_time() - start[1]
-        print(f"layer of {shape}: {record}", file=sys.stderr, flush=True)
+        note(f"layer of {shape}: {record}")
     return record
 
 

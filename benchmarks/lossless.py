@@ -57,13 +57,13 @@ class System:
 
     def __init__(self, name: str, model: Model, prompt: list[int], options: argparse.Namespace):
         kind, _, policy = name.partition(":")
-        lossless = kind.startswith("lossless")
-        settings: dict[str, Any] = {"lossless": lossless, "weights": options.weights}
-        settings["policy"] = STREAMED
+        settings: dict[str, Any] = {"weights": options.weights, "policy": STREAMED}
         if name != "full":
-            settings["policy"] = _policy(policy or kind, options.budget)
-        if lossless:
-            settings["draft_tokens"] = options.draft_tokens
+            policy_class, given = read_policy(policy or kind)
+            budget = {} if options.budget is None else {"budget": options.budget}
+            settings["policy"] = policy_class(**(budget | given))
+        if kind.startswith("lossless"):
+            settings |= {"lossless": True, "draft_tokens": options.draft_tokens}
             settings["draft_weights"] = kind.partition("-")[2] or None
         tokens = TOKENS + options.tokens * options.rounds + 64
         engine = Engine(model, **settings)
@@ -82,14 +82,9 @@ class System:
         self.rates.append((len(self.drawn) - before) / (time.perf_counter() - began))
 
 
-def _policy(text: str, budget: float | None) -> Any:
-    kind, settings = read_policy(text)
-    return kind(**({} if budget is None else {"budget": budget}) | settings)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all contexts and return the result, which is written as it grows."""
-    end = math.inf if options.cap_seconds is None else time.monotonic() + options.cap_seconds
+    end = time.monotonic() + options.cap_seconds
     path = options.json or machine.result_path("lossless", options.model)
     longest = max(options.contexts) + TOKENS + options.tokens * options.rounds + 128
     model, _ = shapes.model_of(options, longest)
@@ -171,7 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--draft-tokens", type=int, metavar="N", help="tokens per draft (default: by times)")
     add("--tokens", type=int, default=32, help="tokens of a turn (default 32)")
     add("--rounds", type=int, default=3, help="turns of each system (default 3)")
-    add("--cap-seconds", type=float, help="time after which no round starts but the first")
+    add("--cap-seconds", type=float, default=math.inf, help="time after which no round starts")
     add("--json", type=Path, help="result file (default: benchmarks/results/lossless-DEVICE.json)")
     add("--plot", type=Path, help="also draw tokens per second into this file")
     return parser

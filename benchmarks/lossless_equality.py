@@ -116,10 +116,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batches", type=int, nargs="+", default=[1, 10], metavar="N", help="batch sizes")
     add("--budget", type=float, default=0.05, help="maximum share of rows fetched (default 0.05)")
     add("--window", type=int, default=16, help="recent rows on the device (default 16)")
-    text = "tokens drafted per verification (default: as many as pay, on a short context few)"
-    add("--draft-tokens", type=int, metavar="N", help=text)
-    default = RESULTS / "lossless-equality.json"
-    add("--json", type=Path, default=default, help="result file")
+    add("--draft-tokens", type=int, metavar="N", help="tokens per draft (default: by times)")
+    add("--json", type=Path, default=RESULTS / "lossless-equality.json", help="result file")
     return parser
 
 

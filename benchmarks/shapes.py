@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,72 +39,56 @@ COMMON = 0.75  # their share of a query; gives hit rates like those of real mode
 CALIBRATION = (2, 512)  # windows, and tokens per window
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A model's `config.json`, without the number of positions."""
-
-    name: str
-    hf: dict[str, Any]
-
-    def settings(self, positions: int) -> dict[str, Any]:
-        """Return `config.json` for a context of `positions` tokens. No token ends a text."""
-        ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        return self.hf | ends | {"max_position_embeddings": positions}
+def settings(shape: dict[str, Any], positions: int) -> dict[str, Any]:
+    """Return `config.json` of a shape for a context of `positions` tokens. No token ends a text."""
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return shape | ends | {"max_position_embeddings": positions}
 
 
-def llama(name: str, hidden: int, layers: int, heads: int, kv: int, mlp: int, vocab: int) -> Shape:
-    """Return the shape of a LLaMA model."""
-    return Shape(
-        name,
-        {
-            "model_type": "llama",
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv,
-            "head_dim": hidden // heads,
-            "intermediate_size": mlp,
-            "vocab_size": vocab,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-            "tie_word_embeddings": False,
-        },
-    )
+def llama(hidden: int, layers: int, heads: int, kv: int, mlp: int, vocab: int) -> dict[str, Any]:
+    """Return the `config.json` of a LLaMA model, without the number of positions."""
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": hidden // heads,
+        "intermediate_size": mlp,
+        "vocab_size": vocab,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": False,
+    }
 
 
-def opt(name: str, hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> Shape:
-    """Return the shape of an OPT model."""
-    return Shape(
-        name,
-        {
-            "model_type": "opt",
-            "hidden_size": hidden,
-            "word_embed_proj_dim": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "ffn_dim": mlp,
-            "vocab_size": vocab,
-            "activation_function": "relu",
-            "dropout": 0.0,
-            # Real models are tied. A random tied model repeats one token and fetches nothing new.
-            "tie_word_embeddings": False,
-        },
-    )
+def opt(hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> dict[str, Any]:
+    """Return the `config.json` of an OPT model, without the number of positions."""
+    return {
+        "model_type": "opt",
+        "hidden_size": hidden,
+        "word_embed_proj_dim": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "ffn_dim": mlp,
+        "vocab_size": vocab,
+        "activation_function": "relu",
+        "dropout": 0.0,
+        # Real models are tied. A random tied model repeats one token and fetches nothing new.
+        "tie_word_embeddings": False,
+    }
 
 
 SHAPES = {
-    shape.name: shape
-    for shape in (
-        llama("llama", 512, 8, 8, 8, 1376, 4096),
-        opt("opt", 512, 8, 8, 2048, 4096),
-        llama("toy", 64, 3, 4, 2, 96, 128),
-        opt("toy-opt", 64, 3, 4, 96, 128),
-        opt("opt-13b", 5120, 40, 40, 20480, 50272),
-        llama("llama-8b", 4096, 32, 32, 8, 14336, 128256),
-    )
+    "llama": llama(512, 8, 8, 8, 1376, 4096),
+    "opt": opt(512, 8, 8, 2048, 4096),
+    "toy": llama(64, 3, 4, 2, 96, 128),
+    "toy-opt": opt(64, 3, 4, 96, 128),
+    "opt-13b": opt(5120, 40, 40, 20480, 50272),
+    "llama-8b": llama(4096, 32, 32, 8, 14336, 128256),
 }
 
 
-def peaked_model(shape: Shape, positions: int, dtype: str, seed: int = 0) -> Model:
+def peaked_model(shape: dict[str, Any], positions: int, dtype: str) -> Model:
     """Make a random model with peaked attention, skewed by calibration on random tokens.
 
     - The columns of each head's queries and keys decay geometrically, scaled so that attention
@@ -117,26 +101,23 @@ def peaked_model(shape: Shape, positions: int, dtype: str, seed: int = 0) -> Mod
 
     It is made layer by layer, so memory never holds a second copy.
     """
-    config = config_from_hf(shape.settings(positions))
+    config = config_from_hf(settings(shape, positions))
     architecture = blueprint(config, dtype)
-    keys = jax.random.split(jax.random.key(seed), config.num_layers + 1)
-    make = jax.jit(functools.partial(_parameters, config), static_argnums=0)
-    layer_shapes = _Shapes.of(architecture.layer_shapes)
-    layers = [make(layer_shapes, key) for key in keys[1:]]
-    params = {
-        "embedding": make(_Shapes.of(architecture.embedding_shapes), keys[0]),
-        "layers": layers,
-    }
-    bases, losses, blocks = _calibrated(config, params, seed)
+    keys = jax.random.split(jax.random.key(0), config.num_layers + 1)
+    make_layer, make_embedding = (
+        jax.jit(functools.partial(_parameters, config, shapes))
+        for shapes in (architecture.layer_shapes, architecture.embedding_shapes)
+    )
+    layers = [make_layer(key) for key in keys[1:]]
+    params = {"embedding": make_embedding(keys[0]), "layers": layers}
+    bases, losses, blocks = _calibrated(config, params)
+    projections = [_projection_ahead(config, layer) for layer in layers]
     model = Model.from_params(config, params, dtype, bases=bases, skew="svd")
     return dataclasses.replace(
         model,
         sparse_loss=losses[:, :, BUDGETS.index(BUDGET)],
         tail_moments=blocks,
-        ahead=tuple(
-            Ahead(_projection_ahead(config, layer), basis)
-            for layer, basis in zip(layers, bases, strict=True)
-        ),
+        ahead=tuple(map(Ahead, projections, bases)),
         speculate_from=DEFAULT_SOURCE,
     )
 
@@ -148,8 +129,7 @@ def model_of(options: argparse.Namespace, positions: int) -> tuple[Model, dict[s
         assert model.path is not None
         return model, json.loads((model.path / "config.json").read_text())
     shape = SHAPES[options.shape]
-    config = shape.settings(positions)
-    return peaked_model(shape, config["max_position_embeddings"], options.dtype), config
+    return peaked_model(shape, positions, options.dtype), settings(shape, positions)
 
 
 def _projection_ahead(config: ModelConfig, layer: Params) -> Params:
@@ -177,24 +157,10 @@ def text_tokens(tokenizer: Tokenizer, text: Path, count: int) -> list[int]:
     return ids[:count]
 
 
-class _Shapes(NamedTuple):
-    """A hashable tree of shapes."""
-
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    tree: Any
-
-    @classmethod
-    def of(cls, shapes: Params) -> "_Shapes":
-        leaves, tree = jax.tree.flatten(shapes)
-        return cls(tuple(leaves), tree)
-
-
-def _parameters(config: ModelConfig, shapes: _Shapes, key: jax.Array) -> Params:
+def _parameters(config: ModelConfig, shapes: Params, key: jax.Array) -> Params:
     """Return the parameters of one layer or of the embedding."""
-    keys = jax.random.split(key, len(shapes.leaves))
-    places, tree = jax.tree_util.tree_flatten_with_path(
-        jax.tree.unflatten(shapes.tree, shapes.leaves)
-    )
+    places, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    keys = jax.random.split(key, len(places))
     leaves = [_fill(config, path, leaf, keys[i]) for i, (path, leaf) in enumerate(places)]
     return jax.tree.unflatten(tree, leaves)
 
@@ -240,15 +206,14 @@ def _profile(config: ModelConfig) -> jax.Array:
 
 
 def _calibrated(
-    config: ModelConfig, params: Params, seed: int
+    config: ModelConfig, params: Params
 ) -> tuple[tuple[Basis, ...], np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Calibrate on random tokens; return bases (section 4.2), losses and tail moments."""
     windows, length = CALIBRATION
-    shape = windows, min(length, config.max_positions)
-    ids = np.random.default_rng(seed + 1).integers(0, config.vocab_size, shape)
-    ids = ids.astype(np.int32)
+    shape, rng = (windows, min(length, config.max_positions)), np.random.default_rng(1)
+    ids = rng.integers(0, config.vocab_size, shape).astype(np.int32)
     tokens = CalibrationTokens(ids, np.ones(ids.shape, bool), "")
-    plain = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)  # noqa: E731
+    plain = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
     calibrator = Calibrator(config, tokens, plain(params["embedding"]), speculate_from="input")
     bases, losses, blocks = [], [], []
     for layer in map(plain, params["layers"]):

@@ -23,39 +23,24 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.files import write_json
-from benchmarks.llama_cpp import KINDS, converted
+from benchmarks.files import note, write_json
+from benchmarks.llama_cpp import CACHES, converted
 from benchmarks.machine import describe
 from benchmarks.processes import usage_of
-from benchmarks.shapes import text_tokens
+from benchmarks.shapes import llama, text_tokens
 from infinigen_jax.checkpoint.tensor_names import expected
 from infinigen_jax.convert.__main__ import main as convert
+from infinigen_jax.loading.load import embedded
 from infinigen_jax.models import blueprint, config_from_hf
 from infinigen_jax.text.tokenizer import load_tokenizer
-
-SHAPE = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 8192,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def write_model(folder: Path, layers: int) -> None:
     """Write a random checkpoint in Hugging Face's layout; weights are normal, 1/sqrt(fan in)."""
     random = np.random.default_rng(0)
-    shape = SHAPE | {"num_hidden_layers": layers}
+    shape = llama(576, layers, 9, 3, 1536, 8192)
+    shape |= {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+    shape |= {"bos_token_id": 1, "eos_token_id": 2}
 
     def values(size: tuple[int, ...]) -> np.ndarray:
         if len(size) == 1:  # of a norm
@@ -67,39 +52,37 @@ def write_model(folder: Path, layers: int) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(shape))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    embedded = Path(__file__).parents[1] / "infinigen_jax" / "embedded" / "books-llama"
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((embedded / name).read_bytes())
-
-
-def timed_run(model: Path, programs: Path, arguments: list[str]) -> dict[str, float]:
-    """Return wall and processor seconds of one `generate` process, and its peak bytes."""
-    command = ["infinigen_jax.generate", "--model", str(model), "--ignore-eos", "--quiet"]
-    return usage_of([*command, *arguments], programs, stdout=subprocess.DEVNULL)
+        (folder / name).write_bytes((embedded("books-llama") / name).read_bytes())
 
 
 def cold_and_warm(
     model: Path, folder: Path, repeats: int, arguments: list[str]
 ) -> dict[str, float]:
-    """Return medians of cold and warm runs."""
+    """Return medians of cold and warm `generate` processes: their seconds and peak bytes."""
+    command = ["infinigen_jax.generate", "--model", str(model), "--ignore-eos", "--quiet"]
     record, runs = {}, {"cold": [], "warm": []}
     for i in range(repeats):
         for kind, results in runs.items():
-            results.append(timed_run(model, folder / f"programs-{i}", arguments))
-            print(f"{model.name}, {kind}: {results[-1]}", file=sys.stderr, flush=True)
+            programs = folder / f"programs-{i}"
+            results.append(usage_of([*command, *arguments], programs, stdout=subprocess.DEVNULL))
+            note(f"{model.name}, {kind}: {results[-1]}")
     for kind, results in runs.items():
-        for name in results[0]:
-            record[f"{kind}_{name}"] = median(result[name] for result in results)
+        record |= {f"{kind}_{name}": value for name, value in medians(results).items()}
     return record
 
 
-def measure(folder: Path, layers: int, repeats: int, arguments: list[str]) -> dict[str, float]:
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {name: median(run[name] for run in runs) for name in runs[0]}
+
+
+def measure(folder: Path, layers: int, repeats: int) -> dict[str, float]:
     """Four tokens of a random model."""
     source, model = folder / f"source-{layers}", folder / f"model-{layers}"
     write_model(source, layers)
     if convert([str(source), str(model)]):
         raise SystemExit("the conversion failed")
-    given = ["--prompt", "Once upon a time", "--max-new-tokens", "4", *arguments]
+    given = ["--prompt", "Once upon a time", "--max-new-tokens", "4"]
     record = cold_and_warm(model, folder / f"of-{layers}", repeats, given)
     for kind in ("cold", "warm"):
         del record[f"{kind}_peak_bytes"]  # a child's peak starts at its parent's
@@ -110,27 +93,20 @@ def measure_given(folder: Path, chosen: argparse.Namespace, tokens: int) -> dict
     """The first token after a prompt of about `tokens` tokens, of a converted model."""
     tokenizer, file = load_tokenizer(chosen.model), folder / f"prompt-{tokens}.txt"
     file.write_text(tokenizer.decode(text_tokens(tokenizer, chosen.text, tokens)))
-    given = ["--raw", "--prompt-file", str(file), "--max-new-tokens", "1", *chosen.arguments]
+    given = ["--raw", "--prompt-file", str(file), "--max-new-tokens", "1"]
     found = cold_and_warm(chosen.model, folder / f"of-{tokens}", chosen.repeats, given)
     record: dict[str, Any] = {"prompt_tokens": tokens} | found
     if chosen.gguf:
         ids = folder / f"prompt-{tokens}.json"
         ids.write_text(json.dumps(tokenizer.encode(file.read_text())))
-        for name in ("llama.cpp", "llama.cpp-f32"):
-            record[name] = start_of_llama_cpp(chosen.gguf, name, ids, chosen.repeats)
+        converted(chosen.gguf, folder)
+        for name in CACHES:
+            command = ["benchmarks.llama_cpp", str(chosen.gguf), name, str(ids), str(folder)]
+            silent = {"stderr": subprocess.DEVNULL}
+            runs = [usage_of(command, folder, **silent) for _ in range(chosen.repeats)]
+            note(f"{name}: {runs}")
+            record[name] = medians(runs)
     return record
-
-
-def start_of_llama_cpp(gguf: Path, name: str, ids: Path, repeats: int) -> dict[str, float]:
-    """Return medians of processes that load a GGUF file and draw the first token after a prompt."""
-    weights, _ = KINDS[name]
-    folder = ids.parent
-    if weights is not None:
-        converted(gguf, weights, folder)
-    command = ["benchmarks.llama_cpp", str(gguf), name, str(ids), str(folder)]
-    runs = [usage_of(command, folder, stderr=subprocess.DEVNULL) for _ in range(repeats)]
-    print(f"{name}: {runs}", file=sys.stderr, flush=True)
-    return {key: median(run[key] for run in runs) for key in runs[0]}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -142,16 +118,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="its file, for llama.cpp")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="F")
-    parser.add_argument("arguments", nargs="*", help="further arguments of generate, after --")
     chosen = parser.parse_args(argv)
     if chosen.model and not chosen.text:
         parser.error("--model: give --text as well")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         if chosen.model:
-            results = [measure_given(Path(folder), chosen, n) for n in chosen.prompts]
+            results = [measure_given(folder, chosen, tokens) for tokens in chosen.prompts]
         else:
-            given = chosen.repeats, chosen.arguments
-            results = [measure(Path(folder), layers, *given) for layers in chosen.layers]
+            results = [measure(folder, layers, chosen.repeats) for layers in chosen.layers]
     record = {"machine": describe(), "results": results}
     if chosen.model:
         record["model"] = chosen.model.name
