@@ -17,7 +17,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from benchmarks.files import RESULTS, note, write_json
+from benchmarks.machine import describe, device_name
+from benchmarks.shapes import SHAPES, prompt, settings
+from infinigen_jax.cli.options import add_engine_options, make_engine, make_policy
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.memory_plan import MemoryPlan
+from infinigen_jax.loading.load import Basis, Model
+from infinigen_jax.machine.memory_limits import tree_bytes
+from infinigen_jax.models import config_from_hf
+from infinigen_jax.models.base import random_params
 
 # Return freed memory to the system immediately, so that it does not count later.
 ENVIRONMENT = {
@@ -70,33 +82,23 @@ CASES = (
 
 
 def main() -> int:
-    """Measure all cases, or one case in this process."""
+    """Measure all cases, each in a process of its own, or one case in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", help="run only this case (default: all, each in a process)")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    chosen = [case for case in CASES if arguments.case in (None, case.name)]
-    if arguments.child:
-        print(json.dumps(measure(chosen[0])))
+    parser.add_argument("--case", help="run only this case, here, and print its record")
+    only = parser.parse_args().case
+    if only is not None:
+        print(json.dumps(measure(next(case for case in CASES if case.name == only))))
         return 0
-    from benchmarks.machine import describe, device_name
-
+    os.environ |= ENVIRONMENT  # of the processes
     records = []
-    for case in chosen:
-        records.append(in_process(case))
+    for case in CASES:
+        note(case.name)
+        command = [sys.executable, "-m", "benchmarks.memory", "--case", case.name]
+        records.append(json.loads(subprocess.check_output(command).splitlines()[-1]))
         print(f"{case.name:32} {line(records[-1])}", flush=True)
-        if arguments.case is None:
-            result = {"machine": describe(), "cases": records}
-            write_json(RESULTS / f"memory-{device_name()}.json", result)
+        result = {"machine": describe(), "cases": records}
+        write_json(RESULTS / f"memory-{device_name()}.json", result)
     return 0
-
-
-def in_process(case: Case) -> dict[str, Any]:
-    """Measure a case in a new process and return its record."""
-    note(case.name)
-    command = [sys.executable, "-m", "benchmarks.memory", "--child", "--case", case.name]
-    done = subprocess.run(command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def line(record: dict[str, Any]) -> str:
@@ -110,20 +112,18 @@ def line(record: dict[str, Any]) -> str:
 
 def measure(case: Case) -> dict[str, Any]:
     """Generate twice and compare the second run's peak with the plan."""
-    import jax
-
-    from infinigen_jax.cli.options import add_engine_options, make_engine, make_policy
-
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     options = parser.parse_args([*case.options, f"--dtype={case.dtype}"])
     engine = make_engine(random_model(case), make_policy(options), options)
     plan = generate(engine, case)
-    settle()
-    reset_peak()
-    before, weights = in_use(), sum(x.nbytes for x in jax.tree.leaves(engine.weights))
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    if jax.default_backend() == "cpu":  # a GPU's peak covers both runs, which are equal
+        Path("/proc/self/clear_refs").write_text("5")
+    before, weights = in_use(), tree_bytes(engine.weights)
     generate(engine, case)
-    total = weights + peak() - before
+    total = weights + in_use(peak=True) - before
     planned = dataclasses.asdict(plan) | {"total": plan.total + weights}
     return {
         "name": case.name,
@@ -134,17 +134,9 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def random_model(case: Case) -> Any:
+def random_model(case: Case) -> Model:
     """Return random weights and bases of a case's shape, like a balanced conversion."""
-    import jax
-    import jax.numpy as jnp
-
-    from benchmarks.shapes import SHAPES
-    from infinigen_jax.loading.load import Basis, Model
-    from infinigen_jax.models import config_from_hf
-    from infinigen_jax.models.base import random_params
-
-    config = config_from_hf(SHAPES[case.shape].settings(case.prompt + case.new_tokens))
+    config = config_from_hf(settings(SHAPES[case.shape], case.prompt + case.new_tokens))
     params = random_params(config, case.dtype)
     square = (config.num_kv_heads, config.head_dim, config.head_dim)
     keys = jax.random.split(jax.random.key(1), config.num_layers)
@@ -153,16 +145,11 @@ def random_model(case: Case) -> Any:
     return Model.from_params(config, params, case.dtype, bases=bases, skew="svd")
 
 
-def generate(engine: Any, case: Case) -> Any:
+def generate(engine: Engine, case: Case) -> MemoryPlan:
     """Run a case to its end; return the largest memory plan."""
-    from benchmarks.shapes import prompt
-
-    def tokens(count: int, seed: int) -> list[int]:
-        return prompt(engine.model.config, count, seed) if count else []
-
-    prefix = tokens(case.prefix, case.batch)
-    suffix = case.prompt - case.prefix
-    prompts = [[*prefix, *tokens(suffix, seed)] for seed in range(case.batch)]
+    config, suffix = engine.model.config, case.prompt - case.prefix
+    prefix = prompt(config, case.prefix, case.batch)
+    prompts = [[*prefix, *prompt(config, suffix, seed)] for seed in range(case.batch)]
     run = engine.start(
         prompts, max_new_tokens=case.new_tokens, batch=case.at_once, prefix=case.prefix
     )
@@ -171,46 +158,14 @@ def generate(engine: Any, case: Case) -> Any:
     return max(run.phases, key=lambda plan: plan.total)
 
 
-def settle() -> None:
-    """Free unreferenced memory."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def on_gpu() -> bool:
-    """Return whether JAX runs on a GPU."""
-    import jax
-
-    return jax.default_backend() != "cpu"
-
-
-def in_use() -> int:
-    """Return the bytes of memory in use: resident, or allocated on the GPU."""
-    return statistics()["bytes_in_use"] if on_gpu() else status("VmRSS")
-
-
-def peak() -> int:
-    """Return the high-water mark of `in_use`."""
-    return statistics()["peak_bytes_in_use"] if on_gpu() else status("VmHWM")
-
-
-def reset_peak() -> None:
-    """Reset the peak on the CPU; a GPU's peak covers both runs, which are equal."""
-    if not on_gpu():
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def statistics() -> dict[str, int]:
-    """Return the allocator's statistics of the GPU."""
-    import jax
-
-    return jax.devices()[0].memory_stats() or {}
-
-
-def status(name: str) -> int:
-    """Return a size from /proc/self/status, in bytes."""
+def in_use(peak: bool = False) -> int:
+    """Return the bytes of memory in use, or their high-water mark: resident, or of the GPU."""
+    if jax.default_backend() != "cpu":
+        statistics = jax.devices()[0].memory_stats() or {}
+        return statistics["peak_bytes_in_use" if peak else "bytes_in_use"]
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name + ":"))
+    name = "VmHWM:" if peak else "VmRSS:"
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
 if __name__ == "__main__":

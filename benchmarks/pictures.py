@@ -6,8 +6,6 @@ It draws the pictures of the quality pages from the results of `benchmarks.quali
 each time it is drawn, so this is separate from the tables.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -19,24 +17,20 @@ from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.evaluation.report import labels
 
 
-def recall(folder: Path, path: Path) -> None:
+def recall(path: Path) -> None:
     """Draw the real model's attention mass and output error by layer."""
-    result = json.loads((folder / "real-model" / "recall-wiki-4096.json").read_text())
-    lines = [line for line in result["configurations"] if not line["reference"]]
+    lines = [line for line in read(RESULTS, "real-model/recall-wiki-4096") if not line["reference"]]
     named = list(zip(labels(lines), lines, strict=True))
 
-    def panel(key: str, title: str) -> Panel:
-        return Panel(
+    panels = [
+        Panel(
             "layer",
             title,
-            {
-                label: [(entry["layer"], entry[key]) for entry in line["layers"]]
-                for label, line in named
-            },
+            {name: [(x["layer"], x[key]) for x in of["layers"]] for name, of in named},
         )
-
-    panels = [panel("of_oracle", "mass, share of the oracle's"), panel("error", "output error")]
-    draw(path, panels, f"Attention covered, {result['model']['name']}, budget 5 %")
+        for key, title in (("of_oracle", "mass, share of the oracle's"), ("error", "output error"))
+    ]
+    draw(path, panels, "Attention covered, SmolLM2-135M-Instruct, budget 5 %")
 
 
 def step_points(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -50,7 +44,7 @@ def step_points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return points
 
 
-def steps(folder: Path, path: Path) -> None:
+def steps(path: Path) -> None:
     """Draw the divergence of each step from the paper's form to the default."""
     import matplotlib
 
@@ -58,7 +52,7 @@ def steps(folder: Path, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
-    for model, points in step_points(folder).items():
+    for model, points in step_points(RESULTS).items():
         numbers, values = zip(*points, strict=True)
         axis.plot(values, numbers, marker="o", label=model)
     axis.set_yticks(range(1, len(STEPS) + 1), [title.replace("*", "") for title in STEPS])
@@ -72,17 +66,14 @@ def steps(folder: Path, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser: argparse.ArgumentParser = Parser(
-        prog="python -m benchmarks.pictures", description="Draw the documentation's pictures."
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    options = parser.parse_args(argv)
+    parser = Parser(prog="python -m benchmarks.pictures", description="Draw the docs' pictures.")
+    parser.parse_args(argv)
 
     def draw_all() -> None:
         for name, picture in {"recall-real-model.svg": recall, "steps.svg": steps}.items():
             path = checked_plot(str(DOCS / name))
             assert path is not None
-            picture(options.results, path)
+            picture(path)
             note(f"{path}")
 
     return run_command(draw_all)

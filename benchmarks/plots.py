@@ -3,9 +3,10 @@
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from infinigen_jax.errors import ParameterError
+from infinigen_jax.files.atomic import whole_file
 from infinigen_jax.files.output import checked_output
 from infinigen_jax.numeric import listed
 
@@ -26,16 +27,17 @@ def checked_plot(name: str | None) -> Path | None:
     return path
 
 
-class Panel:
+class Panel(NamedTuple):
     """One diagram, with a line for each policy or each configuration.
 
-    Args:
+    Attributes:
         x, y: labels of the axes.
         lines: name -> points (x, y).
     """
 
-    def __init__(self, x: str, y: str, lines: Mapping[str, Sequence[Point]]):
-        self.x, self.y, self.lines = x, y, lines
+    x: str
+    y: str
+    lines: Mapping[str, Sequence[Point]]
 
 
 def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
@@ -62,18 +64,15 @@ def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
         axis.set_xlabel(panel.x)
         axis.set_ylabel(panel.y)
         axis.grid(alpha=0.3)
-    if names:
-        drawn = [handles[name] for name in names]
-        figure.legend(drawn, names, fontsize="small", loc="outside right upper")
+    if handles:
+        figure.legend([*handles.values()], [*handles], fontsize="small", loc="outside right upper")
     figure.suptitle(title)
-    temporary = path.with_name(f".{path.stem}.unfinished{path.suffix}")
     try:
-        figure.savefig(temporary, dpi=150)
-        temporary.replace(path)
+        with whole_file(path) as file:
+            figure.savefig(file, format=path.suffix[1:], dpi=150)
     except OSError as error:
         raise ParameterError("plot", f"{error.strerror}; nothing was written", path) from None
     finally:
-        temporary.unlink(missing_ok=True)
         plt.close(figure)
 
 
