@@ -19,22 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.files import RESULTS, note
-from benchmarks.quality_tables import STEPS, write_tables
+from benchmarks.quality_tables import FIGURE_MODELS, STEPS, write_tables
 from infinigen_jax.checkpoint.hf_folder import read_config
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.loading.load import EMBEDDED, model_folder
 
-BUDGETS = ("--budget", "0.05", "0.1")
-WINDOWS = ("--windows", "24", "--batch", "12")
-RECALL = ("--windows", "16", "--batch", "16", *BUDGETS)
+PERPLEXITY, RECALL = "infinigen_jax.evaluate perplexity", "infinigen_jax.evaluate recall"
+BUDGETS = "--budget 0.05 0.1"
 FIGURES = ("kv-size", "chunks", "skewing", "sensitivity", "long-context", "pool")
 # Recent tokens with the memory of InfiniGen's index and tail, in addition to the usual 32, in rows
 # of bfloat16. The other policies keep per token 8 bytes of a page's bounds, 4 of a sum of attention
 # or 64 of a key, more than InfiniGen keeps, while a row has 128.
-OTHERS = ("window:window=176", "quest:window=112", "h2o:window=144", "previous-query:window=32")
+OTHERS = "window:window=176 quest:window=112 h2o:window=144 previous-query:window=32"
 # Layers that the conversion keeps dense for a query speculated one layer earlier.
 DENSE_AHEAD = {"books-llama": 2, "tiny-llama": 1, "tiny-opt": 2}
 CORRECTED = "infinigen:query=corrected"
+POLICIES = f"full infinigen {CORRECTED} infinigen-paper quest h2o window previous-query oracle"
+NEEDLES = (
+    "--dense-layers 0 --budget 0.02 0.05 0.1 "
+    "--policy full infinigen quest h2o window previous-query oracle"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,44 +46,40 @@ class Experiment:
     """A command, run for each model.
 
     Attributes:
-        program: module, and its sub-command.
-        arguments: all except those of model, text and result.
-        chunked: whether it reports by position, in eighths of a window.
+        program: module and sub-command.
+        arguments: all except those of model, text and result, separated by spaces.
         models: models it applies to; None: all.
         text: option that names the text; None: it reads none.
         conversion: options of a conversion that the model goes through first.
         asked_for: run only if named in --only, because it reads another text than the rest.
     """
 
-    program: tuple[str, str]
-    arguments: tuple[str, ...]
-    chunked: bool = True
+    program: str
+    arguments: str
     models: tuple[str, ...] | None = None
     text: str | None = "--text"
-    conversion: tuple[str, ...] = ()
+    conversion: str = ""
     asked_for: bool = False
 
     def command(self, folder: Path, text: Path | None, positions: int, result: Path) -> list[str]:
-        """Return the command line without Python itself."""
-        module, name = self.program
-        given = [module, name, "--model", str(folder)]
+        """Return the command line without Python itself. Positions are reported in eighths."""
+        given = [*self.program.split(), "--model", str(folder)]
         given += [self.text, str(text)] if self.text else []
-        given += ["--chunk", str(positions // 8)] if self.chunked else []
-        plot = ["--plot", str(result.with_suffix(".svg"))] if "figures" in module else []
-        return [*given, *self.arguments, "--json", str(result), *plot]
+        given += ["--chunk", str(positions // 8)] if self.program in (PERPLEXITY, RECALL) else []
+        plot = ["--plot", str(result.with_suffix(".svg"))] if "figures" in self.program else []
+        return [*given, *self.arguments.split(), "--json", str(result), *plot]
 
 
-def _perplexity(*arguments: str, conversion: tuple[str, ...] = ()) -> Experiment:
-    program = ("infinigen_jax.evaluate", "perplexity")
-    return Experiment(program, (*WINDOWS, *arguments), conversion=conversion)
+def _perplexity(arguments: str, conversion: str = "") -> Experiment:
+    given = f"--windows 24 --batch 12 {arguments}"
+    return Experiment(PERPLEXITY, given, conversion=conversion)
 
 
 def _many_books(model: str, dense_layers: int, *policies: str, windows: int = 240) -> Experiment:
     """Use enough windows of many books to distinguish policies, with equal memory for each."""
-    asked = ("--windows", str(windows), "--batch", "48", *BUDGETS)
-    asked += ("--dense-layers", str(dense_layers), "--policy", "full", *policies, *OTHERS)
-    program = ("infinigen_jax.evaluate", "perplexity")
-    return Experiment(program, asked, models=(model,), asked_for=True)
+    asked = f"--windows {windows} --batch 48 {BUDGETS} --dense-layers {dense_layers}"
+    asked += f" --policy full {' '.join(policies)} {OTHERS}"
+    return Experiment(PERPLEXITY, asked, models=(model,), asked_for=True)
 
 
 def _settings(values: Mapping[str, Any]) -> str:
@@ -87,82 +87,65 @@ def _settings(values: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={str(value).lower()}" for name, value in values.items())
 
 
-def _retrieval(text: str | None, *arguments: str) -> Experiment:
-    asked = ("--items", "10", "--batch", "50", "--length", "1024")
-    program = ("infinigen_jax.evaluate", "retrieval")
-    return Experiment(program, (*asked, *arguments), False, ("books-llama",), text)
+def _retrieval(text: str | None, arguments: str) -> Experiment:
+    asked = f"--items 10 --batch 50 --length 1024 {arguments}"
+    return Experiment("infinigen_jax.evaluate retrieval", asked, ("books-llama",), text)
 
 
-POLICIES = (
-    *("full", "infinigen", CORRECTED, "infinigen-paper"),
-    *("quest", "h2o", "window", "previous-query", "oracle"),
-)
-NEEDLES = (
-    *("--dense-layers", "0", "--budget", "0.02", "0.05", "0.1", "--policy"),
-    *("full", "infinigen", "quest", "h2o", "window", "previous-query", "oracle"),
-)
 EXPERIMENTS = {
-    "perplexity": _perplexity(*BUDGETS, "--policy", *POLICIES),
+    "perplexity": _perplexity(f"{BUDGETS} --policy {POLICIES}"),
     "perplexity-tail": _perplexity(
-        *(*BUDGETS, "--policy", "full"),
-        *("infinigen:tail=false", "infinigen:tail_tokens=0"),
-        *("infinigen:tail_columns=0", "infinigen", "infinigen:tail_columns=16"),
-        *("infinigen:tail_tokens=16", "infinigen:tail_tokens=1"),
-        *("infinigen:alpha=5", "infinigen:alpha=inf"),
+        f"{BUDGETS} --policy full infinigen:tail=false infinigen:tail_tokens=0 "
+        "infinigen:tail_columns=0 infinigen infinigen:tail_columns=16 infinigen:tail_tokens=16 "
+        "infinigen:tail_tokens=1 infinigen:alpha=5 infinigen:alpha=inf"
     ),
     "perplexity-columns": _perplexity(
-        *(*BUDGETS, "--policy", "full"),
-        *(f"infinigen:partial_ratio={ratio}" for ratio in (1, 0.75, 0.5, 0.25)),
+        f"{BUDGETS} --policy full infinigen:partial_ratio=1 infinigen:partial_ratio=0.75 "
+        "infinigen:partial_ratio=0.5 infinigen:partial_ratio=0.25"
     ),
     "perplexity-layer-budgets": _perplexity(
-        *(*BUDGETS, "--policy", "full", "infinigen:layer_budgets=equal", "infinigen"),
-        *(f"{CORRECTED},layer_budgets=equal", CORRECTED),
+        f"{BUDGETS} --policy full infinigen:layer_budgets=equal infinigen "
+        f"{CORRECTED},layer_budgets=equal {CORRECTED}"
     ),
     "perplexity-pool": _perplexity(
-        *("--budget", "0.1", "--pool-tokens", "all", "80%", "50%"),
-        *("--pool-eviction", "counter", "lru", "fifo", "--policy", "full", "infinigen"),
+        "--budget 0.1 --pool-tokens all 80% 50% --pool-eviction counter lru fifo "
+        "--policy full infinigen"
     ),
     **{
         f"perplexity-books-{model}": _many_books(model, dense_layers, "infinigen", CORRECTED)
         for model, dense_layers in DENSE_AHEAD.items()
     },
     "perplexity-none-dense-books-llama": _many_books("books-llama", 0, "infinigen", windows=48),
-    "perplexity-rows": _perplexity(
-        *("--budget", "0.1", "--rows", "auto", "int8", "int4"), *("--policy", "full", "infinigen")
-    ),
+    "perplexity-rows": _perplexity("--budget 0.1 --rows auto int8 int4 --policy full infinigen"),
     "perplexity-parts": _perplexity(
-        *("--budget", "0.05", "--policy", "full", "infinigen"),
-        *("infinigen:count=mean", "infinigen:basis=svd", "infinigen:query=plain", CORRECTED),
+        "--budget 0.05 --policy full infinigen infinigen:count=mean infinigen:basis=svd "
+        f"infinigen:query=plain {CORRECTED}"
     ),
     "perplexity-steps": _perplexity(
-        *(*BUDGETS, "--dense-layers", "2", "--policy", "full"),
-        *(f"infinigen:{_settings(step)}" for step in STEPS.values()),
+        f"{BUDGETS} --dense-layers 2 --policy full "
+        + " ".join(f"infinigen:{_settings(step)}" for step in STEPS.values())
     ),
     **{
         f"perplexity-dense-{layers}": _perplexity(
-            *(*BUDGETS, "--dense-layers", str(layers), "--policy", "full", "infinigen")
+            f"{BUDGETS} --dense-layers {layers} --policy full infinigen"
         )
         for layers in range(3)
     },
     "perplexity-input": _perplexity(
-        *(*BUDGETS, "--policy", "full", CORRECTED), conversion=("--speculate-from", "input")
+        f"{BUDGETS} --policy full {CORRECTED}", conversion="--speculate-from input"
     ),
-    "recall": Experiment(("infinigen_jax.evaluate", "recall"), (*RECALL, "--policy", *POLICIES)),
-    "retrieval": _retrieval(None, *NEEDLES),
-    "retrieval-haystack": _retrieval("--haystack", *NEEDLES),
+    "recall": Experiment(RECALL, f"--windows 16 --batch 16 {BUDGETS} --policy {POLICIES}"),
+    "retrieval": _retrieval(None, NEEDLES),
+    "retrieval-haystack": _retrieval("--haystack", NEEDLES),
     "retrieval-dense": _retrieval(
-        *(None, "--budget", "0.05", "--policy", "full", "infinigen", CORRECTED, "window", "h2o")
+        None, f"--budget 0.05 --policy full infinigen {CORRECTED} window h2o"
     ),
     "retrieval-ahead": _retrieval(
-        *(None, "--dense-layers", "0", "--budget", "0.02", "0.05", "0.1"),
-        *("--policy", "full", CORRECTED),
+        None, f"--dense-layers 0 --budget 0.02 0.05 0.1 --policy full {CORRECTED}"
     ),
     **{
         f"figures/{name}": Experiment(
-            ("benchmarks.figures", name),
-            ("--windows", "12", "--batch", "12"),
-            chunked=False,
-            models=("books-llama", "tiny-opt"),
+            f"benchmarks.figures {name}", "--windows 12 --batch 12", FIGURE_MODELS
         )
         for name in FIGURES
     },
@@ -174,13 +157,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--text", type=Path, metavar="F", help="text of all experiments that read one")
     add("--only", nargs="+", metavar="NAME", help=f"experiments: {', '.join(EXPERIMENTS)}")
-    add(
-        "--models",
-        nargs="+",
-        default=list(EMBEDDED),
-        metavar="M",
-        help="names of embedded models or converted folders (default: the embedded ones)",
-    )
+    models = "embedded models or converted folders (default: the embedded ones)"
+    add("--models", nargs="+", default=list(EMBEDDED), metavar="M", help=models)
     add("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of the results")
     add("--tables", action="store_true", help="write the documentation's tables, measure nothing")
     return parser
@@ -224,7 +202,7 @@ def run(name: str, model: str, text: Path | None, out: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         if experiment.conversion:
             source, folder = folder, Path(temporary) / model_name
-            given = ["--dtype", "bfloat16", *experiment.conversion]
+            given = ["--dtype", "bfloat16", *experiment.conversion.split()]
             call(["infinigen_jax.convert", str(source), str(folder), *given])
         call(experiment.command(folder, text, read_config(folder)[1].max_positions, result))
 
