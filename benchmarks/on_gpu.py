@@ -11,11 +11,10 @@ import argparse
 import dataclasses
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.files import note
-from benchmarks.presets import THEIRS
 from benchmarks.processes import run_within
 from infinigen_jax.cuda import first_use
 
@@ -35,48 +34,38 @@ class Piece:
 
     name: str
     share: float
-    command: tuple[str, ...]
-    environment: tuple[tuple[str, str], ...] = ()
+    command: Sequence[str]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 # JAX and PyTorch both keep memory once allocated, so each has its own process.
-OURS = ("infinigen", "full-device", "full-streamed")
-PAPER = (*OURS, "infinigen-paper", "infinigen-int4")
-QUICK = ("--tokens", "8", "--rounds", "4", "--steps", "8", "--trace-steps", "3")
-ONCE = ("--tokens", "4", "--rounds", "2", "--steps", "4", "--trace-steps", "0")
+OURS = "--systems infinigen full-device full-streamed"
+PAPER = f"{OURS} infinigen-paper infinigen-int4"
+THEIRS = "--systems transformers transformers-static transformers-offloaded"
+LLAMA = "benchmarks.decode --preset llama8b --contexts"
+QUICK = "--tokens 8 --rounds 4 --steps 8 --trace-steps 3"
+ONCE = "--tokens 4 --rounds 2 --steps 4 --trace-steps 0"
 PROMPTS = (
-    *("benchmarks.prefill", "--shape", "llama-8b", "--dtype", "bfloat16", "--systems", "infinigen"),
-    *("--prompts", "16384", "--memory"),
+    "benchmarks.prefill --shape llama-8b --dtype bfloat16 --systems infinigen --prompts 16384 "
+    "--memory"
 )
 LOSSLESS = (
-    *("benchmarks.lossless", "--shape", "llama-8b", "--dtype", "bfloat16", "--weights", "host"),
-    *("--systems", "full", "lossless:infinigen", "--contexts", "4096", "--tokens", "16"),
-    *("--rounds", "2"),
+    "benchmarks.lossless --shape llama-8b --dtype bfloat16 --weights host --systems full "
+    "lossless:infinigen --contexts 4096 --tokens 16 --rounds 2"
 )
-
-
-def _decode(preset: str, context: int, *arguments: str) -> tuple[str, ...]:
-    return ("benchmarks.decode", "--preset", preset, "--contexts", str(context), *arguments)
-
-
-ONE = ("--batch", "1")
 PIECES = (
-    Piece("llama8b-16k", 0.5, _decode("llama8b", 16384, *QUICK, "--systems", *OURS)),
-    Piece("llama8b-16k-theirs", 0.3, _decode("llama8b", 16384, *ONCE, "--systems", *THEIRS)),
-    Piece("llama8b-16k-single", 0.4, _decode("llama8b", 16384, *ONE, *QUICK, "--systems", *OURS)),
-    Piece("lossless-host", 0.5, LOSSLESS),
-    Piece("transfer", 0.4, ("benchmarks.transfer",)),
-    Piece("prompts", 0.4, PROMPTS),
-    Piece(
-        "llama8b-16k-single-theirs",
-        0.3,
-        _decode("llama8b", 16384, *ONE, *ONCE, "--systems", *THEIRS),
-    ),
-    Piece("prompts-xla", 0.3, PROMPTS, ((first_use.SWITCH, first_use.OFF),)),
-    Piece("paper", 0.4, _decode("paper", 1920, "--systems", *PAPER)),
-    Piece("paper-theirs", 0.4, _decode("paper", 1920, "--systems", *THEIRS)),
-    Piece("paper-capped", 0.5, _decode("paper-capped", 1920, "--systems", *PAPER)),
-    Piece("llama8b-32k", 1.0, _decode("llama8b", 32768, *QUICK, "--systems", *OURS)),
+    Piece("llama8b-16k", 0.5, f"{LLAMA} 16384 {QUICK} {OURS}".split()),
+    Piece("llama8b-16k-theirs", 0.3, f"{LLAMA} 16384 {ONCE} {THEIRS}".split()),
+    Piece("llama8b-16k-single", 0.4, f"{LLAMA} 16384 --batch 1 {QUICK} {OURS}".split()),
+    Piece("lossless-host", 0.5, LOSSLESS.split()),
+    Piece("transfer", 0.4, ["benchmarks.transfer"]),
+    Piece("prompts", 0.4, PROMPTS.split()),
+    Piece("llama8b-16k-single-theirs", 0.3, f"{LLAMA} 16384 --batch 1 {ONCE} {THEIRS}".split()),
+    Piece("prompts-xla", 0.3, PROMPTS.split(), {first_use.SWITCH: first_use.OFF}),
+    Piece("paper", 0.4, f"benchmarks.decode --preset paper {PAPER}".split()),
+    Piece("paper-theirs", 0.4, f"benchmarks.decode --preset paper {THEIRS}".split()),
+    Piece("paper-capped", 0.5, f"benchmarks.decode --preset paper-capped {PAPER}".split()),
+    Piece("llama8b-32k", 1.0, f"{LLAMA} 32768 {QUICK} {OURS}".split()),
 )
 
 
@@ -108,45 +97,25 @@ def run(pieces: list[Piece], out: Path, seconds: float) -> dict[str, str]:
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
     statuses: dict[str, str] = {}
-    summary = out / "summary.md"
-    with open(out / "log.txt", "w") as log:
-        note(f"kernels: {_check(summary, log)}")
+    with open(out / "log.txt", "w") as log, open(out / "summary.md", "w", 1) as summary:
+        # Once for all pieces.
+        status, text = run_within(["infinigen_jax.check_kernels"], first_use.LIMIT, log, {})
+        note(f"kernels: {status}")
+        summary.write(f"## kernels ({status})\n\n{text}\n")
         for piece in pieces:
-            left = end - time.monotonic() - GRACE
             started = time.monotonic()
-            text = ""
-            if left < LEAST:
-                statuses[piece.name] = "not started"
-            else:
+            left = end - started - GRACE
+            status, text = "not started", ""
+            if left >= LEAST:
                 cap = left * piece.share
-                statuses[piece.name], text = _run_piece(piece, out, cap, cap + GRACE, log)
-            took = f"{statuses[piece.name]}, {time.monotonic() - started:.0f} s"
+                command = [*piece.command, "--json", str(out / f"{piece.name}.json")]
+                command += ["--cap-seconds", f"{cap:.0f}"]
+                status, text = run_within(command, cap + GRACE, log, piece.environment)
+            statuses[piece.name] = status
+            took = f"{status}, {time.monotonic() - started:.0f} s"
             note(f"{piece.name}: {took}")
-            with open(summary, "a") as file:
-                file.write(f"## {piece.name} ({took})\n\n{text}\n")
+            summary.write(f"## {piece.name} ({took})\n\n{text}\n")
     return statuses
-
-
-def _check(summary: Path, log: Any) -> str:
-    """Check the kernels once for all pieces; return the status."""
-    status, text = _status(["infinigen_jax.check_kernels"], first_use.LIMIT, log)
-    summary.write_text(f"## kernels ({status})\n\n{text}\n")
-    return status
-
-
-def _run_piece(piece: Piece, out: Path, cap: float, limit: float, log: Any) -> tuple[str, str]:
-    """Run a piece; return its status and its stdout."""
-    command = [*piece.command, "--json", str(out / f"{piece.name}.json")]
-    command += ["--cap-seconds", f"{cap:.0f}"]
-    return _status(command, limit, log, dict(piece.environment))
-
-
-def _status(command: list[str], limit: float, *given: Any) -> tuple[str, str]:
-    """Run a command with `run_within`; return its status in words and its stdout."""
-    status, text = run_within(command, limit, *given)
-    if status is None:
-        return "out of time", text
-    return "done" if status == 0 else f"status {status}", text
 
 
 if __name__ == "__main__":

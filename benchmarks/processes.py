@@ -5,14 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 
 def run_within(
-    command: Iterable[str], limit: float, log: IO[str], environment: dict[str, str] | None = None
-) -> tuple[int | None, str]:
+    command: Iterable[str], limit: float, log: IO[str], environment: Mapping[str, str]
+) -> tuple[str, str]:
     """Run `python -m command`; its stderr goes to `log`.
 
     Args:
@@ -20,14 +20,14 @@ def run_within(
         environment: additional variables.
 
     Returns:
-        The exit status, None if it was ended, and its stdout.
+        "done", "out of time" or the exit status, and its stdout.
     """
     whole = [sys.executable, "-m", *command]
     log.write(f"\n$ {' '.join(whole)}\n")
     log.flush()
     process = subprocess.Popen(
         whole,
-        env=os.environ | (environment or {}),
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
@@ -35,12 +35,10 @@ def run_within(
     )
     try:
         text, _ = process.communicate(timeout=limit)
-        return process.returncode, text
     except subprocess.TimeoutExpired:
-        pass
-    os.killpg(process.pid, signal.SIGKILL)
-    text, _ = process.communicate()
-    return None, text
+        os.killpg(process.pid, signal.SIGKILL)
+        return "out of time", process.communicate()[0]
+    return f"status {process.returncode}" if process.returncode else "done", text
 
 
 def usage_of(command: Iterable[str], cache: str | Path, **settings: Any) -> dict[str, float]:
