@@ -15,7 +15,6 @@ import argparse
 import inspect
 import sys
 import tokenize
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.files import RESULTS, note
@@ -24,78 +23,73 @@ from infinigen_jax.errors import InputError, Parser, run_command
 
 SCORED = 512  # tokens scored at the end of each window
 AHEAD = "infinigen:query=corrected"  # selects a layer ahead, the default on a GPU
-POLICIES = ("full", "infinigen", AHEAD, "oracle", "quest")
-OTHERS = ("window", "h2o", "infinigen-paper", "previous-query")  # much worse: on one text
+POLICIES = f"full infinigen {AHEAD} oracle quest"
+OTHERS = "window h2o infinigen-paper previous-query"  # much worse: on one text
 SETTINGS = (
-    *("full", "infinigen", "infinigen:layer_budgets=equal", AHEAD),
-    "infinigen:query=corrected,layer_budgets=equal",
+    f"full infinigen infinigen:layer_budgets=equal {AHEAD} "
+    "infinigen:query=corrected,layer_budgets=equal"
 )
 RULES = (
-    *("full", "infinigen", "infinigen:alpha=5", "infinigen:alpha=6", "infinigen:alpha=inf"),
-    *("infinigen:alpha=6,partial_ratio=1.0", "infinigen:alpha=6,tail_tokens=32"),
+    "full infinigen infinigen:alpha=5 infinigen:alpha=6 infinigen:alpha=inf "
+    "infinigen:alpha=6,partial_ratio=1.0 infinigen:alpha=6,tail_tokens=32"
 )
-RECALL = ("full", "infinigen", AHEAD, "quest", "h2o", "infinigen-paper")
-LOOKUPS = {"1024": "3", "2048": "3", "4096": "3", "7680": "1"}  # items by length, at five depths
-CONTEXTS = ("1024", "4096", "7680")  # with the new tokens, within 8,192 positions
-SYSTEMS = ("infinigen", "full-device", "transformers", "transformers-static", "llama.cpp-f32")
+RECALL = f"full infinigen {AHEAD} quest h2o infinigen-paper"
+LOOKUPS = {1024: 3, 2048: 3, 4096: 3, 7680: 1}  # items by length, at five depths
+CONTEXTS = "1024 4096 7680"  # with the new tokens, within 8,192 positions
+SYSTEMS = "infinigen full-device transformers transformers-static llama.cpp-f32"
 
 
 def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the command of each measurement, without Python itself and the result file."""
-    return quality_commands(options) | speed_commands(options)
-
-
-def quality_commands(options: argparse.Namespace) -> dict[str, list[str]]:
     texts: dict[str, Path] = dict(zip(("wiki", "book"), options.texts, strict=False))
     texts["python"] = options.out / "python-source.txt"
+    first = str(options.texts[0])
     chosen: dict[str, list[str]] = {}
-    perplexity = ["infinigen_jax.evaluate", "perplexity", "--model", options.model]
 
-    def score(text: str, length: int, budgets: str, policies: Sequence[str]) -> list[str]:
-        windows = ["--window", str(length), "--windows", str(options.windows)]
-        given = [*windows, "--context", str(length - SCORED), "--text", str(texts[text])]
-        return [*perplexity, *given, "--budget", *budgets.split(), "--policy", *policies]
+    def add(name: str, program: str, arguments: str, *files: str) -> None:
+        given = [*program.split(), "--model", options.model, *files]
+        chosen[name] = [*given, *arguments.split()]
 
-    for text in texts:
-        others = OTHERS if text == "wiki" else ()
-        chosen[f"policies-{text}-4096"] = score(text, 4096, "0.05", (*POLICIES, *others))
-        chosen[f"policies-{text}-2048"] = score(text, 2048, "0.05", POLICIES)
-        chosen[f"length-{text}-8192"] = score(text, 8192, "0.05 0.1", ("full", "infinigen"))
-        chosen[f"budgets-{text}-4096"] = score(text, 4096, "0.02 0.1", ("full", "infinigen"))
-        chosen[f"settings-{text}-4096"] = score(text, 4096, "0.05", SETTINGS)
-        chosen[f"rules-{text}-4096"] = score(text, 4096, "0.05", RULES)
-    recall = ["infinigen_jax.evaluate", "recall", "--model", options.model, "--budget", "0.05"]
-    recall += ["--text", str(texts["wiki"]), "--window", "4096", "--context", "3840"]
-    recall += ["--windows", "2", "--policy", *RECALL]
-    chosen["recall-wiki-4096"] = recall
-    retrieval = ["infinigen_jax.evaluate", "retrieval", "--model", options.model]
-    retrieval += ["--budget", "0.05", "--policy", *POLICIES, *OTHERS[:2]]
+    def score(name: str, length: int, budgets: str, policies: str) -> None:
+        for text, path in texts.items():
+            more = OTHERS if (name, text, length) == ("policies", "wiki", 4096) else ""
+            size = f"--window {length} --windows {options.windows} --context {length - SCORED}"
+            add(
+                f"{name}-{text}-{length}",
+                "infinigen_jax.evaluate perplexity",
+                f"{size} --budget {budgets} --policy {policies} {more}",
+                *("--text", str(path)),
+            )
+
+    score("policies", 4096, "0.05", POLICIES)
+    score("policies", 2048, "0.05", POLICIES)
+    score("length", 8192, "0.05 0.1", "full infinigen")
+    score("budgets", 4096, "0.02 0.1", "full infinigen")
+    score("settings", 4096, "0.05", SETTINGS)
+    score("rules", 4096, "0.05", RULES)
+    recall = f"--budget 0.05 --window 4096 --context 3840 --windows 2 --policy {RECALL}"
+    add("recall-wiki-4096", "infinigen_jax.evaluate recall", recall, "--text", first)
     for length, items in LOOKUPS.items():
-        given = [*retrieval, "--length", length, "--items", items]
-        chosen[f"needles-{length}"] = given
-        chosen[f"pairs-{length}"] = [*given, "--pairs"]
-    windows = ["--window", "1280", "--context", "1024", "--windows", "16"]
-    small = ["--model", options.model, "--text", str(texts["wiki"]), *windows]
-    chosen["small-weights"] = ["benchmarks.small_weights", *small]
-    return chosen
+        policies = f"--budget 0.05 --policy {POLICIES} window h2o"
+        given = f"{policies} --length {length} --items {items}"
+        add(f"needles-{length}", "infinigen_jax.evaluate retrieval", given)
+        add(f"pairs-{length}", "infinigen_jax.evaluate retrieval", f"{given} --pairs")
+    windows = "--window 1280 --context 1024 --windows 16"
+    add("small-weights", "benchmarks.small_weights", windows, "--text", first)
 
-
-def speed_commands(options: argparse.Namespace) -> dict[str, list[str]]:
-    model, gguf = ["--model", options.model], ["--gguf", str(options.gguf)]
-    text = ["--text", str(options.texts[0])]
-    decode = ["benchmarks.decode", *model, *gguf, *text, "--trace-steps", "0", "--contexts"]
-    small = ["infinigen", "full-device", "llama.cpp", "--weight-dtype", "int4"]
-    chosen = {
-        "decode-batch-1": [*decode, *CONTEXTS, "--systems", *SYSTEMS, "llama.cpp"],
-        "decode-batch-1-int4": [*decode, *CONTEXTS, "--systems", *small],
-        "decode-batch-1-fused": [*decode, *CONTEXTS, "--systems", "infinigen", "infinigen-fused"],
-    }
-    for batch in ("4", "8"):
-        given = [*decode, *CONTEXTS[:2], "--systems", *SYSTEMS]
-        chosen[f"decode-batch-{batch}"] = [*given, "--batch", batch]
-    chosen["prefill"] = ["benchmarks.prefill", *model, "--prompts", *CONTEXTS]
-    start = ["benchmarks.startup", *model, *text, *gguf]
-    chosen["startup"] = [*start, "--prompts", "32", "7680"]
+    files = ("--gguf", str(options.gguf), "--text", first)
+    small = "infinigen full-device llama.cpp --weight-dtype int4"
+    for name, given in {
+        "1": f"{CONTEXTS} --systems {SYSTEMS} llama.cpp",
+        "1-int4": f"{CONTEXTS} --systems {small}",
+        "1-fused": f"{CONTEXTS} --systems infinigen infinigen-fused",
+        "4": f"1024 4096 --systems {SYSTEMS} --batch 4",
+        "8": f"1024 4096 --systems {SYSTEMS} --batch 8",
+    }.items():
+        arguments = f"--trace-steps 0 --contexts {given}"
+        add(f"decode-batch-{name}", "benchmarks.decode", arguments, *files)
+    add("prefill", "benchmarks.prefill", f"--prompts {CONTEXTS}")
+    add("startup", "benchmarks.startup", "--prompts 32 7680", *files)
     return chosen
 
 
