@@ -21,7 +21,6 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent
 from infinigen_jax.evaluation.session import Session, traffic_of
-from infinigen_jax.numeric import check_range
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -30,12 +29,10 @@ OFFLINE = ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE")  # make the harness read loc
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add --tasks, --include-path, --shots and --limit."""
+    """Add --tasks and --include-path."""
     add = parser.add_argument
     add("--tasks", nargs="+", metavar="NAME", help="tasks of lm-eval, instead of --text")
     add("--include-path", metavar="DIR", help="folder of additional task files; needs no network")
-    add("--shots", type=int, metavar="K", help="examples in the prompt (default: the task's)")
-    add("--limit", type=int, metavar="N", help="items of a task (default: all)")
 
 
 def measured_lines(session: Session) -> list[dict[str, Any]]:
@@ -45,9 +42,6 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
         InputError: lm-eval is not installed, or a task does not exist.
     """
     given = session.arguments
-    for option, least in {"shots": 0, "limit": 1, "batch": 1}.items():
-        if (value := getattr(given, option)) is not None:
-            check_range(f"--{option}", value, least)
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError("--tasks: lm-eval is not installed; pip install '.[eval]'")
     if given.quiet:
@@ -60,8 +54,7 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
     if unknown := sorted(set(given.tasks) - set(manager.all_tasks)):
         raise InputError(f"--tasks {unknown[0]}: unknown to lm-eval; give --include-path")
     model = session.load()
-    names = ("tasks", "shots", "limit", "batch")
-    session.record["settings"] = {name: getattr(given, name) for name in names}
+    session.record["settings"] = {"tasks": given.tasks, "batch": given.batch}
     measure = functools.partial(_measure, given, manager)
     measured = session.measure(model, measure, len(given.tasks), "tasks")
     return [line.described | line.measured.values for line in measured]
@@ -82,8 +75,6 @@ def _measure(
             result: Any = simple_evaluate(
                 model=model,
                 tasks=[name],
-                num_fewshot=given.shots,
-                limit=given.limit,
                 task_manager=manager,
                 bootstrap_iters=0,
                 log_samples=False,

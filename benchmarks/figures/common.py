@@ -64,7 +64,11 @@ def measure(arguments: argparse.Namespace, session: Session) -> Measured:
 
 
 def finish(
-    measured: Measured, number: str, panels: Sequence[Panel], *, head: Sequence[str], cells: Cells
+    measured: Measured,
+    number: str,
+    panels: Sequence[Panel],
+    head: Sequence[str] = (),
+    cells: Cells = lambda line: [],
 ) -> None:
     """Write the files and print the table.
 
@@ -74,19 +78,11 @@ def finish(
     """
     session = measured.session
     session.record["figure"] = f"InfiniGen (OSDI 2024), {number}"
-    session.finish(
-        measured.lines,
-        [*head, *measured.head],
-        lambda line: [*cells(line), *measured.cells(line)],
-    )
+    heads = [*head, *measured.head]
+    session.finish(measured.lines, heads, lambda line: [*cells(line), *measured.cells(line)])
     if (plot := checked_plot(session.arguments.plot)) is not None:
         name = session.record["model"]["name"]
         draw(plot, panels, f"{name}: as the paper's {number}")
-
-
-def nothing(line: dict[str, Any]) -> list[str]:
-    """Return no additional columns."""
-    return []
 
 
 def over(

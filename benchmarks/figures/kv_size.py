@@ -43,19 +43,16 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     for line in measured.lines:
         line["relative_kv_size"] = relative_size(line, head_dim)
     sizes = [100 * line["relative_kv_size"] for line in measured.lines]
-    lines = level(measured.lines, measured.quality, sizes) | over(
-        [x for x in measured.lines if not x["reference"]],
-        name,
-        lambda line: 100 * line["relative_kv_size"],
-        measured.quality,
-    )
-    finish(
-        measured,
-        "figure 11",
-        [Panel("relative KV size, %", measured.title, lines)],
-        head=["KV size"],
-        cells=lambda line: [percent(line["relative_kv_size"], 1)],
-    )
+    others = [line for line in measured.lines if not line["reference"]]
+    curves = level(measured.lines, measured.quality, sizes)
+    curves |= over(others, name, lambda line: 100 * line["relative_kv_size"], measured.quality)
+    panel = Panel("relative KV size, %", measured.title, curves)
+    finish(measured, "figure 11", [panel], ["KV size"], cells)
+
+
+def cells(line: dict[str, Any]) -> list[str]:
+    """Return the relative size."""
+    return [percent(line["relative_kv_size"], 1)]
 
 
 def name(line: dict[str, Any]) -> str:

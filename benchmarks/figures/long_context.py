@@ -12,12 +12,12 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-from benchmarks.figures.common import Measured, finish, measure, over
 from benchmarks.figures.common import add_options as add_evaluation_options
+from benchmarks.figures.common import finish, measure, over
 from benchmarks.plots import Panel
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.session import Session
-from infinigen_jax.numeric import check_range
+from infinigen_jax.numeric import check_range, whole_number
 from infinigen_jax.policies import POLICIES
 
 SUMMARY = "a fixed number of tokens kept at growing length (figure 19)"
@@ -28,23 +28,16 @@ SINKS = 4
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this figure."""
-    add_evaluation_options(
-        parser, tasks=False, policy=["infinigen", "infinigen-paper", "h2o", "window"]
-    )
-    add = parser.add_argument
-    add("--kept", type=int, default=64, metavar="N", help="tokens attended to (default 64)")
-    add(
-        "--length",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="tokens per window (default: powers of two from four times --kept)",
-    )
+    policies = ["infinigen", "infinigen-paper", "h2o", "window"]
+    add_evaluation_options(parser, tasks=False, policy=policies)
+    add, kept = parser.add_argument, whole_number(SINKS + 4)
+    add("--kept", type=kept, default=64, metavar="N", help="tokens attended to (default 64)")
+    lengths = "tokens per window (default: powers of two from four times --kept)"
+    add("--length", nargs="+", type=whole_number(1), metavar="N", help=lengths)
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Measure, print the table and write the files."""
-    check_range("--kept", arguments.kept, SINKS + 4)
     for length in arguments.length or []:
         check_range("--length", length, 2 * arguments.kept)
     for given in ("window", "context", "budget"):
@@ -55,7 +48,10 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     lines: list[dict[str, Any]] = []
     measured = None
     for length in arguments.length or _lengths(arguments, say):
-        measured = _measure_length(arguments, length, say)
+        chosen = copy.copy(arguments)
+        chosen.window, chosen.context = length, length - length // SCORED
+        chosen.policy = [keeping(name, arguments.kept, length) for name in arguments.policy]
+        measured = measure(chosen, Session.of(chosen, say))
         lines += [line | {"length": length} for line in measured.lines]
     assert measured is not None
     titles = {
@@ -68,38 +64,18 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     ]
     # Settings that differ between lengths belong to the lines.
     measured.session.record["settings"] |= {"kept": arguments.kept, "window": None, "context": None}
-    finish(
-        measured._replace(lines=lines),
-        "figure 19",
-        panels,
-        head=["length"],
-        cells=lambda line: [str(line["length"])],
-    )
+    measured = measured._replace(lines=lines)
+    finish(measured, "figure 19", panels, ["length"], lambda line: [str(line["length"])])
 
 
 def _lengths(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[int]:
     """Return the powers of two that the model has positions for."""
-    model = Session.of(arguments, say).load()
-    length, lengths = 4 * arguments.kept, []
-    while length <= model.config.max_positions:
-        lengths.append(length)
-        length *= 2
+    most = Session.of(arguments, say).load().config.max_positions
+    lengths = [length for i in range(32) if (length := 4 * arguments.kept << i) <= most]
     if not lengths:
-        raise InputError(
-            f"--kept {arguments.kept}: the model has only {model.config.max_positions} positions; "
-            "lower it"
-        )
+        kept = arguments.kept
+        raise InputError(f"--kept {kept}: the model has only {most} positions; lower it")
     return lengths
-
-
-def _measure_length(
-    arguments: argparse.Namespace, length: int, say: Callable[[str], None]
-) -> Measured:
-    """Measure all policies at one length, without repeating finished measurements."""
-    chosen = copy.copy(arguments)
-    chosen.window, chosen.context = length, length - length // SCORED
-    chosen.policy = [keeping(name, arguments.kept, length) for name in arguments.policy]
-    return measure(chosen, Session.of(chosen, say))
 
 
 def keeping(name: str, kept: int, length: int) -> str:

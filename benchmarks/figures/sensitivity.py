@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.figures.common import add_options as add_evaluation_options
-from benchmarks.figures.common import finish, level, measure, nothing, over
+from benchmarks.figures.common import finish, level, measure, over
 from benchmarks.plots import Panel
 from infinigen_jax.evaluation.session import Session
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         Panel("alpha", "rows attended to, share",
               sweep(measured.lines, "attended_fraction", "alpha", ALPHAS, full=False)),
     ]  # fmt: skip
-    finish(measured, "figure 17", panels, head=[], cells=nothing)
+    finish(measured, "figure 17", panels)
 
 
 def sweep(

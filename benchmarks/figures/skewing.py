@@ -9,6 +9,7 @@ converted with `--skew balanced`, which keeps the weights unchanged and stores b
 import argparse
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.figures.common import add_options as add_evaluation_options
-from benchmarks.figures.common import finish, level, measure, nothing, over
+from benchmarks.figures.common import finish, level, measure, over
 from benchmarks.plots import Panel
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.session import Session
@@ -34,15 +35,10 @@ CALIBRATION_TOKENS = 2048
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this figure."""
-    add_evaluation_options(
-        parser,
-        tasks=True,
-        policy=["infinigen-paper:alpha=inf,budget=0.2"],
-        partial_ratio=list(RATIOS),
-    )
-    parser.add_argument(
-        "--bases", nargs="+", type=OneOf(BASES), default=BASES, metavar="B", help=listed(BASES)
-    )
+    policy = ["infinigen-paper:alpha=inf,budget=0.2"]
+    add_evaluation_options(parser, tasks=True, policy=policy, partial_ratio=list(RATIOS))
+    add = parser.add_argument
+    add("--bases", nargs="+", type=OneOf(BASES), default=BASES, metavar="B", help=listed(BASES))
 
 
 class Unskewed(Session):
@@ -80,17 +76,13 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         measured.quality,
     )
     panel = Panel("columns in the index, share", measured.title, curves)
-    finish(measured._replace(lines=lines), "figure 13", [panel], head=[], cells=nothing)
+    finish(measured._replace(lines=lines), "figure 13", [panel])
 
 
 def _with_bases(arguments: argparse.Namespace, bases: Sequence[str]) -> argparse.Namespace:
     """Return the options with each policy in each basis."""
-    changed = copy.copy(arguments)
-    changed.policy = [
-        f"{policy}{',' if ':' in policy else ':'}basis={basis}"
-        for policy in arguments.policy
-        for basis in bases
-    ]
+    changed, pairs = copy.copy(arguments), itertools.product(arguments.policy, bases)
+    changed.policy = [f"{name}{',' if ':' in name else ':'}basis={basis}" for name, basis in pairs]
     return changed
 
 
