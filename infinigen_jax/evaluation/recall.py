@@ -14,7 +14,6 @@ Means are over layers that select rows; a policy that selects in none attends to
 """
 
 import argparse
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -48,24 +47,17 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     if any(configuration.pool is not None for configuration in session.chosen):
         raise ParameterError("pool", "recall looks for rows by their position; leave it out")
     model, windows, settings, total = load_windows(session)
-    study = functools.partial(measure, windows, settings)
+
+    def study(engine: "Engine", advance: Callable[[int], object]) -> Measurement:
+        arrays, traffic = study_windows(engine, windows, settings, advance)
+        return Measurement(arrays, traffic_of(traffic))
+
     measured = session.measure(model, study, total, "tokens")
     lines = [
         line.described | summary(line.measured.arrays, settings) | line.measured.values
         for line in measured
     ]
     session.finish(lines, HEAD, cells)
-
-
-def measure(
-    windows: np.ndarray,
-    settings: dict[str, Any],
-    engine: "Engine",
-    advance: Callable[[int], object],
-) -> Measurement:
-    """Measure one engine."""
-    arrays, traffic = study_windows(engine, windows, settings, advance)
-    return Measurement(arrays, traffic_of(traffic))
 
 
 def study_windows(
@@ -153,35 +145,36 @@ def summary(arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str
     total = settings["window"] - context
     starts = range(0, total, chunk)
     tokens = np.array([min(chunk, total - start) for start in starts], np.float64)
-    whole = _part(arrays, tokens)
-    layers = []
-    for i, layer in enumerate(arrays["layers"].tolist()):
-        of_layer = {name: arrays[name][:, i : i + 1] for name in (*MEANS, *COUNTS)}
-        layers.append({"layer": layer} | _part(of_layer, tokens))
-    chunks = []
-    for j, (start, size) in enumerate(zip(starts, tokens, strict=True)):
-        of_chunk = {name: arrays[name][..., j : j + 1] for name in (*MEANS, *COUNTS)}
-        place = {"from": context + start, "to": context + start + int(size)}
-        chunks.append(place | _part(of_chunk, tokens[j : j + 1]))
-    return whole | {"layers": layers, "chunks": chunks}
+    layers = [
+        {"layer": layer} | _part(arrays, tokens, np.s_[:, i : i + 1])
+        for i, layer in enumerate(arrays["layers"].tolist())
+    ]
+    chunks = [
+        {"from": context + start, "to": context + min(start + chunk, total)}
+        | _part(arrays, tokens[j : j + 1], np.s_[..., j : j + 1])
+        for j, start in enumerate(starts)
+    ]
+    return _part(arrays, tokens) | {"layers": layers, "chunks": chunks}
 
 
-def _part(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> dict[str, Any]:
-    """Return means over windows, layers, heads and chunks; ratios are ratios of means."""
+def _part(arrays: dict[str, np.ndarray], tokens: np.ndarray, at: Any = ...) -> dict[str, Any]:
+    """Return means over windows, layers, heads and chunks; ratios are ratios of means.
+
+    Args:
+        tokens: tokens of each chunk.
+        at: index of a part of the arrays.
+    """
     if not arrays["mass"].shape[1]:  # no layer selects rows: everything is attended
-        return {name: 1.0 for name in ("top_k_recall", "mass", "oracle_mass", "of_oracle")} | {
-            "mass_standard_error": None,
-            "error": 0.0,
-            "oracle_error": 0.0,
-        }
+        all_of_it = dict.fromkeys(("top_k_recall", "mass", "oracle_mass", "of_oracle"), 1.0)
+        return all_of_it | {"mass_standard_error": None, "error": 0.0, "oracle_error": 0.0}
     weights = tokens / tokens.sum()
 
     def per_window(name: str) -> np.ndarray:
-        return (arrays[name] @ weights).mean(axis=(1, 2))
+        return (arrays[name][at] @ weights).mean(axis=(1, 2))
 
     mass, deviation = mean_and_error(per_window("mass"))
     best = float(per_window("oracle_mass").mean())
-    selected, budgeted = (float(arrays[name].sum()) for name in ("found", "wanted"))
+    selected, budgeted = (float(arrays[name][at].sum()) for name in ("found", "wanted"))
     return {
         "top_k_recall": selected / budgeted if budgeted else 1.0,
         "mass": mass,
@@ -195,13 +188,10 @@ def _part(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> dict[str, Any]:
 
 def cells(line: dict[str, Any]) -> list[str]:
     """Return a line's cells of the columns HEAD."""
+    shares = ("top_k_recall", "mass", "oracle_mass", "of_oracle")
     return [
-        percent(line["top_k_recall"], 1),
-        percent(line["mass"], 1),
-        percent(line["oracle_mass"], 1),
-        percent(line["of_oracle"], 1),
-        f"{line['error']:.4f}",
-        f"{line['oracle_error']:.4f}",
+        *(percent(line[name], 1) for name in shares),
+        *(f"{line[name]:.4f}" for name in ("error", "oracle_error")),
         lost_most(line),
     ]
 
