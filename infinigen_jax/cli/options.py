@@ -7,12 +7,12 @@ imports JAX before it is needed, so that a bad option is reported immediately.
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import InputError, ParameterError, Parser
 from infinigen_jax.messages import Messages
-from infinigen_jax.numeric import LARGEST, Check, OneOf
+from infinigen_jax.numeric import LARGEST, OneOf
 from infinigen_jax.settings.engine import WEIGHT_DTYPES, EngineOptions
 from infinigen_jax.settings.policy import InfiniGenSettings
 from infinigen_jax.settings.pool import ALL, Limit, Pool
@@ -37,8 +37,7 @@ MEMORY_OPTIONS = ("rows", "dense_layers", "weights")
 SAMPLING_EXPERTS = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 ENGINE_EXPERTS = ("transfer", "prefill_chunk", "hot_set")
 POOL_OPTIONS = ("tokens", "eviction", "sinks")
-LIMIT = {"tokens": Limit(1, LARGEST, whole=True)}  # or a share, the setting next to it
-NO_TYPES: Mapping[str, Check] = {}
+TYPES = {"tokens": Limit(1, LARGEST, whole=True)}  # or a share, the setting next to it
 SEVERAL = (*POLICY_OPTIONS, "rows", "tokens", "eviction")  # lists in `evaluate`
 
 
@@ -58,21 +57,11 @@ def load_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def add_settings(
-    group: Any,
-    kind: Any,
-    names: tuple[str, ...],
-    *,
-    several: bool = False,
-    prefix: str = "",
-    types: Mapping[str, Check] = NO_TYPES,
-) -> None:
+def add_settings(group: Any, kind: Any, names: Iterable[str], *, several: bool = False) -> None:
     """Add options for settings; an option that is not given is None.
 
     Args:
         several: settings in SEVERAL take one or several values, and are lists then.
-        prefix: prefix of the options' names.
-        types: checks that differ from the settings' own.
     """
     for name in names:
         option, default = options_of(kind)[name], defaults_of(kind)[name]
@@ -82,15 +71,14 @@ def add_settings(
         if isinstance(default, bool):
             more = {"action": "store_true"}
         else:
-            more |= {"metavar": option.metavar, "type": types.get(name, option.check)}
+            more |= {"metavar": option.metavar, "type": TYPES.get(name, option.check)}
             shown = f"{default:g}" if isinstance(default, float) else default
             text += "" if default is None else f" (default {shown})"
-        group.add_argument(f"--{prefix}{_flag(name)}", default=None, help=text, **more)
+        flag = _flag(f"{kind.room}{name}")
+        group.add_argument(f"--{flag}", default=None, help=text, **more)
 
 
-def given(
-    arguments: argparse.Namespace, names: tuple[str, ...], prefix: str = ""
-) -> dict[str, Any]:
+def given(arguments: argparse.Namespace, names: Iterable[str], prefix: str = "") -> dict[str, Any]:
     """The settings of these names whose options were given."""
     values = {name: getattr(arguments, prefix + name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
@@ -98,14 +86,13 @@ def given(
 
 def add_sampling_options(group: Any, experts: Any) -> None:
     """Add the options of `Sampling`, those that few need to another group."""
-    add_settings(
-        group, Sampling, tuple(n for n in options_of(Sampling) if n not in SAMPLING_EXPERTS)
-    )
+    common = [name for name in options_of(Sampling) if name not in SAMPLING_EXPERTS]
+    add_settings(group, Sampling, common)
     add_settings(experts, Sampling, SAMPLING_EXPERTS)
 
 
 def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    return given(arguments, tuple(options_of(Sampling)))
+    return given(arguments, options_of(Sampling))
 
 
 def add_engine_options(
@@ -143,7 +130,7 @@ def add_engine_options(
     add_settings(experts, InfiniGenSettings, ("partial_ratio",), several=several)
     add_settings(experts, EngineOptions, ENGINE_EXPERTS, several=several)
     if pool:
-        add_settings(experts, Pool, POOL_OPTIONS, several=several, prefix="pool-", types=LIMIT)
+        add_settings(experts, Pool, POOL_OPTIONS, several=several)
 
 
 def make_policy(arguments: argparse.Namespace) -> "Policy":
@@ -212,8 +199,7 @@ def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
     if name not in POLICIES and rest and "=" not in of_class:
         name, rest = f"{name}:{of_class}", settings_of_class
     policy = find_policy(name)
-    kinds = {field.name: _kind(field) for field in dataclasses.fields(policy)}
-    kinds = {field: kind for field, kind in kinds.items() if kind is not None}
+    kinds = {f.name: kind for f in dataclasses.fields(policy) if (kind := _kind(f)) is not None}
     settings = {}
     for part in rest.split(",") if rest else []:
         setting, _, value = part.partition("=")
@@ -256,7 +242,7 @@ def make_engine(
     """An engine with the options of `add_engine_options`; `settings` go to it as they are."""
     from infinigen_jax.engine.engine import Engine
 
-    chosen = given(arguments, tuple(options_of(EngineOptions)))
+    chosen = given(arguments, options_of(EngineOptions))
     return Engine(model, policy=policy, pool=make_pool(arguments), **(chosen | settings))
 
 
@@ -281,4 +267,4 @@ def load_engine(arguments: argparse.Namespace, say: Messages) -> "Engine":
 
 
 def _flag(name: str) -> str:
-    return name.replace("_", "-")
+    return name.replace("_", "-").replace(".", "-")

@@ -30,26 +30,22 @@ class Advice:
     asked: Forecast
     full: Forecast
     best: Forecast | None
-    most_context: int | None = None
-    most_batch: int | None = None
+    most_context: int | None
+    most_batch: int | None
 
 
 def advise(planner: Planner, batch: int, context: int) -> Advice:
     """Forecast the requested settings and search for better ones."""
-    layers = planner.config.num_layers
-    asked = planner.asked
+    asked, layers = planner.asked, planner.config.num_layers
     full = dataclasses.replace(asked, dense_layers=layers, hot_set=0.0, rows="auto")
-    advice = Advice(
+    best = best_settings(planner, batch, context)
+    fitting = best is not None
+    return Advice(
         asked=planner.forecast(asked, batch, context),
         full=planner.forecast(full, batch, context),
-        best=best_settings(planner, batch, context),
-    )
-    if advice.best is not None:
-        return advice
-    return dataclasses.replace(
-        advice,
-        most_context=largest(lambda n: fits(planner, batch, n), context),
-        most_batch=largest(lambda n: fits(planner, n, context), batch),
+        best=best,
+        most_context=None if fitting else largest(lambda n: fits(planner, batch, n), context),
+        most_batch=None if fitting else largest(lambda n: fits(planner, n, context), batch),
     )
 
 

@@ -28,7 +28,7 @@ from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.models.packed import split
 from infinigen_jax.models.small_weights import shrink
-from infinigen_jax.planner.lossless import Rounds, draft_traffic, forecast_rounds, full_traffic
+from infinigen_jax.planner.lossless import Rounds, forecast_rounds
 from infinigen_jax.planner.traffic import Traffic, planned_traffic
 from infinigen_jax.policies import Policy
 from infinigen_jax.prefill.prefill import chunk_for
@@ -143,7 +143,7 @@ class Planner:
         machine: Machine,
     ):
         self.config, self.machine, self.arguments = config, machine, arguments
-        self.given = given(arguments, tuple(options_of(EngineOptions)))
+        self.given = given(arguments, options_of(EngineOptions))
         architecture = blueprint(config, jnp.dtype(dtype), arguments.weight_dtype)
         self._shapes = model_shapes(architecture, conversion)
         make = functools.partial(self._engine, jnp.dtype(dtype), conversion, policy)
@@ -238,30 +238,38 @@ class Planner:
             lossless=None,
             machine=self.machine,
         )
-        drafting = dataclasses.replace(settings, lossless=True)
-        if not dataclasses.replace(found, drafts=self._draft_bytes(drafting)).fits:
+        copied = self._draft_bytes(dataclasses.replace(settings, lossless=True))
+        if not dataclasses.replace(found, drafts=copied).fits:
             return found
         host_rows = plan.host_cache * context // capacity
-        rounds = self._lossless(decoder, settings, weights, traffic, host_rows)
+        most = most_drafted(decoder, settings.draft_tokens)
+        rounds = self._lossless(decoder, weights, traffic, host_rows, copied, most)
         return dataclasses.replace(found, lossless=rounds)
 
     def _lossless(
         self,
         decoder: Decoder,
-        settings: EngineOptions,
         weights: Weights,
         traffic: Traffic,
         host_rows: int,
+        copied: int,
+        most: int,
     ) -> Rounds | None:
-        if decoder.pool is not None or _streams(decoder):
+        """Forecast the lossless mode with drafts of up to `most` tokens.
+
+        Args:
+            host_rows: bytes of all rows of the host, which a verification reads.
+            copied: bytes of the copy of the weights for drafts; 0 without one.
+        """
+        if decoder.pool is not None or _streams(decoder) or most < 1:
             return None
-        most = most_drafted(decoder, settings.draft_tokens)
-        if most < 1:
-            return None
-        copied = self._draft_bytes(dataclasses.replace(settings, lossless=True))
-        drafting = draft_traffic(traffic, tree_bytes(weights.params["layers"]), copied)
+        drafting = traffic
+        if copied:  # a small copy on the device takes the place of the layers' weights
+            read = traffic.weights - tree_bytes(weights.params["layers"]) + copied
+            drafting = dataclasses.replace(traffic, weights=read, brought=0)
         draft = self._seconds(drafting, streams=False)
-        verification = self._seconds(full_traffic(traffic, host_rows), streams=True)
+        whole = dataclasses.replace(traffic, index=0, attended=host_rows, link=host_rows)
+        verification = self._seconds(whole, streams=True)
         if draft is None or verification is None:
             return None
         return forecast_rounds(draft, verification, most)

@@ -1,9 +1,8 @@
-"""Forecast of the lossless mode's time, from the bytes that a round moves."""
+"""Forecast of the lossless mode's time, from the times of its two kinds of step."""
 
 import dataclasses
 
-from infinigen_jax.engine.draft_length import MOST, START, DraftLength
-from infinigen_jax.planner.traffic import Traffic
+from infinigen_jax.engine.draft_length import START, DraftLength
 
 ACCEPTED = START  # assumed share of the drafted tokens that are accepted
 
@@ -23,28 +22,7 @@ class Rounds:
     full: float
 
 
-def full_traffic(traffic: Traffic, host_rows: int) -> Traffic:
-    """Return the traffic of a step, or of a verification, that reads all rows of the host.
-
-    Args:
-        host_rows: bytes of these rows.
-    """
-    return dataclasses.replace(traffic, index=0, attended=host_rows, link=host_rows)
-
-
-def draft_traffic(traffic: Traffic, layers: int, copied: int) -> Traffic:
-    """Return the traffic of a drafted step.
-
-    Args:
-        layers: bytes of the layers' weights.
-        copied: bytes of their small copy on the device; 0 for none.
-    """
-    if not copied:
-        return traffic
-    return dataclasses.replace(traffic, weights=traffic.weights - layers + copied, brought=0)
-
-
-def forecast_rounds(draft: float, verification: float, most: int = MOST) -> Rounds:
+def forecast_rounds(draft: float, verification: float, most: int) -> Rounds:
     """Return the best rounds if a share ACCEPTED of the drafted tokens is accepted.
 
     Args:
