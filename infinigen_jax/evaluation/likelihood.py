@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
-from infinigen_jax.evaluation.scoring import Traffic, traffic
+from infinigen_jax.evaluation.scoring import Traffic, score_run, traffic
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -107,7 +107,8 @@ def _score(
     engine: "Engine", asked: Sequence[Continuation], kept: int
 ) -> tuple[Float[np.ndarray, "k 2"], Traffic]:
     """Score the first `kept` continuations; contexts have at least two tokens."""
-    steps = max(len(one.text) for one in asked)
+    lengths = np.array([len(one.text) for one in asked])
+    steps = int(lengths.max())
     try:
         run = engine.start([one.context[:-1] for one in asked], max_new_tokens=steps)
     except MemoryShortageError as error:
@@ -115,12 +116,8 @@ def _score(
     tokens = np.zeros((len(asked), steps + 1), np.int32)
     for row, one in zip(tokens, asked, strict=True):
         row[: len(one.text) + 1] = [one.context[-1], *one.text]
-    scores, best = [], []
-    for step in range(steps):
-        scores.append(run.score(tokens[:, step], tokens[:, step + 1]))
-        best.append(run.drawn)
-    scores, best = (np.stack([np.asarray(x) for x in y], axis=1) for y in (scores, best))
-    inside = np.arange(steps) < np.array([len(one.text) for one in asked])[:, None]
-    total = np.where(inside, scores.astype(np.float64), 0).sum(axis=1)
-    greedy = ((best == tokens[:, 1:]) | ~inside).all(axis=1)
-    return np.stack([total, greedy], axis=1)[:kept], traffic(run, kept)
+    scores = score_run(run, tokens, kept)
+    inside = np.arange(steps) < lengths[:kept, None]
+    total = np.where(inside, -scores.nats, 0).sum(axis=1)
+    greedy = ((scores.best == tokens[:kept, 1:]) | ~inside).all(axis=1)
+    return np.stack([total, greedy], axis=1), traffic(run, kept)

@@ -97,9 +97,9 @@ def score_windows(
     parts, total = [], Traffic()
     for rows, kept in batches(len(windows), batch):
         further = asked if isinstance(asked, int) else asked[rows]
-        scores, traffic = _score_batch(engine, windows[rows], context, kept, advance, further)
-        parts.append(scores)
-        total += traffic
+        run = start_run(engine, windows[rows], context)
+        parts.append(score_run(run, windows[rows, context - 1 :], kept, further, advance))
+        total += traffic(run, kept)
     all_scores = Scores(*(np.concatenate(part) for part in zip(*parts, strict=True)))
     if not np.isfinite(nats := all_scores.nats).all():
         raise InputError(
@@ -109,31 +109,33 @@ def score_windows(
     return all_scores, total
 
 
-def _score_batch(
-    engine: "Engine",
-    windows: Int[np.ndarray, "b n"],
-    context: int,
+def score_run(
+    run: "Run",
+    tokens: Int[np.ndarray, "b n"],
     kept: int,
-    advance: Callable[[int], object],
-    asked: int | Int[np.ndarray, "b t m"],
-) -> tuple[Scores, Traffic]:
-    """Score the first `kept` windows; the others fill the batch."""
-    run = start_run(engine, windows, context)
+    asked: int | Int[np.ndarray, "b t m"] = 0,
+    advance: Callable[[int], object] = lambda tokens: None,
+) -> Scores:
+    """Decode tokens after the prompts, and score each next one; arguments as in `score_windows`.
+
+    Args:
+        kept: number of sequences to return; the others fill the batch.
+    """
     read, waiting = [], []
-    for step, position in enumerate(range(context - 1, windows.shape[1] - 1)):
-        log_probs, targets = run.predict(windows[:, position]), windows[:, position + 1]
+    for step in range(tokens.shape[1] - 1):
+        log_probs, targets = run.predict(tokens[:, step]), tokens[:, step + 1]
         # Select the tokens on the device: log-probabilities are large, and steps are queued.
-        tokens = _likeliest(log_probs, asked) if isinstance(asked, int) else asked[:, step]
-        target_log_probs, other_log_probs = _chosen(log_probs, targets, tokens)
-        waiting.append((target_log_probs, run.drawn, tokens, other_log_probs))
+        others = _likeliest(log_probs, asked) if isinstance(asked, int) else asked[:, step]
+        target_log_probs, other_log_probs = _chosen(log_probs, targets, others)
+        waiting.append((target_log_probs, run.drawn, others, other_log_probs))
         if len(waiting) == 2 * READ_EVERY:
             read += jax.device_get(waiting[:READ_EVERY])
             del waiting[:READ_EVERY]
             advance(kept * READ_EVERY)
     read += jax.device_get(waiting)
     advance(kept * len(waiting))
-    target_log_probs, *others = (np.stack(part, axis=1)[:kept] for part in zip(*read, strict=True))
-    return Scores(-target_log_probs.astype(np.float64), *others), traffic(run, kept)
+    target_log_probs, *rest = (np.stack(part, axis=1)[:kept] for part in zip(*read, strict=True))
+    return Scores(-target_log_probs.astype(np.float64), *rest)
 
 
 @functools.partial(jax.jit, static_argnames="count")
