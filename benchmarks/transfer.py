@@ -11,6 +11,7 @@ time that it does not add:
 """
 
 import argparse
+import dataclasses
 import functools
 import math
 import statistics
@@ -27,11 +28,11 @@ from jax import lax
 
 from benchmarks import machine
 from benchmarks.files import RESULTS, note, write_json
-from benchmarks.loads import Compute, Shape
 from benchmarks.tables import entry_table
 from infinigen_jax import cuda
-from infinigen_jax.cache.host_array import default_mesh
+from infinigen_jax.cache.host_array import Placement, allocate_host, default_mesh, write_span
 from infinigen_jax.cuda.launch import CONCURRENT
+from infinigen_jax.ops.span import Span
 from infinigen_jax.planner import bandwidths
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import XlaTransfer
@@ -40,6 +41,68 @@ REPEATS, CALLS = 7, 10  # timed rounds, and consecutive transfers in each
 SIZES = ((512, 1), (144, 1), (272, 1), (64, 1), (4096, 1), (512, 16))  # bytes of a row; GiB of all
 BLOCKS = (16, 8, 4, 32, 64, 132)  # of the cuda gather
 MAIN_ROW = 512  # bytes; measured with all numbers of blocks, others with the first two
+GROUPS = (8, 8)  # sequences, KV heads
+COUNT = math.prod(GROUPS)
+MOVED_BYTES = 1 << 25  # bytes per transfer, limited by the rows of the host array
+WEIGHTS = (16, 4096, 4096)  # bfloat16, 0.5 GB: more than a cache on the chip holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of one measurement: bytes per row, slots per group, and rows requested per group."""
+
+    row: int
+    capacity: int
+    wanted: int
+
+    @classmethod
+    def of(cls, row: int, cache_bytes: int) -> "Shape":
+        capacity, moved = cache_bytes // (COUNT * row), MOVED_BYTES // (COUNT * row)
+        return cls(row, capacity, max(1, min(capacity // 4, moved)))
+
+    @property
+    def moved(self) -> int:
+        """Bytes of all requested rows."""
+        return COUNT * self.wanted * self.row
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the host array."""
+        return COUNT * self.capacity * self.row
+
+    def host(self) -> jax.Array:
+        """Return a host cache of one layer that holds `content`."""
+        mesh = default_mesh()
+        host = allocate_host((1, *GROUPS, self.capacity, self.row), jnp.uint8, mesh)
+        whole = Span.whole(GROUPS[0], self.capacity)
+
+        def fill(host: jax.Array) -> jax.Array:
+            slots = jnp.broadcast_to(jnp.arange(self.capacity), (*GROUPS, self.capacity))
+            rows = self.content(slots).astype(jnp.uint8)
+            return write_span(host, jnp.int32(0), rows, whole, mesh)
+
+        return jax.jit(fill, donate_argnums=0, out_shardings=Placement(mesh).host)(host)
+
+    def content(self, slots: Any) -> Any:
+        """Return the bytes of rows, which depend on group, slot and column: [b, k, n, row]."""
+        group = np.arange(COUNT).reshape(*GROUPS, 1, 1)
+        columns = np.arange(self.row)[None, None, None]
+        return (slots[..., None] * (2 * columns + 1) + 37 * group + (slots[..., None] >> 8)) % 251
+
+    def request(self) -> Request:
+        """Return a request for different rows of each group, in random order."""
+        slots = np.broadcast_to(np.arange(self.capacity, dtype=np.int32), (*GROUPS, self.capacity))
+        slots = np.random.default_rng(0).permuted(slots, axis=-1)[..., : self.wanted]
+        count = np.full(GROUPS, self.wanted, np.int32)
+        at = Placement(default_mesh()).rows
+        return Request(jax.device_put(slots, at), jax.device_put(count, at))
+
+
+def random_work(shape: tuple[int, int, int] = WEIGHTS) -> tuple[jax.Array, jax.Array]:
+    """Return a few rows, and the matrices that they are multiplied with, one after another."""
+    keys = jax.random.split(jax.random.key(1))
+    x = jax.random.normal(keys[0], (GROUPS[0], shape[1]), jnp.bfloat16)
+    return x, jax.random.normal(keys[1], shape, jnp.bfloat16) * shape[1] ** -0.5
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -84,7 +147,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
 
         gathers = [(CudaTransfer(blocks=blocks), blocks) for blocks in BLOCKS]
         ways = [*gathers, *ways]
-    compute = Compute.make()
+    work = random_work()
     for row, gib in SIZES:
         if time.monotonic() >= deadline:
             break
@@ -95,7 +158,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
             wanted = row == MAIN_ROW or blocks in (None, *BLOCKS[:2])
             if wanted and time.monotonic() < deadline:
                 entry = {"transfer": transfer.name, "blocks": blocks}
-                entry |= measure_one(transfer, shape, host, request, expected, compute)
+                entry |= measure_one(transfer, shape, host, request, expected, work)
                 result["measurements"].append(entry)
                 write_json(path, result)
         del host
@@ -115,7 +178,7 @@ def measure_one(
     host: jax.Array,
     request: Request,
     expected: np.ndarray,
-    compute: Compute,
+    work: tuple[jax.Array, jax.Array],
 ) -> dict[str, Any]:
     """Measure one row size and transfer: alone, the computation alone, and both.
 
@@ -132,7 +195,7 @@ def measure_one(
 
     options = CONCURRENT if transfer.name == "cuda" else None
     alone, together = jax.jit(move), jax.jit(both, static_argnums=4, compiler_options=options)
-    x, weights = compute.x, compute.weights
+    x, weights = work
     rows = np.asarray(alone(host, request))
     if not np.array_equal(rows, expected):
         raise AssertionError(f"other rows came by {transfer.name}, of {shape.row} bytes")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from benchmarks import (
-    loads,
     lossless,
     machine,
     on_gpu,
@@ -28,16 +27,16 @@ def test_transfer_needs_a_gpu_and_says_so(capsys):
 
 def test_transfer_is_measured_alone_and_beside_work(monkeypatch):
     """With the transfer that every backend has; rates mean nothing here."""
-    monkeypatch.setattr(loads, "MOVED_BYTES", 1 << 17)
+    monkeypatch.setattr(transfer, "MOVED_BYTES", 1 << 17)
     monkeypatch.setattr(transfer, "REPEATS", 1)
-    shape = loads.Shape.of(144, 1 << 20)
+    shape = transfer.Shape.of(144, 1 << 20)
     assert shape.moved == 64 * shape.wanted * 144 <= 1 << 17
-    compute = loads.Compute.make((2, 64, 64))
+    work = transfer.random_work((2, 64, 64))
     host, request = shape.host(), shape.request()
     slots = np.asarray(request.slots)
     expected = np.take_along_axis(np.asarray(host)[0], slots[..., None], axis=2)
     np.testing.assert_array_equal(shape.content(slots), expected)
-    entry = transfer.measure_one(XlaTransfer(), shape, host, request, expected, compute)
+    entry = transfer.measure_one(XlaTransfer(), shape, host, request, expected, work)
     assert entry["bytes_per_second"] == pytest.approx(shape.moved * 1e3 / entry["transfer_ms"])
     hidden = 1 + (entry["compute_ms"] - entry["both_ms"]) / entry["transfer_ms"]
     assert entry["hidden_share"] == pytest.approx(hidden)
