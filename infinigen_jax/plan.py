@@ -225,7 +225,7 @@ def verdict(advice: "Advice") -> list[str]:
 
 def exact_tokens(forecast: "Forecast") -> list[str]:
     """How to get the full cache's tokens fastest, if the settings select rows."""
-    from infinigen_jax.planner.lossless import ACCEPTED
+    from infinigen_jax.planner.traffic import ACCEPTED
 
     rounds = forecast.lossless
     if rounds is None:

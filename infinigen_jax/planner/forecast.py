@@ -25,17 +25,15 @@ from infinigen_jax.engine.runtime import HOT_SET, draft_form, most_drafted
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
 from infinigen_jax.loading.load import Model
 from infinigen_jax.machine.memory_limits import tree_bytes
-from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
+from infinigen_jax.models import Blueprint, ModelConfig, blueprint
 from infinigen_jax.models.packed import split
 from infinigen_jax.models.small_weights import shrink
-from infinigen_jax.planner.lossless import Rounds, forecast_rounds
-from infinigen_jax.planner.traffic import Traffic, planned_traffic
+from infinigen_jax.planner.traffic import Rounds, Traffic, forecast_rounds, planned_traffic
 from infinigen_jax.policies import Policy
 from infinigen_jax.prefill.prefill import chunk_for
 from infinigen_jax.settings.engine import EngineOptions
 from infinigen_jax.settings.setting import options_of
 from infinigen_jax.transfer.cuda import CudaTransfer
-from infinigen_jax.transfer.host_weights import in_host_memory
 from infinigen_jax.transfer.xla import XlaTransfer
 
 
@@ -150,9 +148,13 @@ class Planner:
         asked, _ = make({})
         # With all layers on the host, the policy has weights for every layer.
         self._decoder, self._weights = make({"dense_layers": 0})
-        self._small_bytes = functools.cache(
-            functools.partial(small_bytes, self._weights.params["layers"])
-        )
+        layers = self._weights.params["layers"]
+
+        @functools.cache
+        def small_bytes(dtype: str) -> int:
+            return tree_bytes(jax.eval_shape(lambda: [shrink(layer, dtype) for layer in layers]))
+
+        self._small_bytes = small_bytes
         # The default, `cuda` on a GPU, and not of `xla`; see `engine.runtime`.
         crosses = machine.separate and self.given.get("transfer") != "xla"
         reuses = crosses and policy.reuses and "hot_set" not in self.given
@@ -220,12 +222,10 @@ class Planner:
         kept = {name: part for name, part in self._shapes.items() if name != "params"}
         if kept["ahead"] is not None:  # projections stay in their file
             kept["ahead"] = [ahead.basis for ahead in kept["ahead"]]
-        brought = brought_bytes(decoder, weights)
-        traffic = dataclasses.replace(traffic, brought=brought)
         found = Forecast(
             settings=settings,
-            weights=tree_bytes(weights.params) - brought,
-            weights_on_host=brought,
+            weights=tree_bytes(weights.params) - traffic.brought,
+            weights_on_host=traffic.brought,
             drafts=self._draft_bytes(settings),
             bases=tree_bytes(kept),
             speculation=tree_bytes(weights.policy),
@@ -329,15 +329,3 @@ def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
     file = SafetensorsFile(folder / SKEW_FILE)
     losses = {} if manifest.skew == "none" else read_loss(file, config)
     return Conversion(manifest.skew, manifest.speculate_from, losses)
-
-
-def small_bytes(layers: list[Params], dtype: str) -> int:
-    """Return the bytes of layers with small weights."""
-    return tree_bytes(jax.eval_shape(lambda: [shrink(layer, dtype) for layer in layers]))
-
-
-def brought_bytes(decoder: Decoder, weights: Weights) -> int:
-    """Return the bytes of the weights that are kept in host memory."""
-    if not decoder.weights_on_host:
-        return 0
-    return tree_bytes([in_host_memory(layer) for layer in weights.params["layers"]])

@@ -1,13 +1,16 @@
-"""Bytes that a decode step moves, and the lower bound on its time."""
+"""Bytes that a decode step moves, and lower bounds on the times of steps and lossless rounds."""
 
 import dataclasses
 
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
+from infinigen_jax.engine.draft_length import START, DraftLength
 from infinigen_jax.engine.memory_plan import MemoryPlan
 from infinigen_jax.machine.memory_limits import tree_bytes
+from infinigen_jax.transfer.host_weights import in_host_memory
 
 HIT_RATE = 0.6  # assumed for a hot set of twice a request
+ACCEPTED = START  # assumed share of the drafted tokens that are accepted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +63,7 @@ def planned_traffic(
         context: tokens of a sequence; layers with a sliding window are read whole.
         capacity, slots: sizes that `plan` was made for.
     """
-    config = decoder.config
+    config, layers = decoder.config, weights.params["layers"]
     embedding = weights.params["embedding"]
     head = embedding["tokens" if config.tie_embeddings else "head"]
     streamed = sum(decoder.streams(layer) for layer in range(decoder.host_layers))
@@ -72,9 +75,41 @@ def planned_traffic(
     padded = decoder.padded_rows(slots)
     link = int(attended * (1 - HIT_RATE if decoder.hot_set else 1))
     return Traffic(
-        weights=tree_bytes((weights.params["layers"], head, weights.policy)),
+        weights=tree_bytes((layers, head, weights.policy)),
         device_cache=plan.dense_cache * context // capacity,
         index=plan.index,
         attended=attended,
         link=link if padded is None else padded * rows,
+        brought=tree_bytes(list(map(in_host_memory, layers))) if decoder.weights_on_host else 0,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounds:
+    """Lower bounds on times, without the time of computing.
+
+    Attributes:
+        drafted: tokens to draft before a verification; 0 if drafts do not pay.
+        seconds: seconds per token of a sequence.
+        full: the same of decoding with the full cache, from where it is.
+    """
+
+    drafted: int
+    seconds: float
+    full: float
+
+
+def forecast_rounds(draft: float, verification: float, most: int) -> Rounds:
+    """Return the best rounds if a share ACCEPTED of the drafted tokens is accepted.
+
+    Args:
+        draft: seconds of a drafted step.
+        verification: seconds of a verification, as of a step with the full cache.
+        most: most tokens of a draft.
+    """
+    length = DraftLength(most)
+    length.time_draft(1, draft)
+    for size in length.sizes:
+        length.time_verification(size, verification)
+    drafted = length.choose(most)
+    return Rounds(drafted, 1 / length.rate(drafted), verification)

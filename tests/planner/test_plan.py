@@ -20,7 +20,7 @@ from infinigen_jax.machine.memory_limits import available_host_bytes, tree_bytes
 from infinigen_jax.messages import format_bytes
 from infinigen_jax.planner import advice
 from infinigen_jax.planner.forecast import Forecast, Machine, Planner, conversion_of
-from infinigen_jax.planner.lossless import ACCEPTED
+from infinigen_jax.planner.traffic import ACCEPTED
 
 GIB = 1 << 30
 HERE = Machine(None, 64 * GIB, 1e10, 2e9)
