@@ -33,10 +33,7 @@ SIZES: Titled = [
         (8192, 0.1, "length-{text}-8192"),
     )
 ]
-LOOKUPS = (
-    ("needles", "in a text", (1024, 2048, 4096)),
-    ("pairs", "among numbers", (1024,)),
-)
+LOOKUPS = (("needles", "in a text", (1024, 2048, 4096)), ("pairs", "among numbers", (1024,)))
 RULES: Titled = [
     ("alpha 4 (default)", {"alpha": 4.0}),
     ("alpha 5", {"alpha": 5.0}),
@@ -82,10 +79,7 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
             *(other for other in OTHERS if other[0] != "previous token's query"),
         ],
         [
-            (
-                f"{title}, {length:,}",
-                {"result": f"real-model/{kind}-{length}", "show": "accuracy"},
-            )
+            (f"{title}, {length:,}", {"result": f"real-model/{kind}-{length}", "show": "accuracy"})
             for kind, title, lengths in LOOKUPS
             for length in lengths
         ],

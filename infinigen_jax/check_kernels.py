@@ -105,13 +105,7 @@ def fetched(stored: np.ndarray, fetch: Fetch) -> list[np.ndarray]:
 
 
 def gathered(
-    b: int,
-    k: int,
-    n: int,
-    w: int,
-    dtype: Any,
-    steps: int = 4,
-    transfer: CudaTransfer = TRANSFER,
+    b: int, k: int, n: int, w: int, dtype: Any, steps: int = 4, transfer: CudaTransfer = TRANSFER
 ) -> Iterator[Compared]:
     """Compare rows gathered from the host, from another layer in each step."""
     stored, host = random_host(b, k, w, dtype)

@@ -17,12 +17,7 @@ import numpy as np
 
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent, with_error
-from infinigen_jax.evaluation.session import (
-    Line,
-    Session,
-    add_common_options,
-    traffic_of,
-)
+from infinigen_jax.evaluation.session import Line, Session, add_common_options, traffic_of
 from infinigen_jax.evaluation.statistics import Compared, divergence, statistics
 from infinigen_jax.evaluation.windows import add_window_options, load_windows
 

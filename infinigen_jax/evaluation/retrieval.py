@@ -20,12 +20,7 @@ from infinigen_jax.errors import ParameterError
 from infinigen_jax.evaluation.haystacks import GRASS, Item, answer_tokens, make_items, sentences
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent, with_error
-from infinigen_jax.evaluation.session import (
-    Line,
-    Session,
-    add_common_options,
-    traffic_of,
-)
+from infinigen_jax.evaluation.session import Line, Session, add_common_options, traffic_of
 from infinigen_jax.evaluation.statistics import mean_and_error
 from infinigen_jax.evaluation.texts import Text, common_length, prefixed
 from infinigen_jax.numeric import number, whole_number

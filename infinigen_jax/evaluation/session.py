@@ -97,13 +97,8 @@ class Session:
         chosen = configurations(arguments, reference=not arguments.no_reference)
         for line in unused_options(arguments):
             say(line)
-        return cls(
-            arguments,
-            chosen,
-            checked_output("json", arguments.json),
-            say,
-            {"command": arguments.command},
-        )
+        output = checked_output("json", arguments.json)
+        return cls(arguments, chosen, output, say, {"command": arguments.command})
 
     def load(self) -> "Model":
         """Load the model and check that it supports all configurations."""
@@ -222,18 +217,12 @@ def result_table(
             percent(line["selected_fraction"]),
             percent(line["fetched_fraction"]),
             *cells(line),
-            *_traffic_cells(line),
+            percent(line["hot_set_hit_rate"], 1),
+            format_bytes(int(line["host_to_device_bytes_per_token"])),
+            format_bytes(line["host_cache_bytes"]),
+            format_bytes(line["device_index_bytes"]),
+            f"{line['seconds']:.1f}",
         ]
         for naming_cells, line in zip(of_line, lines, strict=True)
     ]
     return table([*names, *SHARES, *head, *TRAFFIC], rows, text_columns=len(names))
-
-
-def _traffic_cells(line: dict[str, Any]) -> list[str]:
-    return [
-        percent(line["hot_set_hit_rate"], 1),
-        format_bytes(int(line["host_to_device_bytes_per_token"])),
-        format_bytes(line["host_cache_bytes"]),
-        format_bytes(line["device_index_bytes"]),
-        f"{line['seconds']:.1f}",
-    ]
