@@ -20,7 +20,7 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.layers import Slots, values_of
@@ -37,6 +37,8 @@ from infinigen_jax.selection.select import (
     share_rows,
 )
 from infinigen_jax.settings.policy import BudgetSettings
+from infinigen_jax.speculation.index import IndexFormat, write_entries
+from infinigen_jax.speculation.query import partial_keys
 
 if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
@@ -267,3 +269,27 @@ class Budgeted(BudgetSettings, Policy):
             return Request(slots, count)
         eligible = None if masked else self.eligible(positions, capacity, held)
         return select(scores, eligible, alpha, most, size, mode)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Indexed(Budgeted):
+    """Policy whose state is an index of the keys."""
+
+    def index_format(self, head_dim: int) -> IndexFormat:
+        """Return the format of the index, of whole keys by default."""
+        return IndexFormat("float32", head_dim)
+
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k w t"]:
+        return self.index_format(config.head_dim).empty(batch, config.num_kv_heads, capacity)
+
+    def append(
+        self,
+        weights: Params,
+        state: Shaped[Array, "b k w t"],
+        keys: Float[Array, "b k n d"],
+        span: Span,
+        slots: Int[Array, "b k n"] | None = None,
+    ) -> Shaped[Array, "b k w t"]:
+        index = self.index_format(keys.shape[3])
+        entries = index.encode(partial_keys(weights, keys, index.columns))
+        return write_entries(state, entries, span, slots)

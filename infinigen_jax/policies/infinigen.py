@@ -18,21 +18,19 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.layers import Slots, values_of
-from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.models.base import Params
 from infinigen_jax.ops.compaction import marked_words
-from infinigen_jax.ops.span import Span
 from infinigen_jax.ops.used_slots import over_used, padded
-from infinigen_jax.policies.base import Budgeted, Lookup
+from infinigen_jax.policies.base import Indexed, Lookup
 from infinigen_jax.selection.rest import log_rest
 from infinigen_jax.selection.select import Request, Rest
 from infinigen_jax.settings.policy import SOURCES, InfiniGenSettings
-from infinigen_jax.speculation.index import IndexFormat, write_entries
+from infinigen_jax.speculation.index import IndexFormat
 from infinigen_jax.speculation.query import (
     choose_query,
     choose_source,
     mean_score,
     own_query,
-    partial_keys,
     soft_cap,
     speculate_query,
     speculation_weights,
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InfiniGen(InfiniGenSettings, Budgeted):
+class InfiniGen(InfiniGenSettings, Indexed):
     """InfiniGen policy with its settings, `settings.policy.InfiniGenSettings`."""
 
     name: ClassVar[str] = "infinigen"
@@ -120,9 +118,6 @@ class InfiniGen(InfiniGenSettings, Budgeted):
             weights["softcap"] = jnp.float32(config.attention_softcap)
         return weights
 
-    def init(self, config: ModelConfig, batch: int, capacity: int) -> Shaped[Array, "b k w t"]:
-        return self.index_format(config.head_dim).empty(batch, config.num_kv_heads, capacity)
-
     def select(self, lookup: Lookup) -> Request:
         if lookup.held is not None:
             return self._select(lookup)
@@ -154,10 +149,8 @@ class InfiniGen(InfiniGenSettings, Budgeted):
             else:
                 query = own_query(weights, true, index.columns)
             # The GPU kernel for selection applies the mask itself.
-            masked = not cuda.in_use()
-            eligible = None
-            if masked:
-                eligible = self.eligible(lookup.positions, state.shape[-1], lookup.held)
+            masked, capacity = not cuda.in_use(), state.shape[-1]
+            eligible = self.eligible(lookup.positions, capacity, lookup.held) if masked else None
             scores = index.scores(query, state, eligible, soft_cap(weights, query, true))
         with jax.named_scope("select"):
             request = self.choose(scores, lookup, self.alpha, self.count, masked)
@@ -214,18 +207,6 @@ class InfiniGen(InfiniGenSettings, Budgeted):
             return values_of(rows)
         keys, values = jnp.split(rows, 2, axis=-1)
         return without_predicted(weights, keys, values)
-
-    def append(
-        self,
-        weights: Params,
-        state: Shaped[Array, "b k w t"],
-        keys: Float[Array, "b k n d"],
-        span: Span,
-        slots: Int[Array, "b k n"] | None = None,
-    ) -> Shaped[Array, "b k w t"]:
-        index = self.index_format(keys.shape[3])
-        entries = index.encode(partial_keys(weights, keys, index.columns))
-        return write_entries(state, entries, span, slots)
 
 
 def _with_mean(rest: Rest, weights: Params, query: Float[Array, "b k g d"]) -> Rest:
