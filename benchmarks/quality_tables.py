@@ -67,8 +67,11 @@ TAILS: Titled = [
 COLUMNS = {"all columns": 1.0, "three quarters, the default": 0.75, "half": 0.5, "a quarter": 0.25}
 # Inputs of a corrected query, and the names of their results.
 SEEN: Titled = [
-    ("input", {"result": "perplexity-input-{model}"}),
-    ("**after resident rows**", {"result": "perplexity-{model}"}),
+    (title, AHEAD | {"alpha": 4.0, "result": result})
+    for title, result in (
+        ("input", "perplexity-input-{model}"),
+        ("**after resident rows**", "perplexity-{model}"),
+    )
 ]
 DENSE: Titled = [
     (title, INFINIGEN | {"result": f"perplexity-dense-{layers}-{{model}}"})
@@ -139,17 +142,11 @@ def by_figure(name: str, titled: Titled) -> Titled:
     ]
 
 
-def settings(rows: Titled, **changed: Any) -> Titled:
-    """Return rows with additional settings."""
-    return [(title, {**spec, **changed}) for title, spec in rows]
-
-
 def values(name: str, numbers: Any, pattern: str = "{:g}") -> Titled:
     """Return rows: one for each value of a setting."""
     return [(pattern.format(value), {name: value}) for value in numbers]
 
 
-_BOTH = ("divergence",)
 _SWEEP = {
     name: {"policy": name, "partial_ratio": r} for name, r in sensitivity.ALPHA_SWEEP_RATIO.items()
 }
@@ -189,21 +186,21 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
     ),
     "steps": (
         [(title, INFINIGEN | dict(step)) for title, step in STEPS.items()],
-        at_five_percent("perplexity-steps-{model}", *_BOTH),
+        at_five_percent("perplexity-steps-{model}", "divergence"),
         "",
     ),
-    "parts": (PARTS, at_five_percent("perplexity-parts-{model}", *_BOTH, "fetched"), ""),
-    "tail": (TAILS, at_five_percent("perplexity-tail-{model}", *_BOTH, "fetched"), ""),
+    "parts": (PARTS, at_five_percent("perplexity-parts-{model}", "divergence", "fetched"), ""),
+    "tail": (TAILS, at_five_percent("perplexity-tail-{model}", "divergence", "fetched"), ""),
     "columns": (
         [(title, INFINIGEN | {"partial_ratio": ratio}) for title, ratio in COLUMNS.items()],
         by_budget("perplexity-columns-{model}"),
         "",
     ),
-    "seen": (settings(SEEN, **AHEAD, alpha=4.0), at_five_percent("", *_BOTH), ""),
-    "dense": (DENSE, at_five_percent("", *_BOTH), ""),
+    "seen": (SEEN, at_five_percent("", "divergence"), ""),
+    "dense": (DENSE, at_five_percent("", "divergence"), ""),
     "layer budgets": (
         LAYER_BUDGETS,
-        at_five_percent("perplexity-layer-budgets-{model}", *_BOTH, "fetched"),
+        at_five_percent("perplexity-layer-budgets-{model}", "divergence", "fetched"),
         "",
     ),
     "rows": (ROWS, [(m, {"result": "perplexity-rows-{model}", "model": m}) for m in MODELS], ""),

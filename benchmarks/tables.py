@@ -104,8 +104,6 @@ def _between(line: Line, other: Line | None) -> str:
     if other is None or other is line:
         return ""
     change = 100 * (line["perplexity"] / other["perplexity"] - 1)
-    if not (line.get("window_nats") and other.get("window_nats")):
-        return f"{change:+.2f}"
     pairs = zip(line["window_nats"], other["window_nats"], strict=True)
     error = 100 * statistics.stdev(a - b for a, b in pairs) / len(line["window_nats"]) ** 0.5
     return f"{change:+.2f} ({error:.2f})"
@@ -121,7 +119,6 @@ CELLS: Mapping[str, Callable[[Line, Line | None], str]] = {
     "between": _between,
     "fetched": _percent("fetched_fraction"),
     "size": _percent("relative_kv_size"),
-    "same": _percent("same_best_fraction"),
     "index": lambda line, _: f"{line['device_index_bytes'] / 2**20:.1f}",
     "of oracle": _percent("of_oracle", "{:.1f}"),
     "error": lambda line, _: f"{line['error']:.3f}",

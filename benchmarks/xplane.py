@@ -186,14 +186,9 @@ def _number(buffer: Buffer, field_number: int) -> int:
 
 
 def _numbers(buffer: Buffer, field_number: int) -> list[int]:
-    """Return a repeated number, packed or not."""
+    """Return a repeated number, which is packed."""
     values: list[int] = []
-    for field, value in _fields(buffer):
-        if field != field_number:
-            continue
-        if isinstance(value, int):
-            values.append(value)
-            continue
+    for value in _all(buffer, field_number):
         at = 0
         while at < len(value):
             one, at = _varint(value, at)
