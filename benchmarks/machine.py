@@ -56,12 +56,9 @@ def gpu_environment(shares: bool) -> dict[str, str]:
     if not has_gpu():
         return {}
     pool = max(1, int(0.85 * available_host_bytes()) >> 30)
-    variables = {PINNED_POOL_VARIABLE: str(pool)}
-    variables |= (
-        {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        if shares
-        else {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
-    )
+    most = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if shares else most
+    variables[PINNED_POOL_VARIABLE] = str(pool)
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
@@ -79,12 +76,9 @@ def memory_read_bandwidth(size: int | None = None) -> float:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def _commit() -> str | None:
