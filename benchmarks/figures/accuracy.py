@@ -21,6 +21,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent
 from infinigen_jax.evaluation.session import Session, traffic_of
+from infinigen_jax.numeric import whole_number
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -29,10 +30,13 @@ OFFLINE = ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE")  # make the harness read loc
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add --tasks and --include-path."""
+    """Add --tasks, --include-path, --shots and --limit."""
     add = parser.add_argument
     add("--tasks", nargs="+", metavar="NAME", help="tasks of lm-eval, instead of --text")
     add("--include-path", metavar="DIR", help="folder of additional task files; needs no network")
+    shots = "examples in the prompt (default: the task's)"
+    add("--shots", type=whole_number(0), metavar="K", help=shots)
+    add("--limit", type=whole_number(1), metavar="N", help="items of a task (default: all)")
 
 
 def measured_lines(session: Session) -> list[dict[str, Any]]:
@@ -54,7 +58,8 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
     if unknown := sorted(set(given.tasks) - set(manager.all_tasks)):
         raise InputError(f"--tasks {unknown[0]}: unknown to lm-eval; give --include-path")
     model = session.load()
-    session.record["settings"] = {"tasks": given.tasks, "batch": given.batch}
+    names = ("tasks", "shots", "limit", "batch")
+    session.record["settings"] = {name: getattr(given, name) for name in names}
     measure = functools.partial(_measure, given, manager)
     measured = session.measure(model, measure, len(given.tasks), "tasks")
     return [line.described | line.measured.values for line in measured]
@@ -75,6 +80,8 @@ def _measure(
             result: Any = simple_evaluate(
                 model=model,
                 tasks=[name],
+                num_fewshot=given.shots,
+                limit=given.limit,
                 task_manager=manager,
                 bootstrap_iters=0,
                 log_samples=False,
