@@ -161,7 +161,7 @@ def test_a_memory_cap_refuses_what_does_not_fit():
     """The cap is between what a cache on the device needs and what one on the host needs."""
     model = model_of("toy")
     options = presets.parse(["--preset", "smoke"])
-    bench = Bench(options, model, None, (1e10, None), float("inf"), print)
+    bench = Bench(options, model, None, (1e10, None), float("inf"))
     needs, absent = needs_of(bench, CONTEXT)
     assert absent.keys() == {"transformers-offloaded"}
     systems = presets.SYSTEMS.keys() - set(presets.LLAMA_CPP)  # these need a file
