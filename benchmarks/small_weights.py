@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks.files import RESULTS, note, write_json
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import Parser, run_command
+from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.perplexity import LIKELIEST, Scoring, lines_of, quality
 from infinigen_jax.evaluation.report import provenance, table
-from infinigen_jax.evaluation.session import Line
 from infinigen_jax.evaluation.texts import Text
 from infinigen_jax.evaluation.windows import add_window_options, cut_windows
 from infinigen_jax.loading.load import load
@@ -61,8 +61,8 @@ def measure(options: argparse.Namespace) -> None:
     print(table(["weights", "bytes", *head], rows))
 
 
-def _measured(options: argparse.Namespace, scoring: Scoring) -> Iterator[Line]:
-    """Yield a line for each dtype; one model is in memory at a time."""
+def _measured(options: argparse.Namespace, scoring: Scoring) -> Iterator[Measurement]:
+    """Yield a measurement for each dtype; one model is in memory at a time."""
     for weight_dtype in (None, *WEIGHT_DTYPES):
         model = load(options.model, dtype="float32", weight_dtype=weight_dtype)
         engine = Engine(model, policy=Full(), dense_layers=model.config.num_layers)
@@ -72,7 +72,8 @@ def _measured(options: argparse.Namespace, scoring: Scoring) -> Iterator[Line]:
             "weight_bytes": tree_bytes(model.params),
         }
         note(f"weights {described['weights']}")
-        yield Line(described, scoring(engine, lambda tokens: None))
+        measured = scoring(engine, lambda tokens: None)
+        yield measured._replace(values=described | measured.values)
         del model, engine
 
 

@@ -62,7 +62,7 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
     session.record["settings"] = {name: getattr(given, name) for name in names}
     measure = functools.partial(_measure, given, manager)
     measured = session.measure(model, measure, len(given.tasks), "tasks")
-    return [line.described | line.measured.values for line in measured]
+    return [line.values for line in measured]
 
 
 def _measure(

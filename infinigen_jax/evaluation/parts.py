@@ -21,6 +21,7 @@ class Measurement(NamedTuple):
 
     Attributes:
         arrays: raw numbers, from which statistics are computed.
+        values: entries of the result.
     """
 
     arrays: dict[str, np.ndarray]

@@ -17,7 +17,7 @@ import numpy as np
 
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent, with_error
-from infinigen_jax.evaluation.session import Line, Session, add_common_options, traffic_of
+from infinigen_jax.evaluation.session import Session, add_common_options, traffic_of
 from infinigen_jax.evaluation.statistics import Compared, divergence, statistics
 from infinigen_jax.evaluation.windows import add_window_options, load_windows
 
@@ -93,14 +93,13 @@ class Scoring:
         )
 
 
-def lines_of(measured: Iterable[Line], scoring: Scoring) -> list[dict[str, Any]]:
+def lines_of(measured: Iterable[Measurement], scoring: Scoring) -> list[dict[str, Any]]:
     """Return the result's lines; a line is measured after those before it are complete."""
     lines = []
     for line in measured:
-        arrays = line.measured.arrays
-        lines.append(line.described | scoring.numbers(arrays) | line.measured.values)
-        if line.described["reference"]:
-            scoring.reference = arrays
+        lines.append(line.values | scoring.numbers(line.arrays))
+        if line.values["reference"]:
+            scoring.reference = line.arrays
     return lines
 
 

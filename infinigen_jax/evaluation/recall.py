@@ -53,10 +53,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         return Measurement(arrays, traffic_of(traffic))
 
     measured = session.measure(model, study, total, "tokens")
-    lines = [
-        line.described | summary(line.measured.arrays, settings) | line.measured.values
-        for line in measured
-    ]
+    lines = [line.values | summary(line.arrays, settings) for line in measured]
     session.finish(lines, HEAD, cells)
 
 

@@ -20,7 +20,7 @@ from infinigen_jax.errors import ParameterError
 from infinigen_jax.evaluation.haystacks import GRASS, Item, answer_tokens, make_items, sentences
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent, with_error
-from infinigen_jax.evaluation.session import Line, Session, add_common_options, traffic_of
+from infinigen_jax.evaluation.session import Session, add_common_options, traffic_of
 from infinigen_jax.evaluation.statistics import mean_and_error
 from infinigen_jax.evaluation.texts import Text, common_length, prefixed
 from infinigen_jax.numeric import number, whole_number
@@ -179,13 +179,15 @@ def prepare(
     return prompts, decoded, room
 
 
-def with_scores(measured: list[Line], items: list[Item], model: "Model") -> list[dict[str, Any]]:
+def with_scores(
+    measured: list[Measurement], items: list[Item], model: "Model"
+) -> list[dict[str, Any]]:
     """Return the result's lines, with mean scores whole, and by length and depth."""
     reference: np.ndarray | None = None
     places = np.array([(item.length, item.depth) for item in items])
     lines = []
     for line in measured:
-        answers = line.measured.arrays["answers"]
+        answers = line.arrays["answers"]
         texts = [model.tokenizer.decode(row[row >= 0].tolist()) for row in answers]
         right = np.array([i.answer in text for i, text in zip(items, texts, strict=True)], float)
         same = None if reference is None else (answers == reference).all(axis=1)
@@ -195,9 +197,8 @@ def with_scores(measured: list[Line], items: list[Item], model: "Model") -> list
             for place in np.unique(places, axis=0)
         ]
         whole = _means(right, same, items, np.ones(len(items), bool))
-        found = {"cells": cells, "texts": texts}
-        lines.append(line.described | whole | found | line.measured.values)
-        if line.described["reference"]:
+        lines.append(line.values | whole | {"cells": cells, "texts": texts})
+        if line.values["reference"]:
             reference = answers
     return lines
 

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -63,17 +63,6 @@ def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> 
     add("--quiet", action="store_true", help="no progress on stderr")
 
 
-class Line(NamedTuple):
-    """A configuration with its measurement.
-
-    Attributes:
-        described: policy, settings, and whether it is the reference.
-    """
-
-    described: dict[str, Any]
-    measured: Measurement
-
-
 @dataclasses.dataclass
 class Session:
     """One run of a sub-command.
@@ -116,8 +105,10 @@ class Session:
             self.say("all layers attend to a window that the device keeps: nothing is selected")
         return model
 
-    def measure(self, model: "Model", measure: Measure, total: int, unit: str) -> Iterator[Line]:
-        """Yield one measurement per configuration, when its line is requested.
+    def measure(
+        self, model: "Model", measure: Measure, total: int, unit: str
+    ) -> Iterator[Measurement]:
+        """Yield one measurement per configuration, described by its values, when it is requested.
 
         One engine exists at a time. Configurations that have the same effect as an earlier one, on
         this model and device, are skipped, and finished measurements are not repeated.
@@ -165,7 +156,7 @@ class Session:
                 seconds = {"seconds": time.perf_counter() - started}
                 measured = measured._replace(values=measured.values | seconds)
                 self.parts.save(key, measured)
-            yield Line(described, measured)
+            yield measured._replace(values=described | measured.values)
             del engine
             gc.collect()  # free the device's arrays before the next engine
 

@@ -225,7 +225,7 @@ def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_
 
     session = Session(chosen[0].options, chosen, None, said.append, {})
     measured = session.measure(random_model("gqa"), measure, 1, "x")
-    lines = [line.described["settings"] for line in measured]
+    lines = [line.values["settings"] for line in measured]
     assert [(s.get("count"), s.get("alpha"), s["pool"]) for s in lines] == [
         (None, None, "all"),
         *(("mean", a, pool) for a in (3.0, 5.0) for pool in ("all", "20 counter")),

@@ -14,7 +14,6 @@ from infinigen_jax.evaluation.answers import answer
 from infinigen_jax.evaluation.haystacks import GRASS, Item, make_items, sentences
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.retrieval import chat_frame, encoder, with_scores
-from infinigen_jax.evaluation.session import Line
 from infinigen_jax.policies import Full
 
 FILLER = sentences(GRASS)
@@ -118,7 +117,7 @@ def scored(items: list[Item], *answers: np.ndarray) -> list[dict[str, Any]]:
     model = dataclasses.replace(random_model("one"), given_tokenizer=Tokenizer())
     described: dict[str, Any] = {"policy": "p", "settings": {}}
     measured = [
-        Line(described | {"reference": i == 0}, Measurement({"answers": one}, {}))
+        Measurement({"answers": one}, described | {"reference": i == 0})
         for i, one in enumerate(answers)
     ]
     return with_scores(measured, items, model)
