@@ -24,69 +24,36 @@ from infinigen_jax.ops.span import Span, put_span
 SHAPE = (3, 2, 2, 40, 6)  # layers, sequences, KV heads, slots, row
 MESH = default_mesh()
 
-
-class Ring:
-    """The model of `Slots`: tokens written one after the other, in plain Python."""
-
-    def __init__(self, sinks: int, window: int):
-        self.sinks, self.window = sinks, window
-        self.slots = [-1] * (sinks + window)
-        self.next = sinks
-        self.position = -1
-
-    def write(self) -> None:
-        self.position += 1
-        if self.position < self.sinks:
-            self.slots[self.position] = self.position
-            return
-        self.slots[self.next] = self.position
-        self.next = self.next + 1 if self.next + 1 < len(self.slots) else self.sinks
-
-
 positions_of = jax.jit(Slots.positions, static_argnums=0)
 eligible_at = jax.jit(Slots.eligible, static_argnums=(0, 2))
-slot_of = jax.jit(Slots.of, static_argnums=0)
 # Few, because every one has shapes of its own to compile.
 geometry = st.sampled_from([(0, 1), (0, 4), (2, 3), (5, 1), (4, 9)])
 
 
 @settings(max_examples=40)
-@given(geometry, st.integers(0, 40))
-def test_slots_against_a_ring_in_python(sizes, current):
-    slots, ring = Slots(*sizes), Ring(*sizes)
-    for _ in range(current + 1):
-        ring.write()
-    assert slots.size == sum(sizes)
-    now = jnp.array([current], jnp.int32)
-    assert positions_of(slots, now).tolist() == [ring.slots]
-    for position in ring.slots:
-        if position >= 0:
-            assert ring.slots[int(slot_of(slots, position))] == position
-
-
-@settings(max_examples=40)
 @given(geometry, st.lists(st.integers(0, 40), min_size=3, max_size=3))
-def test_a_position_is_either_resident_or_eligible(sizes, current):
-    slots, capacity = Slots(*sizes), 48
+def test_sinks_and_recent_tokens_are_resident_and_all_others_eligible(sizes, current):
+    (sinks, window), slots = sizes, Slots(*sizes)
     now = jnp.array(current, jnp.int32)
-    resident = np.asarray(positions_of(slots, now))
-    eligible = np.asarray(eligible_at(slots, now, capacity))
-    for i, newest in enumerate(current):
-        on_device = [p for p in resident[i].tolist() if p >= 0]
-        on_host = np.flatnonzero(eligible[i]).tolist()
-        assert sorted(on_device + on_host) == list(range(newest + 1))
+    resident, eligible = positions_of(slots, now), eligible_at(slots, now, 48)
+    for newest, in_slots, on_host in zip(current, resident.tolist(), eligible, strict=True):
+        on_device = [p for p in range(newest + 1) if p < sinks or p > newest - window]
+        assert len(in_slots) == slots.size and sorted(p for p in in_slots if p >= 0) == on_device
+        others = np.setdiff1d(np.arange(newest + 1), on_device)
+        np.testing.assert_array_equal(np.flatnonzero(on_host), others)
 
 
 write_row = jax.jit(Resident.write, static_argnums=3)
 
 
-@pytest.mark.parametrize("sinks, window", [(0, 1), (2, 3), (4, 8)])
-def test_resident_rows_follow_the_tokens(sinks, window):
-    """Prompts of several lengths, then tokens: each slot holds the row of its position."""
-    slots, lengths, longest = Slots(sinks, window), np.array([1, 5, 12], np.int32), 12
+@pytest.mark.parametrize("sinks, window, block", [(0, 1, 0), (2, 3, 0), (2, 4, 4), (4, 8, 4)])
+def test_resident_rows_follow_the_tokens(sinks, window, block):
+    """Prompts of several lengths, then tokens: each slot has the row of its position, and `left`
+    the sums of the values that only the host has."""
+    slots, lengths, longest = Slots(sinks, window, block), np.array([1, 5, 12], np.int32), 12
     rows = np.arange(1, 41, dtype=np.float32)  # the row of position p is p + 1 everywhere
     prompt = jnp.asarray(np.broadcast_to(rows[:longest, None], (3, 2, longest, 4)))
-    resident = Resident.empty(3, 2, 4, slots, jnp.float32)
+    resident = Resident.empty(3, 2, 4, slots, jnp.float32, slots.blocks(40))
     resident = resident.extend(prompt, Span.first(jnp.asarray(lengths)), slots)
 
     def check(current: np.ndarray) -> None:
@@ -96,6 +63,12 @@ def test_resident_rows_follow_the_tokens(sinks, window):
         for i, j in np.argwhere(positions >= 0):
             assert (np.asarray(part.keys)[i, :, j] == rows[positions[i, j]]).all()
             assert (np.asarray(part.values)[i, :, j] == rows[positions[i, j]]).all()
+        assert resident.left is not None
+        for i, newest in enumerate(current):
+            gone = np.where(np.arange(40) <= newest - window, rows, 0)
+            gone[:sinks] = 0
+            blocks = gone.reshape(slots.blocks(40), -1).sum(axis=1)
+            assert (np.asarray(resident.left)[i] == blocks[None, :, None]).all()
 
     check(lengths - 1)
     for step in range(2 * window + sinks):
@@ -109,108 +82,32 @@ def test_resident_rows_follow_the_tokens(sinks, window):
     np.testing.assert_array_equal(since[:, 1, :, 2], expected)
 
 
-@settings(max_examples=15)
-@given(geometry, st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), max_size=4))
-def test_resident_rows_of_a_text_that_comes_in_chunks(sizes, chunks):
-    """However it is cut: the same rows, the same sum of the others."""
-    slots, rows = Slots(*sizes), normal(2, 3, 40, 8)
-    whole = np.array([sum(c[i] for c in chunks) for i in range(2)], np.int32)
-    expected = extended(slots, rows, np.zeros(2, np.int32), whole, 40)
-    got, start = None, np.zeros(2, np.int32)
-    for counts in chunks:
-        got = extended(slots, rows, start, np.array(counts, np.int32), 9, got)
-        start = start + counts  # a new array: the dispatched step may still read the old one
-    if got is not None:
-        held = np.asarray(positions_of(slots, whole - 1)) >= 0
-        for i in range(2):
-            np.testing.assert_array_equal(got.rows[i][:, held[i]], expected.rows[i][:, held[i]])
-        assert got.left is not None and expected.left is not None
-        np.testing.assert_allclose(got.left, expected.left, atol=1e-5)
-
-
 extend = jax.jit(Resident.extend, static_argnums=3)
 
 
-def extended(
-    slots: Slots,
-    rows: np.ndarray,
-    start: np.ndarray,
-    count: np.ndarray,
-    size: int,
-    resident: Resident | None = None,
-) -> Resident:
-    """With `count` of the rows from `start` on, in a chunk of `size` with NaN for padding."""
-    chunk = np.full((2, 3, size, 8), np.nan, np.float32)
+@settings(max_examples=15)
+@given(geometry, st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), max_size=4))
+def test_resident_rows_of_a_text_that_comes_in_chunks(sizes, chunks):
+    """However it is cut: the same rows, the same sum of the others. The padding is NaN."""
+    slots, rows = Slots(*sizes), np.random.default_rng(0).normal(size=(2, 3, 40, 8))
+
+    def extended(resident: Resident, start: np.ndarray, count: np.ndarray, size: int) -> Resident:
+        chunk = np.full((2, 3, size, 8), np.nan, np.float32)
+        for i in range(2):
+            chunk[i, :, : count[i]] = rows[i, :, start[i] : start[i] + count[i]]
+        return extend(resident, chunk, Span(jnp.asarray(start), jnp.asarray(count)), slots)
+
+    empty, nothing = Resident.empty(2, 3, 8, slots, jnp.float32, blocks=1), np.zeros(2, np.int32)
+    got, start = empty, nothing
+    for counts in chunks:
+        got = extended(got, start, np.array(counts, np.int32), 9)
+        start = start + counts  # a new array: the dispatched step may still read the old one
+    expected = extended(empty, nothing, start.astype(np.int32), 40)
+    held = np.asarray(positions_of(slots, start - 1)) >= 0
     for i in range(2):
-        chunk[i, :, : count[i]] = rows[i, :, start[i] : start[i] + count[i]]
-    resident = resident or Resident.empty(2, 3, 8, slots, jnp.float32, blocks=1)
-    return extend(resident, chunk, Span(jnp.asarray(start), jnp.asarray(count)), slots)
-
-
-def normal(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
-
-
-# The host array.
-
-write = jax.jit(functools.partial(write_span, mesh=MESH), donate_argnums=0)
-
-
-def filled(seed: int = 0, shape: tuple = SHAPE) -> tuple[jax.Array, np.ndarray]:
-    """A host cache written layer by layer, and the same in NumPy."""
-    expected = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-    cache = allocate_host(shape, jnp.float32, MESH)
-    whole = Span.whole(shape[1], shape[3])
-    for layer in range(shape[0]):
-        cache = write(cache, jnp.int32(layer), jnp.asarray(expected[layer]), whole)
-    return cache, expected
-
-
-def copied(cache: jax.Array) -> np.ndarray:
-    """Contents, without holding a view: a view would forbid updates in place."""
-    return np.array(jax.device_put(cache, jax.memory.Space.Device))
-
-
-spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), min_size=2, max_size=2)
-
-
-@settings(max_examples=20)
-@given(spans)
-def test_written_chunks_leave_everything_else(places):
-    """Also at the very end, where a chunk with its padding does not fit."""
-    starts = np.array([at for at, _ in places], np.int32)
-    counts = np.minimum([n for _, n in places], SHAPE[3] - starts).astype(np.int32)
-    cache, expected = filled()
-    rows = np.random.default_rng(1).normal(size=(2, 2, 7, 6)).astype(np.float32)
-    rows[:, :, -1] = np.nan if counts.max() < 7 else rows[:, :, -1]
-    span = Span(jnp.asarray(starts), jnp.asarray(counts))
-    cache = write(cache, jnp.int32(1), jnp.asarray(rows), span)
-    on_device = put_span(jnp.asarray(expected[1]), jnp.asarray(rows), span, axis=2)
-    for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        expected[1, i, :, start : start + count] = rows[i, :, :count]
-    np.testing.assert_array_equal(copied(cache), expected)
-    np.testing.assert_array_equal(on_device, expected[1])
-
-
-def test_gathered_rows():
-    cache, expected = filled()
-    slots = np.random.default_rng(1).integers(0, SHAPE[3], (2, 2, 9)).astype(np.int32)
-    slots[0, 0, :2], slots[1, 1, -2:] = 0, SHAPE[3] - 1
-    gather = jax.jit(functools.partial(gather_rows, mesh=MESH))
-    for layer in range(SHAPE[0]):
-        rows = gather(cache, jnp.int32(layer), jnp.asarray(slots))
-        assert rows.sharding.memory_kind == "device"
-        reference = np.take_along_axis(expected[layer], slots[..., None], axis=2)
-        np.testing.assert_array_equal(rows, reference)
-
-
-def test_blocks():
-    cache, expected = filled()
-    read = jax.jit(functools.partial(read_block, mesh=MESH), static_argnames="size")
-    for layer, start, size in ((0, 0, 40), (1, 8, 8), (2, 39, 1)):
-        rows = read(cache, jnp.int32(layer), jnp.int32(start), size=size)
-        assert rows.sharding.memory_kind == "device"
-        np.testing.assert_array_equal(rows, expected[layer][:, :, start : start + size])
+        np.testing.assert_array_equal(got.rows[i][:, held[i]], expected.rows[i][:, held[i]])
+    assert got.left is not None and expected.left is not None
+    np.testing.assert_allclose(got.left, expected.left, atol=1e-5)
 
 
 def test_a_token_is_written_to_the_ring_where_it_lies():
@@ -235,6 +132,57 @@ def test_a_token_is_written_to_the_ring_where_it_lies():
     blocks = jnp.pad(gone, ((0, 0), (0, 0), (4, 0), (0, 0))).reshape(1, 2, 3, 8, 8).sum(axis=3)
     np.testing.assert_allclose(local.left[:, :, :3], blocks, atol=1e-5)
     np.testing.assert_array_equal(local.left[:, :, 3:], 0)
+
+
+# The host array.
+
+write = jax.jit(functools.partial(write_span, mesh=MESH), donate_argnums=0)
+
+
+def filled() -> tuple[jax.Array, np.ndarray]:
+    """A host cache written layer by layer, and the same in NumPy."""
+    expected = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    cache = allocate_host(SHAPE, jnp.float32, MESH)
+    whole = Span.whole(SHAPE[1], SHAPE[3])
+    for layer in range(SHAPE[0]):
+        cache = write(cache, jnp.int32(layer), jnp.asarray(expected[layer]), whole)
+    return cache, expected
+
+
+spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), min_size=2, max_size=2)
+
+
+@settings(max_examples=20)
+@given(spans)
+def test_written_chunks_leave_everything_else(places):
+    """Also at the very end, where a chunk with its padding does not fit."""
+    starts = np.array([at for at, _ in places], np.int32)
+    counts = np.minimum([n for _, n in places], SHAPE[3] - starts).astype(np.int32)
+    cache, expected = filled()
+    rows = np.random.default_rng(1).normal(size=(2, 2, 7, 6)).astype(np.float32)
+    rows[:, :, -1] = np.nan if counts.max() < 7 else rows[:, :, -1]
+    span = Span(jnp.asarray(starts), jnp.asarray(counts))
+    cache = write(cache, jnp.int32(1), jnp.asarray(rows), span)
+    on_device = put_span(jnp.asarray(expected[1]), jnp.asarray(rows), span, axis=2)
+    for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        expected[1, i, :, start : start + count] = rows[i, :, :count]
+    np.testing.assert_array_equal(jax.device_put(cache, jax.memory.Space.Device), expected)
+    np.testing.assert_array_equal(on_device, expected[1])
+
+
+def test_rows_and_blocks_that_are_read():
+    cache, expected = filled()
+    slots = np.random.default_rng(1).integers(0, SHAPE[3], (2, 2, 9)).astype(np.int32)
+    slots[0, 0, :2], slots[1, 1, -2:] = 0, SHAPE[3] - 1
+    gather = jax.jit(functools.partial(gather_rows, mesh=MESH))
+    read = jax.jit(functools.partial(read_block, mesh=MESH), static_argnames="size")
+    for layer, start, size in ((0, 0, 40), (1, 8, 8), (2, 39, 1)):
+        rows = gather(cache, jnp.int32(layer), jnp.asarray(slots))
+        block = read(cache, jnp.int32(layer), jnp.int32(start), size=size)
+        assert rows.sharding.memory_kind == block.sharding.memory_kind == "device"
+        reference = np.take_along_axis(expected[layer], slots[..., None], axis=2)
+        np.testing.assert_array_equal(rows, reference)
+        np.testing.assert_array_equal(block, expected[layer][:, :, start : start + size])
 
 
 def test_the_programs_hold_no_copy_of_a_layer():

@@ -1,5 +1,7 @@
 """Host rows in int8 and int4: sizes, errors, and that a row depends on nothing else."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,6 @@ from hypothesis import strategies as st
 
 from infinigen_jax.cache.row_format import RowFormat, row_format
 from infinigen_jax.errors import InputError
-from infinigen_jax.ops.attention import attend, packed
 
 DTYPES = ("float32", "bfloat16", "float16")
 BITS = {"int8": 8, "int4": 4}
@@ -28,13 +29,11 @@ def random_rows(b=2, k=2, n=40, d=32, seed=0, dtype="float32", outliers=0.0) -> 
     return jnp.asarray(rows, dtype)
 
 
-def round_trip(form: RowFormat, rows: jax.Array, lengths=None) -> tuple[jax.Array, jax.Array]:
-    """Return the stored rows and the rows read back."""
-    if lengths is None:
-        lengths = [rows.shape[2]] * rows.shape[0]
-    scales = fit(form, rows, jnp.asarray(lengths, jnp.int32))
+def round_trip(form: RowFormat, rows: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+    """Return the scales, the stored rows and the rows read back."""
+    scales = fit(form, rows, jnp.full(rows.shape[0], rows.shape[2], jnp.int32))
     stored = encode(form, scales, rows)
-    return stored, decode(form, scales, stored)
+    return scales, stored, decode(form, scales, stored)
 
 
 @pytest.mark.parametrize(
@@ -46,18 +45,6 @@ def test_bytes_of_a_row(d, int8, int4):
         assert (form.width, form.storage, form.width % 16) == (width, jnp.uint8, 0)
     exact = row_format("auto", "bfloat16", d)
     assert (exact.name, exact.width, exact.storage) == ("exact", 2 * d, jnp.bfloat16)
-
-
-@pytest.mark.parametrize("d", [7, 33, 40, 96, 160])
-@pytest.mark.parametrize("name", BITS)
-def test_other_head_sizes(name, d):
-    form = row_format(name, "float32", d)
-    rows = random_rows(1, 1, 5, d)
-    stored, back = round_trip(form, rows)
-    assert stored.shape == (1, 1, 5, form.width) and stored.dtype == jnp.uint8
-    assert back.shape == rows.shape
-    assert d // form.groups <= 64 and d % form.groups == 0
-    assert jnp.abs(back - rows).max() < (0.05 if name == "int8" else 0.8)
 
 
 def test_what_cannot_be_stored_is_refused():
@@ -81,15 +68,18 @@ def test_exact_rows_are_left_alone(dtype):
     assert back.dtype == rows.dtype and back.tobytes() == np.asarray(rows).tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype, d", [*((dtype, 32) for dtype in DTYPES), *(("float32", d) for d in (7, 33, 96, 160))]
+)
 @pytest.mark.parametrize("name", BITS)
-def test_error_of_each_group_is_bounded(name, dtype):
+def test_error_of_each_group_is_bounded(name, dtype, d):
     """|x - x^| <= range / (2 (2^b - 1)), and what 16-bit parameters and the dtype round away."""
-    form = row_format(name, dtype, 32)
-    rows = random_rows(dtype=dtype, outliers=4.0)
-    scales = fit(form, rows, jnp.asarray([40, 40]))
-    _, back = round_trip(form, rows)
-    assert back.dtype == jnp.dtype(dtype)
+    form = row_format(name, dtype, d)
+    assert d // form.groups <= 64 and d % form.groups == 0
+    rows = random_rows(d=d, dtype=dtype, outliers=4.0)
+    scales, stored, back = round_trip(form, rows)
+    assert stored.shape == (2, 2, 40, form.width) and stored.dtype == jnp.uint8
+    assert back.shape == rows.shape and back.dtype == jnp.dtype(dtype)
     exact, back = (np.asarray(x.astype(jnp.float32), np.float64) for x in (rows, back))
     centre, scale = (np.asarray(x)[:, :, None] for x in scales)
     groups = ((exact - centre) / scale).reshape(2, 2, 40, 2 * form.groups, -1)
@@ -98,19 +88,6 @@ def test_error_of_each_group_is_bounded(name, dtype):
     bound = np.broadcast_to(step / 2, groups.shape).reshape(exact.shape) * scale
     rounding = float(jnp.finfo(dtype).eps) / 2 * np.abs(back) + 1e-5
     assert (np.abs(back - exact) <= bound + rounding).all()
-
-
-@pytest.mark.parametrize("name, most", [("int8", 0.02), ("int4", 0.3)])
-def test_attention_over_stored_rows(name, most):
-    """Peaked attention; relative error of its output. Measured: 0.014 and 0.23."""
-    d, rng = 64, np.random.default_rng(3)
-    rows = random_rows(n=300, d=d, outliers=8.0)
-    _, back = round_trip(row_format(name, "float32", d), rows)
-    query = jnp.asarray(rng.normal(size=(2, 2, 4, d)) * 4 / np.sqrt(d), jnp.float32)
-    valid = jnp.ones((2, 1, 300), bool)
-    exact, approximate = (attend(query, packed(x, valid)) for x in (rows, back))
-    error = jnp.linalg.norm(exact - approximate) / jnp.linalg.norm(exact)
-    assert error < most
 
 
 def test_centred_keys_stand_large_means_that_plain_groups_do_not():
@@ -205,6 +182,6 @@ def test_prompts_of_one_token_and_of_equal_tokens(name, number):
 
 def test_numbers_beyond_float16_are_stored():
     rows = random_rows(dtype="bfloat16") * jnp.asarray(1e30, jnp.bfloat16)
-    _, back = round_trip(row_format("int8", "bfloat16", 32), rows)
+    *_, back = round_trip(row_format("int8", "bfloat16", 32), rows)
     error = (back.astype(jnp.float32) - rows.astype(jnp.float32)) / 1e30
     assert jnp.abs(error).max() < 0.1
