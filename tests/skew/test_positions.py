@@ -1,6 +1,7 @@
 """Moments at positions that the text does not reach, against texts that stand there."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,8 @@ from runtime import random_model
 from infinigen_jax.convert.calibrate import Calibrator, windows
 from infinigen_jax.models.rope import Rope, rotate
 from infinigen_jax.skew.basis import guess_moments, moments
-from infinigen_jax.skew.positions import offsets, spread_guess, spread_moments
+from infinigen_jax.skew.positions import offsets, spread_blocks, spread_guess, spread_moments
+from infinigen_jax.skew.tail_moments import BlockMoments
 
 ROPE = Rope(theta=100.0)
 
@@ -38,17 +40,23 @@ def test_the_closed_form_is_the_mean_over_all_places(number, size, seed):
     q, guess, k = (
         rng.normal(1.0, 1.0, size=(9, heads, d)).astype(np.float32) for heads in (4, 4, 2)
     )
+    values = rng.normal(1.0, 1.0, size=k.shape).astype(np.float32)
     places = [standing_at(place, rope, q, guess, k) for place in range(number)]
     sums = [moments(q, k) for q, _, k in places]
-    spread = spread_moments(sums[0], rope, number)
-    for name in ("query_gram", "key_gram", "key_sum"):
-        mean = np.mean([getattr(each, name) for each in sums], axis=0)
-        np.testing.assert_allclose(getattr(spread, name), mean, rtol=1e-4, atol=1e-4)
     guesses = [guess_moments(guess, q, 2) for q, guess, _ in places]
-    spread = spread_guess(guesses[0], rope, number)
-    for name in ("gram", "cross"):
-        mean = np.mean([getattr(each, name) for each in guesses], axis=0)
-        np.testing.assert_allclose(getattr(spread, name), mean, rtol=1e-4, atol=1e-4)
+    blocks = [
+        BlockMoments(*(np.einsum("tkd,tke->kde", k, x) for x in (k, values))) for *_, k in places
+    ]
+    kinds: list[tuple[Any, list[Any], tuple[str, ...]]] = [
+        (spread_moments, sums, ("query_gram", "key_gram", "key_sum")),
+        (spread_guess, guesses, ("gram", "cross")),
+        (spread_blocks, blocks, BlockMoments._fields),
+    ]
+    for spread, of_places, names in kinds:
+        found = spread(of_places[0], rope, number)
+        for name in names:
+            mean = np.mean([getattr(each, name) for each in of_places], axis=0)
+            np.testing.assert_allclose(getattr(found, name), mean, rtol=1e-4, atol=1e-4)
 
 
 def test_places():

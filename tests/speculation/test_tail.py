@@ -1,6 +1,7 @@
 """The tail: against NumPy, and what must hold for any scores."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,43 +9,40 @@ import numpy as np
 import pytest
 from runtime import ALL, TAILED, engine, finished, random_model, scores_of
 
-from infinigen_jax.cache.layers import Resident, Slots
+from infinigen_jax.loading.load import Model
 from infinigen_jax.ops.attention import Tail, attend_weighted, packed
-from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import Full
 from infinigen_jax.selection.rest import log_rest
-from infinigen_jax.selection.select import Request, select
-
-ONE_MEAN = dataclasses.replace(TAILED, tail_tokens=0)
+from infinigen_jax.selection.select import select
 
 
-@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("blocks", [1, 8])
 def test_the_rest_is_what_was_not_chosen(blocks):
+    """Of some, all or no chosen tokens; by marks, by slots, and of masked scores."""
+    rng = np.random.default_rng(7)
+    scores = rng.normal(100, 1, size=(3, 2, 2, 128)).astype(np.float32)  # overflow without a peak
+    eligible = rng.random((3, 1, 128)) < np.array([0.8, 0.1, 0.8])[:, None, None]
+    choose = jax.jit(select, static_argnames=("alpha", "size"))
+    cap = jnp.array([20, 20, 0], jnp.int32)
+    request = choose(scores, eligible, alpha=math.inf, cap=cap, size=20)
+    assert request.chosen is not None
+    left = np.where((eligible & ~np.asarray(request.chosen))[:, :, None], scores, -np.inf)
+    left = left.reshape(3, 2, 2, blocks, -1).astype(np.float64)
+    expected = np.logaddexp.reduce(left, axis=-1)
+    assert np.isneginf(expected[1]).all() and np.isfinite(expected[::2]).all()
+    rest = jax.jit(log_rest, static_argnames="blocks")
+    by_marks = request._replace(chosen=None)
+    masked = np.where(eligible[:, :, None], scores, -np.inf)
+    for known in (request, by_marks, by_marks._replace(marks=None)):
+        for given, mask in ((scores, eligible), (masked, None)):
+            one = rest(given, mask, known, blocks=blocks)
+            np.testing.assert_allclose(one.score, expected, rtol=2e-7)
+
+
+def attention_inputs() -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(0)
-    scores = (50 * rng.normal(size=(2, 2, 3, 16))).astype(np.float32)  # overflows without a peak
-    eligible = np.arange(16)[None] < np.array([[12], [3]])
-    slots = jnp.asarray([[[3, 5, 0], [1, 0, 0]], [[0, 1, 2], [2, 0, 0]]], jnp.int32)
-    count = jnp.asarray([[2, 1], [3, 0]], jnp.int32)
-    request, size = Request(slots, count), 16 // blocks
-    rest = jax.jit(log_rest, static_argnums=3)
-    got = np.asarray(rest(scores, eligible[:, None], request, blocks).score)
-    for i, j, m in np.ndindex(2, 2, blocks):
-        chosen = np.asarray(slots)[i, j, : int(count[i, j])]
-        block = range(m * size, (m + 1) * size)
-        left = [t for t in block if eligible[i, t] and t not in chosen]
-        if not left:
-            assert (got[i, j, :, m] == -np.inf).all()
-            continue
-        s = scores[i, j][:, left].astype(np.float64)
-        expected = s.max(axis=-1) + np.log(np.exp(s - s.max(axis=-1, keepdims=True)).sum(axis=-1))
-        np.testing.assert_allclose(got[i, j, :, m], expected, rtol=1e-6)
-    assert not np.isfinite(got[1, 0]).any()
-
-
-def attention_inputs(seed: int = 0, n: int = 9):
-    rng = np.random.default_rng(seed)
     q = jnp.asarray(rng.normal(size=(2, 3, 2, 4)).astype(np.float32))
-    rows = jnp.asarray(rng.normal(size=(2, 3, n, 8)).astype(np.float32))
+    rows = jnp.asarray(rng.normal(size=(2, 3, 9, 8)).astype(np.float32))
     return q, rows
 
 
@@ -75,35 +73,6 @@ def test_no_tail_changes_no_bit(score):
     np.testing.assert_array_equal(with_tail[0], without[0])
 
 
-@pytest.mark.parametrize("block", [0, 4])
-def test_the_sum_of_values_is_that_of_what_only_the_host_has(block):
-    slots, write = Slots(2, 4, block), jax.jit(Resident.write, static_argnums=3)
-    blocks = slots.blocks(20)
-    assert blocks == (5 if block else 1)
-    rng = np.random.default_rng(0)
-    rows = rng.normal(size=(2, 3, 20, 8)).astype(np.float32)
-    lengths = np.array([9, 3])
-    resident = Resident.empty(2, 3, 8, slots, jnp.float32, blocks).extend(
-        jnp.asarray(rows[:, :, :12]), Span.first(jnp.asarray(lengths, jnp.int32)), slots
-    )
-    for step in range(8):
-        for i in range(2):
-            last = lengths[i] + step - 1
-            gone = np.arange(2, max(2, last - 4 + 1))
-            expected = np.stack(
-                [
-                    rows[i][:, gone[gone // (block or 20) == m], 4:].sum(axis=1)
-                    for m in range(blocks)
-                ],
-                axis=1,
-            )
-            assert resident.left is not None
-            np.testing.assert_allclose(resident.left[i], expected, rtol=1e-5, atol=1e-5)
-        position = jnp.asarray(lengths + step, jnp.int32)
-        new = np.stack([rows[i, :, lengths[i] + step] for i in range(2)])
-        resident = write(resident, jnp.asarray(new), position, slots)
-
-
 @pytest.mark.slow
 def test_the_tail_is_empty_when_everything_is_fetched():
     with_tail = dataclasses.replace(ALL, tail=True)
@@ -122,54 +91,36 @@ def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
     assert np.abs(with_tail - full).mean() < 0.9 * np.abs(without - full).mean()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["one", "opt"])
-def test_a_tail_of_single_tokens_equals_the_full_cache(name):
-    """The index has every key, and the sums every value, so nothing is lost."""
-    model = random_model(name)
-    policy = dataclasses.replace(TAILED, tail_tokens=1, alpha=4.0, budget=0.05)
-    np.testing.assert_allclose(
-        scores_of(model, policy), scores_of(model, Full()), rtol=1e-4, atol=1e-4
-    )
-
-
-@pytest.mark.parametrize("query", [pytest.param("plain", marks=pytest.mark.slow), "own"])
-def test_a_tail_of_single_tokens_is_the_full_cache_under_a_soft_cap(query):
-    model = random_model("gemma2")
-    config, rng = model.config, np.random.default_rng(4)
-    mean = rng.normal(size=(1, config.num_kv_heads, config.head_dim)).astype(np.float32)
-    model = dataclasses.replace(model, key_mean=mean)
-    policy = dataclasses.replace(TAILED, tail_tokens=1, budget=0.05, query=query)
-    full = scores_of(model, Full())
-    np.testing.assert_allclose(scores_of(model, policy), full, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "policy"), [("one", TAILED), ("gemma2", ONE_MEAN)])
-def test_the_mean_key_does_not_enter_a_tail_twice(name, policy):
+def with_mean_key(name: str) -> Model:
     """Scores of centred keys, and the constant added at the end, are the scores as they were."""
     model = random_model(name)
     config = model.config
     shape = (config.num_layers, config.num_kv_heads, config.head_dim)
     mean = np.random.default_rng(4).normal(size=shape).astype(np.float32)
-    found = [scores_of(dataclasses.replace(model, key_mean=x), policy) for x in (None, mean)]
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4)
+    return dataclasses.replace(model, key_mean=mean)
 
 
-@pytest.mark.parametrize("blocks", [1, 8])
-def test_the_rest_by_slots_by_marks_and_of_masked_scores(blocks):
-    rng = np.random.default_rng(7)
-    scores = jnp.asarray(rng.normal(size=(2, 3, 2, 128)).astype(np.float32))
-    eligible = jnp.asarray(rng.random((2, 1, 128)) < 0.8)
-    choose = jax.jit(select, static_argnames=("alpha", "size"))
-    request = choose(scores, eligible, alpha=2.0, cap=jnp.array([20, 20], jnp.int32), size=20)
-    rest = jax.jit(log_rest, static_argnames="blocks")
-    masked = jnp.where(eligible[:, :, None], scores, -jnp.inf)
-    listed = request._replace(chosen=None, marks=None)
-    expected = rest(scores, eligible, listed, blocks=blocks)
-    for known in (request, request._replace(chosen=None), listed):
-        for one in (
-            rest(scores, eligible, known, blocks=blocks),
-            rest(masked, None, known, blocks=blocks),
-        ):
-            np.testing.assert_allclose(one.score, expected.score, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("one", {}),
+        ("gemma2", {"query": "own"}),  # with a soft cap
+        pytest.param("gemma2", {}, marks=pytest.mark.slow),
+        pytest.param("one", {"alpha": 4.0}, marks=pytest.mark.slow),
+        pytest.param("opt", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_tail_of_single_tokens_equals_the_full_cache(name, changes):
+    """The index has every key, and the sums every value, so nothing is lost."""
+    model = with_mean_key(name)
+    policy = dataclasses.replace(TAILED, tail_tokens=1, budget=0.05, **changes)
+    scores, full = (scores_of(model, each) for each in (policy, Full()))
+    np.testing.assert_allclose(scores, full, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_mean_key_does_not_enter_the_mean_of_all_others_twice():
+    policy = dataclasses.replace(TAILED, tail_tokens=0)
+    models = random_model("gemma2"), with_mean_key("gemma2")
+    without, with_mean = (scores_of(model, policy) for model in models)
+    np.testing.assert_allclose(with_mean, without, rtol=1e-4, atol=1e-4)
