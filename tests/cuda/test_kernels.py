@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_emulation import Emulator, compiler, emulated_kernels
+from cuda_emulation import compiler, emulated_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,11 +21,6 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++")
 
 GRIDS = st.tuples(st.integers(1, 3), st.sampled_from([32, 64, 128]), st.integers(0, 1000))
 """Blocks, threads, and the seed of the order in which threads run."""
-
-
-@pytest.fixture(scope="module")
-def emulator() -> Emulator:
-    return emulated_kernels()
 
 
 def bytes_of(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -53,19 +48,17 @@ def gathered(host: np.ndarray, layer: np.ndarray, slots: np.ndarray, counts: np.
 
 
 @given(gathers(), GRIDS)
-def test_gather(emulator: Emulator, arrays: tuple, grid: tuple):
+def test_gather(arrays: tuple, grid: tuple):
     host, layer, slots, counts = arrays
     _, groups, capacity, row = host.shape
     rows = np.full((*slots.shape, row), 7, np.uint8)
     shape = (groups, capacity, slots.shape[1], row // 16)
-    emulator.run("gather_rows", *grid, host, layer, slots, counts, rows, *shape)
+    emulated_kernels().run("gather_rows", *grid, host, layer, slots, counts, rows, *shape)
     np.testing.assert_array_equal(rows, gathered(host, layer, slots, counts))
 
 
 @given(gathers(), st.integers(0, 30), st.floats(0, 1), GRIDS)
-def test_gather_with_a_hot_set(
-    emulator: Emulator, arrays: tuple, spare: int, misses: float, grid: tuple
-):
+def test_gather_with_a_hot_set(arrays: tuple, spare: int, misses: float, grid: tuple):
     host, layer, slots, counts = arrays
     _, groups, capacity, row = host.shape
     n = slots.shape[1]
@@ -84,7 +77,7 @@ def test_gather_with_a_hot_set(
                 expected[group, i] = hot[group, entry[group, i]]
     entry[np.arange(n)[None] >= counts[:, None]] = 0  # as a replacement has it
     rows = np.full((*slots.shape, row), 7, np.uint8)
-    emulator.run(
+    emulated_kernels().run(
         *("gather_rows_hot", *grid, host, layer, slots, counts, hot, entry, miss, rows, hot),
         *(groups, capacity, n, row // 16, entries),
     )
@@ -127,7 +120,7 @@ def selections(draw: Any) -> dict[str, Any]:
 
 @settings(max_examples=30)
 @given(selections(), st.sampled_from([32, 64, 256]), st.integers(0, 1000))
-def test_select(emulator: Emulator, case: dict[str, Any], threads: int, seed: int):
+def test_select(case: dict[str, Any], threads: int, seed: int):
     scores, positions = case["scores"], case["positions"]
     b, k, g, t = scores.shape
     share = budget_fraction(case["budget"])
@@ -137,7 +130,7 @@ def test_select(emulator: Emulator, case: dict[str, Any], threads: int, seed: in
     count = np.full((b, k), -7, np.int32)
     keys = np.zeros((b, k, 2, t), np.uint32)
     alpha = np.float32(case["alpha"]).view(np.int32)
-    emulator.run(
+    emulated_kernels().run(
         *("select_rows", b * k, threads, seed, scores, positions, cap, slots, count, keys),
         *(k, g, t, size, case["sinks"], case["window"], int(alpha)),
     )
@@ -163,7 +156,7 @@ def test_select(emulator: Emulator, case: dict[str, Any], threads: int, seed: in
 
 @settings(max_examples=15)
 @given(st.data())
-def test_replacement(emulator: Emulator, data: st.DataObject):
+def test_replacement(data: st.DataObject):
     """Steps of a growing sequence, the directory carried from step to step."""
     b, k, n, h, t = data.draw(
         st.sampled_from([(2, 2, 7, 7, 30), (1, 2, 40, 70, 110), (1, 1, 1, 2, 2)])
@@ -191,7 +184,7 @@ def test_replacement(emulator: Emulator, data: st.DataObject):
         entry, miss = np.full((b, k, n), -7, np.int32), np.ones((b, k, n), np.bool_)
         directory = [np.array(x) for x in (hot.slots, hot.used, hot.place)]
         scratch = np.zeros((b, k, h), np.uint32), np.zeros((b, k, n), np.int32)
-        emulator.run(
+        emulated_kernels().run(
             *(kernel, b * k, threads, seed, slots, count, positions, *directory),
             *(entry, miss, *directory, *scratch, k, n, h, t),
         )
@@ -217,7 +210,7 @@ ATTENTIONS = [(1, 64, 40, None), (4, 128, 300, None), (6, 80, 530, 2.0), (3, 256
     st.sampled_from([32, 64, 128]),
     st.booleans(),
 )
-def test_attend(emulator: Emulator, shape: tuple, seed: int, threads: int, empty: bool):
+def test_attend(shape: tuple, seed: int, threads: int, empty: bool):
     (g, d, n, cap), (b, k), random = shape, (2, 2), np.random.default_rng(seed)
     q = random.normal(0, 1, (b, k, g, d)).astype(np.float32)
     rows = np.asarray(jnp.asarray(random.normal(0, 1, (b, k, n, 2 * d)), jnp.bfloat16)).copy()
@@ -230,7 +223,7 @@ def test_attend(emulator: Emulator, shape: tuple, seed: int, threads: int, empty
     parts = [np.full((b, k, shares, g, *last), np.nan, np.float32) for last in ((), (), (d,))]
     bits = int(np.float32(cap or 0).view(np.int32))
     grid = "attend_rows", b * k * shares, threads, seed % 1000
-    emulator.run(*grid, q, rows, count, *parts, g, n, d, shares, bits)
+    emulated_kernels().run(*grid, q, rows, count, *parts, g, n, d, shares, bits)
     result = join_parts(Softmax(*map(jnp.asarray, parts)), jnp.ones((b, k, shares), bool))
     rows[~valid] = 0
     part = packed(jnp.asarray(rows.astype(np.float32)), jnp.asarray(valid))

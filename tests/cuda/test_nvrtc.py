@@ -1,4 +1,4 @@
-"""The cache of compiled kernels, and what is said where there is no compiler."""
+"""Compiled kernels: their cache, their version, and what is said where there is no compiler."""
 
 import ctypes
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from infinigen_jax.cuda import nvrtc
+from infinigen_jax.cuda.launch import readable
 
 
 class Compiler:
@@ -56,3 +57,12 @@ def test_without_the_library_the_wheels_are_named(monkeypatch: pytest.MonkeyPatc
             nvrtc.Nvrtc.load()
     finally:
         nvrtc.Nvrtc.load.cache_clear()
+
+
+CODE = "// Compiled by NVRTC\n.version 9.1\n.target sm_90\n// .version 9.1\n"
+READ = {12000: "8.0", 12050: "8.5", 12060: "8.5", 12090: "8.8", 13000: "9.0", 13010: "9.1"}
+
+
+@pytest.mark.parametrize("driver, version", [*READ.items(), (14000, "9.1")])
+def test_the_version_of_ptx_is_one_that_the_driver_reads(driver: int, version: str):
+    assert readable(CODE, driver) == CODE.replace(".version 9.1", f".version {version}", 1)
