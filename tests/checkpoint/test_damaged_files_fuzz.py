@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ import numpy as np
 import pytest
 import torch
 from fuzzing import Edit, altered, attempt, damage, damages, hostile_template, rounds
-from gguf_files import sentencepiece
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny import LLAMA, TEXT, add_tokenizer, make_tiny
 
@@ -40,8 +40,8 @@ from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> Path:
-    """A source, with a tokenizer, in both formats; its conversion."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source, with a tokenizer, in all formats; its conversion."""
     root = tmp_path_factory.mktemp("whole")
     made = make_tiny(root / "source", "llama", num_hidden_layers=1, vocab_size=1024)
     add_tokenizer(made.folder)
@@ -49,63 +49,58 @@ def folders(tmp_path_factory) -> Path:
     shutil.copytree(made.folder, root / "sharded")
     (root / "sharded" / "model.safetensors").unlink()
     made.model.save_pretrained(root / "sharded", max_shard_size="60KB")
-    torch.save(
-        {"a": torch.arange(60.0).reshape(6, 10).T, "b": torch.ones(7, dtype=torch.bfloat16)},
-        root / "torch.bin",
-    )
+    for name in ("torch", "gguf"):
+        (root / name).mkdir()
+    shutil.copyfile(root / "source/config.json", root / "torch/config.json")
+    numbers = torch.arange(60.0).reshape(6, 10).T
+    tensors = {"a": numbers, "b": torch.ones(7, dtype=torch.bfloat16)}
+    torch.save(tensors, root / "torch/pytorch_model.bin")
+    small = make_tiny(root / "hf", "llama", num_hidden_layers=1, **gguf_files.SMALL)
+    tokenizer = gguf_files.sentencepiece()
+    gguf_files.write_gguf(root / "gguf/model.gguf", small, gguf_files.Kind.Q8_0, **tokenizer)
     return root
 
 
-def fresh(folders: Path, name: str, *files: str) -> Path:
-    """A copy to damage, of some files or all; one place, so that the last one can be looked at."""
+def fresh(folders: Path, name: str) -> Path:
+    """A copy to damage; one place, so that the last one can be looked at."""
     copy = folders.parent / "damaged"
     shutil.rmtree(copy, ignore_errors=True)
-    copy.mkdir()
-    for path in (folders / name).iterdir():
-        if not files or path.name in files:
-            shutil.copyfile(path, copy / path.name)
-    return copy
+    return shutil.copytree(folders / name, copy)
 
 
-def same(a: Any, b: Any) -> bool:
-    leaves, tree = jax.tree.flatten(a)
-    others, other_tree = jax.tree.flatten(b)
-    return tree == other_tree and all(map(np.array_equal, leaves, others))
+@functools.cache
+def loaded(folder: Path) -> Any:
+    return checkpoint.load(folder, "float32")
 
 
-@settings(max_examples=20)
-@given(data=st.data(), changes=damages)
-def test_converted_folders(folders, data, changes):
-    """Checksums find everything but changes that mean nothing."""
-    whole = checkpoint.load(folders / "converted", "float32")
-    folder = fresh(folders, "converted")
-    name = data.draw(st.sampled_from(sorted(path.name for path in folder.iterdir())))
-    changed = damage(folder / name, changes)
-    model = attempt(lambda: checkpoint.load(folder, "float32"))
+def check_converted(folder: Path, whole: Path) -> None:
+    """Checksums find everything but changes of the manifest that mean nothing."""
+    model, expected = attempt(lambda: checkpoint.load(folder, "float32")), loaded(whole)
+    names = [path.name for path in whole.iterdir() if path.name != MANIFEST_FILE]
+    changed = [n for n in names if (folder / n).read_bytes() != (whole / n).read_bytes()]
     if model is None:
-        assert changed
         return
-    assert name == MANIFEST_FILE or not changed
-    assert model.config == whole.config and model.skew == whole.skew
-    assert same((model.params, model.bases), (whole.params, whole.bases))
-    assert same(model.ahead, whole.ahead)
+    assert not changed
+    assert model.config == expected.config and model.skew == expected.skew
+    values = ((each.params, each.bases, each.ahead) for each in (model, expected))
+    jax.tree.map(np.testing.assert_array_equal, *values)
 
 
-@given(changes=damages)
-def test_manifest(folders, changes):
-    folder = fresh(folders, "converted", MANIFEST_FILE)
-    damage(folder / MANIFEST_FILE, changes)
+def check_manifest(folder: Path, whole: Path) -> None:
     manifest = attempt(lambda: read_manifest(folder))
     assert manifest is None or (manifest.skew in ("svd", "balanced", "none") and manifest.files)
 
 
-@given(name=st.sampled_from(["config.json", "generation_config.json"]), changes=damages)
-def test_config(folders, name, changes):
-    folder = fresh(folders, "source", "config.json", "generation_config.json")
-    damage(folder / name, changes)
-    read = attempt(lambda: read_config(folder))
-    if read is not None:
-        check_config(read[1])
+def check_torch(folder: Path, whole: Path) -> None:
+    """Its archive has checksums: what is read is what was written."""
+
+    def read(folder: Path) -> dict[str, np.ndarray]:
+        file = TorchFile(folder / "pytorch_model.bin")
+        return {name: np.array(file.read(name)) for name in file.tensors}
+
+    tensors = attempt(lambda: read(folder))
+    if tensors is not None:
+        jax.tree.map(np.testing.assert_array_equal, tensors, read(whole))
 
 
 def check_config(config: ModelConfig) -> None:
@@ -116,63 +111,16 @@ def check_config(config: ModelConfig) -> None:
     assert all(type(token) is int and token < config.vocab_size for token in ends if token)
 
 
-@given(changes=damages)
-def test_safetensors(folders, changes):
-    path = fresh(folders, "source", "model.safetensors") / "model.safetensors"
-    damage(path, changes)
-    file = attempt(lambda: SafetensorsFile(path))
-    for name in file.tensors if file else ():
-        tensor = file.read(name)
-        assert tensor.shape == file.tensors[name].shape and tensor.nbytes <= path.stat().st_size
+def check_settings(path: Path, whole: Path) -> None:
+    if read := attempt(lambda: source.read_config(path)):
+        check_config(read[1])
 
 
-@given(data=st.data(), changes=damages)
-def test_shards(folders, data, changes):
-    folder = fresh(folders, "sharded")
-    names = sorted(path.name for path in folder.glob("model*"))
-    damage(folder / data.draw(st.sampled_from(names)), changes)
-    tensors = attempt(lambda: open_tensors(folder))
-    for tensor in (tensors or {}).values():
-        assert tensor.read().shape == tensor.shape and tensor.file.parent == folder
-
-
-def test_torch_data_has_a_checksum(folders):
-    whole = (folders / "torch.bin").read_bytes()
-    at = whole.index(np.arange(60, dtype=np.float32).tobytes())
-    path = folders.parent / "damaged.bin"
-    path.write_bytes(Edit((at + 8.5) / len(whole), 1, b"\x7f").apply(whole))
-    file = TorchFile(path)
-    file.read("b")
-    with pytest.raises(InputError, match="a is damaged"):
-        file.read("a")
-
-
-@given(changes=damages)
-def test_torch_file(folders, changes):
-    """Its archive has checksums: what is read is what was written."""
-    whole = TorchFile(folders / "torch.bin")
-    path = folders.parent / "damaged.bin"
-    shutil.copyfile(folders / "torch.bin", path)
-    damage(path, changes)
-
-    def read() -> dict[str, np.ndarray]:
-        file = TorchFile(path)
-        return {name: np.array(file.read(name)) for name in file.tensors}
-
-    tensors = attempt(read)
-    if tensors is not None:
-        assert tensors.keys() == whole.tensors.keys()
-        for name, tensor in tensors.items():
-            np.testing.assert_array_equal(tensor, whole.read(name))
-
-
-@given(name=st.sampled_from(["tokenizer.json", "tokenizer_config.json"]), changes=damages)
-def test_tokenizer(folders, name, changes):
-    folder = fresh(folders, "source", "config.json", "tokenizer.json", "tokenizer_config.json")
-    damage(folder / name, changes)
-    tokenizer = attempt(lambda: load_tokenizer(folder))
-    if tokenizer is not None:
-        check_tokenizer(tokenizer)
+def check_tensors(path: Path, whole: Path) -> None:
+    for tensor in (attempt(lambda: source.open_tensors(path)) or {}).values():
+        assert tensor.file.parent == (path if path.is_dir() else path.parent)
+        values = attempt(tensor.read)
+        assert values is None or values.shape == tensor.shape
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
@@ -186,7 +134,64 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
     assert pieces is None or type("".join(pieces) + stream.finish()) is str
 
 
+def check_tokens(folder: Path, whole: Path) -> None:
+    if tokenizer := attempt(lambda: load_tokenizer(folder)):
+        check_tokenizer(tokenizer)
+
+
+def check_gguf(folder: Path, whole: Path) -> None:
+    """A header without checksum: a model that the format allows, or one line."""
+    path = folder / "model.gguf"
+    check_settings(path, whole)
+    check_tensors(path, whole)
+    if tokenizer := attempt(lambda: gguf_tokenizer(GgufFile(path))):
+        check_tokenizer(tokenizer)
+
+
+# The folder of each kind, the files to damage, and the check.
+KINDS: dict[str, tuple[str, str, Callable[[Path, Path], None]]] = {
+    "conversion": ("converted", "*", check_converted),
+    "manifest": ("converted", MANIFEST_FILE, check_manifest),
+    "config": ("source", "[cg]*.json", check_settings),
+    "safetensors": ("source", "model.safetensors", check_tensors),
+    "shards": ("sharded", "model*", check_tensors),
+    "torch": ("torch", "*.bin", check_torch),
+    "tokenizer": ("source", "tokenizer*", check_tokens),
+    "gguf": ("gguf", "*", check_gguf),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), changes=damages)
+def test_damaged_files(folders, kind, data, changes):
+    name, pattern, check = KINDS[kind]
+    folder = fresh(folders, name)
+    damage(data.draw(st.sampled_from(sorted(folder.glob(pattern)))), changes)
+    check(folder, folders / name)
+
+
+def test_torch_data_has_a_checksum(folders):
+    path = fresh(folders, "torch") / "pytorch_model.bin"
+    whole = path.read_bytes()
+    at = whole.index(np.arange(60, dtype=np.float32).tobytes())
+    path.write_bytes(Edit((at + 8.5) / len(whole), 1, b"\x7f").apply(whole))
+    file = TorchFile(path)
+    file.read("b")
+    with pytest.raises(InputError, match="a is damaged"):
+        file.read("a")
+
+
 # Longer runs: -m slow, with FUZZ_SECONDS and FUZZ_SEED, see `fuzzing`.
+
+
+def altered_files(draw: random.Random, folder: Path, files: dict[str, Any], most: int) -> None:
+    """Write JSON files with some alterations."""
+    changed = dict(files)
+    for _ in range(draw.randint(1, most)):
+        name = draw.choice([next(iter(files)), *files])
+        changed[name] = altered(draw, changed[name])
+    for name, value in changed.items():
+        (folder / name).write_text(json.dumps(value))
 
 
 @pytest.mark.slow
@@ -194,14 +199,8 @@ def test_altered_tokenizers(tmp_path, capfd):
     names = ("tokenizer.json", "tokenizer_config.json")
     whole = {name: json.loads((checkpoint.embedded() / name).read_text()) for name in names}
     for draw in rounds(capfd, "tokenizers"):
-        files = dict(whole)
-        for _ in range(draw.randint(1, 3)):
-            name = draw.choice([names[0], *names])
-            files[name] = altered(draw, files[name])
-        for name, value in files.items():
-            (tmp_path / name).write_text(json.dumps(value))
-        if tokenizer := attempt(lambda: load_tokenizer(tmp_path)):
-            check_tokenizer(tokenizer)
+        altered_files(draw, tmp_path, whole, 3)
+        check_tokens(tmp_path, tmp_path)
 
 
 OTHERS = {
@@ -224,13 +223,8 @@ def test_altered_configurations(tmp_path, capfd):
             "config.json": LLAMA | OTHERS | {"model_type": draw.choice(FAMILIES)},
             "generation_config.json": {"eos_token_id": [2, 3], "bos_token_id": 1},
         }
-        for _ in range(draw.randint(1, 4)):
-            name = draw.choice(sorted(files))
-            files[name] = altered(draw, files[name])
-        for name, value in files.items():
-            (tmp_path / name).write_text(json.dumps(value))
-        if read := attempt(lambda: read_config(tmp_path)):
-            check_config(read[1])
+        altered_files(draw, tmp_path, files, 4)
+        check_settings(tmp_path, tmp_path)
 
 
 @pytest.mark.slow
@@ -244,19 +238,7 @@ def test_hostile_templates(capfd):
         assert (text is None or type(text) is str) and time.monotonic() - begun < 5
 
 
-PARTS = (
-    b'"',
-    b"{",
-    b"[" * 99,
-    b"-1",
-    b"1e999",
-    b"9" * 30,
-    b"\0",
-    b"null",
-    b"\x8ar",
-    b"..",
-    b"\xff",
-)
+ODD = [b'"', b"{", b"[" * 99, b"-1", b"1e999", b"9" * 30, b"\0", b"null", b"\x8ar", b"..", b"\xff"]
 
 
 def strange(path: Path, rng: random.Random) -> None:
@@ -264,7 +246,7 @@ def strange(path: Path, rng: random.Random) -> None:
     data = path.read_bytes()
     for _ in range(rng.choice((1, 1, 2, 3))):
         place, cut = rng.choice((0.0, 0.05, 1.0)) * rng.random(), rng.choice((0, 1, 4, 20, 1 << 40))
-        data = Edit(place, cut, rng.choice((b"", rng.randbytes(3), *PARTS))).apply(data)
+        data = Edit(place, cut, rng.choice((b"", rng.randbytes(3), *ODD))).apply(data)
     path.unlink()
     makers = {1: os.mkfifo, 2: os.mkdir, 3: lambda p: p.symlink_to("/dev/zero")}
     makers.get(rng.randrange(40), lambda p: p.write_bytes(data))(path)
@@ -273,41 +255,11 @@ def strange(path: Path, rng: random.Random) -> None:
 @pytest.mark.slow
 def test_any_damage(folders, capfd):
     """All files of model folders."""
-
-    def read(folder: Path) -> None:
-        source.checked_source(folder)
-        read_config(folder)
-        for tensor in open_tensors(folder).values():
-            tensor.read()
-
-    (folders / "torch").mkdir()
-    shutil.copyfile(folders / "torch.bin", folders / "torch/pytorch_model.bin")
-    shutil.copyfile(folders / "source/config.json", folders / "torch/config.json")
     for draw in rounds(capfd, "model folders"):
-        kind = draw.choice(("source", "sharded", "torch", "torch", "torch", "converted"))
-        folder = fresh(folders, kind)
+        name, _, check = KINDS[draw.choice([*KINDS, "torch", "torch"])]
+        folder = fresh(folders, name)
         strange(draw.choice(sorted(folder.iterdir())), draw)
-        reader = checkpoint.load if kind == "converted" else read
-        attempt(functools.partial(reader, folder))
-
-
-@given(changes=damages)
-def test_gguf(gguf_whole, changes):
-    """A header without checksum: a model that the format allows, or one line."""
-    path = gguf_whole.with_name("damaged.gguf")
-    shutil.copyfile(gguf_whole, path)
-    damage(path, changes)
-    if read := attempt(lambda: source.read_config(path)):
-        check_config(read[1])
-    for tensor in (attempt(lambda: source.open_tensors(path)) or {}).values():
-        values = attempt(tensor.read)
-        assert values is None or values.shape == tensor.shape
-    if tokenizer := attempt(lambda: gguf_tokenizer(GgufFile(path))):
-        check_tokenizer(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def gguf_whole(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("gguf")
-    made = make_tiny(root / "hf", "llama", num_hidden_layers=1, **gguf_files.SMALL)
-    return gguf_files.write_gguf(root / "whole.gguf", made, gguf_files.Kind.Q8_0, **sentencepiece())
+        if name == "converted" or attempt(lambda f=folder: source.checked_source(f)):
+            check(folder, folders / name)
+            check_settings(folder, folder)
+            check_tensors(folder, folder)
