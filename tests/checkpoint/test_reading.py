@@ -85,6 +85,14 @@ def test_torch_views_and_half_precision(tiny, tmp_path):
 # Damage in the source.
 
 
+def refused(source: Path, message: str, named: Path | None = None) -> None:
+    """Converting ends with an error that names the file, and leaves nothing."""
+    out = source.parent / "out"
+    with pytest.raises(InputError, match=message) as caught:
+        convert(source, out, skew="none")
+    assert str(named or source) in str(caught.value) and not out.exists()
+
+
 def edit_header(path: Path, edit) -> None:
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -122,53 +130,45 @@ def test_damaged_safetensors(kind, tiny, tmp_path):
     damage, message = DAMAGE[kind]
     made = tiny("llama", num_hidden_layers=1)
     damage(made.folder / "model.safetensors")
-    with pytest.raises(InputError, match=message) as caught:
-        convert(made.folder, tmp_path / "out", skew="none")
-    assert str(made.folder / "model.safetensors") in str(caught.value)
+    refused(made.folder, message, made.folder / "model.safetensors")
     assert only(tmp_path) == ["llama"]
 
 
-def test_index_problems(tiny, tmp_path):
+def test_index_problems(tiny):
     made = tiny("llama")
     FORMATS["sharded"](made)
-    index = made.folder / "model.safetensors.index.json"
-    good = json.loads(index.read_text())
-    shards = sorted(set(good["weight_map"].values()))
+    folder = made.folder
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    shards = sorted(set(places.values()))
     assert len(shards) > 1
-
-    def refused(message: str) -> None:
-        with pytest.raises(InputError, match=message) as caught:
-            convert(made.folder, tmp_path / "out", skew="none")
-        assert str(made.folder) in str(caught.value)
-
-    name = next(iter(good["weight_map"]))
+    name = next(iter(places))
     for value, message in (
-        ({"weight_map": good["weight_map"] | {name: "../x"}}, "not a file name"),
-        ({"weight_map": good["weight_map"] | {name: "absent.safetensors"}}, "absent.safetensors"),
-        ({"weight_map": good["weight_map"] | {"extra": shards[0]}}, "extra is not in"),
+        ({"weight_map": places | {name: "../x"}}, "not a file name"),
+        ({"weight_map": places | {name: "absent.safetensors"}}, "absent.safetensors"),
+        ({"weight_map": places | {"extra": shards[0]}}, "extra is not in"),
         ({}, "weight_map"),
     ):
         index.write_text(json.dumps(value))
-        refused(message)
+        refused(folder, message)
     # Two files have a tensor that the index does not name.
-    first, second = (made.folder / shard for shard in shards[:2])
+    first, second = (folder / shard for shard in shards[:2])
     whole, both = second.read_bytes(), load_file(second)
     twice = next(iter(load_file(first).items()))
     save_file(both | dict([twice]), second)
-    index.write_text(
-        json.dumps({"weight_map": {n: x for n, x in good["weight_map"].items() if n != twice[0]}})
-    )
-    refused("two files have")
+    others = {n: x for n, x in places.items() if n != twice[0]}
+    index.write_text(json.dumps({"weight_map": others}))
+    refused(folder, "two files have")
     second.write_bytes(whole)
     index.write_text("{")
-    refused("not valid JSON")
+    refused(folder, "not valid JSON")
     index.unlink()
-    refused("index")
-    index.write_text(json.dumps(good))
-    (made.folder / shards[1]).unlink()
-    refused(shards[1])
-    shutil.copyfile(made.folder / shards[0], made.folder / shards[1])
-    refused("is in")
+    refused(folder, "index")
+    index.write_text(json.dumps({"weight_map": places}))
+    second.unlink()
+    refused(folder, shards[1])
+    shutil.copyfile(first, second)
+    refused(folder, "is in")
 
 
 def test_one_file_goes_before_an_index(tiny):
@@ -188,25 +188,20 @@ def test_a_folder_of_licences_is_no_side_file(tiny):
 
 
 def test_wrong_sources(tmp_path):
-    def refused(source: Path, message: str) -> None:
-        with pytest.raises(InputError, match=message) as caught:
-            convert(source, tmp_path / "out")
-        assert str(source) in str(caught.value)
-
     refused(tmp_path / "absent", "no such folder")
     (tmp_path / "file").write_text("x")
     refused(tmp_path / "file", "give a .gguf file or the folder")
     folder = tmp_path / "folder"
     folder.mkdir()
     refused(folder, "config.json: missing")
-    (folder / "config.json").write_text("{")
-    refused(folder, "not valid JSON")
-    (folder / "config.json").write_text("[]")
-    refused(folder, "not a JSON object")
-    (folder / "config.json").write_text(json.dumps(LLAMA | {"rms_norm_eps": "tiny"}))
-    refused(folder, "wrong type")
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    refused(folder, "no weights")
+    for text, message in (
+        ("{", "not valid JSON"),
+        ("[]", "not a JSON object"),
+        (json.dumps(LLAMA | {"rms_norm_eps": "tiny"}), "wrong type"),
+        (json.dumps(LLAMA), "no weights"),
+    ):
+        (folder / "config.json").write_text(text)
+        refused(folder, message)
     (folder / "model.h5").write_text("x")
     refused(folder, "model.h5 has another format")
     (folder / "model.gguf").write_text("x")
@@ -238,13 +233,12 @@ def test_all_mismatches_are_in_one_error(tiny, tmp_path):
     assert "\n" not in message
 
 
-def test_a_tied_head_must_equal_the_embeddings(tiny, tmp_path):
+def test_a_tied_head_must_equal_the_embeddings(tiny):
     made = tiny("opt", num_hidden_layers=1)
     tensors = take_tensors(made.folder)
     tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"] + 1
     torch.save(tensors, made.folder / "pytorch_model.bin")
-    with pytest.raises(InputError, match="differs from the embeddings"):
-        convert(made.folder, tmp_path / "out", skew="none")
+    refused(made.folder, "differs from the embeddings")
 
 
 def test_mapping_lists_only_the_first_of_many():
@@ -269,9 +263,8 @@ def test_a_malicious_pickle_is_refused_and_not_run(tiny, tmp_path):
     (made.folder / "model.safetensors").unlink()
     file, trap = made.folder / "pytorch_model.bin", tmp_path / "trap"
     torch.save({"model.norm.weight": Malicious(trap)}, file)
-    with pytest.raises(InputError, match="mkdir") as caught:
-        convert(made.folder, tmp_path / "out", skew="none")
-    assert str(file) in str(caught.value) and not trap.exists()
+    refused(made.folder, "mkdir", file)
+    assert not trap.exists()
 
 
 def test_a_pickle_changes_no_types():
@@ -282,28 +275,26 @@ def test_a_pickle_changes_no_types():
     assert jnp.dtype(jnp.bfloat16).itemsize == 2
 
 
-def test_damaged_torch_files(tiny, tmp_path):
+def test_damaged_torch_files(tiny):
     made = tiny("llama", num_hidden_layers=1)
     as_torch(made.folder)
     file = made.folder / "pytorch_model.bin"
     whole = file.read_bytes()
-
-    def refused(data: bytes, message: str) -> None:
+    for data, message in (
+        (whole[: len(whole) // 2], "truncated"),
+        (b"", "truncated"),
+        (b"\x80\x02" + b"x" * 99, "before 1.6"),
+        (b"version https://git-lfs.github.com", "git lfs"),
+    ):
         file.write_bytes(data)
-        with pytest.raises(InputError, match=message) as caught:
-            convert(made.folder, tmp_path / "out", skew="none")
-        assert str(file) in str(caught.value)
-
-    refused(whole[: len(whole) // 2], "truncated")
-    refused(b"", "truncated")
-    refused(b"\x80\x02" + b"x" * 99, "before 1.6")
-    refused(b"version https://git-lfs.github.com", "git lfs")
-    torch.save({"a": torch.ones(2), "step": 3}, file)
-    refused(file.read_bytes(), "'step' is not a tensor")
-    torch.save([torch.ones(2)], file)
-    refused(file.read_bytes(), "no dictionary")
-    torch.save({"a": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
-    refused(file.read_bytes(), "before 1.6")
+        refused(made.folder, message, file)
+    for value, zipped, message in (
+        ({"a": torch.ones(2), "step": 3}, True, "'step' is not a tensor"),
+        ([torch.ones(2)], True, "no dictionary"),
+        ({"a": torch.ones(2)}, False, "before 1.6"),
+    ):
+        torch.save(value, file, _use_new_zipfile_serialization=zipped)
+        refused(made.folder, message, file)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "ministral", "qwen2", "qwen3", "opt"])
