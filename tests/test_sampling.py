@@ -55,15 +55,6 @@ def draw_many(logits, sampling, count=4000):
     return np.bincount(np.asarray(tokens), minlength=len(logits)) / count
 
 
-@given(LOGITS, STEPS, st.sampled_from([0.01, 1.0, 50.0]))
-def test_only_the_likeliest_left_is_greedy(logits, step, temperature):
-    settings: tuple[dict[str, Any], ...]
-    settings = {"top_k": 1}, {"top_p": 1e-9}, {"top_k": 5, "top_p": 1e-9}
-    tokens = draw(logits, *(Sampling(temperature=temperature, **s) for s in settings), step=step)
-    assert tokens.dtype == jnp.int32
-    np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
-
-
 @given(LOGITS, STEPS)
 def test_rows_of_temperature_zero_are_greedy_in_a_batch_that_samples(logits, step):
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -87,9 +78,9 @@ def allowed_tokens(logits, temperature, top_k, top_p, min_p):
 @given(
     LOGITS,
     STEPS,
-    st.sampled_from([0.3, 1.0, 4.0]),
-    st.sampled_from([0, 2, 5, VOCABULARY, 10 * VOCABULARY]),
-    st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    st.sampled_from([0.01, 1.0, 50.0]),
+    st.sampled_from([0, 1, 5, VOCABULARY, 10 * VOCABULARY]),
+    st.sampled_from([1e-9, 0.5, 0.9, 1.0]),
     st.sampled_from([0.0, 0.2, 1.0]),
 )
 def test_draws_stay_among_the_allowed_tokens(logits, step, temperature, top_k, top_p, min_p):
@@ -156,7 +147,7 @@ def test_random_numbers_differ_by_seed_stream_and_step():
     assert 0 <= numbers.min() and numbers.max() < 1
 
 
-@pytest.mark.parametrize("k, ties", [(5, 11), (9, 20), (3, 29), (18, 38), (40, 41)])
+@pytest.mark.parametrize("k, ties", [(5, 11), (18, 38), (40, 41)])
 def test_top_k_of_equal_logits(k, ties):
     logits = np.full((1, 60), -9.0, np.float32)
     logits[:, :ties] = 2.0
@@ -237,24 +228,13 @@ def test_log_probabilities():
     np.testing.assert_allclose(top, np.take_along_axis(expected, order, axis=1), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "option, value",
-    [
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.5),
-        ("top_p", float("nan")),
-        ("min_p", 1.1),
-        ("repetition_penalty", 0.0),
-        ("presence_penalty", 2.5),
-        ("frequency_penalty", float("nan")),
-        ("seed", -1),
-        ("seed", 2**32),
-    ],
-)
+NAN = float("nan")
+WRONG: dict[str, list[Any]] = {"temperature": [-0.1, NAN, float("inf")], "top_k": [-1]}
+WRONG |= {"top_p": [0.0, 1.5, NAN], "min_p": [1.1], "repetition_penalty": [0.0]}
+WRONG |= {"presence_penalty": [2.5], "frequency_penalty": [NAN], "seed": [-1, 2**32]}
+
+
+@pytest.mark.parametrize("option, value", [(n, x) for n, values in WRONG.items() for x in values])
 def test_invalid_settings_are_refused_by_name(option, value):
     with pytest.raises(InputError, match=option):
         Sampling(**{option: value})

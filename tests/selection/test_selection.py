@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from jax import lax
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.ops.compaction import unpack_marks
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.selection.select import (
-    Request,
     budget_fraction,
     budget_rows,
     group_margin,
@@ -24,62 +22,12 @@ from infinigen_jax.selection.select import (
     top_choice,
     top_slots,
 )
-from infinigen_jax.speculation.query import partial_columns
 
 INF = float("inf")
 
 # Compiled, as the engine runs them; hence few different shapes below.
 compiled_select = jax.jit(select, static_argnames=("alpha", "size", "mode"))
 compiled_top = jax.jit(top_slots, static_argnames="size")
-
-
-def run_select(scores, alpha, cap=None, size=None, eligible=None, mode="head") -> Request:
-    """`select` of scores [b, k, g, t], given as nested lists or an array."""
-    scores = jnp.asarray(scores, jnp.float32)
-    b, _, _, t = scores.shape
-    eligible = jnp.ones((b, t), bool) if eligible is None else jnp.asarray(eligible)
-    cap = jnp.broadcast_to(jnp.asarray(t if cap is None else cap, jnp.int32), (b,))
-    return compiled_select(
-        scores, eligible, alpha=alpha, cap=cap, size=t if size is None else size, mode=mode
-    )
-
-
-def chosen(request: Request) -> list[list[set[int]]]:
-    """The valid slots, as sets [b][k]; checks that each occurs once."""
-    slots, counts = np.asarray(request.slots), np.asarray(request.count)
-    sets = [
-        [set(slots[i, j, : counts[i, j]].tolist()) for j in range(slots.shape[1])]
-        for i in range(slots.shape[0])
-    ]
-    for i, row in enumerate(sets):
-        assert [len(s) for s in row] == counts[i].tolist()
-    return sets
-
-
-# The literal cases of the algorithm's reference.
-
-
-def test_partial_columns():
-    cases = {(128, 0.2): 25, (128, 0.3): 38, (64, 0.2): 12, (10, 0.3): 3, (8, 0.01): 1, (64, 1): 64}
-    for (d, ratio), columns in cases.items():
-        assert partial_columns(d, float(ratio)) == columns
-
-
-def test_counts_per_head_and_their_mean():
-    scores = [[[[0.0, -9, -9, -9]], [[0.0, -1, -9, -9]], [[0.0, -1, -2, -3]]]]
-    for mode, cap, counts in (
-        ("head", 4, [1, 2, 4]),
-        ("mean", 4, [2, 2, 2]),
-        ("head", 3, [1, 2, 3]),
-        ("mean", 3, [2, 2, 2]),
-        ("mean", 1, [1, 1, 1]),
-    ):
-        request = run_select(scores, 4.0, cap, mode=mode)
-        assert request.count.tolist() == [counts]
-        chosen(request)
-    # The first head gets a second token although only one passes: the next one in rank (tie: the
-    # lower slot).
-    assert chosen(run_select(scores, 4.0, mode="mean")) == [[{0, 1}] * 3]
 
 
 def test_a_group_ranks_by_the_sum_of_its_softmaxes():
@@ -89,7 +37,6 @@ def test_a_group_ranks_by_the_sum_of_its_softmaxes():
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     rank = ranked(scores)
     np.testing.assert_allclose(np.exp(rank), weights.sum(2), rtol=1e-5)
-    assert chosen(run_select(scores, INF, 2)) == [[set(np.argsort(-weights.sum(2)[0, 0])[:2])]]
     masked = jnp.where(jnp.arange(4)[None, None, None] < 2, jnp.asarray(scores), -jnp.inf)
     assert np.isneginf(ranked(masked)[0, 0, 2:]).all()
     nothing = np.full((1, 1, 2, 4), -np.inf, np.float32)
@@ -99,8 +46,6 @@ def test_a_group_ranks_by_the_sum_of_its_softmaxes():
 
 
 # Properties of `select`.
-
-finite = st.floats(-30, 30, width=32, allow_subnormal=False)
 
 
 @st.composite
@@ -141,12 +86,15 @@ def test_select_against_plain_python(case, alpha, caps, mode):
     else:
         rank[~passing] = -np.inf
     counts = np.minimum(counts, np.minimum(caps, eligible.sum(1))[:, None])
-    request = run_select(scores, alpha, caps, t, eligible, mode)
+    cap = jnp.asarray(caps, jnp.int32)
+    request = compiled_select(
+        jnp.asarray(scores), jnp.asarray(eligible), alpha=alpha, cap=cap, size=t, mode=mode
+    )
     assert not np.asarray(request.slots)[~np.asarray(request.valid)].any()
     np.testing.assert_array_equal(request.count, counts)
-    sets = chosen(request)
     for i, j in np.ndindex(b, k):
-        assert sets[i][j] == set(numpy_top(rank[i, j], counts[i, j]))
+        slots = np.asarray(request.slots)[i, j, : counts[i, j]].tolist()
+        assert slots == numpy_top(rank[i, j], counts[i, j])
 
 
 # The exact top-k.
@@ -159,12 +107,9 @@ def numpy_top(rank: np.ndarray, count: int) -> list[int]:
 
 def check_top(rank: np.ndarray, count: np.ndarray, size: int) -> None:
     got = np.asarray(compiled_top(jnp.asarray(rank), jnp.asarray(count, jnp.int32), size=size))
-    # + 0.0: of equal zeros lax.top_k would put -0.0 after 0.0.
-    by_rank = np.asarray(lax.top_k(jnp.asarray(rank) + 0.0, size)[1])
     for place in np.ndindex(*count.shape):
         n = int(count[place])
         assert got[place][:n].tolist() == numpy_top(rank[place], n)
-        assert got[place][:n].tolist() == sorted(by_rank[place][:n].tolist())
         assert not got[place][n:].any()
 
 
@@ -172,23 +117,16 @@ def check_top(rank: np.ndarray, count: np.ndarray, size: int) -> None:
 AWKWARD = [0.0, -0.0, 1.0, -1.0, INF, -INF, 3.4e38, -3.4e38, 1.2e-38, -1.2e-38, 0.5]
 
 
-@given(st.data(), st.sampled_from([1, 32, 70]))
-def test_top_slots_against_numpy(data, t):
-    values = st.one_of(st.sampled_from(AWKWARD), finite, st.integers(0, 3).map(float))
-    rows = [data.draw(st.lists(values, min_size=t, max_size=t)) for _ in range(2)]
-    counts = [data.draw(st.one_of(st.sampled_from([0, t]), st.integers(0, t))) for _ in range(2)]
-    check_top(np.array([rows], np.float32), np.array([counts]), t)
-
-
-@given(st.sampled_from([12, 600]), st.integers(0, 2**32 - 1))
+@given(st.sampled_from([1, 12, 32, 70, 600]), st.integers(0, 2**32 - 1))
 @example(12, 7)  # all found by comparing, the best of them 0
 def test_top_slots_of_equal_and_awkward_values(t, seed):
-    """With values that are close together, in any mixture."""
+    """With values that are far apart or close together, in any mixture."""
     rng = np.random.default_rng(seed)
     close, few = 1 + 1e-7 * rng.integers(0, 9, t), -rng.integers(0, 4, t).astype(np.float32)
     kinds = [rng.choice(AWKWARD, t), rng.normal(size=t), close, few]
     rank = np.choose(rng.choice(4, (1, 2, t), p=rng.dirichlet(np.ones(4))), kinds)
-    check_top(rank.astype(np.float32), rng.integers(0, t + 1, (1, 2)), t)
+    count = rng.choice([0, t, rng.integers(0, t + 1)], (1, 2))
+    check_top(rank.astype(np.float32), count, t)
 
 
 def test_top_slots_of_large_arrays():
@@ -218,6 +156,9 @@ def test_budget_rows_where_floats_round_down():
     assert int(budget_rows(32 / 65536, jnp.int32(65536))) == 32
     assert all(budget_fraction(1 / n) == Fraction(1, n) for n in range(1001, 20000, 7))
     assert int(budget_rows(63 / 131072, jnp.int32(131072))) == 62
+    for budget in (1e-10, 5e-324, 0.0):  # the smallest are int32
+        share = budget_fraction(budget)
+        assert share.numerator == 1 and 0 < share.denominator < 2**31
 
 
 @pytest.mark.parametrize("budget", [0.1, 0.2, 0.3, 0.007, 1 / 3, 0.999, 1.0, 0.0005])
@@ -278,9 +219,3 @@ def test_marks_that_are_not_searched_are_not_copied():
     assert text is not None
     main = text[text.index("\nENTRY") :]
     assert "while(" in main and not re.search(r"= (pred|u32)\S+ (copy|conditional)\(", main)
-
-
-@pytest.mark.parametrize("budget", [1e-10, 5e-324, 0.0])
-def test_the_smallest_budgets_are_int32(budget):
-    share = budget_fraction(budget)
-    assert share.numerator == 1 and 0 < share.denominator < 2**31

@@ -51,7 +51,8 @@ def test_a_share_of_the_columns_fills_its_words():
 
     assert columns("int4", 0.75) == [8, 24, 64, 96]
     assert columns("float32", 0.3) == [2, 9, 24, 38], "the paper's"
-    assert columns("int4", 0.01) == [8, 8, 8, 8] and columns("int4", 1.0, (12,)) == [12]
+    assert columns("float32", 0.01) == [1] * 4 and columns("int4", 0.01) == [8] * 4
+    assert columns("int4", 1.0, (12,)) == [12]
     assert [IndexFormat("int4", r).entries for r in (1, 16, 38, 128)] == [2, 3, 6, 17]
     for d, ratio in ((32, 0.3), (80, 0.75)):
         asked = IndexFormat("int4", int(d * ratio))
