@@ -2,6 +2,7 @@
 
 import re
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,28 +170,16 @@ def test_requests_hold_the_largest_cap(budget):
         assert 1 <= policy.request_size(capacity) <= capacity
 
 
-@pytest.mark.parametrize(
-    "settings, named",
-    [
-        ({"budget": 0.0}, "budget"),
-        ({"budget": -0.1}, "budget"),
-        ({"budget": 1.01}, "budget"),
-        ({"budget": float("nan")}, "budget"),
-        ({"budget": 1e-10}, "budget"),
-        ({"alpha": -1.0}, "alpha"),
-        ({"alpha": float("nan")}, "alpha"),
-        ({"partial_ratio": 0.0}, "partial_ratio"),
-        ({"partial_ratio": 1.5}, "partial_ratio"),
-        ({"partial_ratio": float("nan")}, "partial_ratio"),
-        ({"window": 0}, "window"),
-        ({"sinks": -1}, "sinks"),
-        ({"index_dtype": "int3"}, "index_dtype int3"),
-        ({"count": "median"}, "count"),
-    ],
-)
-def test_settings_out_of_range_are_named(settings, named):
-    with pytest.raises(InputError, match=named):
-        InfiniGen(**settings)
+NAN = float("nan")
+WRONG: dict[str, list[Any]] = {"budget": [0.0, -0.1, 1.01, NAN, 1e-10], "alpha": [-1.0, NAN]}
+WRONG |= {"partial_ratio": [0.0, 1.5, NAN], "window": [0], "sinks": [-1]}
+WRONG |= {"index_dtype": ["int3"], "count": ["median"]}
+
+
+@pytest.mark.parametrize("name, value", [(n, x) for n, values in WRONG.items() for x in values])
+def test_settings_out_of_range_are_named(name, value):
+    with pytest.raises(InputError, match=name):
+        InfiniGen(**{name: value})
 
 
 @pytest.mark.parametrize(("mode", "each_head"), [("head", True), ("mean", False)])
