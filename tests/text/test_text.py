@@ -1,6 +1,7 @@
 """Streaming text against decoding all tokens together, for both kinds of tokenizer."""
 
 import functools
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,23 +57,10 @@ def byte_fallback():
     )
 
 
-def cut_up(tokens, sizes):
-    """Split a list into pieces of the given sizes, in turns."""
-    pieces, start, turn = [], 0, 0
-    while start < len(tokens):
-        pieces.append(tokens[start : start + sizes[turn % len(sizes)]])
-        start += sizes[turn % len(sizes)]
-        turn += 1
-    return pieces
-
-
 def stream(tokenizer, pieces):
     """The results of each push and of finish."""
     text = TextStream(tokenizer)
     return [text.push(piece) for piece in pieces], text.finish()
-
-
-SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
 UNITS = ["▁", "▁the", "cat", "▁▁", ".", "é", "日", "</s>", BYTES[:3], BYTES[3:7], BYTES[7:]]
@@ -88,7 +76,9 @@ def test_pieces_make_up_the_whole_text(data):
         tokens += tokenizer.convert_tokens_to_ids(names)
     # Models may have more numbers than their tokenizer has tokens; those have no text.
     tokens.append(len(tokenizer) + 3)
-    pieces, rest = stream(tokenizer, cut_up(tokens, data.draw(SIZES)))
+    cuts = data.draw(st.sets(st.integers(0, len(tokens))))
+    ends = itertools.pairwise(sorted({0, *cuts, len(tokens)}))
+    pieces, rest = stream(tokenizer, [tokens[begin:end] for begin, end in ends])
     assert "".join(pieces) + rest == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
@@ -121,26 +111,17 @@ def test_replacement_characters_of_a_text_hide_no_character(make, text):
     assert "".join(pieces) + rest == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_text_comes_at_once_where_nothing_is_open():
-    tokenizer = byte_level()
+def test_what_is_shown_at_once_and_what_at_the_end():
+    tokenizer: Any = byte_level()
     tokens = tokenizer.encode("a word. a word", add_special_tokens=False)
     pieces, rest = stream(tokenizer, [[token] for token in tokens])
     assert all(pieces) and rest == ""
-
-
-def test_an_unfinished_character_comes_at_the_end():
-    tokenizer = byte_level()
-    tokens = tokenizer.encode("aф", add_special_tokens=False)[:-1]
-    pieces, rest = stream(tokenizer, [tokens])
-    assert (pieces, rest) == (["a"], REPLACEMENT)
-
-
-def test_special_tokens_are_silent_and_finish_starts_anew():
-    tokenizer = byte_level()
+    unfinished = tokenizer.encode("aф", add_special_tokens=False)[:-1]
+    assert stream(tokenizer, [unfinished]) == (["a"], REPLACEMENT)
     text = TextStream(tokenizer)
     word = tokenizer.encode(" word", add_special_tokens=False)
     end, *_ = tokenizer.encode("</s>", add_special_tokens=False)
-    for _ in range(2):
+    for _ in range(2):  # `finish` starts anew; special tokens are silent
         assert text.push([end, *word, end]) == " word"
         assert text.push([end]) == ""
         assert text.finish() == ""

@@ -11,7 +11,6 @@ from tiny import add_tokenizer, python
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import EMBEDDED_FOLDER, embedded
-from infinigen_jax.text.detokenize import TextStream
 from infinigen_jax.text.tokenizer import load_tokenizer
 
 FOLDERS = [path for path in EMBEDDED_FOLDER.iterdir() if path.is_dir()]
@@ -175,14 +174,6 @@ def test_folders_whose_name_is_not_utf8(tmp_path):
     with pytest.raises(InputError, match="cannot be used") as caught:
         load_tokenizer(folder)
     str(caught.value).encode()
-
-
-def test_streams_take_the_tokens_of_the_folder():
-    tokenizer = load_tokenizer(embedded())
-    stream, text = TextStream(tokenizer), "The king said: 日本 <s> 😀."
-    ids = tokenizer.encode(text)
-    pieces = [stream.push([token]) for token in ids]
-    assert "".join(pieces) + stream.finish() == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_transformers_is_not_imported_for_a_tokenizer():
