@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import SPARSE, engine, random_model, tokens_of
 
-from infinigen_jax import evaluate, generate, plan
+from infinigen_jax import evaluate, plan
 from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import ParameterError
@@ -115,23 +115,17 @@ def test_embeddings_and_logits_are_not_in_four_bits():
 def test_the_product_is_that_with_the_rounded_matrix(dtype, activations, rounding, sizes):
     rng = np.random.default_rng(1)
     for inputs in sizes:
-        part = small(random_rows(7, inputs), dtype)
+        weights = random_rows(7, inputs)
+        weights[3] = 0
+        part = small(weights, dtype)
         matrix = np.asarray(rows_of(part, inputs), np.float64).T
-        for rows in (1, 3, FEW_ROWS, 40):
-            a = jnp.asarray(rng.normal(size=(rows, inputs)), activations)
+        for rows in ((), (1,), (2, 3), (FEW_ROWS,), (40,)):
+            a = jnp.asarray(rng.normal(size=(*rows, inputs)), activations)
             found = jax.jit(product)(a, part)
-            assert found.dtype == a.dtype and found.shape == (rows, 7)
+            assert found.dtype == a.dtype and found.shape == (*rows, 7)
             exact = np.asarray(a, np.float64)
             bound = rounding * (np.abs(exact) @ np.abs(matrix))
             assert (np.abs(np.asarray(found, np.float64) - exact @ matrix) <= bound).all()
-
-
-@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
-def test_zeros(dtype):
-    part = small(np.zeros((5, 100), np.float32), dtype)
-    for shape in ((100,), (2, 3, 100), (40, 100)):
-        found = jax.jit(product)(jnp.ones(shape), part)
-        np.testing.assert_array_equal(found, np.zeros((*shape[:-1], 5)))
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
@@ -208,13 +202,6 @@ def test_loading(dtype, weights):
 def test_a_dtype_that_does_not_exist():
     with pytest.raises(ParameterError, match="weight_dtype int3: use bfloat16, int8 or int4"):
         load(weight_dtype="int3")
-
-
-@pytest.mark.usefixtures("shallow")
-def test_a_text(command):
-    options = ("--prompt", "The king said", "--max-new-tokens", "4", "--policy", "full", "--quiet")
-    status, text, errors = command(generate.main, *options, "--weight-dtype", "int8")
-    assert status == 0 and text.strip() and not errors
 
 
 @pytest.mark.usefixtures("shallow")
