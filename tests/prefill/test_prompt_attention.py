@@ -1,6 +1,7 @@
 """Attention of chunks and of a few tokens, against a dense softmax in NumPy in float64."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -8,17 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cudnn_stand_in import stand_in
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from infinigen_jax.cache.layers import Sliding
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import attention as prompt_attention
+from infinigen_jax.prefill import cudnn_attention
 from infinigen_jax.prefill.attention import attend_chunk
 from infinigen_jax.prefill.attention_mass import attention_mass
 from infinigen_jax.prefill.layer import device_rows
 from infinigen_jax.prefill.narrow_attention import Seen, attend_narrow
-from infinigen_jax.prefill.prior_rows import PriorRows
+from infinigen_jax.prefill.prior_rows import Attended, PriorRows
 
 TOLERANCE = 4e-6  # float32, sums over at most some hundred terms of size 1
 
@@ -33,8 +37,8 @@ def prompts(b: int, s: int, h: int, k: int, d: int = 8) -> Any:
     return tuple(jnp.asarray(normal(b, s, n, d, seed=s + i)) for i, n in heads)
 
 
-def weights_of(q: Any, keys: Any, window: int = 10**6) -> np.ndarray:
-    """Causal attention weights [b, k, g, s, s]."""
+def weights_of(q: Any, keys: Any, window: int = 10**6) -> tuple[np.ndarray, np.ndarray]:
+    """Causal attention weights [b, k, g, s, s], and the logarithms of their sums."""
     b, s, h, d = q.shape
     k = keys.shape[2]
     q, keys = np.asarray(q, np.float64), np.asarray(keys, np.float64)
@@ -42,27 +46,36 @@ def weights_of(q: Any, keys: Any, window: int = 10**6) -> np.ndarray:
     scores = np.einsum("bqkgd,bnkd->bkgqn", grouped, keys)
     visible = np.tri(s, dtype=bool) & ~np.tri(s, k=-window, dtype=bool)
     scores = np.where(visible, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
+    log_sum = np.logaddexp.reduce(scores, axis=-1)
+    return np.exp(scores - log_sum[..., None]), log_sum
 
 
-def dense(q: Any, keys: Any, values: Any, window: int = 10**6) -> np.ndarray:
-    output = np.einsum("bkgqn,bnkd->bqkgd", weights_of(q, keys, window), values)
-    return output.reshape(q.shape)
+def dense(q: Any, keys: Any, values: Any, window: int = 10**6) -> tuple[np.ndarray, np.ndarray]:
+    """Causal attention in float64, with its weights' log-sums."""
+    weights, log_sum = weights_of(q, keys, window)
+    output = np.einsum("bkgqn,bnkd->bqkgd", weights, values).reshape(q.shape)
+    return output, log_sum.transpose(0, 3, 1, 2).reshape(q.shape[:3])
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["one by one", "together"])
+def assert_close(got: Attended, expected: Iterable[Any]) -> None:
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module", params=["one by one", "together", "by cuDNN"])
 def attend(request: Any) -> Any:
-    """`attend_chunk` in small blocks, both ways of going through the heads: the second is the
-    accelerators'."""
+    """`attend_chunk` in small blocks, both ways of going through the heads, of which the second is
+    the accelerators', and by a stand-in for cuDNN."""
 
     def run(
         q: Any, keys: Any, values: Any, earlier: PriorRows | None = None, window: int | None = None
-    ) -> jax.Array:
-        settings = earlier, window, None, request.param
-        small = {"DIAGONAL_BLOCK": 7, "CPU_TILE": 10}
-        with mock.patch.multiple(prompt_attention, **small):
-            return prompt_attention._attend(*settings, q, keys, values).output
+    ) -> Attended:
+        if request.param == "by cuDNN":
+            with mock.patch.object(cudnn, "dot_product_attention", stand_in):
+                return cudnn_attention.attend(earlier, window, q, keys, values)
+        settings = earlier, window, None, request.param == "together"
+        with mock.patch.multiple(prompt_attention, DIAGONAL_BLOCK=7, CPU_TILE=10):
+            return prompt_attention._attend(*settings, q, keys, values)
 
     return run
 
@@ -70,51 +83,46 @@ def attend(request: Any) -> Any:
 @pytest.mark.parametrize("h, k", [(6, 2), (4, 1)])
 def test_causal_attention(h, k, attend):
     for s in (1, 33):
-        q, keys, values = prompts(2, s, h, k)
-        got = jax.jit(attend)(q, keys, values)
-        np.testing.assert_allclose(got, dense(q, keys, values), atol=TOLERANCE)
+        chunk = prompts(2, s, h, k)
+        assert_close(jax.jit(attend)(*chunk), dense(*chunk))
 
 
 @pytest.mark.parametrize("window", [1, 13])
 def test_windows(window, attend):
-    """A chunk alone, and after a ring that holds the window before it."""
-    q, keys, values = prompts(2, 40, 4, 2)
-    expected = dense(q, keys, values, window)
-    got = jax.jit(functools.partial(attend, window=window))(q, keys, values)
-    np.testing.assert_allclose(got, expected, atol=TOLERANCE)
-    starts = [20, 3]
-    chunk = [cut(x, starts, 11) for x in (q, keys, values)]
+    """A chunk alone, after a ring that holds the window before it, and after all rows."""
+    whole, starts = prompts(2, 40, 4, 2), [20, 3]
+    expected = dense(*whole, window)
+    assert_close(jax.jit(functools.partial(attend, window=window))(*whole), expected)
+    chunk = [cut(x, starts, 11) for x in whole]
     ring = Sliding.empty((2, 2, window, 8), jnp.float32)
-    rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
+    rows = jnp.concatenate(whole[1:], axis=-1).swapaxes(1, 2)
     before = Span.first(jnp.array(starts, jnp.int32))
     span = Span(before.end, before.count)
-    earlier = device_rows(ring.extend(rows, before), span, jnp.float32)
-    earlier = earlier._replace(size=min(4, window))
-    got = jax.jit(functools.partial(attend, earlier=earlier, window=window))(*chunk)
-    np.testing.assert_allclose(got, cut(expected, starts, 11), atol=TOLERANCE)
+    in_ring = device_rows(ring.extend(rows, before), span, jnp.float32)
+    in_ring = in_ring._replace(size=min(4, window))
+    for earlier in (in_ring, earlier_rows(stored(*whole[1:], 45), 8, starts)):
+        got = jax.jit(functools.partial(attend, earlier=earlier, window=window))(*chunk)
+        assert_close(got, [cut(x, starts, 11) for x in expected])
 
 
 def test_blocks_of_their_true_size():
-    q, keys, values = prompts(1, 600, 4, 2)
-    np.testing.assert_allclose(
-        attend_chunk(q, keys, values).output, dense(q, keys, values), atol=TOLERANCE
-    )
+    chunk = prompts(1, 600, 4, 2)
+    assert_close(attend_chunk(*chunk), dense(*chunk))
 
 
 def test_half_precision_keeps_its_type_and_a_float32_softmax():
-    q, keys, values = (jnp.asarray(x, jnp.bfloat16) for x in prompts(2, 40, 4, 2))
-    output = attend_chunk(q, keys, values).output
+    chunk = [jnp.asarray(x, jnp.bfloat16) for x in prompts(2, 40, 4, 2)]
+    output = attend_chunk(*chunk).output
     assert output.dtype == jnp.bfloat16
-    exact: Any = [np.asarray(x, np.float32) for x in (q, keys, values)]
-    expected = dense(*exact)
+    exact: Any = [np.asarray(x, np.float32) for x in chunk]
     # The rounding of the weights and of the output, relative 2^-9 each, of values up to about 3.
+    expected = dense(*exact)[0]
     np.testing.assert_allclose(output.astype(jnp.float32), expected, atol=3 * 2**-8)
 
 
 def cut(x: Any, starts: list[int], size: int) -> Any:
-    """`size` tokens of each sequence; zeros after the end."""
-    rows = [row[start : start + size] for row, start in zip(np.asarray(x), starts, strict=True)]
-    return jnp.asarray(np.stack([np.pad(r, ((0, size - len(r)), (0, 0), (0, 0))) for r in rows]))
+    """`size` tokens of each sequence."""
+    return jnp.stack([row[start : start + size] for row, start in zip(x, starts, strict=True)])
 
 
 def stored(keys: Any, values: Any, capacity: int) -> list[jax.Array]:
@@ -138,7 +146,7 @@ def earlier_rows(tables: list[jax.Array], size: int, starts: Any) -> PriorRows:
 def attend_after(attend: Any) -> Any:
     """Attention of a chunk that continues the rows in some tables."""
 
-    def run(tables: Any, starts: Any, q: Any, keys: Any, values: Any, *, size: int) -> jax.Array:
+    def run(tables: Any, starts: Any, q: Any, keys: Any, values: Any, *, size: int) -> Attended:
         return attend(q, keys, values, earlier_rows(tables, size, starts))
 
     return jax.jit(run, static_argnames="size")
@@ -148,12 +156,10 @@ def attend_after(attend: Any) -> Any:
 @given(st.lists(st.integers(0, 45), min_size=2, max_size=2), st.sampled_from([1, 8, 45]))
 @example([17, 0], 8)
 def test_chunks_go_on_where_the_rows_before_them_end(attend_after, starts, size):
-    q, keys, values = prompts(2, 61, 6, 2)
-    expected = dense(q, keys, values)
-    chunk: Any = [cut(x, starts, 16) for x in (q, keys, values)]
-    tables = stored(keys, values, 64)
+    whole = prompts(2, 61, 6, 2)
+    tables, chunk = stored(*whole[1:], 64), [cut(x, starts, 16) for x in whole]
     got = attend_after(tables, jnp.array(starts, jnp.int32), *chunk, size=size)
-    np.testing.assert_allclose(got, cut(expected, starts, 16), atol=TOLERANCE)
+    assert_close(got, [cut(x, starts, 16) for x in dense(*whole)])
 
 
 @pytest.mark.parametrize(
@@ -166,7 +172,7 @@ def test_attention_that_slots_receive(starts, counts):
     before = earlier_rows(stored(keys, values, 45), 8, starts)
     log_sum = attend_chunk(chunk[0], chunk[1], chunk[2], before).log_sum
     got = attention_mass(chunk[0], chunk[1], log_sum, span, before)
-    weights = weights_of(q, keys).sum(axis=2)  # [b, k, query, key]
+    weights = weights_of(q, keys)[0].sum(axis=2)  # [b, k, query, key]
     expected = np.zeros((2, 2, 45))
     for i in range(2):
         rows = weights[i, :, starts[i] : starts[i] + counts[i]]
@@ -209,7 +215,7 @@ def test_few_tokens_after_any_beginning(
     starts: list[int], first: int, size: int, side_by_side: bool, ahead: bool
 ):
     q, keys, values = prompts(2, 61, 4, 2)
-    expected = cut(dense(q, keys, values), starts, TOKENS)
+    expected = cut(dense(q, keys, values)[0], starts, TOKENS)
     # Rows of each sequence end where its tokens begin; what follows is unwritten.
     tables: Any = [np.array(x) for x in stored(keys, values, CAPACITY)]
     for table in tables:
