@@ -1,6 +1,5 @@
 """Rows requested by the state after attention of the layer before to its resident rows."""
 
-import argparse
 import dataclasses
 import json
 from typing import Any
@@ -13,12 +12,10 @@ from runtime import SPARSE, counts_of, finished, random_model
 from tiny import TEXT
 
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding, Slots
-from infinigen_jax.cli.options import add_engine_options, make_policy
 from infinigen_jax.convert import convert
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.evaluation.configurations import configurations
 from infinigen_jax.loading.load import DENSE_UNKNOWN, Model, load
 from infinigen_jax.models.forward import causal_attention
 from infinigen_jax.ops.attention import attend
@@ -174,26 +171,14 @@ def test_what_was_measured_of_one_query_is_not_for_another():
     assert chosen(query="own", speculate_from="input") == (0, "calibrated")
 
 
-def test_a_source_of_earlier_releases_is_refused(tiny: Any, tmp_path: Any):
+def test_sources_that_are_refused(tiny: Any, tmp_path: Any):
+    """Of an earlier release, without a correction, and unknown."""
     folder = convert(tiny("llama").folder, tmp_path / "y", skew="none")
     manifest = folder / "infinigen.json"
     value = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(value | {"speculate_from": "attention"}))
     with pytest.raises(InputError, match=r"json: speculate_from is 'attention'.*; convert the mo"):
         load(folder)
-
-
-def test_the_option(tmp_path: Any):
-    parser = argparse.ArgumentParser()
-    add_engine_options(parser)
-    named = "infinigen:speculate_from=resident,query=plain"
-    policy: Any = make_policy(parser.parse_args(["--policy", named]))
-    assert policy.source == "resident"
-    several = argparse.ArgumentParser()
-    add_engine_options(several, several=True)
-    names = [f"infinigen:query=plain,speculate_from={source}" for source in SOURCES]
-    made = configurations(several.parse_args(["--policy", *names]), reference=False)
-    assert [c.policy.source for c in made] == list(SOURCES)
     with pytest.raises(InputError, match="speculate_from resident: .* svd has none"):
         convert(tmp_path, tmp_path / "x", speculate_from="resident", skew="svd")
     with pytest.raises(InputError, match="speculate_from output: use input or resident"):
