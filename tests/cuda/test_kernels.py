@@ -1,6 +1,7 @@
 """The CUDA kernels, run on the CPU with cuda_emulation.h, against NumPy and the JAX reference."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from infinigen_jax.cache.hot_set import HotSet, place_dtype, replacement
 from infinigen_jax.cache.layers import Slots
+from infinigen_jax.check_kernels import random_request
 from infinigen_jax.cuda.calls import SHARE
 from infinigen_jax.ops.attention import Softmax, join_parts, packed, softmax_over
-from infinigen_jax.selection.select import Request, budget_fraction, budget_rows, group_rank, select
+from infinigen_jax.selection.select import budget_fraction, budget_rows, group_rank, select
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++")
 
@@ -82,51 +84,45 @@ reference_select = jax.jit(select, static_argnames=("alpha", "size"))
 reference_replacement = jax.jit(replacement)
 
 
-@st.composite
-def selections(draw: Any) -> dict[str, Any]:
-    *shape, budget, alpha = draw(st.sampled_from(SELECTIONS))
-    random = np.random.default_rng(draw(st.integers(0, 2**32)))
-    kind = draw(st.sampled_from(["normal", "tied", "signs", "wide"]))
-    if kind == "normal":
-        scores = random.normal(0, 3, shape)
-    elif kind == "tied":
-        scores = random.integers(-2, 3, shape)
-    elif kind == "signs":
-        scores = random.choice([0.0, -0.0, 1e-30, -1e-30], shape)
-    else:
-        scores = random.normal(0, 1, shape) * 10.0 ** random.integers(-20, 2, shape)
-    scores = scores.astype(np.float32)
-    if draw(st.booleans()):
-        scores[random.random(scores.shape) < 0.3] = -np.inf
-    return {
-        "scores": scores,
-        "positions": random.integers(0, shape[-1], shape[0]).astype(np.int32),
-        "alpha": alpha,
-        "budget": budget,
-        "sinks": draw(st.integers(0, 5)),
-        "window": draw(st.integers(1, 9)),
-    }
+SCORES: dict[str, Callable[[np.random.Generator, Any], np.ndarray]] = {
+    "normal": lambda random, shape: random.normal(0, 3, shape),
+    "tied": lambda random, shape: random.integers(-2, 3, shape),
+    "signs": lambda random, shape: random.choice([0.0, -0.0, 1e-30, -1e-30], shape),
+    "wide": lambda random, shape: (
+        random.normal(0, 1, shape) * 10.0 ** random.integers(-20, 2, shape)
+    ),
+}
 
 
 @settings(max_examples=30)
-@given(selections(), st.sampled_from([32, 64, 256]), st.integers(0, 1000))
-def test_select(case: dict[str, Any], threads: int, seed: int):
-    scores, positions = case["scores"], case["positions"]
-    b, k, g, t = scores.shape
-    share = budget_fraction(case["budget"])
+@given(
+    case=st.sampled_from(SELECTIONS),
+    kind=st.sampled_from(sorted(SCORES)),
+    some=st.booleans(),
+    slots_at=st.builds(Slots, st.integers(0, 5), st.integers(1, 9)),
+    threads=st.sampled_from([32, 64, 256]),
+    seed=st.integers(0, 1000),
+)
+def test_select(case: tuple, kind: str, some: bool, slots_at: Slots, threads: int, seed: int):
+    (b, k, g, t, budget, alpha), random = case, np.random.default_rng(seed)
+    scores = SCORES[kind](random, (b, k, g, t)).astype(np.float32)
+    if some:
+        scores[random.random(scores.shape) < 0.3] = -np.inf
+    positions = random.integers(0, t, b).astype(np.int32)
+    share = budget_fraction(budget)
     size = max(1, t * share.numerator // share.denominator)
-    cap = np.asarray(budget_rows(case["budget"], jnp.asarray(positions)))
+    cap = np.asarray(budget_rows(budget, jnp.asarray(positions)))
     slots = np.full((b, k, size), -7, np.int32)
     count = np.full((b, k), -7, np.int32)
     keys = np.zeros((b, k, 2, t), np.uint32)
-    alpha = np.float32(case["alpha"]).view(np.int32)
+    bits = int(np.float32(alpha).view(np.int32))
     emulated_kernels().run(
         *("select_rows", b * k, threads, seed, scores, positions, cap, slots, count, keys),
-        *(k, g, t, size, case["sinks"], case["window"], int(alpha)),
+        *(k, g, t, size, slots_at.sinks, slots_at.window, bits),
     )
-    eligible = Slots(case["sinks"], case["window"]).eligible(jnp.asarray(positions), t)
+    eligible = slots_at.eligible(jnp.asarray(positions), t)
     expected = reference_select(
-        jnp.asarray(scores), eligible, alpha=case["alpha"], cap=jnp.asarray(cap), size=size
+        jnp.asarray(scores), eligible, alpha=alpha, cap=jnp.asarray(cap), size=size
     )
     np.testing.assert_array_equal(count, expected.count)
     if g == 1 or np.array_equal(slots, expected.slots):
@@ -160,17 +156,11 @@ def test_replacement(data: st.DataObject):
     kernel = "replace_entries_32" if wide else "replace_entries_16"
     assert wide or place_dtype(h) == jnp.int16
     positions = random.integers(0, 5, b).astype(np.int32)
-    for _ in range(4):
-        slots = np.zeros((b, k, n), np.int32)
-        count = random.integers(0, n + 1, (b, k)).astype(np.int32)
-        for i in np.ndindex(b, k):
-            # Near each other, so that requests of different steps overlap.
-            chosen = np.sort(random.permutation(min(t, 2 * n))[: count[i]])
-            slots[i][: count[i]] = chosen
-        slots = slots.astype(np.int32)
-        expected, replaced = reference_replacement(
-            hot, Request(jnp.asarray(slots), jnp.asarray(count)), jnp.asarray(positions)
-        )
+    for step in range(4):
+        # Near each other, so that requests of different steps overlap.
+        request = random_request(b, k, n, min(t, 2 * n), 4 * seed + step)
+        expected, replaced = reference_replacement(hot, request, jnp.asarray(positions))
+        slots, count = np.asarray(request.slots), np.asarray(request.count)
         entry, miss = np.full((b, k, n), -7, np.int32), np.ones((b, k, n), np.bool_)
         directory = [np.array(x) for x in (hot.slots, hot.used, hot.place)]
         scratch = np.zeros((b, k, h), np.uint32), np.zeros((b, k, n), np.int32)
@@ -178,12 +168,8 @@ def test_replacement(data: st.DataObject):
             *(kernel, b * k, threads, seed, slots, count, positions, *directory),
             *(entry, miss, *directory, *scratch, k, n, h, t),
         )
-        np.testing.assert_array_equal(miss, replaced.miss)
-        np.testing.assert_array_equal(entry, replaced.entry)
-        for mine, reference in zip(
-            directory, (expected.slots, expected.used, expected.place), strict=True
-        ):
-            np.testing.assert_array_equal(mine, reference)
+        found = (entry, miss), (expected.rows, *directory)
+        jax.tree.map(np.testing.assert_array_equal, found, (tuple(replaced), tuple(expected)))
         hot = expected
         positions = positions + 1
 
