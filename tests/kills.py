@@ -77,6 +77,9 @@ def folder(place: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     """Replacing the folder FOLDER/folder."""
     from infinigen_jax.files.atomic import staged, write_text
 
+    (place / "folder").mkdir()
+    (place / "folder" / "a").write_text("old")
+
     def work() -> None:
         with staged(place / "folder") as out:
             for name in "ab":
@@ -92,6 +95,8 @@ def folder(place: Path) -> tuple[Callable[[], None], Callable[[], str]]:
 def file(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     """Replacing a file."""
     from infinigen_jax.files.atomic import whole_file
+
+    (folder / "file").write_text("old")
 
     def work() -> None:
         with whole_file(folder / "file") as out:

@@ -26,12 +26,16 @@ def killed(what: str, folder: Path) -> tuple[list[str], list[str]]:
     return [line["found"] for line in found], [line["at"] for line in lines if "at" in line]
 
 
-def test_a_folder_killed_anywhere_is_the_old_one_or_the_new_one(tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "a").write_text("old")
-    found, at = killed("folder", tmp_path)
-    assert len(at) > 5 and found == sorted(found, reverse=True) and set(found) == {"old", "new"}
-    assert only(tmp_path) == ["folder"] and only(tmp_path / "folder") == ["a", "b"]
+@pytest.mark.parametrize(
+    "what, operations, files", [("folder", 6, 2), ("file", 3, 0), ("parts", 4, 1), ("saved", 3, 0)]
+)
+def test_what_is_killed_anywhere_is_the_old_one_or_the_new_one(what, operations, files, tmp_path):
+    """A folder, a file, measurements and a conversation; nothing else is left."""
+    found, at = killed(what, tmp_path)
+    assert len(at) >= operations and set(found) == {"old", "new"}
+    assert found == sorted(found, reverse=True)  # once there, the new one stays
+    (left,) = only(tmp_path)
+    assert len(only(tmp_path / left) if files else []) == files
 
 
 @pytest.mark.slow
@@ -40,28 +44,9 @@ def test_a_conversion_killed_anywhere_leaves_the_old_one_or_the_new_one(tmp_path
     convert(tmp_path / "llama", tmp_path / "out", skew="none")
     found, at = killed("conversion", tmp_path)
     assert len(at) > 15 and set(found) == {"float32", "float16"}
-    assert found == sorted(found, reverse=True)  # once there, the new one stays
+    assert found == sorted(found, reverse=True)
     assert "ctypes.dlsym" in at and "os.rename" not in at
     assert only(tmp_path) == ["llama", "out"]
-
-
-def test_a_file_killed_anywhere_is_the_old_one_or_the_new_one(tmp_path):
-    (tmp_path / "file").write_text("old")
-    found, at = killed("file", tmp_path)
-    assert len(at) >= 3 and set(found) == {"old", "new"}
-    assert only(tmp_path) == ["file"]
-
-
-def test_measurements_killed_anywhere_are_whole_or_absent(tmp_path):
-    found, at = killed("parts", tmp_path)
-    assert len(at) >= 4 and set(found) == {"old", "new"}
-    assert len(only(tmp_path / "result.json.parts")) == 1
-
-
-def test_a_conversation_killed_anywhere_is_the_old_one_or_the_new_one(tmp_path):
-    found, at = killed("saved", tmp_path)
-    assert len(at) >= 3 and set(found) == {"old", "new"} and found == sorted(found, reverse=True)
-    assert only(tmp_path) == ["talk"]
 
 
 def test_failures_leave_nothing(tmp_path):
