@@ -215,8 +215,8 @@ def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
     return np.stack([np.asarray(run.score(tokens[:, i], tokens[:, i + 1])) for i in steps])
 
 
-def large_cache(decoder: Decoder, capacity: int) -> Cache:
-    """Shapes of a cache of one sequence, placed as its arrays would be."""
+def large_cache(decoder: Decoder, capacity: int, batch: int = 1) -> Cache:
+    """Shapes of a cache, placed as its arrays would be."""
     at, stored = Placement(decoder.mesh), decoder.row_format
 
     def shaped(tree: Any, sharding: Any) -> Any:
@@ -225,9 +225,9 @@ def large_cache(decoder: Decoder, capacity: int) -> Cache:
         )
 
     empty = cache_steps(decoder).empty
-    cache: Any = empty.shapes(batch=1, capacity=capacity, slots=capacity)
+    cache: Any = empty.shapes(batch=batch, capacity=capacity, slots=capacity)
     lengths = shaped(cache.lengths, at.batch)
-    shape = (decoder.host_layers, 1, decoder.config.num_kv_heads, capacity, stored.width)
+    shape = (decoder.host_layers, batch, decoder.config.num_kv_heads, capacity, stored.width)
     host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)
     return shaped(cache._replace(lengths=None), at.rows)._replace(host=host, lengths=lengths)
 

@@ -6,8 +6,6 @@ Shows that XLA takes them, no more. Minutes: `python -m pytest tests/gpu -m slow
 """
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +13,6 @@ import pytest
 import step_programs as sp
 from compile_for_gpu import compile_for_gpu
 from jax import core
-
-sys.path.append(str(Path(__file__).parents[1]))
 from runtime import RAGGED, SPARSE, random_model
 
 from infinigen_jax import cuda
