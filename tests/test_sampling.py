@@ -16,7 +16,6 @@ from infinigen_jax.sampling import (
     History,
     candidates,
     limited,
-    log_probs_of,
     penalised,
     sample,
     settings_of,
@@ -215,17 +214,6 @@ def test_only_allowed_tokens_are_left(logits, allowed):
     expected = np.where(allowed, logits, -np.inf)
     np.testing.assert_array_equal(left, expected)
     assert list(likeliest) == [5, *expected.argmax(axis=1)[1:]]
-
-
-def test_log_probabilities():
-    logits = np.random.default_rng(3).normal(size=(BATCH, VOCABULARY)).astype(np.float32)
-    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    tokens = jnp.array([4, 0, 16], jnp.int32)
-    drawn, top, likeliest = log_probs_of(jnp.asarray(logits), tokens, 5)
-    order = np.argsort(-logits, axis=1)[:, :5]
-    np.testing.assert_allclose(drawn, expected[np.arange(BATCH), tokens], rtol=1e-5)
-    np.testing.assert_array_equal(likeliest, order)
-    np.testing.assert_allclose(top, np.take_along_axis(expected, order, axis=1), rtol=1e-5)
 
 
 NAN = float("nan")

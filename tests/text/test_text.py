@@ -9,30 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinigen_jax.loading.load import embedded
 from infinigen_jax.text.detokenize import REPLACEMENT, TextStream
 from infinigen_jax.text.texts import Texts
 
-WORDS = ["a", " word", "é", "€", " 日本", "😀", "  ", "\n", ".", " '", "n't"]
 BYTES = ["<0xE2>", "<0x82>", "<0xAC>", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "<0x41>"]
 
 
 @functools.cache
 def byte_level():
-    """A tokenizer like GPT-2's: each byte a token, some merges, two special tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    """A tokenizer like GPT-2's: each byte a token, some merges, special tokens."""
+    from transformers import AutoTokenizer
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=290,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(WORDS * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    return AutoTokenizer.from_pretrained(embedded())
 
 
 @functools.cache
