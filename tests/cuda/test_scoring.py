@@ -34,40 +34,9 @@ reference_scores = jax.jit(IndexFormat.scores, static_argnums=0)
 reference_rest = jax.jit(log_rest, static_argnames="blocks")
 
 
-@st.composite
-def cases(draw: Any) -> dict[str, Any]:
-    """A query, the index of random keys, and its format."""
-    b, k, g, r, t, tail_block = draw(st.sampled_from(SHAPES))
-    index = IndexFormat("int4", r)
-    random = np.random.default_rng(draw(st.integers(0, 2**32)))
-    keys = random.normal(0, 1, (b, k, r, t)) * 10.0 ** random.integers(-2, 2, (1, 1, 1, t))
-    query = random.normal(0, 1, (b, k, g, r)).astype(np.float32)
-    return {
-        "format": index,
-        "query": query,
-        "index": np.asarray(index.encode(jnp.asarray(keys, jnp.float32))),
-        "random": random,
-        "grid": (draw(st.sampled_from([32, 64, 256])), draw(st.integers(0, 1000))),
-        "share": draw(st.integers(1, 4)) * (tail_block or 32),
-        "tail_block": tail_block,
-    }
-
-
-def assert_close(result: Any, reference: Any, query: np.ndarray, keys: float) -> None:
-    """Within the rounding of a sum whose terms are that large."""
-    terms = np.abs(query).sum(axis=-1).max() * keys
-    np.testing.assert_allclose(result, reference, rtol=2e-6, atol=2e-6 * max(terms, 1))
-
-
 def steps_and_lows(index: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the step and start of each token's codes."""
     return tuple(x.view(np.float32) for x in (index[:, :, -1] >> 16 << 16, index[:, :, -1] << 16))
-
-
-def largest(case: dict[str, Any]) -> float:
-    """Magnitude of a key in the index."""
-    step, low = steps_and_lows(case["index"])
-    return float(np.max(np.abs(low) + step * (2**BITS - 1)))
 
 
 def request(random: np.random.Generator, b: int, k: int, n: int, t: int) -> Request:
@@ -80,40 +49,53 @@ def request(random: np.random.Generator, b: int, k: int, n: int, t: int) -> Requ
 
 @settings(max_examples=20)
 @given(
-    case=cases(),
+    shape=st.sampled_from(SHAPES),
+    seed=st.integers(0, 2**32),
+    threads=st.sampled_from([32, 64, 256]),
+    tiles=st.integers(1, 4),
     sinks=st.integers(0, 5),
     window=st.sampled_from([1, 9, 32]),
     leading=st.sampled_from([0, *LEADING]),
 )
-def test_scores_and_rest(case: dict[str, Any], sinks: int, window: int, leading: int):
-    query, index, tail_block = case["query"], case["index"], case["tail_block"]
-    b, k, g, r = query.shape
-    t, words, n = index.shape[3], index.shape[2] - 1, 37
-    operands = query, index
+def test_scores_and_rest(
+    shape: tuple, seed: int, threads: int, tiles: int, sinks: int, window: int, leading: int
+):
+    (b, k, g, r, t, tail_block), random = shape, np.random.default_rng(seed)
+    form, share, n = IndexFormat("int4", r), tiles * (tail_block or 32), 37
+    keys = random.normal(0, 1, (b, k, r, t)) * 10.0 ** random.integers(-2, 2, (1, 1, 1, t))
+    query = random.normal(0, 1, (b, k, g, r)).astype(np.float32)
+    index = np.asarray(form.encode(jnp.asarray(keys, jnp.float32)))
+    step, low = steps_and_lows(index)
+    largest = float(np.max(np.abs(low) + step * (2**BITS - 1)))  # magnitude of a key
+    terms = max(1, np.abs(query).sum(axis=-1).max() * largest)  # of a score
+
+    def assert_close(result: Any, reference: Any) -> None:
+        """Within the rounding of a sum whose terms are that large."""
+        np.testing.assert_allclose(result, reference, rtol=2e-6, atol=2e-6 * terms)
+
     result = np.full((b, k, g, t), np.nan, np.float32)
-    grid = b * k * -(-t // case["share"]), *case["grid"]
-    sizes = g, r, words, t, case["share"]
-    emulated_kernels().run("index_scores", *grid, *operands, result, *sizes)
-    scores = reference_scores(case["format"], jnp.asarray(query), jnp.asarray(index))
-    assert_close(result, scores, query, largest(case))
+    grid, sizes = (b * k * -(-t // share), threads, seed % 1000), (g, r, index.shape[2] - 1, t)
+    emulated_kernels().run("index_scores", *grid, query, index, result, *sizes, share)
+    scores = reference_scores(form, jnp.asarray(query), jnp.asarray(index))
+    assert_close(result, scores)
     if not tail_block:
         return
 
-    positions = case["random"].integers(0, t, b).astype(np.int32)
-    wanted = request(case["random"], b, k, n, t)
+    positions = random.integers(0, t, b).astype(np.int32)
+    wanted = request(random, b, k, n, t)
     result = np.full((b, k, g, t // tail_block), np.nan, np.float32)
     entry = np.full((b, k, g, t // tail_block, leading), np.nan, np.float32)
     slots, count = map(np.asarray, wanted[:2])
     emulated_kernels().run(
-        *("index_rest", *grid, *operands, positions, slots, count, result, entry),
-        *(k, *sizes, n, tail_block, sinks, window, leading),
+        *("index_rest", *grid, query, index, positions, slots, count, result, entry),
+        *(k, *sizes, share, n, tail_block, sinks, window, leading),
     )
     eligible = Slots(sinks, window).eligible(jnp.asarray(positions), t)[:, None]
     expected = np.asarray(reference_rest(scores, eligible, wanted, blocks=t // tail_block).score)
     # The reference drops what is too light next to the head's best score, which the kernel has.
     best = jnp.max(jnp.where(eligible[:, :, None], scores, -jnp.inf), axis=-1, keepdims=True)
     heavy = expected > np.asarray(best) - 80
-    assert_close(result[heavy], expected[heavy], query, largest(case))
+    assert_close(result[heavy], expected[heavy])
     light = np.where(best > -np.inf, best, 0) - 70
     assert ((result == -np.inf) | (result < light))[~heavy].all()
     level = np.asarray(reference_rest(0 * scores, eligible, wanted, blocks=t // tail_block).score)
@@ -126,11 +108,10 @@ def test_scores_and_rest(case: dict[str, Any], sinks: int, window: int, leading:
     weights = np.where(left[:, :, None], np.asarray(scores, np.float64), -np.inf)
     weights = weights.reshape(*result.shape, tail_block)
     weights = np.exp(weights - np.where(result == -np.inf, 0, result)[..., None])
-    decoded = decode(case["format"], index)[:, :, :columns].reshape(b, k, columns, -1, tail_block)
+    decoded = decode(form, index)[:, :, :columns].reshape(b, k, columns, -1, tail_block)
     mean = np.einsum("bkgms,bkcms->bkgmc", weights, decoded)
     # The scores' rounding, as above, is in the weights.
-    terms = np.abs(query).sum(axis=-1).max() * largest(case)
-    bound = largest(case) * (1e-5 + 1e-5 * max(terms, 1))
+    bound = largest * (1e-5 + 1e-5 * terms)
     np.testing.assert_allclose(entry[..., :columns], mean, rtol=0, atol=bound)
 
 
