@@ -72,22 +72,9 @@ def test_the_check_takes_what_is_right(by_stand_in: Any, windowed: bool):
         assert jax.jit(lambda: fused_attention.unavailable("float32", D, windowed) is None)()
 
 
-def shifted(*arrays: Any, **options: Any) -> Any:
-    output, log_sum = stand_in(*arrays, **options)
-    return jnp.roll(output, 1, axis=1), log_sum
-
-
-def rounded(*arrays: Any, **options: Any) -> Any:
-    output, log_sum = stand_in(*arrays, **options)
-    return output, log_sum.astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def without_window(*arrays: Any, **options: Any) -> Any:
-    return stand_in(*arrays, **options | {"sliding_window_length": None})
-
-
-def unmasked(*arrays: Any, **options: Any) -> Any:
-    return stand_in(*arrays, **options | {"mask": None})
+def changed(after: Any = lambda *results: results, **others: Any) -> Any:
+    """A stand-in whose results or options are changed."""
+    return lambda *arrays, **options: after(*stand_in(*arrays, **options | others))
 
 
 def missing(*arrays: Any, **options: Any) -> Any:
@@ -97,21 +84,23 @@ def missing(*arrays: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     "kernel, reason",
     [
-        (rounded, "differs from plain attention by"),
-        (functools.partial(stand_in, log=jnp.log2), "differs from plain attention by"),
-        (shifted, "differs from plain attention by"),
-        (unmasked, "differs from plain attention by"),
-        (lambda *x, **y: jax.tree.map(lambda z: z * jnp.nan, stand_in(*x, **y)), "by nan"),
-        (missing, "cuDNN is not detected."),
+        (changed(lambda output, logs: (jnp.roll(output, 1, axis=1), logs)), "by "),
+        (changed(lambda output, logs: (output, logs.astype(jnp.bfloat16).astype("f"))), "by "),
+        (changed(log=jnp.log2), "by "),
+        (changed(mask=None), "by "),
+        (changed(lambda output, logs: (output * jnp.nan, logs)), "by nan"),
     ],
 )
 def test_the_check_refuses_what_is_wrong(by_stand_in: Any, kernel: Any, reason: str):
     by_stand_in(kernel)
-    assert reason in (fused_attention.unavailable("float32", D) or "")
+    found = fused_attention.unavailable("float32", D) or ""
+    assert f"differs from plain attention {reason}" in found
+    by_stand_in(missing)
+    assert "cuDNN is not detected." in (fused_attention.unavailable("float32", D) or "")
 
 
 def test_the_check_looks_at_windows_where_there_are_some(by_stand_in: Any):
-    by_stand_in(without_window)
+    by_stand_in(changed(sliding_window_length=None))
     assert fused_attention.unavailable("float32", D) is None
     assert "differs" in (fused_attention.unavailable("float32", D, windowed=True) or "")
 
