@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -85,31 +86,30 @@ def test_what_is_resident_is_the_same_of_every_kind_of_cache():
             np.testing.assert_allclose(output, expected[kind][place], rtol=1e-4, atol=1e-5)
 
 
-def test_calibration_sees_what_decoding_does():
-    """Where layers add nothing, what stands in for the next layer's input is that input."""
-    model = without_attention("gqa")
-    ids = np.random.default_rng(0).integers(3, 96, (1, 256)).astype(np.int32)
+def calibrated(model: Model, source: str) -> Iterator[tuple[Calibrator, Any]]:
+    """A calibrator that has read layer after layer, and the layer's parameters."""
+    ids = np.random.default_rng(0).integers(3, 96, (1, 400)).astype(np.int32)
     text = CalibrationTokens(ids, np.ones_like(ids, bool), "")
-    given = (model.config, text, model.params["embedding"], "resident")
-    calibrator = Calibrator(*given)
+    calibrator = Calibrator(model.config, text, model.params["embedding"], source)
     for params in model.params["layers"]:
         calibrator.layer(params)
+        yield calibrator, params
+
+
+def test_calibration_sees_what_decoding_does():
+    """Where layers add nothing, what stands in for the next layer's input is that input."""
+    for calibrator, params in calibrated(without_attention("gqa"), "resident"):
         projection, _ = calibrator.ahead(params)
         assert np.allclose(projection["kernel"], params["q"]["kernel"], atol=1e-4)
 
 
 def test_behind_what_is_resident_dense_layers_are_told_by_the_input():
     """The loss of a guess from the input decides, whichever source is converted for."""
-    model = random_model("gqa")
-    ids = np.random.default_rng(0).integers(3, 96, (1, 400)).astype(np.int32)
-    text = CalibrationTokens(ids, np.ones_like(ids, bool), "")
-    found: dict[str, list[np.ndarray]] = {}
-    for source in ("resident", "input"):
-        calibrator = Calibrator(model.config, text, model.params["embedding"], source)
-        for params in model.params["layers"]:
-            calibrator.layer(params)
+    found: dict[str, list[np.ndarray]] = {"resident": [], "input": []}
+    for source, losses in found.items():
+        for calibrator, params in calibrated(random_model("gqa"), source):
             calibrator.ahead(params)
-            found.setdefault(source, []).append(calibrator.loss(params))
+            losses.append(calibrator.loss(params))
     for resident, before in zip(*found.values(), strict=True):
         assert len(resident) == 3 and len(before) == 2
         np.testing.assert_array_equal(resident[0], before[0])
