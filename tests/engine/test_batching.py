@@ -9,9 +9,6 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.memory_plan import FILLED
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies.quest import Quest
-from infinigen_jax.settings.pool import Pool
-
-pytestmark = pytest.mark.usefixtures("shallow")
 
 PROMPTS = [numbers(n) for n in (37, 5, 21, 9, 50, 3, 12)]
 
@@ -43,7 +40,9 @@ def test_more_prompts_than_sequences():
 def test_a_prompt_that_ends_with_its_first_token():
     made = engine("one")
     expected = [tokens[:1] for tokens in alone(made)]
-    assert tokens_of(made, PROMPTS, 1, batch=2) == expected
+    got = made.generate(PROMPTS, max_new_tokens=1, batch=2)
+    assert got.tokens == expected
+    assert got.stats.fetched_fraction == 0 and got.stats.new_tokens == len(PROMPTS)
     stopping = with_ends(made, expected[0][0])
     assert tokens_of(stopping, PROMPTS, batch=1) == alone(stopping)
 
@@ -69,16 +68,9 @@ def test_idle_rows_rest():
     assert selected[-20:].any(axis=0).sum() == 1  # one sequence's
 
 
-@pytest.mark.parametrize(
-    "policy, settings",
-    [
-        pytest.param(Quest(budget=0.2, window=4, sinks=2), {}, id="pages"),
-        pytest.param(SPARSE, {"pool": Pool(tokens=40)}, id="pool", marks=pytest.mark.slow),
-    ],
-)
-def test_sequences_that_end_between_flushes(policy, settings):
+def test_sequences_that_end_between_flushes():
     """The second one ends at the full capacity of 128, one step before prompts are admitted."""
-    made = engine("one", policy, **settings)
+    made = engine("one", Quest(budget=0.2, window=4, sinks=2))
     prompts = [numbers(29, seed) for seed in (1, 2, 3)]
     expected = [tokens_of(made, [prompt], 99)[0] for prompt in prompts]
     end = next(i for i in range(2, 60) if expected[0][i] not in expected[1] + expected[2])

@@ -12,7 +12,6 @@ from runtime import ALL, SPARSE, engine, numbers, random_model, slow_except, tok
 from tiny import only
 
 from infinigen_jax.engine import conversation as conversation_module
-from infinigen_jax.engine import generation as run
 from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.conversation import Conversation
 from infinigen_jax.engine.engine import Engine
@@ -123,27 +122,21 @@ def test_a_token_that_ends_a_text_ends_a_turn():
     assert say(conversation, TURNS[1], 6) == tokens_of(made, [said], 6, ignore_eos=True)[0]
 
 
-def test_a_context_that_is_full(tmp_path):
-    conversation = engine("one").conversation(context=60)
-    assert conversation.capacity == 128
-    answer = say(conversation, TURNS[0], 50)
-    assert len(answer) == 60 - len(TURNS[0]) and len(conversation.tokens) == 60
-    conversation.save(tmp_path / "full")
-    for one in conversation, engine("one").resume(tmp_path / "full"):
-        with pytest.raises(InputError, match="context 60: the conversation has 60 tokens"):
-            say(one, [5], 1)
-        assert len(one.tokens) == 60
-
-
-def test_a_cache_that_is_full():
-    """Chunks and flushes at its very end."""
+@pytest.mark.parametrize("context", [60, 128])
+def test_a_context_that_is_full(context, tmp_path):
+    """The larger one is the whole capacity: chunks and flushes are at the end of the cache."""
     made = engine("one", ALL, 0)
-    conversation, said = made.conversation(context=128), TURNS[0] * 2
-    say(conversation, said, 5)
-    said = [*conversation.tokens, *TURNS[3]]
-    expected = tokens_of(made, [said], 128 - len(said), ignore_eos=True)[0]
-    assert say(conversation, TURNS[3], 128) == expected
-    assert len(conversation.tokens) == 128
+    conversation = made.conversation(context=context)
+    assert conversation.capacity == 128
+    say(conversation, TURNS[0], 5)
+    said = [*conversation.tokens, *TURNS[2]]
+    expected = tokens_of(made, [said], context - len(said), ignore_eos=True)[0]
+    assert say(conversation, TURNS[2], 128) == expected
+    conversation.save(tmp_path / "full")
+    for one in conversation, made.resume(tmp_path / "full"):
+        with pytest.raises(InputError, match=f"context {context}: the conversation has {context}"):
+            say(one, [5], 1)
+        assert len(one.tokens) == context
 
 
 def test_no_program_is_compiled_for_a_later_turn():
@@ -213,21 +206,23 @@ def test_settings_that_change_no_result_may_differ(saved):
     assert say(there, TURNS[2], 8) == say(here, TURNS[2], 8)
 
 
-def test_what_does_not_fit_is_not_resumed(saved, monkeypatch):
-    """By the same reckoning as a first turn, before anything is allocated."""
+def test_memory_is_checked_before_anything_is_allocated(saved, monkeypatch):
+    """Of a resumed conversation as of a first turn, which can be tried again."""
 
     def allocate(*arguments: Any) -> None:
         raise AssertionError("allocated")
 
     made = engine("one")
-    monkeypatch.setattr(conversation_module, "restore", allocate)
-    monkeypatch.setattr(planning, "available_host_bytes", lambda: 1 << 16)
-    with pytest.raises(InputError) as refused:
-        made.resume(saved)
-    with pytest.raises(InputError) as first:
-        say(made.conversation(context=CONTEXT), TURNS[0], 3)
-    for message in (str(refused.value), str(first.value)):
-        assert "64.0 KiB are available: lower `context`" in message and "\n" not in message
+    conversation = made.conversation(context=CONTEXT)
+    with monkeypatch.context() as patch:
+        patch.setattr(conversation_module, "restore", allocate)
+        patch.setattr(planning, "available_host_bytes", lambda: 1 << 16)
+        for refused in (lambda: made.resume(saved), lambda: say(conversation, TURNS[1], 2)):
+            with pytest.raises(InputError, match="64.0 KiB are available: lower `context`") as error:
+                refused()
+            assert "\n" not in str(error.value)
+    assert conversation.tokens == [] and conversation.run is None
+    assert len(say(conversation, TURNS[1], 2)) == 2
 
 
 def test_what_cannot_be_begun_saved_or_resumed(tmp_path, saved):
@@ -256,20 +251,6 @@ def test_what_cannot_be_begun_saved_or_resumed(tmp_path, saved):
     with pytest.raises(InputError, match="not a saved conversation"):
         made.resume(tmp_path / "other")
     assert only(tmp_path) == ["other", "pipe"]
-
-
-def test_a_first_turn_that_memory_has_no_room_for_can_be_tried_again(monkeypatch):
-    conversation = engine("one").conversation(context=CONTEXT)
-
-    def refuse(*arguments: Any) -> None:
-        raise InputError("too little memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "check_memory", refuse)
-        with pytest.raises(InputError, match="too little memory"):
-            say(conversation, TURNS[1], 2)
-    assert conversation.tokens == [] and conversation.run is None
-    assert len(say(conversation, TURNS[1], 2)) == 2
 
 
 def test_a_conversation_is_reset_within_a_turn(tmp_path):

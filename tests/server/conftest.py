@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import pytest
 from serving import Running, Served
+from shallow import make_shallow
 
+from infinigen_jax.loading.load import EMBEDDED_FOLDER
 from infinigen_jax.programs.compilations import compilations
 
 
@@ -26,6 +28,14 @@ def programs_forgotten() -> bool:
 
 
 @pytest.fixture(scope="session")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the model: a layer on the device, and one on the host."""
+    folder = tmp_path_factory.mktemp("served")
+    make_shallow(EMBEDDED_FOLDER / "tiny-llama", folder / "tiny-llama", layers=2)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def running() -> Iterator[dict[str, Any]]:
     servers: dict[str, Any] = {}
     yield servers
@@ -34,7 +44,7 @@ def running() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def served(shallow_folder: Path, running: dict[str, Any]) -> Served:
+def served(small_folder: Path, running: dict[str, Any]) -> Served:
     """The server; another one if its programs are gone, which it would compile again."""
     if programs_forgotten() or not running:
         if running:
@@ -42,7 +52,7 @@ def served(shallow_folder: Path, running: dict[str, Any]) -> Served:
         running["stack"] = stack = contextlib.ExitStack()
         # Undone when the model is loaded: other tests of this process need the whole models.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("infinigen_jax.loading.load.EMBEDDED_FOLDER", shallow_folder)
+            patch.setattr("infinigen_jax.loading.load.EMBEDDED_FOLDER", small_folder)
             running["served"] = stack.enter_context(Running())
     return running["served"]
 

@@ -50,11 +50,6 @@ def test_why_an_answer_ends(most, finish):
     assert len(answer.tokens) == min(most, 7)
 
 
-def test_text_that_may_begin_a_stop_string_is_held_back():
-    pieces, _ = answered("a<|b<|e", ["<|end"])
-    assert [piece.text for piece in pieces] == ["a", "", "", "<|b", "", "", ""]
-
-
 class Bytes(Letters):
     """A tokenizer whose tokens above 99 are bytes of characters, and whose decoder strips."""
 

@@ -3,25 +3,17 @@
 import concurrent.futures
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from runtime import SPARSE
-from serving import (
-    CONTEXT,
-    LONG,
-    PROMPT,
-    ROWS,
-    Lossless,
-    Running,
-    Served,
-    engine_of,
-    small_engine,
-)
+from serving import CONTEXT, LONG, PROMPT, Lossless, Running, Served, engine_of, small_engine
 
 from infinigen_jax.engine.draft_length import DraftLength
+from infinigen_jax.engine.live_batch import LiveBatch
 from infinigen_jax.engine.lossless_batch import LosslessBatch
 from infinigen_jax.policies import Full
 from infinigen_jax.sampling import Sampling
@@ -107,28 +99,14 @@ def test_cached_prefix(server: Served):
     assert again.usage.prompt_tokens_details.cached_tokens in range(cached, whole + 1)
 
 
-def test_a_client_that_goes_away_frees_its_sequence(server: Served):
-    settings = {"max_tokens": 200, "stream": True, "extra_body": IGNORE}
-    streams = [server.complete(PROMPT, **settings) for _ in range(ROWS)]
-    for stream in streams:
-        next(iter(stream))
-        stream.close()
-    server.wait(lambda: not server.metric("infinigen_running_answers"))
-    with pytest.raises(openai.APITimeoutError):
-        server.client.with_options(timeout=0.05).completions.create(
-            model="small", prompt=PROMPT, max_tokens=230, extra_body=IGNORE
-        )
-    server.wait(lambda: not server.metric("infinigen_running_answers"))
-    expected = server.expected([PROMPT]).texts[0]
-    assert server.complete(PROMPT).choices[0].text == expected
-
-
 def load(served: Served, number: int) -> None:
-    """Send requests of mixed lengths, some cancelled and some malformed, sixteen at a time."""
+    """Send requests of mixed lengths, sixteen at a time; some are malformed or left by clients."""
     words = LONG.split()
     prompts = [" ".join(words[i % 7 : i % 7 + 1 + i * i % 60]) for i in range(24)]
     expected = served.expected(prompts, max_new_tokens=24)
     compilations = served.scheduler.late_compilations
+    impatient = served.client.with_options(timeout=0.05)
+    endless: Any = {"max_tokens": 230, "extra_body": IGNORE}
 
     def one(i: int) -> None:
         prompt, most = prompts[i % 24], 1 + i % 24
@@ -139,6 +117,9 @@ def load(served: Served, number: int) -> None:
             stream = served.complete(prompt, max_tokens=100, stream=True)
             next(iter(stream))
             stream.close()
+        elif i % 8 == 3:
+            with pytest.raises(openai.APITimeoutError):
+                impatient.completions.create(model="small", prompt=PROMPT, **endless)
         else:
             text = served.engine.model.tokenizer.decode(
                 expected.tokens[i % 24][:most], skip_special_tokens=True
@@ -181,6 +162,31 @@ def test_the_whole_context(server: Served):
     assert caught.value.code == "context_length_exceeded"
 
 
+def test_a_failed_step_ends_its_requests_alone(server: Served, monkeypatch):
+    """The server goes on with an empty batch. A stream ends in an error event."""
+    lossless = isinstance(server, Lossless)
+    kind, name = (LosslessBatch, "round") if lossless else (LiveBatch, "step")
+    work, calls = getattr(kind, name), itertools.count(1)
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if next(calls) % 3 == 0:
+            raise RuntimeError("/secret/path: broken")
+        return work(*arguments, **options)
+
+    expected = server.expected([PROMPT]).texts[0]
+    body = {"model": "small", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, name, fail)
+        status, _, content = server.request("POST", "/v1/completions", body)
+        assert status == 500 and "secret" not in str(content)
+        _, _, content = server.request("POST", "/v1/completions", body | {"stream": True})
+    *_, event, done, rest = content.decode().split("\n\n")
+    error = json.loads(event.removeprefix("data: "))["error"]
+    assert (error["message"], error["type"]) == ("internal error", "server_error")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert server.complete(PROMPT).choices[0].text == expected
+
+
 # Lossless servers alone.
 
 
@@ -214,17 +220,3 @@ def test_requests_may_ask_for_it_and_not_for_less(lossless: Lossless, served: Se
             response_format={"type": "json_object"},
         )
     assert caught.value.param == "response_format"
-
-
-def test_a_failed_round_ends_its_requests_alone(lossless: Lossless, monkeypatch):
-    """The server goes on with an empty batch."""
-    expected = lossless.expected([PROMPT]).texts[0]
-
-    def fail(*arguments: Any, **options: Any) -> Any:
-        raise RuntimeError("broken")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LosslessBatch, "round", fail)
-        with pytest.raises(openai.InternalServerError):
-            lossless.complete(PROMPT)
-    assert lossless.complete(PROMPT).choices[0].text == expected

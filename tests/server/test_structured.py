@@ -95,56 +95,47 @@ def test_a_schema_beyond_the_limits_ends_the_request(served: Served, monkeypatch
     served.wait(lambda: not served.metric("infinigen_running_answers"))
 
 
-WRONG_FORMATS = [
+def called(arguments: str, name: str = "f") -> dict[str, Any]:
+    """A message that calls a tool."""
+    function = {"name": name, "arguments": arguments}
+    call = {"id": "1", "type": "function", "function": function}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+WRONG_SCHEMAS = [{"type": "nonsense"}, {"not": {}}, {"$ref": "#/a"}, {"multipleOf": 99_991}]
+WRONG_FORMATS: list[dict[str, Any]] = [
     {"type": "yaml"},
-    {"type": "json_schema"},
-    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}},
-    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
-    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/a"}}},
     {"type": "json_object", "json_schema": {"name": "x"}},
-    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"multipleOf": 99_991}}},
+    {"type": "json_schema"},
+    *({"type": "json_schema", "json_schema": {"name": "x", "schema": s}} for s in WRONG_SCHEMAS),
+]
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    *(("response_format", {"response_format": wrong}) for wrong in WRONG_FORMATS),
+    ("response_format", {"response_format": FORMAT, "extra_body": {"ignore_eos": True}}),
+    ("tools", {"tools": [{"type": "function", "function": {"description": "no name"}}]}),
+    ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
+    ("parallel_tool_calls", {"tools": TOOLS, "parallel_tool_calls": False}),
+    ("functions", {"functions": [{"name": "f"}]}),
+    ("messages", {"messages": [called("{")]}),
+    ("messages", {"messages": [called("[" * 100_000)]}),
+    ("messages", {"messages": [{"role": "user", "content": [IMAGE]}]}),
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG_FORMATS)
-def test_wrong_schemas_are_refused(served: Served, wrong):
+@pytest.mark.parametrize(("field", "settings"), REFUSED)
+def test_refused_parameters_of_chats_are_named(served: Served, field, settings):
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(served, response_format=wrong)
-    error: Any = caught.value.body
-    assert error["param"] == "response_format" and "response_format" in error["message"]
-
-
-REFUSED_CHATS = {
-    "tools": {"tools": [{"type": "function", "function": {"description": "no name"}}]},
-    "tool_choice": {"tools": TOOLS, "tool_choice": "required"},
-    "parallel_tool_calls": {"tools": TOOLS, "parallel_tool_calls": False},
-    "response_format": {"response_format": FORMAT, "extra_body": {"ignore_eos": True}},
-    "messages": {
-        "messages": [
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
-        ]
-    },
-    "functions": {"functions": [{"name": "f"}]},
-}
-
-
-@pytest.mark.parametrize("field", REFUSED_CHATS)
-def test_refused_parameters_of_chats_are_named(served: Served, field):
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(served, **REFUSED_CHATS[field])
+        ask(served, **settings)
     error: Any = caught.value.body
     assert error["param"] == field and field in error["message"]
 
 
 def test_tools_go_to_the_template(served: Served):
     """Calls in earlier messages too; without tools, and with the choice none, it gets none."""
-    call = {"name": "weather", "arguments": '{"place": "Rome"}'}
     messages = [
         {"role": "user", "content": "Hello"},
-        {
-            "role": "assistant",
-            "tool_calls": [{"id": "1", "type": "function", "function": call}],
-        },
+        called('{"place": "Rome"}', "weather"),
         {"role": "tool", "tool_call_id": "1", "content": "warm"},
     ]
     text = "<user> Hello\n<assistant> [weather Rome]\n<tool> warm\n<assistant>"
