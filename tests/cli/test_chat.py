@@ -7,10 +7,11 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tiny import ROOT
@@ -39,10 +40,10 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def template(tmp_path) -> Path:
+def template(tmp_path) -> str:
     path = tmp_path / "template.jinja"
     path.write_text(TEMPLATE)
-    return path
+    return str(path)
 
 
 @pytest.fixture
@@ -57,39 +58,38 @@ def talk(command, monkeypatch) -> Callable[..., tuple[Any, str, str]]:
     return call
 
 
+def answered(dialogue: Dialogue, text: str, most: int = 6, **options: Any) -> str:
+    return "".join(dialogue.answer(text, most, **options))
+
+
 def test_the_model_gets_the_template_of_all_messages(engine, template):
     """Also of answers that end by themselves, and of those that the template alters."""
     tokenizer = engine.model.tokenizer
     for ends in (False, True):
         conversation = engine.conversation(context=200)
-        chat = Dialogue(conversation, str(template), "Be brief.")
+        dialogue = Dialogue(conversation, template, "Be brief.")
         for text in ("The king said", "And then?", "Who?"):
-            answer = "".join(chat.answer(text, 7, ignore_eos=True))
+            answer = answered(dialogue, text, 7, ignore_eos=True)
             assert conversation.messages[-1] == {"role": "assistant", "content": answer}
             if ends:  # as if the model had said so
                 conversation.tokens.append(tokenizer.eos_token_id)
         roles = [message["role"] for message in conversation.messages]
         assert roles == ["system"] + ["user", "assistant"] * 3
-        said = tokenizer.decode(conversation.tokens)
-        rest, expected = said, []
+        said = rest = tokenizer.decode(conversation.tokens)
         for message in conversation.messages:
-            mark = f"[{message['role']}]"
-            assert rest.count(mark) >= 1, (rest, mark)
-            _, _, rest = rest.partition(mark)
-            expected.append(rest.partition("</s>")[0])
-        contents = [message["content"].strip() for message in conversation.messages]
-        assert [text.strip() for text in expected] == contents
+            before, mark, rest = rest.partition(f"[{message['role']}]")
+            assert mark, (message, before)
+            assert rest.partition("</s>")[0].strip() == message["content"].strip()
         assert said.count("</s>") == 6 + ends and said.count("<s>") == 1
 
 
 def test_plain_text_goes_on(engine):
     conversation = engine.conversation(context=200)
-    chat = Dialogue(conversation, "plain")
-    first = "".join(chat.answer("The king said", 5))
-    second = "".join(chat.answer("and the queen", 5))
+    dialogue = Dialogue(conversation, "plain")
+    first, second = (answered(dialogue, text) for text in ("The king said", "and the queen"))
     text = engine.model.tokenizer.decode(conversation.tokens, skip_special_tokens=True)
     assert text == f"The king said{first}\nand the queen{second}"
-    assert first == engine.generate(["The king said"], max_new_tokens=5).texts[0]
+    assert first == engine.generate(["The king said"], max_new_tokens=6).texts[0]
 
 
 def test_a_conversation_at_the_command_line(talk, template, tmp_path):
@@ -107,13 +107,12 @@ def test_a_conversation_at_the_command_line(talk, template, tmp_path):
     second = talk("And then?\nWho?\n", *shared, "--resume", saved, "--save", saved)
     assert first[0] == second[0] == 0 and first[2] == second[2] == ""
     assert (first[1] + second[1]).splitlines() == answers
-    status, out, err = talk("", *shared, "--resume", saved, "--temperature", "0.5")
-    assert (status, out) == (2, "") and "leave --temperature" in err
     # Asked for by name, what would be the default for a new one is another setting, too.
-    drawn = (*shared, "--context", 200, "--temperature", "0.5", "--save", f"{saved}-drawn")
-    assert talk("Who?\n", *drawn)[0] == 0
-    status, out, err = talk("", *shared, "--resume", f"{saved}-drawn", "--temperature", "0")
-    assert (status, out) == (2, "") and "leave --temperature" in err
+    drawn = ("--context", 200, "--temperature", "0.5", "--save", f"{saved}-drawn")
+    assert talk("Who?\n", *shared, *drawn)[0] == 0
+    for file, temperature in ((saved, "0.5"), (f"{saved}-drawn", "0")):
+        status, out, err = talk("", *shared, "--resume", file, "--temperature", temperature)
+        assert (status, out) == (2, "") and "leave --temperature" in err
 
 
 def test_a_full_context(talk, tmp_path):
@@ -124,125 +123,101 @@ def test_a_full_context(talk, tmp_path):
     assert err.count("the context is full: the oldest 2 messages are dropped") == 2
     assert err.splitlines()[-1].startswith("error: --context 16: the conversation has 1")
     assert f"messages saved to {saved}" in err and saved.is_file() and out.count("\n") == 3
-    os.mkfifo(tmp_path / "pipe")
-    status, out, err = talk("The king said\n", "--save", tmp_path / "pipe")
-    assert (status, out) == (2, "") and f"{tmp_path / 'pipe'}: it is not a file" in err
-
-
-def test_forgotten_messages_are_not_read_again(engine, template):
-    """Afterwards the model is given what a new conversation would be given."""
-
-    def said(chosen):
-        return engine.model.tokenizer.decode(chosen.tokens)
-
-    conversation, other = engine.conversation(context=200), engine.conversation(context=200)
-    dialogue = Dialogue(conversation, str(template), "Be brief.")
-    first, second = ("".join(dialogue.answer(text, 6)) for text in ("The king said", "And then?"))
-    assert dialogue.undo() and len(conversation.messages) == 3
-    assert "".join(dialogue.answer("And then?", 6)) == second
-    assert said(conversation).count("[user]") == 2 and first in said(conversation)
-    dialogue.clear()
-    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
-    answer = "".join(dialogue.answer("The king said", 6))
-    assert (
-        answer
-        == first
-        == "".join(Dialogue(other, str(template), "Be brief.").answer("The king said", 6))
-    )
-    assert said(conversation) == said(other)
-    assert dialogue.undo() and not dialogue.undo()
-
-
-def test_a_chat_is_saved_after_undo(engine, template, tmp_path):
-    """The file has the messages that are left; a resumed chat reads them anew."""
-    saved = tmp_path / "saved"
-    dialogue = Dialogue(engine.conversation(context=200), str(template))
-    first, second = ("".join(dialogue.answer(text, 6)) for text in ("The king said", "And then?"))
-    dialogue.undo()
-    assert dialogue.save(saved) == f"2 messages saved to {saved}"
-    resumed = engine.resume(saved)
-    assert [m["content"] for m in resumed.messages] == ["The king said", first]
-    assert "".join(Dialogue(resumed, str(template)).answer("And then?", 6)) == second
-    dialogue.clear()
-    with pytest.raises(InputError, match="no conversation yet"):
-        dialogue.save(saved)
 
 
 def test_a_full_context_drops_the_oldest_turns(engine, template):
     messages, conversation = [], engine.conversation(context=128)
-    dialogue = Dialogue(conversation, str(template), "Be brief.", messages.append)
+    dialogue = Dialogue(conversation, template, "Be brief.", messages.append)
     for number in range(6):
-        assert "".join(dialogue.answer(f"The king said {number}", 8, ignore_eos=True))
+        assert answered(dialogue, f"The king said {number}", 8, ignore_eos=True)
     kept = [m["content"] for m in conversation.messages]
     assert messages and all("the oldest" in message for message in messages)
     assert kept[0] == "Be brief." and kept[-2] == "The king said 5"
     assert "The king said 0" not in kept and len(conversation.tokens) <= 128
     with pytest.raises(InputError, match="leave no room"):
-        list(dialogue.answer("word " * 200, 8))
+        answered(dialogue, "word " * 200)
     assert [m["content"] for m in conversation.messages] == kept
-    assert "".join(dialogue.answer("And then?", 8))
+    assert answered(dialogue, "And then?")
 
 
-class Stub(Dialogue):
-    """A dialogue that repeats what it is told."""
+def test_forgotten_messages(engine, template, tmp_path):
+    """The model is then given what a new conversation would be given, and a file has the rest."""
 
-    def __init__(self):
-        self.calls = []
+    def said(chosen):
+        return engine.model.tokenizer.decode(chosen.tokens)
 
-    def answer(self, text, *arguments, **options):
-        self.calls.append(text)
-        yield f"<{text}>"
+    saved, conversation = tmp_path / "saved", engine.conversation(context=200)
+    dialogue = Dialogue(conversation, template, "Be brief.")
+    first, second = (answered(dialogue, text) for text in ("The king said", "And then?"))
+    assert dialogue.undo() and dialogue.save(saved) == f"3 messages saved to {saved}"
+    resumed = engine.resume(saved)
+    contents = [m["content"] for m in resumed.messages]
+    assert contents == ["Be brief.", "The king said", first]
+    assert answered(Dialogue(resumed, template), "And then?") == second
+    assert answered(dialogue, "And then?") == second
+    assert said(conversation).count("[user]") == 2 and first in said(conversation)
+    dialogue.clear()
+    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
+    with pytest.raises(InputError, match="no conversation yet"):
+        dialogue.save(saved)
+    other = engine.conversation(context=200)
+    for talking in (dialogue, Dialogue(other, template, "Be brief.")):
+        assert answered(talking, "The king said") == first
+    assert said(conversation) == said(other)
+    assert dialogue.undo() and not dialogue.undo()
 
-    def undo(self):
-        self.calls.append("undo")
-        return True
 
-    def clear(self):
-        self.calls.append("clear")
-
-    def save(self, path):
-        self.calls.append(("save", Path(path).name))
-        return f"saved to {Path(path).name}"
-
-    def summary(self, seconds):
-        return "summary"
+# Inputs.
 
 
-@pytest.mark.parametrize("by_hand", [True, False])
-def test_commands(by_hand, monkeypatch, capsys, tmp_path):
+def echo(text: str, *arguments: Any, **options: Any) -> Iterator[str]:
+    yield f"<{text}>"
+
+
+@pytest.fixture(params=[True, False], ids=["by hand", "script"])
+def by_hand(request, monkeypatch) -> bool:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: request.param)
+    return request.param
+
+
+@pytest.fixture
+def read(monkeypatch, by_hand) -> Callable[..., list[tuple[Any, ...]]]:
+    """`read(inputs, answer=echo)` is what a dialogue is asked for by these inputs."""
+
+    def call(inputs: list[str | None], answer: Any = echo) -> list[tuple[Any, ...]]:
+        following, dialogue = iter(inputs), mock.create_autospec(Dialogue, instance=True)
+        dialogue.answer.side_effect = answer
+        dialogue.save.return_value, dialogue.summary.return_value = "saved", "summary"
+        monkeypatch.setattr(chat, "line_reader", lambda: lambda: next(following))
+        arguments = argparse.Namespace(max_new_tokens=None, ignore_eos=False, stop=None)
+        refused = answer is not echo and not by_hand
+        with pytest.raises(InputError, match="too long") if refused else nullcontext():
+            Talk(dialogue, arguments, Messages(quiet=True)).read()
+        calls = [(name, *given[:1]) for name, given, _ in dialogue.method_calls]
+        return [call for call in calls if call[0] != "summary"]
+
+    return call
+
+
+def test_commands(read, capsys, tmp_path):
     inputs = ["one", "/undo", "/clear", f"/save {tmp_path}/x", "/save", "/stats", "/what is it"]
     inputs += ["/help", " ", "/etc/passwd: what is it?", "two\nlines", "/quit", "later"]
-    read = iter(inputs)
-    monkeypatch.setattr(chat, "line_reader", lambda: lambda: next(read))
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: by_hand)
-    arguments = argparse.Namespace(max_new_tokens=None, ignore_eos=False, stop=None)
-    stub: Any = Stub()
-    Talk(stub, arguments, Messages(quiet=True)).read()
     passed = "/etc/passwd: what is it?"
-    assert stub.calls == ["one", "undo", "clear", ("save", "x"), passed, "two\nlines"]
+    assert read(inputs) == [
+        *(("answer", "one"), ("undo",), ("clear",), ("save", tmp_path / "x")),
+        *(("answer", passed), ("answer", "two\nlines")),
+    ]
     out, err = capsys.readouterr()
     assert out == f"<one>\n<{passed}>\n<two\nlines>\n"
-    for expected in ("summary", "saved to x", "/save: give the name", "/what: no such command"):
+    for expected in ("summary", "saved", "/save: give the name", "/what: no such command"):
         assert expected in err
     assert all(f"/{name}" in err for name in COMMANDS)
 
 
-def test_a_refused_turn_ends_a_script_and_not_a_chat_by_hand(monkeypatch, capsys):
-    def refuse(text, *arguments, **options):
-        raise InputError("too long")
-        yield
-
-    arguments = argparse.Namespace(max_new_tokens=None, ignore_eos=False, stop=None)
-    for by_hand in (True, False):
-        stub: Any = Stub()
-        stub.answer = refuse
-        read = iter(["one", "/undo", None])
-        monkeypatch.setattr(chat, "line_reader", lambda read=read: lambda: next(read))
-        monkeypatch.setattr(sys.stdin, "isatty", lambda by_hand=by_hand: by_hand)
-        with nullcontext() if by_hand else pytest.raises(InputError, match="too long"):
-            Talk(stub, arguments, Messages()).read()
-        assert stub.calls == (["undo"] if by_hand else [])
-    assert "error: too long" in capsys.readouterr().err
+def test_a_refused_turn_ends_a_script_and_not_a_chat_by_hand(read, by_hand, capsys):
+    calls = read(["one", "/undo", None], InputError("too long"))
+    assert calls == [("answer", "one"), ("undo",)][: 1 + by_hand]
+    assert ("error: too long" in capsys.readouterr().err) == by_hand
 
 
 def test_the_line_editor_at_a_terminal():
@@ -284,7 +259,7 @@ def test_a_template_that_refuses(engine, tmp_path):
     path = tmp_path / "template"
     path.write_text("{{ raise_exception('no\nsystem') }}")
     with pytest.raises(InputError, match=r"refuses this \(no system\)"):
-        list(Dialogue(engine.conversation(), str(path)).answer("The king"))
+        answered(Dialogue(engine.conversation(), str(path)), "The king")
 
 
 @pytest.mark.slow

@@ -14,25 +14,12 @@ from infinigen_jax.settings.sampling import Sampling
 pytestmark = pytest.mark.usefixtures("shallow")
 
 STARTED = "a stub that begins nothing"
-LIMIT = ("--pool-tokens", "40", "--pool-eviction", "lru", "--pool-sinks", "2")
-CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "weights": (("--weights", "host"), {"weights": "host"}),
-    "pool": (LIMIT, {"pool": Pool(tokens=40, eviction="lru", sinks=2)}),
-    "rows": (
-        ("--rows", "int8", "--hot-set", "2", "--dense-layers", "1"),
-        {"rows": "int8", "hot_set": 2.0, "dense_layers": 1},
-    ),
-    "schedule": (("--schedule", "layerwise"), {"schedule": "layerwise"}),
-    "lossless": (
-        ("--lossless", "--draft-tokens", "3", "--draft-weights", "int4"),
-        {"lossless": True, "draft_tokens": 3, "draft_weights": "int4"},
-    ),
-    "check": (("--check", "--prefill-chunk", "64"), {"check": True, "prefill_chunk": 64}),
-    "batch": (("--batch", "1", "--max-new-tokens", "3"), {"batch": 1, "max_new_tokens": 3}),
-    "sampling": (
-        ("--temperature", "0.5", "--top-k", "9", "--seed", "3"),
-        {"sampling": Sampling(temperature=0.5, top_k=9, seed=3)},
-    ),
+LIMIT = "--pool-tokens 40 --pool-eviction lru --pool-sinks 2"
+# Values that are also options, in the same form.
+OTHERS: dict[str, Any] = {
+    **{"weights": "host", "rows": "int8", "hot_set": 2.0, "dense_layers": 1},
+    **{"schedule": "layerwise", "draft_tokens": 3, "draft_weights": "int4"},
+    **{"prefill_chunk": 64, "batch": 1, "max_new_tokens": 3},
 }
 
 
@@ -55,12 +42,18 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_options_reach_the_engine(name, given, command):
-    options, expected = CASES[name]
-    status, out, err = command(generate.main, "--prompt", "The king", "--quiet", *options)
-    assert (status, out) == (2, "") and STARTED in err
-    assert {key: given[key] for key in expected} == expected
+def test_options_reach_the_engine(given, command):
+    alike = [f"--{name.replace('_', '-')}={value}" for name, value in OTHERS.items()]
+    drawn = "--temperature 0.5 --top-k 9 --seed 3".split()
+    cases: list[tuple[list[str], dict[str, Any]]] = [
+        (LIMIT.split(), {"pool": Pool(tokens=40, eviction="lru", sinks=2)}),
+        ([*alike, "--lossless", "--check"], OTHERS | {"lossless": True, "check": True}),
+        (drawn, {"sampling": Sampling(temperature=0.5, top_k=9, seed=3)}),
+    ]
+    for options, expected in cases:
+        status, out, err = command(generate.main, "--prompt", "The king", "--quiet", *options)
+        assert (status, out) == (2, "") and STARTED in err
+        assert {key: given[key] for key in expected} == expected
 
 
 def test_prompts_and_their_prefix_reach_the_engine(given, command, tmp_path):

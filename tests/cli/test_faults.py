@@ -198,8 +198,7 @@ def test_messages_repeat_no_more_than_a_terminal_should_show(capsys):
 
 
 @pytest.mark.parametrize("option", ["--policy", "--batch", "--dtype"])
-def test_values_are_shown_short_and_escaped(option, command):
+def test_values_are_shown_short_and_escaped(option, refused):
     for value in ("x" * 100_000, "9" * 5000, "\x1b[31m\udcff\u2028\n"):
-        status, out, err = command(generate.main, option, value)
-        assert (status, out) == (2, "") and err.count("\n") == 1 and len(err) < 2000
-        assert option in err and err.rstrip("\n").isprintable()
+        err = refused(generate.main, option, value)
+        assert option in err and len(err) < 2000 and err.rstrip("\n").isprintable()

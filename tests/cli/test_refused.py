@@ -33,7 +33,18 @@ GENERATE = {
     "--logprobs 2": "--logprobs: they are written to --stats-json",
     "--prefix ''": "--prefix: it is empty",
     "--prefix a --prefix-file b": "--prefix: not with --prefix-file",
+    "--prompt ''": "--prompt",
+    "--prompt \udcff": "--prompt: not UTF-8 text",
+    "--prompt-file /missing": "--prompt-file /missing: No such file",
+    "--prompt-file /": "--prompt-file",
+    "--prefix \udcff": "--prefix: not UTF-8 text",
     "--prefix-file /missing": "--prefix-file /missing: No such file",
+    "--stats-json /missing/x": "--stats-json /missing/x: cannot be written",
+    "--stats-json /dev/null/x": "--stats-json",
+    "--stats-json /": "--stats-json",
+    "--stats-json ''": "--stats-json",
+    "--model /missing": "/missing: no such folder",
+    "--model ''": "error",
     "--pool-tokens many": "--pool-tokens many: give a number",
     "--pool-tokens 120%": "--pool-tokens 120%: it must be",
     "--pool-tokens 10": "--pool-tokens 10: .* use at least 32",
@@ -87,7 +98,21 @@ EVALUATE = {
     "retrieval --haystack F --pairs": "--pairs",
 }
 CONVERT = {"": "required", "a b --skew odd": "--skew"}
-SERVE = {"--weight-dtype int3": "--weight-dtype int3: use bfloat16, int8 or int4"}
+SERVE = {
+    f"--quiet --port 0 {line}": wanted
+    for line, wanted in {
+        "--weight-dtype int3": "--weight-dtype int3: use bfloat16, int8 or int4",
+        "--context 1": "--context",
+        "--context 4096": "--context 4096",
+        "--port 99999": "--port",
+        "--host 203.0.113.1": "--host 203.0.113.1",
+        "--pool-tokens 100": "--pool-tokens",
+        "--batch 1000000 --context 1k": "--batch",
+        "--policy none": "--policy",
+        "--policy full --lossless": "--lossless",
+        "--api-key ''": "--api-key",
+    }.items()
+}
 COMMANDS = {
     generate.main: GENERATE,
     plan.main: PLAN,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from runtime import NEW, RAGGED, engine, finished, random_model, slow_except
 
-from infinigen_jax import generate
 from infinigen_jax.cache.layers import Slots
 from infinigen_jax.errors import InputError
 from infinigen_jax.ops.span import Span
@@ -265,35 +263,3 @@ def test_all_follow_the_protocol():
 def test_settings_that_cannot_be_are_refused(policy, wrong):
     with pytest.raises(InputError, match=f"{next(iter(wrong))} "):
         policy(**wrong)
-
-
-@pytest.mark.parametrize(
-    "text, problem",
-    [
-        ("broken_policy:Needs", "--policy broken_policy:Needs: .*stride"),
-        ("broken_policy:Refuses", "--policy broken_policy:Refuses: 3 is odd"),
-        ("unreadable_policy:P", "--policy unreadable_policy:P: SyntaxError"),
-    ],
-)
-def test_a_class_that_cannot_be_used_is_named(tmp_path, monkeypatch, command, text, problem):
-    (tmp_path / "unreadable_policy.py").write_text("x = (")
-    (tmp_path / "broken_policy.py").write_text(
-        """
-import dataclasses
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Needs:
-    stride: int
-    name = "needs"
-    def select(self, lookup): ...
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Refuses:
-    name = "refuses"
-    def __post_init__(self): raise ValueError("3 is odd")
-    def select(self, lookup): ...
-"""
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    status, out, err = command(generate.main, "--prompt", "a", "--policy", text)
-    assert (status, out) == (2, "") and re.match(f"error: {problem}", err)
