@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from infinigen_jax.loading.load import Model, embedded
-from infinigen_jax.models import blueprint
+from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.models.forward import forward
 
 COMMON: dict[str, Any] = {
@@ -91,10 +91,15 @@ def python(*arguments: str | Path, **variables: str) -> subprocess.CompletedProc
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@functools.cache
+def compiled_forward(config: ModelConfig, dtype: Any) -> Any:
+    """The plain forward pass; compiled once for a shape."""
+    return jax.jit(functools.partial(forward, blueprint(config, dtype)))
+
+
 def logits_of(model: Model, tokens: np.ndarray) -> np.ndarray:
     """Logits [b, s, v] of a loaded model, without cache or skewing."""
-    logits = jax.jit(functools.partial(forward, blueprint(model.config, model.dtype)))
-    return np.asarray(logits(model.params, jnp.asarray(tokens)))
+    return np.asarray(compiled_forward(model.config, model.dtype)(model.params, jnp.asarray(tokens)))
 
 
 def only(folder: Path, *names: str) -> list[str]:

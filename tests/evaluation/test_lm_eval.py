@@ -1,45 +1,30 @@
 """Likelihoods computed by the engine, and the adapter for the lm-evaluation-harness."""
 
 import dataclasses
-import functools
 import importlib.util
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import pytest
-from runtime import SPARSE, engine, random_model
+from runtime import SPARSE, engine, numbers, random_model
+from tiny import logits_of
+from transformers import AutoTokenizer
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.likelihood import Continuation, likelihoods
 from infinigen_jax.evaluation.texts import beginning, prefixed, split_context
 from infinigen_jax.loading.load import embedded, load
-from infinigen_jax.models import blueprint
-from infinigen_jax.models.forward import forward
 from infinigen_jax.policies import Full
 
 pytestmark = pytest.mark.usefixtures("shallow")
-
-# Likelihoods.
-
-RNG = np.random.default_rng(6)
-
-
-def tokens(number: int) -> list[int]:
-    return RNG.integers(3, 96, number).tolist()
-
-
-@functools.cache
-def compiled(model: Any) -> Any:
-    return jax.jit(functools.partial(forward, blueprint(model.config, model.dtype)))
 
 
 def plain(model: Any, context: Any, text: Any) -> np.ndarray:
     """Logits of the plain forward pass, for each token of the text and one more."""
     row = np.zeros((1, 256), np.int32)  # one shape, one compilation; the padding has no effect
     row[0, : len(context) + len(text)] = [*context, *text]
-    logits = np.asarray(compiled(model)(model.params, row))[0].astype(np.float64)
+    logits = logits_of(model, row)[0].astype(np.float64)
     return logits[len(context) - 1 : len(context) + len(text)]
 
 
@@ -54,14 +39,15 @@ def expected(model: Any, one: Continuation) -> tuple[float, bool]:
 
 def test_likelihoods_are_those_of_the_plain_forward_pass():
     model = random_model("one")
-    asked = [Continuation(tokens(n), tokens(m)) for n, m in ((9, 3), (30, 5), (1, 4), (1, 1))]
+    asked = [Continuation(numbers(n), numbers(m)) for n, m in ((9, 3), (30, 5), (1, 4), (1, 1))]
     # One that is greedy, after a single token and after several.
-    asked += [Continuation(one.context, [_best(model, one.context)]) for one in asked[:3]]
+    best = [int(plain(model, one.context, [])[-1].argmax()) for one in asked[:3]]
+    asked += [Continuation(one.context, [token]) for one, token in zip(asked, best, strict=False)]
     done: list[int] = []
     scores, traffic = likelihoods(engine("one", Full()), asked, 3, done.append)
     for (score, greedy), one in zip(scores, asked, strict=True):
-        value, best = expected(model, one)
-        assert score == pytest.approx(value, abs=1e-3) and bool(greedy) == best
+        value, likeliest = expected(model, one)
+        assert score == pytest.approx(value, abs=1e-3) and bool(greedy) == likeliest
     assert scores[4:, 1].tolist() == [1, 1, 1]
     assert sum(done) == len(asked) and traffic.tokens > 0
     assert likelihoods(engine("one", Full()), [], 3)[0].shape == (0, 2)
@@ -69,23 +55,17 @@ def test_likelihoods_are_those_of_the_plain_forward_pass():
     assert not np.allclose(sparse[1], scores[1])
 
 
-def _best(model: Any, context: Any) -> int:
-    return int(plain(model, context, [])[-1].argmax())
-
-
 def test_contexts_that_are_too_long_lose_their_beginning():
     model = random_model("one")
-    context, text = tokens(280), tokens(6)
+    context, text = numbers(280), numbers(6)
     scores, _ = likelihoods(engine("one", Full()), [Continuation(context, text)], 1)
     value, _ = expected(model, Continuation(context[-250:], text))
     assert scores[0, 0] == pytest.approx(value, abs=1e-3)
     with pytest.raises(InputError, match="has 256 tokens, and the model 256 positions"):
-        likelihoods(engine("one", Full()), [Continuation([3], tokens(256))], 1)
+        likelihoods(engine("one", Full()), [Continuation([3], numbers(256))], 1)
 
 
 def test_contexts_and_texts_are_told_apart():
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(str(embedded()))
     for context, text in (("The cat sat on", " the mat."), ("The cat ", "sat"), ("A", "b")):
         head, tail = split_context(tokenizer, context, text, 7)
@@ -104,8 +84,6 @@ def test_contexts_and_texts_are_told_apart():
 
 def test_without_a_mark_in_front_a_text_is_behind_the_one_that_ends_texts():
     """Qwen has no such mark: all of its tokens are scored."""
-    from transformers import AutoTokenizer
-
     whole = AutoTokenizer.from_pretrained(str(embedded()))
 
     class Bare:

@@ -13,6 +13,7 @@ from shallow import LAYERS
 from tiny import only
 
 from infinigen_jax import evaluate
+from infinigen_jax.evaluation import recall
 from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.recall import lost_most, study_windows, summary
 from infinigen_jax.evaluation.study import watch
@@ -24,12 +25,7 @@ pytestmark = pytest.mark.usefixtures("shallow")
 
 CONTEXT, SIZE = 24, 40
 WINDOWS = np.random.default_rng(3).integers(3, 96, (3, SIZE)).astype(np.int32)
-SETTINGS: dict[str, Any] = {
-    "window": SIZE,
-    "context": CONTEXT,
-    "chunk": 8,
-    "batch": 2,
-}
+SETTINGS: dict[str, Any] = {"window": SIZE, "context": CONTEXT, "chunk": 6, "batch": 2}
 NARROW = {"budget": 0.2, "sinks": 2, "window": 4}
 
 
@@ -101,11 +97,10 @@ def test_window_against_numpy(name):
         distance = np.linalg.norm(made - true, axis=-1) / np.linalg.norm(true, axis=-1)
         expected["error"].append(distance[:, None])
     for key, numbers in expected.items():
-        chunks = np.stack(numbers).reshape(2, 8, 3, -1)  # 16 steps
-        chunks = chunks.sum(axis=1) if key == "found" else chunks.mean(axis=1)
-        np.testing.assert_allclose(
-            arrays[key][:, 0], chunks.transpose(1, 2, 0), rtol=2e-3, atol=1e-4
-        )
+        combined = np.sum if key == "found" else np.mean
+        chunks = [combined(part, axis=0) for part in np.split(np.stack(numbers), [6, 12])]
+        found = arrays[key][:, 0]
+        np.testing.assert_allclose(found, np.stack(chunks, axis=-1), rtol=2e-3, atol=1e-4)
 
 
 def test_the_oracle_finds_everything():
@@ -134,9 +129,9 @@ def test_nothing_selected_is_everything_attended():
 
 
 def test_parts_combine_to_the_whole():
-    arrays, _ = study_windows(engine("gqa", SPARSE, 0), WINDOWS, SETTINGS | {"chunk": 6})
-    line = summary(arrays, SETTINGS | {"chunk": 6})
-    tokens = np.array([6, 6, 4])
+    rng, tokens = np.random.default_rng(0), np.array([6, 6, 4])
+    arrays = {name: rng.random((3, 2, 4, 3)) for name in (*recall.MEANS, *recall.COUNTS)}
+    line = summary(arrays | {"layers": np.array([1, 2])}, SETTINGS)
     assert [(c["from"], c["to"]) for c in line["chunks"]] == [(24, 30), (30, 36), (36, 40)]
     for name in ("mass", "oracle_mass", "error"):
         chunks = np.array([chunk[name] for chunk in line["chunks"]])
@@ -194,24 +189,20 @@ def test_command_and_its_interruption(tmp_path, capsys, monkeypatch):
     text, result = tmp_path / "t.txt", tmp_path / "r.json"
     text.write_text("The old man went down to the sea, and nobody asked him why. " * 30)
     arguments = ["recall", "--model", str(embedded()), "--text", str(text), "--json", str(result)]
-    arguments += ["--window", "64", "--context", "56", "--windows", "2"]
-    arguments += ["--policy", "window", "oracle", "--budget", "0.1"]
+    arguments += "--window 64 --context 56 --windows 2 --policy window oracle --budget 0.1".split()
     arguments += ["--dense-layers", str(LAYERS - 1)]
-    from infinigen_jax.evaluation import recall
-
     studied: list[str] = []
-    original = recall.study_windows
 
     def once(engine: Any, *rest: Any) -> Any:
         studied.append(engine.decoder.policy.name)
         if studied == ["full", "window"]:
             raise KeyboardInterrupt
-        return original(engine, *rest)
+        return study_windows(engine, *rest)
 
     monkeypatch.setattr(recall, "study_windows", once)
     assert evaluate.main(arguments) == 130 and "interrupted" in capsys.readouterr().err
     assert only(tmp_path) == ["r.json.parts", "t.txt"]
-    assert len(list((tmp_path / "r.json.parts").iterdir())) == 1  # the full cache
+    assert len(only(tmp_path / "r.json.parts")) == 1  # the full cache
     assert evaluate.main(arguments) == 0
     assert studied == ["full", "window", "window", "oracle"]
     captured = capsys.readouterr()

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from runtime import SPARSE, engine, random_model, with_ends
+from runtime import SPARSE, engine, numbers, random_model, with_ends
 
 from infinigen_jax import evaluate
 from infinigen_jax.evaluation.answers import answer
@@ -56,13 +56,6 @@ def test_pairs_have_one_answer():
     assert facts[round((len(facts) - 1) / 2)] == (word, item.answer)
 
 
-def test_a_chat_template_encloses_text_and_question():
-    frame = ("<user>", "</user><model>")
-    (item,) = make_items([150], [0.5], 1, 7, FILLER, words, frame)
-    assert item.context.startswith("<user>A special magic number") and "</user>" not in item.context
-    assert re.fullmatch(r"\nWhat is .* text\?</user><model>The .* is", item.question)
-
-
 class Chat:
     """A tokenizer with a chat template, of one token per character."""
 
@@ -73,17 +66,19 @@ class Chat:
         return list(map(ord, "B" * add_special_tokens + text))
 
 
-def test_a_chat_template_is_used_and_brings_its_special_tokens():
+def test_a_chat_template_encloses_text_and_question_and_brings_its_special_tokens():
     frame = chat_frame(Chat())
     assert frame == ("B[", "]>")
+    (item,) = make_items([150], [0.5], 1, 7, FILLER, words, frame)
+    assert item.context.startswith("B[A special magic number") and "]>" not in item.context
+    assert re.fullmatch(r"\nWhat is .* text\?\]>The .* is", item.question)
     assert encoder(Chat(), frame)("B[a") == list(map(ord, "B[a"))
     assert encoder(Chat(), ("", ""))("a") == list(map(ord, "Ba"))
 
 
 # Answers.
 
-RNG = np.random.default_rng(4)
-PROMPTS = [RNG.integers(3, 96, n).tolist() for n in (37, 22, 31)]
+PROMPTS = [numbers(n) for n in (37, 22, 31)]
 
 
 def test_answers_are_those_of_generate():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from runtime import SPARSE, engine, random_model
 from tiny import logits_of
+from transformers import AutoTokenizer
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.stats import fraction, rows_per_step
@@ -189,18 +190,18 @@ def test_windows_are_counted_and_spread():
 
 
 def test_text_with_a_mark_and_odd_characters(tmp_path):
+    """Lines end in one way, also those of a file that was converted twice."""
     file = tmp_path / "text.txt"
-    content = "Caf\u00e9 \U0001f30a \x00\u200b \ufffd\n\ttabs\n"
-    file.write_bytes(b"\xef\xbb\xbf" + content.replace("\n", "\r\n").encode())
+    odd = "Caf\u00e9 \U0001f30a \x00\u200b \ufffd\n\ttabs\n"
+    file.write_bytes(b"\xef\xbb\xbfa\r\nb\r\r\nc\rd\n\r\n" + odd.replace("\n", "\r\n").encode())
     text = Text.read(str(file))
-    assert text.content == content and text.name == "text.txt" and len(text.sha256) == 64
-    from transformers import AutoTokenizer
-
+    assert text.content == "a\nb\nc\nd\n\n" + odd
+    assert text.name == "text.txt" and len(text.sha256) == 64
     tokenizer = AutoTokenizer.from_pretrained(str(embedded()))
     tokens = tokenize(text, tokenizer, 1024)
-    assert tokenizer.decode(tokens.tokens.tolist()) == content
+    assert tokenizer.decode(tokens.tokens.tolist()) == text.content
     # As a prompt of the generate command.
-    assert [*tokens.prefix, *tokens.tokens.tolist()] == tokenizer.encode(content)
+    assert [*tokens.prefix, *tokens.tokens.tolist()] == tokenizer.encode(text.content)
     with pytest.raises(InputError, match="tokenizer is not this model's"):
         tokenize(text, tokenizer, 5)
 
