@@ -99,7 +99,8 @@ def compiled_forward(config: ModelConfig, dtype: Any) -> Any:
 
 def logits_of(model: Model, tokens: np.ndarray) -> np.ndarray:
     """Logits [b, s, v] of a loaded model, without cache or skewing."""
-    return np.asarray(compiled_forward(model.config, model.dtype)(model.params, jnp.asarray(tokens)))
+    run = compiled_forward(model.config, model.dtype)
+    return np.asarray(run(model.params, jnp.asarray(tokens)))
 
 
 def only(folder: Path, *names: str) -> list[str]:

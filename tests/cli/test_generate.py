@@ -1,6 +1,7 @@
 """The generate command line: what it prints and writes, and what ends it."""
 
 import importlib.metadata
+import inspect
 import io
 import json
 import os
@@ -20,6 +21,8 @@ from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.cli.options import DEFAULT_MODEL, make_policy, make_pool
 from infinigen_jax.convert.__main__ import main as convert_main
 from infinigen_jax.engine import memory_plan as planning
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import EMBEDDED, embedded
 from infinigen_jax.policies import ENTRY_POINTS, find_policy
 
@@ -220,3 +223,61 @@ def test_interrupted_in_the_middle(tmp_path):
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130 and "Traceback" not in err
     assert only(tmp_path) == []
+
+
+# Options that reach the engine: what it is made with, and what it is asked to start.
+
+STARTED = "a stub that begins nothing"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--pool-tokens 40 --pool-eviction lru --pool-sinks 2": {
+        "pool": ig.Pool(tokens=40, eviction="lru", sinks=2)
+    },
+    "--temperature 0.5 --top-k 9 --seed 3": {
+        "sampling": ig.Sampling(temperature=0.5, top_k=9, seed=3)
+    },
+    "--weights host --rows int8 --hot-set 2 --dense-layers 1": dict(
+        weights="host", rows="int8", hot_set=2.0, dense_layers=1
+    ),
+    "--schedule layerwise --check --prefill-chunk 64 --batch 1 --max-new-tokens 3": dict(
+        schedule="layerwise", check=True, prefill_chunk=64, batch=1, max_new_tokens=3
+    ),
+    "--lossless --draft-tokens 3 --draft-weights int4": dict(
+        lossless=True, draft_tokens=3, draft_weights="int4"
+    ),
+}
+
+
+@pytest.fixture
+def given(monkeypatch) -> dict[str, Any]:
+    """Arguments by name of the engines that are made, and of their first start."""
+    found: dict[str, Any] = {}
+
+    class Stub(Engine):
+        def __init__(self, *arguments: Any, **settings: Any):
+            found.update(settings)
+            super().__init__(*arguments, **settings)
+
+        def start(self, *arguments: Any, **settings: Any) -> Any:
+            bound = inspect.signature(Engine.start).bind(self, *arguments, **settings)
+            found.update(bound.arguments)
+            raise InputError(STARTED)
+
+    monkeypatch.setattr("infinigen_jax.engine.engine.Engine", Stub)
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_reach_the_engine(options, given, refused):
+    expected = OPTIONS[options]
+    line = refused(generate.main, "--prompt", "The king", "--quiet", *options.split())
+    assert STARTED in line and {key: given[key] for key in expected} == expected
+
+
+def test_prompts_and_their_prefix_reach_the_engine(given, refused, tmp_path):
+    file, text = tmp_path / "prompt", "Once upon a time there was an old king. "
+    file.write_text("Then")
+    prompts = "--prompt", "He said", "--prompt-file", file
+    assert STARTED in refused(generate.main, "--prefix", text, *prompts, "--quiet")
+    engine = given["self"]
+    assert given["prompts"] == [engine.encode(text + end) for end in ("He said", "Then")]
+    assert given["prefix"] == engine.prefix_tokens(text) > 0

@@ -1,14 +1,17 @@
 """Bad options end every command with one line that names them, and status 2."""
 
+import contextlib
 import io
 import re
 import shlex
+import socket
 import sys
 
 import pytest
 
 from infinigen_jax import evaluate, generate, plan, serve
 from infinigen_jax.convert import __main__ as convert
+from infinigen_jax.server.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -129,3 +132,23 @@ COMMANDS = {
 def test_one_line_names_what_is_wrong(main, line, wanted, refused, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("The king said\n"))
     assert re.search(wanted, refused(main, *shlex.split(line)))
+
+
+# A server that cannot go on.
+
+
+def test_a_failure_ends_the_server(command, monkeypatch):
+    def fail(scheduler: Scheduler) -> None:
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(Scheduler, "_warm_up", fail)
+    # Signals are the main thread's, which runs the tests.
+    monkeypatch.setattr("uvicorn.Server.capture_signals", lambda self: contextlib.nullcontext())
+    arguments = ("--port", "0", "--context", "64", "--batch", "1")
+    status, _, err = command(serve.main, "--model", "tiny-llama", *arguments)
+    assert status == 2 and err.splitlines()[-1] == "error: no memory is left"
+
+
+def test_a_port_in_use(refused):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "--port" in refused(serve.main, "--port", taken.getsockname()[1])

@@ -218,9 +218,8 @@ def test_memory_is_checked_before_anything_is_allocated(saved, monkeypatch):
         patch.setattr(conversation_module, "restore", allocate)
         patch.setattr(planning, "available_host_bytes", lambda: 1 << 16)
         for refused in (lambda: made.resume(saved), lambda: say(conversation, TURNS[1], 2)):
-            with pytest.raises(InputError, match="64.0 KiB are available: lower `context`") as error:
+            with pytest.raises(InputError, match="64.0 KiB are available: lower `context`"):
                 refused()
-            assert "\n" not in str(error.value)
     assert conversation.tokens == [] and conversation.run is None
     assert len(say(conversation, TURNS[1], 2)) == 2
 

@@ -20,7 +20,6 @@ from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.settings.sampling import Sampling
 
-
 PREFIX = numbers(141, 1)
 ENDS = [numbers(1, 2), numbers(37, 3), numbers(12, 4), numbers(70, 5), numbers(3, 6)]
 WHOLE = [[*PREFIX, *end] for end in ENDS]

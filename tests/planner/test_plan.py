@@ -242,9 +242,7 @@ def test_a_prompt_that_takes_too_much_is_read_in_shorter_chunks(folder):
     roomy = planner(folder, LARGE_GPU, *options)
     whole = roomy.forecast(roomy.asked, 4, 65536)
     assert whole.prefill > whole.decode and whole.settings.prefill_chunk is None
-    roomy.machine = dataclasses.replace(
-        LARGE_GPU, device_memory=whole.device - whole.prefill // 3
-    )
+    roomy.machine = dataclasses.replace(LARGE_GPU, device_memory=whole.device - whole.prefill // 3)
     found = advice.advise(roomy, 4, 65536)
     best = found.best
     assert not found.asked.fits and best is not None and best.settings.rows == "auto"

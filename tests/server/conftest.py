@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from serving import Running, Served
+from serving import Served, serving
 from shallow import make_shallow
 
 from infinigen_jax.loading.load import EMBEDDED_FOLDER
@@ -53,7 +53,7 @@ def served(small_folder: Path, running: dict[str, Any]) -> Served:
         # Undone when the model is loaded: other tests of this process need the whole models.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("infinigen_jax.loading.load.EMBEDDED_FOLDER", small_folder)
-            running["served"] = stack.enter_context(Running())
+            running["served"] = stack.enter_context(serving())
     return running["served"]
 
 

@@ -1,5 +1,6 @@
 """A server of a small model on a loopback socket, and what its answers should be."""
 
+import contextlib
 import dataclasses
 import functools
 import http.client
@@ -7,6 +8,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -37,11 +39,12 @@ TEMPLATE = (
 
 @dataclasses.dataclass
 class Served:
-    """A running server."""
+    """A running server; `full` is the engine with the full cache, for a lossless one."""
 
     engine: Engine
     scheduler: Scheduler
     port: int
+    full: Engine | None = None
 
     @functools.cached_property
     def client(self) -> Any:
@@ -59,7 +62,8 @@ class Served:
         The long prompt is added, which gives the cache the server's shapes.
         """
         settings = {"max_new_tokens": 20} | settings
-        given = self.engine.generate([*prompts, LONG], *sampling, batch=ROWS, **settings)
+        engine = self.full or self.engine
+        given = engine.generate([*prompts, LONG], *sampling, batch=ROWS, **settings)
         return dataclasses.replace(given, texts=given.texts[:-1], tokens=given.tokens[:-1])
 
     def request(
@@ -90,17 +94,6 @@ class Served:
             time.sleep(0.01)
 
 
-@dataclasses.dataclass
-class Lossless(Served):
-    """A running lossless server; `expected` has the results of the full cache."""
-
-    full: Any = None
-
-    def expected(self, prompts: list[Any], *sampling: Any, **settings: Any) -> Generation:
-        reference = Served(self.full, self.scheduler, self.port)
-        return reference.expected(prompts, *sampling, **settings)
-
-
 @functools.cache
 def small_engine() -> Engine:
     """An engine on the embedded model, with a chat template."""
@@ -115,37 +108,27 @@ def engine_of(model: Model, policy: Policy, **settings: Any) -> Engine:
     return Engine(model, policy=policy, **settings)
 
 
-class Running:
-    """Context of a running server."""
-
-    def __init__(
-        self,
-        waiting: int = 64,
-        prefix_bytes: int = 1 << 24,
-        engine: Engine | None = None,
-        **service: Any,
-    ):
-        engine = engine or small_engine()
-        limits = Limits.of(engine, ROWS, CONTEXT, waiting, prefix_bytes)
-        self.scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
-        given = Service("small", drain_seconds=2, **service)
-        app = create_app(self.scheduler, given)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self._server = uvicorn.Server(http_config(app, given))
-        arguments = {"sockets": [self._socket]}
-        self._thread = threading.Thread(target=self._server.run, kwargs=arguments, daemon=True)
-
-    def __enter__(self) -> Served:
-        self._thread.start()
-        while not self.scheduler.ready.wait(0.1):
-            assert self.scheduler.failure is None, self.scheduler.failure
-        port = self._socket.getsockname()[1]
-        self._served = Served(self.scheduler.engine, self.scheduler, port)
-        return self._served
-
-    def __exit__(self, *_: Any) -> None:
-        self._server.should_exit = True
-        self._thread.join(30)
-        self._socket.close()
-        self._served.client.close()
-        assert not self._thread.is_alive()
+@contextlib.contextmanager
+def serving(
+    waiting: int = 64, prefix_bytes: int = 1 << 24, engine: Engine | None = None, **service: Any
+) -> Iterator[Served]:
+    """Run a server, once it is ready, and end it."""
+    engine = engine or small_engine()
+    limits = Limits.of(engine, ROWS, CONTEXT, waiting, prefix_bytes)
+    scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
+    made = Service("small", drain_seconds=2, **service)
+    server = uvicorn.Server(http_config(create_app(scheduler, made), made))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        given = {"sockets": [listening]}
+        thread = threading.Thread(target=server.run, kwargs=given, daemon=True)
+        thread.start()
+        while not scheduler.ready.wait(0.1):
+            assert scheduler.failure is None, scheduler.failure
+        served = Served(engine, scheduler, listening.getsockname()[1])
+        try:
+            yield served
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            served.client.close()
+    assert not thread.is_alive()

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from runtime import SPARSE
-from serving import CONTEXT, LONG, PROMPT, Lossless, Running, Served, engine_of, small_engine
+from serving import CONTEXT, LONG, PROMPT, Served, engine_of, serving, small_engine
 
 from infinigen_jax.engine.draft_length import DraftLength
 from infinigen_jax.engine.live_batch import LiveBatch
@@ -23,15 +23,14 @@ IGNORE = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def lossless(served: Served) -> Iterator[Lossless]:
+def lossless(served: Served) -> Iterator[Served]:
     """The lossless server, whose drafts have all lengths; else they depend on measured times."""
     model, counts = small_engine().model, itertools.cycle((3, 0, 1, 2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DraftLength, "choose", lambda self, most: min(next(counts), most, self.most))
-        with Running(engine=engine_of(model, POOR, lossless=True, draft_tokens=3)) as server:
-            full = engine_of(model, Full(window=4, sinks=2))
-            yield (made := Lossless(server.engine, server.scheduler, server.port, full))
-            made.client.close()
+        with serving(engine=engine_of(model, POOR, lossless=True, draft_tokens=3)) as server:
+            server.full = engine_of(model, Full(window=4, sinks=2))
+            yield server
 
 
 @pytest.fixture(params=["served", "lossless"])
@@ -164,7 +163,7 @@ def test_the_whole_context(server: Served):
 
 def test_a_failed_step_ends_its_requests_alone(server: Served, monkeypatch):
     """The server goes on with an empty batch. A stream ends in an error event."""
-    lossless = isinstance(server, Lossless)
+    lossless = server.full is not None
     kind, name = (LosslessBatch, "round") if lossless else (LiveBatch, "step")
     work, calls = getattr(kind, name), itertools.count(1)
 
@@ -190,7 +189,7 @@ def test_a_failed_step_ends_its_requests_alone(server: Served, monkeypatch):
 # Lossless servers alone.
 
 
-def test_heat_maps_are_those_of_the_drafts(lossless: Lossless):
+def test_heat_maps_are_those_of_the_drafts(lossless: Served):
     """A token that was not drafted has none."""
     options = {"stream": True, "extra_body": {"heat_map": True}}
     prompt, *answer = (part.infinigen for part in lossless.complete(LONG, **options))
@@ -204,7 +203,7 @@ def test_heat_maps_are_those_of_the_drafts(lossless: Lossless):
     assert 0 < accepted < drafted
 
 
-def test_requests_may_ask_for_it_and_not_for_less(lossless: Lossless, served: Served):
+def test_requests_may_ask_for_it_and_not_for_less(lossless: Served, served: Served):
     body = {"extra_body": {"lossless": True, "budget": 0.01}}
     text = lossless.complete(PROMPT, **body).choices[0].text
     assert text == lossless.expected([PROMPT]).texts[0]

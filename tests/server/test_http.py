@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import CONTEXT, ROWS, Running, Served, small_engine
+from serving import CONTEXT, ROWS, Served, serving, small_engine
 
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.server.job import BusyError, Job, UnavailableError
@@ -26,7 +26,7 @@ def strict(served: Served) -> Iterator[Served]:
     """A server with a key and narrow limits."""
     limits = {"body_limit": 1000, "body_seconds": 0.5, "header_seconds": 0.5}
     limits["origins"] = ("http://friend",)
-    with Running(prefix_bytes=0, api_key="secret", **limits) as server:
+    with serving(prefix_bytes=0, api_key="secret", **limits) as server:
         yield server
 
 
@@ -56,8 +56,7 @@ MALFORMED = [b"{", b"[]", b'{"prompt": 1e999, "model": "small"}', b"[" * 100_000
 @pytest.mark.parametrize(
     "body", [*MALFORMED, *(json.dumps(BODY | wrong).encode() for wrong in WRONG_FIELDS)]
 )
-def test_malformed_bodies
-(served: Served, body):
+def test_malformed_bodies(served: Served, body):
     status, _, content = served.request("POST", "/v1/completions", body)
     assert status == 400
     assert set(content["error"]) == {"message", "type", "param", "code"}
@@ -143,7 +142,7 @@ def job(most: int, send: Any, tokens: int = 5) -> Job:
 
 def test_full_queue_and_shutdown(served: Served, monkeypatch):
     """Waiting requests are bounded, and those that are unfinished at the end fail."""
-    with Running(waiting=1, prefix_bytes=0) as server:
+    with serving(waiting=1, prefix_bytes=0) as server:
         ended: list[Any] = []
         scheduler = server.scheduler
         live: Any = scheduler._batch.live

@@ -1,4 +1,4 @@
-"""OpenAI's client against the server: results equal those of `generate`."""
+"""Clients of OpenAI and LangChain against the server: results equal those of `generate`."""
 
 import base64
 import concurrent.futures
@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 from runtime import SPARSE
-from serving import CONTEXT, LONG, PROMPT, ROWS, Running, Served, engine_of
+from serving import CONTEXT, LONG, PROMPT, ROWS, Served, engine_of, serving
 
 from infinigen_jax.engine.live_batch import LiveBatch
 from infinigen_jax.sampling import Sampling
@@ -96,7 +96,7 @@ def test_nothing_is_compiled_after_the_warm_up(served: Served, monkeypatch):
     penalised = {"temperature": 0.9, "presence_penalty": 0.5, "logprobs": 2}
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
     chat = {"model": "small", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
-    with Running(engine=engine) as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with serving(engine=engine) as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
         for settings in ({}, {"temperature": 1}, penalised):
             server.complete(PROMPT, **settings)  # alone
             answers = [pool.submit(server.complete, LONG, **settings) for _ in range(4)]
@@ -200,3 +200,30 @@ def test_a_heat_map_has_the_fetched_rows_of_each_token(served: Served):
         assert heat.max() <= heads and not heat[:, ~eligible].any()
         shares.append(heat.sum() / (heat.size * heads))
     assert min(shares) > 0 and usage["fetched_fraction"] == pytest.approx(np.mean(shares))
+
+
+BOOK = {
+    "title": "book",
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "old": {"type": "boolean"}},
+    "required": ["name", "old"],
+    "additionalProperties": False,
+}
+
+
+def test_langchain(served: Served):
+    """Answers, streams and structured output; left out where it is not installed."""
+    langchain_openai = pytest.importorskip("langchain_openai")
+    url = f"http://127.0.0.1:{served.port}/v1"
+    settings: dict[str, Any] = {"model": "small", "temperature": 0, "max_tokens": 40}
+    model = langchain_openai.ChatOpenAI(base_url=url, api_key="x", max_retries=0, **settings)
+    messages = [{"role": "system", "content": "Tell"}, {"role": "user", "content": "a story"}]
+    expected = served.client.chat.completions.create(messages=messages, **settings)
+    given = [("system", "Tell"), ("human", "a story")]
+    answer, parts = model.invoke(given), list(model.stream(given))
+    assert answer.content == expected.choices[0].message.content
+    assert answer.usage_metadata["input_tokens"] == expected.usage.prompt_tokens
+    assert len(parts) > 10 and "".join(part.content for part in parts) == answer.content
+    model.max_tokens = 150
+    book = model.with_structured_output(BOOK, method="json_schema").invoke("a story")
+    assert len(book["name"]) <= 9 and isinstance(book["old"], bool)
