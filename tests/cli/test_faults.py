@@ -195,10 +195,3 @@ def test_messages_repeat_no_more_than_a_terminal_should_show(capsys):
     for line in capsys.readouterr().err.splitlines():
         assert line.startswith("error: ") and len(line) < 1200 and line.isprintable()
         assert "a b\\x1b[2J\\udcff" in line and line.endswith(("get the file again", "see --help"))
-
-
-@pytest.mark.parametrize("option", ["--policy", "--batch", "--dtype"])
-def test_values_are_shown_short_and_escaped(option, refused):
-    for value in ("x" * 100_000, "9" * 5000, "\x1b[31m\udcff\u2028\n"):
-        err = refused(generate.main, option, value)
-        assert option in err and len(err) < 2000 and err.rstrip("\n").isprintable()

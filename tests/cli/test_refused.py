@@ -100,7 +100,7 @@ EVALUATE = {
     "retrieval --haystack /absent": "--haystack",
     "retrieval --haystack F --pairs": "--pairs",
 }
-CONVERT = {"": "required", "a b --skew odd": "--skew"}
+CONVERT = {"": "required", "a b --skew odd": "--skew", "/missing out": "/missing: no such folder"}
 SERVE = {
     f"--quiet --port 0 {line}": wanted
     for line, wanted in {

@@ -1,7 +1,7 @@
 """Conversion: what comes out, and that failures and interruptions leave no trace."""
 
 import concurrent.futures
-import functools
+import itertools
 import json
 import os
 import shutil
@@ -54,9 +54,8 @@ def test_converted_folders_load_in_transformers(family, skew, tiny, tokens, tmp_
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes(dtype, tiny, tokens, tmp_path):
     made = tiny("opt")
-    assert (
-        main([*map(str, (made.folder, tmp_path / "out", "--skew", "none", "--dtype", dtype))]) == 0
-    )
+    arguments = (made.folder, tmp_path / "out", "--skew", "none", "--dtype", dtype)
+    assert main([str(argument) for argument in arguments]) == 0
     tensors = open_tensors(tmp_path / "out")
     assert {tensor.dtype.name for tensor in tensors.values()} == {dtype}
     assert checkpoint.load(tmp_path / "out").dtype == jnp.float32  # the CPU's default
@@ -152,49 +151,38 @@ def test_destinations_that_are_refused(tiny, tmp_path):
     assert only(tmp_path) == ["link", "llama", "other"]
 
 
-def test_force_replaces_only_after_success(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "seen", "message"),
+    [
+        (OSError(28, "No space left on device"), InputError, "disk is full"),
+        (PermissionError(13, "Permission denied"), InputError, ""),
+        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (RuntimeError("anything"), RuntimeError, "anything"),
+    ],
+)
+def test_a_failing_writer_leaves_what_was_there(error, seen, message, tiny, tmp_path, monkeypatch):
+    """Nothing, or the conversion that was to be replaced; that is replaced after success only."""
     made = tiny("llama", num_hidden_layers=1)
     out = convert(made.folder, tmp_path / "out", calibration=TEXT)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     with pytest.raises(InputError, match="already exists"):
         convert(made.folder, out, skew="none")
-    with monkeypatch.context() as patch:
-        fail_after(patch, 5, OSError(28, "No space left on device"))
-        with pytest.raises(InputError, match="disk is full"):
-            convert(made.folder, out, skew="none", dtype="float16", force=True)
+    add = SafetensorsWriter.add
+    for place in (out, tmp_path / "new" / "deep" / "out"):
+        count = itertools.count()
+
+        def failing(self, name, tensor, count=count):
+            if next(count) == 7:
+                raise error
+            add(self, name, tensor)
+
+        with monkeypatch.context() as patch, pytest.raises(seen, match=message):
+            patch.setattr(SafetensorsWriter, "add", failing)
+            convert(made.folder, place, calibration=TEXT, dtype="float16", force=True)
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    assert only(tmp_path) == ["llama", "out"]
     convert(made.folder, out, skew="none", force=True)
     assert checkpoint.load(out).skew == "none"
-    assert only(tmp_path) == ["llama", "out"]
-
-
-def fail_after(patch: pytest.MonkeyPatch, tensors: int, error: BaseException) -> None:
-    add, count = SafetensorsWriter.add, iter(range(10**6))
-
-    def failing(self, name, tensor):
-        if next(count) == tensors:
-            raise error
-        add(self, name, tensor)
-
-    patch.setattr(SafetensorsWriter, "add", failing)
-
-
-@pytest.mark.parametrize(
-    ("error", "seen"),
-    [
-        (OSError(28, "No space left on device"), InputError),
-        (PermissionError(13, "Permission denied"), InputError),
-        (KeyboardInterrupt(), KeyboardInterrupt),
-        (RuntimeError("anything"), RuntimeError),
-    ],
-)
-def test_a_failing_writer_leaves_nothing(error, seen, tiny, tmp_path, monkeypatch):
-    made = tiny("llama", num_hidden_layers=1)
-    fail_after(monkeypatch, 7, error)
-    with pytest.raises(seen):
-        given = {"calibration": TEXT, "dtype": "float16"}
-        convert(made.folder, tmp_path / "new" / "deep" / "out", **given)
-    assert only(tmp_path) == ["llama"]
 
 
 def test_weights_that_are_not_finite_are_named(tiny, tmp_path):
@@ -276,19 +264,18 @@ def test_memory_is_that_of_a_layer_not_of_the_model(tmp_path):
 
 
 def test_command_line(tiny, tmp_path, capsys, refused):
-    made = tiny("llama", num_hidden_layers=1)
-    fails = functools.partial(refused, main)
-    assert "no such folder" in fails(tmp_path / "absent", tmp_path / "out")
-    assert "no tokenizer" in fails(made.folder, tmp_path / "out")
+    made, text = tiny("llama", num_hidden_layers=1), tmp_path / "text"
+    given = (main, made.folder, tmp_path / "out")
+    assert "no tokenizer" in refused(*given)
     add_tokenizer(made.folder)
-    text = tmp_path / "text"
-    assert "--calibration" in fails(made.folder, tmp_path / "o", "--calibration", text)
-    text.write_bytes(b"\xff\xfe\xfa")
-    assert "not UTF-8" in fails(made.folder, tmp_path / "out", "--calibration", text)
-    text.write_text("short")
-    assert "at least 12" in fails(made.folder, tmp_path / "out", "--calibration", text)
-    text.write_text("a long enough text " * 20)  # but its tokens exceed the model's 96
-    assert "is not among the model" in fails(made.folder, tmp_path / "out", "--calibration", text)
+    assert "--calibration" in refused(*given, "--calibration", text)
+    for content, message in (
+        (b"\xff\xfe\xfa", "not UTF-8"),
+        (b"short", "at least 12"),
+        (b"a long enough text " * 20, "is not among the model"),  # its tokens exceed the model's 96
+    ):
+        text.write_bytes(content)
+        assert message in refused(*given, "--calibration", text)
     assert main([str(made.folder), str(tmp_path / "out"), "--skew", "none"]) == 0
     assert "wrote" in capsys.readouterr().err
     assert only(tmp_path) == ["llama", "out", "text"]

@@ -55,14 +55,14 @@ def select(policy: Any, state: Any, query: jax.Array, at: jax.Array) -> Request:
     return policy.select(Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, size, T))
 
 
-def requested(policy, state, query=None) -> Request:
+def requested(policy, state, query=None, at=POSITIONS) -> Request:
     query = drawn(B, K, G, D) if query is None else query
-    return select(policy, state, jnp.asarray(query), jnp.asarray(POSITIONS, jnp.int32))
+    return select(policy, state, jnp.asarray(query), jnp.asarray(at, jnp.int32))
 
 
-def chosen(policy, state, query=None) -> list[list[set[int]]]:
+def chosen(policy, state, query=None, at=POSITIONS) -> list[list[set[int]]]:
     """Slots that a policy selects, by sequence and KV head."""
-    request = requested(policy, state, query)
+    request = requested(policy, state, query, at)
     slots, count = np.asarray(request.slots), np.asarray(request.count)
     return [[set(slots[i, j, : count[i, j]].tolist()) for j in range(K)] for i in range(B)]
 
@@ -73,12 +73,12 @@ def filled(policy, keys: np.ndarray):
     return jax.jit(policy.append)({}, policy.init(CONFIG, B, T), jnp.asarray(keys), span)
 
 
-def eligible(i: int) -> np.ndarray:
-    return np.arange(SINKS, POSITIONS[i] - RECENT + 1)
+def eligible(i: int, at: np.ndarray = POSITIONS) -> np.ndarray:
+    return np.arange(SINKS, at[i] - RECENT + 1)
 
 
-def budget(i: int) -> int:
-    return int(0.2 * POSITIONS[i])
+def budget(i: int, at: np.ndarray = POSITIONS) -> int:
+    return int(0.2 * at[i])
 
 
 def best(rank: np.ndarray, i: int) -> set[int]:
@@ -100,6 +100,20 @@ def test_window_takes_the_most_recent():
         assert got[i] == [set(range(newest - budget(i) + 1, newest + 1))] * K
 
 
+def test_window_takes_the_most_recent_of_a_pool():
+    """Its rows are in no order, and some are not only on the host."""
+    policy, rng, size = Window(**settings()), np.random.default_rng(0), 20
+    held = np.array([[rng.permutation(eligible(i))[:size] for _ in range(K)] for i in range(B)])
+    held[:, :, ::3] = -1
+    given: Any = CONFIG, FixedQuery(jnp.zeros((B, K, G, D))), {}, policy.init(CONFIG, B, size)
+    at, rows = jnp.asarray(POSITIONS, jnp.int32), policy.request_size(size)
+    lookup = Lookup(*given, jnp.zeros((B, 4)), at, rows, size, held=jnp.asarray(held, jnp.int32))
+    request = policy.select(lookup)
+    for i, j in np.ndindex(B, K):
+        slots = np.asarray(request.slots)[i, j, : int(request.count[i, j])]
+        assert sorted(held[i, j, slots]) == sorted(held[i, j])[-(size // 5) :]
+
+
 def test_oracle_takes_the_largest_weights_of_the_group():
     keys, query = drawn(B, K, T, D, seed=1), drawn(B, K, G, D, seed=2)
     policy = Oracle(**settings())
@@ -118,23 +132,13 @@ def test_the_previous_query_selects_for_the_next_token():
     state = filled(policy, keys)
     exact = filled(oracle, keys)
     nothing = jnp.zeros((B, K, 1))
-    seen = Attended(
-        jnp.asarray(query),
-        nothing.astype(jnp.int32),
-        nothing,
-        jnp.zeros((B, 1), jnp.int32),
-        nothing,
-    )
-    state = policy.observe(state, seen)
+    places: Any = nothing.astype(jnp.int32), nothing, jnp.zeros((B, 1), jnp.int32), nothing
+    state = policy.observe(state, Attended(jnp.asarray(query), *places))
     assert chosen(policy, state, drawn(B, K, G, D, seed=9)) == chosen(oracle, exact, query)
     prompt = drawn(B, 50, K * G, D, seed=3)
     lengths = np.array([50, 20])
-    state = policy.observe_queries(
-        state,
-        jnp.asarray(prompt),
-        jnp.zeros((B, K, T)),
-        Span.first(jnp.asarray(lengths, jnp.int32)),
-    )
+    span = Span.first(jnp.asarray(lengths, jnp.int32))
+    state = policy.observe_queries(state, jnp.asarray(prompt), jnp.zeros((B, K, T)), span)
     last = np.stack([prompt[i, n - 1] for i, n in enumerate(lengths)]).reshape(B, K, G, D)
     assert chosen(policy, state) == chosen(oracle, exact, last)
 
@@ -166,40 +170,26 @@ def test_h2o_evicts_for_good():
     rng = np.random.default_rng(0)
     mass = rng.random((B, K, T)).astype(np.float32)
     state, gone = jnp.asarray(mass), [[set() for _ in range(K)] for _ in range(B)]
-    global POSITIONS
-    before = POSITIONS
-    try:
-        for _ in range(4):
-            got = chosen(policy, state)
-            for i, j in np.ndindex(B, K):
-                alive = np.where(np.isin(np.arange(T), list(gone[i][j])), -1.0, mass[i, j])
-                left = [slot for slot in eligible(i) if slot not in gone[i][j]]
-                order = sorted(left, key=lambda slot: (-alive[slot], slot))
-                assert got[i][j] == set(order[: budget(i)])
-            at = jnp.asarray(POSITIONS, jnp.int32)
-            request = requested(policy, state)
-            weights = rng.random(request.slots.shape).astype(np.float32)
-            weights = np.where(np.asarray(request.valid), weights, 0)
-            resident = np.asarray(Slots(SINKS, RECENT).positions(at))
-            recent = rng.random((B, K, resident.shape[1])).astype(np.float32)
-            for i, j in np.ndindex(B, K):
-                np.add.at(mass[i, j], np.asarray(request.slots)[i, j], weights[i, j])
-                np.add.at(mass[i, j], resident[i], recent[i, j])
-            seen = Attended(
-                jnp.zeros((B, K, G, D)),
-                request.slots,
-                jnp.asarray(weights),
-                jnp.asarray(resident),
-                jnp.asarray(recent),
-            )
-            state = observe(state, seen)
-            for i, j in np.ndindex(B, K):
-                left = [slot for slot in eligible(i) if slot not in gone[i][j]]
-                order = sorted(left, key=lambda slot: (-mass[i, j][slot], slot))
-                gone[i][j] |= set(order[budget(i) :])
-            POSITIONS = POSITIONS + 1
-    finally:
-        POSITIONS = before
+
+    def best_left(i: int, j: int, at: np.ndarray) -> list[int]:
+        left = [slot for slot in eligible(i, at) if slot not in gone[i][j]]
+        return sorted(left, key=lambda slot: (-mass[i, j][slot], slot))
+
+    for at in (POSITIONS + step for step in range(4)):
+        got, request = chosen(policy, state, at=at), requested(policy, state, at=at)
+        for i, j in np.ndindex(B, K):
+            assert got[i][j] == set(best_left(i, j, at)[: budget(i, at)])
+        weights = rng.random(request.slots.shape).astype(np.float32)
+        weights = np.where(np.asarray(request.valid), weights, 0)
+        resident = np.asarray(Slots(SINKS, RECENT).positions(jnp.asarray(at, jnp.int32)))
+        recent = rng.random((B, K, resident.shape[1])).astype(np.float32)
+        for i, j in np.ndindex(B, K):
+            np.add.at(mass[i, j], np.asarray(request.slots)[i, j], weights[i, j])
+            np.add.at(mass[i, j], resident[i], recent[i, j])
+        given: Any = request.slots, *map(jnp.asarray, (weights, resident, recent))
+        state = observe(state, Attended(jnp.zeros((B, K, G, D)), *given))
+        for i, j in np.ndindex(B, K):
+            gone[i][j] |= set(best_left(i, j, at)[budget(i, at) :])
     assert all(len(slots) > 3 for row in gone for slots in row)
 
 
