@@ -84,11 +84,21 @@ def add_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def environment(**variables: str) -> dict[str, str]:
+    """Variables of a process on the CPU that imports this checkout's package."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
+
+
 def python(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with this checkout's package on the CPU, and other environment variables."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
+    """Run Python, with other environment variables as given."""
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, env=environment(**variables), capture_output=True, text=True)
+
+
+def started(*arguments: str | Path, stdin: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    """Start Python, with a pipe for each of its streams."""
+    command, pipe = [sys.executable, *map(str, arguments)], subprocess.PIPE
+    return subprocess.Popen(command, env=environment(), stdin=stdin, stdout=pipe, stderr=pipe)
 
 
 @functools.cache

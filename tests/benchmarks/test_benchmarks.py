@@ -13,10 +13,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks import decode, machine, memory, presets, report, shapes
 from benchmarks.measure import turns
-from benchmarks.physics import Memory, resident_traffic, traffic_of
+from benchmarks.physics import Memory, resident_traffic
 from benchmarks.systems import MARGIN, settings
 from benchmarks.waves import Bench, needs_of, waves_of
-from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import InfiniGen
@@ -227,20 +226,6 @@ def test_infinigen_with_other_settings_is_a_system_of_its_own(capsys):
         with pytest.raises(SystemExit, match="2"):
             presets.parse(["--systems", wrong])
         assert "error: argument --systems" in capsys.readouterr().err
-
-
-@pytest.mark.bench
-def test_it_costs_what_it_costs_and_guesses_what_the_layers_own_projection_does():
-    model, traffic, numbers = model_of("toy"), [], []
-    for query in ("corrected", "plain"):
-        engine = Engine(model, policy=InfiniGen(budget=0.2, query=query))
-        policy = engine.decoder.policy
-        assert isinstance(policy, InfiniGen) and policy.speculate_from == DEFAULT_SOURCE
-        run = engine.start([shapes.prompt(model.config, 100)], max_new_tokens=8)
-        numbers.append([*run.tokens(ignore_eos=True)])
-        traffic.append(traffic_of(run, 100).weights)
-    assert numbers[0] == numbers[1]
-    assert traffic[0] > traffic[1]
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from tiny import ROOT
+from tiny import environment, started
 
 from infinigen_jax import generate
 from infinigen_jax.cli import chat
@@ -229,7 +229,7 @@ def test_the_line_editor_at_a_terminal():
     parent, child = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
+        env=environment(TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1"),
         stdin=child,
         stdout=subprocess.PIPE,
         stderr=child,
@@ -266,13 +266,8 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation():
     """A long answer is broken off; the next line is answered after that part."""
     arguments = ("--chat", "--chat-template", "plain", "--context", "1000")
     arguments += ("--model", str(embedded()), "--schedule", "layerwise")
-    with subprocess.Popen(
-        [sys.executable, "-m", "infinigen_jax.generate", *arguments, "--max-new-tokens", "900"],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    arguments += ("--max-new-tokens", "900")
+    with started("-m", "infinigen_jax.generate", *arguments) as process:
         summaries, rest = break_off_twice(process)
     assert (process.returncode, *rest) == (0, b"", b"")
     answered = [int(line.split(" answered")[0].split()[-1]) for line in summaries]

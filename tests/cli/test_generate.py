@@ -8,12 +8,11 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from typing import Any
 
 import pytest
-from tiny import ROOT, only, python
+from tiny import only, python, started
 from transformers import AutoTokenizer
 
 import infinigen_jax as ig
@@ -210,18 +209,11 @@ def test_interrupted_in_the_middle(tmp_path):
     stats = tmp_path / "stats.json"
     arguments = ("--model", embedded(), "--prompt", "The", "--ignore-eos", "--max-new-tokens", 1000)
     arguments = (*GENERATE, *arguments, "--stats-json", stats, "--schedule", "layerwise")
-    process = subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=100)
-    assert process.returncode == 130 and "Traceback" not in err
+    with started(*arguments) as process:
+        assert process.stdout is not None and process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 130 and b"Traceback" not in err
     assert only(tmp_path) == []
 
 

@@ -1,15 +1,13 @@
 """Commands killed at random moments: what they write is whole or absent, and they can go on."""
 
 import json
-import os
 import random
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from tiny import ROOT, only
+from tiny import only, started
 
 from infinigen_jax.convert.calibrate import DEFAULT_TEXT
 from infinigen_jax.engine.saved_file import SavedFile
@@ -20,13 +18,7 @@ KILLS = 20
 
 
 def start(module: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", f"infinigen_jax.{module}", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    return started("-m", f"infinigen_jax.{module}", *arguments, stdin=subprocess.DEVNULL)
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:

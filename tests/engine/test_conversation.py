@@ -176,9 +176,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("why", OTHERS)
 def test_other_settings_are_refused_by_name(why, saved):
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError, match=why):
         OTHERS[why]().resume(saved)
-    assert why in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_files_of_before_a_setting_existed(tmp_path, monkeypatch):
