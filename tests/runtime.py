@@ -198,10 +198,9 @@ def counts_of(run: Run) -> np.ndarray:
     return np.stack([np.asarray(counts.selected) for counts in run.counts])
 
 
-def finished(engine: Engine, prompts=RAGGED, new: int = NEW) -> Run:
-    run = engine.start(prompts, max_new_tokens=new)
-    for _ in run.tokens(ignore_eos=True):
-        pass
+def finished(engine: Engine, prompts=RAGGED, new: int = NEW, **settings) -> Run:
+    run = engine.start(prompts, max_new_tokens=new, **settings)
+    list(run.tokens(ignore_eos=True))
     return run
 
 

@@ -125,15 +125,14 @@ def test_prompts_are_timed(tmp_path, monkeypatch, capsys):
     found = json.loads(path.read_text())
     assert [entry["tokens"] for entry in found["times"]] == [64, 80]
     for entry in found["times"]:
-        assert len(entry["rounds"]) == 2
         assert list(entry["tokens_per_second"]) == list(prefill.SYSTEMS)
         ratios = [r["transformers"] / r["infinigen"] for r in entry["rounds"]]
+        assert len(ratios) == 2
         assert min(ratios) <= entry["transformers_over_infinigen"] <= max(ratios)
     assert found["logits_relative_difference"] < 1e-4
     short, long = (entry["temporaries"] for entry in found["memory"])
     assert 0 < short <= long
     table = capsys.readouterr().out.splitlines()
-    assert table[0].startswith("Attention: XLA" if not machine.has_gpu() else "Attention: ")
     assert sum(line.startswith(("| 64 ", "| 80 ")) for line in table) == 2
 
 

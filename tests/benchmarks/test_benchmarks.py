@@ -64,17 +64,14 @@ def systems(result):
 
 @pytest.mark.bench
 def test_result_tells_machine_and_settings(result):
-    described = result["machine"]
+    described, (context,) = result["machine"], result["contexts"]
     assert described["cores"] > 0 and described["memory_bytes"] > 0 and described["cpu"]
-    assert described["versions"]["jax"] == jax.__version__
-    assert {"torch", "transformers"} <= described["versions"].keys()
+    assert {"jax", "torch", "transformers"} <= described["versions"].keys()
     assert {"date", "commit"} <= described.keys()
     assert result["settings"]["preset"] == "smoke" and result["settings"]["rounds"] == ROUNDS
-    assert [context["context"] for context in result["contexts"]] == [CONTEXT]
     assert result["logits_relative_difference"] < 1e-3
-    assert result["memory_read_bytes_per_second"] == 1e10
-    assert list(result["contexts"][0]["systems"]) == SYSTEMS
-    assert result["contexts"][0]["waves"] == [MEASURED]  # all of them took turns
+    assert (context["context"], list(context["systems"])) == (CONTEXT, SYSTEMS)
+    assert context["waves"] == [MEASURED]  # all of them took turns
 
 
 @pytest.mark.bench
@@ -83,8 +80,7 @@ def test_every_system_is_timed_and_compared_with_its_floor(systems, name):
     entry = systems[name]
     assert len(entry["round_seconds"]) == ROUNDS and min(entry["round_seconds"]) > 0
     median = np.median(entry["round_seconds"])
-    np.testing.assert_allclose(entry["tokens_per_second"], TOKENS / median)
-    np.testing.assert_allclose(entry["milliseconds_per_step"], 1e3 * median / TOKENS)
+    assert entry["tokens_per_second"] == pytest.approx(TOKENS / median)
     assert entry["compilations_after_warmup"] == 0
     singles = entry["single_steps"]
     assert singles["count"] == len(singles["milliseconds"]) == STEPS
@@ -92,9 +88,8 @@ def test_every_system_is_timed_and_compared_with_its_floor(systems, name):
     needed = entry["bytes_per_step"]
     read = sum(needed[kind] for kind in ("weights", "device_cache", "index", "attended"))
     assert entry["floor_milliseconds"] == pytest.approx(read / 1e10 * 1e3)
-    ratio = entry["milliseconds_per_step"] / entry["floor_milliseconds"]
+    ratio = 1e3 * median / TOKENS / entry["floor_milliseconds"]
     assert entry["time_over_floor"] == pytest.approx(ratio)
-    assert entry["memory_share"] == pytest.approx(1 / ratio)
     assert entry["link_share"] is None  # a CPU has no such bus
 
 
@@ -102,36 +97,30 @@ def test_every_system_is_timed_and_compared_with_its_floor(systems, name):
 @pytest.mark.parametrize("name", OURS)
 def test_shares_of_a_traced_step_add_up(systems, name):
     traced = systems[name]["breakdown"]
-    assert traced["steps"] == TRACED
-    assert 0 < traced["step_ms"] < 1e3
-    assert sum(traced["parts_ms"].values()) == pytest.approx(traced["step_ms"])
-    assert sum(traced["layers_ms"].values()) == pytest.approx(traced["step_ms"])
-    parts = traced["parts_ms"]
+    parts, layers = traced["parts_ms"], traced["layers_ms"]
+    assert traced["steps"] == TRACED and 0 < traced["step_ms"] < 1e3
+    for shares in (parts, layers):
+        assert sum(shares.values()) == pytest.approx(traced["step_ms"])
     assert min(parts["attention"], parts["mlp"], parts["sampling"]) > 0
     selects = name != "full-device"
     assert (parts["speculation"] > 0, parts["selection"] > 0) == (selects, selects)
     # The CPU reads rows where they are, in its attention.
     assert traced["transfer_ms"] == parts["transfer"] == 0
-    assert traced["guessed_share"] < 0.05
-    assert {f"layer{i}" for i in range(3)} <= traced["layers_ms"].keys()
+    assert traced["guessed_share"] < 0.05 and {f"layer{i}" for i in range(3)} <= layers.keys()
 
 
 @pytest.mark.bench
 def test_what_systems_do(systems):
     plain, paper = systems["infinigen"], systems["infinigen-paper"]
     assert 0 < plain["fetched_fraction"] <= plain["selected_fraction"] <= 0.1
-    assert plain["hot_set_hit_rate"] is None
     assert systems["full-device"]["fetched_fraction"] is None
     # Two of three layers are streamed, and a fifth of the third one's rows is allowed.
     assert 2 / 3 < paper["fetched_fraction"] < 0.75
-    moved = [entry["host_to_device_bytes_per_token"] for entry in (plain, paper)]
-    assert 0 < moved[0] < moved[1] / 5
     assert plain["host_cache_bytes"] * 3 == paper["host_cache_bytes"]
     # A flush is told from other steps; the paper's window is one token: every step flushes.
     singles = plain["single_steps"]
     nearest = min(abs(one - singles["flush_ms"]) for one in singles["milliseconds"])
     assert nearest < 1e-3  # one of the steps, to the digits that are kept
-    assert singles["flush_over_median"] == pytest.approx(singles["flush_ms"] / singles["p50_ms"])
     assert paper["single_steps"]["flush_ms"] is None
     for name in ("full-device", "transformers-static"):  # they attend to everything
         whole = (1 + ROUNDS) * (TOKENS + MARGIN) + STEPS
@@ -187,15 +176,13 @@ def test_time_cap_leaves_a_result_that_says_so(tmp_path):
 def test_small_weights_of_this_package(tmp_path):
     path = tmp_path / "small.json"
     arguments = "--preset smoke --contexts 96 --steps 6 --trace-steps 0 --weight-dtype int8"
-    arguments += " --systems full-device transformers"
-    assert decode.main([*arguments.split(), "--json", str(path)]) == 0
+    arguments += f" --systems full-device transformers --json {path}"
+    assert decode.main(arguments.split()) == 0
     result = json.loads(path.read_text())
-    assert result["settings"]["weight_dtype"] == "int8" and "weights int8" in report.title(result)
-    assert result["logits_relative_difference"] < 1e-3
+    assert "weights int8" in report.title(result) and result["logits_relative_difference"] < 1e-3
     ours, theirs = result["contexts"][0]["systems"].values()
-    small = ours["bytes_per_step"]["weights"]
-    assert small == result["model"]["weight_bytes_per_step"] and "bytes_per_step" not in theirs
-    assert theirs["tokens_per_second"] > 0
+    assert ours["bytes_per_step"]["weights"] == result["model"]["weight_bytes_per_step"]
+    assert theirs["tokens_per_second"] > 0 and "bytes_per_step" not in theirs
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)

@@ -1,7 +1,7 @@
 """Sampling settings of each sequence in a batch, penalties and log-probabilities."""
 
 import numpy as np
-from runtime import NEW, SPARSE, engine, numbers, tokens_of
+from runtime import NEW, SPARSE, engine, finished, numbers, tokens_of
 
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.sampling import Sampling
@@ -53,9 +53,7 @@ def test_a_strong_penalty_lets_no_token_come_twice():
 
 def test_log_probabilities_are_those_of_the_model():
     """With penalties as well, and in every sequence that a prompt may take."""
-    run = made().start(PROMPTS, SETTINGS, NEW, batch=2, log_probs=3)
-    for _ in run.tokens(ignore_eos=True):
-        pass
+    run = finished(made(), PROMPTS, sampling=SETTINGS, batch=2, log_probs=3)
     for prompt, answer, choices in zip(PROMPTS, run.new_tokens, run.log_probs, strict=True):
         scored = made().start([prompt], max_new_tokens=NEW)
         for token, following, choice in zip(answer, answer[1:], choices[1:], strict=False):

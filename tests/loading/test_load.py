@@ -17,12 +17,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.files.user_cache import keep_programs
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.loading import room
-from infinigen_jax.loading.conversion_cache import (
-    HASHES,
-    cache_folder,
-    cache_lock,
-    prune,
-)
+from infinigen_jax.loading.conversion_cache import HASHES, cache_folder, cache_lock, prune
 from infinigen_jax.transfer.host_weights import STAYS
 
 
