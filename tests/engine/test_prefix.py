@@ -8,17 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import (
-    ALL,
-    NEW,
-    SPARSE,
-    engine,
-    finished,
-    numbers,
-    random_model,
-    slow_except,
-    tokens_of,
-)
+from runtime import ALL, NEW, SPARSE, engine, numbers, random_model, slow_except, tokens_of
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
@@ -42,7 +32,9 @@ SETTINGS: dict[str, tuple[str, Policy, dict[str, Any]]] = {
 
 
 def shared(made: Engine, **settings: Any) -> Run:
-    return finished(made, WHOLE, prefix=len(PREFIX), **settings)
+    run = made.start(WHOLE, max_new_tokens=NEW, prefix=len(PREFIX), **settings)
+    list(run.tokens(ignore_eos=True))
+    return run
 
 
 @pytest.mark.parametrize("name", slow_except(SETTINGS, "infinigen"))
@@ -158,10 +150,11 @@ def test_a_row_of_a_batch_with_small_rows_gives_what_it_gives_alone():
     made = engine("gqa", SPARSE, 1, rows="int8", prefill_chunk=192)
     ends = [[*PREFIX, *end] for end in ENDS[1:4]]
     for prompts, prefix in ((ends, 141), ([numbers(200, 7), numbers(150, 8)], 0)):
-        both = finished(made, prompts, 30, prefix=prefix)
+        both = made.start(prompts, max_new_tokens=30, prefix=prefix)
+        list(both.tokens(ignore_eos=True))
         for i, prompt in enumerate(prompts):
-            run = finished(made, [prompt], 30, prefix=prefix)
-            assert run.new_tokens[0] == both.new_tokens[i]
+            run = made.start([prompt], max_new_tokens=30, prefix=prefix)
+            assert [*run.tokens(ignore_eos=True)] and run.new_tokens[0] == both.new_tokens[i]
             for one, row in zip(run.cache.scales, both.cache.scales, strict=True):
                 np.testing.assert_allclose(one.centre[0], row.centre[i], rtol=1e-3, atol=1e-3)
 
