@@ -42,21 +42,6 @@ def test_opt_absorbed_bases_leave_logits_and_diagonalise_queries(tiny, tokens, t
     assert np.all(np.diff(diagonal, axis=-1) <= 1e-5 * diagonal.max())
 
 
-@pytest.mark.parametrize("skew", ["svd", "balanced"])
-def test_llama_bases_keep_scores(skew, tiny, tokens, tmp_path):
-    reference = tiny("llama", num_key_value_heads=2)
-    ids = [int(i) for i in np.random.default_rng(1).integers(3, 96, 150)]
-    convert(reference.folder, tmp_path / "out", calibration=ids, skew=skew)
-    model = checkpoint.load(tmp_path / "out", "float32")
-    rng = np.random.default_rng(0)
-    for basis in model.bases:
-        assert basis is not None and basis.query.shape == (2, 12, 12)
-        q, k = rng.normal(size=(2, 9, 12)), rng.normal(size=(2, 9, 12))
-        turned = (q @ np.asarray(basis.query)) @ (k @ np.asarray(basis.key)).swapaxes(1, 2)
-        np.testing.assert_allclose(turned, q @ k.swapaxes(1, 2), atol=1e-3)
-    assert model.key_mean is not None and model.key_mean.shape == (2, 2, 12)
-
-
 def test_padding_of_the_last_window_is_not_counted():
     """Windows of unequal length give the moments of the real tokens alone."""
     config = dataclasses.replace(GQA, max_positions=20)

@@ -163,14 +163,6 @@ def test_a_budget_of_a_request(served: Served):
     assert served.complete(LONG).choices[0].text == usual.texts[0]
 
 
-def test_other_models_are_not_found(served: Served):
-    with pytest.raises(openai.NotFoundError) as missing:
-        served.client.completions.create(model="other", prompt=PROMPT)
-    assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.NotFoundError):
-        served.client.models.retrieve("other")
-
-
 def test_null_is_as_left_out(served: Served):
     none = dict.fromkeys(("echo", "ignore_eos", "heat_map", "budget", "lossless", "top_k"))
     answer = served.complete(PROMPT, extra_body=none)
@@ -181,6 +173,11 @@ def test_models(served: Served):
     (model,) = served.client.models.list().data
     assert (model.id, model.max_model_len) == ("small", CONTEXT)
     assert served.client.models.retrieve("small").id == "small"
+    with pytest.raises(openai.NotFoundError):
+        served.client.models.retrieve("other")
+    with pytest.raises(openai.NotFoundError) as missing:
+        served.client.completions.create(model="other", prompt=PROMPT)
+    assert missing.value.code == "model_not_found"
 
 
 def test_a_heat_map_has_the_fetched_rows_of_each_token(served: Served):
