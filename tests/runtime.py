@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +212,45 @@ def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
     )
     steps = range(context, context + 19)
     return np.stack([np.asarray(run.score(tokens[:, i], tokens[:, i + 1])) for i in steps])
+
+
+class PlainLayer(NamedTuple):
+    """A layer's attention: weights [b, h, s, s], values [b, s, h, d], module, output [b, s, e]."""
+
+    weights: np.ndarray
+    values: np.ndarray
+    module: Any
+    output: np.ndarray
+
+
+def plain_pass(
+    model: Model, tokens: np.ndarray, mask: np.ndarray | bool = True
+) -> tuple[list[PlainLayer], np.ndarray]:
+    """Return the attention of each layer, in NumPy, and log-probabilities [b, s, v].
+
+    Args:
+        mask: [b, h, s, s], which of the tokens up to its own each query attends to.
+    """
+    architecture, config = blueprint(model.config, model.dtype), model.config
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    ends = architecture.embedding(model.params["embedding"])
+    x, layers = ends.embed(jnp.asarray(tokens), positions), []
+    seen = np.tri(tokens.shape[1], dtype=bool) & mask
+    for params in model.params["layers"]:
+        layer = architecture.layer(params)
+        a = layer.attention_input(x)
+        q = np.asarray(layer.query(a, positions), np.float64)
+        keys, values = (np.asarray(y, np.float64) for y in layer.key_value(a, positions))
+        keys, values = (np.repeat(y, config.group_size, axis=2) for y in (keys, values))
+        scores = np.where(seen, np.einsum("bqhd,bkhd->bhqk", q, keys), -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        o = jnp.asarray(np.einsum("bhqk,bkhd->bqhd", weights, values), jnp.float32)
+        output = layer.attention_output(o)
+        layers.append(PlainLayer(weights, values, layer, np.asarray(output)))
+        x = x + output
+        x = x + layer.mlp(x)
+    return layers, np.asarray(jax.nn.log_softmax(ends.logits(x)))
 
 
 def large_cache(decoder: Decoder, capacity: int, batch: int = 1) -> Cache:

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import ALL, NEW, RAGGED, SPARSE, engine, random_model
+from runtime import ALL, NEW, RAGGED, SPARSE, engine, plain_pass, random_model
 
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.errors import InputError
-from infinigen_jax.models import blueprint
 from infinigen_jax.policies import POLICIES, Full
 from infinigen_jax.settings.pool import Pool
 
@@ -49,53 +48,6 @@ def live(run: Run) -> list[list[list[np.ndarray]]]:
     return found
 
 
-def pieces(layer: Any) -> tuple[Any, Any]:
-    """A layer's projections, and what comes after its attention, compiled."""
-
-    def project(x: Any, at: Any) -> Any:
-        a = layer.attention_input(x)
-        return layer.query(a, at), *layer.key_value(a, at)
-
-    def finish(x: Any, o: Any) -> Any:
-        x = x + layer.attention_output(o)
-        return x + layer.mlp(x)
-
-    return jax.jit(project), jax.jit(finish)
-
-
-class Masked:
-    """The model on one sequence, token by token in NumPy; each KV head attends to given tokens."""
-
-    def __init__(self, name: str):
-        model = random_model(name)
-        architecture = blueprint(model.config, model.dtype)
-        self.config = model.config
-        self.layers = [architecture.layer(params) for params in model.params["layers"]]
-        self.ends = architecture.embedding(model.params["embedding"])
-        self.pieces = [pieces(layer) for layer in self.layers]
-        self.log_probs = jax.jit(lambda x: jax.nn.log_softmax(self.ends.logits(x)[0]))
-        self.rows: list[list[Any]] = [[] for _ in self.layers]  # keys, values by position
-
-    def step(self, token: int, position: int, allowed: dict[int, list[np.ndarray]]) -> np.ndarray:
-        """Log-probabilities of the next token; all of the past in layers that are not `allowed`."""
-        at = jnp.array([position], jnp.int32)
-        x = self.ends.embed(jnp.array([token], jnp.int32), at)
-        group = self.config.group_size
-        for i, (project, finish) in enumerate(self.pieces):
-            query, *row = (np.asarray(part)[0] for part in project(x, at))
-            self.rows[i].append(row)
-            keys, values = (np.stack([row[part] for row in self.rows[i]]) for part in (0, 1))
-            outputs = []
-            for head in range(self.config.num_heads):
-                kv = head // group
-                seen = allowed[i][kv] if i in allowed else np.arange(position + 1)
-                scores = keys[seen, kv] @ query[head]
-                weights = np.exp(scores - scores.max())
-                outputs.append(weights @ values[seen, kv] / weights.sum())
-            x = finish(x, np.stack(outputs)[None])
-        return np.asarray(self.log_probs(x))
-
-
 @pytest.mark.parametrize(
     "policy, eviction",
     [
@@ -105,22 +57,22 @@ class Masked:
 )
 def test_evicted_rows_are_masked_in_full_attention(policy, eviction):
     """Every live row is fetched, so attention is over exactly the live rows."""
-    steps = 15
     made = engine("one", policy, 0, pool=Pool(tokens=14, eviction=eviction, sinks=2))
-    seen = []
-    _, scores = scored(made, steps, lambda run: seen.append(live(run)))
+    seen: list[Any] = []
+    _, scores = scored(made, 15, lambda run: seen.append(live(run)[0]))
     for i, prompt in enumerate(PROMPTS):
-        model = Masked("one")
-        for position, token in enumerate(prompt):
-            model.step(token, position, {})  # prompts attend to all of themselves
-        for step in range(steps):
-            position = len(prompt) + step
-            allowed = {layer: heads[i] for layer, heads in enumerate(seen[step])}
-            sizes = [len(head) for heads in allowed.values() for head in heads]
-            assert max(sizes) <= 14 + policy.window + policy.sinks
-            assert position < 20 or max(sizes) < position + 1  # something is gone
-            got = model.step(int(TOKENS[i, position]), position, allowed)
-            assert got[TOKENS[i, position + 1]] == pytest.approx(scores[i, step], abs=2e-3)
+        steps = np.arange(len(prompt), len(prompt) + len(seen))
+        mask = np.ones((2, len(TOKENS[i]), len(TOKENS[i])), bool)  # prompts attend to themselves
+        for position, heads in zip(steps, seen, strict=True):
+            for head, rows in enumerate(heads[i]):
+                assert len(rows) <= 14 + policy.window + policy.sinks
+                assert position < 20 or len(rows) < position + 1  # something is gone
+                mask[head, position] = np.isin(np.arange(len(TOKENS[i])), rows)
+        model = random_model("one")
+        each_query = np.repeat(mask, model.config.group_size, axis=0)[None]
+        log_probs = plain_pass(model, TOKENS[i : i + 1], each_query)[1][0]
+        expected = log_probs[steps, TOKENS[i, steps + 1]]
+        np.testing.assert_allclose(scores[i], expected, atol=2e-3)
 
 
 def test_slots_hold_the_rows_of_the_directory():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import SPARSE, engine, random_model
+from runtime import SPARSE, engine, plain_pass, random_model
 from shallow import LAYERS
 from tiny import only
 
@@ -18,7 +18,6 @@ from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.recall import lost_most, study_windows, summary
 from infinigen_jax.evaluation.study import watch
 from infinigen_jax.loading.load import embedded
-from infinigen_jax.models import blueprint
 from infinigen_jax.policies import Full, Oracle, Window
 
 pytestmark = pytest.mark.usefixtures("shallow")
@@ -27,31 +26,6 @@ CONTEXT, SIZE = 24, 40
 WINDOWS = np.random.default_rng(3).integers(3, 96, (3, SIZE)).astype(np.int32)
 SETTINGS: dict[str, Any] = {"window": SIZE, "context": CONTEXT, "chunk": 6, "batch": 2}
 NARROW = {"budget": 0.2, "sinks": 2, "window": 4}
-
-
-def plain(name: str, tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, Any, np.ndarray]]:
-    """Return each layer's weights [b, h, s, s], values [b, s, h, d], module, output [b, s, e]."""
-    model = random_model(name)
-    architecture, config = blueprint(model.config, model.dtype), model.config
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    x = architecture.embedding(model.params["embedding"]).embed(jnp.asarray(tokens), positions)
-    layers = []
-    for params in model.params["layers"]:
-        layer = architecture.layer(params)
-        a = layer.attention_input(x)
-        q = np.asarray(layer.query(a, positions), np.float64)
-        keys, values = (np.asarray(y, np.float64) for y in layer.key_value(a, positions))
-        keys, values = (np.repeat(y, config.group_size, axis=2) for y in (keys, values))
-        scores = np.einsum("bqhd,bkhd->bhqk", q, keys)
-        scores = np.where(np.tri(tokens.shape[1], dtype=bool), scores, -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        o = jnp.asarray(np.einsum("bhqk,bkhd->bqhd", weights, values), jnp.float32)
-        output = layer.attention_output(o)
-        layers.append((weights, values, layer, np.asarray(output)))
-        x = x + output
-        x = x + layer.mlp(x)
-    return layers
 
 
 def attended_by_window(position: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -71,7 +45,7 @@ def test_window_against_numpy(name):
     config = random_model(name).config
     steps = range(CONTEXT - 1, SIZE - 1)
     assert arrays["layers"].tolist() == [1]
-    weights, values, layer, output = plain(name, WINDOWS)[1]
+    weights, values, layer, output = plain_pass(random_model(name), WINDOWS)[0][1]
     expected: dict[str, list] = {"mass": [], "oracle_mass": [], "error": [], "found": []}
     for p in steps:
         attended, eligible, rows = attended_by_window(p)
