@@ -101,9 +101,11 @@ def altered(draw: random.Random, value: Any) -> Any:
     return whole
 
 
-def rounds(capfd: pytest.CaptureFixture[str], what: str) -> Iterator[random.Random]:
+def rounds(
+    capfd: pytest.CaptureFixture[str], what: str, seconds: float = 7
+) -> Iterator[random.Random]:
     """A generator of random numbers for each case, until the time is over."""
-    seed, seconds = os.environ.get("FUZZ_SEED", "0"), float(os.environ.get("FUZZ_SECONDS", "7"))
+    seed, seconds = os.environ.get("FUZZ_SEED", "0"), float(os.environ.get("FUZZ_SECONDS", seconds))
     end, cases = time.monotonic() + seconds, 0
     for cases in itertools.count(1):
         yield random.Random(f"{what} {seed} {cases}")
