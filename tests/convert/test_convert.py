@@ -155,8 +155,8 @@ def test_destinations_that_are_refused(tiny, tmp_path):
     ("error", "seen", "message"),
     [
         (OSError(28, "No space left on device"), InputError, "disk is full"),
-        (PermissionError(13, "Permission denied"), InputError, ""),
-        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (PermissionError(13, "Permission denied"), InputError, "Permission denied"),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
         (RuntimeError("anything"), RuntimeError, "anything"),
     ],
 )

@@ -106,9 +106,8 @@ def test_window_takes_the_most_recent_of_a_pool():
     held = np.array([[rng.permutation(eligible(i))[:size] for _ in range(K)] for i in range(B)])
     held[:, :, ::3] = -1
     given: Any = CONFIG, FixedQuery(jnp.zeros((B, K, G, D))), {}, policy.init(CONFIG, B, size)
-    at, rows = jnp.asarray(POSITIONS, jnp.int32), policy.request_size(size)
-    lookup = Lookup(*given, jnp.zeros((B, 4)), at, rows, size, held=jnp.asarray(held, jnp.int32))
-    request = policy.select(lookup)
+    given += (jnp.zeros((B, 4)), jnp.asarray(POSITIONS), policy.request_size(size), size)
+    request = jax.jit(lambda held: policy.select(Lookup(*given, held=held)))(jnp.asarray(held))
     for i, j in np.ndindex(B, K):
         slots = np.asarray(request.slots)[i, j, : int(request.count[i, j])]
         assert sorted(held[i, j, slots]) == sorted(held[i, j])[-(size // 5) :]
