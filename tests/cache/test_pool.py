@@ -165,6 +165,7 @@ def test_full_counters_are_halved_in_order():
         count = 4 - sum(number >= enough for enough in (1, 100, 200))
         request = Request(jnp.arange(4)[None, None], jnp.array([[count]]))
         before, used = used, touched(pool, used, request, jnp.array([5 + number]))
+    assert before is not None and used is not None
     assert before[0, 0, :4].tolist() == [often - 1, 200, 100, 1]
     assert used[0, 0, :4].tolist() == [often // 2, 100, 50, 0]
     made = inserted(pool, positions, used, jnp.array([[5]]), jnp.array([6]), 0)

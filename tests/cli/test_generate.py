@@ -207,7 +207,15 @@ def test_the_command_alone():
 @pytest.mark.slow
 def test_interrupted_in_the_middle(tmp_path):
     stats = tmp_path / "stats.json"
-    arguments = ("--model", embedded(), "--prompt", "The", "--ignore-eos", "--max-new-tokens", 1000)
+    arguments = (
+        "--model",
+        embedded(),
+        "--prompt",
+        "The",
+        "--ignore-eos",
+        "--max-new-tokens",
+        "1000",
+    )
     arguments = (*GENERATE, *arguments, "--stats-json", stats, "--schedule", "layerwise")
     with started(*arguments) as process:
         assert process.stdout is not None and process.stdout.read(1)

@@ -107,7 +107,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def complaint(
     main: Callable[..., int], arguments: list[str], capfd: pytest.CaptureFixture[str]
 ) -> str:
-    """What is wrong with how a command ends; empty if nothing is."""
+    """Return the fault in how a command ends; empty if there is none."""
     assert isinstance(sys.stderr, io.TextIOWrapper)
     sys.stderr.reconfigure(errors="backslashreplace")  # as outside of tests
     try:

@@ -206,7 +206,7 @@ def test_settings_that_change_no_result_may_differ(saved):
 
 
 def test_memory_is_checked_before_anything_is_allocated(saved, monkeypatch):
-    """Of a resumed conversation as of a first turn, which can be tried again."""
+    """A resumed conversation is checked as a first turn is, which can be tried again."""
 
     def allocate(*arguments: Any) -> None:
         raise AssertionError("allocated")

@@ -76,7 +76,7 @@ def test_settings_and_prompts_out_of_range():
     for settings, named in wrong:
         with pytest.raises(InputError, match=named):
             Engine(made.model, **settings)
-    for prompts, new, named in (
+    cases: list[tuple[Any, int, str]] = [
         ([], 4, "prompts"),
         ([[]], 4, "prompts"),
         ([[], [5, 6]], 4, "prompts"),
@@ -86,7 +86,8 @@ def test_settings_and_prompts_out_of_range():
         (["text"], 4, "tokenizer"),
         ([[5]], 0, "max_new_tokens"),
         ([[5] * 250], 7, "250 tokens leaves room for 6"),
-    ):
+    ]
+    for prompts, new, named in cases:
         for use in (made.generate, made.start):
             with pytest.raises(InputError, match=named):
                 use(prompts, max_new_tokens=new)

@@ -32,7 +32,7 @@ def test_the_smallest_size_with_all_used_slots_is_computed(capacity, used, size)
 def test_a_conversation_in_a_larger_cache_has_equal_answers(monkeypatch):
     """One layer is on the device and one on the host; 8 to 120 of 256 slots are in use."""
 
-    def answer(alpha: float) -> tuple[list[int], np.ndarray]:
+    def answer(alpha: float) -> tuple[list[int | None], np.ndarray]:
         policy = InfiniGen(budget=0.3, window=4, sinks=2, alpha=alpha, tail_tokens=16)
         conversation = engine("gqa", policy, 1, schedule="fused").conversation(context=256)
         steps = conversation.turn(numbers(8), 112, ignore_eos=True)

@@ -63,7 +63,7 @@ def planner(folder: Path, machine: Machine, *options: str) -> Planner:
 
 
 def forecast(folder: Path, machine: Machine, *options: str, context: int = 4096) -> Forecast:
-    """Of one sequence, with the settings that are asked for."""
+    """Return the forecast for one sequence, with the settings that are asked for."""
     made = planner(folder, machine, *options)
     return made.forecast(made.asked, 1, context)
 

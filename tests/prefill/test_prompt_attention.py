@@ -91,16 +91,16 @@ def test_causal_attention(h, k, attend):
 def test_windows(window, attend):
     """A chunk alone, after a ring that holds the window before it, and after all rows."""
     whole, starts = prompts(2, 40, 4, 2), [20, 3]
-    expected = dense(*whole, window)
+    chunk: Any = [cut(x, starts, 11) for x in whole]
+    expected: Any = dense(*whole, window=window)
     assert_close(jax.jit(functools.partial(attend, window=window))(*whole), expected)
-    chunk = [cut(x, starts, 11) for x in whole]
     ring = Sliding.empty((2, 2, window, 8), jnp.float32)
     rows = jnp.concatenate(whole[1:], axis=-1).swapaxes(1, 2)
     before = Span.first(jnp.array(starts, jnp.int32))
     span = Span(before.end, before.count)
     in_ring = device_rows(ring.extend(rows, before), span, jnp.float32)
     in_ring = in_ring._replace(size=min(4, window))
-    for earlier in (in_ring, earlier_rows(stored(*whole[1:], 45), 8, starts)):
+    for earlier in (in_ring, earlier_rows(stored(whole[1], whole[2], 45), 8, starts)):
         got = jax.jit(functools.partial(attend, earlier=earlier, window=window))(*chunk)
         assert_close(got, [cut(x, starts, 11) for x in expected])
 
@@ -111,7 +111,7 @@ def test_blocks_of_their_true_size():
 
 
 def test_half_precision_keeps_its_type_and_a_float32_softmax():
-    chunk = [jnp.asarray(x, jnp.bfloat16) for x in prompts(2, 40, 4, 2)]
+    chunk: Any = [jnp.asarray(x, jnp.bfloat16) for x in prompts(2, 40, 4, 2)]
     output = attend_chunk(*chunk).output
     assert output.dtype == jnp.bfloat16
     exact: Any = [np.asarray(x, np.float32) for x in chunk]
@@ -157,7 +157,7 @@ def attend_after(attend: Any) -> Any:
 @example([17, 0], 8)
 def test_chunks_go_on_where_the_rows_before_them_end(attend_after, starts, size):
     whole = prompts(2, 61, 6, 2)
-    tables, chunk = stored(*whole[1:], 64), [cut(x, starts, 16) for x in whole]
+    tables, chunk = stored(whole[1], whole[2], 64), [cut(x, starts, 16) for x in whole]
     got = attend_after(tables, jnp.array(starts, jnp.int32), *chunk, size=size)
     assert_close(got, [cut(x, starts, 16) for x in dense(*whole)])
 

@@ -33,7 +33,7 @@ shapes = st.tuples(
 
 @given(shapes)
 def test_a_basis_absorbed_turns_every_head(shape):
-    """Of a projection's weights and biases, so that scores of heads turned alike are kept."""
+    """Weights and biases turn, so that scores of heads turned alike are kept."""
     seed, kv_heads, group, d = shape
     rng = np.random.default_rng(seed)
     basis = np.linalg.qr(rng.normal(size=(kv_heads, d, d)))[0]

@@ -172,7 +172,7 @@ def test_what_was_measured_of_one_query_is_not_for_another():
 
 
 def test_sources_that_are_refused(tiny: Any, tmp_path: Any):
-    """Of an earlier release, without a correction, and unknown."""
+    """Sources of an earlier release, without a correction, and unknown."""
     folder = convert(tiny("llama").folder, tmp_path / "y", skew="none")
     manifest = folder / "infinigen.json"
     value = json.loads(manifest.read_text())

@@ -18,7 +18,7 @@ from infinigen_jax.selection.select import select
 
 @pytest.mark.parametrize("blocks", [1, 8])
 def test_the_rest_is_what_was_not_chosen(blocks):
-    """Of some, all or no chosen tokens; by marks, by slots, and of masked scores."""
+    """Some, all or no tokens are chosen; by marks, by slots, and with masked scores."""
     rng = np.random.default_rng(7)
     scores = rng.normal(100, 1, size=(3, 2, 2, 128)).astype(np.float32)  # overflow without a peak
     eligible = rng.random((3, 1, 128)) < np.array([0.8, 0.1, 0.8])[:, None, None]
