@@ -19,7 +19,7 @@ replaced = jax.jit(replacement)
 @given(st.data())
 @settings(max_examples=25)
 def test_requests_find_what_was_fetched_before(data):
-    """For any requests: the directory's rows are hits, and the least recently used ones are evicted."""
+    """Rows that the directory has are hits, and the least recently used ones are evicted."""
     b, k = 2, 2
     t, n, h = data.draw(st.sampled_from([(40, 7, 9), (33, 1, 1), (20, 20, 20)]))
     rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
