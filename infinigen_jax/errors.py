@@ -23,8 +23,6 @@ OUT_OF_MEMORY = (
     "`pool.tokens`, `weight_dtype` int8, `weights` host or a smaller model; "
     "`python -m infinigen_jax.plan` shows what takes how much"
 )
-
-
 LONGEST = 1000  # characters of a message
 SHOWN = 60  # characters of a refused value
 # Options that are not named like the parameter of the library that they set.
@@ -79,11 +77,7 @@ class ParameterError(InputError):
 
 def with_options(message: str, options: Mapping[str, str]) -> str:
     """Return a message with its parameters in backticks as options, where there is one."""
-
-    def option(match: re.Match[str]) -> str:
-        return options.get(match[1], match[0])
-
-    return re.sub(r"`([a-z_.]+)`", option, message)
+    return re.sub(r"`([a-z_.]+)`", lambda match: options.get(match[1], match[0]), message)
 
 
 class MemoryShortageError(InputError):
@@ -160,7 +154,11 @@ def run_command(command: Callable[[], int | None], parser: Parser | None = None)
     other Unix programs. What is buffered is written here: the interpreter, which does it when it
     ends, would not report a failure.
     """
-    open_missing_streams()
+    # Streams that the caller has closed: nothing is read there, and what is printed is lost. No
+    # file that is opened later gets their number then, and with it what libraries print.
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # text that the terminal's encoding lacks
     status, message = _outcome(command, parser.options if parser else {})
@@ -187,10 +185,8 @@ def _outcome(command: Callable[[], int | None], options: Mapping[str, str]) -> t
         message = error.message(options)
     except KeyboardInterrupt:
         return 130, "interrupted"
-    except MemoryError:
-        message = with_options(OUT_OF_MEMORY, options)
-    except RuntimeError as error:  # XLA's own error type is one
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except (MemoryError, RuntimeError) as error:  # XLA's own error type is a RuntimeError
+        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         message = with_options(OUT_OF_MEMORY, options)
     except BrokenPipeError:
@@ -215,13 +211,3 @@ def flush(stream: Any) -> OSError | None:
             os.dup2(nowhere.fileno(), stream.fileno())
         return error
     return None
-
-
-def open_missing_streams() -> None:
-    """Streams that the caller has closed: nothing is read there, and what is printed is lost.
-
-    No file that is opened later gets their number then, and with it what libraries print.
-    """
-    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))

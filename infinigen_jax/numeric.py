@@ -13,7 +13,7 @@ from infinigen_jax.errors import ParameterError, shortened
 LARGEST = 2**31 - 1  # of counts, which are int32 on the device
 LARGEST_FACTOR = 10**6  # of multiples, sizes in GiB and bandwidths in GB/s: beyond any machine
 LEAST_SHARE = 1e-9  # its inverse is a number of 32 bits
-SUFFIXES = {"k": 1024, "m": 1024**2}  # as in --context 128k
+SUFFIXES = {"k": 1024, "m": 1024**2}  # of whole numbers, as in --context 128k
 
 Number = int | float
 
@@ -59,7 +59,10 @@ class Range(Check):
     or_zero: bool = False
 
     def parse(self, text: str) -> Any:
-        return parse_whole(text) if self.whole else float(text)
+        if not self.whole:
+            return float(text)
+        factor = SUFFIXES.get(text[-1:].lower())
+        return int(text) if factor is None else int(text[:-1]) * factor
 
     def problem(self, value: Any) -> str:
         if not isinstance(value, numbers.Integral if self.whole else numbers.Real):
@@ -106,16 +109,6 @@ def check_value(parameter: str, value: Any, check: Check) -> None:
 def check_range(parameter: str, value: Any, least: int, most: int = LARGEST) -> None:
     """Refuse anything but a whole number in a range."""
     check_value(parameter, value, whole_number(least, most))
-
-
-def parse_whole(text: str) -> int:
-    """A whole number; with the suffix k in units of 1024, with m of 1024 x 1024.
-
-    Raises:
-        ValueError: for other text.
-    """
-    factor = SUFFIXES.get(text[-1:].lower())
-    return int(text) if factor is None else int(text[:-1]) * factor
 
 
 def listed(names: Sequence[Any]) -> str:

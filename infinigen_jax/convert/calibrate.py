@@ -116,11 +116,9 @@ class Calibrator:
         self._layers_done = 0
         # Of the previous layer: the state that a query is computed from, and the attention input.
         self._before: tuple[Array, Array] | None = None
-        self._target: Array | None = None  # this layer's attention input
-        self._stand_ins: tuple[Array, ...] = ()  # substitutes for it, the one in use first
-        self._attended: tuple[Array, ...] | None = None  # hidden states, queries, keys, values
+        self._stand_ins: tuple[Array, ...] = ()  # substitutes for the latter, the one in use first
+        self._seen: tuple[Array, ...] = ()  # of this layer, see `_step`
         self._guesses: tuple[Array, ...] = ()
-        self._rope = config.rope  # of this layer
         self._valid = jnp.asarray(tokens.valid)
         architecture = blueprint(config, jnp.float32)
         positions = jnp.broadcast_to(jnp.arange(tokens.ids.shape[1]), tokens.ids.shape)
@@ -132,13 +130,11 @@ class Calibrator:
         The moments are extended to all positions of the model.
         """
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
-            sliding = self._config.window_of(self._layers_done)
-            self._rope = self._config.rope_of(self._layers_done)
-            step = _step(self._config, self._source, sliding)
-            self._hidden, sums, seen = step(params, self._hidden, self._valid)
+            step = _step(self._config, self._source, self._config.window_of(self._layers_done))
+            self._hidden, sums, self._seen = step(params, self._hidden, self._valid)
         self._layers_done += 1
-        attention_input, source, *attended = seen
-        self._attended, self._guesses, self._target = tuple(attended), (), attention_input
+        self._guesses = ()
+        attention_input, source, *_ = self._seen
         stand_in, earlier = self._before or (attention_input, attention_input)
         if self._source == "resident":
             if self._before is not None:
@@ -157,13 +153,9 @@ class Calibrator:
                 "are not finite; get them again"
             )
         moments = Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
-        self.blocks = BlockMoments(*(products / self._count for products in blocks))
-        places = self._places
-        if places == 1:
-            return moments
-        assert self._rope is not None
-        self.blocks = spread_blocks(self.blocks, self._rope, places)
-        return spread_moments(moments, self._rope, places)
+        means = BlockMoments(*(products / self._count for products in blocks))
+        self.blocks: BlockMoments = self._everywhere(spread_blocks, means)
+        return self._everywhere(spread_moments, moments)
 
     def ahead(self, params: Params) -> tuple[Params, GuessMoments]:
         """Fit the query of the layer that `layer` ran last to the previous layer's hidden state.
@@ -174,9 +166,8 @@ class Calibrator:
             The corrected projection {"kernel", "bias"}, float32, and the moments of its queries,
             scaled, rotated and extended to all positions as in `layer`.
         """
-        config, valid = self._config, np.asarray(self._valid)
-        assert self._attended is not None
-        target, query = np.asarray(self._target)[valid], params["q"]
+        valid, query = np.asarray(self._valid), params["q"]
+        target, queries = (np.asarray(self._seen[i])[valid] for i in (0, 3))
 
         def fit(stand_in: Array) -> Params:
             inputs = np.asarray(stand_in)[valid]
@@ -185,15 +176,12 @@ class Calibrator:
             return {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            projection, *others = pool.map(fit, self._stand_ins)
-        pairs = zip((projection, *others), self._stand_ins, strict=True)
+            projections = list(pool.map(fit, self._stand_ins))
+        pairs = zip(projections, self._stand_ins, strict=True)
         self._guesses = tuple(self._guess(params, *pair) for pair in pairs)
-        guesses, queries = (np.asarray(x)[valid] for x in (self._guesses[0], self._attended[1]))
-        moments = guess_moments(guesses, queries, config.num_kv_heads)
-        if self._places == 1:
-            return projection, moments
-        assert self._rope is not None
-        return projection, spread_guess(moments, self._rope, self._places)
+        guesses = np.asarray(self._guesses[0])[valid]
+        moments = guess_moments(guesses, queries, self._config.num_kv_heads)
+        return projections[0], self._everywhere(spread_guess, moments)
 
     def loss(self, params: Params) -> Float[np.ndarray, "n m"]:
         """Return the relative error of sparse attention in the layer that `layer` ran last.
@@ -204,11 +192,10 @@ class Calibrator:
             the layer's input. Axis 1: each of the m `loss.BUDGETS`. NaN if no window is long
             enough. See `convert.loss`.
         """
-        assert self._attended is not None
         guesses, self._guesses = self._guesses, ()
         guesses = guesses or (self._guess(params, params["q"], self._stand_ins[0]),)
-        hidden, queries, keys, values = self._attended
-        self._attended = None
+        _, _, hidden, queries, keys, values = self._seen
+        self._seen = ()  # its memory is needed
         with jax.default_matmul_precision("highest"):
             squares = squared_errors(
                 self._config, params, hidden, queries, guesses, keys, values, self._valid
@@ -217,10 +204,11 @@ class Calibrator:
         with np.errstate(invalid="ignore"):
             return np.sqrt(errors / whole).astype(np.float32)
 
-    @property
-    def _places(self) -> int:
-        """Number of positions where the text can start, see `skew.positions`."""
-        return offsets(self._rope, self._config.max_positions, self._valid.shape[1])
+    def _everywhere(self, spread: Callable[..., Any], sums: Any) -> Any:
+        """Extend sums of the layer to all positions where the text can start."""
+        rope = self._config.rope_of(self._layers_done - 1)
+        places = offsets(rope, self._config.max_positions, self._valid.shape[1])
+        return sums if places == 1 else spread(sums, rope, places)
 
     def _guess(
         self, params: Params, projection: Params, stand_in: Float[Array, "w s e"]
@@ -284,13 +272,12 @@ def _step(config: ModelConfig, source: str, sliding: int | None) -> Callable[...
         attended = attend(queries, keys, values, window=sliding)
         attended_state = x + layer.attention_output(attended)
 
-        def resident() -> Array:
+        stand_in = a
+        if source == "resident":
             recent = RECENT if sliding is None else min(RECENT, sliding)
             sinks = SINKS if sliding is None else 0
             near = attend(queries, keys, values, window=recent, sinks=sinks)
-            return x + layer.attention_output(near)
-
-        stand_in = resident() if source == "resident" else a
+            stand_in = x + layer.attention_output(near)
         seen = (a, stand_in, x, queries, keys, values)
         return attended_state + layer.mlp(attended_state), sums, seen
 

@@ -12,8 +12,8 @@ import glob
 import os
 import shutil
 import signal
-import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -56,18 +56,16 @@ def whole_file(destination: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: the file cannot be written; nothing of it is left.
     """
-    with _writing(destination):
-        handle, name = tempfile.mkstemp(prefix=_prefix(destination), dir=destination.parent)
-        with os.fdopen(handle, "wb") as file:
+    with _writing(destination) as partial:
+        with open(partial, "xb") as file:
             try:
                 yield file
                 file.flush()
-                os.fchmod(handle, 0o666 & ~_umask())  # mkstemp made it private
-                os.fsync(handle)
-                os.rename(name, destination)
+                os.fsync(file.fileno())
+                os.rename(partial, destination)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    os.unlink(name)
+                    os.unlink(partial)
                 raise
         _sync_folder(destination.parent)
 
@@ -95,11 +93,11 @@ def staged(destination: Path, check: Callable[[], object] | None = None) -> Iter
     with _terminate_as_exception():
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
-            with _writing(destination):
+            with _writing(destination) as folder:
                 if check is not None:
                     check()
-                folder = Path(tempfile.mkdtemp(prefix=_prefix(destination), dir=destination.parent))
                 try:
+                    folder.mkdir()
                     yield folder
                     _publish(folder, destination)
                     finished = True
@@ -116,11 +114,11 @@ def staged(destination: Path, check: Callable[[], object] | None = None) -> Iter
 
 
 @contextlib.contextmanager
-def _writing(destination: Path) -> Iterator[None]:
-    """Lock a destination and remove leftovers of killed writers."""
+def _writing(destination: Path) -> Iterator[Path]:
+    """Lock a destination, remove leftovers of killed writers, and yield the name of a sibling."""
     with locked(destination.with_name(f".{destination.name}.lock")):
         remove_partial(destination)
-        yield
+        yield destination.with_name(f"{_prefix(destination)}{uuid.uuid4().hex[:8]}")
 
 
 def remove_partial(destination: Path) -> None:
@@ -160,7 +158,6 @@ def link_or_copy(source: Path, destination: Path) -> None:
 
 def _publish(folder: Path, destination: Path) -> None:
     """Rename a folder into place; remove an earlier one only afterwards."""
-    os.chmod(folder, 0o777 & ~_umask())  # mkdtemp made it private
     _sync_folder(folder)
     if not destination.exists():
         os.rename(folder, destination)
@@ -223,9 +220,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

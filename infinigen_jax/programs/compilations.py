@@ -1,23 +1,30 @@
-"""A counter of XLA compilations, which shows that none happens after the warm-up."""
+"""Counts of JAX's events: compilations, of which none happens after the warm-up, and cache hits."""
 
+import collections
 import functools
+from typing import Any
 
 import jax
 
-_EVENT = "/jax/core/compile/backend_compile_duration"
-_count = 0
+_counts = collections.Counter[str]()
 
 
 @functools.cache
 def _listen() -> None:
-    def count(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        global _count
-        _count += event == _EVENT
+    def count(event: str, *durations: float, **details: Any) -> None:
+        _counts[event] += 1
 
+    jax.monitoring.register_event_listener(count)
     jax.monitoring.register_event_duration_secs_listener(count)
 
 
 def compilations() -> int:
-    """Return the number of XLA compilations since the first call of this function."""
+    """Return the number of XLA compilations since the first call of a function of this module."""
     _listen()
-    return _count
+    return _counts["/jax/core/compile/backend_compile_duration"]
+
+
+def cache_hits() -> int:
+    """Return the number of hits in JAX's compilation cache, counted likewise."""
+    _listen()
+    return _counts["/jax/compilation_cache/cache_hits"]

@@ -29,6 +29,7 @@ from jax.experimental import serialize_executable
 
 from infinigen_jax.files.atomic import whole_file
 from infinigen_jax.files.user_cache import processor, program_folder, prune_programs
+from infinigen_jax.programs.compilations import cache_hits
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Program:
         # A function of its own. For an equal one JAX would return the executable that it has in
         # memory; if it had read that from its cache, XLA could not serialise it.
         self._jitted = jax.jit(functools.partial(function), **options)
+        # For arguments or their shapes; they store nothing.
+        self.lower, self.trace = self._jitted.lower, self._jitted.trace
         self._name = _name_of(function)
         self._settings = settings
         self._options = {name: options[name] for name in options if name != "out_shardings"}
@@ -63,24 +66,16 @@ class Program:
         self._last[kind] = executable = self._executable(arguments, static)
         return executable(*arguments)
 
-    def lower(self, *arguments: Any, **static: Any) -> Any:
-        """Lower for arguments or their shapes, as `jax.jit` does, without storing the result."""
-        return self._jitted.lower(*arguments, **static)
-
     def shapes(self, *arguments: Any, **static: Any) -> Any:
         """Shapes and dtypes of the results; nothing is compiled."""
         return jax.eval_shape(functools.partial(self._jitted, **static), *arguments)
-
-    def trace(self, *arguments: Any, **static: Any) -> Any:
-        """Trace for arguments or their shapes, as `jax.jit` does, without storing the result."""
-        return self._jitted.trace(*arguments, **static)
 
     def _executable(self, arguments: Any, static: dict[str, Any]) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # abstract evaluation
             return functools.partial(self._jitted, **static)
         shapes = tuple(map(_signature, leaves))
-        key = (structure, shapes, tuple(sorted(static.items(), key=lambda item: item[0])))
+        key = (structure, shapes, tuple(sorted(static.items())))
         if key not in self._executables:
             self._executables[key] = self._load_or_compile(key, arguments, static)
         return self._executables[key]
@@ -113,24 +108,6 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, jax.Array):
         return leaf.shape, str(leaf.dtype), leaf.weak_type, leaf.committed, leaf.sharding
     return getattr(leaf, "shape", ()), str(getattr(leaf, "dtype", type(leaf)))
-
-
-_hits = 0
-
-
-@functools.cache
-def _listen() -> None:
-    def count(event: str, **kwargs: str | int) -> None:
-        global _hits
-        _hits += event == "/jax/compilation_cache/cache_hits"
-
-    jax.monitoring.register_event_listener(count)
-
-
-def cache_hits() -> int:
-    """Return the number of hits in JAX's compilation cache since the first call."""
-    _listen()
-    return _hits
 
 
 @functools.cache
@@ -173,9 +150,7 @@ def _load(path: Path) -> Any:
         if uses_lapack:
             _initialise_lapack()
         return serialize_executable.deserialize_and_load(*serialised)
-    except FileNotFoundError:
-        return None
-    except Exception as error:  # truncated, other build or other machine: compile again
+    except Exception as error:  # missing, truncated, of another build or machine: compile again
         logger.debug("%s: %s", path, error)
         return None
 

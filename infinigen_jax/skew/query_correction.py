@@ -21,7 +21,7 @@ from jaxtyping import Float
 Matrix = np.ndarray | jax.Array
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, np.inf)  # relative to the mean eigenvalue of Cov(x)
-HELD_OUT = 4  # one token in HELD_OUT is held out
+HELD_OUT = 4  # one token in HELD_OUT, at the end of the text, is held out to choose the ridge
 
 
 class Projection(NamedTuple):
@@ -53,18 +53,13 @@ def corrected_projection(
     """
     x, y, w = (np.asarray(m, np.float64) for m in (inputs, targets, kernel))
     missing = (y - x) @ w
-    ridge = _best_ridge(x, missing)
+    train = len(x) - len(x) // HELD_OUT
+    fit = _Regression(x[:train], missing[:train])
+    ridge = RIDGES[int(np.argmin(fit.squared_errors(x[train:], missing[train:])))]
+    del fit
     slope, intercept = _Regression(x, missing).affine(ridge)
     offset = np.zeros(w.shape[1]) if bias is None else np.asarray(bias, np.float64)
     return Projection(w + slope, offset + intercept, float(ridge))
-
-
-def _best_ridge(x: Float[np.ndarray, "n e"], y: Float[np.ndarray, "n c"]) -> float:
-    """Return the one of RIDGES with the smallest error on the end of the text."""
-    train = len(x) - len(x) // HELD_OUT
-    fit = _Regression(x[:train], y[:train])
-    errors = fit.squared_errors(x[train:], y[train:])
-    return RIDGES[int(np.argmin(errors))]
 
 
 class _Regression:

@@ -35,20 +35,11 @@ GPT4O = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Expression that splits words, by `tokenizer.ggml.pre`; None for GPT-2's, which the library has.
-WORDS = {
-    "default": None,
-    "gpt-2": None,
-    "refact": None,
-    "smollm": None,
-    "llama-bpe": LLAMA3,
-    "llama3": LLAMA3,
-    "llama-v3": LLAMA3,
-    "smaug-bpe": LLAMA3,
-    "dbrx": LLAMA3,
-    "falcon3": LLAMA3,
+WORDS: dict[str, str | None] = {
+    **dict.fromkeys(("default", "gpt-2", "refact", "smollm")),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3"), LLAMA3),
     "gpt-4o": GPT4O,  # Phi-4-mini
-    "qwen2": QWEN2,
-    "deepseek-r1-qwen": QWEN2,
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
     "tekken": TEKKEN,
 }
 SINGLE_DIGITS = ("refact", "smollm")  # rules in which each digit is a word
