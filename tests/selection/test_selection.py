@@ -83,7 +83,8 @@ def test_select_against_plain_python(case, alpha, caps, mode):
             ) > -alpha
     counts = passing.sum(2)
     if mode == "mean":
-        counts[:] = counts.sum() // counts.size
+        active = eligible.any(axis=1)  # the mean is over the sequences with rows to choose from
+        counts[:] = counts.sum() // max(1, k * active.sum())
     else:
         rank[~passing] = -np.inf
     counts = np.minimum(counts, np.minimum(caps, eligible.sum(1))[:, None])
