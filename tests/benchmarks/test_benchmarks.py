@@ -42,18 +42,24 @@ def bandwidth():
         yield
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    """Traces do not know the parts of a program that was compiled by another process."""
-    path = tmp_path_factory.mktemp("bench") / "toy.json"
-    arguments = f"--preset smoke --contexts {CONTEXT} --steps {STEPS} --trace-steps {TRACED}"
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_this_process():
+    """Traces do not know the parts of a program that was compiled by another process.
+
+    The benchmark turns the cache off too, and leaves it off.
+    """
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
-    try:
-        assert decode.main([*arguments.split(), "--systems", *SYSTEMS, "--json", str(path)]) == 0
-    finally:
-        jax.config.update("jax_enable_compilation_cache", True)
-        compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bench") / "toy.json"
+    arguments = f"--preset smoke --contexts {CONTEXT} --steps {STEPS} --trace-steps {TRACED}"
+    assert decode.main([*arguments.split(), "--systems", *SYSTEMS, "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
 
