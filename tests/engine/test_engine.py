@@ -3,45 +3,75 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
-from runtime import ALL, NEW, RAGGED, SPARSE, counts_of, engine, finished, tokens_of, with_ends
+from runtime import (
+    ALL,
+    NEW,
+    RAGGED,
+    SPARSE,
+    counts_of,
+    engine,
+    finished,
+    random_model,
+    tokens_of,
+    with_ends,
+)
 
-from infinigen_jax.decode import sparse_attention as host_attention
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded, load
-from infinigen_jax.policies import Full
+from infinigen_jax.policies import Full, InfiniGenPaper, Policy
 from infinigen_jax.settings.sampling import Sampling
+
+LAYER = random_model("one")
 
 # Settings, each on a model of one layer, whose rows are on the host.
 
 
-def test_everything_may_stay_on_the_device():
-    """All layers are dense, or the window is longer than the cache: nothing is eligible."""
-    full = finished(engine("one", Full())).new_tokens
-    run = finished(engine("one", SPARSE, 99))
+def small(policy: Policy = SPARSE, *, schedule: str = "fused", **settings: Any) -> Engine:
+    return Engine(LAYER, policy=policy, dense_layers=0, schedule=schedule, **settings)
+
+
+def test_all_layers_may_be_dense():
+    run = finished(Engine(LAYER, policy=SPARSE, dense_layers=99))
     assert run.decoder.dense_layers == 1
     assert run.cache.host is None and run.stats().fetched_fraction == 0
-    assert run.new_tokens == full
-    run = finished(engine("one", dataclasses.replace(SPARSE, window=300)))
-    assert counts_of(run).sum() == 0 and run.new_tokens == full
+    assert run.new_tokens == finished(small(Full())).new_tokens
+
+
+def test_windows_longer_than_the_cache():
+    """Everything stays on the device; nothing is eligible, nothing overflows."""
+    wide = dataclasses.replace(SPARSE, window=300)
+    run = finished(small(wide))
+    assert counts_of(run).sum() == 0
+    assert run.new_tokens == finished(small(Full())).new_tokens
 
 
 def test_caches_of_several_stream_blocks(monkeypatch):
-    full = finished(engine("one", Full()))
+    from infinigen_jax.decode import sparse_attention as host_attention
+
+    full = finished(small(Full()))
     monkeypatch.setattr(host_attention, "STREAM_BLOCK", 32)
-    blocks = engine("one", Full(window=3))  # another policy: compiled anew
+    blocks = small(Full(window=3))  # another policy: compiled anew
     assert finished(blocks).new_tokens == full.new_tokens
+
+
+def test_the_papers_settings_stream_the_first_two_layers():
+    run = finished(engine("three", InfiniGenPaper(alpha=1.0), None))
+    assert run.decoder.dense_layers == 0 and run.cache.states[:2] == ((), ())
+    tokens = run.prompt_lengths + np.arange(NEW - 1)[:, None]
+    selected = counts_of(run) - 2 * 2 * tokens  # in addition to the streamed rows
+    assert (selected >= 0).all() and (selected <= 2 * 0.2 * tokens).all() and selected.any()
 
 
 # Ends.
 
 
 def test_end_of_text_ends_its_row_and_no_other():
-    made = engine("one")
-    free = finished(made).new_tokens
+    free = finished(small()).new_tokens
     eos = free[1][4]  # what the second prompt's fifth token will be
-    stopping = with_ends(made, eos)
+    stopping = with_ends(small(), eos)
     got = stopping.generate(RAGGED, max_new_tokens=NEW)
     for tokens, all_tokens in zip(got.tokens, free, strict=True):
         length = all_tokens.index(eos) + 1 if eos in all_tokens else NEW
@@ -57,15 +87,20 @@ def test_end_of_text_ends_its_row_and_no_other():
     assert len(single) == len(got.tokens[1])
 
 
+def test_a_single_new_token():
+    got = small().generate(RAGGED, max_new_tokens=1, ignore_eos=True)
+    assert got.tokens == [tokens[:1] for tokens in finished(small()).new_tokens]
+    assert got.stats.fetched_fraction == 0 and got.stats.new_tokens == 3
+
+
 def test_single_tokens_are_prompts():
-    assert tokens_of(engine("one", ALL), [[7]]) == tokens_of(engine("one", Full()), [[7]])
+    assert tokens_of(small(ALL), [[7]]) == tokens_of(small(Full()), [[7]])
 
 
 # What is refused.
 
 
 def test_settings_and_prompts_out_of_range():
-    made = engine("one")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"dense_layers": -1}, "dense_layers"),
         ({"schedule": "eager"}, "schedule"),
@@ -75,28 +110,33 @@ def test_settings_and_prompts_out_of_range():
     ]
     for settings, named in wrong:
         with pytest.raises(InputError, match=named):
-            Engine(made.model, **settings)
-    cases: list[tuple[Any, int, str]] = [
+            Engine(LAYER, **settings)
+    made = small()
+    for prompts, new, named in (
         ([], 4, "prompts"),
         ([[]], 4, "prompts"),
-        ([[], [5, 6]], 4, "prompts"),
         ([[96]], 4, "prompts"),
         ([[-1]], 4, "prompts"),
         ([""], 4, "prompts"),
         (["text"], 4, "tokenizer"),
         ([[5]], 0, "max_new_tokens"),
         ([[5] * 250], 7, "250 tokens leaves room for 6"),
-    ]
-    for prompts, new, named in cases:
-        for use in (made.generate, made.start):
-            with pytest.raises(InputError, match=named):
-                use(prompts, max_new_tokens=new)
-    with pytest.raises(InputError, match="prefix"):
-        made.start([[5, 6]], prefix=-3)
+    ):
+        with pytest.raises(InputError, match=named):
+            made.generate(prompts, max_new_tokens=new)
     assert len(tokens_of(made, [[5] * 250], 6, ignore_eos=True)[0]) == 6
 
 
 @pytest.mark.usefixtures("shallow")
+@pytest.mark.parametrize("prompts", [[[]], [[], [5, 6]], [[5, 600]]])
+def test_prompts_of_start_are_checked(prompts):
+    made = engine("one")
+    with pytest.raises(InputError, match="prompts"):
+        made.start(prompts)
+    with pytest.raises(InputError, match="prefix"):
+        made.start([[5, 6]], prefix=-3)
+
+
 def test_texts_of_a_stream():
     """They are those of its tokens, up to a stop string that ends one prompt and not the other."""
     model = load(embedded())

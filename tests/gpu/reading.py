@@ -6,7 +6,6 @@ for pair in async_pairs(program):
     print(pair.start.name, [i.name for i in pair.between])
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from compile_for_gpu import Program
@@ -136,34 +135,6 @@ def independent(program: Program, work: Instruction) -> list[Instruction]:
         if needs.get(i.name, set()) & after:
             after.add(i.name)
     return [i for i in schedule(program)[work.computation] if i.name not in before | after]
-
-
-def in_scope(work: Iterable[Instruction], scope: str) -> list[Instruction]:
-    """The launches that stem from a named scope."""
-    return [i for i in work if f"/{scope}/" in i.op_name]
-
-
-def products(work: Iterable[Instruction], scope: str) -> list[Instruction]:
-    """Matrix products in a named scope, and other launches for them."""
-    return [i for i in in_scope(work, scope) if "dot_general" in i.op_name]
-
-
-def copies_of(program: Program, *sizes: int) -> list[AsyncPair]:
-    """Asynchronous copies of some sizes, with what is launched meanwhile."""
-    return [pair for pair in async_pairs(program) if pair.start.nbytes in sizes]
-
-
-def assert_beside(program: Program, pair: AsyncPair, layer: str, projections: int = 0) -> None:
-    """Raise AssertionError unless a layer's attention and its whole MLP run during a copy.
-
-    Args:
-        projections: products of its attention that may come before: the projection to q, k and v
-            may be one product with the speculated query.
-    """
-    work, between = launched(program), list(pair.between)
-    attention, mlp = products(work, f"{layer}attention"), in_scope(work, f"{layer}mlp")
-    assert len(attention) >= 3 and all(i in between for i in attention[projections:])
-    assert len(mlp) >= 4 and all(i in between for i in mlp)
 
 
 def assert_no_copy_larger_than(program: Program, limit_bytes: int) -> None:

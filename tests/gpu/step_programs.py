@@ -7,9 +7,7 @@ compile as those of a large model do, small enough to take a minute.
 import contextlib
 import dataclasses
 import functools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,9 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from compile_for_gpu import Program, compile_for_gpu
 from jax._src.cudnn import fused_attention_stablehlo
-
-sys.path.append(str(Path(__file__).parents[1]))
-from runtime import large_cache
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.cache import Cache, HostLayer
@@ -39,7 +34,8 @@ from infinigen_jax.decode.state import (
 )
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.loading.load import Ahead, Basis, Model
-from infinigen_jax.models import ModelConfig, blueprint, config_from_hf
+from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.models.rope import Rope
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.prefill import cudnn_attention as fused_attention
@@ -51,12 +47,22 @@ from infinigen_jax.transfer.host_weights import in_host_memory, placement
 
 LAYERS, DENSE, BATCH, CAPACITY, PROMPT = 6, 2, 2, 8192, 128
 DTYPE = jnp.dtype(jnp.bfloat16)
-CONFIG = config_from_hf(
-    {
-        **{"model_type": "llama", "vocab_size": 8192, "max_position_embeddings": CAPACITY},
-        **{"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": LAYERS},
-        **{"num_attention_heads": 16, "num_key_value_heads": 8},
-    }
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=8192,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_layers=LAYERS,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    max_positions=CAPACITY,
+    norm_eps=1e-5,
+    activation="silu",
+    tie_embeddings=False,
+    attention_bias=False,
+    mlp_bias=False,
+    rope=Rope(),
 )
 # Every other layer attends to a window.
 WINDOW = 1024
@@ -147,7 +153,13 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights
 
 
 def _cache(made: Decoder | None = None) -> Cache:
-    return large_cache(made or decoder(), CAPACITY, BATCH)
+    at, made = Placement(default_mesh()), made or decoder()
+    empty = cache_steps(made).empty
+    cache = empty.shapes(batch=BATCH, capacity=CAPACITY, slots=CAPACITY)
+    host = (made.host_layers, BATCH, CONFIG.num_kv_heads, CAPACITY, 2 * CONFIG.head_dim)
+    lengths = _placed(cache.lengths, at.batch)
+    cache = _placed(cache._replace(lengths=None), at.rows)
+    return cache._replace(host=_shaped(host, DTYPE, at.host), lengths=lengths)
 
 
 def _scalar(dtype: Any = jnp.int32) -> Any:

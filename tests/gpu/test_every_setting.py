@@ -6,6 +6,8 @@ Shows that XLA takes them, no more. Minutes: `python -m pytest tests/gpu -m slow
 """
 
 import dataclasses
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +15,8 @@ import pytest
 import step_programs as sp
 from compile_for_gpu import compile_for_gpu
 from jax import core
+
+sys.path.append(str(Path(__file__).parents[1]))
 from runtime import RAGGED, SPARSE, random_model
 
 from infinigen_jax import cuda
@@ -21,7 +25,7 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import POLICIES
 from infinigen_jax.prefill.compiled import chunk_steps
 from infinigen_jax.programs.program import Program
-from infinigen_jax.settings.pool import POOL_EVICTIONS, Pool
+from infinigen_jax.settings.pool import Pool
 from infinigen_jax.transfer import CudaTransfer, XlaTransfer
 
 pytestmark = pytest.mark.slow
@@ -29,39 +33,63 @@ pytestmark = pytest.mark.slow
 INFINIGEN = dataclasses.replace(
     SPARSE, tail=True, partial_ratio=1.0, index_dtype="int4", tail_tokens=8
 )
-CHANGES: list[dict[str, Any]] = [
-    *({"count": "mean"}, {"query": "own"}, {"speculate_from": "resident"}, {"tail": False}),
-    *({"index_dtype": "float32"}, {"index_dtype": "bfloat16"}, {"tail_tokens": 0}),
-]
-SETTINGS: list[dict[str, Any]] = [
-    *({"hot_set": 2.0}, {"hot_set": 2.0, "schedule": "layerwise"}, {"schedule": "layerwise"}),
-    *({"weights": "host"}, {"check": True}, {"prefix": list(range(3, 43))}, {"prefill_chunk": 16}),
-]
-ONE_MEAN = dataclasses.replace(INFINIGEN, tail_tokens=0)
+ONE_MEAN = {"tail_tokens": 0}
 FULL = POLICIES["full"]()
-# Model, policy, and settings of the engine and the model.
-CASES: list[tuple[str, Any, dict[str, Any]]] = [
-    *((name, INFINIGEN, {}) for name in ("gqa", "opt", "windows", "qwen3")),
-    *((name, INFINIGEN, {"dtype": "bfloat16"}) for name in ("gqa", "opt", "windows")),
-    *(
-        ("gqa", kind(), {"dense_layers": int(name == "infinigen-paper")})
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    **{f"a model, {name}": (name, INFINIGEN, {}) for name in ("gqa", "opt", "windows", "qwen3")},
+    **{
+        f"bfloat16, {name}": (name, INFINIGEN, {"dtype": "bfloat16"})
+        for name in ("gqa", "opt", "windows")
+    },
+    **{
+        f"policy {name}": ("gqa", kind(), {"dense_layers": int(name == "infinigen-paper")})
         for name, kind in POLICIES.items()
-    ),
-    *(("gqa", dataclasses.replace(INFINIGEN, **changes), {}) for changes in CHANGES),
-    *(("gqa", INFINIGEN, settings) for settings in SETTINGS),
-    *(
-        ("gqa", policy, {"rows": rows, **settings})
+    },
+    **{
+        f"{setting} {value}": ("gqa", dataclasses.replace(INFINIGEN, **{setting: value}), {})
+        for setting, values in {
+            "count": ("mean",),
+            "query": ("own",),
+            "speculate_from": ("resident",),
+            "index_dtype": ("float32", "bfloat16"),
+            "tail_tokens": (0,),
+            "tail": (False,),
+        }.items()
+        for value in values
+    },
+    **{
+        f"rows {rows}, {what}": ("gqa", policy, {"rows": rows, **settings})
         for rows in ("int8", "int4")
-        for policy, settings in (
-            (INFINIGEN, {}),
-            (INFINIGEN, {"hot_set": 2.0}),
-            (FULL, {"dense_layers": 0}),
+        for what, policy, settings in (
+            ("infinigen", INFINIGEN, {}),
+            ("hot set", INFINIGEN, {"hot_set": 2.0}),
+            ("full", FULL, {"dense_layers": 0}),
         )
+    },
+    **{
+        f"hot set, {name}": ("gqa", INFINIGEN, {"hot_set": 2.0, **settings})
+        for name, settings in {"lru": {}, "layerwise": {"schedule": "layerwise"}}.items()
+    },
+    **{
+        f"pool, {name}": (
+            "gqa",
+            dataclasses.replace(INFINIGEN, **ONE_MEAN),
+            {"pool": Pool(share=0.8, eviction=name)},
+        )
+        for name in ("fifo", "lru", "counter")
+    },
+    "pool, hot set": (
+        "gqa",
+        dataclasses.replace(INFINIGEN, **ONE_MEAN),
+        {"pool": Pool(share=0.8), "hot_set": 2.0},
     ),
-    *(("gqa", ONE_MEAN, {"pool": Pool(share=0.8, eviction=name)}) for name in POOL_EVICTIONS),
-    ("gqa", ONE_MEAN, {"pool": Pool(share=0.8), "hot_set": 2.0}),
-    ("gqa", FULL, {"pool": Pool(share=0.8), "dense_layers": 0}),
-]
+    "pool, full": ("gqa", FULL, {"pool": Pool(share=0.8), "dense_layers": 0}),
+    "weights on the host": ("gqa", INFINIGEN, {"weights": "host"}),
+    "layerwise": ("gqa", INFINIGEN, {"schedule": "layerwise"}),
+    "checked": ("gqa", INFINIGEN, {"check": True}),
+    "a shared prefix": ("gqa", INFINIGEN, {"prefix": list(range(3, 43))}),
+    "chunks": ("gqa", INFINIGEN, {"prefill_chunk": 16}),
+}
 
 
 class Call(NamedTuple):
@@ -98,14 +126,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Call]:
     return found
 
 
-@pytest.mark.parametrize("name, policy, given", CASES, ids=lambda x: getattr(x, "name", str(x)))
-def test_it_compiles(
-    name: str,
-    policy: Any,
-    given: dict[str, Any],
-    calls: dict[str, Call],
-    monkeypatch: pytest.MonkeyPatch,
-):
+@pytest.mark.parametrize("case", CASES)
+def test_it_compiles(case: str, calls: dict[str, Call], monkeypatch: pytest.MonkeyPatch):
+    name, policy, given = CASES[case]
     settings: dict[str, Any] = {"dense_layers": 1, **given}
     model = random_model(name, settings.pop("dtype", "float32"))
     prefix = settings.pop("prefix", [])
