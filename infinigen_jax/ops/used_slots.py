@@ -26,7 +26,11 @@ def over_used(compute: Callable[[int], Any], used: Int[Array, ""], capacity: int
     if not sizes or jax.default_backend() != "cpu":
         return compute(capacity)
     number = sum((used > size).astype(jnp.int32) for size in sizes)
-    return jax.lax.switch(number, [functools.partial(compute, n) for n in (*sizes, capacity)])
+    by_size = [functools.partial(compute, n) for n in (*sizes, capacity)]
+    # A process without a GPU may compile for one.
+    return jax.lax.platform_dependent(
+        cpu=lambda: jax.lax.switch(number, by_size), default=by_size[-1]
+    )
 
 
 def padded(x: Shaped[Array, "*b n"], size: int, value: int | float) -> Shaped[Array, "*b m"]:
