@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import SPARSE, engine, random_model, tokens_of
 
-from infinigen_jax import evaluate, plan
+from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import ParameterError
@@ -202,6 +202,13 @@ def test_loading(dtype, weights):
 def test_a_dtype_that_does_not_exist():
     with pytest.raises(ParameterError, match="weight_dtype int3: use bfloat16, int8 or int4"):
         load(weight_dtype="int3")
+
+
+@pytest.mark.usefixtures("shallow")
+def test_a_text(command):
+    options = ("--prompt", "The king said", "--max-new-tokens", "4", "--policy", "full", "--quiet")
+    status, text, errors = command(generate.main, *options, "--weight-dtype", "int8")
+    assert status == 0 and text.strip() and not errors
 
 
 @pytest.mark.usefixtures("shallow")

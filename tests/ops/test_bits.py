@@ -1,5 +1,6 @@
 """Two-byte numbers on the CPU: kept as integers, so that XLA converts no cache as a whole."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -18,6 +19,7 @@ from infinigen_jax.engine.saved_file import SavedFile
 from infinigen_jax.ops.bit_storage import from_kept, kept_dtype, number_dtype, to_kept
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.compiled import chunk_steps
+from infinigen_jax.transfer import XlaTransfer
 
 CAPACITY = 1 << 16
 
@@ -77,6 +79,15 @@ def test_no_program_converts_a_cache(program, dtype):
     assert (
         compiled.memory_analysis().temp_size_in_bytes < cache.host.size * cache.host.dtype.itemsize
     )
+
+
+def test_a_cache_of_numbers_would_be_converted():
+    engine = Engine(random_model("three", "bfloat16"), policy=SPARSE, dense_layers=1)
+    decoder = dataclasses.replace(engine.decoder, transfer=XlaTransfer(in_place=False))
+    engine.runtime = dataclasses.replace(engine.runtime, decoder=decoder)
+    cache = large_cache(engine.decoder, CAPACITY)
+    assert cache.host is not None and cache.host.dtype == jnp.bfloat16
+    assert largest_numbers(flush(engine, cache).compile().as_text()) >= cache.host.size
 
 
 def test_weights_are_converted_one_after_the_other():
