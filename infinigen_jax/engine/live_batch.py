@@ -55,19 +55,18 @@ class Reading:
         self,
         runtime: Runtime,
         tokens: Sequence[int] | np.ndarray,
-        capacity: int,
+        cache: Cache,
         chunk: int,
-        cache: Cache | None = None,
         done: int = 0,
     ):
         """Prepare to read a prompt; nothing is dispatched yet.
 
         Args:
-            cache: cache that holds the first `done` tokens, fewer than all; None for a new one.
+            cache: cache of one sequence that holds the first `done` tokens, fewer than all.
         """
         self.tokens, self.done = np.asarray(tokens, np.int32), done
         self._runtime, self._chunk = runtime, chunk
-        self.cache = empty_cache(runtime.decoder, 1, capacity) if cache is None else cache
+        self.cache = cache
         self._lengths = self._put(np.array([len(self.tokens)], np.int32))
         self._last: Float[Array, "1 e"] | None = None
 

@@ -140,7 +140,8 @@ class Scheduler:
             if self._stopping:
                 return
             tokens = np.zeros(length, np.int32)
-            reading = Reading(self.engine.runtime, tokens, limits.capacity, limits.chunk)
+            cache = self._batch.empty_cache()
+            reading = Reading(self.engine.runtime, tokens, cache, limits.chunk)
             reading.advance()
             if self._prefixes is not None:
                 self._prefixes.warm_up(reading)
@@ -187,13 +188,13 @@ class Scheduler:
 
     def _begin(self, job: Job) -> tuple[Reading, Node | None]:
         """Begin to read a prompt after the tokens that the prefix cache has."""
-        limits, tokens, node = self.limits, np.asarray(job.tokens, np.int32), None
+        tokens, node = np.asarray(job.tokens, np.int32), None
         cache = self._batch.empty_cache()
         if self._prefixes is not None:
             node = self._prefixes.find(tokens)
             cache, job.cached_tokens = self._prefixes.restore(node, cache), node.end
         runtime, done = self.engine.runtime, job.cached_tokens
-        return Reading(runtime, tokens, limits.capacity, limits.chunk, cache, done), node
+        return Reading(runtime, tokens, cache, self.limits.chunk, done), node
 
     def _drop_cancelled(self) -> None:
         with self._wake:

@@ -13,6 +13,7 @@ from infinigen_jax.engine.live_batch import LiveBatch, Reading, Single, chunk_le
 from infinigen_jax.engine.lossless_batch import LosslessBatch
 from infinigen_jax.engine.sampler import Sampler
 from infinigen_jax.policies.quest import Quest
+from infinigen_jax.prefill.prefill import empty_cache
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import Sampling
 
@@ -35,7 +36,8 @@ def serve(made: Engine, prompts: list[list[int]], new: int = NEW) -> list[list[i
     while waiting or owner or reading:
         if reading is None and waiting:
             number, prompt = waiting.pop(0)
-            reading = Reading(made.runtime, prompt, CAPACITY, CHUNK)
+            cache = empty_cache(made.decoder, 1, CAPACITY)
+            reading = Reading(made.runtime, prompt, cache, CHUNK)
         if reading is not None and not reading.complete:
             reading.advance()
         free = np.flatnonzero(live.idle)
@@ -120,7 +122,8 @@ def move(made: Engine, whole: LiveBatch, prompts: Sequence[list[int]]) -> list[l
 
 def read(made: Engine, prompt: list[int], capacity: int = CAPACITY) -> Single:
     """Read a prompt."""
-    reading = Reading(made.runtime, prompt, capacity, CHUNK)
+    cache = empty_cache(made.decoder, 1, capacity)
+    reading = Reading(made.runtime, prompt, cache, CHUNK)
     while not reading.complete:
         reading.advance()
     return reading.single()

@@ -24,7 +24,7 @@ def read(
     node = prefixes.find(tokens)
     done = node.end
     cache = prefixes.restore(node, empty_cache(made.decoder, 1, CAPACITY, host=host))
-    reading = Reading(made.runtime, tokens, CAPACITY, CHUNK, cache, done)
+    reading = Reading(made.runtime, tokens, cache, CHUNK, done)
     while not reading.complete:
         reading.advance()
         node = None if node is None else prefixes.store(node, reading)
@@ -100,7 +100,8 @@ def test_the_least_recently_used_chunks_are_evicted():
 def test_warming_up_leaves_nothing():
     made = engine("one", SPARSE, 0, prefill_chunk=CHUNK)
     prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
-    reading = Reading(made.runtime, PROMPT[:64], CAPACITY, CHUNK)
+    cache = empty_cache(made.decoder, 1, CAPACITY)
+    reading = Reading(made.runtime, PROMPT[:64], cache, CHUNK)
     reading.advance()
     prefixes.warm_up(reading)
     assert prefixes.bytes == 0
