@@ -15,7 +15,7 @@ from tiny import TinyModel
 from infinigen_jax.loading.load import embedded
 
 PERMUTED = ("granite", "llama", "smollm3")
-ARCHITECTURES = {"gemma3_text": "gemma3"}
+ARCHITECTURES = {"gemma3_text": "gemma3", "olmo3": "olmo2"}
 
 
 def write_gguf(

@@ -188,6 +188,8 @@ def _special_settings(name: str, hf: Mapping[str, Any]) -> dict[str, Any]:
         return {}  # refused later
     if name == "smollm3":
         return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(layers)]}
+    if name == "olmo2" and hf.get("sliding_window"):
+        return {"model_type": "olmo3"}
     if not name.startswith("gemma"):
         return {}
     # Queries of the 27B models are scaled by the hidden size per head.

@@ -64,80 +64,94 @@ class Table(NamedTuple):
     layer: list[Rule]
 
 
-PROJECTIONS = [
+ATTENTION = [
     *_linear("self_attn.q_proj", "q"),
     *_linear("self_attn.k_proj", "kv", 0, 2),
     *_linear("self_attn.v_proj", "kv", 1, 2),
     *_linear("self_attn.o_proj", "o"),
+]
+DOWN = _linear("mlp.down_proj", "down")
+MLP = [
     *_linear("mlp.gate_proj", "gate_up", 0, 2),
     *_linear("mlp.up_proj", "gate_up", 1, 2),
-    *_linear("mlp.down_proj", "down"),
+    *DOWN,
 ]
-LLAMA = Table(
-    prefix="model.",
-    embedding=[
-        Rule("embed_tokens.weight", ("tokens", "embedding"), "keep"),
-        *_norm("norm", "norm"),
-        *_linear("lm_head", "head"),
-    ],
-    layer=[
-        *_norm("input_layernorm", "attention_norm"),
-        *_norm("post_attention_layernorm", "mlp_norm"),
-        *PROJECTIONS,
-    ],
-)
-GEMMA2 = LLAMA._replace(
-    embedding=[LLAMA.embedding[0], *_gain("norm", "norm"), *_linear("lm_head", "head")],
-    layer=[
-        *_gain("input_layernorm", "attention_norm"),
-        *_gain("post_attention_layernorm", "attention_post_norm"),
-        *_gain("pre_feedforward_layernorm", "mlp_norm"),
-        *_gain("post_feedforward_layernorm", "mlp_post_norm"),
-        *PROJECTIONS,
-    ],
-)
+JOINED_MLP = [*_linear("mlp.gate_up_proj", "gate_up"), *DOWN]
+PRE_NORMS = [
+    *_norm("input_layernorm", "attention_norm"),
+    *_norm("post_attention_layernorm", "mlp_norm"),
+]
+POST_NORMS = [
+    *_norm("post_attention_layernorm", "attention_post_norm"),
+    *_norm("post_feedforward_layernorm", "mlp_post_norm"),
+]
+HEAD_NORMS = [*_norm("self_attn.q_norm", "q_norm"), *_norm("self_attn.k_norm", "k_norm")]
+EMBEDDING = [
+    Rule("embed_tokens.weight", ("tokens", "embedding"), "keep"),
+    *_norm("norm", "norm"),
+    *_linear("lm_head", "head"),
+]
+GEMMA_EMBEDDING = [EMBEDDING[0], *_gain("norm", "norm"), *_linear("lm_head", "head")]
+GEMMA_NORMS = [
+    *_gain("input_layernorm", "attention_norm"),
+    *_gain("post_attention_layernorm", "attention_post_norm"),
+    *_gain("pre_feedforward_layernorm", "mlp_norm"),
+    *_gain("post_feedforward_layernorm", "mlp_post_norm"),
+]
+
+
+def _table(*layer: list[Rule], embedding: list[Rule] = EMBEDDING) -> Table:
+    return Table("model.", embedding, [rule for rules in layer for rule in rules])
+
+
+LLAMA = _table(PRE_NORMS, ATTENTION, MLP)
+OLMO = _table(ATTENTION, HEAD_NORMS, POST_NORMS, MLP)
 
 TABLES = {
-    "gemma2": GEMMA2,
-    "gemma3": GEMMA2._replace(
-        layer=[
-            *GEMMA2.layer,
-            *_gain("self_attn.q_norm", "q_norm"),
-            *_gain("self_attn.k_norm", "k_norm"),
-        ]
+    "arcee": _table(PRE_NORMS, ATTENTION, _linear("mlp.up_proj", "up"), DOWN),
+    "ernie4_5": LLAMA,
+    "exaone4": OLMO,
+    "gemma2": _table(GEMMA_NORMS, ATTENTION, MLP, embedding=GEMMA_EMBEDDING),
+    "gemma3": _table(
+        GEMMA_NORMS,
+        ATTENTION,
+        _gain("self_attn.q_norm", "q_norm"),
+        _gain("self_attn.k_norm", "k_norm"),
+        MLP,
+        embedding=GEMMA_EMBEDDING,
+    ),
+    "glm": _table(PRE_NORMS, ATTENTION, JOINED_MLP),
+    "glm4": _table(
+        PRE_NORMS,
+        _norm("post_self_attn_layernorm", "attention_post_norm"),
+        _norm("post_mlp_layernorm", "mlp_post_norm"),
+        ATTENTION,
+        JOINED_MLP,
     ),
     "granite": LLAMA,
+    "hunyuan_v1_dense": _table(
+        PRE_NORMS,
+        ATTENTION,
+        _norm("self_attn.query_layernorm", "q_norm"),
+        _norm("self_attn.key_layernorm", "k_norm"),
+        MLP,
+    ),
     "llama": LLAMA,
-    "mistral": LLAMA,
     "ministral": LLAMA,
+    "ministral3": LLAMA,
+    "mistral": LLAMA,
+    "olmo2": OLMO,
+    "olmo3": OLMO,
+    "phi3": _table(
+        PRE_NORMS,
+        _linear("self_attn.qkv_proj", "qkv"),
+        _linear("self_attn.o_proj", "o"),
+        JOINED_MLP,
+    ),
     "qwen2": LLAMA,
-    "olmo2": LLAMA._replace(
-        layer=[
-            *PROJECTIONS,
-            *_norm("self_attn.q_norm", "q_norm"),
-            *_norm("self_attn.k_norm", "k_norm"),
-            *_norm("post_attention_layernorm", "attention_post_norm"),
-            *_norm("post_feedforward_layernorm", "mlp_post_norm"),
-        ]
-    ),
+    "qwen3": _table(PRE_NORMS, ATTENTION, HEAD_NORMS, MLP),
+    "seed_oss": LLAMA,
     "smollm3": LLAMA,
-    "phi3": LLAMA._replace(
-        layer=[
-            *_norm("input_layernorm", "attention_norm"),
-            *_linear("self_attn.qkv_proj", "qkv"),
-            *_linear("self_attn.o_proj", "o"),
-            *_norm("post_attention_layernorm", "mlp_norm"),
-            *_linear("mlp.gate_up_proj", "gate_up"),
-            *_linear("mlp.down_proj", "down"),
-        ]
-    ),
-    "qwen3": LLAMA._replace(
-        layer=[
-            *LLAMA.layer,
-            *_norm("self_attn.q_norm", "q_norm"),
-            *_norm("self_attn.k_norm", "k_norm"),
-        ]
-    ),
     "opt": Table(
         prefix="model.decoder.",
         embedding=[

@@ -17,8 +17,9 @@ from infinigen_jax.models.base import (
 )
 
 FAMILIES = (
-    *("gemma2", "gemma3", "granite", "llama", "ministral", "mistral", "olmo2", "opt", "phi3"),
-    *("qwen2", "qwen3", "smollm3"),
+    *("arcee", "ernie4_5", "exaone4", "gemma2", "gemma3", "glm", "glm4", "granite"),
+    *("hunyuan_v1_dense", "llama", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "opt"),
+    *("phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
 )
 ALIASES = {"gemma3_text": "gemma3"}  # other names of a model_type
 # Reasons to name for unsupported model types that contain these words.

@@ -40,6 +40,7 @@ class ModelConfig:
             `rope`. Their frequencies do not vary.
         attention_bias, mlp_bias: whether the projections have biases.
         query_scale: factor on the attention scores; None for the inverse root of the head size.
+        query_growth: see `models.ministral3`.
         attention_softcap, logit_softcap: bounds of the attention scores and of the logits, see
             `ops.attention.soft_capped`; None for none.
         embedding_scale, residual_scale, logit_divisor: factors on embeddings, on what attention
@@ -66,6 +67,7 @@ class ModelConfig:
     rope: Rope | None = None
     layer_ropes: tuple[Rope | None, ...] = ()
     query_scale: float | None = None
+    query_growth: float = 0.0
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0

@@ -73,8 +73,9 @@ class Layer(llama.Layer):
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)
-        self.attention_post_norm = RMSNorm(config.hidden_size, config.norm_eps, self.norm_dtype)
-        self.mlp_post_norm = RMSNorm(config.hidden_size, config.norm_eps, self.norm_dtype)
+        norm_dtype = self.norm_dtype or dtype
+        self.attention_post_norm = RMSNorm(config.hidden_size, config.norm_eps, norm_dtype)
+        self.mlp_post_norm = RMSNorm(config.hidden_size, config.norm_eps, norm_dtype)
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
         return self.attention_post_norm(super().attention_output(o))

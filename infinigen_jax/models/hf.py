@@ -7,19 +7,29 @@ from infinigen_jax.errors import UnsupportedModelError
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of `layer_types`
 
+# Models of text and images: the usual `model_type` of their language model.
+WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+LANGUAGE_MODELS = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+
 MOST_LAYERS = 10_000  # bounds the lists with an entry per layer
 LARGEST = (1 << 31) - 1  # bounds all other sizes, which index arrays
 
 
 def language_model(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a language model, also if it is a part of another model."""
-    part = hf.get("text_config")
-    if hf.get("model_type") != "gemma3" or not isinstance(part, Mapping):
+    kind, part = str(hf.get("model_type")), hf.get("text_config")
+    if kind not in WITH_IMAGES or not isinstance(part, Mapping):
         return dict(hf)
     names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
     shared = {name: hf[name] for name in names if name in hf}
-    name = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
-    return shared | {**part} | name
+    tied = {name: hf[name] for name in ("tie_word_embeddings",) if name in hf}
+    family = str(part.get("model_type") or WITH_IMAGES[kind])
+    name = {"model_type": family, "architectures": [LANGUAGE_MODELS.get(family)]}
+    return shared | {**part} | tied | name
 
 
 def refuse_unless(condition: Any, setting: str) -> None:

@@ -22,32 +22,39 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     return llama.relative_from_hf(hf, "olmo2", attention_bias=bool(hf.get("attention_bias", False)))
 
 
-class Layer(llama.Layer):
-    """See `models.base.Layer`. Queries, and keys, of all heads are normalised together."""
+class PostNormLayer(llama.Layer):
+    """See `models.base.Layer`. The outputs of attention and MLP are normalised, not the inputs."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)
-        c = config
         del self.attention_norm, self.mlp_norm
-        self.attention_post_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype)
-        self.mlp_post_norm = RMSNorm(c.hidden_size, c.norm_eps, dtype)
-        self.q_norm = RMSNorm(c.query_width, c.norm_eps, dtype)
-        self.k_norm = RMSNorm(c.num_kv_heads * c.head_dim, c.norm_eps, dtype)
+        self.attention_post_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.mlp_post_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
 
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         return x
-
-    def normed_query(self, q: Float[Array, "*b h d"]) -> Float[Array, "*b h d"]:
-        return _over_heads(self.q_norm, q)
-
-    def normed_key(self, key: Float[Array, "*b k d"]) -> Float[Array, "*b k d"]:
-        return _over_heads(self.k_norm, key)
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
         return self.attention_post_norm(super().attention_output(o))
 
     def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         return self.mlp_post_norm(self.feed_forward(x))
+
+
+class Layer(PostNormLayer):
+    """See `models.base.Layer`. Queries, and keys, of all heads are normalised together."""
+
+    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
+        super().__init__(config, dtype, rngs)
+        c = config
+        self.q_norm = RMSNorm(c.query_width, c.norm_eps, dtype)
+        self.k_norm = RMSNorm(c.num_kv_heads * c.head_dim, c.norm_eps, dtype)
+
+    def normed_query(self, q: Float[Array, "*b h d"]) -> Float[Array, "*b h d"]:
+        return _over_heads(self.q_norm, q)
+
+    def normed_key(self, key: Float[Array, "*b k d"]) -> Float[Array, "*b k d"]:
+        return _over_heads(self.k_norm, key)
 
 
 def _over_heads(norm: RMSNorm, x: Float[Array, "*b heads d"]) -> Float[Array, "*b heads d"]:

@@ -44,6 +44,7 @@ class Rope:
         short_factors, long_factors: divisors of the frequencies of "longrope", within the
             original context and beyond it.
         share: share of a head's columns that rotate, the leading ones.
+        interleaved: whether a pair is two neighbouring columns rather than one of each half.
     """
 
     theta: float = 10000.0
@@ -59,6 +60,7 @@ class Rope:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     share: float = 1.0
+    interleaved: bool = False
 
     @property
     def varies(self) -> bool:
@@ -149,12 +151,18 @@ def rotate(
 ) -> Float[Array, "*b heads d"]:
     """Rotate each pair (i, i + p) of every head by position times frequency, in float32.
 
+    Interleaved pairs (2i, 2i + 1) become pairs (i, i + p): scores are the same.
+
     Args:
         lengths: tokens of each sequence in this call of the model, for frequencies that vary; by
             default up to and including `positions`, as in a decode step.
     """
     lengths = positions + 1 if lengths is None else lengths
-    return _turned(x, rope.angles(positions, lengths, x.shape[-1]), rope.attention_factor)
+    angles = rope.angles(positions, lengths, x.shape[-1])
+    if rope.interleaved:
+        pairs, rest = jnp.split(x, [2 * angles.shape[-1]], axis=-1)
+        x = jnp.concatenate([pairs[..., ::2], pairs[..., 1::2], rest], axis=-1)
+    return _turned(x, angles, rope.attention_factor)
 
 
 class Rotation(nnx.Module):

@@ -56,6 +56,7 @@ def tiny_gguf(folder: Path, family: str = "llama", kind: Kind = Kind.F32, **sett
         ("smollm3", {"num_hidden_layers": 4}),
         ("granite", dict.fromkeys(GRANITE, 0.25)),
         ("olmo2", {}),
+        ("olmo3", {"num_hidden_layers": 4, "sliding_window": 7}),
     ],
 )
 def test_same_model_as_the_folder(family, settings, tmp_path):

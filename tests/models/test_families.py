@@ -64,11 +64,26 @@ NOPE = {"no_rope_layers": [0, 1]}
 DYNAMIC = rope(rope_type="dynamic", factor=4.0) | {"max_position_embeddings": 16}
 USED = {"use_sliding_window": True}
 
+BY_KIND = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": YARN | {"rope_theta": 1e4},
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("arcee", GQA),
+    "ernie4_5": ("ernie4_5", GQA | {"head_dim": 12}),
+    "exaone4": ("exaone4", GQA | kinds("ff") | {"sliding_window": None}),
+    "exaone4 windows": ("exaone4", GQA | kinds("sfs")),
     "gemma2": ("gemma2", GQA | GEMMA | CAPS | kinds("sfs")),
     "gemma2 plain": ("gemma2", GEMMA | dict.fromkeys(CAPS) | {"sliding_window": 64}),
     "gemma3": ("gemma3_text", GQA | GEMMA3 | kinds("sf")),
+    "glm": ("glm", GQA | {"head_dim": 12, "partial_rotary_factor": 0.7}),
+    "glm4": ("glm4", GQA | {"head_dim": 16}),
     "granite": ("granite", GQA | FACTORS),
+    "hunyuan": (
+        "hunyuan_v1_dense",
+        GQA | rope(rope_type="dynamic", alpha=50.0, factor=1.0) | {"head_dim": 12},
+    ),
     "mistral": ("mistral", {"sliding_window": None} | GQA),
     "mistral 0.1": ("mistral", {"sliding_window": 7} | GQA),
     "ministral": ("ministral", kinds("fsf") | GQA | {"head_dim": 12}),
@@ -77,7 +92,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", GQA | {"head_dim": 20}),
     "qwen3 tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
     "qwen3 windows": ("qwen3", USED | kinds("sff") | GQA | {"head_dim": 20}),
+    "ministral3": ("ministral3", GQA | rope(**YARN, llama_4_scaling_beta=0.3) | {"head_dim": 12}),
     "olmo2": ("olmo2", GQA),
+    "olmo3": ("olmo3", GQA | kinds("sfs") | {"rope_parameters": BY_KIND}),
     "opt": ("opt", {}),
     "linear": ("llama", rope(rope_type="linear", factor=4.0)),
     "dynamic": ("llama", DYNAMIC),
@@ -91,6 +108,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 longrope": ("phi3", longrope(26, 12)),
     "phi3 parts": ("phi3", GQA | longrope(26, 8, partial_rotary_factor=0.67, factor=3.0)),
     "phi3 window": ("phi3", GQA | rope(partial_rotary_factor=0.5) | {"sliding_window": 7}),
+    "seed_oss": ("seed_oss", GQA | {"head_dim": 12}),
     "smollm3": ("smollm3", GQA | NOPE),
     "smollm3 yarn": ("smollm3", GQA | NOPE | rope(**YARN)),
     "yarn, two scales": ("llama", rope(**YARN, mscale=0.7, mscale_all_dim=1.2)),
@@ -131,20 +149,29 @@ def test_logits_of_a_whole_pass(name, tokens, tmp_path):
     np.testing.assert_allclose(logits_of(model, tokens), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_the_language_model_of_a_model_of_text_and_images(tokens, tmp_path):
+VISION = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28},
+    **{"num_attention_heads": 2, "patch_size": 14},
+}
+
+
+@pytest.mark.parametrize(
+    "whole, family, changes",
+    [
+        ("Gemma3", "gemma3_text", GEMMA | {"rope_parameters": BASES}),
+        ("Mistral3", "mistral", {"head_dim": 12, "sliding_window": None}),
+        ("Mistral3", "ministral3", {"head_dim": 12} | MODELS["ministral3"][1]),
+    ],
+)
+def test_the_language_model_of_a_model_of_text_and_images(whole, family, changes, tokens, tmp_path):
     import torch
     import transformers
 
-    sizes = COMMON | {"intermediate_size": 56} | GQA | GEMMA | {"rope_parameters": BASES}
-    vision = {
-        **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28},
-        **{"num_attention_heads": 2, "patch_size": 14},
-    }
-    parts = {"text_config": sizes, "vision_config": vision, "mm_tokens_per_image": 4}
-    ends: dict = parts | {"eos_token_id": [1, 2]}
-    config = transformers.Gemma3Config(**ends)
+    text = COMMON | {"intermediate_size": 56, "model_type": family} | GQA | changes
+    parts: dict[str, Any] = {"text_config": text, "vision_config": VISION, "eos_token_id": [1, 2]}
+    config = getattr(transformers, f"{whole}Config")(**parts)
     torch.manual_seed(0)
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model = getattr(transformers, f"{whole}ForConditionalGeneration")(config).eval()
     model.save_pretrained(tmp_path / "source")
     converted = convert(tmp_path / "source", tmp_path / "out", skew="none")
     loaded = checkpoint.load(converted, "float32")
@@ -153,7 +180,7 @@ def test_the_language_model_of_a_model_of_text_and_images(tokens, tmp_path):
         expected = model(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(logits_of(loaded, tokens), expected, atol=TOLERANCE, rtol=0)
     again = transformers.AutoModelForCausalLM.from_pretrained(converted, dtype="float32")
-    assert type(again).__name__ == "Gemma3ForCausalLM"
+    assert type(again).__name__.lower() == family.removesuffix("_text") + "forcausallm"
 
 
 PROMPTS = [numbers(n) for n in (27, 5, 14)]

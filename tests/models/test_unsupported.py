@@ -54,7 +54,7 @@ REFUSED = {
     "capped gemma 3": (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     "cap of 0": (GEMMA | {"final_logit_softcapping": 0}, "final_logit_softcapping 0"),
     "no scalar": (GEMMA | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar"),
-    "family": (LLAMA | {"model_type": "gpt2"}, "'gpt2' is not supported (supported: gemma2"),
+    "family": (LLAMA | {"model_type": "gpt2"}, "'gpt2' is not supported (supported: arcee"),
     "no family": ({}, "model_type"),
     "activation": (LLAMA | {"hidden_act": "mish"}, "'mish'"),
     "size missing": (LLAMA | {"hidden_size": None}, "hidden_size"),

@@ -1,0 +1,58 @@
+"""Hunyuan, dense: Qwen 3 with norms on queries and keys after the rotation instead of before."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.models import qwen3
+from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.hf import positive
+from infinigen_jax.models.llama import Embedding, relative_from_hf
+from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
+
+__all__ = ["Embedding", "Layer", "config_from_hf"]
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translate a `config.json` of model_type "hunyuan_v1_dense"; refuse unsupported settings."""
+    hf = {"rms_norm_eps": 1e-5, **hf}
+    rope = rope_from_hf(hf, positive(hf, "max_position_embeddings"))
+    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if rope.kind == "dynamic" and scaling.get("alpha"):
+        # A constant that stretches the base, despite the type's name.
+        alpha = positive_number(scaling["alpha"], "rope alpha")
+        dim = positive(hf, "head_dim", hf["hidden_size"] // hf["num_attention_heads"])
+        theta = rope.theta * alpha ** (dim / (dim - 2))
+        rope = dataclasses.replace(rope, kind="default", theta=theta, factor=1.0)
+    bias = bool(hf.get("attention_bias", False))
+    return relative_from_hf(hf, "hunyuan_v1_dense", attention_bias=bias, rope=rope)
+
+
+class Layer(qwen3.Layer):
+    """See `models.base.Layer`."""
+
+    def finish_query(
+        self,
+        projected: Float[Array, "*b w"],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None = None,
+    ) -> Float[Array, "*b h d"]:
+        c = self.config
+        q = projected.reshape(*projected.shape[:-1], c.num_heads, c.head_dim)
+        q = self.q_norm(self.rotated(q, positions, lengths))
+        return q * jnp.asarray(c.scale, q.dtype)
+
+    def normed_key(self, key: Float[Array, "*b k d"]) -> Float[Array, "*b k d"]:
+        return key
+
+    def key_value(
+        self,
+        a: Float[Array, "*b e"],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None = None,
+    ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
+        key, value = super().key_value(a, positions, lengths)
+        return self.k_norm(key), value

@@ -1,0 +1,55 @@
+"""Ministral 3: LLaMA in whose extended context queries grow with the logarithm of the position."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from infinigen_jax.models import llama
+from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.hf import positive, sliding_windows
+from infinigen_jax.models.llama import Embedding
+from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
+
+__all__ = ["Embedding", "Layer", "config_from_hf"]
+
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translate a `config.json` of model_type "ministral3"; refuse unsupported settings."""
+    hf = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, **hf}
+    hf = hf | {"rope_parameters": hf.get("rope_parameters") or ROPE, "layer_types": None}
+    beta = hf["rope_parameters"].get("llama_4_scaling_beta")
+    return llama.relative_from_hf(
+        hf,
+        "ministral3",
+        rope=rope_from_hf(hf, positive(hf, "max_position_embeddings")),
+        query_growth=positive_number(beta, "llama_4_scaling_beta") if beta else 0.0,
+        **sliding_windows(hf, hf.get("sliding_window")),
+    )
+
+
+class Layer(llama.Layer):
+    """See `models.base.Layer`."""
+
+    def finish_query(
+        self,
+        projected: Float[Array, "*b w"],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None = None,
+    ) -> Float[Array, "*b h d"]:
+        query = super().finish_query(projected, positions, lengths)
+        assert self.config.rope is not None
+        contexts = (positions // self.config.rope.original_positions).astype(jnp.float32)
+        growth = 1 + self.config.query_growth * jnp.log1p(contexts)
+        return query * growth[..., None, None].astype(query.dtype)
