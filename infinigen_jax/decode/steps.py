@@ -1,20 +1,22 @@
 """Decode step as a loop over layers, compiled for the two schedules.
 
-`layerwise` runs the loop in Python over programs of one layer. It compiles one program for each
-kind of layer, so compilation time does not grow with the number of layers. `fused` compiles the
-whole loop: one call per token, compiled again for each number of layers. Both run the same `step`
-and give equal results.
+`layerwise` runs the loop in Python over groups of layers. Groups of one kind and size share a
+program, so compilation time does not grow with the number of layers. `fused` compiles the whole
+loop: one call per token, compiled again for each number of layers. Both run the same `step` and
+give equal results.
 
 The loop is unrolled, not scanned: a scan over stacked weights copies every weight once per token
 (docs/gpu.md).
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
@@ -29,6 +31,10 @@ from infinigen_jax.decode.state import Carry, Counts, LayerInputs, LayerState, T
 from infinigen_jax.models import Params
 from infinigen_jax.programs.program import Program
 from infinigen_jax.transfer.host_weights import await_copy, merged, start_copy, start_next
+
+# Layers of a group, preferred first: equal groups share a program. With single layers, calls took a
+# fifth of a short step on a CPU; larger groups are hardly faster and take longer to compile.
+GROUPS = (4, 3)
 
 
 class Watched(NamedTuple):
@@ -62,14 +68,93 @@ class Pieces(NamedTuple):
         embed: (params, tokens, positions) -> carry into the first layer.
         bring: (params, x) -> a layer's parameters copied from host memory, and x.
         first: `Decoder.request_first`.
-        layer: (inputs, state, carry) -> carry, state, and the next layer's parameters if they
-            are in host memory.
+        layers: (inputs, states, carry) -> carry, states, and the next layer's parameters if they
+            are in host memory. Inputs and states are lists, with an item for each layer of a group.
+        groups: the layers of each call of `layers`, in order.
     """
 
     embed: Callable[..., Any]
     bring: Callable[..., Any]
     first: Callable[..., Any]
-    layer: Callable[..., Any]
+    layers: Callable[..., Any]
+    groups: tuple[range, ...]
+
+
+class Arrays:
+    """Arrays of a step in progress, by layer.
+
+    `local` is indexed by layer of the model; `hot` and `states` by host layer.
+
+    Attributes:
+        stored: parameters of the layers, on the device or in host memory.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        numbers: Sequence[Int[Array, ""]],
+        weights: Weights,
+        read: ReadCache,
+        live: StepCache,
+    ):
+        self._decoder, self._numbers, self._weights, self._read = decoder, numbers, weights, read
+        self._local, self._hot, self._states = list(live.local), list(live.hot), list(live.states)
+        self._lengths, self.stored = live.lengths, weights.params["layers"]
+
+    def inputs(self, layer: int, params: Params, target: int) -> LayerInputs:
+        """Return what a layer reads.
+
+        Args:
+            target: host layer that rows are requested for, -1 for none.
+        """
+        decoder, number = self._decoder, self._decoder.host_number(layer)
+        if not decoder.policy.lead:
+            target = -1  # a layer that selects by its own query is described by `place`
+        return LayerInputs(
+            params,
+            self.stored[layer + 1 : layer + 2] if decoder.weights_on_host else [],
+            self._read.host,
+            decoder.place(self._weights, self._read, number, self._at(number)),
+            self._target(target),
+            self._lengths,
+        )
+
+    def state(self, layer: int) -> LayerState:
+        """Return what a layer replaces."""
+        number, target = self._decoder.host_number(layer), self._decoder.fetches_for(layer)
+        observed = self._states[number] if number >= 0 and self._states else None
+        return LayerState(self._local[layer], self._hot[target] if target >= 0 else None, observed)
+
+    def keep(self, layer: int, state: LayerState) -> None:
+        """Store what a layer replaced."""
+        self._local[layer], target = state.local, self._decoder.fetches_for(layer)
+        if target >= 0:
+            self._hot[target] = state.hot
+        if state.observed is not None:
+            self._states[self._decoder.host_number(layer)] = state.observed
+
+    def request_first(self, first: Callable[..., Any], params: Params, carry: Carry) -> Carry:
+        """Request the rows of layer 0 by the piece `first`, see `Decoder.request_first`."""
+        inputs = self.inputs(0, params, 0)._replace(upcoming=[])
+        carry, self._hot[0] = first(inputs, self._hot[0], carry)
+        return carry
+
+    def watched(self, layer: int, inputs: LayerInputs, before: Carry, after: Carry) -> Watched:
+        """Return a layer that was computed."""
+        selection = self._target(self._decoder.host_number(layer))
+        read_arrays = inputs.place, selection, self._read.host, self._lengths
+        return Watched(inputs.params, before, after, self._local[layer], *read_arrays)
+
+    @property
+    def live(self) -> StepCache:
+        return StepCache(tuple(self._local), tuple(self._hot), tuple(self._states), self._lengths)
+
+    def _at(self, number: int) -> Int[Array, ""] | None:
+        return self._numbers[number] if number >= 0 else None
+
+    def _target(self, number: int) -> Target | None:
+        states = self._states or self._read.states
+        return self._decoder.target(self._weights, self._read, states, number, self._at(number))
 
 
 def step(
@@ -86,60 +171,38 @@ def step(
 
     Args:
         numbers: indices of the host layers, as device scalars.
-        watch: function called after every layer, if any.
+        watch: function called after every layer, if any; each group is a single layer then.
 
     Returns:
         The last layer's output; the new cache arrays, with `lengths` unchanged; rows selected
         and moved; and the records of `watch`, one per layer.
     """
-    # `local` is indexed by layer of the model; `hot` and `states` by host layer. A `target` is the
-    # host layer that rows are requested for, -1 for none.
-    local, hot, states = list(live.local), list(live.hot), list(live.states)
-    stored, records = weights.params["layers"], []  # parameters, on the device or in host memory
+    arrays, records = Arrays(decoder, numbers, weights, read, live), []
     carry = pieces.embed(weights.params["embedding"], tokens, live.lengths)
-    params, x = pieces.bring(stored[0], carry.x)
+    params, x = pieces.bring(arrays.stored[0], carry.x)
     carry = carry._replace(x=x)
-
-    def inputs_of(layer: int, params: Params, target: int) -> LayerInputs:
-        host_index, all_states = decoder.host_number(layer), states or read.states
-        place_index = numbers[host_index] if host_index >= 0 else None
-        if not decoder.policy.lead:
-            target = -1  # a layer that selects by its own query is described by `place`
-        target_index = None if target < 0 else numbers[target]
-        return LayerInputs(
-            params,
-            stored[layer + 1 : layer + 2] if decoder.weights_on_host else [],
-            read.host,
-            decoder.place(weights, read, host_index, place_index),
-            decoder.target(weights, read, all_states, target, target_index),
-            live.lengths,
-        )
-
     if decoder.requests_first:
-        carry, hot[0] = pieces.first(inputs_of(0, params, 0)._replace(upcoming=[]), hot[0], carry)
-    for i in range(len(stored)):
-        host_index, target = decoder.host_number(i), decoder.fetches_for(i)
-        inputs, before = inputs_of(i, params, target), carry
-        observed = states[host_index] if host_index >= 0 and states else None
-        state = LayerState(local[i], hot[target] if target >= 0 else None, observed)
-        with jax.named_scope(f"layer{i}"):
-            carry, state, brought = pieces.layer(inputs, state, carry)
-        local[i] = state.local
-        if target >= 0:
-            hot[target] = state.hot
-        if observed is not None:
-            states[host_index] = state.observed
+        carry = arrays.request_first(pieces.first, params, carry)
+    for group in pieces.groups:
+        of_layers, before = [params, *arrays.stored[group.start + 1 : group.stop]], carry
+        inputs = [
+            arrays.inputs(i, params, decoder.fetches_for(i))
+            for i, params in zip(group, of_layers, strict=True)
+        ]
+        states = [arrays.state(i) for i in group]
+        with jax.named_scope(f"layer{group.start}"):
+            carry, states, brought = pieces.layers(inputs, states, carry)
+        for i, state in zip(group, states, strict=True):
+            arrays.keep(i, state)
         if watch is not None:
-            at = numbers[host_index] if host_index >= 0 else None
-            selection = decoder.target(weights, read, states or read.states, host_index, at)
-            read_arrays = inputs.place, selection, read.host, live.lengths
-            watched = Watched(params, before, carry, local[i], *read_arrays)
+            watched = arrays.watched(group.start, inputs[0], before, carry)
             carry, record = watch(decoder, watched)
             records.append(record)
-        if i + 1 < len(stored):  # `brought`: the next layer's parameters, if from host memory
-            params = stored[i + 1] if brought is None else merged(stored[i + 1], brought)
-    live = StepCache(tuple(local), tuple(hot), tuple(states), live.lengths)
-    return carry.x, live, carry.counts, tuple(records)
+        if group.stop < len(arrays.stored):
+            params = arrays.stored[group.stop]
+            if brought is not None:  # parameters from host memory
+                params = merged(params, brought)
+    return carry.x, arrays.live, carry.counts, tuple(records)
 
 
 def pieces_of(decoder: Decoder) -> Pieces:
@@ -160,7 +223,43 @@ def pieces_of(decoder: Decoder) -> Pieces:
         upcoming, x = await_copy(upcoming, carry.x)
         return carry._replace(x=x), state, upcoming
 
-    return Pieces(decoder.embed, bring, decoder.request_first, layer)
+    of_a_kind = trace_once(layer)
+
+    def layers(
+        inputs: list[LayerInputs], states: list[LayerState], carry: Carry
+    ) -> tuple[Carry, list[LayerState], Any]:
+        new, upcoming = [], None
+        for of_layer, state in zip(inputs, states, strict=True):
+            carry, state, upcoming = of_a_kind(of_layer, state, carry)
+            new.append(state)
+        return carry, new, upcoming
+
+    return Pieces(decoder.embed, bring, decoder.request_first, layers, single_layers(decoder))
+
+
+def single_layers(decoder: Decoder) -> tuple[range, ...]:
+    """Return a group for each layer."""
+    return tuple(range(i, i + 1) for i in range(decoder.config.num_layers))
+
+
+def groups_of(decoder: Decoder) -> tuple[range, ...]:
+    """Return the groups of the layerwise schedule: few consecutive layers of one kind each."""
+    if decoder.weights_on_host or decoder.policy.observes:
+        # The next layer's weights, and the target's state, are results of the layer before.
+        return single_layers(decoder)
+
+    def kind(layer: int) -> tuple[Any, ...]:
+        number, window = decoder.host_number(layer), decoder.config.window_of(layer)
+        streams = number >= 0 and decoder.streams(number)
+        return number >= 0, streams, window, decoder.fetches_for(layer) >= 0
+
+    groups = []
+    for _, run in itertools.groupby(range(decoder.config.num_layers), kind):
+        layers = list(run)
+        size = next((n for n in GROUPS if len(layers) % n == 0), GROUPS[0])
+        for group in np.array_split(layers, -(-len(layers) // size)):
+            groups.append(range(group[0], group[-1] + 1))
+    return tuple(groups)
 
 
 def trace_once(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,7 +306,6 @@ class Steps(NamedTuple):
 def steps(decoder: Decoder) -> Steps:
     """Return a decoder's compiled functions; engines with equal settings share them."""
     pieces = pieces_of(decoder)
-    inner = pieces._replace(layer=trace_once(pieces.layer))
 
     def layers(
         weights: Weights,
@@ -217,7 +315,7 @@ def steps(decoder: Decoder) -> Steps:
         watch: Watch | None = None,
     ) -> Any:
         numbers = [jnp.int32(i) for i in range(decoder.host_layers)]
-        return step(decoder, inner, numbers, weights, read, live, tokens, watch)
+        return step(decoder, pieces, numbers, weights, read, live, tokens, watch)
 
     def fused(weights: Weights, read: ReadCache, live: StepCache, tokens: Array) -> tuple:
         x, new, counts, _ = layers(weights, read, live, tokens)
@@ -245,7 +343,7 @@ def steps(decoder: Decoder) -> Steps:
 
     at: Any = Placement(decoder.mesh)
     counts, live = Counts(at.batch, at.batch), StepCache(at.rows, at.rows, at.rows, at.batch)
-    carry, state = Carry(at.batch, at.rows, counts), LayerState(at.rows, at.rows, at.rows)
+    carry = Carry(at.batch, at.rows, counts)
     predicted = (live, at.batch, at.batch, counts)
     whole = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
     bring = program(pieces.bring, (at.whole, at.batch)) if decoder.weights_on_host else pieces.bring
@@ -257,7 +355,8 @@ def steps(decoder: Decoder) -> Steps:
             bring=bring,
             first=program(pieces.first, (carry, at.rows), donate_argnums=1),
             # Fetched rows are not donated: no output could reuse their buffer.
-            layer=program(pieces.layer, (carry, state, at.whole), donate_argnums=1),
+            layers=program(pieces.layers, (carry, at.rows, at.whole), donate_argnums=1),
+            groups=groups_of(decoder),
         ),
         predict=program(predict, (at.batch,) * 3),
         flush=program(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.cache.cache import Cache, ReadCache, StepCache
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.decode.state import Counts, Weights
-from infinigen_jax.decode.steps import Watch, flush_cache, step, steps
+from infinigen_jax.decode.steps import Watch, flush_cache, single_layers, step, steps
 from infinigen_jax.engine.runtime import Runtime
 
 
@@ -84,6 +84,8 @@ class Dispatcher:
         watch: Watch | None,
     ) -> Stepped:
         pieces, numbers = self._steps.pieces, self.numbers
+        if watch is not None:
+            pieces = pieces._replace(groups=single_layers(self.decoder))
         arguments = self.decoder, pieces, numbers, weights, read, live, tokens, watch
         x, new, counts, records = step(*arguments)
         embedding = weights.params["embedding"]

@@ -1,5 +1,6 @@
 """Transfers, allocations and compiled programs of a step."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,10 +8,10 @@ import pytest
 from runtime import NEW, RAGGED, SPARSE, copies, engine, finished
 
 from infinigen_jax.cache.hot_set import HotSet
-from infinigen_jax.decode.steps import step, steps
+from infinigen_jax.decode.steps import groups_of, step, steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
-from infinigen_jax.policies import Full, Policy
+from infinigen_jax.policies import H2O, Full, InfiniGen, Policy
 
 HOT = "hot"  # SPARSE with a hot set and packed rows
 
@@ -106,15 +107,39 @@ def test_the_layerwise_step_and_the_flush_copy_no_cache():
     assert cache.host is not None
     programs: list[str] = []
 
-    def layer(*arguments: Any) -> Any:
-        programs.append(compiled.pieces.layer.lower(*arguments).compile().as_text())
-        return compiled.pieces.layer(*arguments)
+    def layers(*arguments: Any) -> Any:
+        programs.append(compiled.pieces.layers.lower(*arguments).compile().as_text())
+        return compiled.pieces.layers(*arguments)
 
     flush = (weights.policy[0], numbers[0], cache.host, cache.states[0], cache.local[1])
     lengths = cache.scales[0], cache.lengths
     programs.append(compiled.flush.lower(*flush, *lengths, streams=False).compile().as_text())
-    pieces = compiled.pieces._replace(layer=layer)
+    pieces = compiled.pieces._replace(layers=layers)
     step(run.decoder, pieces, numbers, weights, *cache.parts(False), run.drawn)
-    assert len(programs) == 1 + run.decoder.config.num_layers
+    assert len(programs) == 1 + len(pieces.groups)
     for hlo in programs:
         assert max(copies(hlo), default=0) < cache.host[0].size
+
+
+OWN, AHEAD = InfiniGen(query="own"), InfiniGen(query="plain")
+
+
+@pytest.mark.parametrize(
+    "policy, changes, sizes",
+    [
+        (OWN, {}, [2, *[4] * 7]),
+        (OWN, {"dense_layers": 0}, [3] * 10),
+        (OWN, {"dense_layers": 1}, [1, *[4] * 5, *[3] * 3]),
+        (AHEAD, {}, [1, 1, *[3] * 9, 1]),  # the last layer requests no rows
+        (Full(), {}, [2, *[4] * 7]),
+        (H2O(), {}, [1] * 30),
+        (OWN, {"weights_on_host": True}, [1] * 30),
+    ],
+)
+def test_groups_of_thirty_layers(policy, changes, sizes):
+    decoder = engine("gqa", policy).decoder
+    config = dataclasses.replace(decoder.config, num_layers=30)
+    decoder = dataclasses.replace(decoder, config=config, **{"dense_layers": 2} | changes)
+    groups = groups_of(decoder)
+    assert [len(group) for group in groups] == sizes
+    assert [layer for group in groups for layer in group] == list(range(30))

@@ -255,9 +255,9 @@ def fetching_layer(
         upcoming = weights("host").params["layers"][-1:]
     with mock.patch.object(cuda, "in_use", lambda: made.transfer.name == "cuda"):
         return compile_for_gpu(
-            steps(made).pieces.layer,
-            LayerInputs(params, upcoming, cache.host, place, target, cache.lengths),
-            LayerState(cache.local[-1], cache.hot[-1] if hot_set else None, None),
+            steps(made).pieces.layers,
+            [LayerInputs(params, upcoming, cache.host, place, target, cache.lengths)],
+            [LayerState(cache.local[-1], cache.hot[-1] if hot_set else None, None)],
             _carry(),
         )
 
