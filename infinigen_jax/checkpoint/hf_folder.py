@@ -4,6 +4,7 @@ Weights may be `model.safetensors` or `pytorch_model.bin`, each single or sharde
 Nothing is loaded on opening: a `TensorSource` knows its shape and dtype and reads on request.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -106,12 +107,15 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     models list the tokens that end a turn only in it.
     """
     remedy = "a Hugging Face model folder has one: give such a folder, or get the file again"
-    hf = language_model(read_json(folder / "config.json", remedy))
+    whole = read_json(folder / "config.json", remedy)
     try:
+        hf = language_model(whole)
+        if hf["model_type"] != whole.get("model_type"):
+            hf |= _tied(folder)
         config = config_from_hf(hf)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{folder}/{error}") from None
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         raise InputError(f"{folder}/config.json: a setting has the wrong type ({error})") from None
     generation = folder / "generation_config.json"
     settings = read_json(generation) if os.path.lexists(generation) else {}
@@ -122,6 +126,17 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{folder}/generation_{error}") from None
     return hf, dataclasses.replace(config, eos_ids=eos_ids)
+
+
+def _tied(folder: Path) -> dict[str, bool]:
+    """Return whether a language model within a larger one ties its logits to its embeddings.
+
+    The two configurations may contradict each other. The weights decide, if they are here.
+    """
+    with contextlib.suppress(InputError):  # reported when they are read
+        names = open_tensors(folder)
+        return {"tie_word_embeddings": not any(n.endswith("lm_head.weight") for n in names)}
+    return {}
 
 
 def open_tensors(folder: Path) -> dict[str, TensorSource]:

@@ -154,8 +154,8 @@ class Calibrator:
             )
         moments = Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
         means = BlockMoments(*(products / self._count for products in blocks))
-        self.blocks: BlockMoments = self._everywhere(spread_blocks, means)
-        return self._everywhere(spread_moments, moments)
+        self.blocks: BlockMoments = self._everywhere(spread_blocks, means, params)
+        return self._everywhere(spread_moments, moments, params)
 
     def ahead(self, params: Params) -> tuple[Params, GuessMoments]:
         """Fit the query of the layer that `layer` ran last to the previous layer's hidden state.
@@ -181,7 +181,7 @@ class Calibrator:
         self._guesses = tuple(self._guess(params, *pair) for pair in pairs)
         guesses = np.asarray(self._guesses[0])[valid]
         moments = guess_moments(guesses, queries, self._config.num_kv_heads)
-        return projections[0], self._everywhere(spread_guess, moments)
+        return projections[0], self._everywhere(spread_guess, moments, params)
 
     def loss(self, params: Params) -> Float[np.ndarray, "n m"]:
         """Return the relative error of sparse attention in the layer that `layer` ran last.
@@ -204,11 +204,14 @@ class Calibrator:
         with np.errstate(invalid="ignore"):
             return np.sqrt(errors / whole).astype(np.float32)
 
-    def _everywhere(self, spread: Callable[..., Any], sums: Any) -> Any:
+    def _everywhere(self, spread: Callable[..., Any], sums: Any, params: Params) -> Any:
         """Extend sums of the layer to all positions where the text can start."""
-        rope = self._config.rope_of(self._layers_done - 1)
+        rope, factors = self._config.rope_of(self._layers_done - 1), []
         places = offsets(rope, self._config.max_positions, self._valid.shape[1])
-        return sums if places == 1 else spread(sums, rope, places)
+        if self._config.norm_after_rotation:
+            scales = (np.asarray(params[n]["scale"], np.float64) for n in ("q_norm", "k_norm"))
+            factors = [np.where(scale == 0, 1.0, scale) for scale in scales]
+        return sums if places == 1 else spread(sums, rope, places, *factors)
 
     def _guess(
         self, params: Params, projection: Params, stand_in: Float[Array, "w s e"]

@@ -41,6 +41,7 @@ class ModelConfig:
         attention_bias, mlp_bias: whether the projections have biases.
         query_scale: factor on the attention scores; None for the inverse root of the head size.
         query_growth: see `models.ministral3`.
+        norm_after_rotation: whether queries and keys are normalised after their rotation.
         attention_softcap, logit_softcap: bounds of the attention scores and of the logits, see
             `ops.attention.soft_capped`; None for none.
         embedding_scale, residual_scale, logit_divisor: factors on embeddings, on what attention
@@ -68,6 +69,7 @@ class ModelConfig:
     layer_ropes: tuple[Rope | None, ...] = ()
     query_scale: float | None = None
     query_growth: float = 0.0
+    norm_after_rotation: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0

@@ -20,11 +20,12 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "exaone4"; refuse unsupported settings."""
     defaults = {"sliding_window": 4096, "sliding_window_pattern": 4, "num_key_value_heads": 32}
     hf = {"rms_norm_eps": 1e-5, **defaults, **hf}
-    window, pattern = hf["sliding_window"], hf["sliding_window_pattern"]
-    if not window:
+    window, period = hf["sliding_window"], 1
+    if window is None:
         return relative_from_hf(hf, "exaone4")
-    period = len(pattern) if isinstance(pattern, str) else pattern  # such as LLLG
-    types = kinds(hf, positive({"sliding_window_pattern": period}, "sliding_window_pattern"))
+    if hf.get("layer_types") is None:
+        period = positive(hf, "sliding_window_pattern")
+    types = kinds(hf, period)
     rope = rope_from_hf(hf, positive(hf, "max_position_embeddings"))
     refuse_unless(not rope.varies, f"rope type {rope.kind!r} in an exaone4 model with windows")
     return relative_from_hf(

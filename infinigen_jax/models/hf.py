@@ -21,15 +21,17 @@ LARGEST = (1 << 31) - 1  # bounds all other sizes, which index arrays
 
 def language_model(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a language model, also if it is a part of another model."""
-    kind, part = str(hf.get("model_type")), hf.get("text_config")
-    if kind not in WITH_IMAGES or not isinstance(part, Mapping):
-        return dict(hf)
-    names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
+    kind = str(hf.get("model_type"))
+    if kind not in WITH_IMAGES:
+        return {"model_type": None, **hf}
+    part = hf.get("text_config")
+    if not isinstance(part, Mapping):
+        raise UnsupportedModelError("config.json: text_config is missing, or not an object")
+    names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
     shared = {name: hf[name] for name in names if name in hf}
-    tied = {name: hf[name] for name in ("tie_word_embeddings",) if name in hf}
     family = str(part.get("model_type") or WITH_IMAGES[kind])
     name = {"model_type": family, "architectures": [LANGUAGE_MODELS.get(family)]}
-    return shared | {**part} | tied | name
+    return shared | {**part} | name
 
 
 def refuse_unless(condition: Any, setting: str) -> None:

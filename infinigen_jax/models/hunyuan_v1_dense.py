@@ -1,6 +1,7 @@
 """Hunyuan, dense: Qwen 3 with norms on queries and keys after the rotation instead of before."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models import qwen3
 from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.hf import positive
+from infinigen_jax.models.hf import positive, refuse_unless
 from infinigen_jax.models.llama import Embedding, relative_from_hf
 from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
 
@@ -24,11 +25,15 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     if rope.kind == "dynamic" and scaling.get("alpha"):
         # A constant that stretches the base, despite the type's name.
         alpha = positive_number(scaling["alpha"], "rope alpha")
-        dim = positive(hf, "head_dim", hf["hidden_size"] // hf["num_attention_heads"])
-        theta = rope.theta * alpha ** (dim / (dim - 2))
+        sizes = positive(hf, "hidden_size"), positive(hf, "num_attention_heads")
+        dim = positive(hf, "head_dim", sizes[0] // sizes[1])
+        theta = rope.theta * alpha ** (dim / max(1, dim - 2))
+        refuse_unless(1 < theta < math.inf, f"rope alpha {alpha:g}")
         rope = dataclasses.replace(rope, kind="default", theta=theta, factor=1.0)
     bias = bool(hf.get("attention_bias", False))
-    return relative_from_hf(hf, "hunyuan_v1_dense", attention_bias=bias, rope=rope)
+    return relative_from_hf(
+        hf, "hunyuan_v1_dense", attention_bias=bias, rope=rope, norm_after_rotation=True
+    )
 
 
 class Layer(qwen3.Layer):

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.hf import common_settings, refuse_sliding_windows, refuse_unless
+from infinigen_jax.models.hf import LARGEST, common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.linear import Linear, TokenTable
 from infinigen_jax.models.norms import RMSNorm
 from infinigen_jax.models.rope import Rotation, rotate
@@ -51,7 +51,8 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     refuse_unless(activation in ACTIVATIONS, f"hidden_act {activation!r}")
     rope = settings.get("rope") or rope_from_hf(hf, common["max_positions"])
     refuse_unless(rope.fits(common["head_dim"]), f"rope type {rope.kind!r} for heads of its size")
-    common["max_positions"] = stretched_positions(rope, common["max_positions"])
+    common["max_positions"] = most = stretched_positions(rope, common["max_positions"])
+    refuse_unless(most <= LARGEST, f"a context of {most} tokens")
     defaults = {"attention_bias": False, "mlp_bias": False, "rope": rope}
     settings = defaults | common | settings
     if settings.get("sliding_window", 0) >= settings["max_positions"]:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models import llama
 from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.hf import positive, sliding_windows
+from infinigen_jax.models.hf import positive, refuse_unless, sliding_windows
 from infinigen_jax.models.llama import Embedding
 from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
 
@@ -28,12 +28,16 @@ ROPE = {
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "ministral3"; refuse unsupported settings."""
     hf = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, **hf}
-    hf = hf | {"rope_parameters": hf.get("rope_parameters") or ROPE, "layer_types": None}
-    beta = hf["rope_parameters"].get("llama_4_scaling_beta")
+    scaling = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    hf = hf | {"layer_types": None} | ({} if scaling else {"rope_parameters": ROPE})
+    beta = (scaling or ROPE).get("llama_4_scaling_beta")
+    rope = rope_from_hf(hf, positive(hf, "max_position_embeddings"))
+    known = rope.kind in ("llama3", "yarn")  # which have an original context
+    refuse_unless(known or not beta, f"llama_4_scaling_beta with rope type {rope.kind!r}")
     return llama.relative_from_hf(
         hf,
         "ministral3",
-        rope=rope_from_hf(hf, positive(hf, "max_position_embeddings")),
+        rope=rope,
         query_growth=positive_number(beta, "llama_4_scaling_beta") if beta else 0.0,
         **sliding_windows(hf, hf.get("sliding_window")),
     )

@@ -31,10 +31,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def _rope(hf: Mapping[str, Any], kind: str) -> Rope:
     """Return the rotary embedding of one kind of layers; only layers without a window scale it."""
+    given = dict(hf.get("rope_parameters") or {})
+    if SLIDING not in given and FULL not in given:  # of both kinds, as some releases wrote them
+        given = {FULL: given, SLIDING: {"rope_theta": given.get("rope_theta")}}
     settings = {
         "rope_theta": hf["rope_theta"],
         "rope_scaling": hf.get("rope_scaling") if kind == FULL else None,
-        "rope_parameters": (hf.get("rope_parameters") or {}).get(kind),
+        "rope_parameters": given.get(kind),
     }
     rope = rope_from_hf(settings, positive(hf, "max_position_embeddings"))
     refuse_unless(not rope.varies, f"rope type {rope.kind!r} in an olmo3 model")

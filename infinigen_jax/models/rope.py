@@ -134,6 +134,7 @@ class Rope:
             beyond = (lengths > self.original_positions)[..., None]
             frequencies = jnp.where(beyond, long, frequencies)
         angles = positions[..., None].astype(jnp.float32) * frequencies
+        dim = self.columns(dim)
         if self.kind != "dynamic" or dim == 2:
             return angles
         # Equivalent to the base theta * s^(d / (d-2)), written as a factor on the angles.

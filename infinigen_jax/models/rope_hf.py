@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infinigen_jax.errors import UnsupportedModelError
-from infinigen_jax.models.hf import refuse_unless
+from infinigen_jax.models.hf import positive, refuse_unless
 from infinigen_jax.models.rope import KINDS, Rope
 
 
@@ -20,6 +20,7 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int, partial: bool = False) -
     """
     former, settings = (dict(hf.get(n) or {}) for n in ("rope_scaling", "rope_parameters"))
     same = not (former and settings) or _kind(former) == _kind(settings)
+    same = same and all(former[name] == settings[name] for name in former.keys() & settings.keys())
     refuse_unless(same, "rope_scaling that contradicts rope_parameters")
     settings = former | settings
     nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
@@ -40,7 +41,8 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int, partial: bool = False) -
         or settings.get("original_max_position_embeddings")
         or positions
     )
-    positive_number(original, "original_max_position_embeddings")
+    name = "original_max_position_embeddings"
+    positive({name: original}, name)
     read = {
         "linear": _stretched,
         "dynamic": _dynamic,

@@ -9,7 +9,8 @@ form. With a rotated pair as one complex number z_i = x_i + i y_i that turns by 
     E[z_i conj(z_j')]  is multiplied by  mean of exp(i D (w_i - w_j))
     E[z_i z_j']        is multiplied by  mean of exp(i D (w_i + w_j))      over D
 
-which is a geometric sum. Computed in NumPy float64, once per model.
+which is a geometric sum. Computed in NumPy float64, once per model. Factors on the columns that a
+norm after the rotation applies do not turn, so they are divided out and multiplied in again.
 """
 
 import numpy as np
@@ -18,6 +19,8 @@ from jaxtyping import Float
 from infinigen_jax.models.rope import Rope
 from infinigen_jax.skew.basis import GuessMoments, Moments
 from infinigen_jax.skew.tail_moments import BlockMoments
+
+Factors = float | Float[np.ndarray, " d"]  # not zero
 
 
 def offsets(rope: Rope | None, max_positions: int, length: int) -> int:
@@ -28,33 +31,44 @@ def offsets(rope: Rope | None, max_positions: int, length: int) -> int:
     return max(1, reach - length + 1)
 
 
-def spread_moments(moments: Moments, rope: Rope, number: int) -> Moments:
-    """Return the mean of the moments over text positions 0 .. number - 1."""
+def spread_moments(
+    moments: Moments, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
+) -> Moments:
+    """Return the mean of the moments over text positions 0 .. number - 1.
+
+    Args:
+        query, key: factors on the columns of rotated queries and keys.
+    """
     return moments._replace(
-        query_gram=_spread_products(moments.query_gram, rope, number),
-        key_gram=_spread_products(moments.key_gram, rope, number),
-        key_sum=_spread_sums(moments.key_sum, rope, number),
+        query_gram=_spread_products(moments.query_gram, rope, number, query),
+        key_gram=_spread_products(moments.key_gram, rope, number, key),
+        key_sum=_spread_sums(moments.key_sum, rope, number, key),
     )
 
 
-def spread_blocks(moments: BlockMoments, rope: Rope, number: int) -> BlockMoments:
+def spread_blocks(
+    moments: BlockMoments, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
+) -> BlockMoments:
     """Return the mean of within-block moments over text positions; values do not turn."""
-    keys = _spread_products(moments.key_covariance, rope, number)
-    turned = _spread_sums(moments.cross_covariance.swapaxes(1, 2), rope, number)
+    keys = _spread_products(moments.key_covariance, rope, number, key)
+    turned = _spread_sums(moments.cross_covariance.swapaxes(1, 2), rope, number, key)
     return BlockMoments(keys, turned.swapaxes(1, 2))
 
 
-def spread_guess(guess: GuessMoments, rope: Rope, number: int) -> GuessMoments:
+def spread_guess(
+    guess: GuessMoments, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
+) -> GuessMoments:
     """Return the mean of a predicted query's moments over text positions."""
-    return GuessMoments(*(_spread_products(product, rope, number) for product in guess))
+    return GuessMoments(*(_spread_products(product, rope, number, query) for product in guess))
 
 
 def _spread_products(
-    products: Float[np.ndarray, "*k d d"], rope: Rope, number: int
+    products: Float[np.ndarray, "*k d d"], rope: Rope, number: int, factors: Factors
 ) -> Float[np.ndarray, "*k d d"]:
     """Return the mean over D of R_D M R_D^T, for products M = E[a^T b] of rotated vectors."""
     order, turns = _pairs(rope, products.shape[-1])
-    products, p = products[..., order, :][..., order], len(turns)
+    scale = np.multiply.outer(factors, factors)
+    products, p = (products / scale)[..., order, :][..., order], len(turns)
     xx, xy = products[..., :p, :p], products[..., :p, p:]
     yx, yy = products[..., p:, :p], products[..., p:, p:]
     difference = (xx + yy + 1j * (yx - xy)) * _mean_turn(turns[:, None] - turns, number)
@@ -62,17 +76,17 @@ def _spread_products(
     upper = np.concatenate([(difference + total).real, (total - difference).imag], axis=-1)
     lower = np.concatenate([(total + difference).imag, (difference - total).real], axis=-1)
     back = np.argsort(order)
-    return np.concatenate([upper, lower], axis=-2)[..., back, :][..., back] / 2
+    return np.concatenate([upper, lower], axis=-2)[..., back, :][..., back] / 2 * scale
 
 
 def _spread_sums(
-    sums: Float[np.ndarray, "*k d"], rope: Rope, number: int
+    sums: Float[np.ndarray, "*k d"], rope: Rope, number: int, factors: Factors
 ) -> Float[np.ndarray, "*k d"]:
     """Return the mean over D of R_D s."""
     order, turns = _pairs(rope, sums.shape[-1])
-    x, y = np.split(sums[..., order], 2, axis=-1)
+    x, y = np.split((sums / factors)[..., order], 2, axis=-1)
     turned = (x + 1j * y) * _mean_turn(turns, number)
-    return np.concatenate([turned.real, turned.imag], axis=-1)[..., np.argsort(order)]
+    return np.concatenate([turned.real, turned.imag], axis=-1)[..., np.argsort(order)] * factors
 
 
 def _pairs(rope: Rope, dim: int) -> tuple[np.ndarray, Float[np.ndarray, " half"]]:

@@ -79,6 +79,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", GQA | GEMMA3 | kinds("sf")),
     "glm": ("glm", GQA | {"head_dim": 12, "partial_rotary_factor": 0.7}),
     "glm4": ("glm4", GQA | {"head_dim": 16}),
+    "glm4 dynamic": (
+        "glm4",
+        {"head_dim": 16, "max_position_embeddings": 16}
+        | rope(rope_type="dynamic", factor=4.0, partial_rotary_factor=0.5),
+    ),
     "granite": ("granite", GQA | FACTORS),
     "hunyuan": (
         "hunyuan_v1_dense",
@@ -156,23 +161,28 @@ VISION = {
 
 
 @pytest.mark.parametrize(
-    "whole, family, changes",
+    "whole, family, tied, changes",
     [
-        ("Gemma3", "gemma3_text", GEMMA | {"rope_parameters": BASES}),
-        ("Mistral3", "mistral", {"head_dim": 12, "sliding_window": None}),
-        ("Mistral3", "ministral3", {"head_dim": 12} | MODELS["ministral3"][1]),
+        ("Gemma3", "gemma3_text", True, GEMMA | {"rope_parameters": BASES}),
+        ("Mistral3", "mistral", False, {"head_dim": 12, "sliding_window": None}),
+        ("Mistral3", "ministral3", True, {"head_dim": 12} | MODELS["ministral3"][1]),
     ],
 )
-def test_the_language_model_of_a_model_of_text_and_images(whole, family, changes, tokens, tmp_path):
+def test_the_language_model_of_a_model_of_text_and_images(
+    whole, family, tied, changes, tokens, tmp_path
+):
+    """The configuration says that embeddings are tied; the weights decide."""
     import torch
     import transformers
 
     text = COMMON | {"intermediate_size": 56, "model_type": family} | GQA | changes
     parts: dict[str, Any] = {"text_config": text, "vision_config": VISION, "eos_token_id": [1, 2]}
-    config = getattr(transformers, f"{whole}Config")(**parts)
+    config = getattr(transformers, f"{whole}Config")(tie_word_embeddings=tied, **parts)
     torch.manual_seed(0)
     model = getattr(transformers, f"{whole}ForConditionalGeneration")(config).eval()
     model.save_pretrained(tmp_path / "source")
+    file = tmp_path / "source" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
     converted = convert(tmp_path / "source", tmp_path / "out", skew="none")
     loaded = checkpoint.load(converted, "float32")
     assert loaded.config.eos_ids == (1, 2) and loaded.config.window_of(0) is None
@@ -304,6 +314,20 @@ def test_configurations_of_before_transformers_5(old, new, positions):
     assert before == config_from_hf(after | {"rope_parameters": settled})
     assert before.max_positions == positions and before.rope is not None
     assert before.rope.theta == 1e6 and before.rope.kind == kind
+
+
+def test_older_settings_of_the_rotation():
+    """OLMo 3 has them by kind of layer, and Ministral 3 has defaults."""
+    yarn = YARN | {"rope_theta": 1e5}
+    olmo = HF | {"model_type": "olmo3", "num_hidden_layers": 4}
+    kinds = {"full_attention": yarn, "sliding_attention": {"rope_theta": 1e5}}
+    flat, nested = (config_from_hf(olmo | {"rope_parameters": x}) for x in (yarn, kinds))
+    assert flat == nested and flat.layer_ropes[0] != flat.layer_ropes[3]
+    ministral = LLAMA | {"model_type": "ministral3", "head_dim": 8, "num_key_value_heads": 2}
+    before = {"rope_theta": 1e5, "rope_scaling": YARN | {"llama_4_scaling_beta": 0.3}}
+    after = {"rope_parameters": yarn | {"llama_4_scaling_beta": 0.3}}
+    assert config_from_hf(ministral | before) == config_from_hf(ministral | after)
+    assert config_from_hf(ministral).query_growth == 0.1
 
 
 PLAIN = [None, 0, -1, 1, 4.0, 32, 1e300, float("nan"), "4", "many", [], {}, True]

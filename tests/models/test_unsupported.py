@@ -17,6 +17,10 @@ GEMMA = LLAMA | {"model_type": "gemma3_text", "head_dim": 12}
 PHI = LLAMA | {"model_type": "phi3"}
 QWEN = LLAMA | {"model_type": "qwen2"}
 OPT = LLAMA | {"model_type": "opt", "ffn_dim": 56}
+YARN = {"type": "yarn", "factor": 4.0}
+ALPHA = {"type": "dynamic", "factor": 1.0, "alpha": 50.0}
+HUNYUAN = LLAMA | {"model_type": "hunyuan_v1_dense", "rope_scaling": ALPHA}
+EXAONE = LLAMA | {"model_type": "exaone4", "num_key_value_heads": 2}
 
 REFUSED = {
     "post-norm": (OPT | {"do_layer_norm_before": False}, "do_layer_norm_before"),
@@ -30,6 +34,28 @@ REFUSED = {
         LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}},
         "rope_scaling that contradicts rope_parameters",
     ),
+    "rope twice alike": (
+        LLAMA
+        | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+        | {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        "rope_scaling that contradicts rope_parameters",
+    ),
+    "rope from far": (
+        LLAMA | {"rope_scaling": YARN | {"original_max_position_embeddings": 10**12}},
+        "original_max_position_embeddings is 1000000000000",
+    ),
+    "rope to far": (LLAMA | {"rope_scaling": YARN | {"factor": 1e300}}, "a context of"),
+    "text missing": ({"model_type": "mistral3"}, "text_config is missing"),
+    "growth": (
+        LLAMA
+        | {"model_type": "ministral3"}
+        | {"rope_scaling": {"type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}},
+        "llama_4_scaling_beta with rope type 'linear'",
+    ),
+    "hunyuan without heads": (HUNYUAN | {"num_attention_heads": None}, "num_attention_heads"),
+    "hunyuan's base": (HUNYUAN | {"rope_scaling": ALPHA | {"alpha": 1e-300}}, "rope alpha 1e-300"),
+    "exaone without window": (EXAONE | {"sliding_window": 0}, "without a sliding_window"),
+    "exaone's pattern": (EXAONE | {"sliding_window_pattern": "LGLG"}, "sliding_window_pattern"),
     "rope without factor": (LLAMA | {"rope_scaling": {"type": "linear"}}, "factor"),
     "experts": (LLAMA | {"num_local_experts": 8}, "num_local_experts"),
     "quantised": (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -32,8 +32,10 @@ def standing_at(place: int, rope: Rope, *vectors: np.ndarray) -> list[np.ndarray
     st.sampled_from([1, 2, 7, 40]),
     st.sampled_from([(2, 1.0), (6, 1.0), (6, 0.75), (8, 0.75)]),
     st.integers(0, 2**32 - 1),
+    st.booleans(),
 )
-def test_the_closed_form_is_the_mean_over_all_places(number, size, seed):
+def test_the_closed_form_is_the_mean_over_all_places(number, size, seed, scaled):
+    """Queries and keys may be multiplied by factors after the rotation."""
     d, share = size
     rope = dataclasses.replace(ROPE, share=share)
     rng = np.random.default_rng(seed)
@@ -41,7 +43,12 @@ def test_the_closed_form_is_the_mean_over_all_places(number, size, seed):
         rng.normal(1.0, 1.0, size=(9, heads, d)).astype(np.float32) for heads in (4, 4, 2)
     )
     values = rng.normal(1.0, 1.0, size=k.shape).astype(np.float32)
-    places = [standing_at(place, rope, q, guess, k) for place in range(number)]
+    factors = rng.uniform(0.5, 2.0, size=(2, d)) if scaled else np.ones((2, d))
+    of_query, of_key = factors
+    places = [
+        (turned[0] * of_query, turned[1] * of_query, turned[2] * of_key)
+        for turned in (standing_at(place, rope, q, guess, k) for place in range(number))
+    ]
     sums = [moments(q, k) for q, _, k in places]
     guesses = [guess_moments(guess, q, 2) for q, guess, _ in places]
     blocks = [
@@ -53,7 +60,7 @@ def test_the_closed_form_is_the_mean_over_all_places(number, size, seed):
         (spread_blocks, blocks, BlockMoments._fields),
     ]
     for spread, of_places, names in kinds:
-        found = spread(of_places[0], rope, number)
+        found = spread(of_places[0], rope, number, *factors)
         for name in names:
             mean = np.mean([getattr(each, name) for each in of_places], axis=0)
             np.testing.assert_allclose(getattr(found, name), mean, rtol=1e-4, atol=1e-4)
