@@ -22,7 +22,6 @@ SYSTEMS = {
     "transformers-offloaded": "its offloaded cache; needs CUDA",
     "infinigen-int4": "infinigen with 4-bit rows on the host",
     "infinigen-fixed": "infinigen with --budget-rows rows at any context",
-    "infinigen-fused": "infinigen, one call per step",
     "llama.cpp": "the GGUF file as it is, with an f16 cache",
     "llama.cpp-f32": "the GGUF file with f32 weights and cache",
 }

@@ -82,7 +82,6 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     for name, given in {
         "1": f"{CONTEXTS} --systems {SYSTEMS} llama.cpp",
         "1-int4": f"{CONTEXTS} --systems {small}",
-        "1-fused": f"{CONTEXTS} --systems infinigen infinigen-fused",
         "4": f"1024 4096 --systems {SYSTEMS} --batch 4",
         "8": f"1024 4096 --systems {SYSTEMS} --batch 8",
     }.items():

@@ -78,7 +78,7 @@ def settings(name: str, options: argparse.Namespace, model: Model, context: int)
     asked = {"alpha": options.alpha, "budget": min(budget, 1.0) if budget else None}
     given = {key: value for key, value in asked.items() if value is not None}
     given |= read_policy(name)[1] if ":" in name else {}
-    others = {"infinigen-int4": {"rows": "int4"}, "infinigen-fused": {"schedule": "fused"}}
+    others = {"infinigen-int4": {"rows": "int4"}}
     return {"policy": InfiniGen(**given)} | others.get(name, {})
 
 
