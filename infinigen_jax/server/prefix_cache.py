@@ -143,8 +143,8 @@ class PrefixCache:
         """Run the programs for a chunk of this length, and forget the chunk."""
         limit, self._limit = self._limit, sys.maxsize
         node = self.store(self._root, reading)
-        assert node is not None
-        self.restore(node, empty_cache(self._decoder, 1, self._capacity))
+        if node is not None:  # of quantised rows, only whole chunks are stored
+            self.restore(node, empty_cache(self._decoder, 1, self._capacity))
         self._limit = 0
         self._evict()
         self._limit = limit

@@ -122,7 +122,7 @@ class Scheduler:
                     self._make()
         except Exception as error:
             logger.exception("the scheduler ended")
-            self.failure = str(error)
+            self.failure = str(error) or repr(error)
         self._fail_all(UnavailableError())
         if self.failure is not None:
             self.failed()

@@ -97,14 +97,17 @@ def test_the_least_recently_used_chunks_are_evicted():
         assert small.bytes <= limit and bool(small.bytes) == bool(stored(small, PROMPT))
 
 
-def test_warming_up_leaves_nothing():
-    made = engine("one", SPARSE, 0, prefill_chunk=CHUNK)
+@pytest.mark.parametrize("rows", ["auto", "int8"])
+def test_warming_up_leaves_nothing(rows):
+    """Also where chunks of this length are not stored: a part of one, in quantised rows."""
+    made = engine("one", SPARSE, 0, prefill_chunk=CHUNK, rows=rows)
     prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
-    cache = empty_cache(made.decoder, 1, CAPACITY)
-    reading = Reading(made.runtime, PROMPT[:64], cache, CHUNK)
-    reading.advance()
-    prefixes.warm_up(reading)
-    assert prefixes.bytes == 0
+    for length in (CHUNK, CHUNK // 2):
+        cache = empty_cache(made.decoder, 1, CAPACITY)
+        reading = Reading(made.runtime, PROMPT[:length], cache, CHUNK)
+        reading.advance()
+        prefixes.warm_up(reading)
+        assert prefixes.bytes == 0
     assert prefixes.find(PROMPT).end == 0
 
 
