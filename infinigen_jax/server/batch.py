@@ -350,6 +350,8 @@ class RoundBatch(ServedBatch):
         return _single(reading, reading.predicted[1])
 
     def _try_steps(self, reading: Reading) -> None:
+        # Draws without penalties come first, and have a program of their own.
+        self._sampler.leave(0)
         for sampling in SAMPLINGS:
             sampler = self._sampler_of([sampling], [(0,)])
             jax.block_until_ready(sampler.draw(*reading.predicted, log_probs=True))
