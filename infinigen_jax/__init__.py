@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infinigen_jax.engine.conversation import Conversation
     from infinigen_jax.engine.engine import Engine
     from infinigen_jax.engine.generation import Run
     from infinigen_jax.engine.results import Generation, Step
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "loading.load": ("Basis", "Model", "embedded", "load"),
+    "engine.conversation": ("Conversation",),
     "engine.engine": ("Engine",),
     "engine.results": ("Generation", "Step"),
     "engine.settings": ("EngineSettings",),
@@ -40,6 +42,7 @@ _HOMES = {
 
 __all__ = [
     "Basis",
+    "Conversation",
     "Engine",
     "EngineSettings",
     "Full",

@@ -118,13 +118,21 @@ def make_scheduler(arguments: argparse.Namespace, say: Messages) -> "Scheduler":
     from infinigen_jax.server.metrics import Metrics
     from infinigen_jax.server.scheduler import Scheduler
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("infinigen_jax").setLevel("WARNING" if arguments.quiet else "INFO")
+    start_logging(arguments.quiet)
     engine = load_engine(arguments, say)
     sizes = arguments.batch, arguments.context, arguments.max_waiting
     prefix_bytes = int(arguments.prefix_cache_gib * 2**30)
     limits = Limits.of(engine, *sizes, prefix_bytes, not arguments.no_page)
     return Scheduler(engine, limits, Metrics(engine.decoder))
+
+
+def start_logging(quiet: bool) -> None:
+    """Write messages to stderr; those of requests without a prefix, for programs that read them."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("infinigen_jax").setLevel("WARNING" if quiet else "INFO")
+    requests = logging.getLogger("infinigen_jax.requests")
+    requests.propagate = False
+    requests.handlers = [logging.StreamHandler()]
 
 
 def make_service(arguments: argparse.Namespace) -> "Service":

@@ -1,10 +1,12 @@
 """Encoding of prompts, given as text or token numbers, as token numbers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import Model
 from infinigen_jax.text.detokenize import checked_text
+from infinigen_jax.text.templates import render_chat
 from infinigen_jax.text.tokenizer import check_vocabulary
 
 Prompt = str | Sequence[int]
@@ -48,6 +50,22 @@ def encode(model: Model, prompt: Prompt, *, first: bool = True) -> list[int]:
         raise ParameterError("prompts", "the prompt has no tokens; give at least one")
     check_vocabulary("prompts", tokens, model.config.vocab_size)
     return tokens
+
+
+def encode_chat(model: Model, messages: list[dict[str, Any]]) -> list[int]:
+    """Return the token numbers of a chat, with a prompt for the next answer.
+
+    Args:
+        messages: "role" and "content" of each, for the model's chat template.
+
+    Raises:
+        InputError: if the model has no template, or its template refuses the messages.
+    """
+    tokenizer = model.tokenizer
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise InputError("this model has no chat template; give prompts as text")
+    text = render_chat(tokenizer.chat_template, messages, tokenizer.special_tokens)
+    return encode(model, text, first=False)
 
 
 def encode_with_prefix(model: Model, prefix: Prompt, prompts: Sequence[Prompt]) -> list[list[int]]:

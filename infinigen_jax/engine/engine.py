@@ -17,6 +17,7 @@ from infinigen_jax.engine.conversation import Conversation
 from infinigen_jax.engine.encoding import (
     Prompt,
     encode,
+    encode_chat,
     encode_with_prefix,
     prefix_tokens,
     prompt_list,
@@ -107,6 +108,10 @@ class Engine:
     def encode(self, prompt: Prompt, *, first: bool = True) -> list[int]:
         """Return the token numbers of a prompt; see `encoding.encode`."""
         return encode(self.model, prompt, first=first)
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Return the token numbers of a chat; see `encoding.encode_chat`."""
+        return encode_chat(self.model, messages)
 
     def encode_with_prefix(self, prefix: Prompt, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token numbers of prompts that share a prefix; see `encoding`."""

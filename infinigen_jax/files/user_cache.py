@@ -57,9 +57,9 @@ def prune_programs() -> None:
 def keep_programs() -> None:
     """Configure JAX to keep compiled programs in the user's cache.
 
-    Command lines call it before anything is compiled, to keep more than `programs.Program` does.
-    A library must not change JAX's configuration. It has no effect if the user has set JAX's
-    variables.
+    Command lines call it before anything is compiled, where `programs.Program` stores nothing or
+    more is compiled than its programs. A library must not change JAX's configuration. It has no
+    effect if the user has set JAX's variables.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or (folder := program_folder()) is None:
         return

@@ -82,8 +82,7 @@ class Program:
 
     def _load_or_compile(self, key: Any, arguments: Any, static: dict[str, Any]) -> Any:
         folder = None if is_foreign(self._settings) else program_folder()
-        # Elsewhere untested; and an executable is loaded for all devices that a process has.
-        if folder is None or jax.default_backend() != "cpu" or jax.device_count() > 1:
+        if folder is None or not stores_programs():
             return self._jitted.lower(*arguments, **static).compile()
         text = repr((self._name, self._settings, self._options, key, environment()))
         path = folder / (hashlib.sha256(text.encode()).hexdigest()[:40] + SUFFIX)
@@ -94,6 +93,14 @@ class Program:
             if cache_hits() == hits:  # XLA cannot serialise a deserialised executable
                 _save(path, executable, "lapack_" in lowered.as_text())
         return executable
+
+
+def stores_programs() -> bool:
+    """Whether a `Program` stores executables: on a CPU alone.
+
+    Elsewhere it is untested, and an executable is loaded for all devices that a process has.
+    """
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
 def _name_of(function: Any) -> str:

@@ -1,5 +1,6 @@
 """Metrics of a server, in Prometheus' text format, and the log line of a request."""
 
+import datetime
 import json
 import logging
 import time
@@ -90,6 +91,7 @@ class Metrics:
         self._whole.observe(seconds)
         self._length.observe(len(job.tokens))
         record = {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
             "outcome": outcome,
             "prompt_tokens": len(job.tokens),
             "cached_tokens": job.cached_tokens,

@@ -17,12 +17,13 @@ from transformers import AutoTokenizer
 
 import infinigen_jax as ig
 from infinigen_jax import evaluate, generate, plan
-from infinigen_jax.cli.options import DEFAULT_MODEL, make_policy, make_pool
+from infinigen_jax.cli.options import DEFAULT_MODEL, load_engine, make_policy, make_pool
 from infinigen_jax.convert.__main__ import main as convert_main
 from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import EMBEDDED, embedded
+from infinigen_jax.messages import Messages
 from infinigen_jax.policies import ENTRY_POINTS, find_policy
 
 pytestmark = pytest.mark.usefixtures("shallow")
@@ -155,6 +156,15 @@ def test_help(run):
     assert "--stats-json" in shown and "--transfer" not in out and "--count" not in out
     status, out, err = run("--help-all")
     assert status == 0 and err == "" and "--transfer" in out and "--stats-json" in out
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_jax_keeps_programs_where_the_package_stores_none(stores, monkeypatch):
+    kept = []
+    monkeypatch.setattr("infinigen_jax.programs.program.stores_programs", lambda: stores)
+    monkeypatch.setattr("infinigen_jax.files.user_cache.keep_programs", lambda: kept.append(True))
+    load_engine(generate.build_parser().parse_args(["--model", "tiny-llama"]), Messages(True))
+    assert bool(kept) is not stores
 
 
 @pytest.mark.parametrize("main", [generate.main, convert_main, evaluate.main, plan.main])

@@ -10,7 +10,7 @@ import pytest
 from runtime import random_model
 
 from infinigen_jax.cli.prompts import ANSWER_TOKENS, NEW_TOKENS, fitting, prepare_prompts
-from infinigen_jax.engine.encoding import encode, encode_with_prefix, prefix_tokens
+from infinigen_jax.engine.encoding import encode, encode_chat, encode_with_prefix, prefix_tokens
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded
 from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -49,6 +49,17 @@ def test_a_template_makes_messages_of_prompts(tokenizer):
     assert texts == [f"<s>[system] Be brief.</s>[user] {p}</s>[assistant]" for p in PROMPTS]
     assert all(tokens.count(tokenizer.bos_token_id) == 1 for tokens in given.tokens)
     assert given.shared == 0 and given.most == 200 - max(map(len, given.tokens)) < ANSWER_TOKENS
+
+
+def test_a_chat_of_a_library(tokenizer):
+    model = dataclasses.replace(random_model("one"), given_tokenizer=None)
+    turn = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPTS[0]}]
+    with pytest.raises(InputError, match="no chat template"):
+        encode_chat(model, turn)
+    templated = Tokenizer(tokenizer.backend, tokenizer.special_tokens, TEMPLATE)
+    config = dataclasses.replace(model.config, vocab_size=10**6)
+    model = dataclasses.replace(model, config=config, given_tokenizer=templated)
+    assert encode_chat(model, turn) == prepared(tokenizer, TEMPLATE, system="Be brief.").tokens[0]
 
 
 def test_a_prefix_is_within_the_message_and_shared(tokenizer):

@@ -1,7 +1,9 @@
 """Requests that the server refuses, reports and survives, by plain HTTP."""
 
 import contextlib
+import datetime
 import json
+import logging
 import socket
 import struct
 import time
@@ -12,6 +14,7 @@ import pytest
 from serving import CONTEXT, ROWS, Served, serving, small_engine
 
 from infinigen_jax.sampling import Sampling
+from infinigen_jax.serve import start_logging
 from infinigen_jax.server.job import BusyError, Job, UnavailableError
 from infinigen_jax.server.limits import Limits
 from infinigen_jax.server.metrics import Metrics
@@ -221,3 +224,25 @@ def test_a_long_prompt_stalls_no_stream(served: Served):
     served.wait(lambda: "long" in times)
     served.scheduler.cancel(running)
     assert times[before:].index("long") >= chunks - 1
+
+
+def test_a_request_is_one_line_of_json(served: Served, capsys):
+    """Also after it has been told to log twice, as two servers of a process would."""
+    logger = logging.getLogger("infinigen_jax.requests")
+    parent = logger.parent
+    assert parent is not None
+    before = logger.propagate, logger.handlers, parent.level
+    try:
+        start_logging(quiet=False)
+        start_logging(quiet=False)
+        served.complete("The sea", max_tokens=2)
+        until = time.monotonic() + 30
+        while not (text := capsys.readouterr().err) and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        logger.propagate, logger.handlers = before[:2]
+        parent.setLevel(before[2])
+    (line,) = text.splitlines()
+    record = json.loads(line)
+    assert record["outcome"] == "ok" and record["new_tokens"] == 2
+    assert datetime.datetime.fromisoformat(record["time"]).tzinfo is not None
