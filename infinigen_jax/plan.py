@@ -49,7 +49,8 @@ def build_parser() -> Parser:
     )
     add("--batch", type=whole_number(1), default=1, metavar="B", help="sequences (default 1)")
     memory = {"type": number(LEAST), "metavar": "G"}
-    add("--device-memory", help="GiB of the device (default: those of this one)", **memory)
+    share = "GiB of the GPU, of which JAX takes nine tenths (default: those of this device)"
+    add("--device-memory", help=share, **memory)
     add("--host-memory", help="GiB of the host (default: those that are free here)", **memory)
     rate = {"type": number(LEAST), "metavar": "R"}
     add("--device-bandwidth", help="GB/s of device memory (default: measured here)", **rate)
@@ -103,6 +104,7 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
     """The machine of the options; what they leave open is measured here."""
     import jax
 
+    from infinigen_jax.machine.backend import GPU_SHARE
     from infinigen_jax.machine.memory_limits import available_device_bytes, available_host_bytes
     from infinigen_jax.planner import bandwidths
     from infinigen_jax.planner.forecast import Machine
@@ -110,7 +112,7 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
     device = jax.devices()[0]
     memory = None if device.platform == "cpu" else available_device_bytes(device)
     if arguments.device_memory is not None:
-        memory = int(arguments.device_memory * 2**30)
+        memory = int(GPU_SHARE * arguments.device_memory * 2**30)
     host = arguments.host_memory
     reads, copies = (
         None if given is None else 1e9 * given

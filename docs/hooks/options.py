@@ -1,22 +1,37 @@
-"""Write the options of every command line into the page that has the comment MARK.
+"""Write options of command lines, and settings of the library, into pages with certain comments.
 
-The commands are the scripts of pyproject.toml; each one's module has a `build_parser`.
+MARK stands for all commands: the scripts of pyproject.toml, of which each module has a
+`build_parser`. SETTINGS stands for the settings of a class.
 """
 
 import argparse
+import dataclasses
 import importlib
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 MARK = "<!-- options -->"
+SETTINGS = re.compile(r"<!-- settings: (\S+)\.(\w+) -->")
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the mark; MkDocs calls this for every page."""
-    return markdown.replace(MARK, "\n".join(commands())) if MARK in markdown else markdown
+    """Replace the comments; MkDocs calls this for every page."""
+    if MARK in markdown:
+        markdown = markdown.replace(MARK, "\n".join(commands()))
+    return SETTINGS.sub(lambda found: "\n".join(settings(*found.groups())), markdown)
+
+
+def settings(module: str, name: str) -> Iterator[str]:
+    """Yield the lines of a table of the settings of a class."""
+    yield from ("| setting | default | meaning |", "|---|---|---|")
+    for field in dataclasses.fields(getattr(importlib.import_module(module), name)):
+        if "option" in field.metadata:
+            text = field.metadata["option"].help or "see the description of the class"
+            yield f"| `{field.name}` | `{field.default!r}` | {text} |"
 
 
 def commands() -> Iterator[str]:

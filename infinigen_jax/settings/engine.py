@@ -71,7 +71,7 @@ class EngineOptions(Settings):
     )
     draft_tokens: int | None = setting(
         None,
-        "most tokens drafted before a verification, with lossless (default: by measured times)",
+        "tokens drafted before each verification, with lossless (default: by measured times)",
         "N",
         whole_number(1, 15),
     )
