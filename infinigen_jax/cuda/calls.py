@@ -1,8 +1,12 @@
-"""Kernels as traced functions of one device's arrays; callers wrap them in `jax.shard_map`."""
+"""Kernels as traced functions of one device's arrays; callers wrap most in `jax.shard_map`."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.cuda.launch import call
@@ -15,6 +19,16 @@ SHARE = 128  # rows that a block attends to, as in attend.cu
 MAX_HEAD = 256  # columns of a key, as in attend.cu
 ATTEND_THREADS = 128
 THREADS = 1024  # threads per block; a block works on one (b, k)
+
+
+def on_each_device(local: Callable[..., Any], placed: Array, *arrays: Array) -> Any:
+    """Call on each device's part of arrays [b, ...] and [b, k, ...], on the mesh of `placed`."""
+    mesh = jax.typeof(placed).sharding.mesh
+    if mesh.empty or mesh.size == 1:
+        return local(*arrays)
+    specs = tuple(PartitionSpec(*("data", "model")[: x.ndim]) for x in arrays)
+    out = PartitionSpec("data", "model")
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)(*arrays)
 
 
 def gather(
@@ -116,7 +130,7 @@ def select_rows(
 ) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:
     """Return the slots of the rows to fetch, ascending and padded with 0, and their count.
 
-    See select.cu.
+    On several devices each selects for its own sequences and heads. See select.cu.
 
     Args:
         scores: speculated logits, float32.
@@ -124,19 +138,23 @@ def select_rows(
         alpha: largest distance of a selected score below the best one (section 4.3); may be `inf`.
         sinks, window: tokens that stay on the device and are not fetched.
     """
-    b, k, g, t = scores.shape
-    slots, count, _ = call(
-        "select_rows",
-        (scores, positions, most),
-        (
-            jax.ShapeDtypeStruct((b, k, size), jnp.int32),
-            jax.ShapeDtypeStruct((b, k), jnp.int32),
-            jax.ShapeDtypeStruct((b, k, 2, t), jnp.uint32),
-        ),
-        (b * k, THREADS),
-        (k, g, t, size, sinks, window, int(np.float32(alpha).view(np.int32))),
-    )
-    return slots, count
+
+    def local(scores: Array, positions: Array, most: Array) -> tuple[Array, Array]:
+        b, k, g, t = scores.shape
+        slots, count, _ = call(
+            "select_rows",
+            (scores, positions, most),
+            (
+                jax.ShapeDtypeStruct((b, k, size), jnp.int32),
+                jax.ShapeDtypeStruct((b, k), jnp.int32),
+                jax.ShapeDtypeStruct((b, k, 2, t), jnp.uint32),
+            ),
+            (b * k, THREADS),
+            (k, g, t, size, sinks, window, int(np.float32(alpha).view(np.int32))),
+        )
+        return slots, count
+
+    return on_each_device(local, scores, scores, positions, most)
 
 
 def replace_entries(

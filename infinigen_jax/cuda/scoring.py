@@ -1,13 +1,10 @@
 """Kernels that score the index, as traced functions. See score.cu."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
+from infinigen_jax.cuda.calls import on_each_device
 from infinigen_jax.cuda.launch import call
 from infinigen_jax.selection.select import Rest
 
@@ -38,7 +35,7 @@ def index_scores(
         (scores,) = _launch("index_scores", (query, index), (out,), sizes, sizes[-1])
         return scores
 
-    return _on_each_device(local, query, index)
+    return on_each_device(local, index, query, index)
 
 
 def index_rest(
@@ -72,7 +69,7 @@ def index_rest(
         entry = jax.ShapeDtypeStruct((b, k, g, blocks if leading else 1, leading or 1), jnp.float32)
         return _launch("index_rest", (query, index, *others), (score, entry), integers, sizes[-1])
 
-    score, entry = _on_each_device(local, query, index, positions, slots, count)
+    score, entry = on_each_device(local, index, query, index, positions, slots, count)
     if not columns:
         return Rest(score)
     shares = jax.nn.softmax(jnp.maximum(score, jnp.finfo(jnp.float32).min), axis=-1)
@@ -101,13 +98,3 @@ def _launch(
     b, k, _, capacity = operands[1].shape
     grid = (b * k * -(-capacity // share), THREADS)
     return call(kernel, operands, outs, grid, integers)
-
-
-def _on_each_device(local: Callable[..., Any], *arrays: Any) -> Any:
-    """Call on each device's part of arrays [b, ...] and [b, k, ...], on the arrays' mesh."""
-    mesh = jax.typeof(arrays[1]).sharding.mesh
-    if mesh.empty or mesh.size == 1:
-        return local(*arrays)
-    specs = tuple(PartitionSpec(*("data", "model")[: x.ndim]) for x in arrays)
-    out = PartitionSpec("data", "model")
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)(*arrays)

@@ -34,7 +34,6 @@ from infinigen_jax.selection.select import (
     budget_fraction,
     budget_rows,
     select,
-    share_rows,
 )
 from infinigen_jax.settings.policy import BudgetSettings
 from infinigen_jax.speculation.index import IndexFormat, write_entries
@@ -81,22 +80,10 @@ class Policy:
     observes: ClassVar[bool] = False
     paged: ClassVar[bool] = False
     pools: ClassVar[bool] = False
-
-    @property
-    def lead(self) -> int:
-        return 1
-
-    @property
-    def source(self) -> str:
-        return "input"
-
-    @property
-    def has_tail(self) -> bool:
-        return False
-
-    @property
-    def tail_block(self) -> int:
-        return 0
+    lead: ClassVar[int] = 1
+    source: ClassVar[str] = "input"
+    has_tail: ClassVar[bool] = False
+    tail_block: ClassVar[int] = 0
 
     def streams(self, layer: int) -> bool:
         """Whether this layer, if on the host, attends to all its rows, block by block.
@@ -225,7 +212,11 @@ class Budgeted(BudgetSettings, Policy):
             share: budget of one layer, see `Lookup`.
         """
         tokens = positions if held is None else jnp.minimum(positions, capacity)
-        return budget_rows(self.budget, tokens) if share is None else share_rows(share, tokens)
+        return (
+            budget_rows(self.budget, tokens)
+            if share is None
+            else tokens * share[..., 0] // share[..., 1]
+        )
 
     def choose(
         self,

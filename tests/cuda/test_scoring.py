@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.layers import Slots
-from infinigen_jax.cuda import scoring
+from infinigen_jax.cuda import calls, scoring
 from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.selection.rest import log_rest
 from infinigen_jax.selection.select import Request
@@ -30,6 +30,7 @@ pytestmark = [
 # the reference.
 SHAPES = [(2, 2, 1, 16, 128, 32), (1, 1, 4, 128, 384, 64), (1, 2, 6, 19, 256, 128)]
 SHAPES += [(1, 1, 9, 5, 128, 128), (1, 1, 2, 256, 128, 32), (1, 1, 3, 24, 70, 0)]
+encode = jax.jit(IndexFormat.encode, static_argnums=0)
 reference_scores = jax.jit(IndexFormat.scores, static_argnums=0)
 reference_rest = jax.jit(log_rest, static_argnames="blocks")
 
@@ -64,7 +65,7 @@ def test_scores_and_rest(
     form, share, n = IndexFormat("int4", r), tiles * (tail_block or 32), 37
     keys = random.normal(0, 1, (b, k, r, t)) * 10.0 ** random.integers(-2, 2, (1, 1, 1, t))
     query = random.normal(0, 1, (b, k, g, r)).astype(np.float32)
-    index = np.asarray(form.encode(jnp.asarray(keys, jnp.float32)))
+    index = np.asarray(encode(form, jnp.asarray(keys, jnp.float32)))
     step, low = steps_and_lows(index)
     largest = float(np.max(np.abs(low) + step * (2**BITS - 1)))  # magnitude of a key
     terms = max(1, np.abs(query).sum(axis=-1).max() * largest)  # of a score
@@ -145,22 +146,28 @@ def test_through_xla(monkeypatch: pytest.MonkeyPatch, columns: int):
     assert emulated_gpu.launched == {"index_scores": 1, "index_rest": 1}
 
 
-def test_each_device_scores_its_own_part(monkeypatch: pytest.MonkeyPatch):
+def test_each_device_scores_and_selects_its_own_part(monkeypatch: pytest.MonkeyPatch):
     """A kernel is called on shards, as XLA cannot divide it."""
-    seen = []
+    seen = {}
 
-    def run(kernel: str, operands: tuple, outs: tuple, integers: tuple, share: int) -> tuple:
-        seen.append(operands[1].shape)
+    def run(kernel: str, operands: tuple, outs: tuple, grid: tuple, integers: tuple) -> tuple:
+        seen[kernel] = operands[0].shape
         return tuple(jnp.zeros(out.shape, out.dtype) for out in outs)
 
-    monkeypatch.setattr(scoring, "_launch", run)
+    monkeypatch.setattr(scoring, "call", run)
+    monkeypatch.setattr(calls, "call", run)
     mesh = jax.sharding.AbstractMesh((1, 2), ("data", "model"))
     rows = jax.NamedSharding(mesh, jax.P("data", "model"))
     query = jax.ShapeDtypeStruct((3, 4, 2, 8), jnp.float32, sharding=rows)
     index = jax.ShapeDtypeStruct((3, 4, 2, 128), jnp.uint32, sharding=rows)
-    scores = (
-        jax.jit(lambda query, index: scoring.index_scores(query, index))
-        .trace(query, index)
-        .out_info
-    )
-    assert seen == [(3, 2, 2, 128)] and scores.shape == (3, 4, 2, 128)
+    positions = jax.ShapeDtypeStruct((3,), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P()))
+
+    @jax.jit
+    def chosen(query: jax.Array, index: jax.Array, positions: jax.Array) -> Any:
+        scores = scoring.index_scores(query, index)
+        return scores, calls.select_rows(scores, positions, positions, 16, 4.0, 4, 32)
+
+    scores, (slots, count) = chosen.trace(query, index, positions).out_info
+    assert seen == {"index_scores": (3, 2, 2, 8), "select_rows": (3, 2, 2, 128)}
+    shapes = [x.shape for x in (scores, slots, count)]
+    assert shapes == [(3, 4, 2, 128), (3, 4, 16), (3, 4)]
