@@ -126,11 +126,11 @@ def log_level() -> Iterator[None]:
 def forget_programs() -> Iterator[None]:
     """Free compiled programs before a process has too many memory mappings.
 
-    Not after every module, because modules share programs. Linux allows 65,530 mappings; 6,000
-    take 2 GiB.
+    Not after every module, because modules share programs. Linux allows 65,530 mappings;
+    12,000 take 4 GiB.
     """
     yield
-    if Path("/proc/self/maps").read_bytes().count(b"\n") > 6_000:
+    if Path("/proc/self/maps").read_bytes().count(b"\n") > 12_000:
         jax.clear_caches()
 
 

@@ -2,12 +2,14 @@
 
 import ctypes
 import functools
+import hashlib
+import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 
 from infinigen_jax.cuda import source
@@ -23,20 +25,25 @@ def compiler() -> str | None:
 
 
 class Emulator:
-    """The kernels, compiled into `folder`."""
+    """The kernels, compiled once for all processes with this folder."""
 
-    def __init__(self, folder: Path, options: tuple[str, ...] = ()):
-        text = source()
+    def __init__(self, folder: Path):
         runners = "\n".join(
             f'extern "C" void run_{name}(unsigned blocks, unsigned threads, void** parameters, '
             f"uint64_t seed) {{ emulation::run({name}, blocks, threads, parameters, seed); }}"
             for name in KERNELS
         )
-        file = folder / "kernels.cpp"
-        file.write_text(f'#include "{HEADER}"\n{text}\n{runners}\n')
-        library = folder / "kernels.so"
-        command = [compiler() or "g++", *OPTIONS, *options, str(file), "-o", str(library)]
-        subprocess.run(command, check=True)
+        text = f'#include "{HEADER}"\n{source()}\n{runners}\n'
+        number = hashlib.sha256((text + HEADER.read_text() + str(OPTIONS)).encode()).hexdigest()
+        library = folder / f"kernels-{number[:16]}.so"
+        with filelock.FileLock(f"{library}.lock"):
+            if not library.exists():
+                file = library.with_suffix(".cpp")
+                file.write_text(text)
+                made = library.with_suffix(".new")
+                command = [compiler() or "g++", *OPTIONS, str(file), "-o", str(made)]
+                subprocess.run(command, check=True)
+                made.rename(library)
         self.library = ctypes.CDLL(str(library))
 
     def run(self, kernel: str, blocks: int, threads: int, seed: int, *arguments: Any) -> None:
@@ -51,6 +58,5 @@ class Emulator:
 
 @functools.cache
 def emulated_kernels() -> Emulator:
-    """The kernels, compiled once for a process."""
-    with tempfile.TemporaryDirectory() as folder:
-        return Emulator(Path(folder))
+    """The kernels, compiled in the folder of this run's programs."""
+    return Emulator(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))

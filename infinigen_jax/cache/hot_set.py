@@ -23,7 +23,7 @@ from infinigen_jax import cuda
 from infinigen_jax.cache.host_array import BATCH_SPEC, ROWS_SPEC, sharded
 from infinigen_jax.cuda import calls
 from infinigen_jax.ops.indexing import look_up, put
-from infinigen_jax.selection.select import Request, top_slots
+from infinigen_jax.selection.select import Request, top_choice
 
 
 class HotSet(NamedTuple):
@@ -94,7 +94,8 @@ def replacement(
     used = put(hot.used, jnp.where(hit, entry_of_slot, h), now)
     # At most n - hits rows are missing, and h - hits entries are not requested now: no hit is
     # evicted. Exact in float32: positions are below 2^24.
-    victims = top_slots(-used.astype(jnp.float32), jnp.sum(miss, axis=-1, dtype=jnp.int32), n)
+    missing = jnp.sum(miss, axis=-1, dtype=jnp.int32)
+    victims, *_ = top_choice(-used.astype(jnp.float32), missing, n)
     turn = jnp.cumsum(miss, axis=-1, dtype=jnp.int32) - 1
     entry = jnp.where(miss, look_up(victims, jnp.maximum(turn, 0)), jnp.maximum(entry_of_slot, 0))
     entry = jnp.where(valid, entry, 0)

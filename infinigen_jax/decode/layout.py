@@ -189,7 +189,8 @@ class Layout:
         None if only valid rows move.
         """
         streamed = sum(self.streams(number) for number in range(self.host_layers))
-        if self.selecting and (self.transfer.masks or self.hot_set):
+        valid_alone = self.transfer.concurrent or self.transfer.in_place or self.hot_set
+        if self.selecting and valid_alone:
             return None
         return streamed * capacity + len(self.selecting) * self.request_size(capacity)
 

@@ -113,7 +113,7 @@ def fetched_part(
     if rows is None:
         rows = gather_rows(host, host_layer.number, fetched.request.slots, layout.mesh)
     rows = layout.row_format.decode(host_layer.scales, rows)
-    if fetched.rows is not None and layout.transfer.masks:
+    if fetched.rows is not None and (layout.transfer.concurrent or layout.transfer.in_place):
         # Padding may hold NaN, which a weight of 0 does not mask.
         rows = jnp.where(fetched.request.valid[..., None], rows, 0)
     return packed(rows, fetched.request.valid)

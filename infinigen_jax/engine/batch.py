@@ -52,6 +52,7 @@ class Batch(abc.ABC):
         """Whether a prompt may replace an idle sequence now.
 
         If a flush evicts rows or fills pages, all sequences must be at the same step of the window.
+        Between lossless rounds every row is on the host, as no step was taken since.
         """
         policy = self.decoder.policy
         at_flush = policy.paged or self.decoder.pool is not None

@@ -49,20 +49,12 @@ class Owners:
         """Mask of the idle sequences, [b]."""
         return self.owner == IDLE
 
-    def step(self, cached: np.ndarray) -> None:
-        """Record that a decode step is dispatched after `cached` tokens, [b]."""
-        self._steps.append((self.owner, cached))
-
-    def draft(self, owner: np.ndarray, cached: np.ndarray, steps: int) -> None:
-        """Record drafted steps after `cached` tokens, and the owners at that time."""
+    def record(self, owner: np.ndarray, cached: np.ndarray, steps: int = 1) -> None:
+        """Record dispatched steps after `cached` tokens, [b], and the owners at that time."""
         self._steps += [(owner, cached + step) for step in range(steps)]
 
-    def leave(self, sequence: int) -> None:
-        """Record that the prompt of a sequence has ended."""
-        self.owner = np.where(np.arange(self.batch) == sequence, IDLE, self.owner)
-
     def give(self, sequence: int, prompt: int) -> None:
-        """Assign a sequence to a prompt."""
+        """Assign a sequence to a prompt, or to none: IDLE."""
         self.owner = np.where(np.arange(self.batch) == sequence, prompt, self.owner)
 
     def history(self, steps_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

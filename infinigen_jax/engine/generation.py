@@ -87,7 +87,7 @@ class Run(Batch):
         begun = begun or Begun.empty(size)
         self.capacity, self.slots = self._reader.capacity, self._reader.slots
         cached, waiting = min(begun.cached), bool(self.owners.waiting)
-        self.plan = self._reader.plan(size, cached)
+        self.plan = self._reader.cache_plan(size)
         self.phases = self._reader.phases(size, cached, waiting=waiting)
         if begun.cache is None:
             lengths = LENGTHS if capacity is None else ("`context`",)
@@ -202,7 +202,7 @@ class Run(Batch):
             # neither the first token nor a later step waits for the compilation.
             self.rest()
             self.settle()
-        self.owners.step(self.cached)
+        self.owners.record(self.owners.owner, self.cached)
         stepped = super()._step(tokens, watch)
         self.counts.append(stepped.counts)
         return stepped
@@ -289,7 +289,7 @@ class Run(Batch):
         return values
 
     def _leave(self, sequence: int) -> None:
-        self.owners.leave(sequence)
+        self.owners.give(sequence, IDLE)
         self._sampler.leave(sequence)
         self._left = True
 

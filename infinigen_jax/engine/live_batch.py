@@ -4,7 +4,6 @@ A prompt is read in chunks of few fixed lengths (`Reading`), so that nothing is 
 first use of each length. A sequence's result does not depend on the others.
 """
 
-import abc
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
@@ -17,7 +16,7 @@ from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, allocate_host
 from infinigen_jax.decode.steps import Watch, steps
 from infinigen_jax.engine.batch import Batch
-from infinigen_jax.engine.dispatch import Dispatcher, Stepped
+from infinigen_jax.engine.dispatch import Stepped
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sequence_budgets import SequenceBudgets
 from infinigen_jax.errors import ParameterError
@@ -31,7 +30,7 @@ class Single(NamedTuple):
         cache: cache of one sequence, with `tokens` tokens.
         newest: see `OpenBatch`.
         budget: see `SequenceBudgets.replace`.
-        room: see `LosslessBatch`, which alone needs it.
+        room: see `OpenBatch`; a `LosslessBatch` alone needs it.
     """
 
     cache: Cache
@@ -124,6 +123,8 @@ class OpenBatch(Batch):
     Attributes:
         active: [b] mask of the sequences that are not idle.
         newest: arrays that each sequence continues from, in addition to the cache.
+        room: [b] most tokens that each sequence still gets, if it is known; 0 for idle ones.
+        selecting: dispatcher of the steps that select rows by the sequences' budgets.
     """
 
     newest: Any
@@ -131,7 +132,8 @@ class OpenBatch(Batch):
     def __init__(self, runtime: Runtime, batch: int):
         super().__init__(runtime, np.zeros(batch, np.int32))
         self.budgets = SequenceBudgets(runtime, batch)
-        self.active = np.zeros(batch, bool)
+        self.active, self.room = np.zeros(batch, bool), np.zeros(batch, np.int32)
+        self.selecting = self.dispatcher
 
     @classmethod
     def empty(cls, runtime: Runtime, batch: int, capacity: int) -> Self:
@@ -143,11 +145,6 @@ class OpenBatch(Batch):
     @property
     def idle(self) -> np.ndarray:
         return ~self.active
-
-    @property
-    @abc.abstractmethod
-    def selecting(self) -> Dispatcher:
-        """Dispatcher of the steps that select rows by the sequences' budgets."""
 
     def join(self, sequence: int, single: Single) -> None:
         """Copy a sequence to the place of an idle one; it can join several times."""
@@ -171,7 +168,7 @@ class OpenBatch(Batch):
         return host
 
     def _activate(self, sequence: int, single: Single) -> None:
-        self.active[sequence] = True
+        self.active[sequence], self.room[sequence] = True, single.room
         self.budgets.replace(sequence, single.budget)
         steps = self.selecting
         steps.weights = steps.weights._replace(policy=self.budgets.weights)
@@ -187,6 +184,7 @@ class OpenBatch(Batch):
         """
         assert self.can_join and self.active[sequence]
         budget, tokens = self.budgets.of(sequence), int(self.cached[sequence])
+        room = int(self.room[sequence])
         self.settle()
         cache, newest = self.cache, self.newest
         if len(self.active) > 1:
@@ -196,11 +194,11 @@ class OpenBatch(Batch):
             at = jax.device_put(np.int32(sequence), self._at.whole)
             cache, newest = self._admission.extract(host, cache, newest, at)
         self.leave(sequence)
-        return Single(cache, tokens, newest, budget)
+        return Single(cache, tokens, newest, budget, room)
 
     def leave(self, sequence: int) -> None:
         """Make a sequence idle."""
-        self.active[sequence], self._left = False, True
+        self.active[sequence], self.room[sequence], self._left = False, 0, True
 
 
 class LiveBatch(OpenBatch):
@@ -225,10 +223,6 @@ class LiveBatch(OpenBatch):
     @property
     def best(self) -> Int[Array, " b"]:
         return self.newest[1]
-
-    @property
-    def selecting(self) -> Dispatcher:
-        return self.dispatcher
 
     def step(self, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
         """Dispatch a decode step over the next token of each sequence, without waiting.

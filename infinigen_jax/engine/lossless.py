@@ -137,7 +137,7 @@ class LosslessRun(Run):
         """Record a round; returns the new tokens per sequence."""
         drafted, counts = judged.drafted, self._rounds.read(judged)
         self.counts += drafted.counts
-        self.owners.draft(judged.given.owner, self.cached, drafted.count)
+        self.owners.record(judged.given.owner, self.cached, drafted.count)
         self._tally.add(drafted.count, counts, self.cached)
         self._sampler.count_drawn(counts)
         self.clock.step(int(counts.sum()))
@@ -170,10 +170,6 @@ class LosslessRun(Run):
             new = self.owners.owner != before
             yield self._take(np.where(new, np.asarray(self.drawn), -1), eos, self._log_probs)
             self._reset_room()
-
-    @property
-    def can_join(self) -> bool:
-        return True  # between rounds every row is on the host
 
     def _reset_room(self) -> None:
         """Count the tokens that each sequence may still get."""

@@ -7,11 +7,9 @@ sequence do not depend on the others, as the full model draws them.
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array
 
 from infinigen_jax.decode.steps import Watch
-from infinigen_jax.engine.dispatch import Dispatcher
-from infinigen_jax.engine.live_batch import OpenBatch, Single
+from infinigen_jax.engine.live_batch import OpenBatch
 from infinigen_jax.engine.rounds import Drafted, Given, Rounds
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sampler import Sampler
@@ -43,38 +41,17 @@ class LosslessBatch(OpenBatch):
 
     Attributes:
         newest: [b] last token of each sequence, not cached yet.
-        room: [b] most tokens that each sequence still gets; 0 for idle ones.
     """
 
     def __init__(self, runtime: Runtime, batch: int):
         super().__init__(runtime, batch)
         self._rounds = Rounds(self, changing=True)
+        self.selecting = self._rounds.drafts
         self.newest = self._rounds.put(np.zeros(batch, np.int32))
-        self.room = np.zeros(batch, np.int32)
         self._no_ends = self._rounds.ends(())
-
-    @property
-    def can_join(self) -> bool:
-        return True  # between rounds every row is on the host
-
-    @property
-    def selecting(self) -> Dispatcher:
-        return self._rounds.drafts
 
     def settle(self) -> None:
         """Do nothing: between rounds every row is on the host."""
-
-    def _activate(self, sequence: int, single: Single) -> None:
-        super()._activate(sequence, single)
-        self.room[sequence] = single.room
-
-    def single(self, sequence: int, host: Array | None = None) -> Single:
-        room = int(self.room[sequence])
-        return super().single(sequence, host)._replace(room=room)
-
-    def leave(self, sequence: int) -> None:
-        super().leave(sequence)
-        self.room[sequence] = 0
 
     def round(
         self, sampler: Sampler, *, log_probs: bool = False, watch: Watch | None = None

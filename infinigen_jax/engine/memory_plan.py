@@ -1,7 +1,7 @@
 """Memory of a generation, estimated before anything is allocated."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -98,22 +98,17 @@ def plan_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = 
         pool += selecting * entries * decoder.pool.use_bytes
     blocks = decoder.slots.blocks(slots) if policy.has_tail else 0
     sums = 4 * batch * config.num_kv_heads * blocks * config.head_dim
+    on_device = set(range(config.num_layers)) - set(decoder.on_host)
+    tokens = sum(decoder.ring_size(layer, capacity) or capacity for layer in on_device)
     return MemoryPlan(
         host_cache=decoder.host_layers * slots * stored_row,
-        dense_cache=row * sum(_tokens_on_device(decoder, capacity)),
+        dense_cache=row * tokens,
         index=index,
         resident=decoder.host_layers * decoder.slots.size * row + selecting * sums,
         hot=hot,
         pool=pool,
         workspace=0,
     )
-
-
-def _tokens_on_device(decoder: Decoder, capacity: int) -> Iterator[int]:
-    """Yield the cache size in tokens of each device layer."""
-    for layer in range(decoder.config.num_layers):
-        if layer not in decoder.on_host:
-            yield decoder.ring_size(layer, capacity) or capacity
 
 
 def _bytes(make: Callable[[], Any]) -> int:

@@ -83,22 +83,13 @@ class PromptReader:
         """Number of tokens of the prefix that is read and stored once."""
         return 0 if self._sharing is None else self._sharing.tokens
 
-    def plan(self, batch: int, cached: int = 0) -> MemoryPlan:
-        """Return the memory of a batch.
-
-        Args:
-            cached: number of tokens of each prompt that are cached already.
-        """
-        read = self._read_bytes(batch, self._longest - cached - self.shared)
-        return self._cache_plan(batch).at_work(max(read, self._step_bytes(batch)))
-
     def phases(self, batch: int, cached: int, *, waiting: bool) -> list[MemoryPlan]:
         """Return the memory of each phase: prefill, decoding, prefill of waiting prompts.
 
         Args:
             waiting: whether further prompts wait for admission.
         """
-        together, one = self._cache_plan(batch), self._cache_plan(1)
+        together, one = self.cache_plan(batch), self.cache_plan(1)
         rest, plans = self._longest - cached - self.shared, []
         if self.shared:
             plans = [one.at_work(self._read_bytes(1, self.shared)), together + one]
@@ -112,7 +103,8 @@ class PromptReader:
             plans.append((together + one).at_work(self._read_bytes(1, rest)))
         return plans
 
-    def _cache_plan(self, batch: int) -> MemoryPlan:
+    def cache_plan(self, batch: int) -> MemoryPlan:
+        """Return the memory of a batch's cache."""
         plan = plan_cache(self.decoder, batch, self.capacity, self.slots)
         if self._sharing is None:
             return plan
@@ -125,7 +117,7 @@ class PromptReader:
         return prefill_bytes(self.decoder, batch, chunk, self.capacity)
 
     def _step_bytes(self, batch: int) -> int:
-        drafted, resident = self._runtime.draft_room, self._cache_plan(batch).resident
+        drafted, resident = self._runtime.draft_room, self.cache_plan(batch).resident
         return step_bytes(self.decoder, batch, self.slots, drafted, resident)
 
     def chunk_length(self, longest: int, batch: int) -> int:

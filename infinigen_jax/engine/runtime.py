@@ -151,8 +151,7 @@ def make_decoder(model: Model, settings: EngineSettings, transfer: Transfer, mes
     """Return the decoder of a model with these settings."""
     policy, hot_set = settings.policy, settings.hot_set
     if hot_set is None:
-        crosses = transfer.masks and not transfer.in_place
-        hot_set = HOT_SET if crosses and policy.reuses else 0.0
+        hot_set = HOT_SET if transfer.concurrent and policy.reuses else 0.0
     policy = policy.fitted(model, transfer.in_place, settings.pool is not None)
     dense = settings.dense_layers
     if dense is None:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Shaped
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, allocate_host
@@ -122,13 +121,5 @@ def _repeat(decoder: Decoder) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _copy(decoder: Decoder) -> Any:
-    def copy(
-        host: Shaped[Array, "l a k t w"],
-        one: Shaped[Array, "l 1 k s w"],
-        sequence: Int[Array, ""],
-        start: Int[Array, ""],
-        count: Int[Array, ""],
-    ) -> Shaped[Array, "l a k t w"]:
-        return copy_sequence(host, one, sequence, start, count, decoder)
-
+    copy = functools.partial(copy_sequence, decoder=decoder)
     return jax.jit(copy, donate_argnums=0, out_shardings=Placement(decoder.mesh).host)

@@ -48,7 +48,7 @@ def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> 
 def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
     """Return the bytes of temporaries of a decode step: rows, speculated scores and logits."""
     config = decoder.config
-    selecting = any(not decoder.streams(number) for number in range(decoder.host_layers))
+    selecting = bool(decoder.selecting)
     requested = decoder.request_size(capacity) if selecting else 0
     row = batch * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
     # The rows of two layers are on the device at a time.
@@ -69,15 +69,11 @@ def step_bytes(decoder: Decoder, batch: int, capacity: int, drafted: int, reside
         drafted: tokens of a verification; 0 for decode steps.
         resident: bytes of the rows that a draft copies, to be undone.
     """
-    step = decode_bytes(decoder, batch, capacity)
-    return step + (verification_bytes(decoder, batch, drafted) + resident if drafted else 0)
-
-
-def verification_bytes(decoder: Decoder, batch: int, tokens: int) -> int:
-    """Return the bytes of the rows and logits of `tokens` drafted tokens of each sequence."""
-    config = decoder.config
+    step, config = decode_bytes(decoder, batch, capacity), decoder.config
+    if not drafted:
+        return step
     rows = config.num_layers * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
-    return batch * tokens * (rows + 2 * FLOAT32 * config.vocab_size)
+    return step + resident + batch * drafted * (rows + 2 * FLOAT32 * config.vocab_size)
 
 
 def _arriving_bytes(decoder: Decoder) -> int:

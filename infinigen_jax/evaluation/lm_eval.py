@@ -168,17 +168,10 @@ def _engine(options: dict[str, Any]) -> "Engine":
     for name in sorted(behind):
         policy += f"{',' if ':' in policy else ':'}{name}={str(options[name]).lower()}"
     options = {n: value for n, value in options.items() if n not in behind} | {"policy": policy}
-    arguments = parser.parse_args([_option(*item) for item in options.items()])
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    arguments = parser.parse_args(given)
     policy = make_policy(arguments)
     return make_engine(load(arguments.model, **load_settings(arguments)), policy, arguments)
-
-
-def _option(name: str, value: Any) -> str:
-    """An option as on a command line; a switch has no value."""
-    name = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    return f"--{name}={value}"
 
 
 def main() -> int:

@@ -196,7 +196,7 @@ def _attended(
 ) -> Float[np.ndarray, "s b"]:
     """Compute `Traffic.attended` from the rows selected and the past tokens of each step."""
     decoder = run.decoder
-    choosing = sum(not decoder.streams(layer) for layer in range(decoder.host_layers))
+    choosing = len(decoder.selecting)
     if not choosing:
         return np.ones(past.shape)
     resident = np.minimum(past, decoder.slots.size - 1)

@@ -5,13 +5,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
-
-from infinigen_jax.models import qwen3
 from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.hf import positive, refuse_unless
 from infinigen_jax.models.llama import Embedding, relative_from_hf
+from infinigen_jax.models.qwen3 import Layer
 from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
 
 __all__ = ["Embedding", "Layer", "config_from_hf"]
@@ -34,30 +31,3 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     return relative_from_hf(
         hf, "hunyuan_v1_dense", attention_bias=bias, rope=rope, norm_after_rotation=True
     )
-
-
-class Layer(qwen3.Layer):
-    """See `models.base.Layer`."""
-
-    def finish_query(
-        self,
-        projected: Float[Array, "*b w"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b h d"]:
-        c = self.config
-        q = projected.reshape(*projected.shape[:-1], c.num_heads, c.head_dim)
-        q = self.q_norm(self.rotated(q, positions, lengths))
-        return q * jnp.asarray(c.scale, q.dtype)
-
-    def normed_key(self, key: Float[Array, "*b k d"]) -> Float[Array, "*b k d"]:
-        return key
-
-    def key_value(
-        self,
-        a: Float[Array, "*b e"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
-    ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
-        key, value = super().key_value(a, positions, lengths)
-        return self.k_norm(key), value

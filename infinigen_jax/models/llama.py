@@ -3,7 +3,7 @@
 Related families reuse these modules; their files describe only the differences.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -109,7 +109,7 @@ class Layer(nnx.Module):
     ) -> Float[Array, "*b h d"]:
         c = self.config
         q = projected.reshape(*projected.shape[:-1], c.num_heads, c.head_dim)
-        q = self.rotated(self.normed_query(q), positions, lengths)
+        q = self.placed(q, self.normed_query, positions, lengths)
         return q * jnp.asarray(c.scale, q.dtype)
 
     def key_value(
@@ -121,7 +121,19 @@ class Layer(nnx.Module):
         c = self.config
         kv = self.kv(a).reshape(*a.shape[:-1], 2 * c.num_kv_heads, c.head_dim)
         key, value = jnp.split(kv, 2, axis=-2)
-        return self.rotated(self.normed_key(key), positions, lengths), value
+        return self.placed(key, self.normed_key, positions, lengths), value
+
+    def placed(
+        self,
+        x: Float[Array, "*b heads d"],
+        norm: Callable[[Array], Array],
+        positions: Int[Array, "*b"],
+        lengths: Int[Array, "*b"] | None,
+    ) -> Float[Array, "*b heads d"]:
+        """Apply the family's norm and the rotary embedding, in the family's order."""
+        if self.config.norm_after_rotation:
+            return norm(self.rotated(x, positions, lengths))
+        return self.rotated(norm(x), positions, lengths)
 
     def rotated(
         self,
@@ -136,11 +148,11 @@ class Layer(nnx.Module):
         return rotate(x, positions, self.config.rope, lengths)
 
     def normed_query(self, q: Float[Array, "*b h d"]) -> Float[Array, "*b h d"]:
-        """Return the query before rotation; families with a query norm override it."""
+        """Return the normalised query; families with a query norm override it."""
         return q
 
     def normed_key(self, key: Float[Array, "*b k d"]) -> Float[Array, "*b k d"]:
-        """Return the key before rotation; families with a key norm override it."""
+        """Return the normalised key; families with a key norm override it."""
         return key
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:

@@ -10,10 +10,9 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models import llama
+from infinigen_jax.models import arcee, llama
 from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.hf import common_settings, refuse_sliding_windows, refuse_unless
-from infinigen_jax.models.linear import Linear, TokenTable
 from infinigen_jax.models.llama import ACTIVATIONS
 from infinigen_jax.models.norms import LayerNorm
 
@@ -45,20 +44,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-class Layer(llama.Layer):
+class Layer(arcee.Layer):
     """See `models.base.Layer`."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
-        c = config
-        width = c.query_width
-        self.attention_norm = LayerNorm(c.hidden_size, c.norm_eps, dtype)
-        self.q = Linear(c.hidden_size, width, c.attention_bias, dtype)
-        self.kv = Linear(c.hidden_size, 2 * width, c.attention_bias, dtype)
-        self.o = Linear(width, c.hidden_size, c.attention_bias, dtype)
-        self.mlp_norm = LayerNorm(c.hidden_size, c.norm_eps, dtype)
-        self.up = Linear(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype)
-        self.down = Linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype)
-        self.config = config
+        super().__init__(config, dtype, rngs)
+        self.attention_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype)
+        self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype)
 
     def rotated(
         self,
@@ -68,22 +60,16 @@ class Layer(llama.Layer):
     ) -> Float[Array, "*b heads d"]:
         return x
 
-    def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        return self.down(ACTIVATIONS[self.config.activation](self.up(self.mlp_norm(x))))
-
 
 class Embedding(llama.Embedding):
     """See `models.base.Embedding`."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
-        c = config
+        super().__init__(config, dtype, rngs)
         kind = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
-        self.tokens = TokenTable(c.vocab_size, c.hidden_size, dtype)
-        self.positions = nnx.Embed(c.max_positions + POSITION_OFFSET, c.hidden_size, **kind)
-        self.norm = LayerNorm(c.hidden_size, c.norm_eps, dtype)
-        if not c.tie_embeddings:
-            self.head = Linear(c.hidden_size, c.vocab_size, False, dtype)
-        self.config = config
+        positions = config.max_positions + POSITION_OFFSET
+        self.positions = nnx.Embed(positions, config.hidden_size, **kind)
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps, dtype)
 
     def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
         return self.tokens(tokens) + self.positions(positions + POSITION_OFFSET)

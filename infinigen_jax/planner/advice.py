@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from infinigen_jax.cache.row_format import row_format
-from infinigen_jax.errors import InputError, ParameterError
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.planner.forecast import Forecast, Planner
 from infinigen_jax.settings.engine import EngineOptions
 
@@ -101,11 +101,12 @@ def choices(planner: Planner) -> dict[str, list[Any]]:
     Dense layers are never fewer than the default, which the conversion's losses determine.
     """
     asked, layers = planner.asked, planner.config.num_layers
+    exact = row_format("auto", "float32", planner.config.head_dim)
     assert asked.dense_layers is not None
     remedies: dict[str, tuple[Any, ...]] = {
         # With one memory for device and host, moving the weights saves nothing.
         "weights": ("host",) if planner.machine.separate else (),
-        "rows": tuple(name for name in SMALLER_ROWS if _has_groups(planner, name)),
+        "rows": SMALLER_ROWS if dataclasses.replace(exact, name="int8").groups else (),
         "prefill_chunk": SMALLER_CHUNKS,
         "dense_layers": (layers // 4, layers // 2, 3 * layers // 4, layers),
         "hot_set": (0.0,),
@@ -115,14 +116,6 @@ def choices(planner: Planner) -> dict[str, list[Any]]:
         name: list(dict.fromkeys((getattr(asked, name), *(() if name in planner.given else more))))
         for name, more in remedies.items()
     }
-
-
-def _has_groups(planner: Planner, name: str) -> bool:
-    try:
-        row_format(name, "float32", planner.config.head_dim)
-    except InputError:
-        return False
-    return True
 
 
 def largest(passes: Callable[[int], bool], most: int) -> int:

@@ -234,7 +234,7 @@ class Planner:
             decode=decode_bytes(decoder, batch, slots),
             plan=plan,
             traffic=traffic,
-            seconds=self._seconds(traffic, _streams(decoder)),
+            seconds=self._seconds(traffic, not decoder.selecting),
             lossless=None,
             machine=self.machine,
         )
@@ -261,7 +261,7 @@ class Planner:
             host_rows: bytes of all rows of the host, which a verification reads.
             copied: bytes of the copy of the weights for drafts; 0 without one.
         """
-        if decoder.pool is not None or _streams(decoder) or most < 1:
+        if decoder.pool is not None or not decoder.selecting or most < 1:
             return None
         drafting = traffic
         if copied:  # a small copy on the device takes the place of the layers' weights
@@ -294,11 +294,6 @@ class Planner:
         rate = reads if streams else copies
         others = traffic.memory - traffic.attended
         return others / reads + traffic.attended / rate
-
-
-def _streams(decoder: Decoder) -> bool:
-    """Whether no layer selects rows."""
-    return all(decoder.streams(layer) for layer in range(decoder.host_layers))
 
 
 def model_shapes(architecture: Blueprint, conversion: Conversion) -> Any:

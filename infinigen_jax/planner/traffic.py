@@ -37,14 +37,10 @@ class Traffic:
         """Bytes read from the device's memory."""
         return self.weights + self.device_cache + self.index + self.attended
 
-    @property
-    def bus(self) -> int:
-        """Bytes copied from the host."""
-        return self.link + self.brought
-
     def floor_ms(self, memory: float, link: float | None) -> float:
         """Return the least milliseconds of a step at these bandwidths, in bytes per second."""
-        return 1e3 * max(self.memory / memory, self.bus / link if link else 0.0)
+        copied = self.link + self.brought
+        return 1e3 * max(self.memory / memory, copied / link if link else 0.0)
 
 
 def planned_traffic(
@@ -66,7 +62,7 @@ def planned_traffic(
     config, layers = decoder.config, weights.params["layers"]
     embedding = weights.params["embedding"]
     head = embedding["tokens" if config.tie_embeddings else "head"]
-    streamed = sum(decoder.streams(layer) for layer in range(decoder.host_layers))
+    streamed = decoder.host_layers - len(decoder.selecting)
     on_host = min(context, slots)
     requested = sum(decoder.request_sizes(on_host))
     stored = decoder.row_format.width * decoder.row_format.storage.itemsize

@@ -22,10 +22,7 @@ class Oracle(Indexed):
 
     name: ClassVar[str] = "oracle"
     pools: ClassVar[bool] = True
-
-    @property
-    def lead(self) -> int:
-        return 0
+    lead: ClassVar[int] = 0
 
     def select(self, lookup: Lookup) -> Request:
         return self._best_of(lookup.query, lookup.state, lookup)

@@ -34,12 +34,9 @@ class Quest(Budgeted):
 
     name: ClassVar[str] = "quest"
     paged: ClassVar[bool] = True
+    lead: ClassVar[int] = 0
 
     page: int = setting(16, "tokens in a page, a divisor of 128", "N", whole_number(1))
-
-    @property
-    def lead(self) -> int:
-        return 0
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Bounds:
         shape = (batch, config.num_kv_heads, -(-capacity // self.page), config.head_dim)

@@ -83,15 +83,6 @@ def budget_rows(budget: float, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
     return tokens * share.numerator // share.denominator
 
 
-def share_rows(share: Int[Array, "*b 2"], tokens: Int[Array, "*n"]) -> Int[Array, "*n"]:
-    """Return floor(tokens * share[0] / share[1]): `budget_rows` for shares that are data.
-
-    Args:
-        share: numerator and denominator, for all sequences or for each.
-    """
-    return tokens * share[..., 0] // share[..., 1]
-
-
 def group_margin(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
     """Return the distance of each token below the best score, for the group's closest query head.
 
@@ -117,28 +108,6 @@ def group_rank(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
     return jax.nn.logsumexp(scores - log_total, axis=2)
 
 
-def combine_counts(
-    counts: Int[Array, "b k"],
-    cap: Int[Array, "#b #k"],
-    mode: str,
-    active: Bool[Array, " b"] | None = None,
-) -> Int[Array, "b k"]:
-    """Return the number of rows to fetch, from the counts of tokens that pass the threshold.
-
-    Args:
-        counts: tokens that pass, per KV head.
-        cap: most rows per KV head.
-        mode: "head" uses each KV head's count. "mean" uses the mean over all heads and sequences,
-            rounded down (the paper's released code; it couples the sequences of a batch).
-        active: sequences with rows to choose from, which are those of the mean; None for all.
-    """
-    if mode == "mean":
-        sequences = counts.shape[0] if active is None else jnp.maximum(jnp.sum(active), 1)
-        mean = jnp.sum(counts) // (sequences * counts.shape[1])
-        counts = jnp.full(counts.shape, mean, counts.dtype)
-    return jnp.minimum(counts, cap)
-
-
 def select(
     scores: Float[Array, "b k g t"],
     eligible: Bool[Array, "b t"] | Bool[Array, "b kv t"] | None,
@@ -157,6 +126,9 @@ def select(
             the group; with `inf` every token passes.
         cap: most rows per KV head, for each sequence.
         size: static length n of the request, at least the largest cap.
+        mode: "head" fetches as many rows as pass, per KV head. "mean" fetches the mean of these
+            numbers over all heads and sequences, rounded down (the paper's released code; it
+            couples the sequences of a batch).
     """
     active = None
     if eligible is not None:
@@ -165,10 +137,12 @@ def select(
         scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     passing = group_margin(scores) > -alpha
     between = _bounds(scores, alpha) if mode == "head" else None
-    count = combine_counts(_entries(passing), cap[:, None], mode, active)
-    rank = group_rank(scores)
-    if mode != "head":  # a head may get more than its own count; fill up by rank
-        count = jnp.minimum(count, _entries(rank > -jnp.inf))
+    count, rank = _entries(passing), group_rank(scores)
+    if mode == "mean":  # a head may get more than its own count; fill up by rank
+        sequences = count.shape[0] if active is None else jnp.maximum(jnp.sum(active), 1)
+        mean = jnp.sum(count) // (sequences * count.shape[1])
+        count = jnp.minimum(mean, _entries(rank > -jnp.inf))
+    count = jnp.minimum(count, cap[:, None])
     slots, chosen, marks = top_choice(
         rank, count, size, passing if mode == "head" else None, between
     )
@@ -185,19 +159,6 @@ def _bounds(scores: Float[Array, "b k g t"], alpha: float) -> Bounds | None:
     return Bounds(low - ROUNDING * (jnp.abs(low) + alpha), high)
 
 
-def top_slots(
-    rank: Float[Array, "b k t"], count: Int[Array, "b k"], size: int
-) -> Int[Array, "b k n"]:
-    """Return the slots of the `count` largest ranks of each KV head, padded to n = `size`.
-
-    Equal ranks are taken in order of slot. The CPU uses a threshold search and a compaction, both
-    linear in t, which return ascending slots (a gather of ascending rows is faster). Elsewhere
-    `lax.top_k` returns slots by falling rank. The padding after them is slot 0, which is never
-    unwritten memory.
-    """
-    return top_choice(rank, count, size)[0]
-
-
 def top_choice(
     rank: Float[Array, "b k t"],
     count: Int[Array, "b k"],
@@ -205,11 +166,19 @@ def top_choice(
     candidates: Bool[Array, "b k t"] | None = None,
     between: Bounds | None = None,
 ) -> tuple[Int[Array, "b k n"], Bool[Array, "b k t"], UInt32[Array, "b k v"]]:
-    """Return `top_slots`, their mask, and the mask packed into words; XLA drops unused results.
+    """Return the slots of the `count` largest ranks of each KV head, and their mask in two forms.
+
+    Equal ranks are taken in order of slot. The CPU uses a threshold search and a compaction, both
+    linear in t, which return ascending slots (a gather of ascending rows is faster). Elsewhere
+    `lax.top_k` returns slots by falling rank.
 
     Args:
+        size: length n of the slots. The padding is slot 0, which is never unwritten memory.
         candidates: mask of the ranks that count, all above -inf; None for all ranks above -inf.
         between: bounds on the candidates' ranks, if known; they save the search two passes.
+
+    Returns:
+        Slots, mask, and the mask packed into words. XLA drops those that are not used.
     """
     candidates = rank > -jnp.inf if candidates is None else candidates
 

@@ -63,22 +63,12 @@ class Limits:
         capacity = round_up_capacity(max(context + room, decoder.policy.window))
         default = CHUNK_ON_CPU if decoder.transfer.in_place else CHUNK
         chunk = min(engine.prefill_chunk or default, capacity)
-        limits = cls(batch, context, capacity, chunk, waiting, prefix_bytes, heat_maps)
-        limits.check_memory(engine)
-        return limits
-
-    def check_memory(self, engine: Engine) -> None:
-        """Check that the batch and the prompts in progress fit.
-
-        Raises:
-            InputError: if memory is too small.
-        """
-        decoder, drafted = engine.decoder, engine.runtime.draft_room
-        plan = plan_cache(decoder, self.batch, self.capacity)
-        step = step_bytes(decoder, self.batch, self.capacity, drafted, plan.resident)
+        plan = plan_cache(decoder, batch, capacity)
+        step = step_bytes(decoder, batch, capacity, room, plan.resident)
         for _ in range(READERS + 1):  # and the answer that is alone
-            plan += plan_cache(decoder, 1, self.capacity)
-        plan = dataclasses.replace(plan, host_cache=plan.host_cache + self.prefix_bytes)
-        reading = prefill_bytes(decoder, 1, self.chunk, self.capacity)
-        remedies = Remedies(decoder, ("`context`", "`prefix_bytes`"), self.batch, may_pool=False)
+            plan += plan_cache(decoder, 1, capacity)
+        plan = dataclasses.replace(plan, host_cache=plan.host_cache + prefix_bytes)
+        reading = prefill_bytes(decoder, 1, chunk, capacity)
+        remedies = Remedies(decoder, ("`context`", "`prefix_bytes`"), batch, may_pool=False)
         check_memory(plan.at_work(max(reading, step)), engine.runtime.device, remedies)
+        return cls(batch, context, capacity, chunk, waiting, prefix_bytes, heat_maps)

@@ -29,7 +29,6 @@ from infinigen_jax.ops.reductions import summed
 from infinigen_jax.ops.span import Span, put_span
 from infinigen_jax.selection.rest import log_rest
 from infinigen_jax.selection.select import Request, Rest
-from infinigen_jax.speculation.query import partial_columns
 
 BITS = 4  # bits of a code
 CODES = 32 // BITS  # codes in a word
@@ -53,7 +52,7 @@ class IndexFormat:
     @classmethod
     def of_share(cls, name: str, head_dim: int, ratio: float) -> "IndexFormat":
         """Return the format with a share of a key's columns, rounded up to whole words of codes."""
-        columns = partial_columns(head_dim, ratio)
+        columns = max(1, int(head_dim * ratio + 1e-9))  # floor, exact for ratios such as 0.3
         if name == "int4":
             columns = min(-(-columns // CODES) * CODES, head_dim)
         return cls(name, columns)

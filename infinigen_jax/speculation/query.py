@@ -32,11 +32,6 @@ if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
 
 
-def partial_columns(head_dim: int, ratio: float) -> int:
-    """Return r = floor(d * ratio), at least 1; exact for ratios such as 0.3 despite rounding."""
-    return max(1, int(head_dim * ratio + 1e-9))
-
-
 def choose_basis(model: "Model", basis: str) -> str:
     """Return the basis to use, "svd" or "balanced"; "auto" uses the one of the conversion.
 

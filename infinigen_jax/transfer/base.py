@@ -20,18 +20,15 @@ class Transfer(Protocol):
     """Interface of a transfer; see the module's docstring.
 
     Attributes:
-        masks: whether only valid rows that the hot set lacks are moved. If not, the whole static
-            request moves, unless a hot set exists.
         in_place: whether `fetch` returns no rows without a hot set; attention then reads them in
             the host cache.
-        concurrent: whether rows move during XLA's kernels, so that a request should be early.
+        concurrent: whether rows move during XLA's kernels, so that a request should be early. Only
+            valid rows move then; else the whole static request, unless there is a hot set.
     """
 
     name: ClassVar[str]
     concurrent: ClassVar[bool]
 
-    @property
-    def masks(self) -> bool: ...
     @property
     def in_place(self) -> bool: ...
 
@@ -54,7 +51,7 @@ class Transfer(Protocol):
 
         Returns:
             The rows in the order of the request (None if `in_place` without a hot set), and the new
-            rows of the hot set. Rows beyond the request's count are undefined with `masks`, and
-            else finite.
+            rows of the hot set. Rows beyond the request's count are undefined if
+            `concurrent` or `in_place`, and else finite.
         """
         ...

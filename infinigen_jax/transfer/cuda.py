@@ -17,8 +17,10 @@ from infinigen_jax.cache.host_array import CACHE_SPEC, ROWS_SPEC, kernel_slots, 
 from infinigen_jax.cache.hot_set import Replacement
 from infinigen_jax.cuda.calls import gather
 from infinigen_jax.selection.select import Request
-from infinigen_jax.transfer.base import FetchedRows
-from infinigen_jax.transfer.xla import XlaTransfer, xla_transfer
+from infinigen_jax.settings.engine import EngineOptions
+from infinigen_jax.settings.setting import check_setting
+from infinigen_jax.transfer.base import FetchedRows, Transfer
+from infinigen_jax.transfer.xla import XlaTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,6 @@ class CudaTransfer:
     name: ClassVar[str] = "cuda"
     blocks: int = 16
     threads: int = 512
-    masks: bool = True
     in_place: bool = False
     concurrent: ClassVar[bool] = True
 
@@ -60,16 +61,21 @@ class CudaTransfer:
         return sharded(local, mesh, specs, out)(*arrays)
 
 
-def best_transfer(requested: bool) -> CudaTransfer | XlaTransfer:
-    """Return the `cuda` transfer if it runs, else `xla` with one warning that states the reason.
+def make_transfer(name: str) -> Transfer:
+    """Return the transfer with this command-line name, one of `settings.engine.TRANSFERS`.
 
-    Args:
-        requested: whether `cuda` was requested by name; if not, a machine without a GPU gets no
-            warning.
+    "auto" is `cuda` on NVIDIA GPUs. If `cuda` cannot run, a warning states the reason and `xla` is
+    used; the results are equal.
+
+    Raises:
+        InputError: for another name.
     """
-    if not requested and jax.default_backend() != "gpu":
-        return xla_transfer()
+    check_setting(EngineOptions, "transfer", name)
+    backend = jax.default_backend()
+    xla = XlaTransfer(in_place=backend == "cpu")
+    if name == "xla" or (name == "auto" and backend != "gpu"):
+        return xla
     if reason := cuda.unavailable():
         logger.warning("transfer cuda: %s; using xla instead", reason)
-        return xla_transfer()
+        return xla
     return CudaTransfer()

@@ -3,11 +3,10 @@
 import dataclasses
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from infinigen_jax.cache.host_array import gather_rows
 from infinigen_jax.cache.hot_set import Replacement
@@ -37,10 +36,6 @@ class XlaTransfer:
     in_place: bool = False
     concurrent: ClassVar[bool] = False
 
-    @property
-    def masks(self) -> bool:
-        return self.in_place
-
     def fetch(
         self,
         host: Shaped[Array, "l a k t w"],
@@ -62,11 +57,6 @@ class XlaTransfer:
         return rows, hot_rows
 
 
-def xla_transfer() -> XlaTransfer:
-    """Return the transfer with the best settings for this process's devices."""
-    return XlaTransfer(in_place=jax.default_backend() == "cpu")
-
-
 def move_missing(
     host: Shaped[Array, "l a k t w"],
     layer: Int[Array, ""],
@@ -81,8 +71,7 @@ def move_missing(
     size = -(-n // chunk) * chunk
     counts = jnp.sum(replacement.miss, axis=-1, dtype=jnp.int32)
     # Missing rows, as indices into the request.
-    place = compact(_padded(replacement.miss, size), size)
-    place = jnp.minimum(place, n - 1)
+    place = compact(replacement.miss, size)
     missing = lax.broadcasted_iota(jnp.int32, place.shape, 2) < counts[..., None]
     slots = jnp.where(missing, look_up(slots, place), 0)
     entries = jnp.where(missing, look_up(replacement.entry, place), h)
@@ -97,7 +86,3 @@ def move_missing(
 
     chunks = (jnp.max(counts) + (chunk - 1)) // chunk
     return lax.fori_loop(jnp.int32(0), chunks, move, hot_rows)
-
-
-def _padded(mask: Bool[Array, "b k n"], size: int) -> Bool[Array, "b k m"]:
-    return jnp.pad(mask, ((0, 0), (0, 0), (0, size - mask.shape[2])))

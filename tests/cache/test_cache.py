@@ -44,6 +44,8 @@ def test_sinks_and_recent_tokens_are_resident_and_all_others_eligible(sizes, cur
 
 
 write_row = jax.jit(Resident.write, static_argnums=3)
+extend = jax.jit(Resident.extend, static_argnums=3)
+part_of = jax.jit(Resident.part, static_argnums=2)
 
 
 @pytest.mark.parametrize("sinks, window, block", [(0, 1, 0), (2, 3, 0), (2, 4, 4), (4, 8, 4)])
@@ -54,10 +56,10 @@ def test_resident_rows_follow_the_tokens(sinks, window, block):
     rows = np.arange(1, 41, dtype=np.float32)  # the row of position p is p + 1 everywhere
     prompt = jnp.asarray(np.broadcast_to(rows[:longest, None], (3, 2, longest, 4)))
     resident = Resident.empty(3, 2, 4, slots, jnp.float32, slots.blocks(40))
-    resident = resident.extend(prompt, Span.first(jnp.asarray(lengths)), slots)
+    resident = extend(resident, prompt, Span.first(jnp.asarray(lengths)), slots)
 
     def check(current: np.ndarray) -> None:
-        part = resident.part(jnp.asarray(current), slots)
+        part = part_of(resident, jnp.asarray(current), slots)
         positions = np.asarray(positions_of(slots, current))
         np.testing.assert_array_equal(part.valid[:, 0], positions >= 0)
         for i, j in np.argwhere(positions >= 0):
@@ -80,9 +82,6 @@ def test_resident_rows_follow_the_tokens(sinks, window, block):
     since = resident.since(start, slots)
     expected = rows[np.asarray(start)[:, None] + np.arange(window)]
     np.testing.assert_array_equal(since[:, 1, :, 2], expected)
-
-
-extend = jax.jit(Resident.extend, static_argnums=3)
 
 
 @settings(max_examples=15)

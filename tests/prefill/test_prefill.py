@@ -20,7 +20,8 @@ from infinigen_jax.prefill import layer as prompt_layer
 from infinigen_jax.prefill.prefill import chunk_length, extend, prefill
 from infinigen_jax.programs.compilations import compilations
 
-# Policies of no other test: programs are shared by policy, and these have small blocks.
+# Policies and a capacity of no other test, as programs are shared (those of prompts by capacity
+# alone): these have small blocks.
 SPARSE, ALL = (dataclasses.replace(policy, sinks=3) for policy in (runtime.SPARSE, runtime.ALL))
 LONG = [numbers(n) for n in (150, 40, 97)]
 POLICIES: dict[str, Policy] = {

@@ -59,12 +59,12 @@ class Served:
     def expected(self, prompts: list[Any], *sampling: Any, **settings: Any) -> Generation:
         """Return the results of `generate` for the prompts.
 
-        The long prompt is added, which gives the cache the server's shapes.
+        The long prompt fills the batch, which gives the cache the server's shapes.
         """
-        settings = {"max_new_tokens": 20} | settings
-        engine = self.full or self.engine
-        given = engine.generate([*prompts, LONG], *sampling, batch=ROWS, **settings)
-        return dataclasses.replace(given, texts=given.texts[:-1], tokens=given.tokens[:-1])
+        settings, count = {"max_new_tokens": 20} | settings, len(prompts)
+        engine, others = self.full or self.engine, [LONG] * max(1, ROWS - count)
+        given = engine.generate([*prompts, *others], *sampling, batch=ROWS, **settings)
+        return dataclasses.replace(given, texts=given.texts[:count], tokens=given.tokens[:count])
 
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,12 +18,13 @@ from infinigen_jax.skew.positions import offsets, spread_blocks, spread_guess, s
 from infinigen_jax.skew.tail_moments import BlockMoments
 
 ROPE = Rope(theta=100.0)
+turn = jax.jit(rotate, static_argnums=2)
 
 
 def standing_at(place: int, rope: Rope, *vectors: np.ndarray) -> list[np.ndarray]:
     """Vectors [t, heads, d] of a text whose first token is at this position."""
     return [
-        np.asarray(rotate(jnp.asarray(x), jnp.arange(len(x), dtype=jnp.int32) + place, rope))
+        np.asarray(turn(jnp.asarray(x), jnp.arange(len(x), dtype=jnp.int32) + place, rope))
         for x in vectors
     ]
 

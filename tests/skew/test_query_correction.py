@@ -4,6 +4,7 @@ import functools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,12 +94,17 @@ def attention_inputs(model) -> list[jax.Array]:
     architecture = blueprint(model.config, model.dtype)
     windows = jnp.asarray(IDS[:392]).reshape(7, 56)
     positions = jnp.broadcast_to(jnp.arange(56), windows.shape)
-    x, found = architecture.embedding(model.params["embedding"]).embed(windows, positions), []
-    for params in model.params["layers"]:
-        layer = architecture.layer(params)
-        found.append(layer.attention_input(x))
-        x = chunk_layer(layer, x, Span.whole(*x.shape[:2])).x
-    return found
+
+    @jax.jit
+    def inputs(weights: Any) -> list[jax.Array]:
+        x, found = architecture.embedding(weights["embedding"]).embed(windows, positions), []
+        for params in weights["layers"]:
+            layer = architecture.layer(params)
+            found.append(layer.attention_input(x))
+            x = chunk_layer(layer, x, Span.whole(*x.shape[:2])).x
+        return found
+
+    return inputs(model.params)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", QWEN3])

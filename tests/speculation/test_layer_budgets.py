@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import SPARSE, random_model
+from runtime import RAGGED, SPARSE, random_model
 
 from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.engine.engine import Engine
@@ -16,7 +16,6 @@ from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest
 from infinigen_jax.speculation.layer_budgets import STEP, Curves, share_out
 
 SHARES = (0.05, 0.1, 0.2, 0.4)
-PROMPTS = [list(range(3, 90)), list(range(5, 45))]
 STEEP = dataclasses.replace(SPARSE, alpha=float("inf"), budget=0.25, layer_budgets="calibrated")
 
 
@@ -80,7 +79,7 @@ def test_an_engine_fetches_the_shares():
     decoder = engine.decoder
     budgets = list(decoder.budgets.values())
     assert budgets[1] > budgets[0] and np.mean(budgets) <= STEEP.budget
-    run = engine.start(PROMPTS, max_new_tokens=8)
+    run = engine.start(RAGGED, max_new_tokens=8)
     for _ in run.tokens(ignore_eos=True):
         pass
     stats = run.stats()
