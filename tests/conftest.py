@@ -127,7 +127,7 @@ def forget_programs() -> Iterator[None]:
     """Free compiled programs before a process has too many memory mappings.
 
     Not after every module, because modules share programs. Linux allows 65,530 mappings;
-    12,000 take 4 GiB.
+    12,000 take about 4 GiB.
     """
     yield
     if Path("/proc/self/maps").read_bytes().count(b"\n") > 12_000:

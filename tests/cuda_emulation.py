@@ -35,6 +35,7 @@ class Emulator:
         )
         text = f'#include "{HEADER}"\n{source()}\n{runners}\n'
         number = hashlib.sha256((text + HEADER.read_text() + str(OPTIONS)).encode()).hexdigest()
+        folder.mkdir(parents=True, exist_ok=True)
         library = folder / f"kernels-{number[:16]}.so"
         with filelock.FileLock(f"{library}.lock"):
             if not library.exists():

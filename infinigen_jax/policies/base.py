@@ -212,11 +212,9 @@ class Budgeted(BudgetSettings, Policy):
             share: budget of one layer, see `Lookup`.
         """
         tokens = positions if held is None else jnp.minimum(positions, capacity)
-        return (
-            budget_rows(self.budget, tokens)
-            if share is None
-            else tokens * share[..., 0] // share[..., 1]
-        )
+        if share is None:
+            return budget_rows(self.budget, tokens)
+        return tokens * share[..., 0] // share[..., 1]
 
     def choose(
         self,
