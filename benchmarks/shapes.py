@@ -134,7 +134,7 @@ def model_of(options: argparse.Namespace, positions: int) -> tuple[Model, dict[s
 
 def _projection_ahead(config: ModelConfig, layer: Params) -> Params:
     """Return a layer's own query projection, with a bias."""
-    kernel = np.asarray(layer["q"]["kernel"])
+    kernel = np.asarray(layer["q"]["weight"]).T
     bias = np.zeros(config.query_width, kernel.dtype)
     return {"kernel": kernel, "bias": np.asarray(layer["q"].get("bias", bias))}
 
@@ -171,8 +171,8 @@ def _fill(config: ModelConfig, path: Any, leaf: jax.ShapeDtypeStruct, key: jax.A
         return jnp.ones(leaf.shape, leaf.dtype)
     if name == "bias":
         return jnp.zeros(leaf.shape, leaf.dtype)
-    x = jax.random.normal(key, leaf.shape, jnp.float32)
     if name == "embedding":
+        x = jax.random.normal(key, leaf.shape, jnp.float32)
         x *= 1.0 if module == "tokens" else 0.1
         if module == "tokens":
             size = (COMMON / (1 - COMMON) * config.hidden_size / OUTLIERS) ** 0.5
@@ -180,7 +180,7 @@ def _fill(config: ModelConfig, path: Any, leaf: jax.ShapeDtypeStruct, key: jax.A
             planted[1::2] *= -1  # zero mean, so LayerNorm does not subtract them
             x = x.at[:, :OUTLIERS].set(planted[None])
         return x.astype(leaf.dtype)
-    x *= leaf.shape[0] ** -0.5
+    x = jax.random.normal(key, leaf.shape[::-1], jnp.float32) * leaf.shape[1] ** -0.5
     if module == "q":
         x *= jnp.tile(_profile(config), config.num_heads)[None]
     elif module in ("o", "down"):
@@ -191,7 +191,7 @@ def _fill(config: ModelConfig, path: Any, leaf: jax.ShapeDtypeStruct, key: jax.A
     if module == "kv":
         columns = jnp.tile(_profile(config), config.num_kv_heads)
         x *= jnp.concatenate([columns, jnp.ones_like(columns)])[None]
-    return x.astype(leaf.dtype)
+    return x.T.astype(leaf.dtype)
 
 
 def _profile(config: ModelConfig) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.systems import MARGIN, StepTime
-from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, TensorSpec, expected
+from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected
 from infinigen_jax.loading.load import Model
 from infinigen_jax.models import Params, blueprint
 from infinigen_jax.models.forward import forward
@@ -151,8 +151,8 @@ def _tensor(spec: TensorSpec, params: Params) -> Any:
 
     rule = spec.rule
     whole = torch.from_dlpack(params[rule.path[0]][rule.path[1]])
-    part = torch.chunk(whole, rule.parts, dim=-1)[rule.part]
-    return TRANSFORMS[rule.transform](part)
+    part = torch.chunk(whole, rule.parts)[rule.part]
+    return part - 1 if rule.gain else part
 
 
 def logits_difference(model: Model, other: Any, prompt: list[int]) -> float:

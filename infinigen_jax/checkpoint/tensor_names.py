@@ -1,16 +1,18 @@
 """Table of Hugging Face tensor names and parameter paths for each family.
 
-A rule says: the tensor `name`, through `transform`, is part `part` of `parts` of the parameter at
-`path`. Parts are joined on the last (output) axis. Matching is strict: one error lists all missing,
-unexpected, duplicate and mis-shaped tensors.
+A rule says: the tensor `name` is part `part` of `parts` of the parameter at `path`. Parts are
+joined on the first (output) axis. Matching is strict: one error lists all missing, unexpected,
+duplicate and mis-shaped tensors.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from infinigen_jax.checkpoint.hf_folder import TensorSource
 from infinigen_jax.errors import InputError
@@ -28,32 +30,36 @@ LISTED = 20  # tensors named per kind of error
 
 
 class Rule(NamedTuple):
-    """One line of a table; names are relative to the layer, or to the model."""
+    """One line of a table; names are relative to the layer, or to the model.
+
+    Attributes:
+        gain: whether the tensor is a norm's scale minus 1.
+    """
 
     name: str
     path: tuple[str, str]
-    transform: str
     part: int = 0
     parts: int = 1
+    gain: bool = False
 
 
 def _linear(name: str, module: str, part: int = 0, parts: int = 1) -> list[Rule]:
     return [
-        Rule(f"{name}.weight", (module, "kernel"), "transpose", part, parts),
-        Rule(f"{name}.bias", (module, "bias"), "keep", part, parts),
+        Rule(f"{name}.weight", (module, "weight"), part, parts),
+        Rule(f"{name}.bias", (module, "bias"), part, parts),
     ]
 
 
 def _norm(name: str, module: str) -> list[Rule]:
     return [
-        Rule(f"{name}.weight", (module, "scale"), "keep"),
-        Rule(f"{name}.bias", (module, "bias"), "keep"),
+        Rule(f"{name}.weight", (module, "scale")),
+        Rule(f"{name}.bias", (module, "bias")),
     ]
 
 
 def _gain(name: str, module: str) -> list[Rule]:
     """Return the rule of a norm whose scale is stored minus 1."""
-    return [Rule(f"{name}.weight", (module, "scale"), "add one")]
+    return [Rule(f"{name}.weight", (module, "scale"), gain=True)]
 
 
 class Table(NamedTuple):
@@ -87,7 +93,7 @@ POST_NORMS = [
 ]
 HEAD_NORMS = [*_norm("self_attn.q_norm", "q_norm"), *_norm("self_attn.k_norm", "k_norm")]
 EMBEDDING = [
-    Rule("embed_tokens.weight", ("tokens", "embedding"), "keep"),
+    Rule("embed_tokens.weight", ("tokens", "embedding")),
     *_norm("norm", "norm"),
     *_linear("lm_head", "head"),
 ]
@@ -155,8 +161,8 @@ TABLES = {
     "opt": Table(
         prefix="model.decoder.",
         embedding=[
-            Rule("embed_tokens.weight", ("tokens", "embedding"), "keep"),
-            Rule("embed_positions.weight", ("positions", "embedding"), "keep"),
+            Rule("embed_tokens.weight", ("tokens", "embedding")),
+            Rule("embed_positions.weight", ("positions", "embedding")),
             *_norm("final_layer_norm", "norm"),
             *_linear("lm_head", "head"),
         ],
@@ -171,13 +177,6 @@ TABLES = {
             *_linear("fc2", "down"),
         ],
     ),
-}
-
-# From the file to the parameter.
-TRANSFORMS: dict[str, Callable[[Any], Any]] = {
-    "keep": lambda x: x,
-    "transpose": lambda x: x.T,
-    "add one": lambda x: x.astype("float32") + 1,
 }
 
 
@@ -209,7 +208,9 @@ def expected(blueprint: Blueprint) -> TensorSpecs:
 
     def specs(rules: Sequence[Rule], shapes: Params, prefix: str) -> list[TensorSpec]:
         return [
-            TensorSpec(_full_name(rule.name, prefix), _file_shape(rule, leaf.shape), rule)
+            TensorSpec(
+                _full_name(rule.name, prefix), (leaf.shape[0] // rule.parts, *leaf.shape[1:]), rule
+            )
             for rule in rules
             if (leaf := shapes.get(rule.path[0], {}).get(rule.path[1])) is not None
         ]
@@ -269,28 +270,34 @@ def match(
 def read_tree(
     specs: Sequence[TensorSpec],
     sources: Mapping[str, TensorSource],
-    join: Callable[[list[np.ndarray], str], Any],
+    dtype: Any,
 ) -> Params:
-    """Read the parameters of the embedding or of a layer; see `Blueprint.complete`.
-
-    Args:
-        join: makes one parameter from its parts and the name of their transform.
-    """
+    """Read the parameters of the embedding or of a layer; see `Blueprint.complete`."""
     params: Params = {}
     for path in dict.fromkeys(spec.rule.path for spec in specs):
         joined = sorted((s for s in specs if s.rule.path == path), key=lambda spec: spec.rule.part)
         parts = [sources[spec.name].read() for spec in joined]
-        params.setdefault(path[0], {})[path[1]] = join(parts, joined[0].rule.transform)
+        params.setdefault(path[0], {})[path[1]] = _joined(parts, joined[0].rule.gain, dtype)
     return params
+
+
+def _joined(parts: list[np.ndarray], gain: bool, dtype: Any) -> Array:
+    """Join a parameter from its parts on the device; a scale is float32 (see `gemma2.Layer`)."""
+    dtype = jnp.dtype(jnp.float32 if gain else dtype)
+    # Never alias the mapped file, which may be overwritten while the model is in use.
+    copies = [jax.device_put(part, may_alias=False) for part in parts]
+    if len(copies) == 1 and copies[0].dtype == dtype and not gain:
+        return copies[0]
+    return _cast(copies, gain, dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("gain", "dtype"))
+def _cast(parts: list[Array], gain: bool, dtype: Any) -> Array:
+    return jnp.concatenate([part.astype(dtype) + int(gain) for part in parts])
 
 
 def _full_name(name: str, prefix: str) -> str:
     return name if name.startswith("lm_head.") else prefix + name
-
-
-def _file_shape(rule: Rule, shape: Sequence[int]) -> tuple[int, ...]:
-    part = (*shape[:-1], shape[-1] // rule.parts)
-    return part[::-1] if rule.transform == "transpose" else part
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.files.regular import read_text
 from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.models.forward import causal_attention
+from infinigen_jax.models.linear import by_input
 from infinigen_jax.skew.basis import GuessMoments, Moments, guess_moments
 from infinigen_jax.skew.positions import offsets, spread_blocks, spread_guess, spread_moments
 from infinigen_jax.skew.query_correction import corrected_projection
@@ -171,7 +172,7 @@ class Calibrator:
 
         def fit(stand_in: Array) -> Params:
             inputs = np.asarray(stand_in)[valid]
-            fitted = corrected_projection(inputs, target, query["kernel"], query.get("bias"))
+            fitted = corrected_projection(inputs, target, query["weight"].T, query.get("bias"))
             arrays = {"kernel": fitted.kernel, "bias": fitted.bias}
             return {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
 
@@ -193,7 +194,9 @@ class Calibrator:
             enough. See `convert.loss`.
         """
         guesses, self._guesses = self._guesses, ()
-        guesses = guesses or (self._guess(params, params["q"], self._stand_ins[0]),)
+        if not guesses:
+            plain = by_input(params["q"], self._config.hidden_size, jnp.float32)
+            guesses = (self._guess(params, plain, self._stand_ins[0]),)
         _, _, hidden, queries, keys, values = self._seen
         self._seen = ()  # its memory is needed
         with jax.default_matmul_precision("highest"):

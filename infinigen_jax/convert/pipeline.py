@@ -26,7 +26,7 @@ from infinigen_jax.checkpoint.manifest import (
 from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
 from infinigen_jax.checkpoint.skew_file import projection_shapes
 from infinigen_jax.checkpoint.source import checked_source, content_files, open_tensors, read_config
-from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, TensorSpec, expected, match, read_tree
+from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected, match, read_tree
 from infinigen_jax.convert.calibrate import (
     DEFAULT_TEXT,
     DEFAULT_TOKENS,
@@ -283,7 +283,7 @@ class _Job:
         if calibrator is None:
             return None
         specs = self.specs.layers[number]
-        params = self.architecture.complete(number, read_tree(specs, self.sources, _joined))
+        params = self.architecture.complete(number, read_tree(specs, self.sources, jnp.float32))
         try:
             seen = calibrator.layer(params)
         except InputError as error:
@@ -341,15 +341,8 @@ class _Job:
             tensor = self.sources[spec.name].read()
             part = spec.rule.path[0], spec.rule.part
             if basis is not None and part in (("q", 0), ("kv", 0)):
-                turn = TRANSFORMS[spec.rule.transform]
-                tensor = turn(absorb(turn(tensor), basis))
+                tensor = absorb(tensor.T, basis).T
             writer.add(spec.name, tensor.astype(self.dtype, copy=False))
-
-
-def _joined(parts: list[np.ndarray], transform: str) -> Any:
-    """Join a parameter from its parts in the file's layout; float32, on the device."""
-    turned = [TRANSFORMS[transform](jnp.asarray(part.astype(np.float32))) for part in parts]
-    return jnp.concatenate(turned, axis=-1)
 
 
 def _tokens(

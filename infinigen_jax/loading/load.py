@@ -31,7 +31,7 @@ from infinigen_jax.checkpoint.manifest import (
 )
 from infinigen_jax.checkpoint.skew_file import DTYPES, Ahead, Basis, read_skew
 from infinigen_jax.checkpoint.source import checked_source, open_tensors, read_config
-from infinigen_jax.checkpoint.tensor_names import TRANSFORMS, TensorSpec, expected, match, read_tree
+from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected, match, read_tree
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
 from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, prune
 from infinigen_jax.loading.room import check_room, readers
@@ -279,14 +279,9 @@ def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None 
     sources = match(tensors, architecture, source or folder)
     specs = expected(architecture)
 
-    def join(parts: list[np.ndarray], transform: str) -> Array:
-        # One tensor at a time, transposed and cast on the device, so the host holds no second copy.
-        # Never alias the mapped file, which may be overwritten while the model is in use.
-        return _joined([jax.device_put(p, may_alias=False) for p in parts], transform, dtype)
-
     def tree(tensors: list[TensorSpec]) -> Params:
         # The file may change, and its pages may be dropped, after the copies are complete.
-        read = jax.block_until_ready(read_tree(tensors, sources, join))
+        read = jax.block_until_ready(read_tree(tensors, sources, dtype))
         for tensor in tensors:
             sources[tensor.name].release()
         return read
@@ -311,13 +306,6 @@ def _listed_tensors(folder: Path, manifest: Manifest) -> dict[str, TensorSource]
     if SAFETENSORS in manifest.files:
         return hf_folder.open_file(folder / SAFETENSORS)
     raise InputError(f"{folder}: has no weights; give the model that it was converted from")
-
-
-@functools.partial(jax.jit, static_argnames=("transform", "dtype"))
-def _joined(parts: list[Array], transform: str, dtype: Any) -> Array:
-    if transform == "add one":  # see `models.gemma2.Layer`
-        dtype = jnp.float32
-    return jnp.concatenate([TRANSFORMS[transform](p).astype(dtype) for p in parts], axis=-1)
 
 
 def checked_dtype(dtype: Any) -> jnp.dtype:

@@ -276,8 +276,11 @@ def random_params(config: ModelConfig, dtype: Any, seed: int = 0) -> Params:
             return jnp.ones(leaf.shape, leaf.dtype)
         if name == "bias":
             return jnp.zeros(leaf.shape, leaf.dtype)
-        deviation = 0.02 if name == "embedding" else leaf.shape[0] ** -0.5
-        return (jax.random.normal(key, leaf.shape, jnp.float32) * deviation).astype(leaf.dtype)
+        if name == "embedding":
+            x = jax.random.normal(key, leaf.shape, jnp.float32) * 0.02
+        else:
+            x = jax.random.normal(key, leaf.shape[::-1], jnp.float32).T * leaf.shape[1] ** -0.5
+        return x.astype(leaf.dtype)
 
     def tree(shapes: Params, key: jax.Array) -> Params:
         leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)

@@ -16,18 +16,17 @@ Params = dict[str, Any]
 
 
 def project(a: Float[Array, "*b e"], weights: Params) -> Float[Array, "*b f"]:
-    """Apply a projection {"kernel" [e, f]}, or one of small weights, with or without a "bias"."""
+    """Apply a projection {"weight" [f, e]}, or one of small weights, with or without a "bias"."""
     small = "codes" in weights
-    y = small_weights.product(a, weights) if small else product(a, weights["kernel"])
+    y = small_weights.product(a, weights) if small else product(a, weights["weight"])
     return y + jnp.broadcast_to(weights["bias"], y.shape) if "bias" in weights else y
 
 
-def in_full(weights: Params, inputs: int, dtype: Any) -> Params:
-    """Return a projection of small weights with a kernel [inputs, f] instead; others unchanged."""
-    if "codes" not in weights:
-        return weights
-    kernel = {"kernel": small_weights.rows_of(weights, inputs).T.astype(dtype)}
-    return kernel | {name: x for name, x in weights.items() if name == "bias"}
+def by_input(weights: Params, inputs: int, dtype: Any) -> Params:
+    """Return a projection as {"kernel" [inputs, f]}, with its "bias" if it has one."""
+    rows = small_weights.rows_of(weights, inputs) if "codes" in weights else weights["weight"]
+    bias = {name: x for name, x in weights.items() if name == "bias"}
+    return {"kernel": rows.T.astype(dtype)} | bias
 
 
 class Matrix(nnx.Module):
@@ -43,16 +42,16 @@ class Matrix(nnx.Module):
         """Replace the matrix by a small one."""
         for name, array in small_weights.shrink_part(self.weights, dtype).items():
             setattr(self, name, nnx.Param(array))
-        for name in ("kernel", "embedding"):
+        for name in ("weight", "embedding"):
             if hasattr(self, name):
                 delattr(self, name)
 
 
 class Linear(Matrix):
-    """Projection with kernel [inputs, outputs], parameters in `dtype`."""
+    """Projection with a weight [outputs, inputs], parameters in `dtype`."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, dtype: Any):
-        self.kernel = nnx.Param(jnp.zeros((inputs, outputs), dtype))
+        self.weight = nnx.Param(jnp.zeros((outputs, inputs), dtype))
         if bias:
             self.bias = nnx.Param(jnp.zeros(outputs, dtype))
 
@@ -77,5 +76,5 @@ class TokenTable(Matrix):
         """Return the products with the embeddings of all tokens."""
         weights = self.weights
         if "embedding" in weights:
-            return x @ weights["embedding"].T
+            return product(x, weights["embedding"])
         return small_weights.product(x, weights)

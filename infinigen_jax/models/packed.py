@@ -22,7 +22,7 @@ def join(layer: Params) -> Params:
         return layer
     rest = {name: part for name, part in layer.items() if name not in ("q", "kv")}
     parts = layer["q"], layer["kv"]
-    joined = {n: jnp.concatenate([p[n] for p in parts], axis=_outputs(n)) for n in layer["q"]}
+    joined = {name: jnp.concatenate([p[name] for p in parts]) for name in layer["q"]}
     return rest | {"qkv": joined}
 
 
@@ -31,14 +31,9 @@ def split(layer: Params, queries: int) -> Params:
     if "qkv" not in layer:
         return layer
     rest = {name: part for name, part in layer.items() if name != "qkv"}
-    cut = {n: jnp.split(x, [queries], axis=_outputs(n)) for n, x in layer["qkv"].items()}
+    cut = {name: jnp.split(x, [queries]) for name, x in layer["qkv"].items()}
     q, kv = ({name: pair[i] for name, pair in cut.items()} for i in range(2))
     return rest | {"q": q, "kv": kv}
-
-
-def _outputs(name: str) -> int:
-    """Return the axis of the outputs: the last of a kernel, the first of small weights."""
-    return -1 if name == "kernel" else 0
 
 
 def part_of(joined: Params, begin: int, end: int | None) -> Callable[[Array], Array]:

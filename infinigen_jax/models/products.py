@@ -1,37 +1,55 @@
-"""Matrix products that are fast on a CPU for a single row."""
+"""Matrix products that are fast on a CPU for few rows.
+
+Matrices are stored by output, [f, e], as in the files. A product with few rows takes as long as
+reading the matrix, and reading is fast along its rows.
+"""
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-PIECES = 8
-PIECE_BYTES = 1 << 19  # bytes of weights; smaller pieces do not repay the sum
+FEW_ROWS = 64  # with more, computing takes longer than reading
+LANES = 16  # numbers in a vector
+# Terms of the sum that is written out for a single row: with fewer, adding up the vectors takes
+# longer than reading; more take long to compile.
+FEWEST_TERMS, MOST_TERMS = 16, 48
 
 
-def product(a: Float[Array, "*b e"], kernel: Float[Array, "e f"]) -> Float[Array, "*b f"]:
-    """Return a @ kernel.
-
-    On a CPU the product of one row and a large float32 matrix is computed as the sum of `pieces`
-    products. For a single product XLA gives each thread an equal share and waits for the slowest;
-    threads take several products dynamically.
-    """
-    count = pieces(a, kernel)
-    if count == 1:
-        return a @ kernel
-
-    def in_pieces(a: Array, kernel: Array) -> Array:
-        rows = a.reshape(count, -1)
-        parts = jnp.einsum("ne,nef->nf", rows, kernel.reshape(*rows.shape, -1))
-        return jnp.sum(parts, axis=0).reshape(*a.shape[:-1], -1)
-
-    return lax.platform_dependent(a, kernel, cpu=in_pieces, default=jnp.matmul)
+def product(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
+    """Return a @ weight.T."""
+    rows = math.prod(a.shape[:-1])
+    if rows == 0 or rows > FEW_ROWS or not a.dtype == weight.dtype == jnp.float32:
+        return _plain(a, weight)
+    few = _one_row if rows == 1 and terms_of(a.shape[-1]) >= FEWEST_TERMS else _few_rows
+    return lax.platform_dependent(a, weight, cpu=few, default=_plain)
 
 
-def pieces(a: Float[Array, "*b e"], kernel: Float[Array, "e f"]) -> int:
-    """Return the number of products on a CPU, a power of two; 1 unless one row, in float32."""
-    if a.size != len(kernel) or a.dtype != jnp.float32 or kernel.dtype != jnp.float32:
-        return 1
-    fit = max(1, kernel.size * kernel.dtype.itemsize // PIECE_BYTES)
-    return math.gcd(PIECES, len(kernel), 1 << (fit.bit_length() - 1))
+def _plain(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
+    return lax.dot_general(a, weight, (((a.ndim - 1,), (1,)), ((), ())))
+
+
+def _few_rows(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
+    """Multiply with the weight on the left, along whose rows the library goes."""
+    turned = lax.dot_general(weight, a.reshape(-1, a.shape[-1]), (((1,), (1,)), ((), ())))
+    # Without the barrier XLA would exchange the operands and leave the transposition out.
+    return lax.optimization_barrier(turned).T.reshape(*a.shape[:-1], -1)
+
+
+@jax.jit
+def _one_row(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
+    """Multiply vectors of LANES numbers and add them, which XLA compiles to one loop."""
+    terms = terms_of(weight.shape[1])
+    vectors, x = weight.reshape(len(weight), -1, terms, LANES), a.reshape(-1, terms, LANES)
+    total = vectors[:, :, 0] * x[None, :, 0]
+    for i in range(1, terms):
+        total = total + vectors[:, :, i] * x[None, :, i]
+    return jnp.sum(total, axis=(1, 2)).reshape(*a.shape[:-1], -1)
+
+
+def terms_of(inputs: int) -> int:
+    """Return how many vectors are added up at a time; 1 if the inputs are not whole vectors."""
+    count = inputs // LANES if inputs % LANES == 0 else 1
+    return max(n for n in range(1, MOST_TERMS + 1) if count % n == 0)

@@ -1,6 +1,6 @@
 """Matrices in two bytes, one byte or half a byte per number, and their products.
 
-A kernel [e, f] is stored by output, in groups of 32 inputs:
+A matrix [f, e] is stored by output, in groups of 32 inputs:
 
     bfloat16    codes uint16, the bits of the numbers
     int8        weight = scale * code, one scale per group; holds blocks of GGUF's Q8_0 exactly
@@ -42,7 +42,7 @@ def small_dtype(params: Params) -> str | None:
 
 def shrink(params: Params, dtype: str) -> Params:
     """Return the parameters of a layer or an embedding with small matrices."""
-    matrices = {name for name, part in params.items() if "kernel" in part} | {"tokens"}
+    matrices = {name for name, part in params.items() if "weight" in part} | {"tokens"}
     return {
         name: shrink_part(part, dtype_of(name, dtype)) if name in matrices else part
         for name, part in params.items()
@@ -62,9 +62,9 @@ def dtype_of(name: str, dtype: str) -> str:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def shrink_part(part: Params, dtype: str) -> Params:
-    """Return {"codes", ...} in place of {"kernel" [e, f]} or {"embedding" [f, e]}."""
-    rows = part["embedding"] if "embedding" in part else part["kernel"].T
-    rest = {name: x for name, x in part.items() if name not in ("embedding", "kernel")}
+    """Return {"codes", ...} in place of {"weight" [f, e]} or {"embedding" [f, e]}."""
+    rows = part["embedding"] if "embedding" in part else part["weight"]
+    rest = {name: x for name, x in part.items() if name not in ("embedding", "weight")}
     width = LANES * (2 if dtype == "int4" else 1)
     rows = jnp.pad(rows.astype(jnp.float32), ((0, 0), (0, -rows.shape[1] % width)))
     groups = rows.reshape(len(rows), -1, LANES)

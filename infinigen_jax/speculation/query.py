@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.models.linear import in_full
+from infinigen_jax.models.linear import by_input
 from infinigen_jax.models.packed import split
 from infinigen_jax.ops.attention import soft_capped
 
@@ -107,7 +107,7 @@ def speculation_weights(
     basis, query = choose_basis(model, basis), choose_query(model, query)
     corrected = None
     parts = split(model.params["layers"][layer], config.query_width)
-    projection = in_full(parts["q"], config.hidden_size, model.dtype)
+    projection = by_input(parts["q"], config.hidden_size, model.dtype)
     if query == "corrected":
         assert model.ahead is not None
         corrected = model.ahead[layer]

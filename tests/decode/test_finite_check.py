@@ -50,9 +50,9 @@ PROMPTS = [[3] * 5, [4] * 12, [5] * 9]
 @pytest.mark.parametrize(
     ("leaf", "value", "second", "expected"),
     [
-        ("layers.0.down.kernel", jnp.nan, PROMPTS[1], ("output of layer 0", 1, 0)),
-        ("layers.1.down.kernel", jnp.inf, PROMPTS[1], ("output of layer 1", 1, 0)),
-        ("embedding.head.kernel", jnp.nan, PROMPTS[1], ("logits", 1, 4)),
+        ("layers.0.down.weight", jnp.nan, PROMPTS[1], ("output of layer 0", 1, 0)),
+        ("layers.1.down.weight", jnp.inf, PROMPTS[1], ("output of layer 1", 1, 0)),
+        ("embedding.head.weight", jnp.nan, PROMPTS[1], ("logits", 1, 4)),
         # One token's embedding is not finite: the first of these tokens.
         ("embedding.tokens.embedding", jnp.nan, [4, 4, 4, BAD, 4, BAD], ("embedding", 2, 3)),
     ],
@@ -86,7 +86,7 @@ def test_overflow_inside_a_layer(params):
     """Weights that are finite themselves."""
     large = jax.tree.map(lambda x: x, params)
     for name in ("gate_up", "down"):
-        large["layers"][1][name]["kernel"] *= 1e30
+        large["layers"][1][name]["weight"] *= 1e30
     with pytest.raises(NotFiniteError) as error:
         engine(large).start(PROMPTS, max_new_tokens=4)
     assert place(error)[0] == "output of layer 1"

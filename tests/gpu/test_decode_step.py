@@ -153,8 +153,8 @@ def test_a_chunks_rows_are_written_in_place():
 @pytest.mark.parametrize("matrix", ["q", "kv", "o", "gate_up", "down"])
 def test_a_scan_over_stacked_weights_copies_them(matrix):
     """Why the layers are unrolled."""
-    kernel = sp.weights().params["layers"][0][matrix]["kernel"]
-    size = kernel.size * kernel.dtype.itemsize
+    weight = sp.weights().params["layers"][0][matrix]["weight"]
+    size = weight.size * weight.dtype.itemsize
     made = large_results(sp.scanned(), sp.WEIGHT_BYTES)
     # A launch may have an index as a second result.
     assert any(part.nbytes == size for i in made for part in i.results)

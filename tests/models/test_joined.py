@@ -21,7 +21,7 @@ def test_a_layer_of_either_form_is_the_same(name: str):
     config, params = model.config, model.params["layers"][1]
     joined = join(params)
     width = config.query_width
-    assert "q" not in joined and joined["qkv"]["kernel"].shape[1] == width + (
+    assert "q" not in joined and joined["qkv"]["weight"].shape[0] == width + (
         2 * config.num_kv_heads * config.head_dim
     )
     assert join(joined) is joined and split(params, width) is params
@@ -66,9 +66,9 @@ def test_only_where_rows_are_read_in_place(monkeypatch):
 
 def test_no_second_copy_is_kept():
     model = random_model.__wrapped__("gqa")
-    kernel = weakref.ref(model.params["layers"][0]["q"]["kernel"])
+    weight = weakref.ref(model.params["layers"][0]["q"]["weight"])
     made = Engine(model, policy=SPARSE)
     assert made.model.params["layers"][0] is made.weights.params["layers"][0]
     del model
     gc.collect()
-    assert kernel() is None
+    assert weight() is None

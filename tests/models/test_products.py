@@ -1,4 +1,4 @@
-"""Products of one row with large weights, in pieces."""
+"""Products of few rows with large weights."""
 
 import re
 
@@ -9,42 +9,39 @@ import pytest
 from flax import nnx
 
 from infinigen_jax.models.linear import Linear
-from infinigen_jax.models.products import pieces, product
+from infinigen_jax.models.products import FEW_ROWS, product, terms_of
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "number"),
-    [(512, 512, 2), (1376, 512, 4), (512, 2752, 8), (2048, 8192, 8), (1375, 2752, 1), (64, 64, 1)],
+    ("inputs", "number"), [(512, 32), (576, 36), (1536, 48), (4096, 32), (11008, 43), (100, 1)]
 )
-def test_as_many_pieces_as_pay_and_divide_the_inputs(inputs: int, outputs: int, number: int):
-    kernel = jnp.zeros((inputs, outputs))
-    assert pieces(jnp.zeros((1, inputs)), kernel) == number
-    assert pieces(jnp.zeros((inputs,)), kernel) == number
-    assert pieces(jnp.zeros((2, inputs)), kernel) == 1
-    assert pieces(jnp.zeros((1, inputs), jnp.bfloat16), kernel) == 1
-    assert pieces(jnp.zeros((1, inputs)), kernel.astype(jnp.bfloat16)) == 1
+def test_terms_divide_the_inputs(inputs: int, number: int):
+    assert terms_of(inputs) == number
 
 
-@pytest.mark.parametrize("rows", [(1,), (), (1, 1), (3,)])
-def test_the_product_is_that_of_the_matrices(rows: tuple[int, ...]):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [(1,), (), (1, 1), (3,), (2, 3), (0,), (FEW_ROWS + 1,)])
+def test_the_product_is_that_of_the_matrices(rows: tuple[int, ...], dtype):
     rng = np.random.default_rng(0)
-    a = rng.normal(size=(*rows, 512)).astype(np.float32)
-    kernel = rng.normal(size=(512, 2752)).astype(np.float32)
-    expected = a.astype(np.float64) @ kernel.astype(np.float64)
-    found = jax.jit(product)(a, kernel)
-    assert found.shape == expected.shape
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+    a = jnp.asarray(rng.normal(size=(*rows, 512)), dtype)
+    weight = jnp.asarray(rng.normal(size=(2752, 512)), dtype)
+    expected = np.asarray(a, np.float64) @ np.asarray(weight, np.float64).T
+    found = jax.jit(product)(a, weight)
+    assert found.shape == expected.shape and found.dtype == dtype
+    rtol = 1e-4 if dtype == jnp.float32 else 2**-8
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=rtol, atol=1e-3)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only a CPU has products in pieces")
-def test_a_projection_is_in_pieces_and_its_weights_are_not_copied():
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU's forms")
+@pytest.mark.parametrize(("rows", "form"), [(1, "f32[2752]"), (4, "f32[2752,4]")])
+def test_a_projection_of_few_rows_reads_its_weights_once(rows: int, form: str):
     projection = Linear(512, 2752, True, jnp.float32)
     graph, state = nnx.split(projection)
     program = jax.jit(lambda state, a: nnx.merge(graph, state)(a))
-    row = jnp.ones((1, 512))
-    text = program.lower(state, row).compile().as_text()
-    assert text is not None and "f32[8,2752]" in text
-    assert not re.search(r"= f32\[[\d,]*2752\]\S* (copy|transpose)\(", text)
-    kernel, bias = projection.kernel[...], projection.bias
+    a = jnp.ones((rows, 512))
+    text = program.lower(state, a).compile().as_text()
+    assert text is not None and re.search(rf"= {re.escape(form)}\S* (dot|fusion)\(", text)
+    assert not re.search(r"= f32\[(2752,512|512,2752|2752,1,32,16)\]\S* (copy|transpose)\(", text)
+    weight, bias = projection.weight[...], projection.bias
     assert bias is not None
-    np.testing.assert_allclose(program(state, row), row @ kernel + bias[...][None], atol=1e-4)
+    np.testing.assert_allclose(program(state, a), a @ weight.T + bias[...][None], atol=1e-4)

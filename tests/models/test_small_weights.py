@@ -22,7 +22,7 @@ from infinigen_jax.errors import ParameterError
 from infinigen_jax.loading.load import Model, embedded, load
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.models import Params
-from infinigen_jax.models.linear import in_full, project
+from infinigen_jax.models.linear import project
 from infinigen_jax.models.small_weights import (
     FEW_ROWS,
     product,
@@ -45,7 +45,7 @@ def random_rows(outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
 
 
 def small(rows: np.ndarray, dtype: str) -> Params:
-    return shrink_part({"kernel": jnp.asarray(rows.T)}, dtype)
+    return shrink_part({"weight": jnp.asarray(rows)}, dtype)
 
 
 def groups_of(rows: np.ndarray) -> np.ndarray:
@@ -158,7 +158,10 @@ def model_in_full(model: Model) -> Model:
     def whole(name: str, part: Any) -> Any:
         if name == "tokens":
             return {"embedding": rows_of(part, c.hidden_size)}
-        return in_full(part, inputs.get(name, c.hidden_size), model.dtype)
+        if "codes" not in part:
+            return part
+        bias = {kind: x for kind, x in part.items() if kind == "bias"}
+        return {"weight": rows_of(part, inputs.get(name, c.hidden_size))} | bias
 
     layers = [{name: whole(name, part) for name, part in x.items()} for x in params["layers"]]
     embedding = {name: whole(name, part) for name, part in params["embedding"].items()}

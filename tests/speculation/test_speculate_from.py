@@ -100,7 +100,7 @@ def test_calibration_sees_what_decoding_does():
     """Where layers add nothing, what stands in for the next layer's input is that input."""
     for calibrator, params in calibrated(without_attention("gqa"), "resident"):
         projection, _ = calibrator.ahead(params)
-        assert np.allclose(projection["kernel"], params["q"]["kernel"], atol=1e-4)
+        assert np.allclose(projection["kernel"], params["q"]["weight"].T, atol=1e-4)
 
 
 def test_behind_what_is_resident_dense_layers_are_told_by_the_input():
